@@ -1,0 +1,1 @@
+"""Flax models, data and training on the kernels of pallas_kernels."""

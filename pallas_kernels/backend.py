@@ -1,0 +1,115 @@
+"""The only place that decides how an op runs: on our Mosaic GPU kernel or as plain jnp on XLA.
+
+Every op calls `use_kernel(name, backend, reason)`, where `reason` is what its own `why_not` said
+about the shapes, dtypes and options (None: the kernel can take this call).
+
+  auto    the kernel where it is supported, the XLA form elsewhere; says so once in the log
+  mosaic  the kernel, or NotImplementedError with the reason; never asks for the platform, so that
+          a CPU can interpret the kernel and lower it for CUDA
+  xla     the jnp form
+
+`explain()` reports every decision that was taken while JAX traced, not a guess.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+import jax
+
+Backend = Literal["auto", "mosaic", "xla"]
+Gpu = Literal["sm_80", "sm_90", "sm_90a"]  # 80 or newer, 90 or newer (TMA), exactly 9.0 (wgmma)
+
+log = logging.getLogger("pallas_kernels")
+
+
+class Decision(NamedTuple):
+    """How one op was run: on "mosaic" or "xla", and why."""
+
+    op: str
+    runs: Literal["mosaic", "xla"]
+    why: str
+
+
+_decisions: dict[Decision, int] = {}  # in the order taken, with how often
+_silenced = False
+
+
+def use_kernel(op: str, backend: Backend, reason: str | None, gpu: Gpu = "sm_80") -> bool:
+    """True if `op` has to run on its kernel, False for its jnp form.
+
+    reason: why the kernel cannot take this call, or None.  gpu: what the kernel needs.
+    Raises NotImplementedError under "mosaic" with a reason, ValueError for another backend.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is not one of auto, mosaic, xla")
+    if backend == "mosaic":
+        if reason is not None:
+            raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
+        decision = Decision(op, "mosaic", "asked for")
+    elif backend == "xla":
+        decision = Decision(op, "xla", "asked for")
+    else:
+        reason = device_lacks(gpu) or reason
+        if reason is None:
+            decision = Decision(op, "mosaic", "supported")
+        else:
+            decision = Decision(op, "xla", reason)
+    if not _silenced:
+        if decision not in _decisions and decision.runs == "xla" and decision.why != "asked for":
+            level = logging.INFO if jax.default_backend() == "cpu" else logging.WARNING
+            log.log(level, "%s runs on XLA: %s", op, decision.why)
+        _decisions[decision] = _decisions.get(decision, 0) + 1
+    return decision.runs == "mosaic"
+
+
+@functools.cache
+def device_lacks(gpu: Gpu) -> str | None:
+    """Why the default device cannot run a kernel that needs `gpu`, or None."""
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return f"the platform is {platform}, not gpu"
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    try:
+        have = float(capability)
+    except (TypeError, ValueError):
+        return f"compute capability {capability} is not one of an NVIDIA GPU"
+    need = int(gpu[3:5]) / 10
+    if have < need or (gpu == "sm_90a" and have != need):
+        exactly = "" if gpu == "sm_90a" else " or newer"
+        return f"the GPU has compute capability {have}, the kernel needs {need}{exactly}"
+    return None
+
+
+def explain() -> str:
+    """One line for each op and way it has run since the start or `forget()`: op, backend, why."""
+    if not _decisions:
+        return "no op has been traced yet"
+    width = max(len(d.op) for d in _decisions)
+    return "\n".join(
+        f"{d.op:<{width}}  {d.runs:<6}  {d.why} ({n} call{'s' if n > 1 else ''} traced)"
+        for d, n in _decisions.items()
+    )
+
+
+def decisions() -> list[Decision]:
+    """The decisions that `explain()` prints, in the order they were first taken."""
+    return list(_decisions)
+
+
+def forget() -> None:
+    """Forgets all decisions, so that `explain()` speaks of what is traced from here on."""
+    _decisions.clear()
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Inside, decisions are neither recorded nor logged (an op that calls another op)."""
+    global _silenced
+    before, _silenced = _silenced, True
+    try:
+        yield
+    finally:
+        _silenced = before

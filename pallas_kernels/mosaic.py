@@ -1,0 +1,99 @@
+"""Layouts, tiles and small loads and stores that the Mosaic GPU kernels share."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPS = 4  # warps in a warpgroup of 128 threads
+
+
+def warp_rows(vec: int) -> plgpu.Layout:
+    """Register layout of a (4 k, 32 vec n) array in which each row lives in one warp.
+
+    A reduction over axis 1 is then registers and five shuffles, with no step through shared
+    memory.  A lane holds `vec` consecutive elements of every 32 vec.
+    """
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4, 32 * vec), (vec,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+
+def vec_width(n: int, *dtypes) -> int:
+    """Widest vector of at most 16 bytes in every dtype with which `warp_rows` tiles n columns."""
+    size = max(jnp.dtype(d).itemsize for d in dtypes)
+    for vec in (8, 4, 2):
+        if n % (32 * vec) == 0 and vec * size <= 16:
+            return vec
+    raise ValueError(f"row length {n} is not a multiple of 64")
+
+
+def wgmma_tiles(cols: int, dtype) -> tuple:
+    """Tiling and swizzle of a (rows, cols) shared-memory buffer that TMA and wgmma agree on."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(cols * itemsize * 8)
+    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def load(ref, layout) -> jax.Array:
+    """Loads a global or unswizzled shared ref straight into registers of `layout`, as float32."""
+    # optimized=False: the layouts here are coalesced already, and the optimised path knows only
+    # swizzled shared memory.
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def store(ref, value) -> None:
+    """Stores registers to a ref in the ref's dtype, from any layout."""
+    value = value.astype(ref.dtype)
+    if hasattr(plgpu, "store"):  # jax >= 0.12 refuses small global stores unless told
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def zeros(shape, layout) -> jax.Array:
+    """float32 zeros that a loop can carry (a loop-carried constant needs its layout named)."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """Zero-pads one axis up to a multiple (no operation where it is one already)."""
+    extra = -x.shape[axis] % multiple
+    if not extra:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, extra)
+    return jnp.pad(x, widths)
+
+
+def stat_dtype(dtype) -> jnp.dtype:
+    """float32 for statistics and sums, float64 where the data are (the references' truth)."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def along(vector, shape, axis: int) -> jax.Array:
+    """Broadcasts a vector that runs along `axis` to a two-dimensional shape, inside a kernel."""
+    return lax.broadcast_in_dim(vector, shape, [axis])
+
+
+def unsupported_dtype(**arrays) -> str | None:
+    """Why kernels cannot take these arrays for their dtypes, or None."""
+    for name, x in arrays.items():
+        if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"{name} is {x.dtype}, not float32, bfloat16 or float16"
+    return None
+
+
+def empty(**arrays) -> str | None:
+    """Why kernels cannot take these arrays for their sizes, or None."""
+    for name, x in arrays.items():
+        if x is not None and x.size == 0:
+            return f"{name} has shape {x.shape}, no elements"
+    return None

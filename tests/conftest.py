@@ -1,0 +1,1 @@
+"""Checks of shapes and dtypes on every public op, and no caches shared between runs."""
