@@ -1,0 +1,483 @@
+"""Configuration: one YAML file is one complete run, and every value can be overridden by a flag.
+
+`load(name_or_path, overrides)` reads the file, applies `--section.key VALUE` overrides and checks
+everything; whatever is wrong becomes an `InputError` of one line that names the key and the value.
+"""
+
+import difflib
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from jaxllm.errors import InputError
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class RopeScaling(Section):
+    """Llama 3.1's stretching of the low rotary frequencies to longer texts."""
+
+    factor: float = Field(8.0, ge=1, description="how far low frequencies are slowed (3.2: 32)")
+    low_freq_factor: float = Field(1.0, gt=0, description="below O/low wavelengths: scaled fully")
+    high_freq_factor: float = Field(4.0, gt=0, description="above O/high wavelengths: kept")
+    original_max_position_embeddings: int = Field(
+        8192, ge=1, description="O, the length of text before the stretching"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must exceed"
+                f" low_freq_factor={self.low_freq_factor}"
+            )
+        return self
+
+
+class _Model(Section):
+    vocab_size: Count = Field(description="token ids the model knows")
+    n_layers: Count = Field(description="blocks")
+    n_heads: Count = Field(description="(query) heads")
+    d_model: Count = Field(description="width of the residual stream")
+    max_seq_len: Count = Field(description="longest sequence")
+    compute_dtype: Dtype = Field("bfloat16", description="dtype of matmuls and activations")
+    residual_dtype: Dtype = Field("bfloat16", description="dtype of the residual stream")
+    kernels: Literal["auto", "mosaic", "xla"] = Field(
+        "auto", description="our GPU kernels where supported, always, or never"
+    )
+    remat: Literal["none", "dots", "block"] = Field(
+        "none", description="recompute in the backward pass: nothing, all but matmuls, each block"
+    )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and head: vocab_size rounded up to a multiple of 128."""
+        return round_up(self.vocab_size, 128)
+
+
+class GPT2Config(_Model):
+    """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
+
+    type: Literal["gpt2"] = Field("gpt2", description="the architecture")
+    d_ff: Count | None = Field(None, description="feed-forward width; null: 4 d_model")
+    norm_eps: Positive = Field(1e-5, description="epsilon of the layer norms")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or 4 * self.d_model
+
+    @model_validator(mode="after")
+    def _check(self):
+        _divides(self.n_heads, self.d_model, "n_heads", "d_model")
+        return self
+
+
+class Llama3Config(_Model):
+    """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
+
+    type: Literal["llama3"] = Field("llama3", description="the architecture")
+    n_kv_heads: Count = Field(description="key and value heads, a divisor of n_heads")
+    d_ff: Count = Field(description="feed-forward width")
+    d_head: Count | None = Field(None, description="head dimension; null: d_model / n_heads")
+    rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's stretching, or null")
+    tie_embeddings: bool = Field(False, description="the head is the token embedding")
+    norm_eps: Positive = Field(1e-5, description="epsilon of the RMS norms")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_head or self.d_model // self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.d_head is None:
+            _divides(self.n_heads, self.d_model, "n_heads", "d_model")
+        _divides(self.n_kv_heads, self.n_heads, "n_kv_heads", "n_heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs")
+        return self
+
+
+class VLSTMConfig(_Model):
+    """The mLSTM model of xLSTM 7B (Beck et al. 2025), here called vLSTM."""
+
+    type: Literal["vlstm"] = Field("vlstm", description="the architecture")
+    d_ff: Count | None = Field(
+        None, description="feed-forward width; null: 2.667 d_model rounded up to 64"
+    )
+    gate_soft_cap: Positive = Field(15.0, description="gates are capped as cap tanh(x / cap)")
+    logit_soft_cap: Positive = Field(30.0, description="logits are capped the same way")
+    norm_eps: Positive = Field(1e-6, description="epsilon of the norms")
+    chunk_size: Count = Field(64, description="tokens of one chunk of the chunkwise form")
+
+    @property
+    def qk_dim(self) -> int:
+        """Query and key dimension of one head."""
+        return self.d_model // 2 // self.n_heads
+
+    @property
+    def v_dim(self) -> int:
+        """Value dimension of one head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or round_up(int(2.667 * self.d_model), 64)
+
+    @model_validator(mode="after")
+    def _check(self):
+        _divides(2 * self.n_heads, self.d_model, "2 n_heads", "d_model")
+        return self
+
+
+ModelConfig = Annotated[GPT2Config | Llama3Config | VLSTMConfig, Field(discriminator="type")]
+
+
+class DataConfig(Section):
+    """Where the text comes from."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "shards"] = Field(
+        "stdlib", description="stdlib: the source text of Python's own library, always there"
+    )
+    path: str | None = Field(None, description="file, folder or glob of the training data")
+    val_path: str | None = Field(None, description="of the validation data; null: a part held out")
+    text_column: str = Field("text", description="the text's column in JSON lines and parquet")
+    tokenizer: str | None = Field(
+        None, description="a tokenizer.json; null: train a byte-level BPE on the data, once"
+    )
+    tokenizer_vocab_size: Annotated[int, Field(ge=257)] = Field(
+        4096, description="entries of the tokenizer that is trained"
+    )
+    cache_dir: str | None = Field(None, description="null: $XDG_CACHE_HOME/jaxllm")
+    shuffle: bool = Field(True, description="a new random order of the samples each epoch")
+    prefetch: Natural = Field(8, description="batches read ahead; 0: none")
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.source != "stdlib" and self.path is None:
+            raise ValueError(f"source={self.source} needs data.path")
+        return self
+
+
+class TrainConfig(Section):
+    """How long, how much, how often."""
+
+    steps: Count = Field(description="optimizer steps")
+    batch_size: Count = Field(description="sequences of one step, over all devices")
+    seq_len: Count = Field(description="tokens of one sequence")
+    grad_accum: Count = Field(1, description="parts in which the batch is computed, one by one")
+    seed: Natural = Field(0, description="seed of the weights and of the data order")
+    log_every: Count = Field(1, description="steps between two log lines")
+    eval_every: Natural = Field(100, description="steps between two evaluations; 0: at the end")
+    eval_batches: Count = Field(8, description="validation batches of one evaluation")
+    checkpoint_every: Natural = Field(200, description="steps between checkpoints; 0: at the end")
+    keep_checkpoints: Count = Field(2, description="newest checkpoints kept, besides the best")
+    deterministic: bool = Field(
+        True, description="bit-for-bit repeatable programs (XLA flags; see README for the cost)"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        _divides(self.grad_accum, self.batch_size, "grad_accum", "batch_size")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    learning_rate: Positive = Field(description="at its peak")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="after the warm-up; wsd: constant, then a linear fall at the end"
+    )
+    warmup_steps: Natural = Field(0, description="steps of linear rise: (step + 1) / warmup")
+    final_fraction: Fraction = Field(0.1, description="learning rate at the end, of the peak")
+    decay_fraction: Fraction = Field(0.2, description="wsd: the part of the steps that falls")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="on matrices only")
+    b1: Fraction = Field(0.9, description="decay of the first moment")
+    b2: Fraction = Field(0.95, description="decay of the second moment")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="largest global norm of the gradient; 0: no clipping"
+    )
+
+
+class MeshConfig(Section):
+    """How the devices are divided: their product is the number of devices."""
+
+    data: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="copies of the model that share the batch; -1: all remaining devices"
+    )
+    fsdp: Count = Field(1, description="devices that share the batch and split the parameters")
+    tensor: Count = Field(1, description="devices that split each layer's heads and widths")
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data == 0:
+            raise ValueError("data=0 must be -1 or at least 1")
+        return self
+
+
+class SampleConfig(Section):
+    """The text written at the end of the run."""
+
+    prompt: str = Field("def ", description="what the sample goes on from")
+    tokens: Natural = Field(200, description="tokens to write; 0: no sample")
+    temperature: Annotated[float, Field(ge=0)] = Field(0.8, description="0: the likeliest token")
+    top_k: Natural = Field(50, description="choose among the k likeliest; 0: among all")
+    seed: Natural = Field(0, description="seed of the choice")
+
+
+class Config(Section):
+    """One complete run."""
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    sample: SampleConfig = Field(default_factory=SampleConfig)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.train.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"train.seq_len={self.train.seq_len} exceeds"
+                f" model.max_seq_len={self.model.max_seq_len}"
+            )
+        if self.optimizer.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} exceeds"
+                f" train.steps={self.train.steps}"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """The complete, resolved configuration; `load` reads it back."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+MODEL_CONFIGS: dict[str, type[_Model]] = {
+    "gpt2": GPT2Config,
+    "llama3": Llama3Config,
+    "vlstm": VLSTMConfig,
+}
+
+
+def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
+    """Reads a configuration and applies overrides {"section.key": "value as typed"}.
+
+    A bare name is looked up in configs/.  Raises InputError.
+    """
+    path = _find(name_or_path)
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as e:
+        raise InputError(f"{path} cannot be read as YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} holds {type(raw).__name__}, not sections like model: and train:")
+    for section, values in raw.items():
+        if section in Config.model_fields and not isinstance(values, dict):
+            raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
+    model = raw.get("model", {})
+    kind = (overrides or {}).get("model.type", model.get("type"))
+    if kind not in MODEL_CONFIGS:
+        raise InputError(f"model.type={kind!r} is not one of {', '.join(MODEL_CONFIGS)}")
+    known = keys(kind)
+    for key in _flatten(raw):
+        _check_known(key, known, f" in {path.name}")
+    for key, text in (overrides or {}).items():
+        _check_known(key, known, "")
+        _set(raw, key, _parse(key, text, known[key].annotation))
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as e:
+        raise InputError(_one_line(e)) from e
+
+
+def keys(model_type: str) -> dict[str, Any]:
+    """{"section.key": pydantic FieldInfo} of every value that a run of this model type has."""
+    found = {}
+
+    def walk(prefix, section):
+        for name, field in section.model_fields.items():
+            inner = _section_of(field.annotation)
+            if inner is not None:
+                walk(f"{prefix}{name}.", inner)
+            if inner is None or type(None) in get_args(field.annotation):
+                found[f"{prefix}{name}"] = field
+
+    for name, field in Config.model_fields.items():
+        walk(f"{name}.", MODEL_CONFIGS[model_type] if name == "model" else field.annotation)
+    return found
+
+
+def help_text() -> str:
+    """Every key with its type, meaning and default, for --help."""
+    lines, seen = [], {}
+    for model_type in MODEL_CONFIGS:
+        for key, field in keys(model_type).items():
+            seen.setdefault(key, (field, []))[1].append(model_type)
+    for key, (field, models) in seen.items():
+        default = "" if field.is_required() else f" (default {_shown(field)})"
+        only = (
+            ""
+            if len(models) == len(MODEL_CONFIGS) or key == "model.type"
+            else (f" [{', '.join(models)}]")
+        )
+        kind = "gpt2|llama3|vlstm" if key == "model.type" else _type_name(field.annotation)
+        lines.append(f"  --{key} {kind}\n      {field.description}{only}{default}")
+    return "\n".join(lines)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """SafeLoader that reads 3e-4 as a number and refuses a key given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.YAMLError(f"key {key!r} is not a name{key_node.start_mark}")
+            if key in seen:
+                raise yaml.YAMLError(f"key {key} is given twice{key_node.start_mark}")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def _find(name_or_path: str) -> Path:
+    # llama3_small, llama3_small.yaml and a path all work; configs/ is looked at last.
+    tried = [Path(name_or_path), Path(f"{name_or_path}.yaml")]
+    tried += [CONFIG_DIR / p for p in tried]
+    for path in tried:
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
+    near = difflib.get_close_matches(Path(name_or_path).stem, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; configs/ has {', '.join(known)}"
+    raise InputError(f"no configuration {name_or_path}{hint}")
+
+
+def _check_known(key: str, known: dict, where: str) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"unknown key {key}{where}{hint}")
+
+
+def _flatten(raw: dict, prefix: str = "") -> list[str]:
+    found = []
+    for name, value in raw.items():
+        if isinstance(value, dict) and value:
+            found += _flatten(value, f"{prefix}{name}.")
+        elif not (prefix == "" and isinstance(value, dict)):
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def _set(raw: dict, key: str, value) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        if not isinstance(raw.get(section), dict):
+            raw[section] = {}
+        raw = raw[section]
+    raw[name] = value
+
+
+def _parse(key: str, text: str, annotation):
+    if text.lower() in ("null", "none") and type(None) in get_args(annotation):
+        return None
+    try:
+        return TypeAdapter(annotation).validate_strings(text)
+    except ValidationError as e:
+        raise InputError(f"{key}={text!r}: {_sentence(e.errors()[0]['msg'])}") from e
+
+
+def _section_of(annotation) -> type[Section] | None:
+    for a in (annotation, *get_args(annotation)):
+        if isinstance(a, type) and issubclass(a, Section):
+            return a
+    return None
+
+
+def _one_line(e: ValidationError) -> str:
+    error = e.errors()[0]
+    # pydantic puts the chosen member of the model union into the location: leave it out
+    at = [str(p) for p in error["loc"]]
+    if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
+        del at[1]
+    key, message = ".".join(at), _sentence(error["msg"])
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "value_error":  # our own checks name their values themselves
+        return f"{key}: {message}" if key else message
+    return f"{key}={error['input']!r}: {message}"
+
+
+def _sentence(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:] if message.startswith("Input") else message
+
+
+def _divides(part: int, whole: int, part_name: str, whole_name: str) -> None:
+    if whole % part:
+        raise ValueError(f"{whole_name}={whole} is not a multiple of {part_name}={part}")
+
+
+def _shown(field) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+
+
+def _type_name(annotation) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if origin is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    if origin in (Union, types.UnionType):
+        return "|".join("null" if a is type(None) else _type_name(a) for a in get_args(annotation))
+    return {"int": "INT", "float": "FLOAT", "str": "TEXT", "bool": "true|false"}.get(
+        getattr(annotation, "__name__", ""), "SECTION"
+    )

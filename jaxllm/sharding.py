@@ -1,0 +1,86 @@
+"""The mesh of devices, and the one way in which layers run a kernel on it.
+
+Three axes: `data` (copies of the model that share the batch), `fsdp` (devices that share the batch
+and split the parameters), `tensor` (devices that split heads and widths).  Parameters carry their
+axes as metadata (`axes=("fsdp", "tensor")`); JAX's own sharding moves everything.
+
+Kernels do not partition themselves: under plain jit a sharded input would be gathered and the
+kernel run in full on every device, without an error.  `per_device` wraps an op in `jax.shard_map`.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.config import MeshConfig, ModelConfig
+from jaxllm.errors import InputError
+
+P = PartitionSpec
+BATCH = ("data", "fsdp")  # the axes that divide the batch
+
+
+def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
+    """Mesh (data, fsdp, tensor) over all devices; raises InputError if they do not divide so."""
+    devices = jax.devices() if devices is None else devices
+    inner = config.fsdp * config.tensor
+    data = len(devices) // inner if config.data == -1 else config.data
+    if data * inner != len(devices) or data == 0:
+        raise InputError(
+            f"mesh data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not make"
+            f" {len(devices)} devices; set mesh.data=-1 and divisors of {len(devices)}"
+        )
+    shape = (data, config.fsdp, config.tensor)
+    return Mesh(
+        np.array(devices).reshape(shape),
+        ("data", "fsdp", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
+    )
+
+
+def check_model(model: ModelConfig, mesh: Mesh) -> None:
+    """Raises InputError where the tensor axis cannot split the heads."""
+    tensor = mesh.shape["tensor"]
+    heads = getattr(model, "n_kv_heads", model.n_heads)
+    name = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
+    if heads % tensor:
+        raise InputError(
+            f"mesh.tensor={tensor} does not divide model.{name}={heads}; set mesh.tensor to a"
+            f" divisor of {heads} and use mesh.fsdp for the other devices"
+        )
+
+
+def per_device(op: Callable, in_specs, out_specs) -> Callable:
+    """`op` on each device's own part under the mesh set by `jax.set_mesh`; `op` itself without one.
+
+    Gradients of inputs that a device holds whole (P()) are summed over the mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return op
+    # check_vma=False: custom_vjp backwards of kernels carry no varying-axes types (MOSAIC rule 13).
+    return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def constrain(x: jax.Array, *axes) -> jax.Array:
+    """Says how an activation lies on the mesh; nothing without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*axes))
+
+
+def spec_of(variable: nnx.Variable) -> PartitionSpec:
+    """The `axes` that a parameter was made with (none: whole on every device)."""
+    return P(*(variable.get_metadata().get("axes") or ()))
+
+
+def shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
+    """NamedShardings in the structure of a state of parameters."""
+    return jax.tree.map(
+        lambda v: v.replace(NamedSharding(mesh, spec_of(v))),
+        state,
+        is_leaf=lambda v: isinstance(v, nnx.Variable),
+    )
