@@ -1,5 +1,6 @@
 """Mosaic GPU kernels for training language models, each with a jnp reference beside it."""
 
 from pallas_kernels.gelu import gelu
+from pallas_kernels.swiglu import swiglu
 
-__all__ = ["gelu"]
+__all__ = ["gelu", "swiglu"]

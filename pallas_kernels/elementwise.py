@@ -1,0 +1,95 @@
+"""The kernel under gelu and swiglu: one function of every element, over arrays of one shape.
+
+The arrays are taken flat.  A block of 128 threads loads `_BLOCK` consecutive elements of each,
+computes in float32, and stores.  Nothing is shared between threads, so the only question is how
+many bytes are under way at once; the fewer instructions an element takes, the more memory decides.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+
+_BLOCK = 4096  # elements of one block: 128 threads x 4 vectors of 8
+
+
+def why_not(**arrays) -> str | None:
+    """Why the kernel cannot take these arrays, or None."""
+    for name, x in arrays.items():
+        if x.size >= 2**31:
+            return f"{name} has {x.size} elements, the kernel counts to 2147483647"
+    (first, x), *rest = arrays.items()
+    for name, y in rest:
+        if y.dtype != x.dtype:
+            return f"{first} is {x.dtype} but {name} is {y.dtype}"
+    return mosaic.unsupported_dtype(**arrays) or mosaic.empty(**arrays)
+
+
+def sigmoid(z, fast: bool):
+    """1 / (1 + exp(-z)) inside a kernel; no digits are lost in either tail.
+
+    fast (for 16-bit data, under approx_math): a correctly rounded division takes ten instructions,
+    the square of a reciprocal square root two, with a relative error of 3e-7 beside their 2e-3.
+    """
+    d = 1 + jnp.exp(-z)
+    if not fast:
+        return 1 / d
+    r = lax.rsqrt(d)
+    return r * r
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "name", "outputs"))  # lowered once per shape
+def elementwise(tile, *arrays, name, outputs=1):
+    """tile(fast, *blocks) -> `outputs` blocks, over arrays of one shape and dtype.
+
+    fast: whether the dtype has 16 bits, so that approximate functions do (see `sigmoid`).
+    Returns a tuple of arrays of that shape and dtype.
+    """
+    x = arrays[0]
+    fast = x.dtype.itemsize == 2
+    layout = plgpu.Layout.WG_STRIDED((_BLOCK,), 16 // x.dtype.itemsize)  # 16 bytes a load
+    whole, rest = divmod(x.size, _BLOCK)
+    # Kernels do not check bounds, so what is left after the last whole block comes as padded
+    # arrays of its own and is put in place afterwards: only the remainder is copied.
+    flat = [a.reshape(-1) for a in arrays]
+    ends = [mosaic.pad_axis(a[whole * _BLOCK :], 0, _BLOCK) for a in flat] if rest else []
+
+    def block(sources, targets, where):
+        results = tile(fast, *(mosaic.load(r.at[where], layout) for r in sources))
+        for ref, result in zip(targets, results, strict=True):
+            mosaic.store(ref.at[where], result)
+
+    def body(*refs):
+        sources, targets = refs[: len(flat + ends)], refs[len(flat + ends) :]
+        i = lax.axis_index("block")
+        if not rest:
+            block(sources, targets, pl.ds(i * _BLOCK, _BLOCK))
+            return
+        if whole:
+            pl.when(i < whole)(
+                lambda: block(sources[: len(flat)], targets[:outputs], pl.ds(i * _BLOCK, _BLOCK))
+            )
+        pl.when(i == whole)(
+            lambda: block(sources[len(flat) :], targets[outputs:], pl.ds(0, _BLOCK))
+        )
+
+    body.__name__ = name
+    results = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((x.size,), x.dtype)] * outputs
+        + [jax.ShapeDtypeStruct((_BLOCK,), x.dtype)] * (outputs if rest else 0),
+        grid=(whole + bool(rest),),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=fast),
+    )(*flat, *ends)
+    if rest:
+        results = [
+            y.at[whole * _BLOCK :].set(end[:rest])
+            for y, end in zip(results[:outputs], results[outputs:], strict=True)
+        ]
+    return tuple(y.reshape(x.shape) for y in results)
