@@ -240,6 +240,9 @@ class MeshConfig(Section):
     )
     fsdp: Count = Field(1, description="devices that share the batch and split the parameters")
     tensor: Count = Field(1, description="devices that split each layer's heads and widths")
+    distributed: bool = Field(
+        False, description="several hosts: jax.distributed finds them in the cluster's environment"
+    )
 
     @model_validator(mode="after")
     def _check(self):

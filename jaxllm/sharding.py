@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import MeshConfig, ModelConfig
+from jaxllm.config import MeshConfig, ModelConfig, TrainConfig
 from jaxllm.errors import InputError
 
 P = PartitionSpec
@@ -49,6 +49,16 @@ def check_model(model: ModelConfig, mesh: Mesh) -> None:
         raise InputError(
             f"mesh.tensor={tensor} does not divide model.{name}={heads}; set mesh.tensor to a"
             f" divisor of {heads} and use mesh.fsdp for the other devices"
+        )
+
+
+def check_batch(train: TrainConfig, mesh: Mesh) -> None:
+    """Raises InputError where the batch does not divide over devices and accumulation."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if train.batch_size % (parts * train.grad_accum):
+        raise InputError(
+            f"train.batch_size={train.batch_size} is not a multiple of {parts} devices"
+            f" (mesh.data x mesh.fsdp) x train.grad_accum={train.grad_accum}"
         )
 
 

@@ -1,0 +1,115 @@
+"""Checkpoints through Orbax: asynchronous, complete or absent, the newest n and the best kept.
+
+A checkpoint holds the training state as a flat {name: array} (names like
+`params.blocks.0.attention.wq.value`) and a JSON page about it: configuration, data fingerprint and
+position, validation loss, versions.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from jaxllm.errors import InputError
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`."""
+
+    def __init__(self, directory: Path, keep: int):
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+        self.directory = directory.resolve()
+        self._keep = keep
+        self._manager: ocp.CheckpointManager | None = None
+
+    @property
+    def manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager; made when first needed, since making it makes the directory."""
+        if self._manager is None:
+            policy = AnyPreservationPolicy(
+                [LatestN(self._keep), BestN(lambda m: m["val_loss"], reverse=True, n=1)]
+            )
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=policy, cleanup_tmp_directories=True
+                ),
+            )
+        return self._manager
+
+    def newest(self) -> int | None:
+        """Step of the newest complete checkpoint, or None."""
+        return self.manager.latest_step() if self.directory.is_dir() else None
+
+    def about(self, step: int) -> dict[str, Any]:
+        """The JSON page of a checkpoint; raises InputError if it is damaged."""
+        try:
+            return self.manager.restore(
+                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
+            )["about"]
+        except Exception as e:
+            raise self._damaged(step, e) from e
+
+    def restore(self, step: int, abstract_state):
+        """The state with the shapes and shardings of `abstract_state`, bit for bit as saved.
+
+        Raises InputError for a checkpoint of another model and for a damaged one.
+        """
+        wanted = _flat(abstract_state)
+        saved = self.about(step)["arrays"]
+        for name, leaf in wanted.items():
+            shape = [list(leaf.shape), str(leaf.dtype)]
+            if saved.get(name) != shape:
+                raise InputError(
+                    f"checkpoint {self.directory / str(step)} is of another model: {name} is"
+                    f" {saved.get(name, 'not in it')}, this model has {shape}"
+                )
+        if extra := sorted(set(saved) - set(wanted)):
+            raise InputError(
+                f"checkpoint {self.directory / str(step)} is of another model: it holds {extra[0]},"
+                " which this model has not"
+            )
+        try:
+            flat = self.manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+            )["state"]
+        except Exception as e:
+            raise self._damaged(step, e) from e
+        return jax.tree.unflatten(
+            jax.tree.structure(abstract_state), [flat[name] for name in wanted]
+        )
+
+    def save(self, step: int, state, about: dict[str, Any], val_loss: float | None) -> None:
+        """Begins to save; returns once the arrays are copied off the devices."""
+        flat = _flat(state)
+        about = dict(about, arrays={k: [list(a.shape), str(a.dtype)] for k, a in flat.items()})
+        self.manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about)
+            ),
+            metrics=None if val_loss is None else {"val_loss": val_loss},
+        )
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    def _damaged(self, step: int, cause: Exception) -> InputError:
+        words = " ".join(str(cause).split())[:200]
+        return InputError(
+            f"checkpoint {self.directory / str(step)} is damaged ({type(cause).__name__}: {words});"
+            " delete that folder to resume from the one before it"
+        )
+
+
+def _flat(tree) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

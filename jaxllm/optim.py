@@ -1,0 +1,43 @@
+"""AdamW with decoupled weight decay on matrices only, behind a clip of the global gradient norm.
+
+Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; everything is optax.
+"""
+
+import jax
+import optax
+
+from jaxllm.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Step (from 0) -> learning rate: (step + 1) / warmup, then the schedule over the rest."""
+    peak, end, warmup = config.learning_rate, config.final_fraction, config.warmup_steps
+    rest = max(steps - warmup, 1)
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, rest, alpha=end)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, end * peak, rest)
+    elif config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    else:  # wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM)
+        falling = max(round(config.decay_fraction * steps), 1)
+        after = optax.linear_schedule(peak, end * peak, falling, max(rest - falling, 0))
+    if not warmup:
+        return after
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clip, then AdamW; vectors (norms, biases) are not decayed."""
+    adamw = optax.adamw(
+        learning_rate(config, steps),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
+    )
+    if not config.clip_norm:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
