@@ -44,13 +44,13 @@ def why_not(x) -> str | None:
     return _elementwise_why_not(x=x)
 
 
-def _forward_tile(fast, x):
-    return (x * sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * (x * x)), fast),)
+def _forward_tile(x):
+    return (x * sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * (x * x))),)
 
 
-def _backward_tile(fast, x, dy):
+def _backward_tile(x, dy):
     xx = x * x
-    s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx), fast)
+    s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
     dz = _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx  # d(2 u)/dx
     return (dy * (s + s * (1 - s) * (x * dz)),)
 

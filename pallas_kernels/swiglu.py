@@ -47,12 +47,12 @@ def why_not(gate, up) -> str | None:
     return _elementwise_why_not(gate=gate, up=up)
 
 
-def _forward_tile(fast, gate, up):
-    return (gate * sigmoid(gate, fast) * up,)
+def _forward_tile(gate, up):
+    return (gate * sigmoid(gate) * up,)
 
 
-def _backward_tile(fast, gate, up, dy):
-    s = sigmoid(gate, fast)
+def _backward_tile(gate, up, dy):
+    s = sigmoid(gate)
     silu = gate * s
     return dy * up * (s + silu * (1 - s)), dy * silu
 
