@@ -1,0 +1,221 @@
+"""Softmax cross-entropy of logits against labels, the loss of a language model.
+
+    loss = log(total) - (z[label] - top),   total = sum_v exp(z[v] - top),   top = max_v z[v]
+    dz[v] = dloss (exp(z[v] - top) / total - [v = label])       (v over the real vocabulary only)
+
+Columns past `vocab_size` are padding: they take no part in the sum and get a zero gradient.  The
+forward pass reads the logits once with a running maximum (Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax", algorithm 3), and the backward pass reads them once and writes
+their gradient.  Everything is computed in float32.  What is saved is top and total, not their
+log-sum-exp: where logits are near 1000 that rounds by 3e-5, an error in every probability.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import backend as _backend
+from pallas_kernels import mosaic
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch vocab"],
+    labels: Int[Array, "*batch"],
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    backend: _backend.Backend = "auto",
+) -> Float[Array, "*batch"]:
+    """Cross-entropy of every position in float32, 0 where the label is `ignore_index`.
+
+    vocab_size: how many leading columns are real (default: all).  A label outside [0, vocab_size)
+    that is not ignore_index gives a loss of NaN, and a gradient of NaN in the real columns.
+    The gradient has the dtype of logits.  The kernel copies the logits only if they have fewer
+    than 128 columns; a number of columns that is odd costs narrower loads.
+    Raises ValueError for shapes that do not fit, NotImplementedError under backend="mosaic".
+    """
+    v = logits.shape[-1]
+    vocab_size = v if vocab_size is None else vocab_size
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {labels.shape}, logits {logits.shape} need {logits.shape[:-1]}"
+        )
+    if not 1 <= vocab_size <= v:
+        raise ValueError(f"vocab_size={vocab_size} is not in [1, {v}], the columns of logits")
+    options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
+    if not _backend.use_kernel("cross_entropy", backend, why_not(logits)):
+        return cross_entropy_reference(logits, labels, **options)
+    rows = logits.reshape(-1, v)
+    loss = _cross_entropy(rows, labels.reshape(-1).astype(jnp.int32), vocab_size, ignore_index)
+    return loss.reshape(labels.shape)
+
+
+def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-100):
+    """The formula in jnp, in float32 (float64 for float64)."""
+    v = logits.shape[-1]
+    vocab_size = v if vocab_size is None else vocab_size
+    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    z = logits.astype(mosaic.stat_dtype(logits.dtype))
+    z = jnp.where(column < vocab_size, z, -jnp.inf)
+    top = lax.stop_gradient(z.max(-1, keepdims=True))
+    # A masked sum, not a gather: its gradient is no scatter, and it shards over the vocabulary.
+    picked = jnp.where(column == labels[..., None], z, 0).sum(-1)
+    loss = jnp.log(jnp.exp(z - top).sum(-1)) - (picked - top[..., 0])
+    return loss * _weight(labels, vocab_size, ignore_index, z.dtype)
+
+
+def why_not(logits) -> str | None:
+    """Why the kernel cannot take this call, or None."""
+    return mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
+
+
+def _weight(labels, vocab_size, ignore_index, dtype=jnp.float32):
+    """1 for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
+    valid = (labels >= 0) & (labels < vocab_size)
+    one = jnp.where(valid, 1.0, jnp.nan)
+    return jnp.where(labels == ignore_index, 0.0, one).astype(dtype)
+
+
+def _tiles(v: int, dtype, unroll: int):
+    """Columns of one load, its register layout and how many loads a step makes, for rows of v."""
+    # A row starts at a multiple of v elements, so the widest aligned vector divides v.
+    vec = 16 // jnp.dtype(dtype).itemsize
+    while v % vec or v < 128 * vec:
+        vec //= 2
+    return 128 * vec, plgpu.Layout.WG_STRIDED((128 * vec,), vec), unroll
+
+
+def _columns(start, tile, layout):
+    iota = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (tile,), 0), layout)
+    return iota + start
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _forward(logits, labels, vocab_size, ignore_index):
+    """loss, top and total, all (N,) float32.  One block of 128 threads for each row."""
+    logits = mosaic.pad_axis(logits, 1, 128) if logits.shape[1] < 128 else logits
+    n, v = logits.shape
+    tile, layout, unroll = _tiles(v, logits.dtype, 4)
+    steps, rest = divmod(vocab_size // tile, unroll)
+    done = (steps * unroll + rest) * tile
+
+    def cross_entropy_forward(logits_ref, labels_ref, loss_ref, top_ref, total_ref):
+        row = lax.axis_index("row")
+
+        def load(start):
+            return mosaic.load(logits_ref.at[row, pl.ds(start, tile)], layout)
+
+        def online(state, *xs):
+            # Each thread keeps its own maxima and sums: nothing crosses threads until the end.
+            old, total = state
+            top = functools.reduce(jnp.maximum, xs, old)
+            total = total * jnp.exp(old - top)
+            for x in xs:
+                total += jnp.exp(x - top)
+            return top, total
+
+        def step(i, state):
+            start = i * (unroll * tile)
+            return online(state, *(load(start + u * tile) for u in range(unroll)))
+
+        lowest = plgpu.layout_cast(jnp.full((tile,), _LOWEST, jnp.float32), layout)
+        state = lax.fori_loop(0, steps, step, (lowest, mosaic.zeros((tile,), layout)))
+        if rest:
+            xs = [load((steps * unroll + u) * tile) for u in range(rest)]
+            state = online(state, *xs)
+        if done < vocab_size:  # the last columns, with some that were counted or are padding
+            start = min(done, v - tile)
+            column = _columns(start, tile, layout)
+            new = (column >= done) & (column < vocab_size)
+            state = online(state, jnp.where(new, load(start), -jnp.inf))
+        tops, totals = state
+        top = jnp.max(tops)
+        total = jnp.sum(totals * jnp.exp(tops - top))
+        label = labels_ref[row]
+        picked = logits_ref[row, jnp.clip(label, 0, v - 1)].astype(jnp.float32)
+        weight = _weight(label, vocab_size, ignore_index)
+        loss_ref[row] = (jnp.log(total) - (picked - top)) * weight
+        top_ref[row] = top
+        total_ref[row] = total
+
+    return plgpu.kernel(
+        cross_entropy_forward,
+        out_type=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
+        grid=(n,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(logits, labels)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
+    """dlogits (N, V) in logits' dtype.  One block of 128 threads for each row."""
+    width = logits.shape[1]
+    logits = mosaic.pad_axis(logits, 1, 128) if width < 128 else logits
+    n, v = logits.shape
+    tile, layout, unroll = _tiles(v, logits.dtype, 4)
+    steps, rest = divmod(vocab_size // tile, unroll)
+    done = (steps * unroll + rest) * tile
+
+    def cross_entropy_backward(logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref):
+        row = lax.axis_index("row")
+        label, top = labels_ref[row], top_ref[row]
+        scale = dloss_ref[row] * _weight(label, vocab_size, ignore_index)
+        factor = scale / total_ref[row]
+
+        def write(starts, masked=False):
+            blocks = [pl.ds(start, tile) for start in starts]
+            xs = [mosaic.load(logits_ref.at[row, block], layout) for block in blocks]
+            for start, block, x in zip(starts, blocks, xs, strict=True):
+                column = _columns(start, tile, layout)
+                dz = factor * jnp.exp(x - top)
+                dz = jnp.where(column == label, dz - scale, dz)
+                if masked:
+                    dz = jnp.where(column < vocab_size, dz, 0.0)
+                mosaic.store(dlogits_ref.at[row, block], dz)
+
+        @pl.loop(0, steps)
+        def _(i):
+            write([(i * unroll + u) * tile for u in range(unroll)])
+
+        if rest:
+            write([(steps * unroll + u) * tile for u in range(rest)])
+
+        # The last tile ends at the end of the row; what it shares with its neighbour it writes
+        # again, with the same values.
+        @pl.loop(0, mosaic.cdiv(v - done, tile))
+        def _(i):
+            write([jnp.minimum(done + i * tile, v - tile)], masked=True)
+
+    dlogits = plgpu.kernel(
+        cross_entropy_backward,
+        out_type=jax.ShapeDtypeStruct((n, v), logits.dtype),
+        grid=(n,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(logits, labels, top, total, dloss)
+    return dlogits[:, :width]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _cross_entropy(logits, labels, vocab_size, ignore_index):
+    return _forward(logits, labels, vocab_size, ignore_index)[0]
+
+
+def _cross_entropy_forward(logits, labels, vocab_size, ignore_index):
+    loss, *sums = _forward(logits, labels, vocab_size, ignore_index)
+    return loss, (logits, labels, *sums)
+
+
+def _cross_entropy_backward(vocab_size, ignore_index, saved, dloss):
+    return _backward(*saved, dloss, vocab_size, ignore_index), None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
