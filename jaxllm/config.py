@@ -278,11 +278,6 @@ class Config(Section):
                 f"train.seq_len={self.train.seq_len} exceeds"
                 f" model.max_seq_len={self.model.max_seq_len}"
             )
-        if self.optimizer.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} exceeds"
-                f" train.steps={self.train.steps}"
-            )
         return self
 
     def to_yaml(self) -> str:

@@ -1,0 +1,111 @@
+import pytest
+
+from jaxllm import config
+from jaxllm.config import CONFIG_DIR, InputError
+
+ALL = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_configuration_loads_and_survives_its_own_yaml(name, tmp_path):
+    loaded = config.load(name)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(loaded.to_yaml())
+    assert config.load(str(copy)) == loaded
+
+
+def test_a_name_is_found_with_and_without_its_ending():
+    assert config.load("llama3_small") == config.load("llama3_small.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optimizer.learning_rate", "3e-4", 3e-4),
+        ("train.steps", "7", 7),
+        ("sample.prompt", "def f(x):", "def f(x):"),
+        ("sample.prompt", "null", "null"),
+        ("data.shuffle", "false", False),
+        ("data.val_path", "null", None),
+        ("model.rope_scaling.factor", "32", 32.0),
+    ],
+)
+def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
+    got = config.load("llama3_small", {key: text})
+    for part in key.split("."):
+        got = getattr(got, part)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.n_head": "3"}, "unknown key model.n_head; did you mean model.n_heads?"),
+        ({"modle.n_heads": "3"}, "unknown key modle.n_heads; did you mean model.n_heads?"),
+        ({"train.steps": "many"}, "train.steps='many': input should be a valid integer"),
+        ({"train.steps": "0"}, "train.steps=0: input should be greater than or equal to 1"),
+        ({"train.steps": "1.5"}, "train.steps='1.5': input should be a valid integer"),
+        ({"optimizer.learning_rate": "nan"}, "learning_rate=nan: input should be a finite number"),
+        ({"optimizer.learning_rate": "-1"}, "learning_rate=-1.0: input should be greater than 0"),
+        ({"model.kernels": "cuda"}, "model.kernels='cuda': input should be 'auto', 'mosaic' or"),
+        ({"model.n_kv_heads": "3"}, "n_heads=4 is not a multiple of n_kv_heads=3"),
+        ({"model.n_heads": "3"}, "d_model=256 is not a multiple of n_heads=3"),
+        ({"train.seq_len": "512"}, "train.seq_len=512 exceeds model.max_seq_len=256"),
+        ({"train.grad_accum": "3"}, "batch_size=16 is not a multiple of grad_accum=3"),
+        ({"model.type": "bert"}, "model.type='bert' is not one of gpt2, llama3, vlstm"),
+        ({"data.source": "text"}, "source=text needs data.path"),
+    ],
+)
+def test_bad_values_are_one_line_that_names_key_and_value(overrides, message):
+    with pytest.raises(InputError) as error:
+        config.load("llama3_small", overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [1, 2]", "model is [1, 2], not a section"),
+        ("- a", "holds list, not sections"),
+        ("", "holds NoneType, not sections"),
+        ("model: {type: gpt2", "cannot be read as YAML"),
+        ("model: {type: gpt2, type: gpt2}", "key type is given twice"),
+        ("model: {type: gpt2, layers: 3}", "unknown key model.layers in bad.yaml; did you mean"),
+        ("model: {type: gpt2}", "model.vocab_size is missing"),
+        ("model: {type: gpt2}\ntrains: {steps: 3}", "unknown key trains"),
+    ],
+)
+def test_bad_files_are_one_line(text, message, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        config.load(str(path))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_names_the_nearest():
+    with pytest.raises(InputError, match=r"no configuration llama3_smal; did you mean llama3_s"):
+        config.load("llama3_smal")
+
+
+def test_help_has_every_key_of_every_model():
+    text = config.help_text()
+    for model_type in config.MODEL_CONFIGS:
+        for key, field in config.keys(model_type).items():
+            assert f"--{key} " in text
+            assert field.description, f"{key} has no description"
+
+
+def test_the_real_shapes_are_the_published_ones():
+    llama = config.load("llama3_8b").model
+    assert (llama.n_layers, llama.d_model, llama.n_heads, llama.n_kv_heads) == (32, 4096, 32, 8)
+    assert (llama.d_ff, llama.vocab_size, llama.tie_embeddings) == (14336, 128256, False)
+    assert config.load("llama3_1b").model.rope_scaling.factor == 32
+    assert config.load("gpt2_124m").model.padded_vocab_size == 50304
+    xlstm = config.load("xlstm_7b").model
+    assert (xlstm.qk_dim, xlstm.v_dim, xlstm.ff_width) == (256, 512, 10944)
+    small = config.load("vlstm_124m").model
+    assert (small.qk_dim, small.v_dim) == (64, 128)
