@@ -1,113 +1,36 @@
 """Trains a model: python train.py --config llama3_small.yaml [--section.key VALUE ...]
 
-Reads the configuration, builds data, model and compiled step, loops, logs and saves.
+Reads the configuration, builds data, model and the compiled step, loops, logs and saves.
 """
 
-import argparse
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from jaxllm import config as configs
-from jaxllm.errors import InputError
+from jaxllm import cli
+from jaxllm.config import Config
+from jaxllm.errors import InputError, RunError
 from jaxllm.metrics import RunLog, SilentLog, error_line, peak_flops
-
-# What a resumed run may change; everything else would make it another run.
-CHANGEABLE = (
-    "train.steps train.grad_accum train.log_every train.eval_every train.eval_batches"
-    " train.checkpoint_every train.keep_checkpoints train.deterministic model.kernels model.remat"
-    " data.prefetch data.cache_dir data.path data.val_path mesh.data mesh.fsdp mesh.tensor"
-    " mesh.distributed sample.prompt sample.tokens sample.temperature sample.top_k sample.seed"
-).split()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     try:
-        arguments, overrides = parse(sys.argv[1:] if argv is None else argv)
-        return train(arguments, overrides)
+        arguments = cli.read(sys.argv[1:] if argv is None else argv)
+        if arguments.config.train.deterministic:  # XLA reads this when it first meets the GPU
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+        run = Run(*arguments)
+        with StopSignals() as stop:
+            return run.loop(stop)
     except InputError as e:
         error_line(str(e))
         return 2
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise InputError(f"{message}; see --help")
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Splits the command line into our own options and the --section.key overrides."""
-    parser = _Parser(
-        prog="train.py",
-        description="Trains a language model; every value of the configuration can be overridden.",
-        epilog="keys of the configuration:\n" + configs.help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="NAME_OR_PATH", help="a file, or a name in configs/")
-    parser.add_argument("--out_dir", type=Path, metavar="DIR", help="default runs/<config>-<time>")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
-    )
-    arguments, rest = parser.parse_known_args(argv)
-    overrides = {}
-    words = iter(rest)
-    for word in words:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            raise InputError(f"unexpected argument {word}; values follow their --section.key")
-        if not equals:
-            value = next(words, None)
-            if value is None or (value.startswith("--") and "." in value):
-                raise InputError(f"--{key} needs a value")
-        overrides[key] = value
-    if arguments.resume and arguments.out_dir is None:
-        raise InputError("--resume needs --out_dir, the directory of the run to go on with")
-    if arguments.config is None and not arguments.resume:
-        raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
-    return arguments, overrides
-
-
-def read_config(arguments: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
-    """The configuration of a new run, or the stored one of a resumed run with its overrides."""
-    if not arguments.resume:
-        out_dir = arguments.out_dir
-        if out_dir is not None and out_dir.exists():
-            if not out_dir.is_dir():
-                raise InputError(f"out_dir {out_dir} is a file")
-            if any((out_dir / name).exists() for name in ("config.yaml", "checkpoints")):
-                raise InputError(
-                    f"out_dir {out_dir} already holds a run; add --resume to go on with it, or name"
-                    " another directory"
-                )
-        return configs.load(arguments.config, overrides)
-    stored_path = arguments.out_dir / "config.yaml"
-    if not stored_path.is_file():
-        raise InputError(f"out_dir {arguments.out_dir} holds no run to resume (no config.yaml)")
-    stored = configs.load(str(stored_path))
-    wanted = configs.load(arguments.config or str(stored_path), overrides)
-    old, new = flatten(stored.model_dump()), flatten(wanted.model_dump())
-    for key in sorted(set(old) | set(new)):
-        if old.get(key) != new.get(key) and key not in CHANGEABLE:
-            raise InputError(
-                f"{key}={new.get(key)!r} differs from {old.get(key)!r} of the run in"
-                f" {arguments.out_dir}; a resumed run keeps it"
-            )
-    return wanted
-
-
-def flatten(values: dict, prefix: str = "") -> dict:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat
+    except RunError as e:
+        error_line(str(e))
+        return 1
 
 
 class StopSignals:
@@ -120,209 +43,247 @@ class StopSignals:
 
     def _note(self, number, frame):
         self.received = number
-        for s, handler in self.before.items():
-            signal.signal(s, handler)
+        self.__exit__()
 
     def __exit__(self, *_):
         for s, handler in self.before.items():
             signal.signal(s, handler)
 
 
-def train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """The whole run; returns the exit status."""
-    config = read_config(arguments, overrides)
-    name = Path(arguments.config or "run").stem
-    out_dir = arguments.out_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if config.train.deterministic:  # read by XLA when the GPU is first used
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+class Run:
+    """One run of training: built, checked and compiled by the constructor, driven by `loop`."""
 
-    # JAX takes seconds to import: wrong arguments are told before that.
-    import jax
-    from jax.errors import JaxRuntimeError
+    def __init__(self, config: Config, out_dir: Path, resume: bool):
+        # JAX takes seconds to import: a wrong command line is told before that.
+        import jax
 
-    from jaxllm import sharding
-    from jaxllm.checkpoint import Checkpoints
-    from jaxllm.data import open_dataset
-    from jaxllm.models import flops_per_token
-    from jaxllm.training import Trainer
-    from pallas_kernels import backend
+        from jaxllm import sharding
+        from jaxllm.checkpoint import Checkpoints
+        from jaxllm.data import open_dataset
+        from jaxllm.training import Trainer
 
-    if config.mesh.distributed:
-        jax.distributed.initialize()  # finds the others through the cluster's environment
-    first = jax.process_index() == 0
-    say = print if first else lambda *_, **__: None
-    mesh = sharding.make_mesh(config.mesh)
-    sharding.check_model(config.model, mesh)
-    sharding.check_batch(config.train, mesh)
-    if config.model.kernels == "mosaic" and (lacks := backend.device_lacks("sm_90a")):
-        raise InputError(f"model.kernels=mosaic cannot run here: {lacks}; use auto or xla")
+        self.config, self.out_dir = config, out_dir
+        if config.mesh.distributed:
+            jax.distributed.initialize()  # finds the others in the cluster's environment
+        self.world, self.rank = jax.process_count(), jax.process_index()
+        self.say = print if self.rank == 0 else lambda *_, **__: None
+        self.mesh = sharding.make_mesh(config.mesh)
+        sharding.check_model(config.model, self.mesh)
+        sharding.check_batch(config.train, self.mesh)
+        check_kernels(config)
+        self.dataset = open_dataset(
+            config.data,
+            seq_len=config.train.seq_len,
+            seed=config.train.seed,
+            vocab_size=config.model.vocab_size,
+        )
+        self.checkpoints = Checkpoints(out_dir / "checkpoints", config.train.keep_checkpoints)
+        self.trainer = Trainer(config, self.mesh)
+        self.start, self.samples = self._position() if resume else (0, 0)
+        self.tokens = config.train.batch_size * config.train.seq_len
+        self._introduce()
+        self.state = (
+            self.checkpoints.restore(self.start, self.trainer.abstract_state())
+            if resume
+            else self.trainer.init()
+        )
+        self._compile()
+        self.log = self._open_log()
 
-    dataset = open_dataset(
-        config.data,
-        seq_len=config.train.seq_len,
-        seed=config.train.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    checkpoints = Checkpoints(out_dir / "checkpoints", config.train.keep_checkpoints)
-    start = checkpoints.newest() if arguments.resume else 0
-    if start is None:
-        raise InputError(f"{out_dir} holds no complete checkpoint to resume from")
-    about = {
-        "config": config.model_dump(),
-        "data_fingerprint": dataset.fingerprint,
-        "jax": jax.__version__,
-    }
-    samples = start * config.train.batch_size
-    if arguments.resume:
-        saved = checkpoints.about(start)
-        if saved["data_fingerprint"] != dataset.fingerprint:
+    def loop(self, stop: StopSignals) -> int:
+        """Trains to the last step; returns the exit status."""
+        train = self.config.train
+        batches = self.dataset.train_batches(
+            train.batch_size, self.rank, self.world, start_sample=self.samples
+        )
+        try:
+            waiting = None  # the step before is logged while the devices work on the next
+            clock = time.perf_counter()
+            for step in range(self.start + 1, train.steps + 1):
+                batch = self.trainer.put_batch(next(batches))
+                self.state, metrics = self.step_program(self.state, batch)
+                if waiting is not None:
+                    clock = self._note(*waiting, clock)
+                waiting = (step, metrics)
+                stopping = stop.received is not None
+                evaluating = self._due(step, train.eval_every)
+                saving = self._due(step, train.checkpoint_every) or stopping
+                if evaluating or saving:
+                    self._note(*waiting, clock)
+                    waiting = None
+                    val_loss = self._validate(step) if evaluating and not stopping else None
+                    if saving:
+                        self._save(step, val_loss)
+                    clock = time.perf_counter()
+                if stopping:
+                    self.checkpoints.close()
+                    self.log.draw()
+                    self.log.say(
+                        f"stopped by {signal.Signals(stop.received).name} after step {step}, saved:"
+                        f" go on with --resume --out_dir {self.out_dir}"
+                    )
+                    return 128 + stop.received
+            self.checkpoints.close()
+            self.log.draw()
+            if self.config.sample.tokens:
+                self.log.say(self._sample())
+            self.log.say(f"done: {self.out_dir}")
+            return 0
+        finally:
+            self.log.close()
+
+    def _position(self) -> tuple[int, int]:
+        """Step and number of samples of the newest checkpoint; checks that it fits this run."""
+        step = self.checkpoints.newest()
+        if step is None:
+            raise InputError(f"{self.out_dir} holds no complete checkpoint to resume from")
+        saved = self.checkpoints.about(step)
+        if saved["data_fingerprint"] != self.dataset.fingerprint:
             raise InputError(
-                f"the data changed since the checkpoint (fingerprint {dataset.fingerprint}, was"
+                f"the data changed since the checkpoint (fingerprint {self.dataset.fingerprint}, was"
                 f" {saved['data_fingerprint']}): another corpus, tokenizer or Python version"
             )
-        samples = saved["samples"]
-        if start >= config.train.steps:
+        if step >= self.config.train.steps:
             raise InputError(
-                f"{out_dir} is at step {start} of train.steps={config.train.steps}; raise"
+                f"{self.out_dir} is at step {step} of train.steps={self.config.train.steps}; raise"
                 " --train.steps to go on"
             )
+        return step, saved["samples"]
 
-    device = jax.devices()[0]
-    trainer = Trainer(config, mesh)
-    tokens = config.train.batch_size * config.train.seq_len
-    flops = tokens * flops_per_token(config.model, config.train.seq_len)
-    peak = peak_flops(device.device_kind)
-    say(f"model    {config.model.type}, {trainer.n_params:,} parameters")
-    say(f"data     {dataset.description}")
-    say(f"devices  {jax.device_count()} x {device.device_kind}, mesh {dict(mesh.shape)}")
-    if peak is not None:
-        say(
-            f"MFU      {flops / tokens:,.0f} FLOPs a token (6 x matmul parameters + sequence mixing)"
-            f" x tokens/s / ({jax.device_count()} x {peak / 1e12:.0f} TFLOP/s)"
-        )
-    state = checkpoints.restore(start, trainer.abstract_state()) if start else trainer.init()
-    if first:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    if device.platform == "gpu":
-        # A resumed process must run the very program of the first one: XLA picks its matmuls by
-        # timing them, so another compilation may choose others and differ in the last bit.
-        jax.config.update("jax_compilation_cache_dir", str(out_dir.resolve() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    clock = time.perf_counter()
-    backend.forget()
-    traced = trainer.trace_train_step()
-    say("kernels  " + backend.explain().replace("\n", "\n         "))
-    step_program = traced.lower().compile()
-    say(f"compiled in {time.perf_counter() - clock:.1f} s; writing to {out_dir}", flush=True)
-    evaluate = trainer.eval_step()
+    def _introduce(self) -> None:
+        import jax
 
-    world, rank = jax.process_count(), jax.process_index()
-    batches = dataset.train_batches(config.train.batch_size, rank, world, start_sample=samples)
-    log = (
-        RunLog(out_dir, config.train.steps, start, tokens, flops, peak and peak * mesh.size)
-        if first
-        else SilentLog()
-    )
+        from jaxllm.models import flops_per_token
 
-    def validate(step: int) -> float:
-        total, count = 0.0, 0.0
-        for batch in dataset.val_batches(
-            config.train.batch_size, rank, world, config.train.eval_batches
-        ):
-            loss, n = evaluate(state.params, trainer.put_batch(batch))
-            total, count = total + float(loss), count + float(n)
-        log.evaluation(step, total / count)
-        return total / count
+        kind = jax.devices()[0].device_kind
+        peak = peak_flops(kind)
+        flops = flops_per_token(self.config.model, self.config.train.seq_len)
+        self.flops, self.peak = flops * self.tokens, peak and peak * jax.device_count()
+        self.say(f"model    {self.config.model.type}, {self.trainer.n_params:,} parameters")
+        self.say(f"data     {self.dataset.description}")
+        self.say(f"devices  {jax.device_count()} x {kind}, mesh {dict(self.mesh.shape)}")
+        if peak is not None:
+            self.say(
+                f"MFU      {flops:,.0f} FLOPs a token (6 x matmul parameters + sequence mixing)"
+                f" x tokens/s / ({jax.device_count()} x {peak / 1e12:.0f} TFLOP/s)"
+            )
 
-    def save(step: int, val_loss: float | None) -> None:
-        position = samples + (step - start) * config.train.batch_size
-        checkpoints.save(step, state, dict(about, samples=position), val_loss)
+    def _compile(self) -> None:
+        import jax
 
-    def due(step: int, every: int) -> bool:
-        return step == config.train.steps or (every > 0 and step % every == 0)
+        from pallas_kernels import backend
 
-    def note(step: int, metrics: dict, began: float) -> float:
-        """Waits for a step, logs it, and returns the time it was done."""
-        values = {k: float(v) for k, v in metrics.items()}
+        if jax.default_backend() == "gpu":
+            # A resumed process has to run the very program of the first: XLA picks its matmuls by
+            # timing them, so another compilation may pick others and differ in the last bit.
+            jax.config.update("jax_compilation_cache_dir", str(self.out_dir.resolve() / "compiled"))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        clock = time.perf_counter()
+        backend.forget()
+        traced = self.trainer.trace_train_step()
+        self.say("kernels  " + backend.explain().replace("\n", "\n         "))
+        with memory_errors(self.config):
+            self.step_program = traced.lower().compile()
+        seconds = time.perf_counter() - clock
+        self.say(f"compiled in {seconds:.1f} s, writing to {self.out_dir}", flush=True)
+        self.evaluate = self.trainer.eval_step()
+
+    def _open_log(self) -> RunLog | SilentLog:
+        if self.rank != 0:
+            return SilentLog()
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        (self.out_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+        steps = self.config.train.steps
+        return RunLog(self.out_dir, steps, self.start, self.tokens, self.flops, self.peak)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.config.train.steps or (every > 0 and step % every == 0)
+
+    def _note(self, step: int, metrics: dict, began: float) -> float:
+        """Waits for a step, logs it, and returns the time when it was done."""
+        with memory_errors(self.config):
+            values = {k: float(v) for k, v in metrics.items()}
         now = time.perf_counter()
-        if step % config.train.log_every == 0 or step == config.train.steps:
-            log.train(step, values["loss"], values["lr"], values["grad_norm"], now - began)
-        if not values["loss"] < float("inf"):
-            raise InputError(
-                f"the loss is {values['loss']} at step {step}; lower optimizer.learning_rate or"
-                f" look at the data (samples {samples + (step - 1 - start) * config.train.batch_size}"
-                " on); the last checkpoint is kept"
+        if step % self.config.train.log_every == 0 or step == self.config.train.steps:
+            self.log.train(step, values["loss"], values["lr"], values["grad_norm"], now - began)
+        if not values["loss"] < float("inf") or not values["grad_norm"] < float("inf"):
+            raise RunError(
+                f"loss {values['loss']} and gradient norm {values['grad_norm']} at step {step}: not"
+                " finite; lower optimizer.learning_rate, or look at the data from sample"
+                f" {self._samples_at(step - 1)} on; nothing was saved after that"
             )
         return now
 
-    try:
-        with StopSignals() as stop:
-            waiting = None  # the step before: the devices work on the next while it is logged
-            clock = time.perf_counter()
-            for step in range(start + 1, config.train.steps + 1):
-                state, metrics = step_program(state, trainer.put_batch(next(batches)))
-                if waiting is not None:
-                    clock = note(*waiting, clock)
-                waiting = (step, metrics)
-                stopping = stop.received is not None
-                evaluating = due(step, config.train.eval_every)
-                saving = due(step, config.train.checkpoint_every) or stopping
-                if evaluating or saving:
-                    note(*waiting, clock)
-                    waiting = None
-                    val_loss = validate(step) if evaluating and not stopping else None
-                    if saving:
-                        save(step, val_loss)
-                    clock = time.perf_counter()
-                if stopping:
-                    checkpoints.close()
-                    log.draw()
-                    log.say(
-                        f"stopped by {signal.Signals(stop.received).name} after step {step}; saved"
-                        f" in {out_dir}, go on with --resume --out_dir {out_dir}"
-                    )
-                    return 128 + stop.received
-        checkpoints.close()
-        log.draw()
-        if config.sample.tokens:
-            log.say(sample_text(config, trainer, state, dataset))
-        log.say(f"done: {out_dir}")
-        return 0
-    except JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        raise InputError(
-            f"out of memory on the {device.device_kind}: lower train.batch_size={config.train.batch_size},"
-            " or raise train.grad_accum, or set model.remat=block"
-        ) from e
-    finally:
-        log.close()
+    def _samples_at(self, step: int) -> int:
+        return self.samples + (step - self.start) * self.config.train.batch_size
+
+    def _validate(self, step: int) -> float:
+        """Mean validation loss a token, in nats."""
+        train = self.config.train
+        total, count = 0.0, 0.0
+        for batch in self.dataset.val_batches(
+            train.batch_size, self.rank, self.world, train.eval_batches
+        ):
+            loss, n = self.evaluate(self.state.params, self.trainer.put_batch(batch))
+            total, count = total + float(loss), count + float(n)
+        self.log.evaluation(step, total / count)
+        return total / count
+
+    def _save(self, step: int, val_loss: float | None) -> None:
+        about = {
+            "config": self.config.model_dump(),
+            "data_fingerprint": self.dataset.fingerprint,
+            "samples": self._samples_at(step),
+        }
+        self.checkpoints.save(step, self.state, about, val_loss)
+
+    def _sample(self) -> str:
+        """A sample of text from the trained model, behind its prompt."""
+        import jax
+
+        from jaxllm.sample import generate
+
+        config, tokenizer = self.config, self.dataset.tokenizer
+        if tokenizer is None:
+            return "no sample: the data came without a tokenizer (data.tokenizer)"
+        prompt = tokenizer.encode(config.sample.prompt)
+        if not prompt:
+            return "no sample: sample.prompt is empty"
+        with jax.set_mesh(self.mesh):
+            tokens = generate(
+                self.trainer.graph,
+                self.state.params,
+                prompt,
+                config.sample,
+                window=config.train.seq_len,
+                rows=self.mesh.shape["data"] * self.mesh.shape["fsdp"],
+            )
+        return f"sample:\n{config.sample.prompt}{tokenizer.decode(tokens)}"
 
 
-def sample_text(config, trainer, state, dataset) -> str:
-    """A sample of text from the trained model, for the end of the run."""
-    import jax
+def check_kernels(config: Config) -> None:
+    """Raises InputError if kernels=mosaic was asked for where they cannot run."""
+    from pallas_kernels import backend
 
-    from jaxllm.sample import generate
+    if config.model.kernels == "mosaic" and (lack := backend.device_lacks("sm_90a")):
+        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla")
 
-    if dataset.tokenizer is None:
-        return "no sample: the data came without a tokenizer (data.tokenizer)"
-    prompt = dataset.tokenizer.encode(config.sample.prompt)
-    if not prompt:
-        return "no sample: sample.prompt is empty"
-    shape = trainer.mesh.shape
-    with jax.set_mesh(trainer.mesh):
-        tokens = generate(
-            trainer.graph,
-            state.params,
-            prompt,
-            config.sample,
-            window=config.train.seq_len,
-            rows=shape["data"] * shape["fsdp"],
-        )
-    return f"sample:\n{config.sample.prompt}{dataset.tokenizer.decode(tokens)}"
+
+class memory_errors:  # noqa: N801 - used like a function
+    """Turns a device that is out of memory into a RunError that says what helps."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def __enter__(self): ...
+
+    def __exit__(self, kind, error, _):
+        if error is not None and "RESOURCE_EXHAUSTED" in str(error):
+            raise RunError(
+                "the device is out of memory; lower"
+                f" train.batch_size={self.config.train.batch_size}, raise train.grad_accum, or set"
+                " model.remat=block"
+            ) from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The one exception for what a user can put right."""
+"""The two exceptions that train.py turns into one line and an exit status."""
 
 
 class InputError(ValueError):
@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     train.py prints it as `error: ...` and exits with status 2.
     """
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on (a loss that is not finite, memory that ran out); exit status 1."""

@@ -1,0 +1,113 @@
+"""The command line of train.py: from words to a checked configuration and a directory."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxllm import config as configs
+from jaxllm.errors import InputError
+
+# What a resumed run may change; everything else would make it another run.
+CHANGEABLE = frozenset(
+    """
+    train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
+    train.checkpoint_every train.keep_checkpoints train.deterministic model.kernels model.remat
+    data.prefetch data.cache_dir data.path data.val_path mesh.data mesh.fsdp mesh.tensor
+    mesh.distributed sample.prompt sample.tokens sample.temperature sample.top_k sample.seed
+    """.split()
+)
+
+
+class Arguments(NamedTuple):
+    """What to run, where, and whether it goes on with a run that is there."""
+
+    config: configs.Config
+    out_dir: Path
+    resume: bool
+
+
+def read(argv: list[str]) -> Arguments:
+    """Reads the command line; raises InputError, prints help for --help."""
+    words, overrides = _parse(argv)
+    if words.resume:
+        return Arguments(_resumed_config(words, overrides), words.out_dir, True)
+    if words.out_dir is not None:
+        _check_free(words.out_dir)
+    config = configs.load(words.config, overrides)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Arguments(
+        config, words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}", False
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise InputError(f"{message}; see --help")
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    parser = _Parser(
+        prog="train.py",
+        description="Trains a language model; every value of the configuration can be overridden.",
+        epilog="keys of the configuration:\n" + configs.help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="NAME_OR_PATH", help="a file, or a name in configs/")
+    parser.add_argument("--out_dir", type=Path, metavar="DIR", help="default runs/<config>-<time>")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
+    )
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = {}
+    words = iter(rest)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            raise InputError(f"unexpected argument {word}; a value follows its --section.key")
+        if not equals:
+            value = next(words, None)
+            if value is None or (value.startswith("--") and "." in value):
+                raise InputError(f"--{key} needs a value")
+        overrides[key] = value
+    if arguments.resume and arguments.out_dir is None:
+        raise InputError("--resume needs --out_dir, the directory of the run to go on with")
+    if arguments.config is None and not arguments.resume:
+        raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
+    return arguments, overrides
+
+
+def _check_free(out_dir: Path) -> None:
+    if out_dir.exists() and not out_dir.is_dir():
+        raise InputError(f"out_dir {out_dir} is a file")
+    if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
+        raise InputError(
+            f"out_dir {out_dir} already holds a run; add --resume to go on with it, or name another"
+        )
+
+
+def _resumed_config(words: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
+    stored_path = words.out_dir / "config.yaml"
+    if not stored_path.is_file():
+        raise InputError(f"out_dir {words.out_dir} holds no run to resume (no config.yaml)")
+    stored = configs.load(str(stored_path))
+    wanted = configs.load(words.config or str(stored_path), overrides)
+    old, new = _flat(stored.model_dump()), _flat(wanted.model_dump())
+    for key in sorted(set(old) | set(new)):
+        if old.get(key) != new.get(key) and key not in CHANGEABLE:
+            raise InputError(
+                f"{key}={new.get(key)!r} differs from {old.get(key)!r} of the run in"
+                f" {words.out_dir}; a resumed run keeps it"
+            )
+    return wanted
+
+
+def _flat(values: dict, prefix: str = "") -> dict:
+    flat = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
