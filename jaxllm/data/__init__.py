@@ -1,0 +1,14 @@
+"""Text and token shards in, batches of (tokens, labels) out, in one resumable global order.
+
+sources.py    files -> documents (standard library, text, JSON lines, parquet)
+tokenizer.py  documents -> token ids (any tokenizer.json, or a BPE trained here)
+shards.py     token ids <-> llm.c shard files
+cache.py      work done once: locks, atomic writes, remembered facts about files
+corpus.py     a source and a tokenizer -> cached shards
+loader.py     shards -> windows -> Grain -> batches
+prepare.py    python -m jaxllm.data prepare: text -> shards, restartable
+"""
+
+from jaxllm.data.loader import Dataset, open_dataset
+
+__all__ = ["Dataset", "open_dataset"]

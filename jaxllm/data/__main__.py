@@ -1,0 +1,83 @@
+"""python -m jaxllm.data: `prepare` turns text into shards, `train-tokenizer` trains a BPE."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxllm.data.prepare import prepare
+from jaxllm.data.sources import Source, find_files, stdlib_files
+from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
+from jaxllm.errors import InputError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxllm.data", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    text = argparse.ArgumentParser(add_help=False)
+    text.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
+    text.add_argument("--path", help="file, folder or quoted glob (not for stdlib)")
+    text.add_argument("--text-column", default="text", help="of jsonl and parquet (%(default)s)")
+
+    command = commands.add_parser(
+        "prepare",
+        parents=[text],
+        help="turn text into llm.c token shards; run it again to go on after an interruption",
+    )
+    command.add_argument("--tokenizer", required=True, help="a tokenizer.json")
+    command.add_argument("--out", required=True, type=Path, help="folder of the shards")
+    command.add_argument(
+        "--shard-tokens", type=int, default=100_000_000, help="tokens per shard (%(default)s)"
+    )
+    command.add_argument(
+        "--val-fraction", type=float, default=0.01, help="documents held out (%(default)s)"
+    )
+
+    command = commands.add_parser(
+        "train-tokenizer", parents=[text], help="train a byte-level BPE on all of the text"
+    )
+    command.add_argument("--vocab-size", required=True, type=int)
+    command.add_argument("--out", required=True, type=Path, help="a new tokenizer.json")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    stdlib = args.source == "stdlib"
+    files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
+    source = Source(args.source, files, args.text_column)
+    if args.command == "prepare":
+        tokens = prepare(
+            source,
+            Tokenizer(args.tokenizer),
+            args.out,
+            shard_tokens=args.shard_tokens,
+            val_fraction=args.val_fraction,
+        )
+        print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
+        return
+    if args.out.exists():
+        raise InputError(f"{args.out} exists: choose another --out")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer((piece.text for piece in source.pieces()), args.vocab_size, args.out)
+    except OSError as error:
+        raise InputError(f"cannot write {args.out}: {error}") from error
+    print(f"{args.out}: {Tokenizer(args.out).vocab_size:,} entries")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; returns its exit status: 0 done, 2 bad input, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: run it again, `prepare` goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Work that is done once: every file of the cache is complete or absent, whoever is killed when."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows: no lock, two processes may do the same work; renames stay atomic
+    fcntl = None
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Returns the cache's folder: `cache_dir`, else $XDG_CACHE_HOME/jaxllm or ~/.cache/jaxllm."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification ignores relative paths
+        base = "~/.cache"
+    return Path(base).expanduser() / "jaxllm"
+
+
+def digest(*parts: Any) -> str:
+    """Returns the SHA-256 of JSON-like values as 64 hex digits."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Holds an exclusive lock, which the system frees when its process dies.
+
+    Yields whether the lock is really held (some network file systems have none).
+    Raises BlockingIOError if `wait` is false and another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        held = False
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                held = True
+            except BlockingIOError:
+                raise
+            except OSError:
+                pass
+        yield held
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file that is at all times the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "w") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Returns `folder`, after `build(temporary folder)` has filled it if it did not exist.
+
+    Of several processes one builds and the others wait for it.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        with lock(folder.with_name(folder.name + ".lock")) as held:
+            if folder.is_dir():
+                return folder
+            if held:  # then whoever left these is dead
+                for stale in folder.parent.glob(folder.name + ".tmp-*"):
+                    shutil.rmtree(stale, ignore_errors=True)
+            temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
+            try:
+                temporary.mkdir()
+                build(temporary)
+                os.rename(temporary, folder)
+            except BaseException as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                if not (isinstance(error, OSError) and folder.is_dir()):
+                    raise  # otherwise another process, unlocked, was faster: its result is ours
+    except OSError as error:
+        raise InputError(
+            f"cannot write the data cache in {folder.parent}: {error}; set data.cache_dir"
+        ) from error
+    return folder
+
+
+def remembered(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> dict:
+    """Returns `compute()`, a JSON-like fact about a file, computed again when the file changes.
+
+    A change is a new size or modification time: reading 100 GB at every start is no option.
+    """
+    stat = path.stat()
+    key = digest(what, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    note = cache / "files" / f"{key}.json"
+    try:
+        return json.loads(note.read_text())
+    except (OSError, ValueError):
+        pass
+    fact = compute()
+    # A cache that cannot be written costs time at the next start, not this run.
+    with contextlib.suppress(OSError):
+        write_json(note, fact)
+    return fact
+
+
+def file_digest(cache: Path, path: Path) -> str:
+    """Returns the SHA-256 of a file's content; of a large file it is remembered."""
+
+    def compute() -> dict:
+        with open(path, "rb") as file:
+            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+    if path.stat().st_size < 1 << 22:  # 4 MiB take 3 ms: quicker than a note, and always right
+        return compute()["sha256"]
+    return remembered(cache, path, "sha256", compute)["sha256"]

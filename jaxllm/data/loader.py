@@ -1,0 +1,295 @@
+"""Token files -> windows -> batches, through Grain.
+
+There is one global order of samples, whatever the number of ranks: sample number g is window
+`shuffle(epoch)[g % windows]` with `epoch = g // windows`. Of a world of ranks, rank r takes the
+samples with g % world == r, so step s of all ranks together is samples [s batch, (s+1) batch),
+and a run resumes from its number of samples alone, also with another world or batch.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxllm.data.cache import cache_folder, digest
+from jaxllm.data.corpus import _VERSION, VAL_FRACTION, cached_tokenizer, cached_tokens
+from jaxllm.data.shards import check_shard, open_shard
+from jaxllm.data.sources import Source, find_files, stdlib_files
+from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.errors import InputError
+
+if TYPE_CHECKING:  # neither is needed to run, and both take time to import
+    from jaxtyping import Int32
+
+    from jaxllm.config import DataConfig
+
+    Batch = dict[str, Int32[np.ndarray, "B T"]]
+
+
+class Tokens:
+    """Several token arrays, mostly mapped files, read as one."""
+
+    def __init__(self, parts: list[np.ndarray]):
+        self.parts = [part for part in parts if len(part)]
+        self._starts = [0, *accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def slice(self, start: int, stop: int) -> Tokens:
+        """Returns tokens [start, stop) without reading them."""
+        bounds = zip(self.parts, self._starts, strict=False)
+        return Tokens([part[max(0, start - s) : max(0, stop - s)] for part, s in bounds])
+
+    def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
+        """Returns tokens [start, stop) as int32."""
+        pieces = []
+        i = bisect_right(self._starts, start) - 1
+        while start < stop:
+            offset = start - self._starts[i]
+            piece = self.parts[i][offset : offset + stop - start]
+            pieces.append(piece.astype(np.int32))
+            start += len(piece)
+            i += 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+class _Windows:
+    """Windows of seq_len + 1 tokens that overlap by one: every token but the first is predicted."""
+
+    def __init__(self, tokens: Tokens, seq_len: int):
+        self._tokens, self._seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens) - 1) // self._seq_len)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        start = int(index) * self._seq_len
+        window = self._tokens.read(start, start + self._seq_len + 1)
+        return {"tokens": window[:-1], "labels": window[1:]}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and validation tokens of one corpus.
+
+    description: one line for people.
+    fingerprint: hash of the tokens' origin; a checkpoint resumes only on the same one.
+    vocab_size: ids that may occur are below it.
+    tokenizer: encodes and decodes text; None for shards that came without one.
+    """
+
+    description: str
+    fingerprint: str
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    train: Tokens
+    val: Tokens
+    seq_len: int
+    seed: int
+    shuffle: bool
+    prefetch: int
+
+    @property
+    def train_tokens(self) -> int:
+        return len(self.train)
+
+    @property
+    def val_tokens(self) -> int:
+        return len(self.val)
+
+    def train_batches(
+        self, batch_size: int, rank: int, world: int, start_sample: int = 0
+    ) -> Iterator[Batch]:
+        """Returns an endless iterator of {"tokens", "labels"}: int32 (batch_size / world, T).
+
+        batch_size: of all ranks together. start_sample: samples that all ranks together have
+        taken before. Every epoch has its own order. The iterator has a `close()`.
+        """
+        _check_ranks(batch_size, rank, world)
+        import grain
+
+        samples = grain.MapDataset.source(_Windows(self.train, self.seq_len)).seed(self.seed)
+        if self.shuffle:
+            samples = samples.shuffle()
+        samples = samples.repeat()
+        return self._batches(
+            samples, batch_size, start_sample + (rank - start_sample) % world, world
+        )
+
+    def val_batches(
+        self, batch_size: int, rank: int, world: int, max_batches: int | None = None
+    ) -> Iterator[Batch]:
+        """Returns an iterator of at most `max_batches` batches, each time the same.
+
+        If that is fewer than there are, they are spread evenly over all validation windows.
+        Only whole batches are returned; if there is not even one, windows repeat to fill it.
+        """
+        _check_ranks(batch_size, rank, world)
+        import grain
+
+        windows = _Windows(self.val, self.seq_len)
+        batches = max(1, len(windows) // batch_size)
+        if max_batches is not None:
+            batches = min(batches, max_batches)
+        count = batches * batch_size
+        order = [i * max(len(windows), count) // count % len(windows) for i in range(count)]
+        samples = grain.MapDataset.source(order).map(windows.__getitem__)
+        return self._batches(samples, batch_size, rank, world)
+
+    def _batches(self, samples, batch_size: int, start: int, world: int) -> Iterator[Batch]:
+        import grain
+
+        batches = samples[start::world].batch(batch_size // world, drop_remainder=True)
+        # One thread keeps up: a batch of 32 x 1024 tokens takes less than 1 ms to read.
+        threads = 1 if self.prefetch else 0
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
+        return iter(batches.to_iter_dataset(options))
+
+
+def _check_ranks(batch_size: int, rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise ValueError(f"rank={rank} is not in a world of {world}")
+    if batch_size <= 0 or batch_size % world:
+        raise InputError(
+            f"batch_size={batch_size} is not a positive multiple of the {world} data-parallel ranks"
+        )
+
+
+def open_dataset(config: DataConfig, *, seq_len: int, seed: int, vocab_size: int | None) -> Dataset:
+    """Opens the configured data; at the first run trains the tokenizer and encodes the text.
+
+    vocab_size: the model's, or None to take the data's. Raises InputError for everything that
+    can be wrong with the data.
+    """
+    cache = cache_folder(config.cache_dir)
+    opened = _open_shards if config.source == "shards" else _open_text
+    train, val, tokenizer, data_vocab_size, fingerprint, what = opened(config, cache, vocab_size)
+    train, val = _split(train, val, seq_len, given=config.val_path is not None)
+    return Dataset(
+        description=f"{what}, {len(train):,} training and {len(val):,} validation tokens, "
+        f"vocabulary {data_vocab_size:,}",
+        fingerprint=fingerprint,
+        vocab_size=data_vocab_size,
+        tokenizer=tokenizer,
+        train=train,
+        val=val,
+        seq_len=seq_len,
+        seed=seed,
+        shuffle=config.shuffle,
+        prefetch=config.prefetch,
+    )
+
+
+def _open_text(config: DataConfig, cache: Path, vocab_size: int | None):
+    def open_source(path: str | None, key: str) -> Source:
+        files = find_files(config.source, path, key=key)
+        return Source(config.source, files, config.text_column)
+
+    if config.source == "stdlib":
+        source = Source("stdlib", stdlib_files())
+    else:
+        source = open_source(config.path, "data.path")
+    val_source = None
+    if config.val_path is not None:
+        if config.source == "stdlib":
+            raise InputError("data.val_path needs a data.source other than stdlib")
+        val_source = open_source(config.val_path, "data.val_path")
+    if not source.size:
+        raise InputError(f"data.path={config.path} is empty")
+
+    content = source.digest(cache)
+    if config.tokenizer is None:
+        tokenizer = cached_tokenizer(
+            source, content, 0.0 if val_source else VAL_FRACTION, config.tokenizer_vocab_size, cache
+        )
+    else:
+        tokenizer = Tokenizer(config.tokenizer)
+    _check_vocabulary(tokenizer, vocab_size)
+    val_content = val_source.digest(cache) if val_source else None
+    fingerprint = digest(_VERSION, content, val_content, tokenizer.digest)
+    folder = cached_tokens(source, val_source, tokenizer, fingerprint, cache)
+    counts = json.loads((folder / "counts.json").read_text())
+    train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
+    documents = counts["train"] + counts["val"]
+    what = f"{config.source}: {documents:,} documents in {len(source.files):,} files"
+    return Tokens([train]), Tokens([val]), tokenizer, tokenizer.vocab_size, fingerprint, what
+
+
+def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None):
+    files = find_files("shards", config.path)
+    val_files = []
+    if config.val_path is not None:
+        val_files = find_files("shards", config.val_path, key="data.val_path")
+    else:  # llm.c's names: fineweb_val_000000.bin; `prepare`'s: val_000000.bin
+        val_files = [(n, p) for n, p in files if "val" in p.stem.split("_")]
+        files = [file for file in files if file not in val_files] or files
+        if len(files) == len(val_files):
+            val_files = []
+    for folder in {path.parent for _, path in files + val_files}:
+        job = folder / "prepare.json"
+        if job.exists() and not json.loads(job.read_text())["done"]:
+            raise InputError(f"{folder} is unfinished: run its `prepare` command again")
+
+    tokenizer_path = config.tokenizer
+    beside = files[0][1].parent / "tokenizer.json"
+    if tokenizer_path is None and beside.exists():
+        tokenizer_path = str(beside)
+    tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
+    _check_vocabulary(tokenizer, vocab_size)
+
+    opened = [[open_shard(path) for _, path in group] for group in (files, val_files)]
+    if tokenizer is not None:
+        data_vocab_size = tokenizer.vocab_size
+    else:
+        data_vocab_size = vocab_size or max(size for group in opened for _, size in group)
+    digests = [
+        [check_shard(path, cache, data_vocab_size) for _, path in group]
+        for group in (files, val_files)
+    ]
+    train, val = (Tokens([tokens for tokens, _ in group]) for group in opened)
+    what = f"shards: {len(files) + len(val_files):,} files"
+    return train, val, tokenizer, data_vocab_size, digest("shards", digests), what
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
+    if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"{tokenizer.path} has {tokenizer.vocab_size} entries, more than "
+            f"model.vocab_size={vocab_size}"
+        )
+
+
+def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[Tokens, Tokens]:
+    """Returns training and validation tokens of at least one window each.
+
+    Where whole documents did not give both (one long file, few shards), the end of the tokens,
+    about 5% of the windows, is held out instead.
+    """
+    window = seq_len + 1
+    if given:
+        for key, tokens in (("data.path", train), ("data.val_path", val)):
+            if len(tokens) < window:
+                raise InputError(
+                    f"{key} has {len(tokens)} tokens, fewer than the {window} of one window "
+                    f"(seq_len + 1)"
+                )
+        return train, val
+    if min(len(train), len(val)) >= window:
+        return train, val
+    tokens = Tokens(train.parts + val.parts)
+    if len(tokens) < 2 * window:
+        raise InputError(
+            f"the data has {len(tokens)} tokens, fewer than the {2 * window} of one training and "
+            f"one validation window of {window} (seq_len + 1)"
+        )
+    val_windows = max(1, round(VAL_FRACTION * ((len(tokens) - 1) // seq_len)))
+    cut = len(tokens) - (val_windows * seq_len + 1)
+    return tokens.slice(0, cut), tokens.slice(cut, len(tokens))

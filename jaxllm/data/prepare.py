@@ -1,0 +1,149 @@
+"""Text -> llm.c shards in bounded memory; interrupted at any moment, the same command goes on.
+
+The folder holds train_000000.bin, ..., val_000000.bin, ..., tokenizer.json and prepare.json,
+which says how many pieces of text are encoded and how many tokens of each split are on the
+disk. It is written after they are, so a restart cuts back whatever came later. A shard gets its
+final name only when it is complete.
+"""
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.data.cache import digest, lock, write_json
+from jaxllm.data.corpus import encode, progress_bar
+from jaxllm.data.shards import MAX_TOKENS, ShardWriter
+from jaxllm.data.sources import Source, is_held_out
+from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.errors import InputError
+
+
+class _Split:
+    """The shards of one split: `shards` complete ones and `tokens` in the one being written."""
+
+    def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
+        self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit
+        self._shards, tokens = state
+        for path in folder.glob(f"{name}_*.bin"):  # finished after the state was written
+            index = int(path.stem.removeprefix(f"{name}_"))
+            if index == self._shards and tokens:
+                path.rename(self._partial(index))
+            elif index >= self._shards:
+                path.unlink()
+        for path in folder.glob(f".{name}_*.partial"):
+            if path != self._partial(self._shards) or not tokens:
+                path.unlink()
+        try:
+            self._writer = ShardWriter(self._partial(self._shards), vocab_size, keep=tokens)
+        except FileNotFoundError as error:
+            raise InputError(f"{folder} is damaged: {error.filename} is gone; delete it") from error
+
+    def _partial(self, index: int) -> Path:
+        return self._folder / f".{self._name}_{index:06d}.partial"
+
+    def append(self, ids: np.ndarray) -> None:
+        while len(ids):
+            room = self._limit - self._writer.count
+            self._writer.append(ids[:room])
+            ids = ids[room:]
+            if self._writer.count == self._limit:
+                self._finish()
+                self._writer = ShardWriter(self._partial(self._shards), self._vocab_size)
+
+    def _finish(self) -> None:
+        self._writer.close()
+        os.rename(self._writer.path, self._folder / f"{self._name}_{self._shards:06d}.bin")
+        self._shards += 1
+
+    def state(self) -> list[int]:
+        self._writer.sync()
+        return [self._shards, self._writer.count]
+
+    def total(self) -> int:
+        return self._shards * self._limit + self._writer.count
+
+    def finish(self) -> None:
+        """Completes the last, shorter shard."""
+        if self._writer.count:
+            self._finish()
+        else:
+            self.close()
+            self._writer.path.unlink()
+
+    def close(self) -> None:
+        self._writer.close(complete=False)
+
+
+def prepare(
+    source: Source, tokenizer: Tokenizer, out: Path, *, shard_tokens: int, val_fraction: float
+) -> dict[str, int]:
+    """Encodes all documents into shards of `shard_tokens`; returns the tokens of each split.
+
+    A hash of their names puts `val_fraction` of the documents into the validation shards.
+    Raises InputError if `out` holds anything but this same job, unfinished or done.
+    """
+    if not 0 < shard_tokens <= MAX_TOKENS:
+        raise InputError(f"--shard-tokens {shard_tokens} is not in 1 ... {MAX_TOKENS}")
+    if not 0 <= val_fraction < 1:
+        raise InputError(f"--val-fraction {val_fraction} is not in [0, 1)")
+    try:
+        with lock(out / ".lock", wait=False):
+            return _prepare(source, tokenizer, out, shard_tokens, val_fraction)
+    except BlockingIOError as error:
+        raise InputError(f"another process is writing to {out}") from error
+    except OSError as error:
+        raise InputError(f"cannot write to {out}: {error}") from error
+
+
+def _prepare(
+    source: Source, tokenizer: Tokenizer, out: Path, shard_tokens: int, val_fraction: float
+) -> dict[str, int]:
+    files = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in source.files]
+    job = digest(
+        source.kind, source.text_column, files, tokenizer.digest, shard_tokens, val_fraction
+    )
+    path = out / "prepare.json"
+    state = {"job": job, "done": False, "pieces": 0, "train": [0, 0], "val": [0, 0]}
+    if path.exists():
+        state = json.loads(path.read_text())
+        if state["job"] != job:
+            raise InputError(
+                f"{out} holds shards of other data or options: choose another --out or delete it"
+            )
+        if state["done"]:
+            return state["tokens"]
+    elif any(out.glob("*.bin")):
+        raise InputError(f"{out} holds shards that `prepare` did not write: choose another --out")
+    else:
+        write_json(path, state)  # from here on everything in the folder is ours
+    (out / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
+
+    splits = {
+        name: _Split(out, name, tokenizer.vocab_size, shard_tokens, state[name])
+        for name in ("train", "val")
+    }
+    try:
+        pieces = islice(source.pieces(), state["pieces"], None)
+        with progress_bar(f"encoding into {out}", source.size) as done:
+            for batch in encode(pieces, tokenizer):
+                for piece, ids in batch:
+                    held_out = is_held_out(piece.document, val_fraction)
+                    splits["val" if held_out else "train"].append(ids)
+                state["pieces"] += len(batch)
+                state |= {name: split.state() for name, split in splits.items()}
+                write_json(path, state)
+                done(batch[-1][0].done)
+        tokens = {name: split.total() for name, split in splits.items()}
+        if not any(tokens.values()):
+            raise InputError("the data is empty: no document in it has any text")
+    except BaseException:
+        for split in splits.values():
+            split.close()
+        raise
+    for split in splits.values():
+        split.finish()
+    write_json(path, {"job": job, "done": True, "tokens": tokens})
+    return tokens

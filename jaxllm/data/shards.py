@@ -1,0 +1,136 @@
+"""llm.c token shards: 256 little-endian int32 of header, then the token ids.
+
+header[0] = 20240520, header[1] = 1, header[2] = number of tokens, then uint16 (GPT-2);
+header[0] = 20240801, header[1] = 7, header[2] = number of tokens, then uint32 (Llama 3).
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.data.cache import remembered
+from jaxllm.errors import InputError
+
+HEADER_BYTES = 256 * 4
+# magic -> (version, dtype, vocabulary of the model the format was made for)
+FORMATS = {
+    20240520: (1, np.dtype("<u2"), 50257),
+    20240801: (7, np.dtype("<u4"), 128256),
+}
+MAX_TOKENS = 2**31 - 1  # header[2] is an int32
+_CHUNK = 1 << 22  # tokens read at a time by the scan: 16 MiB at most
+
+
+def format_for(vocab_size: int) -> int:
+    """Returns the magic number of the narrower format that holds ids below `vocab_size`."""
+    return 20240520 if vocab_size <= 1 << 16 else 20240801
+
+
+def open_shard(path: Path) -> tuple[np.ndarray, int]:
+    """Maps a shard: (its tokens, the vocabulary size its format was made for).
+
+    Raises InputError for a file that is foreign, truncated or longer than its header says.
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, "<i4", 256)
+    except OSError as error:
+        raise InputError(f"cannot read token shard {path}: {error.strerror}") from error
+    if len(header) < 256:
+        raise InputError(
+            f"{path} is no token shard: {size} bytes, fewer than the {HEADER_BYTES} of a header"
+        )
+    magic, version, count = (int(x) for x in header[:3])
+    if magic not in FORMATS:
+        raise InputError(
+            f"{path} is no token shard: it starts with {magic}, expected "
+            + " or ".join(map(str, FORMATS))
+        )
+    expected, dtype, vocab_size = FORMATS[magic]
+    if version != expected:
+        raise InputError(f"{path}: shard version {version}, expected {expected} with {magic}")
+    required = HEADER_BYTES + count * dtype.itemsize
+    if count < 0 or size != required:
+        raise InputError(
+            f"{path} is damaged: {size} bytes, expected {required} for the {count} tokens "
+            "that its header names"
+        )
+    if count == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype), vocab_size
+    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,)), vocab_size
+
+
+def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
+    """Returns the SHA-256 of a shard's tokens, read once and then remembered.
+
+    Raises InputError, with the position, if a token is not below `vocab_size`.
+    """
+
+    def scan() -> dict:
+        tokens, _ = open_shard(path)
+        sha, largest = hashlib.sha256(), -1
+        for start in range(0, len(tokens), _CHUNK):
+            chunk = np.asarray(tokens[start : start + _CHUNK])
+            sha.update(chunk)
+            largest = max(largest, int(chunk.max()))
+        return {"sha256": sha.hexdigest(), "largest": largest}
+
+    fact = remembered(cache, path, "shard", scan)
+    if fact["largest"] >= vocab_size:
+        tokens, _ = open_shard(path)
+        for start in range(0, len(tokens), _CHUNK):
+            bad = np.flatnonzero(tokens[start : start + _CHUNK] >= vocab_size)
+            if len(bad):
+                position = start + int(bad[0])
+                raise InputError(
+                    f"{path}: token {int(tokens[position])} at position {position} is outside "
+                    f"the vocabulary of {vocab_size}"
+                )
+    return fact["sha256"]
+
+
+class ShardWriter:
+    """Writes one shard; the file is a valid shard only after `close`.
+
+    Opened on an unfinished file it goes on after its first `keep` tokens.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, *, keep: int = 0):
+        self.path = path
+        self.count = keep
+        self._magic = format_for(vocab_size)
+        self._version, self._dtype, _ = FORMATS[self._magic]
+        end = HEADER_BYTES + keep * self._dtype.itemsize
+        self._file = open(path, "r+b" if keep else "wb")
+        if keep and path.stat().st_size < end:
+            self._file.close()
+            raise InputError(f"{path} is damaged: fewer than {keep} tokens; delete its folder")
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    def append(self, ids: np.ndarray) -> None:
+        """Adds ids, which must be in the vocabulary."""
+        if self.count + len(ids) > MAX_TOKENS:
+            raise InputError(
+                f"more than {MAX_TOKENS} tokens do not fit into one token file: turn the text "
+                "into shards first (python -m jaxllm.data prepare)"
+            )
+        self._file.write(ids.astype(self._dtype).tobytes())
+        self.count += len(ids)
+
+    def sync(self) -> None:
+        """Puts what was appended on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self, *, complete: bool = True) -> None:
+        """Closes the file, as a shard if `complete`, else as one to go on with."""
+        if complete:
+            header = np.zeros(256, "<i4")
+            header[:3] = self._magic, self._version, self.count
+            self._file.seek(0)
+            self._file.write(header.tobytes())
+            self.sync()
+        self._file.close()
