@@ -3,10 +3,12 @@
 Reads the configuration, builds data, model and the compiled step, loops, logs and saves.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxllm import cli
@@ -140,8 +142,8 @@ class Run:
         saved = self.checkpoints.about(step)
         if saved["data_fingerprint"] != self.dataset.fingerprint:
             raise InputError(
-                f"the data changed since the checkpoint (fingerprint {self.dataset.fingerprint}, was"
-                f" {saved['data_fingerprint']}): another corpus, tokenizer or Python version"
+                f"the data changed since the checkpoint (fingerprint {self.dataset.fingerprint},"
+                f" was {saved['data_fingerprint']}): another corpus, tokenizer or Python version"
             )
         if step >= self.config.train.steps:
             raise InputError(
@@ -269,21 +271,18 @@ def check_kernels(config: Config) -> None:
         raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla")
 
 
-class memory_errors:  # noqa: N801 - used like a function
+@contextlib.contextmanager
+def memory_errors(config: Config) -> Iterator[None]:
     """Turns a device that is out of memory into a RunError that says what helps."""
-
-    def __init__(self, config: Config):
-        self.config = config
-
-    def __enter__(self): ...
-
-    def __exit__(self, kind, error, _):
-        if error is not None and "RESOURCE_EXHAUSTED" in str(error):
-            raise RunError(
-                "the device is out of memory; lower"
-                f" train.batch_size={self.config.train.batch_size}, raise train.grad_accum, or set"
-                " model.remat=block"
-            ) from error
+    try:
+        yield
+    except Exception as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        raise RunError(
+            f"the device is out of memory; lower train.batch_size={config.train.batch_size}, raise"
+            " train.grad_accum, or set model.remat=block"
+        ) from e
 
 
 if __name__ == "__main__":
