@@ -1,0 +1,257 @@
+"""Rotary position embedding (RoPE) of queries and keys, in one kernel.
+
+    angle[t, i] = position[t] freq[i],   freq[i] = theta^(-2 i / D),   i < D/2
+    (a, b) -> (a cos - b sin, b cos + a sin)
+
+Su et al. 2021, "RoFormer", equation 34.  The pair i is (x[i], x[i + D/2]) in the layout "half"
+(Hugging Face) and (x[2 i], x[2 i + 1]) in "interleaved" (Meta).  The backward pass is the rotation
+by the negative angle: the same kernel, and nothing is saved but the positions.
+
+Each block computes cos and sin of its positions itself, in registers, and uses them for its heads:
+there is no table in memory.  The frequencies and the angle are float32, as in Hugging Face; the
+angle's rounding at a position p is up to p 6e-8, which belongs to the function, not to its error:
+the reference takes the same float32 angle even in float64.
+"""
+
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import backend as _backend
+from pallas_kernels import mosaic
+
+Layout = Literal["half", "interleaved"]
+
+_HEADS_IN_FLIGHT = 4  # heads whose loads a thread issues before it computes
+
+
+class RopeScaling(NamedTuple):
+    """Llama 3.1's stretching of the long wavelengths; its defaults are those of 3.1 8B.
+
+    Wavelengths up to original_max_position_embeddings / high_freq_factor stay, those over
+    original / low_freq_factor grow by `factor`, those between are interpolated.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+def rope(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    positions: Int[Array, "*rows T"],
+    *,
+    theta: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    layout: Layout = "half",
+    backend: _backend.Backend = "auto",
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
+    """Rotates every pair of q and k by its position's angle, computed in float32.
+
+    positions: (B, T), or (T,) for all batch rows; exact up to 2^24; they get no gradient.
+    theta: the base.  Results have the inputs' dtypes.
+    Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
+    under backend="mosaic" for dtypes other than fp32, bf16, fp16.
+    """
+    _check(q, k, positions, layout)
+    if not _backend.use_kernel("rope", backend, why_not(q, k, positions)):
+        return rope_reference(q, k, positions, theta=theta, scaling=scaling, layout=layout)
+    return _rope(layout, theta, scaling, q, k, positions)
+
+
+def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> np.ndarray:
+    """The d/2 frequencies in radians a position: computed in float64, rounded once to float32."""
+    freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
+    if scaling is not None:
+        factor, low, high, original = scaling
+        if not low < high:
+            raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
+        keep = (original * freq / (2 * math.pi) - low) / (high - low)  # 1: as it is, 0: stretched
+        keep = np.clip(keep, 0, 1)
+        freq = (1 - keep) * freq / factor + keep * freq
+    return freq.astype(np.float32)
+
+
+def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half"):
+    """The formula in jnp, in float32 (float64 for float64, of the same float32 angle)."""
+    freq = frequencies(q.shape[-1], theta, scaling)
+    angle = positions.astype(jnp.float32)[..., None, None] * freq  # (B or nothing, T, 1, D/2)
+
+    def rotate(x):
+        dtype = mosaic.stat_dtype(x.dtype)
+        cos, sin = jnp.cos(angle.astype(dtype)), jnp.sin(angle.astype(dtype))
+        pair = -2 if layout == "half" else -1
+        shape = (2, freq.size) if layout == "half" else (freq.size, 2)
+        a, b = jnp.moveaxis(x.astype(dtype).reshape(*x.shape[:-1], *shape), pair, 0)
+        y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=pair)
+        return y.reshape(x.shape).astype(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
+def why_not(q, k, positions) -> str | None:
+    """Why the kernel cannot take this call, or None."""
+    return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
+
+
+def _check(q, k, positions, layout):
+    b, t, _, d = q.shape
+    if k.shape[:2] != (b, t) or k.shape[3] != d:
+        raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
+    if d % 2:
+        raise ValueError(f"D={d} is odd; RoPE rotates pairs")
+    if positions.shape not in ((t,), (b, t)):
+        raise ValueError(f"positions {positions.shape} are neither ({t},) nor ({b}, {t})")
+    if layout not in ("half", "interleaved"):
+        raise ValueError(f"layout={layout!r} is not one of half, interleaved")
+
+
+class _Tile(NamedTuple):
+    """What a block takes of one head at a time, and how its 128 threads hold it in registers."""
+
+    rows: int  # positions
+    pairs: int
+    pair: plgpu.Layout | None  # of (rows, pairs, 2), for the interleaved layout
+    single: plgpu.Layout  # of (rows, pairs)
+
+
+def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
+    """Lanes side by side along a head's pairs as far as they go, the others along the positions."""
+    vec = 1 if interleaved else math.gcd(pairs, 16 // itemsize)  # 16 bytes a load, if they divide
+    lanes = math.gcd(pairs // vec, 16)
+    rows = 32 // lanes
+    if interleaved:  # a lane holds both of a pair: 4 bytes a load for 16 bits
+        tiling, lane_dims = ((4 * rows, lanes, 2), (rows, lanes, 2)), (-3, -2)
+        warp_dims = (-6,)
+        if lanes == 1:
+            lane_dims = (-3,)
+        pair = plgpu.Layout.TILED(plgpu.Tiling(tiling), warp_dims, lane_dims, -1)
+        return _Tile(4 * rows, lanes, pair, pair.reduce((2,)))
+    if lanes == 1:
+        tiling, warp_dims, lane_dims = ((4 * rows, vec), (rows, vec)), (-4,), (-2,)
+    else:
+        tiling = ((4 * rows, lanes * vec), (rows, lanes * vec), (vec,))
+        warp_dims, lane_dims = (-5,), (-3, -2)
+    single = plgpu.Layout.TILED(plgpu.Tiling(tiling), warp_dims, lane_dims, -1)
+    return _Tile(4 * rows, lanes * vec, None, single)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward"))
+def _rotate(layout, theta, scaling, q, k, positions, *, backward):
+    """The kernel: q and k rotated by their angles, or by the negative angles."""
+    b, t, _, d = q.shape
+    n = b * t
+    interleaved = layout == "interleaved"
+    tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), interleaved)
+    pairs = (d // 2, 2) if interleaved else (2, d // 2)
+    flat = [x.reshape(n, x.shape[2], *pairs) for x in (q, k)]
+    if positions.ndim == 1 and t % tile.rows == 0:  # one row of positions serves every batch row
+        period = t
+    else:
+        positions, period = jnp.broadcast_to(positions, (b, t)).reshape(n), n
+    # Kernels do not check bounds, so the positions after the last whole tile come as padded arrays
+    # of their own and are put in place afterwards: only the remainder is copied.
+    whole, rest = divmod(n, tile.rows)
+    ends = [mosaic.pad_axis(x[whole * tile.rows :], 0, tile.rows) for x in (*flat, positions)]
+    shape = (tile.rows, tile.pairs)
+
+    # A head's tile is two halves of (rows, pairs), or one block of (rows, pairs, 2).
+    def halves(columns):
+        return [(columns,)] if interleaved else [(0, columns), (1, columns)]
+
+    def load_pair(refs):
+        if not interleaved:
+            return [mosaic.load(ref, tile.single) for ref in refs]
+        x = mosaic.load(refs[0], tile.pair)
+        odd = second()
+        return jnp.sum(jnp.where(odd, 0, x), 2), jnp.sum(jnp.where(odd, x, 0), 2)
+
+    def store_pair(refs, a, b):
+        if not interleaved:
+            mosaic.store(refs[0], a)
+            mosaic.store(refs[1], b)
+            return
+        a, b = (lax.broadcast_in_dim(v, (*shape, 2), (0, 1)) for v in (a, b))
+        mosaic.store(refs[0], jnp.where(second(), b, a))
+
+    def second():  # which of a pair: known while compiling, so that choosing costs nothing
+        return plgpu.broadcasted_iota(jnp.int32, (*shape, 2), 2, layout=tile.pair) == 1
+
+    def rotate(where, x_ref, y_ref, cos, sin):
+        def some(head, count):
+            refs = [
+                [ref.at[where[0], head + i, *half] for half in halves(where[1])]
+                for ref in (x_ref, y_ref)
+                for i in range(count)
+            ]
+            loaded = [load_pair(ref) for ref in refs[:count]]
+            for ref, (a, b) in zip(refs[count:], loaded, strict=True):
+                store_pair(ref, a * cos - b * sin, b * cos + a * sin)
+
+        loops, left = divmod(x_ref.shape[1], _HEADS_IN_FLIGHT)
+        if loops:
+            pl.loop(0, loops)(lambda i: some(i * _HEADS_IN_FLIGHT, _HEADS_IN_FLIGHT))
+        if left:
+            some(loops * _HEADS_IN_FLIGHT, left)
+
+    def rotate_all(freq_ref, row, position_row, sources, targets):
+        columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
+        position_ref = sources[2].at[pl.ds(position_row, tile.rows)]
+        position = mosaic.load(position_ref, tile.single.reduce(1))
+        freq = mosaic.load(freq_ref.at[columns], tile.single.reduce(0))
+        angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        if backward:
+            sin = -sin
+        where = (pl.ds(row, tile.rows), columns)
+        for x_ref, y_ref in zip(sources[:2], targets, strict=True):
+            rotate(where, x_ref, y_ref, cos, sin)
+
+    def body(freq_ref, *refs):
+        i = lax.axis_index("row")
+        row = i * tile.rows
+        if not rest:
+            rotate_all(freq_ref, row, row if period == n else row % period, refs[:3], refs[3:])
+            return
+        if whole:
+            pl.when(i < whole)(lambda: rotate_all(freq_ref, row, row, refs[:3], refs[6:8]))
+        pl.when(i == whole)(lambda: rotate_all(freq_ref, 0, 0, refs[3:6], refs[8:]))
+
+    body.__name__ = "rope_backward" if backward else "rope_forward"
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*flat, *ends[:2])]
+    results = plgpu.kernel(
+        body,
+        out_type=out if rest else out[:2],
+        grid=(whole + bool(rest), d // 2 // tile.pairs),
+        grid_names=("row", "column"),
+    )(frequencies(d, theta, scaling), *flat, positions, *(ends if rest else []))
+    if rest:
+        results = [
+            y.at[whole * tile.rows :].set(end[:rest])
+            for y, end in zip(results[:2], results[2:], strict=True)
+        ]
+    return results[0].reshape(q.shape), results[1].reshape(k.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rope(layout, theta, scaling, q, k, positions):
+    return _rotate(layout, theta, scaling, q, k, positions, backward=False)
+
+
+_rope.defvjp(
+    lambda *args: (_rope(*args), args[-1]),
+    lambda layout, theta, scaling, positions, dy: (
+        *_rotate(layout, theta, scaling, *dy, positions, backward=True),
+        None,
+    ),
+)
