@@ -154,7 +154,7 @@ class Trainer:
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
         }
         return TrainState(state.step + 1, params, opt_state), metrics

@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxllm.config import OptimizerConfig
+from jaxllm.optim import learning_rate, make_optimizer
+
+
+def rates(steps, **values):
+    schedule = learning_rate(OptimizerConfig(learning_rate=1.0, **values), steps)
+    return np.array([float(schedule(s)) for s in range(steps + 1)])
+
+
+def test_warmup_rises_as_step_plus_one_over_warmup():
+    got = rates(20, warmup_steps=5)
+    np.testing.assert_allclose(got[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+
+
+def test_cosine_runs_over_the_steps_after_the_warmup():
+    got = rates(20, warmup_steps=4, final_fraction=0.1)
+    t = np.arange(17) / 16
+    np.testing.assert_allclose(got[4:], 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * t)), rtol=1e-5)
+
+
+def test_linear_ends_at_the_final_fraction():
+    got = rates(10, schedule="linear", final_fraction=0.2)
+    np.testing.assert_allclose(got, 1 - 0.8 * np.arange(11) / 10, rtol=1e-5)
+
+
+def test_constant_stays():
+    np.testing.assert_allclose(rates(10, schedule="constant", warmup_steps=2)[1:], 1)
+
+
+def test_wsd_is_stable_and_falls_at_the_end():
+    got = rates(10, schedule="wsd", warmup_steps=2, decay_fraction=0.4, final_fraction=0.0)
+    np.testing.assert_allclose(got[1:7], 1)
+    np.testing.assert_allclose(got[7:], [0.75, 0.5, 0.25, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_fewer_steps_than_warmup_never_passes_the_peak(schedule):
+    got = rates(3, schedule=schedule, warmup_steps=30)
+    np.testing.assert_allclose(got[:3], [1 / 30, 2 / 30, 3 / 30], rtol=1e-5)
+
+
+def test_only_matrices_decay():
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    optimizer = make_optimizer(config, 10)
+    params = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(3)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], -0.05, rtol=1e-6)
+    np.testing.assert_allclose(updates["vector"], 0)
+
+
+def test_the_gradient_is_clipped_to_the_global_norm():
+    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(3)}
+    grads = jax.tree.map(lambda p: 100 * jnp.ones_like(p), params)
+
+    def moments(clip_norm):
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, clip_norm=clip_norm), 10)
+        _, state = optimizer.update(grads, optimizer.init(params), params)
+        return optax.tree.get(state, "mu")
+
+    assert float(optax.tree.norm(moments(1.0))) == pytest.approx(0.1, rel=1e-5)  # (1 - b1)
+    assert float(optax.tree.norm(moments(0.0))) == pytest.approx(10 * np.sqrt(7), rel=1e-5)
