@@ -1,0 +1,139 @@
+import contextlib
+import logging
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import backend, gelu
+from pallas_kernels.backend import Decision, use_kernel
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    backend.forget()
+    yield
+    backend.forget()
+
+
+@pytest.fixture
+def capable(monkeypatch):
+    """As if the default device could run every kernel."""
+    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
+
+
+@pytest.fixture
+def incapable(monkeypatch):
+    monkeypatch.setattr(backend, "device_lacks", lambda gpu: f"no {gpu} here")
+
+
+def test_auto_takes_the_kernel_where_it_is_supported(capable):
+    assert use_kernel("op", "auto", None)
+    assert backend.decisions() == [Decision("op", "mosaic", "supported")]
+
+
+def test_auto_takes_xla_with_the_ops_reason(capable):
+    assert not use_kernel("op", "auto", "D=7 is odd")
+    assert backend.decisions() == [Decision("op", "xla", "D=7 is odd")]
+
+
+def test_auto_takes_xla_where_the_device_lacks_something(incapable):
+    assert not use_kernel("op", "auto", None, "sm_90")
+    assert backend.decisions() == [Decision("op", "xla", "no sm_90 here")]
+
+
+def test_mosaic_never_asks_the_device(incapable):
+    assert use_kernel("op", "mosaic", None)
+    assert backend.decisions() == [Decision("op", "mosaic", "asked for")]
+
+
+def test_mosaic_raises_the_ops_reason_and_records_nothing():
+    with pytest.raises(NotImplementedError, match=r"^op has no Mosaic kernel.*: D=7 is odd$"):
+        use_kernel("op", "mosaic", "D=7 is odd")
+    assert backend.decisions() == []
+
+
+def test_xla_is_taken_when_asked_for(capable, caplog):
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        assert not use_kernel("op", "xla", None)
+    assert backend.decisions() == [Decision("op", "xla", "asked for")]
+    assert not caplog.records
+
+
+def test_another_backend_is_an_error():
+    with pytest.raises(ValueError, match="backend='triton' is not one of auto, mosaic, xla"):
+        use_kernel("op", "triton", None)
+
+
+def test_each_fallback_is_logged_once_until_forgotten(capable, caplog):
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for _ in range(3):
+            use_kernel("op", "auto", "D=7 is odd")
+        use_kernel("op", "auto", "D=9 is odd")
+        use_kernel("op", "auto", None)
+        assert caplog.messages == ["op runs on XLA: D=7 is odd", "op runs on XLA: D=9 is odd"]
+        backend.forget()
+        use_kernel("op", "auto", "D=7 is odd")
+        assert len(caplog.messages) == 3
+
+
+@pytest.mark.parametrize(("platform", "level"), [("cpu", logging.INFO), ("gpu", logging.WARNING)])
+def test_a_fallback_is_a_warning_on_a_gpu_only(capable, caplog, monkeypatch, platform, level):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        use_kernel("op", "auto", "D=7 is odd")
+    assert [r.levelno for r in caplog.records] == [level]
+
+
+def test_explain_counts_what_was_traced_not_what_was_called(capable):
+    assert backend.explain() == "no op has been traced yet"
+    f = jax.jit(lambda x: gelu(x, backend="xla"))
+    for _ in range(3):
+        f(jnp.ones(4))
+    jax.eval_shape(lambda x: gelu(gelu(x)), jnp.ones(4))
+    use_kernel("attention", "auto", "D=7 is odd")
+    assert backend.explain().splitlines() == [
+        "gelu       xla     asked for (1 call traced)",
+        "gelu       mosaic  supported (2 calls traced)",
+        "attention  xla     D=7 is odd (1 call traced)",
+    ]
+
+
+def test_silenced_decisions_are_taken_but_neither_recorded_nor_logged(capable, caplog):
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        with backend.silenced(), backend.silenced():
+            assert use_kernel("op", "auto", None)
+            assert not use_kernel("op", "auto", "D=7 is odd")
+        with contextlib.suppress(KeyError), backend.silenced():
+            raise KeyError  # leaves it as every other way out does
+        assert backend.decisions() == []
+        assert not caplog.records
+        use_kernel("op", "auto", None)
+    assert len(backend.decisions()) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu", "lacks"),
+    [
+        ("9.0", "sm_80", None),
+        ("9.0", "sm_90", None),
+        ("9.0", "sm_90a", None),
+        ("10.0", "sm_90", None),
+        ("10.0", "sm_90a", "the GPU has compute capability 10.0, the kernel needs 9.0"),
+        ("8.9", "sm_80", None),
+        ("8.9", "sm_90", "the GPU has compute capability 8.9, the kernel needs 9.0 or newer"),
+        ("7.5", "sm_80", "the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
+        ("gfx942", "sm_80", "compute capability gfx942 is not one of an NVIDIA GPU"),
+        (None, "sm_80", "compute capability None is not one of an NVIDIA GPU"),
+    ],
+)
+def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert backend.device_lacks.__wrapped__(gpu) == lacks
+
+
+def test_a_cpu_lacks_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert backend.device_lacks.__wrapped__("sm_80") == "the platform is cpu, not gpu"
