@@ -1,0 +1,25 @@
+"""Layers (Flax NNX) on the ops of pallas_kernels.
+
+Parameters are float32 and are cast to the dtype of the activations where they are used.  Each
+parameter carries `axes`, the mesh axes along which it is split; `jaxllm.sharding` reads them.
+`backend` says how the ops run: "auto", "mosaic" (our kernels) or "xla".
+"""
+
+from jaxllm.layers.attention import Attention
+from jaxllm.layers.embedding import Embedding
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.mlp import MLP, GatedMLP
+from jaxllm.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
+from jaxllm.layers.vlstm import VLSTMLayer
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Embedding",
+    "GatedMLP",
+    "HeadLayerNorm",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "VLSTMLayer",
+]

@@ -1,0 +1,81 @@
+"""Causal self-attention with grouped key and value heads, with RoPE or without."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.layers.linear import ROWS, Linear
+from jaxllm.layers.norm import HEADS
+from jaxllm.sharding import BATCH, P, per_device
+from pallas_kernels import attention, rope
+
+
+class Attention(nnx.Module):
+    """softmax(q k^T / sqrt(D), causal) v on H query heads, H/K of which share a kv head.
+
+    rope_theta: base of the rotary frequencies (half-split layout); None: no rotation.
+    rope_scaling: Llama 3.1's stretching, an object with its four numbers, or None.
+    out_std: standard deviation of the output projection at the start; None: std.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        rope_theta: float | None = None,
+        rope_scaling=None,
+        std: float = 0.02,
+        out_std: float | None = None,
+        backend: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.head_dim = head_dim or d_model // n_heads
+        q, kv = n_heads * self.head_dim, (n_kv_heads or n_heads) * self.head_dim
+        # Three matrices rather than one (C, 3 C): its columns q | k | v do not split by heads, and
+        # taking q, k and v out of its output is a copy of 6 B T C values.  In GPT-2 124M on an
+        # H100 that is 0.1 ms beside 3 x 0.054 ms for three matmuls and 0.145 ms for the one.
+        self.q = Linear(d_model, q, std=std, bias=bias, rngs=rngs)
+        self.k = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
+        self.v = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
+        self.out = Linear(q, d_model, axes=ROWS, std=out_std or std, bias=bias, rngs=rngs)
+        self.rope_theta, self.rope_scaling, self.backend = rope_theta, rope_scaling, backend
+
+    def __call__(
+        self,
+        x: Float[Array, "B T C"],
+        positions: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T C"]:
+        """positions (T,) or (B, T), used by RoPE, 0 ... T-1 if None; tokens see their segment."""
+        B, T, _ = x.shape
+        q, k, v = (w(x).reshape(B, T, -1, self.head_dim) for w in (self.q, self.k, self.v))
+        if self.rope_theta is not None:
+            if positions is None:
+                positions = jax.numpy.arange(T)
+            q, k = per_device(
+                self._rotate,
+                in_specs=(HEADS, HEADS, P(None) if positions.ndim == 1 else P(BATCH, None)),
+                out_specs=(HEADS, HEADS),
+            )(q, k, positions)
+        y = per_device(
+            self._attend, in_specs=(HEADS, HEADS, HEADS, P(BATCH, None)), out_specs=HEADS
+        )(q, k, v, segment_ids)
+        return self.out(y.reshape(B, T, -1))
+
+    def _rotate(self, q, k, positions):
+        return rope(
+            q,
+            k,
+            positions,
+            theta=self.rope_theta,
+            scaling=self.rope_scaling,
+            layout="half",
+            backend=self.backend,
+        )
+
+    def _attend(self, q, k, v, segment_ids):
+        return attention(q, k, v, causal=True, segment_ids=segment_ids, backend=self.backend)

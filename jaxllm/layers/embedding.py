@@ -1,0 +1,71 @@
+"""Token embedding, with learned positions or without, and its use as a tied head."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.sharding import BATCH, P, constrain, per_device
+from pallas_kernels import encoder
+
+
+class Embedding(nnx.Module):
+    """y[b,t] = wte[token[b,t]] + wpe[position], both N(0, std^2).
+
+    wte has `padded_vocab_size` rows, of which those past `vocab_size` are zero.
+    max_seq_len: rows of wpe; None: no learned positions.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        padded_vocab_size: int | None = None,
+        max_seq_len: int | None = None,
+        std: float = 0.02,
+        dtype=jnp.float32,
+        backend: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        wte = std * jax.random.normal(rngs.params(), (padded_vocab_size or vocab_size, d_model))
+        self.wte = nnx.Param(wte.at[vocab_size:].set(0), axes=("tensor", "fsdp"))
+        if max_seq_len is None:
+            self.wpe = None
+        else:
+            wpe = std * jax.random.normal(rngs.params(), (max_seq_len, d_model))
+            self.wpe = nnx.Param(wpe, axes=(None, "fsdp"))
+        self.dtype, self.backend = dtype, backend
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
+    ) -> Float[Array, "B T C"]:
+        """positions (T,) or (B, T), 0 ... T-1 if None; they have no effect without wpe.
+
+        Raises ValueError if T exceeds the learned positions.
+        """
+        wpe, per_sequence = None, None
+        if self.wpe is not None:
+            wpe = self.wpe[...]
+            if tokens.shape[1] > wpe.shape[0]:
+                raise ValueError(
+                    f"T={tokens.shape[1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
+                )
+            if positions is not None and positions.ndim == 2:
+                wpe, per_sequence = None, wpe[positions].astype(self.dtype)
+            elif positions is not None:
+                wpe = wpe[positions]
+        # Each device looks up its own tokens in the whole table; the gradient is summed over all.
+        op = per_device(
+            partial(encoder, dtype=self.dtype, backend=self.backend),
+            in_specs=(P(BATCH, None), P(), P()),
+            out_specs=P(BATCH, None, None),
+        )
+        y = op(tokens, self.wte[...], wpe)
+        return y if per_sequence is None else y + per_sequence
+
+    def logits(self, x: Float[Array, "... C"]) -> Float[Array, "... V"]:
+        """x wte^T: the tied head."""
+        return x @ constrain(self.wte[...].astype(x.dtype), "tensor", None).T

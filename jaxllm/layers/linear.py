@@ -1,0 +1,41 @@
+"""The dense layer y = x W + b, split over the mesh along its columns or along its rows."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.sharding import constrain
+
+# Megatron's pair (Shoeybi et al. 2019, section 3): a layer split by columns, then one split by
+# rows, so that a pair needs one sum over the tensor axis.  fsdp splits the other dimension.
+COLUMNS = ("fsdp", "tensor")
+ROWS = ("tensor", "fsdp")
+
+
+class Linear(nnx.Module):
+    """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: tuple[str, str] = COLUMNS,
+        std: float = 0.02,
+        bias: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        weight = std * jax.random.normal(rngs.params(), (in_features, out_features))
+        self.weight = nnx.Param(weight, axes=axes)
+        # The rows' partial products are summed before the bias is added: every device needs all.
+        bias_axes = ("tensor",) if axes == COLUMNS else ()
+        self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
+        self.gathered = tuple(a if a == "tensor" else None for a in axes)
+
+    def __call__(self, x: Float[Array, "... in"], dtype=None) -> Float[Array, "... out"]:
+        """The weights are cast to x's dtype; dtype: of y, None: of x."""
+        # Said outright, fsdp gathers the cast weight and never the activations.
+        weight = constrain(self.weight[...].astype(x.dtype), *self.gathered)
+        y = jnp.matmul(x, weight, preferred_element_type=dtype or x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)

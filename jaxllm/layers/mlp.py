@@ -1,0 +1,59 @@
+"""Feed-forward layers: GPT-2's and the gated one of Llama."""
+
+from functools import partial
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.layers.linear import ROWS, Linear
+from jaxllm.sharding import BATCH, P, per_device
+from pallas_kernels import gelu, swiglu
+
+WIDE = P(BATCH, None, "tensor")  # (B, T, F)
+
+
+class MLP(nnx.Module):
+    """down(gelu(up(x))), with biases."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        std: float = 0.02,
+        out_std: float | None = None,
+        backend: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.up = Linear(d_model, d_ff, std=std, bias=True, rngs=rngs)
+        self.down = Linear(d_ff, d_model, axes=ROWS, std=out_std or std, bias=True, rngs=rngs)
+        self.backend = backend
+
+    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        op = per_device(partial(gelu, backend=self.backend), in_specs=(WIDE,), out_specs=WIDE)
+        return self.down(op(self.up(x)))
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), without biases (Shazeer 2020, SwiGLU)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        std: float = 0.02,
+        out_std: float | None = None,
+        backend: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.gate = Linear(d_model, d_ff, std=std, rngs=rngs)
+        self.up = Linear(d_model, d_ff, std=std, rngs=rngs)
+        self.down = Linear(d_ff, d_model, axes=ROWS, std=out_std or std, rngs=rngs)
+        self.backend = backend
+
+    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        op = per_device(
+            partial(swiglu, backend=self.backend), in_specs=(WIDE, WIDE), out_specs=WIDE
+        )
+        return self.down(op(self.gate(x), self.up(x)))

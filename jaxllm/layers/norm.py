@@ -1,0 +1,78 @@
+"""Normalisation over the features, alone or fused with the residual addition before it."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.sharding import BATCH, P, per_device
+from pallas_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+STREAM = P(BATCH, None, None)  # (B, T, C): every device of the tensor axis holds all of C
+HEADS = P(BATCH, None, "tensor", None)  # (B, T, H, D)
+
+
+class LayerNorm(nnx.Module):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis of (B, T, C).
+
+    dtype: of y; None: of x.
+    """
+
+    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: str = "auto"):
+        self.weight = nnx.Param(jnp.ones(features), axes=())
+        self.bias = nnx.Param(jnp.zeros(features), axes=())
+        self.eps, self.dtype, self.backend = eps, dtype, backend
+
+    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        op = partial(layer_norm, eps=self.eps, backend=self.backend)
+        op = per_device(op, in_specs=(STREAM, P(), P()), out_specs=STREAM)
+        return op(x, self.weight[...], self.bias[...]).astype(self.dtype or x.dtype)
+
+    def add(
+        self, branch: Float[Array, "B T C"], residual: Float[Array, "B T C"]
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass."""
+        op = partial(add_layer_norm, eps=self.eps, backend=self.backend)
+        op = per_device(op, in_specs=(STREAM, STREAM, P(), P()), out_specs=(STREAM, STREAM))
+        y, s = op(branch, residual, self.weight[...], self.bias[...])
+        return y.astype(self.dtype or branch.dtype), s
+
+
+class RMSNorm(nnx.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis of (B, T, C).
+
+    dtype: of y; None: of x.
+    """
+
+    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: str = "auto"):
+        self.weight = nnx.Param(jnp.ones(features), axes=())
+        self.eps, self.dtype, self.backend = eps, dtype, backend
+
+    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        op = partial(rms_norm, eps=self.eps, backend=self.backend)
+        op = per_device(op, in_specs=(STREAM, P()), out_specs=STREAM)
+        return op(x, self.weight[...]).astype(self.dtype or x.dtype)
+
+    def add(
+        self, branch: Float[Array, "B T C"], residual: Float[Array, "B T C"]
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass."""
+        op = partial(add_rms_norm, eps=self.eps, backend=self.backend)
+        op = per_device(op, in_specs=(STREAM, STREAM, P()), out_specs=(STREAM, STREAM))
+        y, s = op(branch, residual, self.weight[...])
+        return y.astype(self.dtype or branch.dtype), s
+
+
+class HeadLayerNorm(nnx.Module):
+    """Layer norm of each head of (B, T, H, D), with a weight and no bias."""
+
+    def __init__(self, heads: int, head_dim: int, *, eps: float = 1e-6, backend: str = "auto"):
+        # Stored flat: weight decay takes what has two axes for a matrix.
+        self.weight = nnx.Param(jnp.ones(heads * head_dim), axes=("tensor",))
+        self.eps, self.backend = eps, backend
+
+    def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        op = partial(layer_norm, eps=self.eps, backend=self.backend)
+        op = per_device(op, in_specs=(HEADS, P("tensor", None)), out_specs=HEADS)
+        return op(x, self.weight[...].reshape(x.shape[-2:]))

@@ -1,0 +1,121 @@
+"""What all models share: embedding, blocks, final norm, head, loss."""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_policies
+from jaxtyping import Array, Float, Int
+
+from jaxllm.layers.vlstm import soft_cap
+from jaxllm.sharding import BATCH, P, constrain, per_device
+from pallas_kernels import cross_entropy
+
+
+class LanguageModel(nnx.Module):
+    """A causal language model; a subclass sets its parts and `mixing_flops`.
+
+    embedding: tokens -> (B, T, C) in the residual dtype.
+    blocks: nnx.List of equal blocks, each `block(branch, residual, positions, segment_ids)` ->
+        (branch, residual).  The residual stream is branch + residual: the addition is left to the
+        next norm, which does it in the same pass.  Before the first block branch is None.
+    norm: the final norm.  head: Linear to the padded vocabulary, None: the embedding, tied.
+    logit_soft_cap: logits are capped as cap tanh(z / cap), None: not.
+    """
+
+    embedding: nnx.Module
+    blocks: nnx.List
+    norm: nnx.Module
+    head: nnx.Module | None = None
+    logit_soft_cap: float | None = None
+
+    def __init__(self, config):
+        self.config = config
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T C"]:
+        """The residual stream after the final norm, in the compute dtype.
+
+        positions (T,) or (B, T): 0 ... T-1 if None; without effect on a vLSTM.  segment_ids: tokens
+        of different segments do not see each other.
+        """
+        branch, residual = None, self.embedding(tokens, positions)
+        for block in self.blocks:
+            branch, residual = run_block(
+                block, branch, residual, positions, segment_ids, remat=self.config.remat
+            )
+        return add_norm(self.norm, branch, residual)[0]
+
+    def logits(self, hidden: Float[Array, "... C"]) -> Float[Array, "... V"]:
+        """Logits of the padded vocabulary; columns past config.vocab_size mean nothing."""
+        z = self.embedding.logits(hidden) if self.head is None else self.head(hidden)
+        return z if self.logit_soft_cap is None else soft_cap(z, self.logit_soft_cap)
+
+    def __call__(self, tokens: Int[Array, "B T"], **options) -> Float[Array, "B T V"]:
+        """Logits of every position; options as in `hidden`."""
+        return self.logits(self.hidden(tokens, **options))
+
+    def loss(
+        self, tokens: Int[Array, "B T"], labels: Int[Array, "B T"], **options
+    ) -> Float[Array, "B T"]:
+        """Cross-entropy of every position in float32, 0 where the label is -100."""
+        # Over the tensor axis the head splits the tokens, not the vocabulary: each device then has
+        # whole rows of logits, and what moves is the head's weight rather than B T V logits.
+        split = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+        time = "tensor" if tokens.shape[1] % split == 0 else None
+        hidden = constrain(self.hidden(tokens, **options), BATCH, time, None)
+        op = partial(cross_entropy, vocab_size=self.config.vocab_size, backend=self.config.kernels)
+        op = per_device(
+            op, in_specs=(P(BATCH, time, None), P(BATCH, time)), out_specs=P(BATCH, time)
+        )
+        return op(self.logits(hidden), labels)
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """Operations of one token in the forward matmuls that have no parameters."""
+        raise NotImplementedError
+
+
+def run_block(block, branch, residual, positions, segment_ids, *, remat: str):
+    """`block(branch, residual, positions, segment_ids)`, traced once for all equal blocks.
+
+    remat: what the backward pass recomputes: "none", "dots": all but matmuls, "block": all.
+    """
+    graph, params = nnx.split(block)
+    return _run_block(graph, remat, params, branch, residual, positions, segment_ids)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_block(graph, remat, params, branch, residual, positions, segment_ids):
+    def run(params, *args):
+        branch, residual = nnx.merge(graph, params)(*args)
+        if remat == "block":
+            # What a block receives is what stays in memory: one array rather than two.
+            branch, residual = None, residual + branch.astype(residual.dtype)
+        return branch, residual
+
+    if remat == "block":
+        run = jax.checkpoint(run)
+    elif remat == "dots":
+        run = jax.checkpoint(run, policy=_SAVED_DOTS)
+    return run(params, branch, residual, positions, segment_ids)
+
+
+# Matmuls with weights; those inside attention have a batch axis and are quadratic in T.
+_SAVED_DOTS = checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+def add_norm(norm, branch, residual):
+    """(norm(s), s) of s = branch + residual; branch None: of s = residual."""
+    return (norm(residual), residual) if branch is None else norm.add(branch, residual)
+
+
+def zero_columns(weight: nnx.Param, start: int) -> None:
+    """Sets the columns from `start` on to zero: the part of a head that pads the vocabulary."""
+    weight[...] = jnp.where(jnp.arange(weight.shape[1]) < start, weight[...], 0)
