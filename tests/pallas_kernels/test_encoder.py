@@ -1,0 +1,72 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import check_op, normal
+
+from pallas_kernels.encoder import encoder, encoder_reference
+
+KERNELS = ("encoder_forward", "encoder_backward_vocab")
+
+
+def zipf(shape, v, seed=0):
+    """Token ids of which the first is far commoner than the last, as in text."""
+    ids = np.random.default_rng(seed).zipf(1.3, shape) - 1
+    return jnp.asarray(np.minimum(ids, v - 1), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "time", "v", "width", "positions", "table", "dtype"),
+    [
+        (5, 30, 37, 256, 33, jnp.float32, jnp.bfloat16),  # hot tokens: whole tiles of 32 places
+        (9, 7, 50, 384, 7, jnp.bfloat16, jnp.bfloat16),
+        (2, 9, 3, 100, 12, jnp.float16, jnp.float32),
+        (1, 3, 5, 1601, 3, jnp.float32, jnp.float32),  # two loads a row that overlap
+        (1, 1, 1, 1, 1, jnp.float32, jnp.bfloat16),
+    ],
+)
+def test_encoder_matches_float64(batch, time, v, width, positions, table, dtype):
+    tokens = zipf((batch, time), v)
+    wte, wpe = normal(1, (v, width), table), normal(2, (positions, width), table)
+    check_op(
+        lambda *a, dtype, backend: encoder(tokens, *a, dtype=dtype, backend=backend),
+        # The truth is float64 throughout; the reference rounds its result to dtype.
+        lambda *a, dtype: encoder_reference(
+            tokens, *a, dtype=None if a[0].dtype == jnp.float64 else dtype
+        ),
+        wte,
+        wpe,
+        kernels=(*KERNELS, "encoder_backward_positions"),
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens", [jnp.full((4, 70), 2), jnp.array([[-5, 0, 8, 9, 10, 2**31 - 1]])]
+)
+def test_encoder_without_positions(tokens):
+    """One token everywhere (all tiles of one block) and tokens outside the vocabulary."""
+    check_op(
+        lambda wte, backend: encoder(tokens, wte, None, backend=backend),
+        lambda wte: encoder_reference(tokens, wte, None),
+        normal(0, (10, 128)),
+        kernels=KERNELS,
+    )
+
+
+def test_encoder_against_one_hot_matmuls():
+    """The reference itself: embedding is a product with the tokens' one-hot rows."""
+    tokens, wte, wpe = zipf((3, 8), 11), normal(0, (11, 4)), normal(1, (9, 4))
+    dy = normal(2, (3, 8, 4))
+    y, pull = jax.vjp(lambda *a: encoder_reference(tokens, *a), wte, wpe)
+    hot = np.eye(11)[np.asarray(tokens)]
+    np.testing.assert_allclose(y, hot @ wte + np.asarray(wpe)[:8], rtol=1e-6, atol=1e-6)
+    dwte, dwpe = pull(dy)
+    np.testing.assert_allclose(dwte, np.einsum("btv,btc->vc", hot, dy), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dwpe[:8], np.asarray(dy).sum(0), rtol=1e-5, atol=1e-6)
+    assert (dwpe[8] == 0).all()
+
+
+def test_encoder_refuses_a_sequence_longer_than_its_positions():
+    with pytest.raises(ValueError, match="5 tokens exceed the 4 positions of wpe"):
+        encoder(jnp.zeros((1, 5), jnp.int32), jnp.ones((2, 8)), jnp.ones((4, 8)))
