@@ -263,7 +263,7 @@ def _check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> No
     if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"{tokenizer.path} has {tokenizer.vocab_size} entries, more than "
-            f"model.vocab_size={vocab_size}"
+            f"model.vocab_size={vocab_size}: raise that, or choose another tokenizer"
         )
 
 
@@ -279,7 +279,7 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
             if len(tokens) < window:
                 raise InputError(
                     f"{key} has {len(tokens)} tokens, fewer than the {window} of one window "
-                    f"(seq_len + 1)"
+                    "(seq_len + 1)"
                 )
         return train, val
     if min(len(train), len(val)) >= window:

@@ -6,6 +6,7 @@ disk. It is written after they are, so a restart cuts back whatever came later. 
 final name only when it is complete.
 """
 
+import contextlib
 import json
 import os
 from itertools import islice
@@ -74,6 +75,7 @@ class _Split:
             self._writer.path.unlink()
 
     def close(self) -> None:
+        """Closes the file, which stays as it is if it is not complete."""
         self._writer.close(complete=False)
 
 
@@ -121,11 +123,11 @@ def _prepare(
         write_json(path, state)  # from here on everything in the folder is ours
     (out / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
 
-    splits = {
-        name: _Split(out, name, tokenizer.vocab_size, shard_tokens, state[name])
-        for name in ("train", "val")
-    }
-    try:
+    with contextlib.ExitStack() as stack:
+        splits = {}
+        for name in ("train", "val"):
+            splits[name] = _Split(out, name, tokenizer.vocab_size, shard_tokens, state[name])
+            stack.callback(splits[name].close)
         pieces = islice(source.pieces(), state["pieces"], None)
         with progress_bar(f"encoding into {out}", source.size) as done:
             for batch in encode(pieces, tokenizer):
@@ -139,11 +141,7 @@ def _prepare(
         tokens = {name: split.total() for name, split in splits.items()}
         if not any(tokens.values()):
             raise InputError("the data is empty: no document in it has any text")
-    except BaseException:
         for split in splits.values():
-            split.close()
-        raise
-    for split in splits.values():
-        split.finish()
+            split.finish()
     write_json(path, {"job": job, "done": True, "tokens": tokens})
     return tokens

@@ -188,8 +188,11 @@ class Source:
                         number += 1
                         if text:
                             yield Piece(f"{name}:{number}", text, True, size * number // rows)
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is no readable parquet file: {error}") from error
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # of the system, not of the content
+                raise
+            reason = " ".join(str(error).split())
+            raise InputError(f"{path} is no readable parquet file: {reason}") from error
 
 
 def _place_to_cut(text: str) -> int:

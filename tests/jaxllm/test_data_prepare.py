@@ -1,0 +1,242 @@
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from jaxllm.data import cache, corpus, open_dataset, prepare, sources
+from jaxllm.data.__main__ import main
+from jaxllm.data.shards import open_shard
+from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
+
+DOCUMENTS = [f"document {i} says hello\nand {i * i}\n" for i in range(60)]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder of documents in JSON lines and a tokenizer."""
+    lines = [json.dumps({"body": text}) + "\n" for text in DOCUMENTS]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text("".join(lines[:25]))
+    (tmp_path / "data/b.jsonl").write_text("".join(lines[25:]))
+    train_tokenizer(DOCUMENTS, 300, tmp_path / "tokenizer.json")
+    return tmp_path
+
+
+def command(data, out="out", **options):
+    options = {
+        "source": "jsonl",
+        "path": data / "data",
+        "text-column": "body",
+        "tokenizer": data / "tokenizer.json",
+        "out": data / out,
+        "shard-tokens": 60,
+        "val-fraction": 0.2,
+    } | options
+    return ["prepare", *(f"--{key}={value}" for key, value in options.items())]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".bin"}
+
+
+def test_the_shards_hold_the_text_and_open_with_their_tokenizer(data, capsys):
+    assert main(command(data)) == 0
+    shards = sorted(contents(data / "out"))
+    assert shards[0] == "train_000000.bin"
+    assert shards[-1] == "val_000002.bin"
+    sizes = [len(open_shard(data / "out" / name)[0]) for name in shards]
+    assert sizes.count(60) == len(sizes) - 2  # all but the last of each split are full
+
+    config = SimpleNamespace(
+        source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
+        cache_dir=str(data / "cache"), shuffle=True, prefetch=0,
+    )  # fmt: skip
+    dataset = open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+    text = [dataset.tokenizer.decode(x.read(0, len(x))) for x in (dataset.train, dataset.val)]
+    train, val = (x.split("<|endoftext|>")[1:] for x in text)
+    assert sorted(train + val) == sorted(DOCUMENTS)
+    assert train == [x for x in DOCUMENTS if x in train]
+    assert 3 <= len(val) <= 25
+    assert f"{dataset.train_tokens:,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["os.rename", "prepare.write_json", "ShardWriter.append"])
+def test_interrupted_anywhere_it_goes_on_to_the_same_shards(data, monkeypatch, name, after):
+    monkeypatch.setattr(corpus, "_BATCH", 250)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # no power fails here; on some disks slow
+    assert main(command(data, "whole")) == 0
+    whole = contents(data / "whole")
+    assert len(whole) > 8
+
+    modules = {"os": prepare.os, "prepare": prepare, "ShardWriter": prepare.ShardWriter}
+    owner, function = modules[name.split(".")[0]], name.split(".")[1]
+    original = getattr(owner, function)
+    kills, step = 0, 7 if function == "append" else 1
+    while True:
+        calls = 0
+
+        def killed(*args, at=kills * step):
+            nonlocal calls
+            calls += 1
+            if calls <= at:
+                return original(*args)
+            if after:
+                original(*args)
+            raise Killed
+
+        out = data / f"out{kills}"
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, function, killed)
+            try:
+                assert main(command(data, out.name)) == 0
+                break
+            except Killed:
+                kills += 1
+        assert contents(out).items() <= whole.items()  # final names: only whole shards
+        assert main(command(data, out.name)) == 0
+        assert contents(out) == whole
+        assert {path.name for path in out.iterdir()} == {
+            *whole, ".lock", "prepare.json", "tokenizer.json"
+        }  # fmt: skip
+    assert kills > 3
+
+
+def test_killed_by_the_system_it_goes_on(data):
+    """Unwritten buffers are lost, nothing is closed: what SIGKILL leaves."""
+    code = f"""
+import os, sys
+from jaxllm.data import corpus, prepare
+from jaxllm.data.__main__ import main
+corpus._BATCH = 300
+original, calls = prepare.ShardWriter.append, 0
+def append(*args):
+    global calls
+    calls += 1
+    if calls == 35:
+        os._exit(9)
+    original(*args)
+prepare.ShardWriter.append = append
+sys.exit(main({command(data)!r}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert result.returncode == 9, result.stderr
+    state = json.loads((data / "out/prepare.json").read_text())
+    assert 10 < state["pieces"] < 35
+    assert main(command(data, "whole")) == 0
+    assert contents(data / "out").items() < contents(data / "whole").items()
+    assert main(command(data)) == 0
+    assert contents(data / "out") == contents(data / "whole")
+
+
+def error_of(capsys, argv):
+    capsys.readouterr()
+    assert main(argv) == 2
+    lines = [x for x in capsys.readouterr().err.splitlines() if not x.startswith("encoding")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_a_finished_folder_is_left_alone(data, capsys, monkeypatch):
+    assert main(command(data)) == 0
+    before = {path: path.stat().st_mtime_ns for path in (data / "out").glob("*[!k]")}
+    first = capsys.readouterr().out
+    assert main(command(data)) == 0
+    assert capsys.readouterr().out == first
+    assert "other data or options" in error_of(capsys, command(data, **{"shard-tokens": 61}))
+    (data / "data/c.jsonl").write_text('{"body": "more"}\n')
+    assert "other data or options" in error_of(capsys, command(data))
+    assert {path: path.stat().st_mtime_ns for path in (data / "out").glob("*[!k]")} == before
+
+
+def test_an_unfinished_folder_does_not_open(data, monkeypatch):
+    def killed(self):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare._Split, "finish", killed)
+        with pytest.raises(Killed):
+            main(command(data))
+    config = SimpleNamespace(
+        source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
+        cache_dir=str(data / "cache"), shuffle=True, prefetch=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"out is unfinished: run its `prepare` command again"):
+        open_dataset(config, seq_len=8, seed=0, vocab_size=300)
+
+
+def test_foreign_shards_are_not_overwritten(data, capsys):
+    (data / "out").mkdir()
+    (data / "out/train_000000.bin").write_bytes(b"mine")
+    assert "did not write" in error_of(capsys, command(data))
+    assert contents(data / "out") == {"train_000000.bin": b"mine"}
+
+
+def test_one_process_at_a_time(data, capsys):
+    with cache.lock(data / "out/.lock"):
+        assert "another process is writing" in error_of(capsys, command(data))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "/none"}, "--path=/none does not exist"),
+        ({"tokenizer": "/none.json"}, "cannot read tokenizer /none.json"),
+        ({"text-column": "text"}, "a.jsonl:1 has no text under 'text'"),
+        ({"shard-tokens": 0}, "--shard-tokens 0"),
+        ({"val-fraction": 1.0}, "--val-fraction 1.0"),
+        ({"out": "/dev/null/x"}, "cannot write to /dev/null/x"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(data, capsys, options, message):
+    assert message in error_of(capsys, command(data, **options))
+
+
+def test_a_partial_file_that_is_gone_is_told(data, capsys, monkeypatch):
+    monkeypatch.setattr(corpus, "_BATCH", 300)
+
+    def killed(self):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare._Split, "finish", killed)
+        with pytest.raises(Killed):
+            main(command(data))
+    (partial,) = (data / "out").glob(".train_*.partial")
+    content = partial.read_bytes()
+    partial.write_bytes(content[:1026])
+    assert "is damaged: fewer than" in error_of(capsys, command(data))
+    partial.unlink()
+    assert "is gone" in error_of(capsys, command(data))
+    partial.write_bytes(content)
+    assert main(command(data)) == 0
+
+
+def test_documents_without_text(data, capsys):
+    (data / "empty.jsonl").write_text('{"body": ""}\n')
+    assert "the data is empty" in error_of(capsys, command(data, path=data / "empty.jsonl"))
+
+
+def test_an_interruption_has_its_status(data, monkeypatch, capsys):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sources.Source, "pieces", interrupted)
+    assert main(command(data)) == 130
+    assert "run it again" in capsys.readouterr().err
+
+
+def test_train_tokenizer(data, capsys):
+    argv = ["train-tokenizer", "--source=jsonl", f"--path={data / 'data'}", "--text-column=body"]
+    argv += ["--vocab-size=290", f"--out={data / 'new/tokenizer.json'}"]
+    assert main(argv) == 0
+    assert Tokenizer(data / "new/tokenizer.json").vocab_size == 290
+    assert "exists" in error_of(capsys, argv)

@@ -1,0 +1,288 @@
+import codecs
+import json
+import sysconfig
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxllm.data import sources
+from jaxllm.data.sources import Source, find_files, is_held_out, stdlib_files
+from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
+from jaxllm.errors import InputError
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def read(kind, path, column="text"):
+    return list(Source(kind, find_files(kind, str(path)), column).pieces())
+
+
+# Files
+
+
+def test_a_folder_is_searched_sorted_and_without_hidden_files(tmp_path):
+    for name in ("b.txt", "a/z.md", ".hidden", ".git/x", "a/.x/y"):
+        write(tmp_path / name, "x")
+    assert [name for name, _ in find_files("text", str(tmp_path))] == ["a/z.md", "b.txt"]
+
+
+def test_names_do_not_depend_on_where_the_corpus_lies(tmp_path):
+    for root in ("one", "two/three"):
+        write(tmp_path / root / "a/1.txt", "x")
+        write(tmp_path / root / "b/2.txt", "y")
+    names = [
+        [name for name, _ in find_files("text", str(tmp_path / root))]
+        for root in ("one", "two/three", "one/**/*.txt", "two/three/*/*.txt")
+    ]
+    assert names == [["a/1.txt", "b/2.txt"]] * 4
+
+
+def test_only_files_of_the_kind(tmp_path):
+    for name in ("a.jsonl", "b.parquet", "c.bin", "d.txt"):
+        write(tmp_path / name, "x")
+    for kind, name in (("jsonl", "a.jsonl"), ("parquet", "b.parquet"), ("shards", "c.bin")):
+        assert [n for n, _ in find_files(kind, str(tmp_path))] == [name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "message"),
+    [
+        ("text", None, "data.source=text needs data.path"),
+        ("text", "{}/none", "data.path={}/none does not exist"),
+        ("text", "{}", "is a folder without files"),
+        ("jsonl", "{}", r"is a folder without \*.jsonl or"),
+        ("shards", "{}/*.bin", "matches no file"),
+    ],
+)
+def test_nothing_there(tmp_path, kind, path, message):
+    path = path and path.format(tmp_path)
+    with pytest.raises(InputError, match=message.replace("{}", str(tmp_path))):
+        find_files(kind, path)
+
+
+# The standard library
+
+
+def test_the_standard_library_without_its_tests():
+    files = stdlib_files()
+    names = [name for name, _ in files]
+    assert names == sorted(set(names))
+    assert {"os.py", "json/decoder.py", "asyncio/base_events.py"} < set(names)
+    for name in names:
+        folders = name.split("/")[:-1]
+        assert not {"test", "tests", "idle_test", "site-packages"} & set(folders), name
+    assert sum(path.stat().st_size for _, path in files) > 5e6
+    held_out = sum(path.stat().st_size for name, path in files if is_held_out(name, 0.05))
+    assert 0.02 < held_out / sum(path.stat().st_size for _, path in files) < 0.08
+
+
+def test_what_is_left_out_of_the_standard_library(tmp_path, monkeypatch):
+    kept = ["os.py", "json/__init__.py", "unittest/mock.py"]
+    left_out = ["test/a.py", "json/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py",
+                "__pycache__/e.py", "config-3.12/f.py", "_sysconfigdata_x.py", "g.txt"]  # fmt: skip
+    for name in kept + left_out:
+        write(tmp_path / name, "x = 1\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert [name for name, _ in stdlib_files()] == sorted(kept)
+
+
+def test_a_python_without_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(InputError, match="no source files"):
+        stdlib_files()
+
+
+def test_held_out_by_name_alone():
+    names = [f"{i}.py" for i in range(2000)]
+    held_out = [name for name in names if is_held_out(name, 0.05)]
+    assert 60 < len(held_out) < 140
+    assert not any(is_held_out(name, 0.0) for name in names)
+
+
+# Text
+
+
+def test_pieces_of_text_are_the_text_and_their_ids_its_ids(tmp_path, monkeypatch):
+    text = "def f(x):\n    return  x\n\n\n  # Zürich ☃ \r\n\tdone\n" * 9 + "the end \n\n"
+    write(tmp_path / "a.txt", text)
+    train_tokenizer([text], 300, tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    for block in (7, 40, 1000):  # 7: within characters of several bytes
+        monkeypatch.setattr(sources, "_PIECE", block)
+        pieces = read("text", tmp_path / "a.txt")
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.begins for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+        assert pieces[-1].done == len(text.encode())
+        ids = [i for piece in pieces for i in tokenizer.encode(piece.text)]
+        assert ids == tokenizer.encode(text)
+        assert len(pieces) > 5 or block == 1000
+
+
+def test_text_without_a_place_to_cut_is_cut_anyway(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_PIECE", 10)
+    monkeypatch.setattr(sources, "_LONGEST", 20)
+    write(tmp_path / "a.txt", "x" * 95)
+    pieces = read("text", tmp_path / "a.txt")
+    assert "".join(piece.text for piece in pieces) == "x" * 95
+    assert max(len(piece.text) for piece in pieces) == 20
+
+
+@pytest.mark.parametrize("block", [3, 5, 1000])
+def test_undecodable_text_is_named_with_its_byte(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(sources, "_PIECE", block)
+    write(tmp_path / "a.txt", "é☃x\n".encode() * 2 + b"\xe2\x98x")
+    with pytest.raises(InputError, match=r"a\.txt is no UTF-8 text: .* at byte 14"):
+        read("text", tmp_path / "a.txt")
+    write(tmp_path / "a.txt", "ab☃".encode()[:-1])
+    with pytest.raises(InputError, match=r"a\.txt is no UTF-8 text: .* at byte 2"):
+        read("text", tmp_path / "a.txt")
+
+
+def test_the_standard_library_may_hold_any_bytes(tmp_path):
+    path = write(tmp_path / "a.py", b"# caf\xe9\n")
+    (piece,) = Source("stdlib", [("a.py", path)]).pieces()
+    assert piece.text == "# caf\ufffd\n"
+
+
+# JSON lines
+
+
+def test_json_lines(tmp_path):
+    lines = ['{"text": "a\\nb", "n": 1}', "", '{"text": ""}', '{"text": "\\ud800c"}']
+    write(tmp_path / "a.jsonl", "\n".join(lines))
+    pieces = read("jsonl", tmp_path / "a.jsonl")
+    assert [(p.document, p.text, p.begins) for p in pieces] == [
+        ("a.jsonl:1", "a\nb", True),
+        ("a.jsonl:4", "?c", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', r"a\.jsonl:3 is no JSON"),
+        (b'{"text": "\xff"}', r"a\.jsonl:3 is no JSON"),
+        (b'{"body": "a", "n": 1}', r"a\.jsonl:3 has no text under 'text' \(it has \['body', 'n'\]"),
+        (b'{"text": 5}', r"a\.jsonl:3 has no text"),
+        (b'["a"]', r"a\.jsonl:3 has no text under 'text' \(it has list\)"),
+    ],
+)
+def test_bad_json_lines_are_named(tmp_path, line, message):
+    write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line + b"\n")
+    with pytest.raises(InputError, match=message):
+        read("jsonl", tmp_path / "a.jsonl")
+
+
+# Parquet
+
+
+def parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_parquet(tmp_path):
+    parquet(tmp_path / "a.parquet", body=["one", None, "", "two ☃"], n=[1, 2, 3, 4])
+    pieces = read("parquet", tmp_path / "a.parquet", "body")
+    assert [(p.document, p.text) for p in pieces] == [
+        ("a.parquet:1", "one"),
+        ("a.parquet:4", "two ☃"),
+    ]
+    assert pieces[-1].done == (tmp_path / "a.parquet").stat().st_size
+
+
+def test_parquet_without_the_column_or_without_text_in_it(tmp_path):
+    parquet(tmp_path / "a.parquet", body=["x"], n=[1])
+    with pytest.raises(InputError, match=r"no column 'text' \(it has \['body', 'n'\]"):
+        read("parquet", tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="column 'n' is int64, not text"):
+        read("parquet", tmp_path / "a.parquet", "n")
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    path = parquet(tmp_path / "a.parquet", text=[f"document {i}" for i in range(5000)])
+    content = path.read_bytes()
+    for damaged in (b"no parquet", b"", content[:-20], content[:4] + b"\xff" * 99 + content[103:]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"a\.parquet is no readable parquet file"):
+            read("parquet", path)
+
+
+# The digest of a source
+
+
+def test_the_digest_follows_content_names_and_column(tmp_path):
+    def of(column="text"):
+        files = find_files("jsonl", str(tmp_path / "data"))
+        return Source("jsonl", files, column).digest(tmp_path / "cache")
+
+    write(tmp_path / "data/a.jsonl", json.dumps({"text": "a"}))
+    first = of()
+    assert of() == first
+    assert of("other") != first
+    write(tmp_path / "data/a.jsonl", json.dumps({"text": "b"}))
+    changed = of()
+    (tmp_path / "data/a.jsonl").rename(tmp_path / "data/b.jsonl")
+    assert len({first, changed, of()}) == 3
+
+
+# Tokenizers
+
+
+@pytest.fixture
+def tokenizer_path(tmp_path):
+    train_tokenizer(["hello world, hello text\n"] * 3, 280, tmp_path / "tokenizer.json")
+    return tmp_path / "tokenizer.json"
+
+
+def test_every_text_comes_back(tokenizer_path):
+    tokenizer = Tokenizer(tokenizer_path)
+    text = "hello  wörld ☃\r\n\t\0 <|endoftext|>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < tokenizer.vocab_size <= 280
+    assert tokenizer.end_of_text not in ids  # its name in a text is only text
+    assert tokenizer.decode([tokenizer.end_of_text]) == "<|endoftext|>"
+    assert [x.tolist() for x in tokenizer.encode_batch([text, "hello"])] == [
+        ids,
+        tokenizer.encode("hello"),
+    ]
+
+
+def test_training_is_deterministic(tokenizer_path):
+    again = tokenizer_path.with_name("again.json")
+    train_tokenizer(["hello world, hello text\n"] * 3, 280, again)
+    assert again.read_bytes() == tokenizer_path.read_bytes()
+
+
+def test_the_truncation_of_a_tokenizer_is_ignored(tokenizer_path):
+    content = json.loads(tokenizer_path.read_text())
+    content["truncation"] = {
+        "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    write(tokenizer_path, json.dumps(content))
+    assert len(Tokenizer(tokenizer_path).encode("a b c d e f")) > 5
+
+
+def test_bad_tokenizers(tmp_path, tokenizer_path):
+    with pytest.raises(InputError, match=r"none\.json: No such file"):
+        Tokenizer(tmp_path / "none.json")
+    with pytest.raises(InputError, match=r"bad\.json is no tokenizer\.json"):
+        Tokenizer(write(tmp_path / "bad.json", "{}"))
+    content = tokenizer_path.read_text().replace("<|endoftext|>", "<|what|>")
+    with pytest.raises(InputError, match="no token that separates documents"):
+        Tokenizer(write(tmp_path / "other.json", content))
+    with pytest.raises(InputError, match="tokenizer_vocab_size=256 is too small"):
+        train_tokenizer(["x"], 256, tmp_path / "small.json")
+
+
+def test_the_incremental_decoder_tells_what_is_pending():
+    """The byte position in the error rests on this."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder.decode("☃".encode()[:2])
+    assert len(decoder.getstate()[0]) == 2
