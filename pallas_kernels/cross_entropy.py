@@ -22,6 +22,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
 
+_FORWARD_UNROLL = 4  # loads of 8 elements a thread that are under way together
+_BACKWARD_UNROLL = 4
 _LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
 
 
@@ -83,13 +85,14 @@ def _weight(labels, vocab_size, ignore_index, dtype=jnp.float32):
     return jnp.where(labels == ignore_index, 0.0, one).astype(dtype)
 
 
-def _tiles(v: int, dtype, unroll: int):
-    """Columns of one load, its register layout and how many loads a step makes, for rows of v."""
-    # A row starts at a multiple of v elements, so the widest aligned vector divides v.
+def _tile(v: int, dtype):
+    """Columns of one load and their register layout, for rows of v >= 128 columns."""
+    # A row starts at a multiple of v elements, so the widest vector that is aligned divides v.
     vec = 16 // jnp.dtype(dtype).itemsize
     while v % vec or v < 128 * vec:
         vec //= 2
-    return 128 * vec, plgpu.Layout.WG_STRIDED((128 * vec,), vec), unroll
+    tile = 128 * vec * max(1, min(8 // vec, v // (128 * vec)))  # 8 elements a thread
+    return tile, plgpu.Layout.WG_STRIDED((tile,), vec)
 
 
 def _columns(start, tile, layout):
@@ -102,7 +105,8 @@ def _forward(logits, labels, vocab_size, ignore_index):
     """loss, top and total, all (N,) float32.  One block of 128 threads for each row."""
     logits = mosaic.pad_axis(logits, 1, 128) if logits.shape[1] < 128 else logits
     n, v = logits.shape
-    tile, layout, unroll = _tiles(v, logits.dtype, 4)
+    tile, layout = _tile(v, logits.dtype)
+    unroll = _FORWARD_UNROLL
     steps, rest = divmod(vocab_size // tile, unroll)
     done = (steps * unroll + rest) * tile
 
@@ -160,7 +164,8 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
     width = logits.shape[1]
     logits = mosaic.pad_axis(logits, 1, 128) if width < 128 else logits
     n, v = logits.shape
-    tile, layout, unroll = _tiles(v, logits.dtype, 4)
+    tile, layout = _tile(v, logits.dtype)
+    unroll = _BACKWARD_UNROLL
     steps, rest = divmod(vocab_size // tile, unroll)
     done = (steps * unroll + rest) * tile
 
