@@ -52,7 +52,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"model.n_kv_heads": "3"}, "n_heads=4 is not a multiple of n_kv_heads=3"),
         ({"model.n_heads": "3"}, "d_model=256 is not a multiple of n_heads=3"),
         ({"train.seq_len": "512"}, "train.seq_len=512 exceeds model.max_seq_len=256"),
-        ({"train.grad_accum": "3"}, "batch_size=16 is not a multiple of grad_accum=3"),
+        ({"train.grad_accum": "3"}, "batch_size=8 is not a multiple of grad_accum=3"),
         ({"model.type": "bert"}, "model.type='bert' is not one of gpt2, llama3, vlstm"),
         ({"data.source": "text"}, "source=text needs data.path"),
     ],

@@ -1,0 +1,92 @@
+"""Run by test_sharding.py in a process of its own with four forced CPU devices; prints JSON.
+
+For each model and mesh: the losses of three steps on fixed random batches (XLA forms, float32), how
+parameters and moments lie on the devices, and what the step looks like lowered for CUDA with its
+kernels.
+"""
+
+import json
+import re
+
+import jax
+import numpy as np
+
+from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig, VLSTMConfig
+from jaxllm.sharding import make_mesh
+from jaxllm.training import Trainer
+
+BATCH, SEQ, STEPS = 8, 32, 3
+SHAPE = dict(vocab_size=250, n_layers=2, n_heads=4, d_model=256, max_seq_len=SEQ)
+MODELS = {
+    "gpt2": lambda **o: GPT2Config(**SHAPE, **o),
+    "llama3": lambda **o: Llama3Config(**SHAPE, n_kv_heads=2, d_ff=256, **o),
+    "vlstm": lambda **o: VLSTMConfig(**{**SHAPE, "n_heads": 2}, d_ff=256, chunk_size=16, **o),
+}
+MESHES = {
+    "one": dict(data=1, fsdp=1, tensor=1),
+    "data": dict(data=4, fsdp=1, tensor=1),
+    "fsdp": dict(data=1, fsdp=4, tensor=1),
+    "tensor": dict(data=1, fsdp=2, tensor=2),
+    "all": dict(data=2, fsdp=1, tensor=2),
+}
+WANTED = {"gpt2": ["one", "fsdp", "tensor"], "llama3": list(MESHES), "vlstm": ["one", "tensor"]}
+
+
+def trainer(model: str, mesh: str, kernels: str, accum: int = 1, **more) -> Trainer:
+    shape = MESHES[mesh]
+    config = Config(
+        model=MODELS[model](kernels=kernels, **more),
+        train=TrainConfig(steps=STEPS, batch_size=BATCH, seq_len=SEQ, grad_accum=accum),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        mesh=shape,
+    )
+    devices = jax.devices()[: int(np.prod(list(shape.values())))]
+    return Trainer(config, make_mesh(config.mesh, devices))
+
+
+def run(model: str, mesh: str, accum: int = 1) -> dict:
+    t = trainer(model, mesh, "xla", accum, compute_dtype="float32", residual_dtype="float32")
+    state = t.init()
+    program = t.trace_train_step().lower().compile()
+    rng = np.random.default_rng(0)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        tokens = rng.integers(0, 250, (BATCH, SEQ + 1)).astype(np.int32)
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        before = state
+        state, metrics = program(state, t.put_batch(batch))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    adam = next(s for s in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(s))
+    params, mu, nu = (jax.tree.leaves(x) for x in (state.params, adam.mu, adam.nu))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "donated": all(x.is_deleted() for x in jax.tree.leaves(before)),
+        "moments_like_params": all(
+            p.sharding == m.sharding == n.sharding for p, m, n in zip(params, mu, nu, strict=True)
+        ),
+        "part_held": sum(p.addressable_shards[0].data.size for p in params)
+        / sum(p.size for p in params),
+    }
+
+
+def is_adam(x) -> bool:
+    return hasattr(x, "mu") and hasattr(x, "nu")
+
+
+def kernel_batches(model: str, mesh: str) -> dict:
+    """Leading dimensions of what the kernels of the lowered step are given."""
+    t = trainer(model, mesh, "auto" if model == "vlstm" else "mosaic")
+    text = t.trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "mosaic_gpu" in line and "custom_call" in line]
+    sizes = [re.findall(r"tensor<([0-9x]+)x[a-z]", line.rsplit(" : ", 1)[-1]) for line in calls]
+    largest = [max(int(np.prod([int(d) for d in s.split("x")])) for s in line) for line in sizes]
+    return {"calls": len(calls), "largest": max(largest, default=0)}
+
+
+if __name__ == "__main__":
+    out = {m: {mesh: run(m, mesh) for mesh in meshes} for m, meshes in WANTED.items()}
+    out["llama3"]["accumulated"] = run("llama3", "all", accum=2)
+    out["kernels"] = {mesh: kernel_batches("llama3", mesh) for mesh in ("one", "data", "tensor")}
+    print(json.dumps(out))

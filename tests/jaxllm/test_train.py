@@ -1,0 +1,272 @@
+"""The trainer, by running it: a straight run, killed and stopped runs that go on, bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import train
+from jaxllm import config as configs
+from jaxllm.checkpoint import Checkpoints
+from jaxllm.metrics import read_metrics
+from jaxllm.sharding import make_mesh
+from jaxllm.training import Trainer
+
+REPO = Path(__file__).resolve().parents[2]
+STEPS = 60
+TINY = {
+    "model": {
+        "type": "llama3",
+        "vocab_size": 320,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "d_model": 64,
+        "d_ff": 128,
+        "max_seq_len": 32,
+    },
+    "data": {"source": "text", "tokenizer_vocab_size": 320},
+    "train": {
+        "steps": STEPS,
+        "batch_size": 8,
+        "seq_len": 32,
+        "eval_every": 20,
+        "eval_batches": 2,
+        "checkpoint_every": 5,
+    },
+    "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
+    "sample": {"prompt": "the ", "tokens": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Path of a tiny configuration on a tiny corpus."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "rat", "run"]
+    for i in range(8):
+        text = " ".join(rng.choice(words, 3000))
+        (folder / f"{i}.txt").write_text(text)
+    content = json.loads(json.dumps(TINY))
+    content["data"].update(path=str(folder / "*.txt"), cache_dir=str(folder / "cache"))
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def command(tiny, out_dir, *more):
+    return [sys.executable, "train.py", "--config", str(tiny), "--out_dir", str(out_dir), *more]
+
+
+def run(tiny, out_dir, *more, **env):
+    return subprocess.run(
+        command(tiny, out_dir, *more),
+        cwd=REPO,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def run_until(tiny, out_dir, step, signal_number, *more):
+    """Starts a run and sends a signal once its output speaks of `step`; returns (status, output)."""
+    process = subprocess.Popen(
+        command(tiny, out_dir, *more), cwd=REPO, stdout=subprocess.PIPE, text=True
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(f"step {step}/"):
+            process.send_signal(signal_number)
+    process.stdout.close()
+    return process.wait(timeout=60), "".join(lines)
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, tmp_path_factory):
+    """A run that nobody stopped: (its directory, the finished process)."""
+    out_dir = tmp_path_factory.mktemp("runs") / "straight"
+    done = run(tiny, out_dir, JAX_LOG_COMPILES="1")
+    assert done.returncode == 0, done.stderr
+    return out_dir, done
+
+
+def losses(out_dir):
+    return {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl") if "loss" in r}
+
+
+def final_state(out_dir):
+    config = configs.load(str(out_dir / "config.yaml"))
+    trainer = Trainer(config, make_mesh(config.mesh))
+    return Checkpoints(out_dir / "checkpoints", 1).restore(STEPS, trainer.abstract_state())
+
+
+def test_a_run_leaves_everything_it_promises(straight):
+    out_dir, done = straight
+    rows = read_metrics(out_dir / "metrics.jsonl")
+    steps = [r for r in rows if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
+    for key in ("lr", "grad_norm", "step_ms", "tokens_per_second"):
+        assert all(np.isfinite(r[key]) for r in steps)
+    evaluations = {r["step"]: r["val_loss"] for r in rows if "val_loss" in r}
+    assert list(evaluations) == [20, 40, 60]
+    assert evaluations[60] < 0.8 * steps[0]["loss"]
+    assert (out_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out_dir / "tensorboard").glob("events*"))
+    assert configs.load(str(out_dir / "config.yaml")).train.steps == STEPS
+    for promised in ("parameters", "tokens", "mesh", "attention", "rms_norm", "sample:\nthe "):
+        assert promised in done.stdout
+
+
+def test_the_train_step_is_compiled_once(straight):
+    compiled = [x for x in straight[1].stderr.splitlines() if "Compiling jit(_train_step)" in x]
+    assert len(compiled) == 1
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(straight):
+    out_dir, _ = straight
+    rows = read_metrics(out_dir / "metrics.jsonl")
+    best = min((r["val_loss"], r["step"]) for r in rows if "val_loss" in r)[1]
+    kept = {int(p.name) for p in (out_dir / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept == {55, 60, best}
+
+
+def test_killed_and_stopped_runs_go_on_bit_for_bit(tiny, straight, tmp_path):
+    out_dir = tmp_path / "broken"
+    status, _ = run_until(tiny, out_dir, 12, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    status, output = run_until(tiny, out_dir, 32, signal.SIGTERM, "--resume")
+    assert status == 143
+    assert "stopped by SIGTERM after step" in output
+    done = run(tiny, out_dir, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses(out_dir) == losses(straight[0])
+    for mine, theirs in zip(
+        jax.tree.leaves(final_state(out_dir)),
+        jax.tree.leaves(final_state(straight[0])),
+        strict=True,
+    ):
+        assert np.array_equal(mine, theirs)
+
+
+def error_of(capsys, *argv):
+    status = train.main([str(a) for a in argv])
+    captured = capsys.readouterr()
+    assert status == 2, captured.out + captured.err
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.fixture(autouse=True)
+def _same_environment(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--config is missing"),
+        (["--config", "nothing"], "no configuration nothing"),
+        (["--resume"], "--resume needs --out_dir"),
+        (["--config", "llama3_small", "--train.step", "3"], "did you mean train.steps?"),
+        (["--config", "llama3_small", "--train.steps"], "--train.steps needs a value"),
+        (["--config", "llama3_small", "--train.steps", "--train.seed", "1"], "needs a value"),
+        (["--config", "llama3_small", "12"], "unexpected argument 12"),
+        (["--config", "llama3_small", "--train.batch_size", "0"], "train.batch_size=0"),
+        (["--config", "llama3_small", "--train.seq_len", "512"], "exceeds model.max_seq_len=256"),
+        (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
+        (["--config", "llama3_small", "--mesh.tensor", "7"], "set mesh.data=-1 and divisors of"),
+        (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
+        (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
+    ],
+)
+def test_bad_command_lines(words, message, capsys, monkeypatch):
+    monkeypatch.chdir(REPO)
+    assert message in error_of(capsys, *words)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernels run here")
+def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
+    message = error_of(
+        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"
+    )
+    assert "model.kernels=mosaic cannot run here: the platform is cpu, not gpu" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tiny, tmp_path, capsys):
+    message = error_of(
+        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.vocab_size", "300"
+    )
+    assert "320" in message
+    assert "300" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_data_that_is_too_short_is_refused(tiny, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("the cat")
+    message = error_of(capsys, "--config", tiny, "--data.path", tmp_path / "short.txt")
+    assert "token" in message
+
+
+class TestOfAFinishedRun:
+    @pytest.fixture
+    def copy(self, straight, tmp_path):
+        out_dir = tmp_path / "copy"
+        shutil.copytree(straight[0], out_dir)
+        return out_dir
+
+    def test_its_directory_is_in_use(self, tiny, copy, capsys):
+        before = (copy / "metrics.jsonl").read_bytes()
+        assert "already holds a run" in error_of(capsys, "--config", tiny, "--out_dir", copy)
+        assert (copy / "metrics.jsonl").read_bytes() == before
+
+    def test_it_has_no_steps_left(self, copy, capsys):
+        assert "raise --train.steps" in error_of(capsys, "--resume", "--out_dir", copy)
+
+    def test_it_stays_the_model_that_it_is(self, copy, capsys):
+        more = ["--train.steps", "70", "--model.n_layers", "3"]
+        message = error_of(capsys, "--resume", "--out_dir", copy, *more)
+        assert "model.n_layers=3 differs from 2" in message
+
+    def test_a_checkpoint_of_another_model_is_refused(self, copy, capsys):
+        stored = yaml.safe_load((copy / "config.yaml").read_text())
+        stored["model"]["d_ff"] = 192
+        (copy / "config.yaml").write_text(yaml.safe_dump(stored))
+        message = error_of(capsys, "--resume", "--out_dir", copy, "--train.steps", "70")
+        assert "is of another model" in message
+        assert "[64, 128]" in message or "[128, 64]" in message
+
+    def test_other_data_are_refused(self, copy, tmp_path, capsys):
+        (tmp_path / "other.txt").write_text("another cat and another rat " * 2000)
+        more = ["--train.steps", "70", "--data.path", tmp_path / "other.txt"]
+        message = error_of(capsys, "--resume", "--out_dir", copy, *more)
+        assert "the data changed since the checkpoint" in message
+
+    def test_a_damaged_checkpoint_is_named(self, copy, capsys):
+        newest = copy / "checkpoints" / str(STEPS)
+        for path in newest.rglob("*"):
+            if path.is_file() and path.stat().st_size > 1000:
+                path.write_bytes(path.read_bytes()[:-500])
+        before = (copy / "metrics.jsonl").read_bytes()
+        message = error_of(capsys, "--resume", "--out_dir", copy, "--train.steps", "70")
+        assert f"checkpoint {newest} is damaged" in message
+        assert (copy / "metrics.jsonl").read_bytes() == before
+
+    def test_it_can_be_trained_further(self, copy):
+        done = run(copy / "config.yaml", copy, "--resume", "--train.steps", "62")
+        assert done.returncode == 0, done.stderr
+        assert list(losses(copy)) == list(range(1, 63))
