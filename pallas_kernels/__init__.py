@@ -5,5 +5,15 @@ from pallas_kernels.encoder import encoder
 from pallas_kernels.gelu import gelu
 from pallas_kernels.rope import RopeScaling, rope
 from pallas_kernels.swiglu import swiglu
+from pallas_kernels.vlstm import vlstm, vlstm_step
 
-__all__ = ["RopeScaling", "cross_entropy", "encoder", "gelu", "rope", "swiglu"]
+__all__ = [
+    "RopeScaling",
+    "cross_entropy",
+    "encoder",
+    "gelu",
+    "rope",
+    "swiglu",
+    "vlstm",
+    "vlstm_step",
+]

@@ -1,0 +1,275 @@
+"""The vLSTM cell in jnp: recurrent (the truth), parallel (quadratic), chunkwise (for training).
+
+All three are the same function of q, k, v and the gates; docs/vlstm.md derives one from the other.
+The gates work on a logarithmic scale, and `m` is the number that is taken out of every exponent so
+that none overflows: a state (C, n, m) stands for the true state (C e^m, n e^m).  At eps = 0 neither
+h nor the true state depends on which m is chosen.  The chunkwise form therefore holds m constant
+while it is differentiated, which is exact, cheaper and less noisy than letting m's gradient cancel.
+
+Axes: B batch, T time, H heads, K = DQK, V = DV, N chunks, L positions of a chunk.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+
+_CLOSED = -1e30  # an input gate that lets nothing in; finite, so that no inf - inf can arise
+
+
+def recurrent(
+    q,
+    k,
+    v,
+    i,
+    f,
+    *,
+    gate="exp",
+    normalize=True,
+    segment_ids=None,
+    initial_state=None,
+    return_state=False,
+    eps=0.0,
+):
+    """One position after the other, in float32 (float64 for float64): what the cell means."""
+    options = dict(gate=gate, normalize=normalize, eps=eps)
+    starts = _starts(segment_ids, i.shape[:2])
+
+    def position(state, x):
+        *token, start = x
+        state = tuple(jnp.where(_as_rank(start, s.ndim), 0, s) for s in state)
+        h, state = step(*token, state, **options)
+        return state, h
+
+    sequence = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, i, f, starts))
+    state, h = lax.scan(position, _state(initial_state, q, v), sequence)
+    h = jnp.moveaxis(h, 0, 1)
+    return (h, state) if return_state else h
+
+
+def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
+    """One position: q, k (B,H,K), v (B,H,V), i, f (B,H), state (C, n, m) -> h (B,H,V), state."""
+    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
+    c, n, m_old = (x.astype(stat) for x in state)
+    q, k, v = (x.astype(stat) for x in (q, k, v))
+    i, lf = _log_gates(i, f, gate, stat)
+    m = jnp.maximum(lf + m_old, i)
+    forget, admit = jnp.exp(lf + m_old - m)[..., None], jnp.exp(i - m)[..., None]
+    c = forget[..., None] * c + (admit * k)[..., None] * v[..., None, :]
+    n = forget * n + admit * k
+    q = q * q.shape[-1] ** -0.5
+    scale = _row_scale(jnp.sum(q * n, -1), m, gate, normalize, eps)
+    h = scale[..., None] * jnp.sum(q[..., None] * c, -2)
+    return _round(h, dtype), (c, n, m)
+
+
+def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps=0.0):
+    """All positions at once from a T x T matrix, like attention; without states."""
+    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
+    q, k, v = (jnp.swapaxes(x, 1, 2).astype(stat) for x in (q, k, v))  # (B,H,T,D)
+    i, lf = (jnp.swapaxes(x, 1, 2) for x in _log_gates(i, f, gate, stat))  # (B,H,T)
+    document = jnp.cumsum(_starts(segment_ids, (i.shape[0], i.shape[2])), 1)
+    seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
+    b = jnp.cumsum(lf, -1)
+    log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
+    m = jnp.max(log_d, -1)
+    p = q.shape[-1] ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
+    scale = _row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
+    return _round(jnp.swapaxes(_matmul(dtype, scale[..., None] * p, v), 1, 2), dtype)
+
+
+@functools.partial(
+    jax.jit,  # traced and lowered once for all layers
+    static_argnames=("gate", "normalize", "return_state", "eps", "chunk_size"),
+)
+def chunkwise(
+    q,
+    k,
+    v,
+    i,
+    f,
+    *,
+    gate="exp",
+    normalize=True,
+    segment_ids=None,
+    initial_state=None,
+    return_state=False,
+    eps=0.0,
+    chunk_size=None,
+):
+    """The parallel form inside chunks of L positions, the recurrent one from chunk to chunk.
+
+    Matmuls take operands of q's dtype and sum in float32; gates, m, states and sums are float32
+    (all float64 for float64).  Time and memory are linear in T.  For the backward pass only the
+    arguments are saved; it computes the states and the L x L matrices again.
+    """
+    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
+    batch, length = i.shape[:2]
+    size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), length))
+    # The value depends on m only through eps (see above).
+    hold = lax.stop_gradient if eps == 0 else lambda m: m
+
+    def chunks(x, fill=0.0):
+        """(B,T,H,...) -> (N,B,H,L,...); positions past T take `fill`."""
+        widths = [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, widths, constant_values=fill)
+        x = x.reshape(batch, -1, size, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
+    @jax.checkpoint
+    def form(q, k, v, i, f, state):
+        i, lf = _log_gates(i, f, gate, stat)
+        # A closed input gate and an open forget gate: padding leaves the state as it is.
+        i, lf = chunks(jnp.maximum(i, _CLOSED), _CLOSED), chunks(lf)
+        q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
+        seen = jnp.tril(jnp.ones((size, size), bool))
+        in_last = continues = True  # positions of the chunk's last document, of the carried one
+        if segment_ids is not None:
+            starts = chunks(_starts(segment_ids, (batch, length))[..., None])
+            document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
+            seen = seen & (document[..., :, None] == document[..., None, :])
+            in_last = document == document[..., -1:]
+            continues = document == 0
+
+        # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
+        # difference of running sums: a closed gate in one document cannot blur the next.
+        b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)  # (N,B,H,L)
+
+        # The stabiliser before and after each chunk.
+        g = b[..., -1]
+        a = jnp.where(in_last, g[..., None] - b + i, -jnp.inf)
+        keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
+
+        def next_m(m, x):
+            g, a_max, keep = x
+            return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
+
+        c, n, m = state
+        m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
+        m_before = hold(m_before)
+        m_after = jnp.concatenate([m_before[1:], hold(m_last)[None]])
+
+        # The state before each chunk, in the dtype in which the rows will multiply it.
+        def next_state(state, x):
+            (c, n), (decay, c_in, n_in) = state, x
+            after = decay[..., None, None] * c + c_in, decay[..., None] * n + n_in
+            return after, (_round(c, dtype), n)
+
+        decay = jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))
+        k_in = jnp.exp(a - m_after[..., None])[..., None] * k
+        true_scale = jnp.exp(m - hold(m))  # is 1, with the gradient of e^m
+        state = c * true_scale[..., None, None], n * true_scale[..., None]
+        (c, n), before = lax.scan(
+            next_state, state, (decay, _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2))
+        )
+        true_scale = jnp.exp(hold(m_last) - m_last)  # is 1, with the gradient of e^-m
+        state = c * true_scale[..., None, None], n * true_scale[..., None], m_last
+
+        # The rows: exponents of the carried state and of the chunk's own positions.
+        c, n = before
+        carried = b + jnp.where(continues, m_before[..., None], 0)
+        log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
+        m = hold(jnp.maximum(carried, jnp.max(log_d, -1)))
+        m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # so that e^-m is finite
+        q = q * q.shape[-1] ** -0.5
+        p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
+        w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
+        l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
+        scale = _row_scale(l, m, gate, normalize, eps)
+        # Normalised before the matmuls: their results are then not needed in the backward pass,
+        # and float16 sees nothing larger than the weights that really act on v.
+        h = _matmul(dtype, scale[..., None] * p, v)
+        h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
+        h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
+        h = h.reshape(batch, -1, *h.shape[3:])[:, :length]
+        return _round(h, dtype), state
+
+    h, state = form(q, k, v, i, f, _state(initial_state, q, v))
+    return (h, state) if return_state else h
+
+
+def _chunk_size(dqk, dv):
+    """Positions of a chunk: where the memory of states (K V / L numbers a position) is that of two
+    L x L matrices (2 L), as a power of two.  64 for heads of 64 and 128, 256 for 256 and 512.
+    """
+    return min(max(2 ** round(math.log2(dqk * dv / 2) / 2), 64), 256)
+
+
+def _row_scale(l, m, gate, normalize, eps):
+    """What a row's numerator is multiplied by: 1 / (max(|l|, e^-m) + eps), or e^m (no normaliser).
+
+    `where` and not `maximum`: the gradient of |l| is 0 up to and including e^-m.
+    """
+    if not normalize:
+        return jnp.exp(m)
+    one = jnp.maximum(jnp.exp(-m), jnp.finfo(m.dtype).tiny)  # of the true scale; never 0
+    if gate == "sigmoid":
+        eps = eps * one  # that gate has no stabiliser in its definition
+    return 1 / (jnp.where(jnp.abs(l) > one, jnp.abs(l), one) + eps)
+
+
+def _log_gates(i, f, gate, stat):
+    """Logarithms of the input and the forget gate."""
+    i = i.astype(stat)
+    return jax.nn.log_sigmoid(i) if gate == "sigmoid" else i, jax.nn.log_sigmoid(f.astype(stat))
+
+
+def _state(state, q, v):
+    """The given state in the dtype of the statistics, or the empty one."""
+    stat = mosaic.stat_dtype(q.dtype)
+    if state is not None:
+        return tuple(x.astype(stat) for x in state)
+    batch, _, heads, dqk = q.shape
+    shapes = ((batch, heads, dqk, v.shape[-1]), (batch, heads, dqk), (batch, heads))
+    return tuple(jnp.zeros(shape, stat) for shape in shapes)
+
+
+def _starts(segment_ids, shape):
+    """(B,T) bool: where another document begins (never at the first position)."""
+    if segment_ids is None:
+        return jnp.zeros(shape, bool)
+    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+
+
+def _as_rank(x, rank):
+    return x.reshape(x.shape + (1,) * (rank - x.ndim))
+
+
+def _round(x, dtype):
+    """x in `dtype`; float16 saturates at 65504 instead of going to infinity."""
+    if dtype == jnp.float16:
+        x = jnp.clip(x, jnp.finfo(dtype).min, jnp.finfo(dtype).max)
+    return x.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(dtype, x, y):
+    """x @ y of operands rounded to `dtype`, summed and returned in the statistics' dtype.
+
+    Its gradients round the same way.  JAX's own would multiply float32 cotangents with bf16
+    operands, a matmul that tensor cores cannot run at the speed of bf16.
+    """
+    return _matmul_forward(dtype, x, y)[0]
+
+
+def _matmul_forward(dtype, x, y):
+    x, y = _round(x, dtype), _round(y, dtype)
+    return _dot(x, y), (x, y)
+
+
+def _matmul_backward(dtype, operands, dz):
+    x, y = operands
+    dz = _round(dz, dtype)
+    return _dot(dz, y.mT), _dot(x.mT, dz)
+
+
+def _dot(x, y):
+    # "highest": float32 data are not to become TF32; it means nothing for bf16 and float16.
+    return jnp.matmul(x, y, precision="highest", preferred_element_type=mosaic.stat_dtype(x.dtype))
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
