@@ -16,7 +16,7 @@ from jaxllm.errors import InputError
 VAL_FRACTION = 0.05
 _BATCH = 1 << 22  # characters encoded at a time
 _TOKENIZER_TEXT = 1 << 26  # a BPE learns little more from text after the first 64 MiB
-_VERSION = 1  # raise it when the same files and tokenizer would give other tokens
+VERSION = 1  # raise it when the same files and tokenizer would give other tokens
 
 
 def encode(
@@ -90,7 +90,7 @@ def cached_tokenizer(
                 if characters >= _TOKENIZER_TEXT:
                     return
 
-    key = digest("bpe", _VERSION, content, held_out, vocab_size)[:16]
+    key = digest("bpe", VERSION, content, held_out, vocab_size)[:16]
     folder = build_once(
         cache / f"tokenizer-{key}",
         lambda folder: train_tokenizer(texts(), vocab_size, folder / "tokenizer.json"),

@@ -11,6 +11,7 @@ import json
 import os
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ def _prepare(
         source.kind, source.text_column, files, tokenizer.digest, shard_tokens, val_fraction
     )
     path = out / "prepare.json"
-    state = {"job": job, "done": False, "pieces": 0, "train": [0, 0], "val": [0, 0]}
+    state: dict[str, Any] = {"job": job, "done": False, "pieces": 0, "train": [0, 0], "val": [0, 0]}
     if path.exists():
         state = json.loads(path.read_text())
         if state["job"] != job:
@@ -117,9 +118,12 @@ def _prepare(
             )
         if state["done"]:
             return state["tokens"]
-    elif any(out.glob("*.bin")):
-        raise InputError(f"{out} holds shards that `prepare` did not write: choose another --out")
     else:
+        copy = out / "tokenizer.json"
+        if any(out.glob("*.bin")) or (copy.exists() and not copy.samefile(tokenizer.path)):
+            raise InputError(
+                f"{out} holds shards or a tokenizer of other origin: choose another --out"
+            )
         write_json(path, state)  # from here on everything in the folder is ours
     (out / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
 

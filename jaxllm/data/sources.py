@@ -179,11 +179,13 @@ class Source:
                         "set data.text_column"
                     )
                 kind = schema.field(self.text_column).type
+                if pyarrow.types.is_dictionary(kind):  # a pandas category
+                    kind = kind.value_type
                 if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                     raise InputError(f"{path}: column {self.text_column!r} is {kind}, not text")
                 rows, size = max(1, file.metadata.num_rows), path.stat().st_size
                 number = 0
-                for batch in file.iter_batches(1024, columns=[self.text_column]):
+                for batch in file.iter_batches(256, columns=[self.text_column]):
                     for text in batch.column(0).to_pylist():
                         number += 1
                         if text:

@@ -235,6 +235,15 @@ def test_shards_of_both_versions_with_llm_c_names(tmp_path, config):
     assert data.train.read(38, 42).tolist() == [38, 39, 40, 41]
 
 
+def test_one_training_and_one_validation_file(tmp_path, config):
+    write_shard(tmp_path / "tiny_train.bin", range(40))
+    write_shard(tmp_path / "tiny_val.bin", range(10))
+    config.source, config.path = "shards", str(tmp_path)
+    data = open_dataset(config, seq_len=T, seed=2**40, vocab_size=None)
+    assert (data.train_tokens, data.val_tokens) == (40, 10)
+    assert len(take(data.train_batches(2, 0, 1), 1)) == 1
+
+
 def test_a_validation_file_alone_is_split(tmp_path, config):
     write_shard(tmp_path / "x_val_000000.bin", range(100))
     config.source, config.path = "shards", str(tmp_path / "x_val_000000.bin")
@@ -354,6 +363,14 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, config):
     with pytest.raises(InputError, match=r"has 300 entries, more than model\.vocab_size=299"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=299)
     assert open_dataset(config, seq_len=T, seed=0, vocab_size=300).vocab_size == 300
+
+
+@pytest.mark.parametrize("key", ["path", "val_path"])
+def test_a_path_without_its_source_is_not_ignored(config, key):
+    config.source = "stdlib"
+    setattr(config, key, "my.txt")
+    with pytest.raises(InputError, match=rf"data\.{key}=my\.txt is not read"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
 
 
 # The cache

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -176,8 +177,12 @@ def test_an_unfinished_folder_does_not_open(data, monkeypatch):
 def test_foreign_shards_are_not_overwritten(data, capsys):
     (data / "out").mkdir()
     (data / "out/train_000000.bin").write_bytes(b"mine")
-    assert "did not write" in error_of(capsys, command(data))
+    assert "of other origin" in error_of(capsys, command(data))
     assert contents(data / "out") == {"train_000000.bin": b"mine"}
+    (data / "out2").mkdir()
+    (data / "out2/tokenizer.json").write_bytes(b"mine")
+    assert "of other origin" in error_of(capsys, command(data, "out2"))
+    assert (data / "out2/tokenizer.json").read_bytes() == b"mine"
 
 
 def test_one_process_at_a_time(data, capsys):
@@ -223,6 +228,16 @@ def test_a_partial_file_that_is_gone_is_told(data, capsys, monkeypatch):
 def test_documents_without_text(data, capsys):
     (data / "empty.jsonl").write_text('{"body": ""}\n')
     assert "the data is empty" in error_of(capsys, command(data, path=data / "empty.jsonl"))
+
+
+def test_the_bar_on_a_terminal(data, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(command(data)) == 0
+    assert "encoding into" in terminal.getvalue()
+    assert "\x1b[" in terminal.getvalue()
 
 
 def test_an_interruption_has_its_status(data, monkeypatch, capsys):

@@ -196,6 +196,12 @@ def test_parquet(tmp_path):
     assert pieces[-1].done == (tmp_path / "a.parquet").stat().st_size
 
 
+def test_parquet_of_categories(tmp_path):
+    column = pyarrow.array(["one", "two", "one"]).dictionary_encode()
+    pieces = read("parquet", parquet(tmp_path / "a.parquet", text=column))
+    assert [piece.text for piece in pieces] == ["one", "two", "one"]
+
+
 def test_parquet_without_the_column_or_without_text_in_it(tmp_path):
     parquet(tmp_path / "a.parquet", body=["x"], n=[1])
     with pytest.raises(InputError, match=r"no column 'text' \(it has \['body', 'n'\]"):
