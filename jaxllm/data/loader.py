@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxllm.data.cache import cache_folder, digest
-from jaxllm.data.corpus import VERSION, VAL_FRACTION, cached_tokenizer, cached_tokens
+from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source, find_files, stdlib_files
 from jaxllm.data.tokenizer import Tokenizer
