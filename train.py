@@ -132,6 +132,7 @@ class Run:
             self.log.say(f"done: {self.out_dir}")
             return 0
         finally:
+            batches.close()
             self.log.close()
 
     def _position(self) -> tuple[int, int]:
