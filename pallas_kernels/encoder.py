@@ -27,9 +27,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
 
-_BATCH = 4  # rows that one block of the forward kernel gathers
+_SLAB = 256  # columns for which the forward kernel gathers all tokens before it goes on
+_BATCH = 8  # rows that one block of it gathers
 _TILE = 32  # places of one token that are summed by a block of their own
-_VOCAB = 4  # rows of dwte that one block writes
+_VOCAB = 8  # rows of dwte that one block writes
+_GROUP = 4  # rows that a block loads together where it sums many
 
 
 def encoder(
@@ -94,30 +96,37 @@ def _columns(c: int, *dtypes, most=1024):
     return tile, mosaic.cdiv(c, tile), plgpu.Layout.WG_STRIDED((tile,), vec)
 
 
-def _for_columns(c, tile, loads, body):
-    """Runs body(columns) for every load of a row of c columns."""
+def _for_columns(c, tile, loads, body, first=0):
+    """Runs body(columns) for every load of c columns from `first` on."""
     if loads == 1:
-        body(pl.ds(0, tile))
+        body(pl.ds(first, tile))
     else:
-        pl.loop(0, loads)(lambda i: body(pl.ds(jnp.minimum(i * tile, c - tile), tile)))
+        pl.loop(0, loads)(lambda i: body(pl.ds(first + jnp.minimum(i * tile, c - tile), tile)))
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _forward(tokens, wte, wpe, dtype):
-    """y (B, T, C).  A block takes one position of `_BATCH` sequences: wpe is read once for them."""
+    """y (B, T, C).  A block takes one position of `_BATCH` sequences: wpe is read once for them.
+
+    All tokens are gathered for the first `_SLAB` columns, then for the next: the rows of wte that
+    a batch touches exceed the level-2 cache, a slab of them does not, so that a token which occurs
+    again is read from the cache.
+    """
     width = wte.shape[1]
     wte, wpe = _pad(wte), _pad(wpe)
     (b, t), (v, c) = tokens.shape, wte.shape
     batch = min(_BATCH, b)
+    blocks = mosaic.cdiv(b, batch) * t
+    slab = _SLAB if c % _SLAB == 0 else c
     tables = [wte] if wpe is None else [wte, wpe]
-    tile, loads, layout = _columns(c, dtype, *(table.dtype for table in tables))
+    tile, loads, layout = _columns(slab, dtype, *(table.dtype for table in tables))
 
     def encoder_forward(tokens_ref, wte_ref, *refs):
         *wpe_ref, y_ref = refs
         block = lax.axis_index("block")
-        position = block % t
+        group, position = block % blocks // t, block % t
         # Past the last sequence the block repeats it, with the same values.
-        rows = [jnp.minimum(block // t * batch + i, b - 1) for i in range(batch)]
+        rows = [jnp.minimum(group * batch + i, b - 1) for i in range(batch)]
         ids = [jnp.clip(tokens_ref[row, position], 0, v - 1) for row in rows]
 
         def body(columns):
@@ -128,166 +137,161 @@ def _forward(tokens, wte, wpe, dtype):
             for row, y in zip(rows, ys, strict=True):
                 mosaic.store(y_ref.at[row, position, columns], y)
 
-        _for_columns(c, tile, loads, body)
+        _for_columns(slab, tile, loads, body, first=block // blocks * slab)
 
     y = plgpu.kernel(
         encoder_forward,
         out_type=jax.ShapeDtypeStruct((b, t, c), dtype),
-        grid=(mosaic.cdiv(b, batch) * t,),
+        grid=(c // slab * blocks,),
         grid_names=("block",),
     )(tokens, *tables)
     return y[..., :width]
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _backward_tokens(tokens, dy, v, dtype):
-    """dwte (V, C) in `dtype`."""
-    width = dy.shape[-1]
-    dy = _pad(dy).reshape(tokens.size, -1)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _backward(tokens, dy, v, wte_dtype, positions, wpe_dtype):
+    """dwte (v, C) and dwpe (positions, C), which is None for positions = 0."""
+    (b, t), width = tokens.shape, dy.shape[-1]
+    dy = _pad(dy).reshape(b * t, -1)
+    runs = _runs(tokens.reshape(-1), v)
+    # The position sums go first: they leave a good part of dy in the level-2 cache.
+    sums, *dwpe = _sums(runs, dy, t, wpe_dtype if positions else None)
+    dwte = _vocabulary(runs, dy, sums, v, wte_dtype)[:, :width]
+    return dwte, jnp.pad(dwpe[0][:, :width], ((0, positions - t), (0, 0))) if dwpe else None
+
+
+def _runs(tokens, v):
+    """(ids, order, ends): the tokens sorted, the place of each, the run of every row.
+
+    The places order[ends[i] : ends[v + i]] hold token i; both ends are 0 for an absent one.
+    """
+    n = tokens.size
+    place = lax.iota(jnp.int32, n)
+    # Radix sort takes two passes for 16 bits, four for 32.
+    keys = jnp.clip(tokens, 0, v - 1).astype(jnp.uint16 if v <= 1 << 16 else jnp.uint32)
+    ids, order = lax.sort((keys, place), num_keys=1, is_stable=True)
+    ids = ids.astype(jnp.int32)
+    new = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+    last = jnp.concatenate([ids[1:] != ids[:-1], jnp.ones(1, bool)])
+    # One scatter for both ends; what is no end goes past the array, to different places there.
+    at = jnp.where(
+        jnp.stack([new, last]), jnp.stack([ids, ids + v]), 2 * v + lax.iota(jnp.int32, n)
+    )
+    ends = jnp.zeros(2 * v, jnp.int32)
+    ends = ends.at[at].set(jnp.stack([place, place + 1]), mode="drop", unique_indices=True)
+    return ids, order, ends
+
+
+def _add(total, row_of, start, stop):
+    """total + the sum of the rows row_of(start), ..., row_of(stop - 1), in that order of groups."""
+
+    def group(i, total):
+        rows = [row_of(start + _GROUP * i + u) for u in range(_GROUP)]  # all under way together
+        return total + functools.reduce(jnp.add, rows)
+
+    groups = (stop - start) // _GROUP
+    total = lax.fori_loop(0, groups, group, total)
+    return lax.fori_loop(start + groups * _GROUP, stop, lambda i, t: t + row_of(i), total)
+
+
+def _sums(runs, dy, t, wpe_dtype):
+    """Sums of the tiles of one token (n // _TILE, C), other tiles undefined; and dwpe (t, C)."""
+    ids, order, _ = runs
     n, c = dy.shape
-    flat = jnp.clip(tokens.reshape(-1), 0, v - 1)
-    ids, order = lax.sort((flat, lax.iota(jnp.int32, n)), num_keys=1, is_stable=True)
+    tiles = n // _TILE
+    positions = t if wpe_dtype else 0
+    tile, loads, layout = _columns(c, dy.dtype, jnp.float32)
+
+    def encoder_backward_sums(ids_ref, order_ref, dy_ref, sums_ref, *dwpe_ref):
+        block = lax.axis_index("block")
+
+        def position_sum(columns):
+            row_of = lambda i: mosaic.load(dy_ref.at[i * t + block, columns], layout)
+            total = _add(mosaic.zeros((tile,), layout), row_of, 0, n // t)
+            mosaic.store(dwpe_ref[0].at[block, columns], total)
+
+        if positions:
+            pl.when(block < positions)(lambda: _for_columns(c, tile, loads, position_sum))
+
+        @pl.when(block >= positions)
+        def _():
+            first = (block - positions) * _TILE
+
+            def tile_sum(columns):
+                row_of = lambda i: mosaic.load(dy_ref.at[order_ref[i], columns], layout)
+                total = _add(mosaic.zeros((tile,), layout), row_of, first, first + _TILE)
+                mosaic.store(sums_ref.at[block - positions, columns], total)
+
+            same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
+            pl.when(same)(lambda: _for_columns(c, tile, loads, tile_sum))
+
+    shapes = [jax.ShapeDtypeStruct((max(tiles, 1), c), jnp.float32)]
+    if positions:
+        shapes.append(jax.ShapeDtypeStruct((positions, c), wpe_dtype))
+    if not positions + tiles:
+        return [jnp.zeros((1, c), jnp.float32)]
+    return plgpu.kernel(
+        encoder_backward_sums, out_type=shapes, grid=(positions + tiles,), grid_names=("block",)
+    )(ids, order, dy)
+
+
+def _vocabulary(runs, dy, sums, v, dtype):
+    """dwte (v, C).  A block writes `_VOCAB` rows."""
+    _, order, ends = runs
+    c = dy.shape[1]
+    blocks = mosaic.cdiv(v, _VOCAB)
     tile, loads, layout = _columns(c, dy.dtype, dtype, jnp.float32)
 
-    def add_rows(total, row_of, start, stop):
-        """total + the sum of the rows row_of(start), ..., row_of(stop - 1)."""
-
-        def four(i, total):
-            x = [row_of(start + 4 * i + u) for u in range(4)]  # four loads under way at a time
-            return total + ((x[0] + x[1]) + (x[2] + x[3]))
-
-        fours = (stop - start) // 4
-        total = lax.fori_loop(0, fours, four, total)
-        return lax.fori_loop(start + 4 * fours, stop, lambda i, t: t + row_of(i), total)
-
-    def encoder_backward_tiles(ids_ref, order_ref, dy_ref, sums_ref):
-        i = lax.axis_index("tile")
-        first = i * _TILE
-
-        @pl.when(ids_ref[first] == ids_ref[first + _TILE - 1])
-        def _():
-            def body(columns):
-                row_of = lambda p: mosaic.load(dy_ref.at[order_ref[p], columns], layout)
-                total = add_rows(mosaic.zeros((tile,), layout), row_of, first, first + _TILE)
-                mosaic.store(sums_ref.at[i, columns], total)
-
-            _for_columns(c, tile, loads, body)
-
-    tiles = n // _TILE
-    if tiles:
-        sums = plgpu.kernel(
-            encoder_backward_tiles,
-            out_type=jax.ShapeDtypeStruct((tiles, c), jnp.float32),
-            grid=(tiles,),
-            grid_names=("tile",),
-        )(ids, order, dy)
-    else:
-        sums = jnp.zeros((1, c), jnp.float32)
-
-    def encoder_backward_vocab(ids_ref, order_ref, dy_ref, sums_ref, dwte_ref):
-        v0 = lax.axis_index("block") * _VOCAB
-        bounds = _search(ids_ref, [v0 + i for i in range(_VOCAB + 1)])
-        places = [order_ref[jnp.minimum(start, n - 1)] for start in bounds[:-1]]
+    def encoder_backward_vocabulary(order_ref, ends_ref, dy_ref, sums_ref, dwte_ref):
+        # Rows far apart: the first ones of a vocabulary are the commonest, one after the other.
+        rows = [lax.axis_index("block") + i * blocks for i in range(_VOCAB)]
+        safe = [jnp.minimum(row, v - 1) for row in rows]
+        starts = [ends_ref[row] for row in safe]
+        counts = [ends_ref[v + row] - start for row, start in zip(safe, starts, strict=True)]
+        places = [order_ref[start] for start in starts]
 
         def body(columns):
-            # Most tokens of a vocabulary occur once or not at all in a batch.  All rows of the
-            # block load their first place together; for an absent token it is a neighbour's.
+            # Most tokens of a vocabulary occur once or not at all in a batch, so all rows of the
+            # block load their first place together (an absent token some place, unused).
             firsts = [mosaic.load(dy_ref.at[place, columns], layout) for place in places]
-            for i, first in enumerate(firsts):
-                row, occurs = v0 + i, bounds[i + 1] - bounds[i]
+            for row, count, first in zip(rows, counts, firsts, strict=True):
 
-                @pl.when(occurs == 1)
+                @pl.when((count == 1) & (row < v))
                 def _(row=row, first=first):
                     mosaic.store(dwte_ref.at[row, columns], first)
 
-                @pl.when((occurs == 0) & (row < v))
+                @pl.when((count == 0) & (row < v))
                 def _(row=row):
                     mosaic.store(dwte_ref.at[row, columns], mosaic.zeros((tile,), layout))
 
             @pl.loop(0, _VOCAB)
             def _(i):
-                start, stop = bounds[:2]
-                for k in range(1, _VOCAB):
-                    start = jnp.where(i == k, bounds[k], start)
-                    stop = jnp.where(i == k, bounds[k + 1], stop)
+                row = lax.axis_index("block") + i * blocks
+                start, stop = (
+                    ends_ref[jnp.minimum(row, v - 1)],
+                    ends_ref[jnp.minimum(v + row, 2 * v - 1)],
+                )
 
-                @pl.when(stop - start > 1)
+                @pl.when((stop - start > 1) & (row < v))
                 def _():
                     # [start, stop) = [start, head), whole tiles, [tail, stop)
                     head = jnp.minimum((start + _TILE - 1) // _TILE * _TILE, stop)
                     tail = jnp.maximum(stop // _TILE * _TILE, head)
                     place = lambda p: mosaic.load(dy_ref.at[order_ref[p], columns], layout)
                     whole = lambda p: mosaic.load(sums_ref.at[p, columns], layout)
-                    total = add_rows(mosaic.zeros((tile,), layout), place, start, head)
-                    total = add_rows(total, whole, head // _TILE, tail // _TILE)
-                    total = add_rows(total, place, tail, stop)
-                    mosaic.store(dwte_ref.at[v0 + i, columns], total)
+                    total = _add(mosaic.zeros((tile,), layout), place, start, head)
+                    total = _add(total, whole, head // _TILE, tail // _TILE)
+                    total = _add(total, place, tail, stop)
+                    mosaic.store(dwte_ref.at[row, columns], total)
 
         _for_columns(c, tile, loads, body)
 
-    dwte = plgpu.kernel(
-        encoder_backward_vocab,
+    return plgpu.kernel(
+        encoder_backward_vocabulary,
         out_type=jax.ShapeDtypeStruct((v, c), dtype),
-        grid=(mosaic.cdiv(v, _VOCAB),),
+        grid=(blocks,),
         grid_names=("block",),
-    )(ids, order, dy, sums)
-    return dwte[:, :width]
-
-
-def _search(ids_ref, tokens):
-    """How many of the sorted ids are below each token, by bisection, for all tokens together.
-
-    About 16 dependent loads, mostly from the caches; a searchsorted of XLA is one launch for each.
-    """
-    n = ids_ref.shape[0]
-
-    def halve(_, carry):
-        step, counts = carry
-
-        def next_count(count, token):
-            more = count + step
-            below = ids_ref[jnp.minimum(more, n) - 1] < token
-            return jnp.where((more <= n) & below, more, count)
-
-        return step // 2, tuple(map(next_count, counts, tokens))
-
-    steps = n.bit_length()
-    zeros = (jnp.int32(0),) * len(tokens)
-    return lax.fori_loop(0, steps, halve, (jnp.int32(1 << (steps - 1)), zeros))[1]
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _backward_positions(dy, positions, dtype):
-    """dwpe (positions, C) in `dtype`; positions past T get zeros.  One block for each position."""
-    width = dy.shape[-1]
-    dy = _pad(dy)
-    b, t, c = dy.shape
-    tile, loads, layout = _columns(c, dy.dtype, dtype)
-
-    def encoder_backward_positions(dy_ref, dwpe_ref):
-        position = lax.axis_index("position")
-
-        def body(columns):
-            def add(rows, total):
-                for x in [mosaic.load(dy_ref.at[row, position, columns], layout) for row in rows]:
-                    total += x
-                return total
-
-            total = mosaic.zeros((tile,), layout)
-            total = lax.fori_loop(
-                0, b // 8, lambda i, total: add([8 * i + u for u in range(8)], total), total
-            )
-            mosaic.store(dwpe_ref.at[position, columns], add(range(b // 8 * 8, b), total))
-
-        _for_columns(c, tile, loads, body)
-
-    dwpe = plgpu.kernel(
-        encoder_backward_positions,
-        out_type=jax.ShapeDtypeStruct((t, c), dtype),
-        grid=(t,),
-        grid_names=("position",),
-    )(dy)
-    return jnp.pad(dwpe[:, :width], ((0, positions - t), (0, 0)))
+    )(order, ends, dy, sums)
 
 
 def _pad(x):
@@ -306,9 +310,8 @@ def _encoder_forward(tokens, wte, wpe, dtype):
 
 def _encoder_backward(dtype, saved, dy):
     tokens, wte, wpe = saved  # of the tables only shape and dtype are used
-    dwte = _backward_tokens(tokens, dy, wte.shape[0], wte.dtype)
-    dwpe = None if wpe is None else _backward_positions(dy, wpe.shape[0], wpe.dtype)
-    return None, dwte, dwpe
+    positions, wpe_dtype = (0, None) if wpe is None else (wpe.shape[0], wpe.dtype)
+    return None, *_backward(tokens, dy, wte.shape[0], wte.dtype, positions, wpe_dtype)
 
 
 _encoder.defvjp(_encoder_forward, _encoder_backward)
