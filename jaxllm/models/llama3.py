@@ -10,7 +10,7 @@ from flax import nnx
 from jaxllm.config import Llama3Config
 from jaxllm.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm
 from jaxllm.models.language_model import LanguageModel, add_norm, zero_columns
-from pallas_kernels.rope import RopeScaling
+from pallas_kernels import RopeScaling
 
 STD = 0.02
 

@@ -1,0 +1,179 @@
+"""Layers against their formulas, and what users rely on: dtypes, segments, positions, padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    GatedMLP,
+    HeadLayerNorm,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    VLSTMLayer,
+)
+from jaxllm.layers.linear import ROWS
+from jaxllm.sharding import P, spec_of
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def close(actual, expected, tolerance=1e-5):
+    scale = np.abs(np.asarray(expected, np.float32)).max()
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32), expected, rtol=0, atol=tolerance * scale
+    )
+
+
+def test_linear_is_xw_plus_b_and_can_return_float32():
+    layer = Linear(32, 48, bias=True, std=0.5, rngs=nnx.Rngs(0))
+    layer.bias[...] = normal(1, 48)
+    x = normal(2, 2, 3, 32)
+    expected = x @ layer.weight[...] + layer.bias[...]
+    close(layer(x), expected)
+    x = x.astype(jnp.bfloat16)
+    assert layer(x).dtype == jnp.bfloat16
+    y = layer(x, jnp.float32)
+    exact = x.astype(jnp.float32) @ layer.weight[...].astype(jnp.bfloat16).astype(jnp.float32)
+    close(y, exact + layer.bias[...])  # neither the sum nor the bias was rounded to bf16
+
+
+def test_a_pair_of_linears_is_split_by_columns_and_then_by_rows():
+    up, down = (
+        Linear(8, 8, axes=a, bias=True, rngs=nnx.Rngs(0)) for a in (("fsdp", "tensor"), ROWS)
+    )
+    assert spec_of(up.weight) == P("fsdp", "tensor")
+    assert spec_of(up.bias) == P("tensor")
+    assert spec_of(down.weight) == P("tensor", "fsdp")
+    assert spec_of(down.bias) == P()
+
+
+def test_embedding_adds_positions_given_or_counted():
+    layer = Embedding(
+        10, 8, padded_vocab_size=16, max_seq_len=7, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    assert not layer.wte[...][10:].any()
+    assert layer.wte[...][:10].all()
+    tokens = jnp.array([[1, 9, 0, 3, 3], [2, 2, 5, 0, 8]])
+    y = layer(tokens)
+    assert y.dtype == jnp.bfloat16
+    close(y, layer.wte[...][tokens] + layer.wpe[...][:5], 2**-8)
+    given = jnp.array([3, 0, 6, 1, 1])
+    close(layer(tokens, given), layer.wte[...][tokens] + layer.wpe[...][given], 2**-8)
+    given = jnp.stack([given, given[::-1]])
+    close(layer(tokens, given), layer.wte[...][tokens] + layer.wpe[...][given], 2**-7)
+    close(layer.logits(y.astype(jnp.float32)), y.astype(jnp.float32) @ layer.wte[...].T)
+
+
+def test_embedding_refuses_a_longer_text():
+    layer = Embedding(10, 8, max_seq_len=7, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="T=8 exceeds max_seq_len=7"):
+        layer(jnp.zeros((1, 8), jnp.int32))
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_norms_add_the_residual_in_its_own_dtype(kind):
+    norm = kind(32, eps=1e-3)
+    norm.weight[...] = normal(0, 32)
+    if kind is LayerNorm:
+        norm.bias[...] = normal(1, 32)
+    branch, residual = normal(2, 2, 3, 32), 2 + normal(3, 2, 3, 32)
+    s = branch + residual
+    mean = s.mean(-1, keepdims=True) if kind is LayerNorm else 0
+    y = (s - mean) / jnp.sqrt(((s - mean) ** 2).mean(-1, keepdims=True) + 1e-3) * norm.weight[...]
+    y += norm.bias[...] if kind is LayerNorm else 0
+    close(norm(s), y)
+    for actual, expected in zip(norm.add(branch, residual), (y, s), strict=True):
+        close(actual, expected)
+    narrow = kind(32, dtype=jnp.bfloat16)
+    y, s = narrow.add(branch.astype(jnp.bfloat16), residual)
+    assert (y.dtype, s.dtype) == (jnp.bfloat16, jnp.float32)
+    assert narrow(residual).dtype == jnp.bfloat16
+    close(s, branch.astype(jnp.bfloat16) + residual, 1e-7)
+
+
+def test_head_layer_norm_normalises_each_head_alone():
+    norm = HeadLayerNorm(3, 16, eps=1e-6)
+    assert norm.weight.ndim == 1  # else weight decay would take it for a matrix
+    norm.weight[...] = normal(0, 48)
+    x = normal(1, 2, 5, 3, 16) * jnp.array([1.0, 100.0, 0.01])[:, None]
+    z = x - x.mean(-1, keepdims=True)
+    expected = z / jnp.sqrt((z * z).mean(-1, keepdims=True) + 1e-6)
+    close(norm(x), expected * norm.weight[...].reshape(3, 16))
+
+
+def test_attention_with_groups_is_attention_with_repeated_kv_heads():
+    D = 8
+    grouped = Attention(16, 4, n_kv_heads=2, head_dim=D, rope_theta=1e4, rngs=nnx.Rngs(0), std=0.5)
+    full = Attention(16, 4, head_dim=D, rope_theta=1e4, rngs=nnx.Rngs(0))
+    full.q.weight[...] = grouped.q.weight[...]
+    full.out.weight[...] = grouped.out.weight[...]
+    for name in "kv":  # query head h reads kv head h // (H / K)
+        w = getattr(grouped, name).weight[...].reshape(16, 2, D)
+        getattr(full, name).weight[...] = jnp.repeat(w, 2, axis=1).reshape(16, 4 * D)
+    x = normal(1, 2, 9, 16)
+    close(grouped(x), full(x))
+
+
+@pytest.mark.parametrize("kind", ["attention", "vlstm"])
+def test_segments_do_not_see_each_other(kind):
+    if kind == "attention":
+        layer = Attention(16, 2, rope_theta=1e4, std=0.5, rngs=nnx.Rngs(0))
+        run = jax.jit(lambda x, segments: layer(x, None, segments))
+    else:
+        layer = VLSTMLayer(16, 2, std=0.5, chunk_size=4, rngs=nnx.Rngs(0))
+        layer.i.bias[...] = jnp.zeros(2)
+        run = jax.jit(lambda x, segments: layer(x, segments))
+    x = normal(1, 2, 11, 16)
+    segments = jnp.broadcast_to(jnp.array([0] * 5 + [1] * 6), (2, 11))
+    packed = run(x, segments)
+    # RoPE is relative: a segment that starts at position 5 is the one that starts at 0.
+    alone = jnp.concatenate([run(x[:, :5], None), run(x[:, 5:], None)], axis=1)
+    close(packed, alone, 1e-4)
+    assert np.abs(packed - run(x, None))[:, 5:].max() > 1e-3
+
+
+def test_positions_of_attention_are_relative_but_not_ignored():
+    layer = Attention(16, 2, rope_theta=1e4, std=0.5, rngs=nnx.Rngs(0))
+    x = normal(1, 2, 9, 16)
+    t = jnp.arange(9)
+    close(layer(x, t + 5), layer(x), 1e-4)
+    close(layer(x, jnp.stack([t, t + 3])), layer(x), 1e-4)
+    assert np.abs(layer(x, 2 * t) - layer(x)).max() > 1e-3
+
+
+def test_feed_forward_layers_are_their_formulas():
+    x = normal(1, 2, 5, 16)
+    mlp = MLP(16, 40, std=0.5, rngs=nnx.Rngs(0))
+    mlp.up.bias[...] = normal(2, 40)
+    hidden = jax.nn.gelu(x @ mlp.up.weight[...] + mlp.up.bias[...], approximate=True)
+    close(mlp(x), hidden @ mlp.down.weight[...])
+    gated = GatedMLP(16, 40, std=0.5, rngs=nnx.Rngs(0))
+    hidden = jax.nn.silu(x @ gated.gate.weight[...]) * (x @ gated.up.weight[...])
+    close(gated(x), hidden @ gated.down.weight[...])
+
+
+def test_vlstm_layer_starts_with_gates_that_ignore_the_input():
+    layer = VLSTMLayer(32, 4, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer.i.bias[...], [-10] * 4)
+    np.testing.assert_array_equal(layer.f.bias[...], [3, 4, 5, 6])
+    assert not any(w.weight[...].any() for w in (layer.i, layer.f, layer.o))
+    assert layer.q.weight.shape == layer.k.weight.shape == (32, 16)
+    x = normal(1, 1, 6, 32).astype(jnp.bfloat16)
+    y = layer(x)
+    assert y.dtype == jnp.bfloat16
+    layer.o.weight[...] = layer.o.weight[...] + 1e3 * jnp.sign(x[0, 0, :, None])
+    close(layer(x)[0, 0], 2 * np.float32(y[0, 0]), 0.02)  # sigmoid(0) = 1/2 became 1

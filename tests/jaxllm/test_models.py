@@ -1,0 +1,225 @@
+"""Shapes, initial weights, counts, causality, padding and recomputation of the three models."""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig, load
+from jaxllm.errors import InputError
+from jaxllm.models import create, flops_per_token
+from jaxllm.weights import named_params, set_params
+
+KINDS = {
+    "gpt2": (GPT2Config, dict(n_heads=2)),
+    "llama3": (Llama3Config, dict(n_heads=4, n_kv_heads=2, d_ff=48)),
+    "vlstm": (VLSTMConfig, dict(n_heads=2, chunk_size=8)),
+}
+all_models = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def tiny(kind, **options):
+    made, own = KINDS[kind]
+    defaults = dict(vocab_size=100, n_layers=2, d_model=32, max_seq_len=32, kernels="xla")
+    defaults |= dict(compute_dtype="float32", residual_dtype="float32")
+    return made(type=kind, **(defaults | own | options))
+
+
+@functools.cache
+def shaken_params(config):
+    """Parameters far from their start, so that all of the model has a say."""
+    params = jax.jit(lambda: nnx.state(create(config)))()
+    rng = np.random.default_rng(0)
+    for path, p in named_params(params).items():
+        if not path.endswith(("wte", "head.weight")):
+            p[...] = p[...] + 0.2 * rng.standard_normal(p.shape, np.float32)
+        if path.endswith("i.bias"):
+            p[...] = p[...] + 10
+    return params
+
+
+def shaken(config):
+    """(graph, parameters): the same parameters for every dtype and choice of recomputation."""
+    graph = nnx.split(nnx.eval_shape(lambda: create(config)))[0]
+    same = dict(remat="none", compute_dtype="float32", residual_dtype="float32")
+    return graph, jax.tree.map(jnp.copy, shaken_params(config.model_copy(update=same)))
+
+
+def tokens_of(config, seed=0, shape=(2, 21)):
+    return jax.random.randint(jax.random.key(seed), shape, 0, config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_355m", 354_823_168),
+        ("gpt2_1558m", 1_557_611_200),
+        ("llama3_1b", 1_235_814_400),
+        ("llama3_8b", 8_030_261_248),
+        ("xlstm_7b", 6_865_424_896),
+    ],
+)
+def test_real_models_have_the_published_number_of_parameters(name, count):
+    config = load(name).model
+    model = nnx.eval_shape(lambda: create(config))
+    tables = 1 if model.head is None else 2
+    padding = tables * (config.padded_vocab_size - config.vocab_size) * config.d_model
+    assert sum(p.size for p in named_params(model).values()) == count + padding
+
+
+def test_operations_of_a_token():
+    gpt2 = load("gpt2_124m").model
+    matrices = 50257 * 768 + 12 * 12 * 768**2  # tied head and blocks; no positions, no padding
+    assert flops_per_token(gpt2, 1024) == 6 * matrices + 6 * 12 * 768 * 1024
+    llama = load("llama3_8b").model
+    block = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    matrices = 128256 * 4096 + 32 * block  # the untied embedding is looked up
+    assert flops_per_token(llama, 8192) == 6 * matrices + 6 * 32 * 4096 * 8192
+    vlstm = load("vlstm_124m").model
+    assert (vlstm.qk_dim, vlstm.v_dim, vlstm.chunk_size) == (64, 128, 64)
+    per_head = 64 * (64 + 128) + 4 * 64 * 128
+    matmuls = 768 * (vlstm.vocab_size + 12 * (4 * 768 + 2 * 6 + 3 * vlstm.ff_width))
+    assert flops_per_token(vlstm, 1024) == 6 * matmuls + 3 * 12 * 6 * per_head
+
+
+@all_models
+def test_initial_weights(kind):
+    config = tiny(kind, d_model=128)
+    params = {path: np.asarray(p[...]) for path, p in named_params(create(config)).items()}
+    for path, w in params.items():
+        if path.endswith("bias"):
+            assert kind == "vlstm" or not w.any()
+        elif w.ndim == 1:
+            assert path.split(".")[-2].startswith("norm")
+            assert (w == 1).all()
+        elif path.split(".")[-2] in ("i", "f", "o"):
+            assert not w.any()
+        else:
+            std = 0.02 / 2 if path.endswith(("out.weight", "down.weight")) else 0.02
+            real = w[:100] if path.endswith("wte") else w[:, :100] if "head" in path else w
+            np.testing.assert_allclose(real.std(), std, rtol=0.06)
+            assert abs(real.mean()) < std / 10
+    assert params["embedding.wte"].shape == (128, 128)
+    assert not params["embedding.wte"][100:].any()
+    assert ("head.weight" in params) == (kind != "gpt2")
+    assert not params.get("head.weight", np.zeros((1, 1)))[:, 100:].any()
+
+
+@all_models
+def test_a_later_token_changes_nothing_before_it(kind):
+    config = tiny(kind)
+    graph, params = shaken(config)
+    tokens = tokens_of(config)
+    changed = tokens.at[:, 13].add(1) % config.vocab_size
+    logits = jax.jit(lambda p, t: nnx.merge(graph, p)(t))
+    before, after = logits(params, tokens), logits(params, changed)
+    np.testing.assert_array_equal(before[:, :13], after[:, :13])
+    assert (np.abs(before - after).max((0, 2))[13:] > 1e-3).all()
+
+
+@all_models
+def test_padding_of_the_vocabulary_takes_no_part(kind):
+    config = tiny(kind, n_layers=1)
+    graph, params = shaken(config)
+    tokens, labels = tokens_of(config), tokens_of(config, 1).at[0, :4].set(-100)
+
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        losses = nnx.merge(graph, params).loss(tokens, labels)
+        return losses.sum(), losses
+
+    run = jax.jit(loss)
+    (_, losses), grads = run(params)
+    assert losses.dtype == jnp.float32
+    assert not losses[0, :4].any()
+    assert (losses[0, 4:] > 0).all()
+    assert (losses[1] > 0).all()
+    path = "embedding.wte" if kind == "gpt2" else "head.weight"
+    rows = named_params(grads)[path][...]
+    rows = rows if kind == "gpt2" else rows.T
+    assert not rows[100:].any()
+    assert rows[:100].all()
+    head = named_params(params)[path]
+    head[...] = head[...].at[(slice(100, None) if kind == "gpt2" else np.s_[:, 100:])].set(7.0)
+    np.testing.assert_array_equal(run(params)[0][1], losses)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vlstm"])
+def test_recomputation_changes_no_gradient(kind):
+    tokens = tokens_of(tiny(kind))
+    found = {}
+    for remat in ("none", "dots", "block"):
+        graph, params = shaken(tiny(kind, remat=remat, n_layers=1))
+        loss = lambda p, g=graph: nnx.merge(g, p).loss(tokens, tokens).mean()
+        found[remat] = named_params(jax.jit(jax.grad(loss))(params))
+    # A gradient that is zero but for rounding (the keys' biases) has the size of the others' eps.
+    largest = max(np.abs(g[...]).max() for g in found["none"].values())
+    for path, expected in found["none"].items():
+        allowed = 1e-5 * np.abs(expected[...]).max() + np.finfo(np.float32).eps * largest
+        for remat in ("dots", "block"):
+            np.testing.assert_allclose(
+                found[remat][path][...], expected[...], rtol=0, atol=allowed, err_msg=path
+            )
+
+
+@all_models
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+def test_equal_blocks_are_traced_once(kind, remat, monkeypatch):
+    config = tiny(kind, remat=remat, n_layers=5, d_model=64)
+    graph, params = nnx.split(nnx.eval_shape(lambda: create(config)))
+    block = type(nnx.merge(graph, params).blocks[0])
+    traced, original = [], block.__call__
+    monkeypatch.setattr(block, "__call__", lambda s, *a: (traced.append(1), original(s, *a))[1])
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    jax.clear_caches()
+    jax.jit(jax.grad(lambda p, t: nnx.merge(graph, p).loss(t, t).mean())).trace(params, tokens)
+    # The first block has no branch to add yet; with remat=block no block hands one on.
+    assert len(traced) == (1 if remat == "block" else 2)
+
+
+@all_models
+def test_bfloat16_is_close_to_float32(kind):
+    tokens = tokens_of(tiny(kind))
+
+    def logits(**dtypes):
+        graph, params = shaken(tiny(kind, **dtypes))
+        z = jax.jit(lambda p: nnx.merge(graph, p)(tokens))(params)
+        assert z.dtype == dtypes.get("compute_dtype", jnp.float32)
+        return np.asarray(z[..., :100], np.float32)
+
+    truth = logits()
+    for residual in ("bfloat16", "float32"):
+        error = logits(compute_dtype="bfloat16", residual_dtype=residual) - truth
+        # The median: where q . k is near 0, the sign of a vLSTM's first output is anyone's guess.
+        assert 1e-4 < np.median(error.std(-1)) / truth.std() < 0.03
+
+
+def test_segments_of_a_batch_are_like_texts_alone():
+    config = tiny("gpt2")
+    graph, params = shaken(config)
+    tokens = tokens_of(config, shape=(1, 20))
+    run = jax.jit(lambda p, t, **options: nnx.merge(graph, p)(t, **options))
+    t = jnp.arange(20)
+    packed = run(params, tokens, positions=t % 10, segment_ids=(t // 10)[None])
+    alone = run(params, tokens.reshape(2, 10)).reshape(1, 20, -1)
+    np.testing.assert_allclose(packed, alone, atol=1e-5 * np.abs(alone).max())
+
+
+def test_weights_of_another_shape_are_refused():
+    model = create(tiny("llama3"))
+    arrays = {path: np.asarray(p[...]) for path, p in named_params(model).items()}
+    with pytest.raises(InputError, match=r"norm.weight has shape \(31,\), the model \(32,\)"):
+        set_params(model, arrays | {"norm.weight": np.ones(31)})
+    with pytest.raises(InputError, match="weights and model differ in norm.weight"):
+        set_params(model, {k: v for k, v in arrays.items() if k != "norm.weight"})
