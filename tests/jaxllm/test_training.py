@@ -1,0 +1,124 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxllm import sample
+from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
+from jaxllm.metrics import RunLog, read_metrics
+from jaxllm.sharding import make_mesh
+from jaxllm.training import IGNORE, Trainer
+
+SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=128, max_seq_len=64)
+FP32 = dict(compute_dtype="float32", residual_dtype="float32")
+
+
+def make(model, **train):
+    config = Config(
+        model=model,
+        train=TrainConfig(**{"steps": 4, "batch_size": 8, "seq_len": 16} | train),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+    )
+    return Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
+
+
+def random_batch(seed=0, shape=(8, 17)):
+    tokens = np.random.default_rng(seed).integers(0, 250, shape).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].copy()}
+
+
+def test_gradient_accumulation_equals_the_large_batch():
+    batch = random_batch()
+    batch["labels"][2, 3:] = IGNORE  # parts with fewer labels must not weigh more
+    results = {}
+    for parts in (1, 4):
+        t = make(GPT2Config(**SHAPE, **FP32, kernels="xla"), grad_accum=parts)
+        state, metrics = t.trace_train_step().lower().compile()(t.init(), t.put_batch(batch))
+        results[parts] = (metrics, optax.tree.get(state.opt_state, "mu"))
+    # The first moments are the gradients: the parameters moved by lr sign(gradient), also where
+    # the gradient is rounding noise.
+    for a, b in zip(jax.tree.leaves(results[1][1]), jax.tree.leaves(results[4][1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+    assert float(results[1][0]["loss"]) == pytest.approx(float(results[4][0]["loss"]), rel=1e-6)
+    norms = [float(results[n][0]["grad_norm"]) for n in (1, 4)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_remat_choices_train_alike():
+    losses = []
+    for remat in ("none", "dots", "block"):
+        t = make(Llama3Config(**SHAPE, **FP32, kernels="xla", n_kv_heads=1, d_ff=128, remat=remat))
+        state = t.init()
+        step = t.trace_train_step().lower().compile()
+        for seed in range(2):  # the second loss depends on the gradients of the first
+            state, metrics = step(state, t.put_batch(random_batch(seed)))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+KERNELS = {
+    "gpt2": "encoder_forward encoder_backward layer_norm_forward layer_norm_backward"
+    " add_layer_norm_forward add_layer_norm_backward gelu_forward gelu_backward",
+    "llama3": "encoder_forward encoder_backward rms_norm_forward rms_norm_backward"
+    " add_rms_norm_forward add_rms_norm_backward swiglu_forward swiglu_backward rope_forward"
+    " rope_backward",
+}
+EVERY = "attention_forward attention_backward cross_entropy_forward cross_entropy_backward"
+
+
+@pytest.mark.parametrize("model_type", list(KERNELS))
+def test_the_step_contains_every_kernel_forward_and_backward(model_type):
+    shape = dict(SHAPE, kernels="mosaic")
+    model = (
+        GPT2Config(**shape)
+        if model_type == "gpt2"
+        else Llama3Config(**shape, n_kv_heads=1, d_ff=128)
+    )
+    text = make(model).trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
+    for name in f"{KERNELS[model_type]} {EVERY}".split():
+        assert name in text, name
+
+
+def test_sampling_chooses_among_the_likeliest():
+    logits = jnp.array([0.0, 5.0, 4.0, -3.0])
+    assert int(sample.choose(logits, jax.random.key(0), 0, 0)) == 1
+    drawn = {int(sample.choose(logits, k, 2.0, 2)) for k in jax.random.split(jax.random.key(0), 64)}
+    assert drawn == {1, 2}
+
+
+def test_greedy_samples_follow_the_full_forward_pass():
+    t = make(GPT2Config(**SHAPE, **FP32, kernels="xla"))
+    params = t.init().params
+    config = t.config.sample.model_copy(update={"tokens": 20, "temperature": 0.0})
+    got = sample.generate(t.graph, params, [5, 6, 7], config, window=16)
+    forward = jax.jit(lambda p, tokens: nnx.merge(t.graph, p)(tokens))
+    seen = [5, 6, 7]
+    for _ in range(20):
+        window = seen[-16:]
+        logits = forward(params, jnp.array([window + [0] * (16 - len(window))]))
+        seen.append(int(jnp.argmax(logits[0, len(window) - 1, :250])))
+    assert got == seen[3:]
+
+
+def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
+    def log(start):
+        return RunLog(tmp_path, 10, start, tokens=100, flops=1e9, peak=1e12)
+
+    first = log(0)
+    for step in range(1, 6):
+        first.train(step, loss=5.0 - step, lr=1e-3, grad_norm=1.0, seconds=0.01)
+    first.evaluation(4, 1.5)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 6, "lo')  # a process killed while writing
+    second = log(3)
+    second.train(4, loss=float("nan"), lr=1e-3, grad_norm=1.0, seconds=0.01)
+    second.draw()
+    second.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert rows[2]["mfu"] == pytest.approx(0.1)
+    assert rows[3]["loss"] is None
+    assert (tmp_path / "loss.png").stat().st_size > 1000
