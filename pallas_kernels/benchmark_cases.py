@@ -1,0 +1,110 @@
+"""What pallas_kernels.benchmark runs: every op with its arrays, at the sizes that models have."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class A:
+    """An array of the call: its axes, by the names in `Case.sizes`, and what it holds."""
+
+    axes: str
+    dtype: str = "bfloat16"
+    fill: str = "normal"  # or "arange"; "uniform V" and "zipf V": integers below the size V
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op with its arrays in the order of its signature, at several sizes."""
+
+    op: str
+    arrays: dict[str, A]
+    sizes: tuple[dict[str, int], ...]
+    small: dict[str, int]  # replaces the sizes where errors are measured
+    reads: tuple[str, ...] = ()  # what the backward pass must read, beside the cotangents
+    writes: tuple[str, ...] | None = None  # gradients it must write (None: all floating arrays)
+    options: dict = dataclasses.field(default_factory=dict)
+    variant: str = ""
+    flops: Callable | None = None  # of the forward pass, from the sizes; None: it moves bytes
+    cudnn: Callable | None = None
+    xla: bool = True  # False where the XLA form does not fit in memory
+
+
+def _shapes(names: str, *rows) -> tuple[dict[str, int], ...]:
+    return tuple(dict(zip(names.split(), row, strict=True)) for row in rows)
+
+
+_NORMS = _shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
+_GATED = _shapes("N C", (8192, 14336), (32768, 3072))
+_X, _W = A("N C"), A("C", "float32")
+
+
+def _cudnn(q, k, v, *, causal):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+
+
+def _norm(op: str, bias: bool, add: bool) -> Case:
+    arrays = {"x": _X} | ({"residual": _X} if add else {}) | {"weight": _W}
+    arrays |= {"bias": _W} if bias else {}
+    writes = tuple(name for name in arrays if name != "residual")  # the gradient of x is its too
+    return Case(op, arrays, _NORMS, {"N": 128}, reads=("x", "weight"), writes=writes)
+
+
+def _attention(sizes, *, causal=True, xla=True, cudnn=_cudnn) -> Case:
+    return Case(
+        "attention",
+        {"q": A("B T H D"), "k": A("B T K D"), "v": A("B T K D")},
+        sizes,
+        {"B": 1, "T": 384, "H": 4, "K": 2},
+        options={"causal": causal},
+        variant="" if causal else "full",
+        flops=lambda n: 4 * n["B"] * n["H"] * n["T"] ** 2 * n["D"] / (2 if causal else 1),
+        cudnn=cudnn,
+        xla=xla,
+    )
+
+
+def _encoder(variant: str, fill: str) -> Case:
+    return Case(
+        "encoder",
+        {"tokens": A("B T", "int32", fill), "wte": A("V C", "float32"), "wpe": A("T C", "float32")},
+        _shapes("B T C V", (32, 1024, 768, 50304), (4, 8192, 4096, 128256)),
+        {"B": 2, "T": 256, "C": 256, "V": 1000},
+        reads=("tokens",),
+        options={"dtype": jnp.bfloat16},
+        variant=variant,
+    )
+
+
+_ATTENTION = "B T H K D"
+CASES = (
+    _norm("layer_norm", bias=True, add=False),
+    _norm("rms_norm", bias=False, add=False),
+    _norm("add_layer_norm", bias=True, add=True),
+    _norm("add_rms_norm", bias=False, add=True),
+    Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),
+    Case("swiglu", {"gate": _X, "up": _X}, _GATED, {"N": 64, "C": 1024}, reads=("gate", "up")),
+    Case(
+        "rope",
+        {"q": A("B T H D"), "k": A("B T K D"), "positions": A("T", "int32", "arange")},
+        _shapes("B T H K D", (32, 1024, 12, 4, 64), (4, 4096, 32, 8, 128)),
+        {"B": 1, "T": 512},
+        reads=("positions",),
+    ),
+    _encoder("uniform ids", "uniform V"),
+    _encoder("Zipf ids", "zipf V"),
+    Case(
+        "cross_entropy",
+        {"logits": A("N V"), "labels": A("N", "int32", "uniform V")},
+        _shapes("N V", (8192, 50304), (4096, 128256)),
+        {"N": 64},
+        reads=("logits", "labels"),
+    ),
+    _attention(_shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128))),
+    _attention(_shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128)), xla=False),
+    _attention(_shapes(_ATTENTION, (8, 2048, 16, 16, 96), (2, 4096, 8, 8, 256)), xla=False),
+    _attention(_shapes(_ATTENTION, (4, 4096, 32, 8, 128)), causal=False, xla=False),
+)

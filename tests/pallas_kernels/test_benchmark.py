@@ -1,0 +1,160 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import ON_GPU, kernels_run_here
+
+import pallas_kernels
+from pallas_kernels import backend, benchmark
+from pallas_kernels.benchmark_cases import CASES, A, Case
+
+X = A("N C")
+SIZES = {"N": 4, "C": 1024}
+GELU = Case("gelu", {"x": X}, (SIZES,), {"N": 2}, reads=("x",))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    backend.forget()
+    yield
+    backend.forget()
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """As if there were a GPU on which each call took two milliseconds."""
+    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
+    monkeypatch.setattr(benchmark, "gpu_ms", lambda f, *args: 2.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.variant}")
+def test_every_case_fits_its_op(case):
+    if not hasattr(pallas_kernels, case.op):
+        pytest.skip(f"{case.op} is not there yet")
+    for sizes in case.sizes:
+        floating = sum(a.dtype != "int32" for a in case.arrays.values())
+        inputs = benchmark.structs(case, sizes)
+        op = benchmark.on_xla(case)
+        y, gradients = jax.eval_shape(
+            lambda *a, op=op: benchmark.both(op, jax.tree.map(jnp.ones_like, op(*a)), *a), *inputs
+        )
+        assert len(gradients) == floating
+        assert set(case.reads) | set(case.writes or ()) <= set(case.arrays)
+        assert set(case.small) <= set(sizes)
+
+
+def test_every_public_op_with_a_kernel_has_a_case():
+    others = {"RopeScaling", "vlstm", "vlstm_step"}  # no op, or no kernel yet
+    assert {case.op for case in CASES} >= set(pallas_kernels.__all__) - others
+
+
+def test_bytes_count_each_input_and_output_once():
+    def moved(op, variant=""):
+        case = next(c for c in CASES if (c.op, c.variant) == (op, variant))
+        sizes = case.sizes[0]
+        return sizes, benchmark.bytes_moved(case, sizes)
+
+    _, gelu = moved("gelu")
+    assert gelu["forward"] == 2 * 2 * 8192 * 14336
+    assert gelu["backward"] == 3 * 2 * 8192 * 14336
+    _, swiglu = moved("swiglu")
+    assert swiglu["forward"] == 3 * 2 * 8192 * 14336
+    assert swiglu["backward"] == 5 * 2 * 8192 * 14336
+    _, rope = moved("rope")
+    assert rope["forward"] == rope["backward"] == 4 * 32 * 1024 * 16 * 64 + 4 * 1024
+    n, encoder = moved("encoder", "Zipf ids")
+    rest = 4 * 32 * 1024 + 4 * 1024 * 768 + 2 * 32 * 1024 * 768  # tokens, wpe, y
+    assert 1000 < (encoder["forward"] - rest) / (4 * 768) < 32 * 1024 / 2  # rows that occur
+    assert encoder["backward"] == rest + 4 * n["V"] * n["C"]
+
+
+def test_zipf_ids_fall_like_one_over_the_rank():
+    ids = np.asarray(benchmark.array(A("N", "int32", "zipf V"), {"N": 200_000, "V": 50304}, 0))
+    counts = np.bincount(ids, minlength=50304)
+    assert ids.min() == 0
+    assert ids.max() < 50304
+    np.testing.assert_allclose(counts[0], 200_000 * np.log(2) / np.log(50304), rtol=0.05)
+    np.testing.assert_allclose(counts[9], 200_000 * np.log(11 / 10) / np.log(50304), rtol=0.1)
+
+
+def test_a_record_holds_rates_shares_of_the_ceiling_and_errors(times):
+    tops = {"copy_TB_per_s": 1e-5, "matmul_TFLOP_per_s": 1.0}
+    with kernels_run_here():
+        forward, backward = benchmark.measure(GELU, SIZES, tops, {})
+    assert forward["runs"] == "mosaic"
+    assert forward["ms"] == {"mosaic": 2.0, "xla": 2.0}
+    assert forward["bytes"] == 2 * 2 * 4 * 1024
+    np.testing.assert_allclose(forward["rate"]["mosaic"], 16384 / 2e-3 / 1e12)
+    np.testing.assert_allclose(forward["of_ceiling"]["mosaic"], 16384 / 2e-3 / 1e12 / 1e-5)
+    np.testing.assert_allclose(backward["rate"]["xla"], 24576 / 2e-3 / 1e12)
+    for record in (forward, backward):
+        assert record["failed"] == {}
+        for error in record["error"].values():
+            assert 2**-11 < error < 2**-8  # bfloat16 rounds by up to 2^-9
+        assert record["flops"] > 4 * 1024
+
+
+def test_matmul_ops_are_held_against_the_matmul_ceiling(times):
+    case = Case(
+        "gelu", {"x": X}, (SIZES,), {"N": 2}, flops=lambda n: n["N"] * 10**9, cudnn=jax.nn.relu
+    )
+    tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 8.0}
+    with kernels_run_here():
+        forward, both = benchmark.measure(case, SIZES, tops, {})
+    assert both["direction"] == "forward+backward"
+    np.testing.assert_allclose(forward["of_ceiling"]["cudnn"], 4e9 / 2e-3 / 1e12 / 8)
+    np.testing.assert_allclose(both["of_ceiling"]["mosaic"], 3.5 * 4e9 / 2e-3 / 1e12 / 8)
+    assert forward["error"]["cudnn"] > 0.01  # relu is not gelu: errors are measured, not assumed
+
+
+def test_a_rival_that_fails_is_named_and_the_others_are_measured(times):
+    def rival(x):
+        raise ValueError("no such shape\nand more")
+
+    case = Case("gelu", {"x": X}, (SIZES,), {"N": 2}, cudnn=rival)
+    tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
+    with kernels_run_here():
+        forward, _ = benchmark.measure(case, SIZES, tops, {})
+    assert forward["failed"] == {"cudnn": "ValueError: no such shape"}
+    assert set(forward["ms"]) == {"mosaic", "xla"}
+
+
+@pytest.mark.skipif(ON_GPU, reason="shows what a machine without a GPU says")
+def test_a_run_without_a_gpu_says_what_it_cannot_measure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "CASES", (GELU,))
+    assert benchmark.main(["gelu", "--out", str(tmp_path / "results")]) == 0
+    shown = capsys.readouterr().out
+    assert "Not measured: times, rates and ceilings, because the platform is cpu, not gpu" in shown
+    result = json.loads((tmp_path / "results" / "benchmark.json").read_text())
+    assert result["ceilings"] is None
+    assert [r["direction"] for r in result["records"]] == ["forward", "backward"]
+    for record in result["records"]:
+        assert record["ms"] == {}
+        assert record["why"] == "the platform is cpu, not gpu"
+        assert 2**-11 < record["error"]["xla"] < 2**-8
+    assert (tmp_path / "results" / "roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_and_the_picture_show_what_was_measured(times, tmp_path):
+    tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
+    with kernels_run_here():
+        records = benchmark.measure(GELU, SIZES, tops, {})
+    records[0]["ms"]["xla"] = 5.0
+    result = {"device": "D", "versions": {"jax": "1"}, "ceilings": tops, "not_measured": None}
+    view = benchmark.table(result | {"records": records})
+    cells = {str(column.header): next(column.cells) for column in view.columns}
+    assert cells["ms"] == "2.0000"
+    assert cells["x XLA"] == "2.50"
+    assert cells["of ceiling"].endswith("*")  # 16 kB
+    benchmark.draw(result | {"records": records}, tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_an_unknown_op_is_an_error_of_one_line(capsys, tmp_path):
+    assert benchmark.main(["gelu", "gleu", "--out", str(tmp_path / "x")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: 'gleu' is not one of add_layer_norm, ")
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "x").exists()
