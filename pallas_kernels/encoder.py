@@ -30,8 +30,7 @@ from pallas_kernels import mosaic
 _SLAB = 256  # columns for which the forward kernel gathers all tokens before it goes on
 _BATCH = 8  # rows that one block of it gathers
 _TILE = 32  # places of one token that are summed by a block of their own
-_VOCAB = 8  # rows of dwte that one block writes
-_GROUP = 4  # rows that a block loads together where it sums many
+_VOCAB = 4  # rows of dwte that one block writes
 
 
 def encoder(
@@ -170,28 +169,34 @@ def _runs(tokens, v):
     # Radix sort takes two passes for 16 bits, four for 32.
     keys = jnp.clip(tokens, 0, v - 1).astype(jnp.uint16 if v <= 1 << 16 else jnp.uint32)
     ids, order = lax.sort((keys, place), num_keys=1, is_stable=True)
-    ids = ids.astype(jnp.int32)
-    new = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
-    last = jnp.concatenate([ids[1:] != ids[:-1], jnp.ones(1, bool)])
-    # One scatter for both ends; what is no end goes past the array, to different places there.
+    differ = ids[1:] != ids[:-1]
+    is_end = jnp.stack(
+        [
+            jnp.pad(differ, (1, 0), constant_values=True),
+            jnp.pad(differ, (0, 1), constant_values=True),
+        ]
+    )
+    # One scatter for both ends; what is no end goes past the array, each to a place of its own.
+    row = ids.astype(jnp.int32)
     at = jnp.where(
-        jnp.stack([new, last]), jnp.stack([ids, ids + v]), 2 * v + lax.iota(jnp.int32, n)
+        is_end, jnp.stack([row, row + v]), 2 * v + lax.iota(jnp.int32, 2 * n).reshape(2, n)
     )
     ends = jnp.zeros(2 * v, jnp.int32)
     ends = ends.at[at].set(jnp.stack([place, place + 1]), mode="drop", unique_indices=True)
     return ids, order, ends
 
 
-def _add(total, row_of, start, stop):
-    """total + the sum of the rows row_of(start), ..., row_of(stop - 1), in that order of groups."""
+def _add(total, row_of, start, stop, group):
+    """total + the sum of the rows row_of(start), ..., row_of(stop - 1), `group` at a time."""
 
-    def group(i, total):
-        rows = [row_of(start + _GROUP * i + u) for u in range(_GROUP)]  # all under way together
-        return total + functools.reduce(jnp.add, rows)
+    def step(i, total):
+        first = start + i * group
+        # All loads of a group are under way together; past the end the last row counts 0 times.
+        rows = [row_of(jnp.minimum(first + u, stop - 1)) for u in range(group)]
+        weights = [jnp.where(first + u < stop, 1.0, 0.0) for u in range(group)]
+        return total + functools.reduce(jnp.add, map(jnp.multiply, rows, weights))
 
-    groups = (stop - start) // _GROUP
-    total = lax.fori_loop(0, groups, group, total)
-    return lax.fori_loop(start + groups * _GROUP, stop, lambda i, t: t + row_of(i), total)
+    return lax.fori_loop(0, (stop - start + group - 1) // group, step, total)
 
 
 def _sums(runs, dy, t, wpe_dtype):
@@ -207,7 +212,7 @@ def _sums(runs, dy, t, wpe_dtype):
 
         def position_sum(columns):
             row_of = lambda i: mosaic.load(dy_ref.at[i * t + block, columns], layout)
-            total = _add(mosaic.zeros((tile,), layout), row_of, 0, n // t)
+            total = _add(mosaic.zeros((tile,), layout), row_of, 0, n // t, min(8, n // t))
             mosaic.store(dwpe_ref[0].at[block, columns], total)
 
         if positions:
@@ -219,7 +224,7 @@ def _sums(runs, dy, t, wpe_dtype):
 
             def tile_sum(columns):
                 row_of = lambda i: mosaic.load(dy_ref.at[order_ref[i], columns], layout)
-                total = _add(mosaic.zeros((tile,), layout), row_of, first, first + _TILE)
+                total = _add(mosaic.zeros((tile,), layout), row_of, first, first + _TILE, 8)
                 mosaic.store(sums_ref.at[block - positions, columns], total)
 
             same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
@@ -254,15 +259,17 @@ def _vocabulary(runs, dy, sums, v, dtype):
             # Most tokens of a vocabulary occur once or not at all in a batch, so all rows of the
             # block load their first place together (an absent token some place, unused).
             firsts = [mosaic.load(dy_ref.at[place, columns], layout) for place in places]
+            for row, count in zip(rows, counts, strict=True):  # meanwhile the zeros
+
+                @pl.when((count == 0) & (row < v))
+                def _(row=row):
+                    mosaic.store(dwte_ref.at[row, columns], mosaic.zeros((tile,), layout))
+
             for row, count, first in zip(rows, counts, firsts, strict=True):
 
                 @pl.when((count == 1) & (row < v))
                 def _(row=row, first=first):
                     mosaic.store(dwte_ref.at[row, columns], first)
-
-                @pl.when((count == 0) & (row < v))
-                def _(row=row):
-                    mosaic.store(dwte_ref.at[row, columns], mosaic.zeros((tile,), layout))
 
             @pl.loop(0, _VOCAB)
             def _(i):
@@ -279,9 +286,9 @@ def _vocabulary(runs, dy, sums, v, dtype):
                     tail = jnp.maximum(stop // _TILE * _TILE, head)
                     place = lambda p: mosaic.load(dy_ref.at[order_ref[p], columns], layout)
                     whole = lambda p: mosaic.load(sums_ref.at[p, columns], layout)
-                    total = _add(mosaic.zeros((tile,), layout), place, start, head)
-                    total = _add(total, whole, head // _TILE, tail // _TILE)
-                    total = _add(total, place, tail, stop)
+                    total = _add(mosaic.zeros((tile,), layout), place, start, head, 4)
+                    total = _add(total, whole, head // _TILE, tail // _TILE, 4)
+                    total = _add(total, place, tail, stop, 4)
                     mosaic.store(dwte_ref.at[row, columns], total)
 
         _for_columns(c, tile, loads, body)
