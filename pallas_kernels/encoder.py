@@ -186,15 +186,15 @@ def _runs(tokens, v):
     return ids, order, ends
 
 
-def _add(total, row_of, start, stop, group):
-    """total + the sum of the rows row_of(start), ..., row_of(stop - 1), `group` at a time."""
+def _sum(load, start, stop, group, total, index=lambda i: i):
+    """total + the sum of load(index(i)) for i in [start, stop), `group` rows at a time."""
 
     def step(i, total):
         first = start + i * group
         # All loads of a group are under way together; past the end the last row counts 0 times.
-        rows = [row_of(jnp.minimum(first + u, stop - 1)) for u in range(group)]
+        at = [index(jnp.minimum(first + u, stop - 1)) for u in range(group)]
         weights = [jnp.where(first + u < stop, 1.0, 0.0) for u in range(group)]
-        return total + functools.reduce(jnp.add, map(jnp.multiply, rows, weights))
+        return total + functools.reduce(jnp.add, map(jnp.multiply, map(load, at), weights))
 
     return lax.fori_loop(0, (stop - start + group - 1) // group, step, total)
 
@@ -211,8 +211,8 @@ def _sums(runs, dy, t, wpe_dtype):
         block = lax.axis_index("block")
 
         def position_sum(columns):
-            row_of = lambda i: mosaic.load(dy_ref.at[i * t + block, columns], layout)
-            total = _add(mosaic.zeros((tile,), layout), row_of, 0, n // t, min(8, n // t))
+            load = lambda i: mosaic.load(dy_ref.at[i * t + block, columns], layout)
+            total = _sum(load, 0, n // t, min(8, n // t), mosaic.zeros((tile,), layout))
             mosaic.store(dwpe_ref[0].at[block, columns], total)
 
         if positions:
@@ -223,8 +223,9 @@ def _sums(runs, dy, t, wpe_dtype):
             first = (block - positions) * _TILE
 
             def tile_sum(columns):
-                row_of = lambda i: mosaic.load(dy_ref.at[order_ref[i], columns], layout)
-                total = _add(mosaic.zeros((tile,), layout), row_of, first, first + _TILE, 8)
+                load = lambda place: mosaic.load(dy_ref.at[place, columns], layout)
+                zeros, place = mosaic.zeros((tile,), layout), lambda i: order_ref[i]
+                total = _sum(load, first, first + _TILE, 8, zeros, place)
                 mosaic.store(sums_ref.at[block - positions, columns], total)
 
             same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
@@ -284,11 +285,12 @@ def _vocabulary(runs, dy, sums, v, dtype):
                     # [start, stop) = [start, head), whole tiles, [tail, stop)
                     head = jnp.minimum((start + _TILE - 1) // _TILE * _TILE, stop)
                     tail = jnp.maximum(stop // _TILE * _TILE, head)
-                    place = lambda p: mosaic.load(dy_ref.at[order_ref[p], columns], layout)
-                    whole = lambda p: mosaic.load(sums_ref.at[p, columns], layout)
-                    total = _add(mosaic.zeros((tile,), layout), place, start, head, 4)
-                    total = _add(total, whole, head // _TILE, tail // _TILE, 4)
-                    total = _add(total, place, tail, stop, 4)
+                    load = lambda place: mosaic.load(dy_ref.at[place, columns], layout)
+                    load_sum = lambda i: mosaic.load(sums_ref.at[i, columns], layout)
+                    place = lambda i: order_ref[i]
+                    total = _sum(load, start, head, 4, mosaic.zeros((tile,), layout), place)
+                    total = _sum(load_sum, head // _TILE, tail // _TILE, 4, total)
+                    total = _sum(load, tail, stop, 4, total, place)
                     mosaic.store(dwte_ref.at[row, columns], total)
 
         _for_columns(c, tile, loads, body)
