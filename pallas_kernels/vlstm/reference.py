@@ -263,7 +263,7 @@ def _matmul_forward(dtype, x, y):
 
 def _matmul_backward(dtype, operands, dz):
     x, y = operands
-    dz = _round(dz, dtype)
+    dz = dz.astype(dtype)  # not saturated: float16's loss scaling waits for the infinity
     return _dot(dz, y.mT), _dot(x.mT, dz)
 
 
