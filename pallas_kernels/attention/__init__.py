@@ -1,0 +1,218 @@
+"""Attention: softmax(scale Q K^T + mask) V, with grouped kv heads (MHA, GQA, MQA).
+
+    S = scale q k^T (softcap: c tanh(S / c)), P = softmax(S over the visible keys), O = P V
+
+Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023 (GQA).  Query head
+h reads kv head h // (H / K).  Only the log-sum-exp of each row is saved; the backward pass computes
+P again from it (Dao et al. 2022, "FlashAttention").
+
+The kernels are in forward_sm90.py and backward_sm90.py; this file has the op, its jnp reference,
+and what ties the two directions together.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import backend as _backend
+from pallas_kernels import mosaic
+from pallas_kernels.attention import backward_sm90, forward_sm90
+
+Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+
+
+def attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Segments | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: _backend.Backend = "auto",
+) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
+    """Attention of q to k and v, in q's dtype; logits, softmax and sums in float32.
+
+    causal: needs T <= S; the last query stands at the last key.
+    scale: of the logits; default 1 / sqrt(D).
+    window: keys that a query sees at most, its own included (needs causal).
+    segment_ids: of the keys, and of the queries at their positions; or (of the queries, of the
+        keys).  A query sees keys of its own segment only.
+    softcap: logits become softcap * tanh(logits / softcap).
+    return_lse: also the natural log of the sum of exp(logits), float32; it has a gradient.
+
+    A query that sees no key gets zeros and lse = -inf.  P and dS are rounded to the inputs' dtype
+    before they are multiplied with V, K and Q.
+    Raises ValueError for shapes or options that contradict each other, NotImplementedError under
+    backend="mosaic" with what the kernel lacks.
+    """
+    _check(q, k, v, causal, window, softcap)
+    options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    reason = why_not(q, k, v, segment_ids=segment_ids, **options)
+    if not _backend.use_kernel("attention", backend, reason, "sm_90a"):
+        return attention_reference(
+            q, k, v, segment_ids=segment_ids, return_lse=return_lse, **options
+        )
+    t, s = q.shape[1], k.shape[1]
+    # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
+    padded = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
+    out, lse = _attention(*padded, _Call((t, s), causal, _scale(scale, q)), return_lse)
+    out, lse = out[:, :t], lse[:, :, :t]
+    return (out, lse) if return_lse else out
+
+
+def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None):
+    """Why the kernel cannot take this call, or None."""
+    for name, x in (("window", window), ("segment_ids", segment_ids), ("softcap", softcap)):
+        if x is not None:
+            return f"{name} is not in the kernel yet"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q is {q.dtype}, not bfloat16 or float16"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype"
+    if q.shape[-1] not in (64, 128):
+        return f"the head dimension D={q.shape[-1]} is not 64 or 128"
+    if _scale(scale, q) <= 0:
+        return f"scale={scale} is not positive"
+    return mosaic.empty(q=q, k=k)
+
+
+def _check(q, k, v, causal, window, softcap):
+    (b, t, h, d), (bk, s, kv, dk) = q.shape, k.shape
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
+    if (b, d) != (bk, dk):
+        raise ValueError(f"q has shape {q.shape} and k {k.shape}: B and D must be equal")
+    if h % kv:
+        raise ValueError(f"H={h} query heads are not a multiple of K={kv} kv heads")
+    if causal and t > s:
+        raise ValueError(f"T={t} queries are more than S={s} keys: pass causal=False or fewer")
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window={window} needs causal=True and at least 1 key")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap} must be positive")
+
+
+def _scale(scale, q) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+# ---- reference -------------------------------------------------------------------------------
+
+
+def attention_reference(
+    q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None,
+    return_lse=False,
+):  # fmt: skip
+    """The formulas in jnp; in float64 plain exact mathematics, as rounding does nothing there.
+
+    It rounds where any kernel must: P and dS to the data's dtype before their matmuls, O to its
+    dtype before the row sums of dO * O.  That is why its gradient is written out.
+    """
+    t, s = q.shape[1], k.shape[1]
+    q_ids, k_ids = jnp.arange(t)[:, None] + (s - t), jnp.arange(s)
+    mask = jnp.ones((1, t, s), bool)
+    if causal:
+        mask &= q_ids >= k_ids
+    if window is not None:
+        mask &= q_ids - k_ids < window
+    if segment_ids is not None:
+        pair = isinstance(segment_ids, tuple)
+        q_seg, k_seg = segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
+        mask &= q_seg[:, :, None] == k_seg[:, None, :]
+    out, lse = _reference(q, k, v, mask[:, None, None], _scale(scale, q), softcap)
+    return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _reference(q, k, v, mask, scale, softcap):
+    return _reference_forward(q, k, v, mask, scale, softcap)[0]
+
+
+def _logits(q, k, mask, scale, softcap):
+    """((B, K, G, T, S) logits with -inf where masked, d logits / d(q k^T) or None for scale)."""
+    x = _einsum("btkgd,bskd->bkgts", q, k) * scale
+    slope = None
+    if softcap is not None:
+        tanh = jnp.tanh(x / softcap)
+        x, slope = softcap * tanh, 1 - tanh * tanh
+    return jnp.where(mask, x, -jnp.inf), slope
+
+
+def _einsum(formula, x, y):
+    return jnp.einsum(formula, x, y, preferred_element_type=mosaic.stat_dtype(x.dtype))
+
+
+def _grouped(x, kv_heads):
+    b, t, h, d = x.shape
+    return x.reshape(b, t, kv_heads, h // kv_heads, d)  # the heads of a group stand together
+
+
+def _reference_forward(q, k, v, mask, scale, softcap):
+    b, t, h, _ = q.shape
+    x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
+    top = jnp.max(x, axis=-1, keepdims=True)
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row without any visible key
+    p = jnp.exp(x - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    out = _einsum("bkgts,bskd->bkgtd", p.astype(q.dtype), v) / jnp.where(total == 0, 1, total)
+    out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+    lse = (top + jnp.log(total)).reshape(b, h, t)
+    return (out, lse), (q, k, v, mask, out, lse)
+
+
+def _reference_backward(scale, softcap, saved, cotangents):
+    q, k, v, mask, out, lse = saved
+    dout, dlse = cotangents
+    dtype, wide = q.dtype, mosaic.stat_dtype(q.dtype)
+    b, t, h, _ = q.shape
+    per_head = lambda x: x.reshape(b, k.shape[2], -1, t, 1)
+    delta = jnp.einsum("bthd,bthd->bht", dout.astype(wide), out.astype(wide)) - dlse
+    q, dout = _grouped(q, k.shape[2]), _grouped(dout, k.shape[2])
+    x, slope = _logits(q, k, mask, scale, softcap)
+    p = jnp.where(mask, jnp.exp(x - per_head(jnp.where(lse == -jnp.inf, 0, lse))), 0)
+    ds = jnp.where(mask, p * (_einsum("btkgd,bskd->bkgts", dout, v) - per_head(delta)), 0)
+    ds = (ds if slope is None else ds * slope).astype(dtype)
+    dq = (_einsum("bkgts,bskd->btkgd", ds, k) * scale).astype(dtype)
+    dk = (_einsum("bkgts,btkgd->bskd", ds, q) * scale).astype(dtype)
+    dv = _einsum("bkgts,btkgd->bskd", p.astype(dtype), dout).astype(dtype)
+    return dq.reshape(b, t, h, -1), dk, dv, None
+
+
+_reference.defvjp(_reference_forward, _reference_backward)
+
+# ---- the kernels' two directions -------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """What is static in a call of the kernels."""
+
+    lengths: tuple[int, int]  # T and S without padding
+    causal: bool
+    scale: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _attention(q, k, v, call, with_lse):
+    return forward_sm90.forward(q, k, v, **call._asdict())
+
+
+def _attention_forward(q, k, v, call, with_lse):
+    out, lse = _attention(q, k, v, call, with_lse)
+    return (out, lse), (q, k, v, out, lse)
+
+
+def _attention_backward(call, with_lse, saved, cotangents):
+    dout, dlse = cotangents
+    # Where nobody asked for lse its cotangent is an array of zeros: not worth reading.
+    return backward_sm90.backward(*saved, dout, dlse if with_lse else None, **call._asdict())
+
+
+_attention.defvjp(_attention_forward, _attention_backward)

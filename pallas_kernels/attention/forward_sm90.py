@@ -1,0 +1,241 @@
+"""Attention forward on Hopper: one block owns some hundred queries of one head, keys stream by.
+
+The FlashAttention algorithm (Dao et al. 2022; online softmax: Milakov and Gimelshein 2018) in the
+arrangement of FlashAttention-3 (Shah et al. 2024).  A block has `wgs` computing warpgroups with 64
+query rows each, and one that only issues TMA copies of key and value tiles into a ring of
+`stages` buffers.  Per tile of keys a computing warpgroup
+
+    issues  S_i = Q K_i^T  and  O += P_{i-1} V_{i-1}   (wgmma: asynchronous, on the tensor core)
+    takes   S_i, and computes P_i = exp2(c S_i - m), the row sums and the rescale of O
+
+so its own O += P V runs under its softmax, and the other warpgroups' matmuls too: `turn` barriers
+let the warpgroups issue their matmuls one after the other, which keeps their softmaxes apart.
+P never leaves the registers: it is the register operand of the second wgmma.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+
+WGMMA = plgpu.Layout.WGMMA
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
+LOG2E = math.log2(math.e)
+LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+ROWS = 64  # rows of one wgmma: queries (or keys, in the backward) of one warpgroup
+
+
+class Tiles(NamedTuple):
+    """How the forward kernel is cut up."""
+
+    wgs: int  # computing warpgroups of a block
+    keys: int  # keys of one step
+    stages: int  # key and value tiles in flight
+
+
+def tiles(head_dim: int) -> Tiles:
+    return Tiles(wgs=3, keys=128, stages=2) if head_dim <= 64 else Tiles(wgs=2, keys=128, stages=2)
+
+
+def registers(wgs: int) -> tuple[int, int]:
+    """Registers of a computing thread and of a loading one (65,536 in all, steps of 8)."""
+    return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
+
+
+def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
+    """s with -inf where query q0 + i may not see key k0 + j; i is s's row, or its column."""
+    q_axis = 1 if transposed else 0
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=WGMMA)
+    q, k = q0 + iota(q_axis), k0 + iota(1 - q_axis)
+    if keys is not None:
+        s = jnp.where(k < keys, s, -jnp.inf)
+    if causal:
+        s = jnp.where(q >= k, s, -jnp.inf)
+    if window is not None:
+        s = jnp.where(q - k < window, s, -jnp.inf)
+    return s
+
+
+def rows_to(vector, shape):
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile"))
+def forward(q, k, v, *, lengths, causal: bool, scale: float, tile: Tiles | None = None):
+    """(out like q, lse (B, H, T) fp32, natural log).
+
+    lengths: the true T and S; the axes themselves are padded to multiples of 8, because a TMA copy
+    into wgmma's layout moves groups of 8 rows.  Rows past T are finite and mean nothing.
+    """
+    b, _, h, d = q.shape
+    t, s_len = lengths
+    group, dtype = h // k.shape[2], q.dtype
+    wgs, bkv, stages = tile or tiles(d)
+    block = wgs * ROWS
+    blocks = mosaic.cdiv(t, block)
+    offset = s_len - t  # query i stands at position i + offset of the keys
+    all_steps = mosaic.cdiv(s_len, bkv)
+    ragged = s_len % bkv != 0
+    scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
+
+    def attention_forward(
+        q_ref, k_ref, v_ref, o_ref, lse_ref,
+        q_smem, k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn,
+    ):  # fmt: skip
+        head, batch, wg = (lax.axis_index(x) for x in ("head", "batch", "wg"))
+        # The longest causal blocks first: the short ones then fill the gaps at the end.
+        qi = (blocks - 1) - lax.axis_index("q") if causal else lax.axis_index("q")
+
+        def steps_of(q_end):  # key tiles that the queries before q_end can see
+            if not causal:
+                return jnp.int32(all_steps)
+            return jnp.clip((q_end + offset + bkv - 1) // bkv, 1, all_steps)
+
+        # Step n of the block takes key tile block_steps - 1 - n: from the diagonal downwards.
+        block_steps = steps_of((qi + 1) * block)
+        slot_of = lambda n: lax.rem(n, jnp.int32(stages))
+
+        @pl.when(wg < wgs)
+        def _compute():
+            plgpu.set_max_registers(registers(wgs)[0], action="increase")
+            q0 = qi * block + wg * ROWS
+            here = (batch, pl.ds(q0, ROWS), head)
+            plgpu.copy_gmem_to_smem(q_ref.at[here], q_smem.at[wg], q_bars.at[wg])
+            # This warpgroup's first step (the others may see further), and its first step without
+            # a mask: from there on the last key of the tile is visible to the first query.
+            first = block_steps - steps_of(q0 + ROWS)
+            unmasked = block_steps - jnp.minimum((q0 + offset + 1) // bkv, block_steps - first - 1)
+
+            def my_turn():
+                if wgs > 1:
+                    plgpu.barrier_wait(turn.at[wg])
+
+            def next_turn():
+                if wgs > 1:
+                    plgpu.barrier_arrive(turn.at[lax.rem(wg + 1, jnp.int32(wgs))])
+
+            def softmax(s, n, m, l, masked):
+                if masked:
+                    k0 = (block_steps - 1 - n) * bkv
+                    keys = s_len if ragged else None
+                    s = visible(s, q0 + offset, k0, causal=causal, keys=keys)
+                m_new = jnp.maximum(m, jnp.max(s, axis=1) * scale2)
+                alpha = jnp.exp2(m - m_new)
+                p = jnp.exp2(s * scale2 - rows_to(m_new, s.shape))
+                return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
+
+            def first_scores(s_acc):
+                plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot_of(first)].transpose((1, 0)))
+                next_turn()
+                return s_acc[...]
+
+            def step(o_acc, n, carry, masked):
+                p, m, l = carry
+                slot, before = slot_of(n), slot_of(n - 1)
+                plgpu.barrier_wait(k_full.at[slot])
+                my_turn()
+
+                def issue(s_acc):
+                    plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(v_full.at[before])
+                    plgpu.wgmma(o_acc, p, v_smem.at[before])
+                    next_turn()
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
+
+                s = pl.run_scoped(issue, plgpu.ACC((ROWS, bkv), jnp.float32))
+                plgpu.barrier_arrive(k_free.at[slot])
+                p, m, l, alpha = softmax(s, n, m, l, masked)
+                o = o_acc[...]  # waits for O += P V
+                plgpu.barrier_arrive(v_free.at[before])
+                o_acc[...] = o * rows_to(alpha, o.shape)
+                return p, m, l
+
+            def all_steps_of(o_acc):
+                @pl.loop(0, first)  # tiles that only the block's later warpgroups see
+                def _(n):
+                    plgpu.barrier_wait(k_full.at[slot_of(n)])
+                    my_turn()
+                    next_turn()
+                    plgpu.barrier_arrive(k_free.at[slot_of(n)])
+                    plgpu.barrier_wait(v_full.at[slot_of(n)])
+                    plgpu.barrier_arrive(v_free.at[slot_of(n)])
+
+                plgpu.barrier_wait(q_bars.at[wg])
+                plgpu.barrier_wait(k_full.at[slot_of(first)])
+                my_turn()
+                s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
+                plgpu.barrier_arrive(k_free.at[slot_of(first)])
+                row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
+                p, m, l, _ = softmax(s, first, row(LOWEST), row(0), masked=causal or ragged)
+                start = first + 1
+                if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two tiles
+                    body = functools.partial(step, o_acc, masked=True)
+                    p, m, l = lax.fori_loop(start, unmasked, body, (p, m, l))
+                    start = unmasked
+                body = functools.partial(step, o_acc, masked=False)
+                p, m, l = lax.fori_loop(start, block_steps, body, (p, m, l))
+
+                last = slot_of(block_steps - 1)
+                plgpu.barrier_wait(v_full.at[last])
+                plgpu.wgmma(o_acc, p, v_smem.at[last])
+                return o_acc[...], m, l
+
+            if wgs > 1:
+                pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
+
+            q_smem[wg] = (o * rows_to(1 / l, o.shape)).astype(dtype)
+            lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_smem.at[wg], o_ref.at[here])
+            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, pl.ds(q0, ROWS)])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == wgs)
+        def _load():
+            plgpu.set_max_registers(registers(wgs)[1], action="decrease")
+
+            @pl.loop(0, block_steps)
+            def _(n):
+                slot = slot_of(n)
+                keys = (batch, pl.ds((block_steps - 1 - n) * bkv, bkv), head // group)
+                for ref, smem, full, free in (
+                    (k_ref, k_smem, k_full, k_free),
+                    (v_ref, v_smem, v_full, v_free),
+                ):
+                    pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                    plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+
+    smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
+    ring = functools.partial(plgpu.Barrier, num_barriers=stages)
+    return plgpu.kernel(
+        attention_forward,
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((b, h, q.shape[1]), jnp.float32),
+        ),
+        scratch_types=[
+            smem(wgs, ROWS),
+            smem(stages, bkv),
+            smem(stages, bkv),
+            plgpu.SMEM((wgs, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=wgs),
+            ring(),
+            ring(),
+            ring(num_arrivals=wgs),
+            ring(num_arrivals=wgs),
+            plgpu.Barrier(num_barriers=wgs),
+        ],
+        grid=(h, b, blocks),
+        grid_names=("head", "batch", "q"),
+        num_threads=wgs + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, k, v)

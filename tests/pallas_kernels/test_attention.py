@@ -1,0 +1,170 @@
+import functools
+
+import attention_interpreter  # noqa: F401  (before jax starts)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import ON_GPU, check_op, normal
+
+from pallas_kernels.attention import attention, attention_reference, why_not
+
+KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
+BF16, FP16 = jnp.bfloat16, jnp.float16
+
+
+def inputs(b, t, s, h, k, d, dtype=BF16, scale=1.0):
+    return (
+        normal(0, (b, t, h, d), dtype, scale),
+        normal(1, (b, s, k, d), dtype, scale),
+        normal(2, (b, s, k, d), dtype),
+    )
+
+
+# Interpreted on a CPU a block of keys takes a quarter of a second, so few blocks there.
+SMALL = [  # (B, T, S, H, K, D), dtype, options
+    ((1, 72, 72, 2, 1, 64), BF16, {}),
+    ((1, 17, 17, 2, 2, 128), FP16, {"causal": False}),
+    ((1, 1, 1, 1, 1, 64), BF16, {"return_lse": True}),
+    ((1, 70, 137, 1, 1, 128), BF16, {"return_lse": True, "scale": 0.3}),
+    ((1, 40, 150, 1, 1, 64), FP16, {"causal": False}),
+    ((2, 130, 130, 3, 1, 64), BF16, {}),
+]
+LARGE = [
+    ((2, 777, 777, 14, 2, 64), BF16, {"return_lse": True}),
+    ((2, 1000, 1000, 12, 3, 128), BF16, {"return_lse": True}),
+    ((1, 1024, 1024, 7, 7, 64), FP16, {}),
+    ((1, 4097, 4097, 4, 2, 128), BF16, {}),
+    ((1, 2048, 2048, 8, 1, 128), FP16, {"causal": False}),
+    ((2, 129, 1000, 4, 4, 128), BF16, {}),
+    ((2, 640, 1024, 4, 4, 64), BF16, {}),
+    ((2, 513, 100, 4, 4, 64), BF16, {"causal": False}),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "options"), SMALL + LARGE * ON_GPU)
+def test_attention_matches_float64(shape, dtype, options):
+    check_op(attention, attention_reference, *inputs(*shape, dtype), kernels=KERNELS, **options)
+
+
+def test_large_logits():
+    q, k, v = inputs(1, 96, 96, 1, 1, 64, scale=30.0)
+    check_op(attention, attention_reference, q, k, v, kernels=KERNELS)
+
+
+# ---- the reference, against mathematics written otherwise ------------------------------------
+
+
+def independent(q, k, v, *, causal=True, scale=None, window=None, segments=None, softcap=None):
+    """Loops over rows in float64 numpy: (out, lse)."""
+    (b, t, h, d), (s, kv) = q.shape, k.shape[1:3]
+    out, lse = np.zeros((b, t, h, d)), np.full((b, h, t), -np.inf)
+    for n, i, head in np.ndindex(b, t, h):
+        place, group = i + s - t, head * kv // h
+        keys = [
+            j
+            for j in range(s)
+            if (not causal or j <= place)
+            and (window is None or place - j < window)
+            and (segments is None or segments[0][n, i] == segments[1][n, j])
+        ]
+        if keys:
+            x = k[n, keys, group] @ q[n, i, head] * (d**-0.5 if scale is None else scale)
+            x = x if softcap is None else softcap * np.tanh(x / softcap)
+            lse[n, head, i] = np.log(np.exp(x).sum())
+            out[n, i, head] = np.exp(x - lse[n, head, i]) @ v[n, keys, group]
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    ("h", "kv", "options"),
+    [
+        (6, 3, {}),
+        (6, 2, {"causal": False, "scale": 0.5}),
+        (6, 1, {"window": 3}),
+        (6, 6, {"softcap": 2.0}),
+        (6, 3, {"segments": True}),
+    ],
+)
+def test_reference_is_the_formula_and_its_gradient(h, kv, options):
+    t, s = 4, 7
+    options = dict(options)
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(x) for x in ((2, t, h, 4), (2, s, kv, 4), (2, s, kv, 4))]
+    pair = None
+    if options.pop("segments", False):
+        pair = (rng.integers(0, 3, (2, t)), rng.integers(0, 2, (2, s)))  # 2: sees no key
+    out, lse = independent(*arrays, segments=pair, **options)
+    assert (pair is None) == bool(np.isfinite(lse).all())
+    weights = [rng.standard_normal(x.shape) for x in (out, lse)]
+
+    def loss(arrays, f):
+        o, l = f(*arrays)
+        return sum(
+            (np.where(np.isfinite(x), x, 0) * w).sum() for x, w in zip((o, l), weights, strict=True)
+        )
+
+    with jax.enable_x64(True):
+        f = functools.partial(attention_reference, segment_ids=pair, return_lse=True, **options)
+
+        @jax.jit
+        def run(arrays, weights):
+            actual, pull = jax.vjp(f, *arrays)
+            return actual, pull(weights)
+
+        actual, grads = run([*map(jnp.asarray, arrays)], tuple(map(jnp.asarray, weights)))
+        np.testing.assert_allclose(actual[0], out, atol=1e-13)
+        np.testing.assert_allclose(actual[1], lse, atol=1e-13)
+    grads = [np.asarray(g) for g in grads]
+    assert all(np.isfinite(g).all() for g in grads)
+    exact = functools.partial(independent, segments=pair, **options)
+    for n, g in enumerate(grads):  # along one random direction of each array
+        direction = rng.standard_normal(arrays[n].shape) * 1e-5
+        moved = [
+            loss([*arrays[:n], arrays[n] + sign * direction, *arrays[n + 1 :]], exact)
+            for sign in (1, -1)
+        ]
+        np.testing.assert_allclose((g * direction).sum(), (moved[0] - moved[1]) / 2, rtol=1e-6)
+
+
+def test_one_array_of_segments_serves_queries_and_keys():
+    q, k, v = inputs(2, 5, 9, 2, 1, 8, jnp.float32)
+    ids = jnp.array([[0, 0, 0, 0, 0, 1, 1, 2, 2], [0] * 9])
+    one = attention(q, k, v, segment_ids=ids, backend="xla")
+    two = attention(q, k, v, segment_ids=(ids[:, 4:], ids), backend="xla")
+    np.testing.assert_array_equal(one, two)
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "reason"),
+    [
+        ((1, 8, 8, 2, 1, 96), BF16, {}, "D=96 is not 64 or 128"),
+        ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "q is float32, not bfloat16 or float16"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"window": 4}, "window is not in the kernel yet"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 4.0}, "softcap is not in the kernel yet"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"scale": -1.0}, "scale=-1.0 is not positive"),
+        ((0, 8, 8, 2, 1, 64), BF16, {}, "no elements"),
+    ],
+)
+def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
+    q, k, v = inputs(*shape, dtype)
+    assert reason in why_not(q, k, v, **options)
+    with pytest.raises(NotImplementedError, match=reason):
+        attention(q, k, v, backend="mosaic", **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((1, 8, 8, 3, 2, 64), {}, "H=3 query heads are not a multiple of K=2"),
+        ((1, 9, 8, 2, 2, 64), {}, "T=9 queries are more than S=8 keys"),
+        ((1, 8, 8, 2, 2, 64), {"causal": False, "window": 3}, "window=3 needs causal=True"),
+        ((1, 8, 8, 2, 2, 64), {"softcap": 0.0}, "softcap=0.0 must be positive"),
+    ],
+)
+def test_contradictions_are_errors(shape, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*inputs(*shape), **options)
