@@ -1,6 +1,8 @@
 """Causal self-attention with grouped key and value heads, with RoPE or without."""
 
-import jax
+from functools import partial
+
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -8,12 +10,13 @@ from jaxllm.layers.linear import ROWS, Linear
 from jaxllm.layers.norm import HEADS
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import attention, rope
+from pallas_kernels.backend import Backend
 
 
 class Attention(nnx.Module):
     """softmax(q k^T / sqrt(D), causal) v on H query heads, H/K of which share a kv head.
 
-    rope_theta: base of the rotary frequencies (half-split layout); None: no rotation.
+    rope_theta: base of the rotary frequencies, in the half-split layout; None: no rotation.
     rope_scaling: Llama 3.1's stretching, an object with its four numbers, or None.
     out_std: standard deviation of the output projection at the start; None: std.
     """
@@ -30,7 +33,7 @@ class Attention(nnx.Module):
         rope_scaling=None,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         rngs: nnx.Rngs,
     ):
         self.head_dim = head_dim or d_model // n_heads
@@ -54,10 +57,12 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         q, k, v = (w(x).reshape(B, T, -1, self.head_dim) for w in (self.q, self.k, self.v))
         if self.rope_theta is not None:
-            if positions is None:
-                positions = jax.numpy.arange(T)
+            positions = jnp.arange(T) if positions is None else positions
+            rotate = partial(
+                rope, theta=self.rope_theta, scaling=self.rope_scaling, backend=self.backend
+            )
             q, k = per_device(
-                self._rotate,
+                rotate,
                 in_specs=(HEADS, HEADS, P(None) if positions.ndim == 1 else P(BATCH, None)),
                 out_specs=(HEADS, HEADS),
             )(q, k, positions)
@@ -65,17 +70,6 @@ class Attention(nnx.Module):
             self._attend, in_specs=(HEADS, HEADS, HEADS, P(BATCH, None)), out_specs=HEADS
         )(q, k, v, segment_ids)
         return self.out(y.reshape(B, T, -1))
-
-    def _rotate(self, q, k, positions):
-        return rope(
-            q,
-            k,
-            positions,
-            theta=self.rope_theta,
-            scaling=self.rope_scaling,
-            layout="half",
-            backend=self.backend,
-        )
 
     def _attend(self, q, k, v, segment_ids):
         return attention(q, k, v, causal=True, segment_ids=segment_ids, backend=self.backend)

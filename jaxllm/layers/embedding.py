@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.sharding import BATCH, P, constrain, per_device
 from pallas_kernels import encoder
+from pallas_kernels.backend import Backend
 
 
 class Embedding(nnx.Module):
@@ -27,7 +28,7 @@ class Embedding(nnx.Module):
         max_seq_len: int | None = None,
         std: float = 0.02,
         dtype=jnp.float32,
-        backend: str = "auto",
+        backend: Backend = "auto",
         rngs: nnx.Rngs,
     ):
         wte = std * jax.random.normal(rngs.params(), (padded_vocab_size or vocab_size, d_model))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jaxllm.layers.linear import ROWS, Linear
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import gelu, swiglu
+from pallas_kernels.backend import Backend
 
 WIDE = P(BATCH, None, "tensor")  # (B, T, F)
 
@@ -22,7 +23,7 @@ class MLP(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         rngs: nnx.Rngs,
     ):
         self.up = Linear(d_model, d_ff, std=std, bias=True, rngs=rngs)
@@ -44,7 +45,7 @@ class GatedMLP(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         rngs: nnx.Rngs,
     ):
         self.gate = Linear(d_model, d_ff, std=std, rngs=rngs)

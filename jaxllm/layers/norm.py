@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from pallas_kernels.backend import Backend
 
 STREAM = P(BATCH, None, None)  # (B, T, C): every device of the tensor axis holds all of C
 HEADS = P(BATCH, None, "tensor", None)  # (B, T, H, D)
@@ -19,7 +20,7 @@ class LayerNorm(nnx.Module):
     dtype: of y; None: of x.
     """
 
-    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: str = "auto"):
+    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: Backend = "auto"):
         self.weight = nnx.Param(jnp.ones(features), axes=())
         self.bias = nnx.Param(jnp.zeros(features), axes=())
         self.eps, self.dtype, self.backend = eps, dtype, backend
@@ -45,7 +46,7 @@ class RMSNorm(nnx.Module):
     dtype: of y; None: of x.
     """
 
-    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: str = "auto"):
+    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: Backend = "auto"):
         self.weight = nnx.Param(jnp.ones(features), axes=())
         self.eps, self.dtype, self.backend = eps, dtype, backend
 
@@ -67,7 +68,7 @@ class RMSNorm(nnx.Module):
 class HeadLayerNorm(nnx.Module):
     """Layer norm of each head of (B, T, H, D), with a weight and no bias."""
 
-    def __init__(self, heads: int, head_dim: int, *, eps: float = 1e-6, backend: str = "auto"):
+    def __init__(self, heads: int, head_dim: int, *, eps: float = 1e-6, backend: Backend = "auto"):
         # Stored flat: weight decay takes what has two axes for a matrix.
         self.weight = nnx.Param(jnp.ones(heads * head_dim), axes=("tensor",))
         self.eps, self.backend = eps, backend

@@ -9,6 +9,7 @@ from jaxllm.layers.linear import ROWS, Linear
 from jaxllm.layers.norm import HEADS, HeadLayerNorm
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import vlstm
+from pallas_kernels.backend import Backend
 
 GATES = P(BATCH, None, "tensor")  # (B, T, NH)
 
@@ -30,7 +31,7 @@ class VLSTMLayer(nnx.Module):
         chunk_size: int = 64,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         rngs: nnx.Rngs,
     ):
         self.q = Linear(d_model, d_model // 2, std=std, rngs=rngs)
@@ -38,11 +39,11 @@ class VLSTMLayer(nnx.Module):
         self.v = Linear(d_model, d_model, std=std, rngs=rngs)
         # The gates start independent of the input: input gate almost shut, forget gates open for
         # a spread of time scales, output gate half open.
-        self.i = Linear(d_model, n_heads, std=0, bias=True, rngs=rngs)
-        self.i.bias[...] = jnp.full(n_heads, -10.0)
-        self.f = Linear(d_model, n_heads, std=0, bias=True, rngs=rngs)
-        self.f.bias[...] = jnp.linspace(3.0, 6.0, n_heads)
-        self.o = Linear(d_model, d_model, std=0, rngs=rngs)
+        self.i = Linear(d_model, n_heads, std=0.0, bias=True, rngs=rngs)
+        self.i.bias = nnx.Param(jnp.full(n_heads, -10.0), axes=("tensor",))
+        self.f = Linear(d_model, n_heads, std=0.0, bias=True, rngs=rngs)
+        self.f.bias = nnx.Param(jnp.linspace(3.0, 6.0, n_heads), axes=("tensor",))
+        self.o = Linear(d_model, d_model, std=0.0, rngs=rngs)
         self.norm = HeadLayerNorm(n_heads, d_model // n_heads, eps=eps, backend=backend)
         self.out = Linear(d_model, d_model, axes=ROWS, std=out_std or std, rngs=rngs)
         self.n_heads, self.gate_soft_cap = n_heads, gate_soft_cap

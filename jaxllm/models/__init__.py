@@ -1,5 +1,7 @@
 """The models, by the name that `model.type` has in a configuration."""
 
+from collections.abc import Callable
+
 from flax import nnx
 
 from jaxllm.config import ModelConfig
@@ -10,7 +12,7 @@ from jaxllm.models.vlstm import VLSTM
 
 __all__ = ["GPT2", "MODELS", "VLSTM", "Llama3", "create", "flops_per_token", "matmul_params"]
 
-MODELS: dict[str, type[LanguageModel]] = {"gpt2": GPT2, "llama3": Llama3, "vlstm": VLSTM}
+MODELS: dict[str, Callable[..., LanguageModel]] = {"gpt2": GPT2, "llama3": Llama3, "vlstm": VLSTM}
 
 
 def create(config: ModelConfig, *, seed: int = 0) -> LanguageModel:

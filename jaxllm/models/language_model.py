@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Int
 
+from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.vlstm import soft_cap
 from jaxllm.sharding import BATCH, P, constrain, per_device
 from pallas_kernels import cross_entropy
@@ -25,10 +26,10 @@ class LanguageModel(nnx.Module):
     logit_soft_cap: logits are capped as cap tanh(z / cap), None: not.
     """
 
-    embedding: nnx.Module
+    embedding: Embedding
     blocks: nnx.List
-    norm: nnx.Module
-    head: nnx.Module | None = None
+    norm: LayerNorm | RMSNorm
+    head: Linear | None = None
     logit_soft_cap: float | None = None
 
     def __init__(self, config):
@@ -107,8 +108,12 @@ def _run_block(graph, remat, params, branch, residual, positions, segment_ids):
     return run(params, branch, residual, positions, segment_ids)
 
 
-# Matmuls with weights; those inside attention have a batch axis and are quadratic in T.
-_SAVED_DOTS = checkpoint_policies.dots_with_no_batch_dims_saveable
+# Matmuls with weights, and what the attention kernel names so: its output and log-sum-exp.  The
+# matmuls of the XLA form of attention have batch axes and results quadratic in T: recomputed.
+_SAVED_DOTS = checkpoint_policies.save_from_both_policies(
+    checkpoint_policies.dots_with_no_batch_dims_saveable,
+    checkpoint_policies.save_only_these_names("attention"),
+)
 
 
 def add_norm(norm, branch, residual):
