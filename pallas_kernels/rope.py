@@ -129,29 +129,31 @@ class _Tile(NamedTuple):
 
     rows: int  # positions
     pairs: int
-    pair: plgpu.Layout | None  # of (rows, pairs, 2), for the interleaved layout
-    single: plgpu.Layout  # of (rows, pairs)
+    one: plgpu.Layout  # of (rows, pairs)
+    both: plgpu.Layout | None  # of (rows, pairs, 2), for the interleaved layout
 
 
 def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
     """Lanes side by side along a head's pairs as far as they go, the others along the positions."""
-    vec = 1 if interleaved else math.gcd(pairs, 16 // itemsize)  # 16 bytes a load, if they divide
+    if interleaved:  # a lane holds the two of one pair: loads of 4 bytes of bf16, side by side
+        lanes = math.gcd(pairs, 16)
+        rows = 32 // lanes  # of each of the 4 warps
+        both = plgpu.Layout.TILED(
+            plgpu.Tiling(((4 * rows, lanes, 2), (rows, lanes, 2))),
+            warp_dims=(-6,),
+            lane_dims=(-3, -2) if lanes > 1 else (-3,),
+            vector_dim=-1,
+        )
+        return _Tile(4 * rows, lanes, both.reduce((2,)), both)
+    vec = math.gcd(pairs, 16 // itemsize)  # loads of 16 bytes, if they divide the width
     lanes = math.gcd(pairs // vec, 16)
-    rows = 32 // lanes
-    if interleaved:  # a lane holds both of a pair: 4 bytes a load for 16 bits
-        tiling, lane_dims = ((4 * rows, lanes, 2), (rows, lanes, 2)), (-3, -2)
-        warp_dims = (-6,)
-        if lanes == 1:
-            lane_dims = (-3,)
-        pair = plgpu.Layout.TILED(plgpu.Tiling(tiling), warp_dims, lane_dims, -1)
-        return _Tile(4 * rows, lanes, pair, pair.reduce((2,)))
-    if lanes == 1:
-        tiling, warp_dims, lane_dims = ((4 * rows, vec), (rows, vec)), (-4,), (-2,)
+    rows, width = 32 // lanes, lanes * vec
+    if lanes == 1:  # the same layout, without the dimension of size 1 that Mosaic refuses
+        one = plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, vec), (rows, vec))), (-4,), (-2,), -1)
     else:
-        tiling = ((4 * rows, lanes * vec), (rows, lanes * vec), (vec,))
-        warp_dims, lane_dims = (-5,), (-3, -2)
-    single = plgpu.Layout.TILED(plgpu.Tiling(tiling), warp_dims, lane_dims, -1)
-    return _Tile(4 * rows, lanes * vec, None, single)
+        tiling = plgpu.Tiling(((4 * rows, width), (rows, width), (vec,)))
+        one = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return _Tile(4 * rows, width, one, None)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward"))
@@ -161,8 +163,8 @@ def _rotate(layout, theta, scaling, q, k, positions, *, backward):
     n = b * t
     interleaved = layout == "interleaved"
     tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), interleaved)
-    pairs = (d // 2, 2) if interleaved else (2, d // 2)
-    flat = [x.reshape(n, x.shape[2], *pairs) for x in (q, k)]
+    split = (d // 2, 2) if interleaved else (2, d // 2)
+    flat = [x.reshape(n, x.shape[2], *split) for x in (q, k)]
     if positions.ndim == 1 and t % tile.rows == 0:  # one row of positions serves every batch row
         period = t
     else:
@@ -174,69 +176,62 @@ def _rotate(layout, theta, scaling, q, k, positions, *, backward):
     shape = (tile.rows, tile.pairs)
     groups = math.gcd(q.shape[2], k.shape[2], _GROUPS)
 
-    # A head's tile is two halves of (rows, pairs), or one block of (rows, pairs, 2).
-    def halves(columns):
-        return [(columns,)] if interleaved else [(0, columns), (1, columns)]
+    def second():  # of its pair; Mosaic knows it for each register, so that choosing costs nothing
+        return plgpu.broadcasted_iota(jnp.int32, (*shape, 2), 2, layout=tile.both) == 1
 
-    def load_pair(refs):
+    def load_pairs(ref, rows, head, columns):
         if not interleaved:
-            return [mosaic.load(ref, tile.single) for ref in refs]
-        x = mosaic.load(refs[0], tile.pair)
-        odd = second()
+            return [mosaic.load(ref.at[rows, head, j, columns], tile.one) for j in (0, 1)]
+        x, odd = mosaic.load(ref.at[rows, head, columns], tile.both), second()
         return jnp.sum(jnp.where(odd, 0, x), 2), jnp.sum(jnp.where(odd, x, 0), 2)
 
-    def store_pair(refs, a, b):
+    def store_pairs(ref, rows, head, columns, a, b):
         if not interleaved:
-            mosaic.store(refs[0], a)
-            mosaic.store(refs[1], b)
-            return
-        a, b = (lax.broadcast_in_dim(v, (*shape, 2), (0, 1)) for v in (a, b))
-        mosaic.store(refs[0], jnp.where(second(), b, a))
+            mosaic.store(ref.at[rows, head, 0, columns], a)
+            mosaic.store(ref.at[rows, head, 1, columns], b)
+        else:
+            a, b = (lax.broadcast_in_dim(v, (*shape, 2), (0, 1)) for v in (a, b))
+            mosaic.store(ref.at[rows, head, columns], jnp.where(second(), b, a))
 
-    def second():  # which of a pair: known while compiling, so that choosing costs nothing
-        return plgpu.broadcasted_iota(jnp.int32, (*shape, 2), 2, layout=tile.pair) == 1
-
-    def rotate(where, x_ref, y_ref, cos, sin):
-        def some(head, count):
-            refs = [
-                [ref.at[where[0], head + i, *half] for half in halves(where[1])]
-                for ref in (x_ref, y_ref)
-                for i in range(count)
-            ]
-            loaded = [load_pair(ref) for ref in refs[:count]]
-            for ref, (a, b) in zip(refs[count:], loaded, strict=True):
-                store_pair(ref, a * cos - b * sin, b * cos + a * sin)
-
-        heads = x_ref.shape[1] // groups
-        first = lax.axis_index("group") * heads
-        loops, left = divmod(heads, _HEADS_IN_FLIGHT)
-        if loops:
-            pl.loop(0, loops)(lambda i: some(first + i * _HEADS_IN_FLIGHT, _HEADS_IN_FLIGHT))
-        if left:
-            some(first + loops * _HEADS_IN_FLIGHT, left)
-
-    def rotate_all(freq_ref, row, position_row, sources, targets):
+    def block(freq_ref, sources, targets, row, position_row):
+        rows = pl.ds(row, tile.rows)
         columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
         position_ref = sources[2].at[pl.ds(position_row, tile.rows)]
-        position = mosaic.load(position_ref, tile.single.reduce(1))
-        freq = mosaic.load(freq_ref.at[columns], tile.single.reduce(0))
+        position = mosaic.load(position_ref, tile.one.reduce(1))
+        freq = mosaic.load(freq_ref.at[columns], tile.one.reduce(0))
         angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if backward:
             sin = -sin
-        where = (pl.ds(row, tile.rows), columns)
+
+        def rotate(x_ref, y_ref, head, count):
+            pairs = [load_pairs(x_ref, rows, head + i, columns) for i in range(count)]
+            for i, (a, b) in enumerate(pairs):
+                turned = a * cos - b * sin, b * cos + a * sin
+                store_pairs(y_ref, rows, head + i, columns, *turned)
+
         for x_ref, y_ref in zip(sources[:2], targets, strict=True):
-            rotate(where, x_ref, y_ref, cos, sin)
+            heads = x_ref.shape[1] // groups
+            first = lax.axis_index("group") * heads
+            loops, left = divmod(heads, _HEADS_IN_FLIGHT)
+
+            @pl.loop(0, loops)
+            def _(i, x_ref=x_ref, y_ref=y_ref, first=first):
+                rotate(x_ref, y_ref, first + i * _HEADS_IN_FLIGHT, _HEADS_IN_FLIGHT)
+
+            if left:
+                rotate(x_ref, y_ref, first + loops * _HEADS_IN_FLIGHT, left)
 
     def body(freq_ref, *refs):
         i = lax.axis_index("row")
         row = i * tile.rows
         if not rest:
-            rotate_all(freq_ref, row, row if period == n else row % period, refs[:3], refs[3:])
+            position_row = row if period == n else row % period
+            block(freq_ref, refs[:3], refs[3:], row, position_row)
             return
         if whole:
-            pl.when(i < whole)(lambda: rotate_all(freq_ref, row, row, refs[:3], refs[6:8]))
-        pl.when(i == whole)(lambda: rotate_all(freq_ref, 0, 0, refs[3:6], refs[8:]))
+            pl.when(i < whole)(lambda: block(freq_ref, refs[:3], refs[6:8], row, row))
+        pl.when(i == whole)(lambda: block(freq_ref, refs[3:6], refs[8:], 0, 0))
 
     body.__name__ = "rope_backward" if backward else "rope_forward"
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*flat, *ends[:2])]
