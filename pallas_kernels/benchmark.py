@@ -268,7 +268,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
 
 def run(ops, out: Path) -> dict:
     """Measures the named ops (none: all); shows a table, writes benchmark.json and roofline.png."""
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = Console() if sys.stdout.isatty() else Console(width=170)
     device = jax.devices()[0]
     result = {
         "device": device.device_kind,
@@ -289,7 +289,7 @@ def run(ops, out: Path) -> dict:
         )
     known = {}
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [c for c in CASES if hasattr(pallas_kernels, c.op) and (not ops or c.op in ops)]
+    chosen = [case for case in CASES if not ops or case.op in ops]
     todo = [(case, sizes) for case in chosen for sizes in case.sizes]
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=len(todo))
@@ -346,28 +346,47 @@ def table(result: dict):
 
 
 def draw(result: dict, path: Path) -> None:
-    """The roofline: operations a byte against operations a second, kernels and XLA forms."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
-    axes.set_title(f"{result['device']}: {result['not_measured'] or 'roofline'}", fontsize=9)
-    if result["ceilings"]:
+    """Left the roofline, a colour for each op; right every record's share of its ceiling."""
+    records = [r for r in result["records"] if r["ms"]]
+    figure = Figure(figsize=(16, max(6, 0.2 * len(records))), layout="constrained")
+    roof, bars = figure.subplots(1, 2)
+    figure.suptitle(f"{result['device']}, JAX {result['versions']['jax']}")
+    roof.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    bars.set(xlabel="of the copy or matmul ceiling", xlim=(0, 1.1))
+    if result["not_measured"]:
+        roof.set_title(f"Not measured: {result['not_measured']}", fontsize=8, wrap=True)
+    else:
         copy, matmul = result["ceilings"].values()
         x = np.geomspace(0.1, 1e4, 200)
-        axes.plot(x, np.minimum(copy * x, matmul), color="black", label="copy and matmul ceilings")
-    for name, marker in (("mosaic", "o"), ("xla", "x"), ("cudnn", "+")):
-        points = [
-            (r["flops"] / r["bytes"], r["flops"] / r["ms"][name] / 1e9, r)
-            for r in result["records"]
-            if name in r["ms"] and r["flops"]
-        ]
-        if points:
-            axes.scatter(*zip(*(p[:2] for p in points), strict=True), marker=marker, label=name)
-        for x, y, r in points if name == "mosaic" else ():
-            axes.annotate(f"{r['op']} {r['direction']}", (x, y), fontsize=5)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    figure.savefig(path, dpi=150)
+        roof.plot(x, np.minimum(copy * x, matmul), color="black", label="ceilings")
+    rivals = {"mosaic": "o", "xla": "x", "cudnn": "+"}
+    for i, op in enumerate(dict.fromkeys(r["op"] for r in records)):
+        for name, marker in rivals.items():
+            mine = [r for r in records if r["op"] == op and name in r["ms"] and r["flops"]]
+            roof.scatter(
+                [r["flops"] / r["bytes"] for r in mine],
+                [r["flops"] / r["ms"][name] / 1e9 for r in mine],
+                marker=marker,
+                color=f"C{i}",
+                label=op if name == "mosaic" else None,
+            )
+    for name, marker in rivals.items():
+        rows = [i for i, r in enumerate(records) if name in r["ms"]]
+        shares = [records[i]["of_ceiling"][name] for i in rows]
+        if name == "mosaic":
+            bars.barh(rows, shares, color="lightgrey")
+        bars.scatter(shares, rows, marker=marker, label=name)
+    bars.set_yticks(
+        range(len(records)),
+        [f"{r['op']} {r['variant']} {_text(r['sizes'])} {r['direction']}" for r in records],
+        fontsize=7,
+    )
+    bars.invert_yaxis()
+    bars.axvline(1, color="black")
+    if records:
+        roof.legend()
+        bars.legend()
+    figure.savefig(path, dpi=120)
 
 
 def _text(sizes: dict[str, int]) -> str:

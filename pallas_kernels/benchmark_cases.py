@@ -50,7 +50,7 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
     arrays = {"x": _X} | ({"residual": _X} if add else {}) | {"weight": _W}
     arrays |= {"bias": _W} if bias else {}
     writes = tuple(name for name in arrays if name != "residual")  # the gradient of x is its too
-    return Case(op, arrays, _NORMS, {"N": 128}, reads=("x", "weight"), writes=writes)
+    return Case(op, arrays, _NORMS, {"N": 128, "C": 1024}, reads=("x", "weight"), writes=writes)
 
 
 def _attention(sizes, *, causal=True, xla=True, cudnn=_cudnn) -> Case:
@@ -100,7 +100,7 @@ CASES = (
         "cross_entropy",
         {"logits": A("N V"), "labels": A("N", "int32", "uniform V")},
         _shapes("N V", (8192, 50304), (4096, 128256)),
-        {"N": 64},
+        {"N": 64, "V": 5000},
         reads=("logits", "labels"),
     ),
     _attention(_shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128))),
