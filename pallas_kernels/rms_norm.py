@@ -1,0 +1,114 @@
+"""RMS norm over the last axis, alone or fused with the addition of a residual.
+
+    n = x r,   r = 1 / sqrt(mean(x^2) + eps),   y = n weight (+ bias)
+
+Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.  With g = weight dy:
+
+    dx = r (g - n mean(g n)),   dweight = sum of n dy,   dbias = sum of dy
+
+The fused form normalises s = x + residual and returns s as well; its gradient is dx + ds for both.
+All in float32 with one rounding at the end.  r is saved: 4 bytes for a row against one more
+reduction.  Every element is read once and written once in each direction.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import backend as _backend
+from pallas_kernels import mosaic, rows
+
+Weight = Float[Array, "C"] | Float[Array, "H C"] | None
+
+
+def rms_norm(
+    x: Float[Array, "... C"],
+    weight: Weight = None,
+    bias: Weight = None,
+    *,
+    eps: float = 1e-5,
+    backend: _backend.Backend = "auto",
+) -> Float[Array, "... C"]:
+    """RMS norm of the last axis of x, in x's dtype; gradients of weight and bias in theirs.
+
+    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.
+    """
+    rows.check_shapes(x, weight, bias)
+    if not _backend.use_kernel("rms_norm", backend, why_not(x, weight, bias, eps=eps), "sm_90"):
+        return rms_norm_reference(x, weight, bias, eps=eps)
+    return _norm(eps, x, None, weight, bias)[0]
+
+
+def add_rms_norm(
+    x: Float[Array, "... C"],
+    residual: Float[Array, "... C"],
+    weight: Weight = None,
+    bias: Weight = None,
+    *,
+    eps: float = 1e-5,
+    backend: _backend.Backend = "auto",
+) -> tuple[Float[Array, "... C"], Float[Array, "... C"]]:
+    """(rms_norm(s), s) for s = x + residual, rounded to its dtype first; y is in x's dtype.
+
+    The residual may be wider than x (a float32 residual stream under bf16 layers).
+    """
+    rows.check_shapes(x, weight, bias, residual)
+    reason = why_not(x, weight, bias, residual, eps=eps)
+    if not _backend.use_kernel("add_rms_norm", backend, reason, "sm_90"):
+        return add_rms_norm_reference(x, residual, weight, bias, eps=eps)
+    return _norm(eps, x, residual, weight, bias)
+
+
+def rms_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
+    """The formula in jnp, in float32 (float64 for float64)."""
+    z = x.astype(mosaic.stat_dtype(x.dtype))
+    y = z * lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        y = y * weight.astype(y.dtype)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return y.astype(x.dtype)
+
+
+def add_rms_norm_reference(x, residual, weight=None, bias=None, *, eps=1e-5):
+    # XLA would otherwise normalise the sum before its rounding, and the backward pass has not that.
+    s = lax.optimization_barrier(x + residual)
+    return rms_norm_reference(s, weight, bias, eps=eps).astype(x.dtype), s
+
+
+why_not = rows.why_not
+
+
+def _normalise(p, x, eps):
+    r = lax.rsqrt(p.mean(lambda c: jnp.square(x(c))) + eps)
+    return (r,), lambda c: x(c) * p.spread(r)
+
+
+def _differentiate(p, x, g, r):
+    n = lambda c: x(c) * p.spread(r)
+    mean_gn = p.mean(lambda c: g(c) * n(c))
+    return n, lambda c: p.spread(r) * (g(c) - n(c) * p.spread(mean_gn))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(eps, x, residual, weight, bias):
+    return _save(eps, x, residual, weight, bias)[0]
+
+
+def _save(eps, x, residual, weight, bias):
+    name = "rms_norm_forward" if residual is None else "add_rms_norm_forward"
+    (y, s), stats = rows.forward(name, _normalise, 1, eps, x, residual, weight, bias)
+    return (y, s), (x if s is None else s, stats, weight, bias)
+
+
+def _gradients(_, saved, cotangents):
+    (dy, ds), (x, stats, weight, bias) = cotangents, saved
+    name = "rms_norm_backward" if ds is None else "add_rms_norm_backward"
+    dx, dw, db = rows.backward(name, _differentiate, x, stats, dy, ds, weight, bias)
+    return dx.astype(dy.dtype), None if ds is None else dx, dw, db
+
+
+_norm.defvjp(_save, _gradients)

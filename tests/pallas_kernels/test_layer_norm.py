@@ -1,0 +1,103 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import check_op, normal
+
+from pallas_kernels import rows
+from pallas_kernels.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+)
+
+KERNELS = ("layer_norm_forward", "layer_norm_backward", "layer_norm_backward_sum")
+ADD_KERNELS = tuple(f"add_{name}" for name in KERNELS)
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """So few persistent blocks that each works through many tiles and reuses its buffers."""
+    monkeypatch.setattr(rows, "SMS", 1)
+
+
+def parameters(*shape, dtype=f32):
+    return normal(1, shape, dtype, offset=1), normal(2, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 3, 7), f16),  # columns padded for TMA's strides
+        ((9, 100), f32),  # columns filled up with zeros by TMA
+        ((3, 768), bf16),  # narrow: four rows at once, the last tile not full
+        ((1, 1601), f32),  # wide: four blocks of a row at once, padded and filled up
+    ],
+)
+def test_layer_norm_matches_float64(shape, dtype):
+    x = normal(0, shape, dtype, scale=2, offset=1)
+    check_op(layer_norm, layer_norm_reference, x, *parameters(shape[-1]), kernels=KERNELS)
+
+
+def test_a_block_that_works_through_many_tiles(few_blocks):
+    x = normal(0, (13, 1280), bf16)
+    check_op(layer_norm, layer_norm_reference, x, *parameters(1280), kernels=KERNELS)
+
+
+def test_a_large_offset_does_not_hurt_the_variance(few_blocks):
+    x = normal(0, (93, 256), offset=1000)
+    check_op(layer_norm, layer_norm_reference, x, *parameters(256), kernels=KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("which", "shape"),
+    [("weight", (5, 128)), ("bias", (1, 1)), ("neither", (5, 40))],  # one column: y = bias, dx = 0
+)
+def test_parameters_are_optional(which, shape):
+    x, (weight, bias) = normal(0, shape), parameters(shape[-1])
+    weight, bias = (weight if which == "weight" else None), (bias if which == "bias" else None)
+    kernels = KERNELS[: 2 if which == "neither" else 3]
+    check_op(layer_norm, layer_norm_reference, x, weight, bias, kernels=kernels)
+
+
+def test_parameters_for_each_head(few_blocks):
+    x = normal(0, (2, 19, 3, 64), bf16)
+    check_op(layer_norm, layer_norm_reference, x, *parameters(3, 64, dtype=bf16), kernels=KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "residual"),
+    [((2, 3, 768), bf16, bf16), ((3, 1280), bf16, f32), ((3, 40), f32, f32)],
+)
+def test_add_layer_norm_matches_float64(shape, dtype, residual):
+    check_op(
+        add_layer_norm,
+        add_layer_norm_reference,
+        normal(0, shape, dtype),
+        normal(3, shape, residual),
+        *parameters(shape[-1]),
+        kernels=ADD_KERNELS,
+    )
+
+
+def test_refusals_and_errors_name_the_reason():
+    x = jnp.ones((4, 64))
+    with pytest.raises(NotImplementedError, match="weight is int32, not float32, bfloat16 or"):
+        layer_norm(x, jnp.ones(64, jnp.int32), backend="mosaic")
+    with pytest.raises(NotImplementedError, match="C=8200 is more than 8192"):
+        layer_norm(jnp.ones((2, 8200)), backend="mosaic")
+    with pytest.raises(NotImplementedError, match="residual is bfloat16, narrower than x"):
+        add_layer_norm(x, x.astype(bf16), backend="mosaic")
+    with pytest.raises(ValueError, match=r"weight has shape \(32,\), not that of the last axes"):
+        layer_norm(x, jnp.ones(32))
+
+
+def test_reference_matches_its_definition():
+    rng = np.random.default_rng(0)
+    x, w, b = rng.standard_normal((3, 50)), rng.standard_normal(50), rng.standard_normal(50)
+    with jax.enable_x64(True):
+        y = np.asarray(layer_norm_reference(jnp.asarray(x), jnp.asarray(w), jnp.asarray(b)))
+    var = x.var(-1, keepdims=True)
+    np.testing.assert_allclose(y, (x - x.mean(-1, keepdims=True)) / np.sqrt(var + 1e-5) * w + b)

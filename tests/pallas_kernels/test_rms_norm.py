@@ -1,0 +1,51 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import check_op, normal
+
+from pallas_kernels import rows
+from pallas_kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+
+KERNELS = ("rms_norm_forward", "rms_norm_backward", "rms_norm_backward_sum")
+ADD_KERNELS = tuple(f"add_{name}" for name in KERNELS)
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((9, 100), f32), ((2, 3, 768), f16), ((3, 1280), bf16)]
+)
+def test_rms_norm_matches_float64(shape, dtype):
+    x = normal(0, shape, dtype, scale=2, offset=1)
+    check_op(rms_norm, rms_norm_reference, x, normal(1, shape[-1:]), kernels=KERNELS)
+
+
+def test_weights_for_each_head(monkeypatch):
+    monkeypatch.setattr(rows, "SMS", 1)  # every block works through many tiles
+    x = normal(0, (29, 2, 64), bf16)
+    check_op(rms_norm, rms_norm_reference, x, normal(1, (2, 64), bf16), kernels=KERNELS)
+
+
+@pytest.mark.parametrize("offset", [1e-6, 1e4])
+def test_extreme_values(offset):
+    x = normal(0, (5, 64), scale=offset, offset=offset)
+    weight, bias = normal(1, (64,)), normal(2, (64,))
+    check_op(rms_norm, rms_norm_reference, x, weight, bias, kernels=KERNELS)
+
+
+def test_add_rms_norm_matches_float64():
+    x, residual, weight = normal(0, (5, 768), bf16), normal(3, (5, 768), bf16), normal(1, (768,))
+    check_op(add_rms_norm, add_rms_norm_reference, x, residual, weight, kernels=ADD_KERNELS)
+
+
+def test_reference_matches_its_definition():
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((3, 50)), rng.standard_normal(50)
+    with jax.enable_x64(True):
+        y = np.asarray(rms_norm_reference(jnp.asarray(x), jnp.asarray(w), eps=1e-3))
+    np.testing.assert_allclose(y, x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * w)
