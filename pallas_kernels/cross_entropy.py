@@ -22,7 +22,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
 
-_FORWARD_UNROLL = 4  # loads of 8 elements a thread that are under way together
+# Loads of 8 elements a thread that are under way together.  Measured on an H100 (copy of 1 GiB:
+# 2.94 TB/s), bf16, milliseconds for 8192x50304, 4096x128256 and, with rows at odd elements,
+# 8192x50257:
+#
+#   forward  0.269, 0.347, 0.302 (3.06, 3.03, 2.73 TB/s)   unroll 2: 0.277; 8: 0.269
+#   backward 0.575, 0.740, 0.601 (2.87, 2.84, 2.74 TB/s)   unroll 2: 0.581, 0.752, 0.624; 1: 0.588
+_FORWARD_UNROLL = 4
 _BACKWARD_UNROLL = 4
 _LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
 
@@ -40,7 +46,7 @@ def cross_entropy(
     vocab_size: how many leading columns are real (default: all).  A label outside [0, vocab_size)
     that is not ignore_index gives a loss of NaN, and a gradient of NaN in the real columns.
     The gradient has the dtype of logits.  The kernel copies the logits only if they have fewer
-    than 128 columns; a number of columns that is odd costs narrower loads.
+    than 128 columns.  Any other number of them is taken in place; an odd one costs 2-byte loads.
     Raises ValueError for shapes that do not fit, NotImplementedError under backend="mosaic".
     """
     v = logits.shape[-1]
@@ -70,7 +76,7 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
     # A masked sum, not a gather: its gradient is no scatter, and it shards over the vocabulary.
     picked = jnp.where(column == labels[..., None], z, 0).sum(-1)
     loss = jnp.log(jnp.exp(z - top).sum(-1)) - (picked - top[..., 0])
-    return loss * _weight(labels, vocab_size, ignore_index, z.dtype)
+    return _judge(loss, labels, vocab_size, ignore_index)
 
 
 def why_not(logits) -> str | None:
@@ -78,11 +84,12 @@ def why_not(logits) -> str | None:
     return mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
 
 
-def _weight(labels, vocab_size, ignore_index, dtype=jnp.float32):
-    """1 for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
-    valid = (labels >= 0) & (labels < vocab_size)
-    one = jnp.where(valid, 1.0, jnp.nan)
-    return jnp.where(labels == ignore_index, 0.0, one).astype(dtype)
+def _judge(value, labels, vocab_size, ignore_index):
+    """`value` for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
+    ignored = labels == ignore_index
+    known = ignored | ((labels >= 0) & (labels < vocab_size))
+    # A product, so that the reference's gradient is NaN too where the label is wrong.
+    return jnp.where(ignored, 0.0, value * jnp.where(known, 1.0, jnp.nan))
 
 
 def _tile(v: int, dtype):
@@ -144,8 +151,8 @@ def _forward(logits, labels, vocab_size, ignore_index):
         total = jnp.sum(totals * jnp.exp(tops - top))
         label = labels_ref[row]
         picked = logits_ref[row, jnp.clip(label, 0, v - 1)].astype(jnp.float32)
-        weight = _weight(label, vocab_size, ignore_index)
-        loss_ref[row] = (jnp.log(total) - (picked - top)) * weight
+        loss = jnp.log(total) - (picked - top)
+        loss_ref[row] = _judge(loss, label, vocab_size, ignore_index)
         top_ref[row] = top
         total_ref[row] = total
 
@@ -172,7 +179,7 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
     def cross_entropy_backward(logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref):
         row = lax.axis_index("row")
         label, top = labels_ref[row], top_ref[row]
-        scale = dloss_ref[row] * _weight(label, vocab_size, ignore_index)
+        scale = _judge(dloss_ref[row], label, vocab_size, ignore_index)
         factor = scale / total_ref[row]
 
         def write(starts, masked=False):

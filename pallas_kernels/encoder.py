@@ -5,14 +5,15 @@
     dwpe[t] = sum_b dy[b, t]
 
 Forward gathers rows.  Backward must not scatter with atomics: their order, and so the last bits,
-would change from run to run.  XLA sorts the tokens (stably), after which the places of one token
-are neighbours, and two kernels sum them in that order:
+would change from run to run.  XLA's own sort (lax.sort) orders the tokens stably, after which the
+places of one token are neighbours, and two kernels sum them in that order:
 
   1. the sorted places are cut into tiles of 32, and a tile that holds a single token is summed by
      one block.  Text is Zipf: the commonest token alone may fill 5% of the places, which one block
-     would have to sum one after the other.
-  2. each row of the vocabulary adds up its run: the sums of its whole tiles, and one by one the
-     places before and after them.  Every row of dwte is written once, zeros included.
+     would have to sum one after the other.  The same kernel sums dwpe.
+  2. each row of the vocabulary adds up its run: the sums of its whole tiles and the places before
+     and after them.  All of dwte (V, C) is written, each row once, zeros included; that takes most
+     of the time.
 """
 
 import functools
@@ -27,6 +28,17 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
 
+# Measured on an H100 (copy of 1 GiB: 2.94 TB/s), fp32 tables, bf16 rows, microseconds with uniform
+# / Zipf ids; "small" is B32 T1024 C768 V50304, "large" B4 T8192 C4096 V128256.
+#
+#            small     large        the neighbours that were tried
+#   forward  48 / 32   309 / 221    _SLAB 128: 49 / 38, 320 / 245; whole rows: 53 / 34, 315 / 250
+#                                   _BATCH 4: 49 / 35; 2: 53 / 38; 16: as 8
+#   backward 123 / 119 1038 / 1027  _TILE 16: 123 / 119; 64: 123 / 126
+#                                   _VOCAB 2: 126 / 119, 1029 / 1011; 8: 124 / 121, 1050 / 1050
+#
+# Of the small backward pass 25 are XLA's sort and scatter (two radix passes of 8), 25 / 29 the
+# first kernel and 72 / 65 the second, which is within 4% of the copy.
 _SLAB = 256  # columns for which the forward kernel gathers all tokens before it goes on
 _BATCH = 8  # rows that one block of it gathers
 _TILE = 32  # places of one token that are summed by a block of their own
