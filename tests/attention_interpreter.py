@@ -1,8 +1,8 @@
 """Lets the interpreter run the attention kernels: import before anything of them is interpreted.
 
-JAX's GPU interpreter has no rule for a store to a wgmma accumulator (`acc[...] = x`), and it needs a
-thread for each warpgroup that waits on a barrier: XLA's pool has one for each core unless NPROC says
-otherwise, and three warpgroups and a loader on two cores wait for each other for ever.
+JAX's GPU interpreter has no rule for a store to a wgmma accumulator (`acc[...] = x`), and it needs
+a thread for each warpgroup that waits on a barrier: XLA's pool has one for each core unless NPROC
+says otherwise, and three warpgroups and a loader on two cores wait for each other for ever.
 """
 
 import functools

@@ -63,7 +63,8 @@ def attention(
     t, s = q.shape[1], k.shape[1]
     # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
     padded = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
-    out, lse = _attention(*padded, _Call((t, s), causal, _scale(scale, q)), return_lse)
+    call = _Call((t, s), causal, _scale(scale, q), forward_sm90.sm_count())
+    out, lse = _attention(*padded, call, return_lse)
     out, lse = out[:, :t], lse[:, :, :t]
     return (out, lse) if return_lse else out
 
@@ -197,6 +198,7 @@ class _Call(NamedTuple):
     lengths: tuple[int, int]  # T and S without padding
     causal: bool
     scale: float
+    sms: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -32,6 +32,7 @@ from pallas_kernels.attention.forward_sm90 import (
     registers,
     rows_to,
     visible,
+    work_items,
 )
 
 
@@ -51,133 +52,176 @@ def dkv_tiles(head_dim: int) -> Tiles:
     return Tiles(wgs=2, step=64, stages=2)
 
 
-def backward(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, tiles=(None, None)):
-    """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, T) fp32.
+def backward(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms):
+    """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, stat_rows(T)) fp32.
 
     lengths: the true T and S, as in `forward`.  Rows of dout past T must be zero.
     """
-    static = dict(lengths=lengths, causal=causal, scale=scale)
-    dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, tile=tiles[0], **static)
-    dk, dv = _backward_dkv(q, k, v, lse, dout, delta, tile=tiles[1], **static)
+    static = dict(lengths=lengths, causal=causal, scale=scale, sms=sms)
+    dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, **static)
+    dk, dv = _backward_dkv(q, k, v, lse, dout, delta, **static)
     return dq, dk, dv
 
 
-@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile"))
-def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, tile):
-    """(dq like q, delta (B, H, T) fp32)."""
+@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile", "sms"))
+def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, tile=None):
+    """(dq like q, delta (B, H, stat_rows(T)) fp32)."""
     b, _, h, d = q.shape
     t, s_len = lengths
     group, dtype = h // k.shape[2], q.dtype
     wgs, bkv, stages = tile or dq_tiles(d)
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
+    items = blocks * b * h
+    sms = min(sms, items)
     offset = s_len - t
     all_steps = mosaic.cdiv(s_len, bkv)
     ragged = s_len % bkv != 0
     has_dlse = dlse is not None
 
-    def attention_backward_dq(
-        q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest
-    ):  # fmt: skip
+    def where(item):  # -> block of queries, (batch, head); the longest causal blocks first
+        qi = item // (b * h)
+        return (blocks - 1 - qi if causal else qi), (item // h % b, item % h)
+
+    def steps_of(q_end):
+        if not causal:
+            return jnp.int32(all_steps)
+        return jnp.clip((q_end + offset + bkv - 1) // bkv, 1, all_steps)
+
+    def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
         dlse_ref, dq_ref, delta_ref, *rest = rest if has_dlse else (None, *rest)
-        (q_smem, do_smem, o_smem, k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
+        (q_smem, do_smem, o_smem, dq_smem, k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
          q_bars, k_full, v_full, k_free, v_free) = rest  # fmt: skip
-        head, batch, wg = (lax.axis_index(x) for x in ("head", "batch", "wg"))
-        qi = (blocks - 1) - lax.axis_index("q") if causal else lax.axis_index("q")
-
-        def steps_of(q_end):
-            if not causal:
-                return jnp.int32(all_steps)
-            return jnp.clip((q_end + offset + bkv - 1) // bkv, 1, all_steps)
-
-        # From the diagonal downwards, as in the forward kernel.
-        block_steps = steps_of((qi + 1) * block)
+        wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
         @pl.when(wg < wgs)
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
-            q0 = qi * block + wg * ROWS
-            here, stats = (batch, pl.ds(q0, ROWS), head), (batch, head, pl.ds(q0, ROWS))
-            loads = [(q_ref, here, q_smem), (do_ref, here, do_smem), (o_ref, here, o_smem),
-                     (lse_ref, stats, lse_smem)]  # fmt: skip
-            if has_dlse:
-                loads.append((dlse_ref, stats, dlse_smem))
-            for ref, index, smem in loads:
-                plgpu.copy_gmem_to_smem(ref.at[index], smem.at[wg], q_bars.at[wg])
-            first = block_steps - steps_of(q0 + ROWS)
-            unmasked = block_steps - jnp.minimum((q0 + offset + 1) // bkv, block_steps - first - 1)
 
-            @pl.loop(0, first)  # tiles that only the block's later warpgroups see
-            def _(n):
-                for full, free in ((k_full, k_free), (v_full, v_free)):
-                    plgpu.barrier_wait(full.at[slot_of(n)])
-                    plgpu.barrier_arrive(free.at[slot_of(n)])
+            def load_rows(item):
+                qi, (batch, head) = where(item)
+                rows = pl.ds(qi * block + wg * ROWS, ROWS)
+                loads = [(q_ref, q_smem), (do_ref, do_smem), (o_ref, o_smem)]
+                stats = [(lse_ref, lse_smem)] + [(dlse_ref, dlse_smem)] * has_dlse
+                for ref, smem in loads:
+                    plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem.at[wg], q_bars.at[wg])
+                for ref, smem in stats:
+                    plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.at[wg], q_bars.at[wg])
 
-            plgpu.barrier_wait(q_bars.at[wg])
-            row = lambda ref: plgpu.load(ref.at[wg], layout=ROW, optimized=False)
-            tile_of = lambda ref: plgpu.load(ref.at[wg], layout=WGMMA).astype(jnp.float32)
-            delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
-            if has_dlse:
-                delta = delta - row(dlse_smem)
-            delta_smem[wg] = delta
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(delta_smem.at[wg], delta_ref.at[stats])
-            lse2 = row(lse_smem) * LOG2E
+            def differentiate(item, n0):
+                """One block of queries, from the diagonal downwards as in the forward kernel."""
+                qi, (batch, head) = where(item)
+                q0 = qi * block + wg * ROWS
+                rows = pl.ds(q0, ROWS)
+                steps = steps_of((qi + 1) * block)
+                first = n0 + steps - steps_of(q0 + ROWS)
+                unmasked = (
+                    n0 + steps - jnp.minimum((q0 + offset + 1) // bkv, n0 + steps - 1 - first)
+                )
+                end = n0 + steps
 
-            def step(dq_acc, n, masked, begins):
-                slot = slot_of(n)
-                plgpu.barrier_wait(k_full.at[slot])
+                def pass_by(lo, hi):  # steps in which the block's other warpgroups work
+                    @pl.loop(lo, hi)
+                    def _(n):
+                        for full, free in ((k_full, k_free), (v_full, v_free)):
+                            plgpu.barrier_wait(full.at[slot_of(n)])
+                            plgpu.barrier_arrive(free.at[slot_of(n)])
 
-                def matmuls(s_acc, dp_acc):
-                    plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(v_full.at[slot])
-                    plgpu.wgmma(dp_acc, do_smem.at[wg], v_smem.at[slot].transpose((1, 0)))
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    if not begins:  # dQ += dS K of the step before is done too
-                        plgpu.barrier_arrive(k_free.at[slot_of(n - 1)])
-                    if masked:
-                        k0 = (block_steps - 1 - n) * bkv
-                        keys = s_len if ragged else None
-                        s = visible(s, q0 + offset, k0, causal=causal, keys=keys)
-                    p = jnp.exp2(s * (scale * LOG2E) - rows_to(lse2, s.shape))
-                    dp = dp_acc[...]
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    ds = (p * (dp - rows_to(delta, s.shape))).astype(dtype)
-                    plgpu.wgmma(dq_acc, ds, k_smem.at[slot])  # runs on under the next step
+                def step(dq_acc, lse2, delta, n, masked, begins):
+                    slot = slot_of(n)
+                    plgpu.barrier_wait(k_full.at[slot])
 
-                acc = plgpu.ACC((ROWS, bkv), jnp.float32)
-                pl.run_scoped(matmuls, acc, acc)
+                    def matmuls(s_acc, dp_acc):
+                        plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
+                        plgpu.barrier_wait(v_full.at[slot])
+                        plgpu.wgmma(dp_acc, do_smem.at[wg], v_smem.at[slot].transpose((1, 0)))
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        if not begins:  # dQ += dS K of the step before is done too
+                            plgpu.barrier_arrive(k_free.at[slot_of(n - 1)])
+                        if masked:
+                            k0 = (end - 1 - n) * bkv
+                            keys = s_len if ragged else None
+                            s = visible(s, q0 + offset, k0, causal=causal, keys=keys)
+                        p = jnp.exp2(s * (scale * LOG2E) - rows_to(lse2, s.shape))
+                        dp = dp_acc[...]
+                        plgpu.barrier_arrive(v_free.at[slot])
+                        ds = (p * (dp - rows_to(delta, s.shape))).astype(dtype)
+                        plgpu.wgmma(dq_acc, ds, k_smem.at[slot])  # runs on under the next step
 
-            def all_steps_of(dq_acc):
-                step(dq_acc, first, causal or ragged, begins=True)
-                start = first + 1
-                if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two tiles
-                    pl.loop(start, unmasked)(lambda n: step(dq_acc, n, True, begins=False))
-                    start = unmasked
-                pl.loop(start, block_steps)(lambda n: step(dq_acc, n, False, begins=False))
-                return dq_acc[...]
+                    acc = plgpu.ACC((ROWS, bkv), jnp.float32)
+                    pl.run_scoped(matmuls, acc, acc)
 
-            dq = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
-            q_smem[wg] = (dq * scale).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[wg], dq_ref.at[here])
+                def all_steps_of(dq_acc):
+                    plgpu.barrier_wait(q_bars.at[wg])
+                    row = lambda ref: plgpu.load(ref.at[wg], layout=ROW, optimized=False)
+                    tile_of = lambda ref: plgpu.load(ref.at[wg], layout=WGMMA).astype(jnp.float32)
+                    lse2 = row(lse_smem) * LOG2E
+                    delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
+                    if has_dlse:
+                        delta = delta - row(dlse_smem)
+                    plgpu.wait_smem_to_gmem(1)  # the block before has left delta_smem
+                    delta_smem[wg] = delta
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(delta_smem.at[wg], delta_ref.at[batch, head, rows])
+
+                    do_step = functools.partial(step, dq_acc, lse2, delta)
+                    do_step(first, causal or ragged, begins=True)
+                    start = first + 1
+                    if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two tiles
+                        pl.loop(start, unmasked)(lambda n: do_step(n, True, begins=False))
+                        start = unmasked
+                    pl.loop(start, end)(lambda n: do_step(n, False, begins=False))
+                    dq = dq_acc[...]
+                    plgpu.barrier_arrive(k_free.at[slot_of(end - 1)])
+                    pl.when(item + sms < items)(lambda: load_rows(item + sms))
+                    return dq
+
+                @pl.when(q0 < t)
+                def _():
+                    pass_by(n0, first)
+                    dq = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
+                    plgpu.wait_smem_to_gmem(1)  # the block before has left dq_smem
+                    dq_smem[wg] = (dq * scale).astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq_ref.at[batch, rows, head])
+
+                if blocks * block - t >= ROWS:
+
+                    @pl.when(q0 >= t)  # nothing but padding
+                    def _():
+                        plgpu.barrier_wait(q_bars.at[wg])
+                        pl.when(item + sms < items)(lambda: load_rows(item + sms))
+                        pass_by(n0, end)
+
+                return end
+
+            load_rows(lax.axis_index("sm"))
+            work_items(items, sms, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
         def _load():
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
-            @pl.loop(0, block_steps)
-            def _(n):
-                slot = slot_of(n)
-                keys = (batch, pl.ds((block_steps - 1 - n) * bkv, bkv), head // group)
-                for ref, smem, full, free in (
-                    (k_ref, k_smem, k_full, k_free),
-                    (v_ref, v_smem, v_full, v_free),
-                ):
-                    pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                    plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+            def load(item, n0):
+                qi, (batch, head) = where(item)
+                steps = steps_of((qi + 1) * block)
+
+                @pl.loop(n0, n0 + steps)
+                def _(n):
+                    slot = slot_of(n)
+                    keys = (batch, pl.ds((n0 + steps - 1 - n) * bkv, bkv), head // group)
+                    for ref, smem, full, free in (
+                        (k_ref, k_smem, k_full, k_free),
+                        (v_ref, v_smem, v_full, v_free),
+                    ):
+                        pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                        plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+
+                return n0 + steps
+
+            work_items(items, sms, load)
 
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((wgs, ROWS), jnp.float32)
@@ -186,33 +230,26 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, tile)
         attention_backward_dq,
         out_type=(
             jax.ShapeDtypeStruct(q.shape, dtype),
-            jax.ShapeDtypeStruct((b, h, q.shape[1]), jnp.float32),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[
-            smem(wgs, ROWS),
-            smem(wgs, ROWS),
-            smem(wgs, ROWS),
-            smem(stages, bkv),
-            smem(stages, bkv),
-            stat,
-            stat,
-            stat,
+            *[smem(wgs, ROWS)] * 4,
+            *[smem(stages, bkv)] * 2,
+            *[stat] * 3,
             plgpu.Barrier(num_arrivals=4 + has_dlse, num_barriers=wgs),
-            ring(),
-            ring(),
-            ring(num_arrivals=wgs),
-            ring(num_arrivals=wgs),
+            *[ring()] * 2,
+            *[ring(num_arrivals=wgs)] * 2,
         ],
-        grid=(h, b, blocks),
-        grid_names=("head", "batch", "q"),
+        grid=(sms,),
+        grid_names=("sm",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(q, k, v, out, lse, dout, *([dlse] if has_dlse else []))
 
 
-@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile"))
-def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, tile):
+@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile", "sms"))
+def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, tile=None):
     """(dk, dv) like (k, v)."""
     b, _, h, d = q.shape
     t, s_len = lengths
@@ -220,106 +257,150 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, tile):
     group = h // kv_heads
     wgs, bq, stages = tile or dkv_tiles(d)
     block = wgs * ROWS
+    blocks = mosaic.cdiv(s_len, block)
+    items = blocks * b * kv_heads
+    sms = min(sms, items)
     offset = s_len - t
     q_tiles = mosaic.cdiv(t, bq)
+    # dK and dV of one step can run under the next one where P and dS have registers to wait in.
+    lazy = d <= 64 and wgs <= 2
+
+    def where(item):  # -> first key, (batch, kv head); the first keys are seen by most queries
+        return item // (b * kv_heads) * block, (item // kv_heads % b, item % kv_heads)
+
+    def first_tile(k0):  # the first tile of queries that see key k0 or a later one
+        return jnp.clip((k0 - offset) // bq, 0, q_tiles - 1) if causal else jnp.int32(0)
 
     def attention_backward_dkv(
         q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, dk_ref, dv_ref,
-        k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_bars, q_full, do_full, free,
+        k_smem, v_smem, dk_smem, dv_smem, q_smem, do_smem, lse_smem, delta_smem,
+        kv_bars, q_full, do_full, free,
     ):  # fmt: skip
-        kv_head, batch, wg = (lax.axis_index(x) for x in ("head", "batch", "wg"))
-        key0 = lax.axis_index("k") * block  # the first blocks see the most queries
-
-        def first_tile(k0):  # the first tile of queries that see key k0 or a later one
-            return jnp.clip((k0 - offset) // bq, 0, q_tiles - 1) if causal else jnp.int32(0)
-
-        base = first_tile(key0)
-        steps = q_tiles - base  # of each query head
+        wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
         @pl.when(wg < wgs)
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
-            k0 = key0 + wg * ROWS
-            here = (batch, pl.ds(k0, ROWS), kv_head)
-            plgpu.copy_gmem_to_smem(k_ref.at[here], k_smem.at[wg], kv_bars.at[wg])
-            plgpu.copy_gmem_to_smem(v_ref.at[here], v_smem.at[wg], kv_bars.at[wg])
-            first = first_tile(k0) - base  # the queries before are all before this key
-            unmasked = (k0 + ROWS - 1 - offset + bq - 1) // bq - base if causal else 0
-            unmasked = jnp.clip(unmasked, first + 1, steps)
-            plgpu.barrier_wait(kv_bars.at[wg])
 
-            def step(dk_acc, dv_acc, r, n, masked):
-                """Query tile base + r, step n of the block."""
-                slot = slot_of(n)
-                plgpu.barrier_wait(q_full.at[slot])
-                column = lambda ref: lax.broadcast_in_dim(
-                    plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), [1]
-                )
+            def load_kv(item):
+                key0, (batch, kv_head) = where(item)
+                here = (batch, pl.ds(key0 + wg * ROWS, ROWS), kv_head)
+                plgpu.copy_gmem_to_smem(k_ref.at[here], k_smem.at[wg], kv_bars.at[wg])
+                plgpu.copy_gmem_to_smem(v_ref.at[here], v_smem.at[wg], kv_bars.at[wg])
 
-                def matmuls(s_acc, dp_acc):
-                    plgpu.wgmma(s_acc, k_smem.at[wg], q_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(do_full.at[slot])
-                    plgpu.wgmma(dp_acc, v_smem.at[wg], do_smem.at[slot].transpose((1, 0)))
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    if masked:
-                        q0 = (base + r) * bq + offset
-                        s = visible(s, q0, k0, causal=causal, transposed=True)
-                    p = jnp.exp2(s * (scale * LOG2E) - column(lse_smem) * LOG2E)
-                    plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                    ds = (p * (dp - column(delta_smem))).astype(dtype)
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
-                    plgpu.wgmma_wait(0)
+            def differentiate(item, n0):
+                """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
+                key0, (batch, kv_head) = where(item)
+                k0 = key0 + wg * ROWS
+                here = (batch, pl.ds(k0, ROWS), kv_head)
+                base = first_tile(key0)
+                steps = q_tiles - base  # of each query head
+                first = first_tile(k0) - base  # the queries before are all before this key
+                unmasked = (k0 + ROWS - 1 - offset + bq - 1) // bq - base if causal else 0
+                unmasked = jnp.clip(unmasked, first + 1, steps)
+
+                def pass_by(lo, hi):  # steps in which the block's other warpgroups work
+                    @pl.loop(lo, hi)
+                    def _(n):
+                        plgpu.barrier_wait(q_full.at[slot_of(n)])
+                        plgpu.barrier_wait(do_full.at[slot_of(n)])
+                        plgpu.barrier_arrive(free.at[slot_of(n)])
+
+                def release(n):
                     plgpu.commit_smem()  # the statistics were read with plain loads
-                    plgpu.barrier_arrive(free.at[slot])
+                    plgpu.barrier_arrive(free.at[slot_of(n)])
 
-                acc = plgpu.ACC((ROWS, bq), jnp.float32)
-                pl.run_scoped(matmuls, acc, acc)
+                def step(dk_acc, dv_acc, n_head, r, masked, begins):
+                    """Query tile base + r of the head whose steps begin at n_head."""
+                    n = n_head + r
+                    slot = slot_of(n)
+                    plgpu.barrier_wait(q_full.at[slot])
+                    column = lambda ref: lax.broadcast_in_dim(
+                        plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), [1]
+                    )
 
-            def all_heads(dk_acc, dv_acc):
-                @pl.loop(0, group)
-                def _(g):
-                    n0 = g * steps
+                    def matmuls(s_acc, dp_acc):
+                        plgpu.wgmma(s_acc, k_smem.at[wg], q_smem.at[slot].transpose((1, 0)))
+                        plgpu.barrier_wait(do_full.at[slot])
+                        plgpu.wgmma(dp_acc, v_smem.at[wg], do_smem.at[slot].transpose((1, 0)))
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        if lazy and not begins:
+                            release(n - 1)
+                        if masked:
+                            q0 = (base + r) * bq + offset
+                            s = visible(s, q0, k0, causal=causal, transposed=True)
+                        p = jnp.exp2(s * (scale * LOG2E) - column(lse_smem) * LOG2E)
+                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if lazy else 0)
+                        ds = (p * (dp - column(delta_smem))).astype(dtype)
+                        plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+                        if not lazy:
+                            plgpu.wgmma_wait(0)
+                            release(n)
 
-                    @pl.loop(0, first)  # queries that only the block's earlier keys are seen by
-                    def _(r):
-                        plgpu.barrier_wait(q_full.at[slot_of(n0 + r)])
-                        plgpu.barrier_wait(do_full.at[slot_of(n0 + r)])
-                        plgpu.barrier_arrive(free.at[slot_of(n0 + r)])
+                    acc = plgpu.ACC((ROWS, bq), jnp.float32)
+                    pl.run_scoped(matmuls, acc, acc)
 
-                    do_step = functools.partial(step, dk_acc, dv_acc)
-                    do_step(first, n0 + first, causal)
-                    start = first + 1
-                    if causal and (offset % ROWS or bq % ROWS):
-                        pl.loop(start, unmasked)(lambda r: do_step(r, n0 + r, True))
-                        start = unmasked
-                    pl.loop(start, steps)(lambda r: do_step(r, n0 + r, False))
+                def all_heads(dk_acc, dv_acc):
+                    plgpu.barrier_wait(kv_bars.at[wg])
 
-                return dk_acc[...], dv_acc[...]
+                    @pl.loop(0, group)
+                    def _(g):
+                        n_head = n0 + g * steps
+                        pass_by(n_head, n_head + first)
+                        do_step = functools.partial(step, dk_acc, dv_acc, n_head)
+                        do_step(first, causal, begins=True)
+                        start = first + 1
+                        if causal and (offset % ROWS or bq % ROWS):
+                            pl.loop(start, unmasked)(lambda r: do_step(r, True, begins=False))
+                            start = unmasked
+                        pl.loop(start, steps)(lambda r: do_step(r, False, begins=False))
+                        if lazy:
+                            plgpu.wgmma_wait(0)
+                            release(n_head + steps - 1)
 
-            acc = plgpu.ACC((ROWS, d), jnp.float32)
-            dk, dv = pl.run_scoped(all_heads, acc, acc)
-            k_smem[wg] = (dk * scale).astype(dtype)
-            v_smem[wg] = dv.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_smem.at[wg], dk_ref.at[here])
-            plgpu.copy_smem_to_gmem(v_smem.at[wg], dv_ref.at[here])
+                    pl.when(item + sms < items)(lambda: load_kv(item + sms))
+                    return dk_acc[...], dv_acc[...]
+
+                @pl.when(k0 < s_len)
+                def _():
+                    acc = plgpu.ACC((ROWS, d), jnp.float32)
+                    dk, dv = pl.run_scoped(all_heads, acc, acc)
+                    plgpu.wait_smem_to_gmem(0)  # the block before has left
+                    dk_smem[wg] = (dk * scale).astype(dtype)
+                    dv_smem[wg] = dv.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(dk_smem.at[wg], dk_ref.at[here])
+                    plgpu.copy_smem_to_gmem(dv_smem.at[wg], dv_ref.at[here])
+
+                if blocks * block - s_len >= ROWS:
+
+                    @pl.when(k0 >= s_len)  # nothing but padding
+                    def _():
+                        plgpu.barrier_wait(kv_bars.at[wg])
+                        pl.when(item + sms < items)(lambda: load_kv(item + sms))
+                        pass_by(n0, n0 + group * steps)
+
+                return n0 + group * steps
+
+            load_kv(lax.axis_index("sm"))
+            work_items(items, sms, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
         def _load():
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
-            @pl.loop(0, group)
-            def _(g):
-                head = kv_head * group + g
+            def load(item, n0):
+                key0, (batch, kv_head) = where(item)
+                base = first_tile(key0)
+                steps = q_tiles - base
 
-                @pl.loop(0, steps)
-                def _(r):
-                    n = g * steps + r
-                    slot = slot_of(n)
-                    at = pl.ds((base + r) * bq, bq)
+                @pl.loop(0, group * steps)
+                def _(i):
+                    n, slot = n0 + i, slot_of(n0 + i)
+                    head, at = kv_head * group + i // steps, pl.ds((base + i % steps) * bq, bq)
                     rows, stats = (batch, at, head), (batch, head, at)
                     pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                     for ref, index, smem, full in (
@@ -330,6 +411,10 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, tile):
                     ):
                         plgpu.copy_gmem_to_smem(ref.at[index], smem.at[slot], full.at[slot])
 
+                return n0 + group * steps
+
+            work_items(items, sms, load)
+
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((stages, bq), jnp.float32)
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
@@ -338,19 +423,15 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, tile):
         attention_backward_dkv,
         out_type=(like, like),
         scratch_types=[
-            smem(wgs, ROWS),
-            smem(wgs, ROWS),
-            smem(stages, bq),
-            smem(stages, bq),
-            stat,
-            stat,
+            *[smem(wgs, ROWS)] * 4,
+            *[smem(stages, bq)] * 2,
+            *[stat] * 2,
             plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
-            ring(num_arrivals=2),
-            ring(num_arrivals=2),
+            *[ring(num_arrivals=2)] * 2,
             ring(num_arrivals=wgs),
         ],
-        grid=(kv_heads, b, mosaic.cdiv(s_len, block)),
-        grid_names=("head", "batch", "k"),
+        grid=(sms,),
+        grid_names=("sm",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -67,12 +67,33 @@ def rows_to(vector, shape):
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile"))
-def forward(q, k, v, *, lengths, causal: bool, scale: float, tile: Tiles | None = None):
-    """(out like q, lse (B, H, T) fp32, natural log).
+def stat_rows(t: int) -> int:
+    """Length of the arrays of row statistics (lse, delta) for t queries.
+
+    A whole number of blocks of every kernel: a copy of a contiguous row is a plain bulk copy, which
+    nothing clips at the end of the row.
+    """
+    return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
+
+
+def sm_count() -> int:
+    """Blocks of the kernels' persistent grids: one for each SM (132 on an H100 or H200)."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
+
+
+def work_items(items: int, sms: int, body, carry=0):
+    """carry = body(item, carry) for this block's share of the items 0, 1, ... (longest first)."""
+    mine = lax.axis_index("sm")
+    share = (items - mine + sms - 1) // sms
+    return lax.fori_loop(0, share, lambda i, c: body(mine + i * sms, c), jnp.int32(carry))
+
+
+@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile", "sms"))
+def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Tiles | None = None):
+    """(out like q, lse (B, H, stat_rows(T)) fp32, natural log).
 
     lengths: the true T and S; the axes themselves are padded to multiples of 8, because a TMA copy
-    into wgmma's layout moves groups of 8 rows.  Rows past T are finite and mean nothing.
+    into wgmma's layout moves groups of 8 rows.  Rows past T mean nothing.
     """
     b, _, h, d = q.shape
     t, s_len = lengths
@@ -80,38 +101,37 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, tile: Tiles | None 
     wgs, bkv, stages = tile or tiles(d)
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
+    items = blocks * b * h
+    sms = min(sms, items)
     offset = s_len - t  # query i stands at position i + offset of the keys
     all_steps = mosaic.cdiv(s_len, bkv)
     ragged = s_len % bkv != 0
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
+    def where(item):  # -> block of queries, (batch, head); the longest causal blocks first
+        qi = item // (b * h)
+        return (blocks - 1 - qi if causal else qi), (item // h % b, item % h)
+
+    def steps_of(q_end):  # key tiles that the queries before q_end can see
+        if not causal:
+            return jnp.int32(all_steps)
+        return jnp.clip((q_end + offset + bkv - 1) // bkv, 1, all_steps)
+
     def attention_forward(
         q_ref, k_ref, v_ref, o_ref, lse_ref,
-        q_smem, k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn,
+        q_smem, o_smem, k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn,
     ):  # fmt: skip
-        head, batch, wg = (lax.axis_index(x) for x in ("head", "batch", "wg"))
-        # The longest causal blocks first: the short ones then fill the gaps at the end.
-        qi = (blocks - 1) - lax.axis_index("q") if causal else lax.axis_index("q")
-
-        def steps_of(q_end):  # key tiles that the queries before q_end can see
-            if not causal:
-                return jnp.int32(all_steps)
-            return jnp.clip((q_end + offset + bkv - 1) // bkv, 1, all_steps)
-
-        # Step n of the block takes key tile block_steps - 1 - n: from the diagonal downwards.
-        block_steps = steps_of((qi + 1) * block)
+        wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
         @pl.when(wg < wgs)
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
-            q0 = qi * block + wg * ROWS
-            here = (batch, pl.ds(q0, ROWS), head)
-            plgpu.copy_gmem_to_smem(q_ref.at[here], q_smem.at[wg], q_bars.at[wg])
-            # This warpgroup's first step (the others may see further), and its first step without
-            # a mask: from there on the last key of the tile is visible to the first query.
-            first = block_steps - steps_of(q0 + ROWS)
-            unmasked = block_steps - jnp.minimum((q0 + offset + 1) // bkv, block_steps - first - 1)
+
+            def load_q(item):
+                qi, (batch, head) = where(item)
+                rows = pl.ds(qi * block + wg * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[wg], q_bars.at[wg])
 
             def my_turn():
                 if wgs > 1:
@@ -121,97 +141,142 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, tile: Tiles | None 
                 if wgs > 1:
                     plgpu.barrier_arrive(turn.at[lax.rem(wg + 1, jnp.int32(wgs))])
 
-            def softmax(s, n, m, l, masked):
-                if masked:
-                    k0 = (block_steps - 1 - n) * bkv
-                    keys = s_len if ragged else None
-                    s = visible(s, q0 + offset, k0, causal=causal, keys=keys)
-                m_new = jnp.maximum(m, jnp.max(s, axis=1) * scale2)
-                alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(s * scale2 - rows_to(m_new, s.shape))
-                return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
+            def attend(item, n0):
+                """One block of queries; its steps are n0, n0 + 1, ... of this kernel block.
 
-            def first_scores(s_acc):
-                plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot_of(first)].transpose((1, 0)))
-                next_turn()
-                return s_acc[...]
+                Step n0 + i takes key tile steps - 1 - i: from the diagonal downwards, so that the
+                mask is a matter of the first steps alone.
+                """
+                qi, (batch, head) = where(item)
+                q0 = qi * block + wg * ROWS
+                steps = steps_of((qi + 1) * block)
+                # This warpgroup's first step (the others may see further), and its first step
+                # without a mask: its tile's last key is visible to the first query.
+                first = n0 + steps - steps_of(q0 + ROWS)
+                unmasked = (
+                    n0 + steps - jnp.minimum((q0 + offset + 1) // bkv, n0 + steps - 1 - first)
+                )
+                end = n0 + steps
 
-            def step(o_acc, n, carry, masked):
-                p, m, l = carry
-                slot, before = slot_of(n), slot_of(n - 1)
-                plgpu.barrier_wait(k_full.at[slot])
-                my_turn()
+                def pass_by(lo, hi):  # steps in which the block's other warpgroups work
+                    @pl.loop(lo, hi)
+                    def _(n):
+                        plgpu.barrier_wait(k_full.at[slot_of(n)])
+                        my_turn()
+                        next_turn()
+                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
+                        plgpu.barrier_wait(v_full.at[slot_of(n)])
+                        plgpu.barrier_arrive(v_free.at[slot_of(n)])
 
-                def issue(s_acc):
-                    plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(v_full.at[before])
-                    plgpu.wgmma(o_acc, p, v_smem.at[before])
+                def softmax(s, n, m, l, masked):
+                    if masked:
+                        k0 = (end - 1 - n) * bkv
+                        keys = s_len if ragged else None
+                        s = visible(s, q0 + offset, k0, causal=causal, keys=keys)
+                    m_new = jnp.maximum(m, jnp.max(s, axis=1) * scale2)
+                    alpha = jnp.exp2(m - m_new)
+                    p = jnp.exp2(s * scale2 - rows_to(m_new, s.shape))
+                    return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
+
+                def first_scores(s_acc):
+                    plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot_of(first)].transpose((1, 0)))
                     next_turn()
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
+                    return s_acc[...]
 
-                s = pl.run_scoped(issue, plgpu.ACC((ROWS, bkv), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
-                p, m, l, alpha = softmax(s, n, m, l, masked)
-                o = o_acc[...]  # waits for O += P V
-                plgpu.barrier_arrive(v_free.at[before])
-                o_acc[...] = o * rows_to(alpha, o.shape)
-                return p, m, l
-
-            def all_steps_of(o_acc):
-                @pl.loop(0, first)  # tiles that only the block's later warpgroups see
-                def _(n):
-                    plgpu.barrier_wait(k_full.at[slot_of(n)])
+                def step(o_acc, n, carry, masked):
+                    p, m, l = carry
+                    slot, before = slot_of(n), slot_of(n - 1)
+                    plgpu.barrier_wait(k_full.at[slot])
                     my_turn()
-                    next_turn()
-                    plgpu.barrier_arrive(k_free.at[slot_of(n)])
-                    plgpu.barrier_wait(v_full.at[slot_of(n)])
-                    plgpu.barrier_arrive(v_free.at[slot_of(n)])
 
-                plgpu.barrier_wait(q_bars.at[wg])
-                plgpu.barrier_wait(k_full.at[slot_of(first)])
-                my_turn()
-                s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot_of(first)])
-                row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
-                p, m, l, _ = softmax(s, first, row(LOWEST), row(0), masked=causal or ragged)
-                start = first + 1
-                if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two tiles
-                    body = functools.partial(step, o_acc, masked=True)
-                    p, m, l = lax.fori_loop(start, unmasked, body, (p, m, l))
-                    start = unmasked
-                body = functools.partial(step, o_acc, masked=False)
-                p, m, l = lax.fori_loop(start, block_steps, body, (p, m, l))
+                    def issue(s_acc):
+                        plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
+                        plgpu.barrier_wait(v_full.at[before])
+                        plgpu.wgmma(o_acc, p, v_smem.at[before])
+                        next_turn()
+                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
 
-                last = slot_of(block_steps - 1)
-                plgpu.barrier_wait(v_full.at[last])
-                plgpu.wgmma(o_acc, p, v_smem.at[last])
-                return o_acc[...], m, l
+                    s = pl.run_scoped(issue, plgpu.ACC((ROWS, bkv), jnp.float32))
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    p, m, l, alpha = softmax(s, n, m, l, masked)
+                    o = o_acc[...]  # waits for O += P V
+                    plgpu.barrier_arrive(v_free.at[before])
+                    o_acc[...] = o * rows_to(alpha, o.shape)
+                    return p, m, l
 
+                def all_steps_of(o_acc):
+                    plgpu.barrier_wait(q_bars.at[wg])
+                    plgpu.barrier_wait(k_full.at[slot_of(first)])
+                    my_turn()
+                    s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
+                    plgpu.barrier_arrive(k_free.at[slot_of(first)])
+                    row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
+                    p, m, l, _ = softmax(s, first, row(LOWEST), row(0), masked=causal or ragged)
+                    start = first + 1
+                    if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two tiles
+                        body = functools.partial(step, o_acc, masked=True)
+                        p, m, l = lax.fori_loop(start, unmasked, body, (p, m, l))
+                        start = unmasked
+                    body = functools.partial(step, o_acc, masked=False)
+                    p, m, l = lax.fori_loop(start, end, body, (p, m, l))
+                    pl.when(item + sms < items)(lambda: load_q(item + sms))
+                    last = slot_of(end - 1)
+                    plgpu.barrier_wait(v_full.at[last])
+                    plgpu.wgmma(o_acc, p, v_smem.at[last])
+                    o = o_acc[...]
+                    plgpu.barrier_arrive(v_free.at[last])
+                    return o, m, l
+
+                @pl.when(q0 < t)
+                def _():
+                    pass_by(n0, first)
+                    o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
+                    plgpu.wait_smem_to_gmem(0)  # the block before has left o_smem
+                    o_smem[wg] = (o * rows_to(1 / l, o.shape)).astype(dtype)
+                    lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
+                    plgpu.commit_smem()
+                    rows = pl.ds(q0, ROWS)
+                    plgpu.copy_smem_to_gmem(o_smem.at[wg], o_ref.at[batch, rows, head])
+                    plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows])
+
+                if blocks * block - t >= ROWS:
+
+                    @pl.when(q0 >= t)  # nothing but padding
+                    def _():
+                        plgpu.barrier_wait(q_bars.at[wg])
+                        pl.when(item + sms < items)(lambda: load_q(item + sms))
+                        pass_by(n0, end)
+
+                return end
+
+            load_q(lax.axis_index("sm"))
             if wgs > 1:
                 pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
-            o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
-
-            q_smem[wg] = (o * rows_to(1 / l, o.shape)).astype(dtype)
-            lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[wg], o_ref.at[here])
-            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, pl.ds(q0, ROWS)])
+            work_items(items, sms, attend)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
         def _load():
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
-            @pl.loop(0, block_steps)
-            def _(n):
-                slot = slot_of(n)
-                keys = (batch, pl.ds((block_steps - 1 - n) * bkv, bkv), head // group)
-                for ref, smem, full, free in (
-                    (k_ref, k_smem, k_full, k_free),
-                    (v_ref, v_smem, v_full, v_free),
-                ):
-                    pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                    plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+            def load(item, n0):
+                qi, (batch, head) = where(item)
+                steps = steps_of((qi + 1) * block)
+
+                @pl.loop(n0, n0 + steps)
+                def _(n):
+                    slot = slot_of(n)
+                    keys = (batch, pl.ds((n0 + steps - 1 - n) * bkv, bkv), head // group)
+                    for ref, smem, full, free in (
+                        (k_ref, k_smem, k_full, k_free),
+                        (v_ref, v_smem, v_full, v_free),
+                    ):
+                        pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                        plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+
+                return n0 + steps
+
+            work_items(items, sms, load)
 
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
@@ -219,9 +284,10 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, tile: Tiles | None 
         attention_forward,
         out_type=(
             jax.ShapeDtypeStruct(q.shape, dtype),
-            jax.ShapeDtypeStruct((b, h, q.shape[1]), jnp.float32),
+            jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
         ),
         scratch_types=[
+            smem(wgs, ROWS),
             smem(wgs, ROWS),
             smem(stages, bkv),
             smem(stages, bkv),
@@ -233,8 +299,8 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, tile: Tiles | None 
             ring(num_arrivals=wgs),
             plgpu.Barrier(num_barriers=wgs),
         ],
-        grid=(h, b, blocks),
-        grid_names=("head", "batch", "q"),
+        grid=(sms,),
+        grid_names=("sm",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
