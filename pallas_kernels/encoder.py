@@ -165,7 +165,6 @@ def _backward(tokens, dy, v, wte_dtype, positions, wpe_dtype):
     (b, t), width = tokens.shape, dy.shape[-1]
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
-    # The position sums go first: they leave a good part of dy in the level-2 cache.
     sums, *dwpe = _sums(runs, dy, t, wpe_dtype if positions else None)
     dwte = _vocabulary(runs, dy, sums, v, wte_dtype)[:, :width]
     return dwte, jnp.pad(dwpe[0][:, :width], ((0, positions - t), (0, 0))) if dwpe else None
@@ -216,7 +215,7 @@ def _sums(runs, dy, t, wpe_dtype):
     ids, order, _ = runs
     n, c = dy.shape
     tiles = n // _TILE
-    positions = t if wpe_dtype else 0
+    positions = 0 if wpe_dtype is None else t
     tile, loads, layout = _columns(c, dy.dtype, jnp.float32)
 
     def encoder_backward_sums(ids_ref, order_ref, dy_ref, sums_ref, *dwpe_ref):
