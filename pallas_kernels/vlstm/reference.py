@@ -40,9 +40,9 @@ def recurrent(
     starts = _starts(segment_ids, i.shape[:2])
 
     def position(state, x):
-        *token, start = x
+        q, k, v, i, f, start = x
         state = tuple(jnp.where(_as_rank(start, s.ndim), 0, s) for s in state)
-        h, state = step(*token, state, **options)
+        h, state = step(q, k, v, i, f, state, **options)
         return state, h
 
     sequence = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, i, f, starts))
