@@ -4,16 +4,22 @@ from pallas_kernels.attention import attention
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.encoder import encoder
 from pallas_kernels.gelu import gelu
+from pallas_kernels.layer_norm import add_layer_norm, layer_norm
+from pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.rope import RopeScaling, rope
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.vlstm import vlstm, vlstm_step
 
 __all__ = [
     "RopeScaling",
+    "add_layer_norm",
+    "add_rms_norm",
     "attention",
     "cross_entropy",
     "encoder",
     "gelu",
+    "layer_norm",
+    "rms_norm",
     "rope",
     "swiglu",
     "vlstm",

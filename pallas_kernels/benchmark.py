@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,8 @@ def gpu_ms(f: Callable, *args) -> float:
     f = jax.jit(f)
     jax.block_until_ready(f(*args))
     _, times = profiler.measure(f, iterations=_CALLS)(*args)
+    if times is None:
+        raise RuntimeError("CUPTI saw no kernel")
     return statistics.median(times)
 
 
@@ -123,7 +126,7 @@ def ceilings() -> dict[str, float]:
     spec, sizes = A("N N"), {"N": 2**15}
     x = array(spec, sizes, 0)
     copy = jax.jit(jnp.copy)  # not always a kernel, so that only the clock on the wall sees it
-    copy(x).block_until_ready()
+    y = copy(x).block_until_ready()
     start = time.perf_counter()
     for _ in range(_CALLS):
         y = copy(x)
@@ -270,7 +273,7 @@ def run(ops, out: Path) -> dict:
     """Measures the named ops (none: all); shows a table, writes benchmark.json and roofline.png."""
     console = Console() if sys.stdout.isatty() else Console(width=170)
     device = jax.devices()[0]
-    result = {
+    result: dict[str, Any] = {
         "device": device.device_kind,
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
         "platform": device.client.platform_version,

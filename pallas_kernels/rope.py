@@ -15,7 +15,7 @@ the reference takes the same float32 angle even in float64.
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,8 +129,8 @@ class _Tile(NamedTuple):
 
     rows: int  # positions
     pairs: int
-    one: plgpu.Layout  # of (rows, pairs)
-    both: plgpu.Layout | None  # of (rows, pairs, 2), for the interleaved layout
+    one: Any  # layout of (rows, pairs)
+    both: Any  # layout of (rows, pairs, 2), for the interleaved layout
 
 
 def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
