@@ -14,7 +14,6 @@ computes S and dP transposed, so that P^T and dS^T are already where a wgmma tak
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from pallas_kernels.attention.forward_sm90 import (
     ROW,
     ROWS,
     WGMMA,
+    Tiles,
     registers,
     rows_to,
     visible,
@@ -36,20 +36,12 @@ from pallas_kernels.attention.forward_sm90 import (
 )
 
 
-class Tiles(NamedTuple):
-    """How a backward kernel is cut up."""
-
-    wgs: int  # computing warpgroups of a block, 64 rows each
-    step: int  # keys (dQ) or queries (dK/dV) of one step
-    stages: int  # steps in flight
-
-
 def dq_tiles(head_dim: int) -> Tiles:
-    return Tiles(wgs=2, step=128, stages=2) if head_dim <= 64 else Tiles(wgs=2, step=64, stages=2)
+    return Tiles(3, 64, 3, True) if head_dim <= 64 else Tiles(2, 64, 2, False)
 
 
 def dkv_tiles(head_dim: int) -> Tiles:
-    return Tiles(wgs=2, step=64, stages=2)
+    return Tiles(2, 64, 3, True) if head_dim <= 64 else Tiles(2, 64, 2, False)
 
 
 def backward(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms):
@@ -69,11 +61,11 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
     b, _, h, d = q.shape
     t, s_len = lengths
     group, dtype = h // k.shape[2], q.dtype
-    wgs, bkv, stages = tile or dq_tiles(d)
+    wgs, bkv, stages, persistent = tile or dq_tiles(d)
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
-    sms = min(sms, items)
+    grid = min(sms, items) if persistent else items
     offset = s_len - t
     all_steps = mosaic.cdiv(s_len, bkv)
     ragged = s_len % bkv != 0
@@ -90,7 +82,9 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
 
     def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
         dlse_ref, dq_ref, delta_ref, *rest = rest if has_dlse else (None, *rest)
-        (q_smem, do_smem, o_smem, dq_smem, k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
+        # dQ leaves through the buffer of O, unless the next item's O is on its way into that.
+        q_smem, do_smem, o_smem, dq_smem, *rest = rest if grid < items else (*rest[:3], *rest[2:])
+        (k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
          q_bars, k_full, v_full, k_free, v_free) = rest  # fmt: skip
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
@@ -174,7 +168,7 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
                     pl.loop(start, end)(lambda n: do_step(n, False, begins=False))
                     dq = dq_acc[...]
                     plgpu.barrier_arrive(k_free.at[slot_of(end - 1)])
-                    pl.when(item + sms < items)(lambda: load_rows(item + sms))
+                    pl.when(item + grid < items)(lambda: load_rows(item + grid))
                     return dq
 
                 @pl.when(q0 < t)
@@ -191,13 +185,13 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
                     @pl.when(q0 >= t)  # nothing but padding
                     def _():
                         plgpu.barrier_wait(q_bars.at[wg])
-                        pl.when(item + sms < items)(lambda: load_rows(item + sms))
+                        pl.when(item + grid < items)(lambda: load_rows(item + grid))
                         pass_by(n0, end)
 
                 return end
 
-            load_rows(lax.axis_index("sm"))
-            work_items(items, sms, differentiate)
+            load_rows(lax.axis_index("block"))
+            work_items(items, grid, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
@@ -221,7 +215,7 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
 
                 return n0 + steps
 
-            work_items(items, sms, load)
+            work_items(items, grid, load)
 
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((wgs, ROWS), jnp.float32)
@@ -233,15 +227,15 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[
-            *[smem(wgs, ROWS)] * 4,
+            *[smem(wgs, ROWS)] * (4 if grid < items else 3),
             *[smem(stages, bkv)] * 2,
             *[stat] * 3,
             plgpu.Barrier(num_arrivals=4 + has_dlse, num_barriers=wgs),
             *[ring()] * 2,
             *[ring(num_arrivals=wgs)] * 2,
         ],
-        grid=(sms,),
-        grid_names=("sm",),
+        grid=(grid,),
+        grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -255,11 +249,11 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, til
     t, s_len = lengths
     kv_heads, dtype = k.shape[2], q.dtype
     group = h // kv_heads
-    wgs, bq, stages = tile or dkv_tiles(d)
+    wgs, bq, stages, persistent = tile or dkv_tiles(d)
     block = wgs * ROWS
     blocks = mosaic.cdiv(s_len, block)
     items = blocks * b * kv_heads
-    sms = min(sms, items)
+    grid = min(sms, items) if persistent else items
     offset = s_len - t
     q_tiles = mosaic.cdiv(t, bq)
     # dK and dV of one step can run under the next one where P and dS have registers to wait in.
@@ -332,7 +326,7 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, til
                             s = visible(s, q0, k0, causal=causal, transposed=True)
                         p = jnp.exp2(s * (scale * LOG2E) - column(lse_smem) * LOG2E)
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if lazy else 0)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                         ds = (p * (dp - column(delta_smem))).astype(dtype)
                         plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
                         if not lazy:
@@ -360,7 +354,7 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, til
                             plgpu.wgmma_wait(0)
                             release(n_head + steps - 1)
 
-                    pl.when(item + sms < items)(lambda: load_kv(item + sms))
+                    pl.when(item + grid < items)(lambda: load_kv(item + grid))
                     return dk_acc[...], dv_acc[...]
 
                 @pl.when(k0 < s_len)
@@ -379,13 +373,13 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, til
                     @pl.when(k0 >= s_len)  # nothing but padding
                     def _():
                         plgpu.barrier_wait(kv_bars.at[wg])
-                        pl.when(item + sms < items)(lambda: load_kv(item + sms))
+                        pl.when(item + grid < items)(lambda: load_kv(item + grid))
                         pass_by(n0, n0 + group * steps)
 
                 return n0 + group * steps
 
-            load_kv(lax.axis_index("sm"))
-            work_items(items, sms, differentiate)
+            load_kv(lax.axis_index("block"))
+            work_items(items, grid, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
@@ -413,7 +407,7 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, til
 
                 return n0 + group * steps
 
-            work_items(items, sms, load)
+            work_items(items, grid, load)
 
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((stages, bq), jnp.float32)
@@ -430,8 +424,8 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, til
             *[ring(num_arrivals=2)] * 2,
             ring(num_arrivals=wgs),
         ],
-        grid=(sms,),
-        grid_names=("sm",),
+        grid=(grid,),
+        grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
