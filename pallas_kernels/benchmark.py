@@ -9,7 +9,8 @@ its backward pass 2.5 times the forward pass.  The ceilings are measured in the 
 (read plus written) and an 8192^3 bfloat16 matmul.  The backward pass of a kernel is timed with what
 its forward pass saved; that of XLA starts from the inputs and may recompute what it likes.  Errors
 are relative, root mean square, against float64, the worst of the outputs or gradients, at smaller
-sizes.  What is run is the table in benchmark_cases.py: an op joins with one entry.
+sizes.  What is run is the table in benchmark_cases.py: an op joins with one entry.  All ops take
+several minutes, most of it compiling; benchmark.json is written after each case.
 """
 
 import argparse
@@ -298,7 +299,11 @@ def run(ops, out: Path) -> dict:
         task = bar.add_task("", total=len(todo))
         for case, sizes in todo:
             bar.update(task, description=f"{case.op} {_text(sizes)}")
-            result["records"] += measure(case, sizes, result["ceilings"], known)
+            records = measure(case, sizes, result["ceilings"], known)
+            for r in records if result["ceilings"] else ():  # minutes in all: show what is there
+                ms = ", ".join(f"{name} {t:.4f} ms" for name, t in r["ms"].items())
+                bar.console.print(f"{r['op']} {_text(sizes)} {r['direction']}: {ms}", markup=False)
+            result["records"] += records
             (out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
             bar.advance(task)
     draw(result, out / "roofline.png")
