@@ -29,6 +29,7 @@ from pallas_kernels.attention.forward_sm90 import (
     ROWS,
     WGMMA,
     Tiles,
+    item_order,
     registers,
     rows_to,
     visible,
@@ -71,9 +72,12 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
     ragged = s_len % bkv != 0
     has_dlse = dlse is not None
 
+    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
+    order = item_order(blocks, b * h, pair_bytes, persistent)
+
     def where(item):  # -> block of queries, (batch, head); the longest causal blocks first
-        qi = item // (b * h)
-        return (blocks - 1 - qi if causal else qi), (item // h % b, item % h)
+        level, pair = order(item)
+        return (blocks - 1 - level if causal else level), (pair // h, pair % h)
 
     def steps_of(q_end):
         if not causal:
@@ -259,8 +263,12 @@ def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, til
     # dK and dV of one step can run under the next one where P and dS have registers to wait in.
     lazy = d <= 64 and wgs <= 2
 
+    pair_bytes = 4 * t * d * group  # Q and dO of a kv head
+    order = item_order(blocks, b * kv_heads, pair_bytes, persistent)
+
     def where(item):  # -> first key, (batch, kv head); the first keys are seen by most queries
-        return item // (b * kv_heads) * block, (item // kv_heads % b, item % kv_heads)
+        level, pair = order(item)
+        return level * block, (pair // kv_heads, pair % kv_heads)
 
     def first_tile(k0):  # the first tile of queries that see key k0 or a later one
         return jnp.clip((k0 - offset) // bq, 0, q_tiles - 1) if causal else jnp.int32(0)

@@ -29,6 +29,7 @@ WGMMA = plgpu.Layout.WGMMA
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+L2_BYTES = 16 << 20  # of an H100's 50 MB, for the operands that the running blocks stream
 ROWS = 64  # rows of one wgmma: queries (or keys, in the backward) of one warpgroup
 
 
@@ -83,6 +84,24 @@ def sm_count() -> int:
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
+def item_order(levels: int, pairs: int, pair_bytes: int, persistent: bool):
+    """item -> (level, pair): which block of rows (0: the longest) of which (batch, head).
+
+    Longest first, so that the short blocks fill the gaps at the end.  Blocks that the hardware
+    hands out in order go through the pairs in sections whose streamed operands stay in the L2
+    cache together: with all pairs at once dQ takes 1.18 x the time (H100, B4 T4096 32/8 D128).
+    """
+    section = pairs if persistent else max(1, min(pairs, L2_BYTES // pair_bytes))
+
+    def decode(item):
+        start = item // (section * levels) * section  # the first pair of the section
+        width = jnp.minimum(section, pairs - start)  # the last section may be a narrow one
+        rest = item - start * levels
+        return rest // width, start + rest % width
+
+    return decode
+
+
 def work_items(items: int, blocks: int, body) -> None:
     """n = body(item, n) for this block's share of the items 0, 1, ... (the longest first).
 
@@ -116,9 +135,12 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
     ragged = s_len % bkv != 0
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
+    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
+    order = item_order(blocks, b * h, pair_bytes, persistent)
+
     def where(item):  # -> block of queries, (batch, head); the longest causal blocks first
-        qi = item // (b * h)
-        return (blocks - 1 - qi if causal else qi), (item // h % b, item % h)
+        level, pair = order(item)
+        return (blocks - 1 - level if causal else level), (pair // h, pair % h)
 
     def steps_of(q_end):  # key tiles that the queries before q_end can see
         if not causal:
