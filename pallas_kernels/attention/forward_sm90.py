@@ -29,7 +29,6 @@ WGMMA = plgpu.Layout.WGMMA
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
-L2_BYTES = 16 << 20  # of an H100's 50 MB, for the operands that the running blocks stream
 ROWS = 64  # rows of one wgmma: queries (or keys, in the backward) of one warpgroup
 
 
@@ -39,12 +38,16 @@ class Tiles(NamedTuple):
     wgs: int  # computing warpgroups of a block, 64 rows each
     step: int  # columns of one step: keys, or queries in the dK/dV kernel
     stages: int  # steps in flight
-    persistent: bool  # a block for each SM, which takes several work items; else one for each item
+    # True: a block for each SM, which takes several work items and loads the next rows early.
+    # False: a block for each item, which the hardware hands out.
+    persistent: bool
+    section: int | None  # MiB of streamed operands of the heads worked on at a time; None: all
 
 
 def tiles(head_dim: int) -> Tiles:
-    # H100: persistent blocks take 0.94 x the time at D = 64, but 1.13 x at D = 128, T = 16384.
-    return Tiles(3, 128, 2, True) if head_dim <= 64 else Tiles(2, 128, 2, False)
+    # H100, B32 T1024 12/12 D64: 0.185 ms, not persistent 0.192.  B1 T16384 16/16 D128: 1.56 ms,
+    # persistent 1.72; two 64-key tiles instead of one of 128 cost 9 to 12% there.
+    return Tiles(3, 128, 2, True, None) if head_dim <= 64 else Tiles(2, 128, 2, False, 16)
 
 
 def registers(wgs: int) -> tuple[int, int]:
@@ -84,14 +87,13 @@ def sm_count() -> int:
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
-def item_order(levels: int, pairs: int, pair_bytes: int, persistent: bool):
+def item_order(levels: int, pairs: int, pair_bytes: int, section: int | None):
     """item -> (level, pair): which block of rows (0: the longest) of which (batch, head).
 
-    Longest first, so that the short blocks fill the gaps at the end.  Blocks that the hardware
-    hands out in order go through the pairs in sections whose streamed operands stay in the L2
-    cache together: with all pairs at once dQ takes 1.18 x the time (H100, B4 T4096 32/8 D128).
+    Longest first, so that the short blocks fill the gaps at the end; but one section of the pairs
+    after the other, so that what the running blocks stream stays in the L2 cache (50 MB).
     """
-    section = pairs if persistent else max(1, min(pairs, L2_BYTES // pair_bytes))
+    section = pairs if section is None else max(1, min(pairs, (section << 20) // pair_bytes))
 
     def decode(item):
         start = item // (section * levels) * section  # the first pair of the section
@@ -125,7 +127,7 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
     b, _, h, d = q.shape
     t, s_len = lengths
     group, dtype = h // k.shape[2], q.dtype
-    wgs, bkv, stages, persistent = tile or tiles(d)
+    wgs, bkv, stages, persistent, section = tile or tiles(d)
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
@@ -136,7 +138,7 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    order = item_order(blocks, b * h, pair_bytes, persistent)
+    order = item_order(blocks, b * h, pair_bytes, section)
 
     def where(item):  # -> block of queries, (batch, head); the longest causal blocks first
         level, pair = order(item)

@@ -1,13 +1,19 @@
 import functools
 
-import attention_interpreter  # noqa: F401  (before jax starts)
+import attention_interpreter  # before jax starts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_checks import ON_GPU, check_op, normal
 
-from pallas_kernels.attention import attention, attention_reference, forward_sm90, why_not
+from pallas_kernels.attention import (
+    attention,
+    attention_reference,
+    backward_sm90,
+    forward_sm90,
+    why_not,
+)
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 BF16, FP16 = jnp.bfloat16, jnp.float16
@@ -18,6 +24,10 @@ def _few_sms(monkeypatch):
     """Interpreted blocks take several work items each, as those of a full grid do."""
     if not ON_GPU:
         monkeypatch.setattr(forward_sm90, "sm_count", lambda: 2)
+        if not attention_interpreter.ENOUGH_THREADS:
+            for module, name in ((forward_sm90, "tiles"), (backward_sm90, "dq_tiles")):
+                tiles = getattr(module, name)
+                monkeypatch.setattr(module, name, lambda d, f=tiles: f(d)._replace(wgs=2))
 
 
 def inputs(b, t, s, h, k, d, dtype=BF16, scale=1.0):
