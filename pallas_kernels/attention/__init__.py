@@ -212,9 +212,11 @@ def _attention_forward(q, k, v, call, with_lse):
 
 
 def _attention_backward(call, with_lse, saved, cotangents):
+    q, k, v, out, lse = saved
     dout, dlse = cotangents
-    # Where nobody asked for lse its cotangent is an array of zeros: not worth reading.
-    return backward_sm90.backward(*saved, dout, dlse if with_lse else None, **call._asdict())
+    if not with_lse:
+        dlse = None  # an array of zeros: not worth reading
+    return backward_sm90.backward(q, k, v, out, lse, dout, dlse, **call._asdict())
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
