@@ -30,24 +30,28 @@ LINES = 4  # lines of a register array: the warps of a warpgroup
 SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU they run on
 MAX_COLS = 8192
 
-# Tiles by direction and width: the first line whose width is enough.  Measured on an H100 80GB HBM3
-# with JAX 0.11.2, bfloat16 rows, float32 weight and bias, C = 2.94 TB/s (a copy in the same run).
-#     columns, wide, rows, slots, blocks on an SM      layer norm: share of C, and of what else
-_TILES = {
-    "forward": [
-        (1024, False, 8, 4, 2),  # 32768x768: 0.87; 3, 2 blocks and 4, 16 rows: 0.84, 0.84, 0.85
-        (2048, True, 2, 4, 4),  # 4096x1600: 0.87; 2 and 3 blocks: 0.68, 0.76; narrow: 1.09 (*)
-        (4096, True, 2, 2, 3),  # 16384x4096: 0.90; 1 row in 2 slots, 4 blocks: 0.88; 2 blocks: 0.84
-        (MAX_COLS, True, 1, 8, 1),  # 8192x8192: 0.89; 2 blocks: 0.80
-    ],
-    "backward": [
-        (1024, False, 8, 3, 2),  # 32768x768: 0.88; 4 rows: 0.87
-        (4096, True, 1, 4, 2),  # 16384x4096: 0.95; 2 rows: 0.92.  4096x1600: 0.70; narrow: 0.59
-        (MAX_COLS, True, 1, 2, 2),  # 8192x8192: 0.83; one block with 5 slots: 0.79
-    ],
-}  # (*) in cache; not taken, for the saved statistics have the form of the backward pass, wide.
 _SMEM = 220 * 1024  # of 227 KB; the rest is for barriers and the scratch of reductions
 _SUM_COLS = 32  # columns that one block of the sum over programs takes
+
+# Tiles by direction and width: the first line whose width is enough.  Measured on an H100 80GB HBM3
+# with JAX 0.11.2: layer norm, bfloat16 rows, float32 weight and bias, as shares of C = 2.94 TB/s (a
+# copy in the same run).  In brackets what else was tried: (rows, slots, blocks on an SM).
+_TILES = {
+    "forward": [  # columns, wide, rows, slots, blocks on an SM
+        (1024, False, 4, 2, 8),  # 32768x768: 0.91  [(8,4,2) 0.86, (8,2,6) 0.84, (16,4,2) 0.85]
+        (2048, True, 2, 3, 5),  # 4096x1600: 0.94  [(2,4,2) 0.68, (2,4,4) 0.87, (2,2,6) 0.88]
+        (4096, True, 2, 2, 3),  # 16384x4096: 0.92  [before awaiting the weights last 0.90;
+        #                           then (1,2,4) 0.88, (1,4,3) 0.85, (1,5,2) 0.84]
+        (MAX_COLS, True, 1, 4, 1),  # 8192x8192: 0.95  [(1,8,1) 0.90, (2,4,1) 0.85, (1,2,2) 0.80]
+    ],
+    "backward": [
+        (1024, False, 4, 4, 2),  # 32768x768: 0.87  [(4,6,2) 0.86, (8,3,2) 0.88, (4,4,3) 0.87]
+        (4096, True, 1, 4, 2),  # 16384x4096: 0.98  [2 rows 0.02 less]; 4096x1600, which has to take
+        #                           2 rows: 0.72  [(2,2,4) 0.72, (4,2,3) 0.65, narrow 0.59]
+        (MAX_COLS, True, 1, 2, 2),  # 8192x8192: 0.83  [(1,5,1) 0.79, (1,4,1) 0.77]
+    ],
+}
+_SHORT = 2048  # elements up to which narrow tiles of short rows grow
 
 
 class Plan(NamedTuple):
@@ -197,8 +201,14 @@ def plan(direction, shape, streams, weights) -> Plan:
     # A copy of one row to global memory is not clipped at the row's end, a box of several is.
     least = LINES if not wide else 1 if width == blocks * block else 2
     tile = max(tile, least)
+    while not wide and 2 * tile * blocks * block <= _SHORT:
+        tile *= 2
     while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
-        tile, per_sm = (tile // 2, per_sm) if tile > least else (tile, per_sm - 1)
+        # Narrow tiles keep their height: those of the backward pass may not be the higher ones.
+        if tile > least and (wide or per_sm <= 2):
+            tile //= 2
+        else:
+            per_sm -= 1
     programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
     return Plan(rows, heads, cols, width, block, blocks, wide, tile, min(slots, room), programs)
 

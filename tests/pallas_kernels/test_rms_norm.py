@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, normal
 
-from pallas_kernels import rows
 from pallas_kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -25,8 +24,7 @@ def test_rms_norm_matches_float64(shape, dtype):
     check_op(rms_norm, rms_norm_reference, x, normal(1, shape[-1:]), kernels=KERNELS)
 
 
-def test_weights_for_each_head(monkeypatch):
-    monkeypatch.setattr(rows, "SMS", 1)  # every block works through many tiles
+def test_weights_for_each_head():
     x = normal(0, (29, 2, 64), bf16)
     check_op(rms_norm, rms_norm_reference, x, normal(1, (2, 64), bf16), kernels=KERNELS)
 
