@@ -1,1 +1,9 @@
-"""Checks of shapes and dtypes on every public op, and no caches shared between runs."""
+"""Settings that have to stand before JAX starts."""
+
+import os
+
+# The interpreter runs each warpgroup of a block as a thread of its own and needs them all at once:
+# on a machine of two cores, four warpgroups would wait for each other for ever.
+os.environ.setdefault("NPROC", "16")
+# Several test processes share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

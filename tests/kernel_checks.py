@@ -50,7 +50,9 @@ def check_op(op, reference, *arrays, kernels, differentiable=None, seed=0, ratio
     """
     if differentiable is None:
         differentiable = [
-            i for i, a in enumerate(arrays) if a is not None and jnp.issubdtype(a.dtype, jnp.floating)
+            i
+            for i, a in enumerate(arrays)
+            if a is not None and jnp.issubdtype(a.dtype, jnp.floating)
         ]
     outputs = jax.eval_shape(lambda *a: reference(*a, **options), *arrays)
     rng = np.random.default_rng(seed)

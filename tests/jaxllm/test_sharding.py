@@ -69,10 +69,15 @@ def test_fsdp_and_tensor_split_the_parameters(result):
 
 def test_kernels_run_on_each_device_s_own_part(result):
     # A kernel under plain jit would be given the gathered, whole batch on every device.
-    one, data, tensor = (result["kernels"][m] for m in ("one", "data", "tensor"))
-    assert one["calls"] == data["calls"] > 0
-    assert tensor["calls"] > 0
-    assert data["largest"] < one["largest"]
+    queries = {  # (batch, time, heads, head dimension) that attention is given
+        "one": "8x32x4x64",
+        "data": "2x32x4x64",  # a fourth of the batch
+        "tensor": "4x32x2x64",  # half of the batch (fsdp=2), half of the heads
+    }
+    for mesh, shape in queries.items():
+        assert shape in result["kernels"][mesh]
+        for other in set(queries.values()) - {shape}:
+            assert other not in result["kernels"][mesh]
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
