@@ -117,7 +117,7 @@ class Run:
                     if saving:
                         self._save(step, val_loss)
                     clock = time.perf_counter()
-                if stopping:
+                if stop.received is not None and stopping:
                     self.checkpoints.close()
                     self.log.draw()
                     self.log.say(

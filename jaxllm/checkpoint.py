@@ -30,7 +30,10 @@ class Checkpoints:
         """Orbax's manager; made when first needed, since making it makes the directory."""
         if self._manager is None:
             policy = AnyPreservationPolicy(
-                [LatestN(self._keep), BestN(get_metric_fn=lambda m: m["val_loss"], reverse=True, n=1)]
+                [
+                    LatestN(self._keep),
+                    BestN(get_metric_fn=lambda m: m["val_loss"], reverse=True, n=1),
+                ]
             )
             self._manager = ocp.CheckpointManager(
                 self.directory,

@@ -52,12 +52,14 @@ class Trainer:
         of_params = sharding.shardings(params, self.mesh)
         # jit(optimizer.init) alone forgets the sharding: moments lie like their parameters.
         of_opt_state = optax.tree.map_params(
+            # pyrefly: ignore[bad-argument-type]
             self.optimizer,
             lambda _, s: s,
             jax.eval_shape(self.optimizer.init, params),
             of_params,
             transform_non_params=lambda _: whole,
         )
+        # pyrefly: ignore[bad-argument-type]
         return TrainState(whole, of_params, of_opt_state)
 
     def init(self) -> TrainState:
@@ -123,6 +125,7 @@ class Trainer:
 
     def _loss_sum(self, params, batch) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(self.graph, params)
+        # pyrefly: ignore[missing-attribute]
         losses = model.loss(batch["tokens"], batch["labels"])
         return losses.sum(), (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
@@ -157,4 +160,5 @@ class Trainer:
             "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
         }
+        # pyrefly: ignore[bad-argument-type]
         return TrainState(state.step + 1, params, opt_state), metrics

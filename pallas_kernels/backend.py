@@ -73,6 +73,7 @@ def device_lacks(gpu: Gpu) -> str | None:
         return f"the platform is {platform}, not gpu"
     capability = getattr(jax.devices()[0], "compute_capability", None)
     try:
+        # pyrefly: ignore[bad-argument-type]
         have = float(capability)
     except (TypeError, ValueError):
         return f"compute capability {capability} is not one of an NVIDIA GPU"

@@ -125,11 +125,13 @@ def _forward(tokens, wte, wpe, dtype):
     """
     width = wte.shape[1]
     wte, wpe = _pad(wte), _pad(wpe)
+    # pyrefly: ignore[missing-attribute]
     (b, t), (v, c) = tokens.shape, wte.shape
     batch = min(_BATCH, b)
     blocks = mosaic.cdiv(b, batch) * t
     slab = _SLAB if c % _SLAB == 0 else c
     tables = [wte] if wpe is None else [wte, wpe]
+    # pyrefly: ignore[missing-attribute]
     tile, loads, layout = _columns(slab, dtype, *(table.dtype for table in tables))
 
     def encoder_forward(tokens_ref, wte_ref, *refs):
@@ -163,6 +165,7 @@ def _forward(tokens, wte, wpe, dtype):
 def _backward(tokens, dy, v, wte_dtype, positions, wpe_dtype):
     """dwte (v, C) and dwpe (positions, C), which is None for positions = 0."""
     (b, t), width = tokens.shape, dy.shape[-1]
+    # pyrefly: ignore[missing-attribute]
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
     sums, *dwpe = _sums(runs, dy, t, wpe_dtype if positions else None)

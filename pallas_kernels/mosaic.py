@@ -14,6 +14,7 @@ def warp_rows(vec: int) -> plgpu.Layout:
     A reduction over axis 1 is then registers and five shuffles, with no step through shared
     memory.  A lane holds `vec` consecutive elements of every 32 vec.
     """
+    # pyrefly: ignore[bad-return]
     return plgpu.Layout.TILED(
         plgpu.Tiling(((4, 32 * vec), (vec,))),
         warp_dims=(-3,),

@@ -328,6 +328,7 @@ def forward(name, normalise, n_stats, eps, x, residual, weight, bias):
     x, residual, weight, bias = _flatten(x, weight, bias, (x, residual))
     arrays = _given(x=x, residual=residual, weight=weight, bias=bias)
     streams, weights = _given(x=x, residual=residual), _given(weight=weight, bias=bias)
+    # pyrefly: ignore[missing-attribute]
     p = plan("forward", x.shape, streams, weights)
     stats = jax.ShapeDtypeStruct((p.heads, p.tiles * p.groups, LINES), jnp.float32)
 
@@ -386,6 +387,7 @@ def backward(name, differentiate, x, stats, dy, ds, weight, bias):
     arrays = _given(x=x, dy=dy, ds=ds, weight=weight)
     streams, weights = _given(x=x, dy=dy, ds=ds), _given(weight=weight)
     sums = _given(weight=weight, bias=bias)
+    # pyrefly: ignore[missing-attribute]
     p = plan("backward", x.shape, streams, weights)
     assert all(a.shape[1] >= p.tiles * p.groups for a in stats), "a set without statistics"
     parts = (p.heads, p.programs + -p.programs % LINES, p.blocks, p.block)
@@ -434,6 +436,7 @@ def backward(name, differentiate, x, stats, dy, ds, weight, bias):
         body,
         name,
         p,
+        # pyrefly: ignore[missing-attribute]
         [jax.ShapeDtypeStruct(p.view_shape, x.dtype)]
         + [jax.ShapeDtypeStruct(parts, jnp.float32)] * len(sums),
         [

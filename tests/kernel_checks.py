@@ -2,8 +2,8 @@
 
 On a CPU the kernel is interpreted with race detection, and lowered for CUDA with the kernels' names
 found in the lowered text.  On a GPU it runs natively, twice, and both results must be equal bit for
-bit.  The error of the kernel may be at most `RATIO` times the error of the reference, in the maximum
-and in the root mean square, for the outputs and for every gradient.
+bit.  The error of the kernel may be at most `RATIO` times the error of the reference, in the
+maximum and in the root mean square, for the outputs and for every gradient.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def check_op(op, reference, *arrays, kernels, differentiable=None, seed=0, ratio
     for path, a, e, t in zip(
         paths, *(jax.tree.leaves(x) for x in (actual, expected, truth)), strict=True
     ):
-        assert a.shape == e.shape and a.dtype == e.dtype, (path, a.shape, a.dtype, e.shape, e.dtype)
+        assert (a.shape, a.dtype) == (e.shape, e.dtype), path
         assert_error_ratio(a, e, t, path, ratio)
 
 

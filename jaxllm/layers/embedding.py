@@ -32,7 +32,9 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
     ):
         wte = std * jax.random.normal(rngs.params(), (padded_vocab_size or vocab_size, d_model))
-        self.wte = nnx.Param(wte.at[vocab_size:].set(0), axes=("tensor", "fsdp"))
+        # Not .at[].set: a scatter, which deterministic XLA unrolls into a loop over all elements.
+        wte = jnp.where(jnp.arange(wte.shape[0])[:, None] < vocab_size, wte, 0)
+        self.wte = nnx.Param(wte, axes=("tensor", "fsdp"))
         if max_seq_len is None:
             self.wpe = None
         else:

@@ -80,7 +80,7 @@ def run(tiny, out_dir, *more, **env):
 
 
 def run_until(tiny, out_dir, step, signal_number, *more):
-    """Starts a run and sends a signal once its output speaks of `step`; returns (status, output)."""
+    """Starts a run, sends a signal once it speaks of `step`; returns (status, output)."""
     process = subprocess.Popen(
         command(tiny, out_dir, *more), cwd=REPO, stdout=subprocess.PIPE, text=True
     )
