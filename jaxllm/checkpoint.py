@@ -32,7 +32,12 @@ class Checkpoints:
             policy = AnyPreservationPolicy(
                 [
                     LatestN(self._keep),
-                    BestN(get_metric_fn=lambda m: m["val_loss"], reverse=True, n=1),
+                    BestN(
+                        get_metric_fn=lambda m: m["val_loss"],
+                        reverse=True,
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    ),
                 ]
             )
             self._manager = ocp.CheckpointManager(

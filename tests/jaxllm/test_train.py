@@ -164,10 +164,11 @@ def error_of(capsys, *argv):
     status = train.main([str(a) for a in argv])
     captured = capsys.readouterr()
     assert status == 2, captured.out + captured.err
+    # Before it the data may have said that it trains a tokenizer; after it comes nothing.
     lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("error: ")
-    return lines[0]
+    assert lines[-1].startswith("error: "), captured.err
+    assert "Traceback" not in captured.err
+    return lines[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -209,10 +210,9 @@ def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
 
 def test_a_vocabulary_that_is_too_small_is_refused(tiny, tmp_path, capsys):
     message = error_of(
-        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.vocab_size", "300"
+        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.vocab_size", "200"
     )
-    assert "320" in message
-    assert "300" in message
+    assert "200" in message
     assert not (tmp_path / "x").exists()
 
 
