@@ -107,24 +107,24 @@ class Run:
                 if waiting is not None:
                     clock = self._note(*waiting, clock)
                 waiting = (step, metrics)
-                stopping = stop.received is not None
+                received = stop.received  # read once: a signal from here on is seen a step later
                 evaluating = self._due(step, train.eval_every)
-                saving = self._due(step, train.checkpoint_every) or stopping
+                saving = self._due(step, train.checkpoint_every) or received
                 if evaluating or saving:
                     self._note(*waiting, clock)
                     waiting = None
-                    val_loss = self._validate(step) if evaluating and not stopping else None
+                    val_loss = self._validate(step) if evaluating and not received else None
                     if saving:
                         self._save(step, val_loss)
                     clock = time.perf_counter()
-                if stop.received is not None and stopping:
+                if received is not None:
                     self.checkpoints.close()
                     self.log.draw()
                     self.log.say(
-                        f"stopped by {signal.Signals(stop.received).name} after step {step}, saved:"
+                        f"stopped by {signal.Signals(received).name} after step {step}, saved:"
                         f" go on with --resume --out_dir {self.out_dir}"
                     )
-                    return 128 + stop.received
+                    return 128 + received
             self.checkpoints.close()
             self.log.draw()
             if self.config.sample.tokens:

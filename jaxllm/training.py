@@ -38,10 +38,10 @@ class Trainer:
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.schedule = learning_rate(config.optimizer, config.train.steps)
         model = nnx.eval_shape(self._make_model)
-        self.graph, params = nnx.split(model, nnx.Param)
-        self.n_params = sum(p.size for p in jax.tree.leaves(params))
+        self.graph, self.abstract_params = nnx.split(model, nnx.Param)
+        self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
-        self.state_shardings = self._state_shardings(params)
+        self.state_shardings = self._state_shardings(self.abstract_params)
 
     def _make_model(self) -> nnx.Module:
         config = self.config.model
@@ -76,7 +76,7 @@ class Trainer:
         """Shapes, dtypes and shardings of the state, for lowering and for restoring."""
         shapes = jax.eval_shape(
             lambda p: TrainState(jnp.int32(0), p, self.optimizer.init(p)),
-            nnx.split(nnx.eval_shape(self._make_model), nnx.Param)[1],
+            self.abstract_params,
         )
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),

@@ -23,15 +23,6 @@ def warp_rows(vec: int) -> plgpu.Layout:
     )
 
 
-def vec_width(n: int, *dtypes) -> int:
-    """Widest vector of at most 16 bytes in every dtype with which `warp_rows` tiles n columns."""
-    size = max(jnp.dtype(d).itemsize for d in dtypes)
-    for vec in (8, 4, 2):
-        if n % (32 * vec) == 0 and vec * size <= 16:
-            return vec
-    raise ValueError(f"row length {n} is not a multiple of 64")
-
-
 def wgmma_tiles(cols: int, dtype) -> tuple:
     """Tiling and swizzle of a (rows, cols) shared-memory buffer that TMA and wgmma agree on."""
     itemsize = jnp.dtype(dtype).itemsize
