@@ -9,6 +9,7 @@ kernel run in full on every device, without an error.  `per_device` wraps an op 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import numpy as np
@@ -70,7 +71,7 @@ def per_device(op: Callable, in_specs, out_specs) -> Callable:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return op
-    # check_vma=False: custom_vjp backwards of kernels carry no varying-axes types (MOSAIC rule 13).
+    # check_vma=False: the backward passes of the kernels carry no types of varying axes.
     return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -80,6 +81,16 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, P(*axes))
+
+
+@partial(jax.jit, static_argnames=("shape", "axes"))
+def normal(key: jax.Array, shape: tuple[int, ...], std: float, axes: tuple) -> jax.Array:
+    """An fp32 weight drawn from N(0, std^2), made on the devices where it stays.
+
+    A program of its own, compiled once for each shape: XLA fuses all draws of one program that
+    have the same shape, and then takes minutes over the one kernel.
+    """
+    return constrain(std * jax.random.normal(key, shape), *axes)
 
 
 def spec_of(variable: nnx.Variable) -> PartitionSpec:

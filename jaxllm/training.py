@@ -65,12 +65,12 @@ class Trainer:
     def init(self) -> TrainState:
         """The state before the first step, made on the devices where it stays."""
 
-        def make() -> TrainState:
-            params = nnx.state(self._make_model(), nnx.Param)
+        def make(params: nnx.State) -> TrainState:
             return TrainState(jnp.int32(0), params, self.optimizer.init(params))
 
         with jax.set_mesh(self.mesh):
-            return jax.jit(make, out_shardings=self.state_shardings)()
+            params = nnx.state(self._make_model(), nnx.Param)
+            return jax.jit(make, out_shardings=self.state_shardings, donate_argnums=0)(params)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and for restoring."""

@@ -2,12 +2,11 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.sharding import BATCH, P, constrain, per_device
+from jaxllm.sharding import BATCH, P, constrain, normal, per_device
 from pallas_kernels import encoder
 from pallas_kernels.backend import Backend
 
@@ -31,14 +30,15 @@ class Embedding(nnx.Module):
         backend: Backend = "auto",
         rngs: nnx.Rngs,
     ):
-        wte = std * jax.random.normal(rngs.params(), (padded_vocab_size or vocab_size, d_model))
+        axes = ("tensor", "fsdp")
+        wte = normal(rngs.params(), (padded_vocab_size or vocab_size, d_model), std, axes)
         # Not .at[].set: a scatter, which deterministic XLA unrolls into a loop over all elements.
         wte = jnp.where(jnp.arange(wte.shape[0])[:, None] < vocab_size, wte, 0)
-        self.wte = nnx.Param(wte, axes=("tensor", "fsdp"))
+        self.wte = nnx.Param(wte, axes=axes)
         if max_seq_len is None:
             self.wpe = None
         else:
-            wpe = std * jax.random.normal(rngs.params(), (max_seq_len, d_model))
+            wpe = normal(rngs.params(), (max_seq_len, d_model), std, (None, "fsdp"))
             self.wpe = nnx.Param(wpe, axes=(None, "fsdp"))
         self.dtype, self.backend = dtype, backend
 

@@ -1,11 +1,10 @@
 """The dense layer y = x W + b, split over the mesh along its columns or along its rows."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.sharding import constrain
+from jaxllm.sharding import constrain, normal
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer split by columns, then one split by
 # rows, so that a pair needs one sum over the tensor axis.  fsdp splits the other dimension.
@@ -26,7 +25,7 @@ class Linear(nnx.Module):
         bias: bool = False,
         rngs: nnx.Rngs,
     ):
-        weight = std * jax.random.normal(rngs.params(), (in_features, out_features))
+        weight = normal(rngs.params(), (in_features, out_features), std, axes)
         self.weight = nnx.Param(weight, axes=axes)
         # The rows' partial products are summed before the bias is added: every device needs all.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
