@@ -182,8 +182,10 @@ class Run:
             jax.config.update("jax_compilation_cache_dir", str(self.out_dir.resolve() / "compiled"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         clock = time.perf_counter()
-        backend.forget()
-        traced = self.trainer.trace_train_step()
+        try:
+            traced = self.trainer.trace_train_step()
+        except NotImplementedError as e:  # only kernels=mosaic insists
+            raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
         self.say("kernels  " + backend.explain().replace("\n", "\n         "))
         with memory_errors(self.config):
             self.step_program = traced.lower().compile()

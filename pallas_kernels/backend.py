@@ -101,7 +101,10 @@ def decisions() -> list[Decision]:
 
 
 def forget() -> None:
-    """Forgets all decisions, so that `explain()` speaks of what is traced from here on."""
+    """Forgets all decisions, so that `explain()` speaks of what is traced from here on.
+
+    What JAX has cached is not traced again, and so not told again.
+    """
     _decisions.clear()
 
 

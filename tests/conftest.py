@@ -2,8 +2,13 @@
 
 import os
 
+from jaxtyping import install_import_hook
+
 # The interpreter runs each warpgroup of a block as a thread of its own and needs them all at once:
 # on a machine of two cores, four warpgroups would wait for each other for ever.
 os.environ.setdefault("NPROC", "16")
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# Layers and models check the shapes and dtypes that their annotations promise.
+install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")

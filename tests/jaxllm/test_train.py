@@ -19,6 +19,7 @@ from jaxllm.checkpoint import Checkpoints
 from jaxllm.metrics import read_metrics
 from jaxllm.sharding import make_mesh
 from jaxllm.training import Trainer
+from pallas_kernels import backend
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -160,6 +161,42 @@ def test_killed_and_stopped_runs_go_on_bit_for_bit(tiny, straight, tmp_path):
         assert np.array_equal(mine, theirs)
 
 
+def test_two_processes_train_as_one(tiny, straight, tmp_path):
+    out_dir = tmp_path / "two"
+    processes = []
+    for rank in range(2):  # as a Slurm cluster would start them; its job number chooses the port
+        cluster = {
+            "JAX_PLATFORMS": "cpu",
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+        }
+        more = ["--mesh.distributed", "true", "--mesh.fsdp", "2"]
+        processes.append(
+            subprocess.Popen(
+                command(tiny, out_dir, *more),
+                cwd=REPO,
+                env=os.environ | cluster,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [p.communicate(timeout=240)[0] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], outputs
+    assert "devices  2 x cpu, mesh {'data': 1, 'fsdp': 2, 'tensor': 1}" in outputs[0]
+    assert "step 60/60" not in outputs[1]  # only the first one speaks
+    got, wanted = losses(out_dir), losses(straight[0])
+    assert list(got) == list(wanted)
+    # bf16: the order of the sums over the batch differs, and the difference grows with the steps.
+    np.testing.assert_allclose(
+        [got[s] for s in range(1, 6)], [wanted[s] for s in range(1, 6)], 2e-3
+    )
+    assert got[STEPS] == pytest.approx(wanted[STEPS], rel=0.05)
+
+
 def error_of(capsys, *argv):
     status = train.main([str(a) for a in argv])
     captured = capsys.readouterr()
@@ -205,6 +242,15 @@ def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
         capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"
     )
     assert "model.kernels=mosaic cannot run here: the platform is cpu, not gpu" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_mosaic_is_refused_where_an_op_has_no_kernel(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
+    message = error_of(
+        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"
+    )
+    assert "model.kernels=mosaic cannot run: attention has no Mosaic kernel" in message
     assert not (tmp_path / "x").exists()
 
 
