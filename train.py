@@ -94,14 +94,23 @@ class Run:
 
     def loop(self, stop: StopSignals) -> int:
         """Trains to the last step; returns the exit status."""
+        from jaxllm.profiling import StepTrace
+
         train = self.config.train
         batches = self.dataset.train_batches(
             train.batch_size, self.rank, self.world, start_sample=self.samples
         )
         try:
             waiting = None  # the step before is logged while the devices work on the next
+            trace = StepTrace(self.config.profile.steps, self.out_dir / "profile")
             clock = time.perf_counter()
             for step in range(self.start + 1, train.steps + 1):
+                if trace.begins(step):
+                    if waiting is not None:
+                        self._note(*waiting, clock)
+                        waiting = None
+                    trace.start()
+                    clock = time.perf_counter()
                 batch = self.trainer.put_batch(next(batches))
                 self.state, metrics = self.step_program(self.state, batch)
                 if waiting is not None:
@@ -110,9 +119,11 @@ class Run:
                 received = stop.received  # read once: a signal from here on is seen a step later
                 evaluating = self._due(step, train.eval_every)
                 saving = self._due(step, train.checkpoint_every) or received
-                if evaluating or saving:
+                if evaluating or saving or trace.ends(step):
                     self._note(*waiting, clock)
                     waiting = None
+                    if trace.ends(step):
+                        self.log.say(trace.stop())
                     val_loss = self._validate(step) if evaluating and not received else None
                     if saving:
                         self._save(step, val_loss)

@@ -261,6 +261,20 @@ class SampleConfig(Section):
     seed: Natural = Field(0, description="seed of the choice")
 
 
+class ProfileConfig(Section):
+    """A trace of a few steps."""
+
+    steps: Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] | None = Field(
+        None, description="10:15 traces the steps 10 to 14 and prints their ten largest kernels"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.steps and int(self.steps.split(":")[0]) >= int(self.steps.split(":")[1]):
+            raise ValueError(f"steps={self.steps!r} is empty; the end must exceed the first step")
+        return self
+
+
 class Config(Section):
     """One complete run."""
 
@@ -270,6 +284,7 @@ class Config(Section):
     optimizer: OptimizerConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
     @model_validator(mode="after")
     def _check(self):

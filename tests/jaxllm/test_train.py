@@ -228,6 +228,7 @@ def _same_environment(monkeypatch):
         (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
         (["--config", "llama3_small", "--mesh.tensor", "7"], "set mesh.data=-1 and divisors of"),
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
+        (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
         (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
     ],
 )

@@ -1,0 +1,61 @@
+"""A trace of a few steps, and the kernels on which the device spent them."""
+
+from collections import Counter
+from pathlib import Path
+
+import jax
+
+
+class StepTrace:
+    """Traces the steps first ... end - 1 of "first:end" into a folder; None: nothing.
+
+    `begins(step)` and `ends(step)` tell the loop when to wait for the device; between them lies
+    `start()` and `stop()`.
+    """
+
+    def __init__(self, steps: str | None, folder: Path):
+        self.first, self.end = map(int, steps.split(":")) if steps else (0, 0)
+        self.folder = folder
+
+    def begins(self, step: int) -> bool:
+        """True before the first step of the trace."""
+        return bool(self.end) and step == self.first
+
+    def ends(self, step: int) -> bool:
+        """True after the last step of the trace."""
+        return bool(self.end) and step == self.end - 1
+
+    def start(self) -> None:
+        """Starts the trace; no step may be under way."""
+        jax.profiler.start_trace(str(self.folder))
+
+    def stop(self) -> str:
+        """Writes the trace and returns a table of its ten largest kernels; all steps are done."""
+        jax.profiler.stop_trace()
+        n = self.end - self.first
+        files = sorted(self.folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+        times, calls = kernel_times(files[-1])
+        if not times:
+            return f"profile  {self.folder}: no device in it (kernels are timed on GPUs only)"
+        total = sum(times.values())
+        rows = [f"profile  {self.folder}: kernels {total / n:.2f} ms a step; the ten largest:"]
+        for name, ms in times.most_common(10):
+            rows.append(
+                f"{ms / n:10.3f} ms {ms / total:6.1%} {calls[name] / n:7.1f} x  {name[:90]}"
+            )
+        return "\n".join(rows)
+
+
+def kernel_times(path: Path) -> tuple[Counter, Counter]:
+    """({kernel: ms}, {kernel: calls}) on the first GPU of an .xplane.pb file, all streams."""
+    times, calls = Counter(), Counter()
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if plane.name != "/device:GPU:0":
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):  # others repeat the time by module and by source
+                continue
+            for event in line.events:
+                times[event.name] += event.duration_ns / 1e6
+                calls[event.name] += 1
+    return times, calls
