@@ -234,13 +234,32 @@ class Run:
         now = time.perf_counter()
         if step % self.config.train.log_every == 0 or step == self.config.train.steps:
             self.log.train(step, values["loss"], values["lr"], values["grad_norm"], now - began)
-        if not values["loss"] < float("inf") or not values["grad_norm"] < float("inf"):
-            raise RunError(
-                f"loss {values['loss']} and gradient norm {values['grad_norm']} at step {step}: not"
-                " finite; lower optimizer.learning_rate, or look at the data from sample"
-                f" {self._samples_at(step - 1)} on; nothing was saved after that"
+        if skips := int(values["skips"]):
+            self.log.say(
+                f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}:"
+                f" update skipped ({skips} in a row)"
             )
+            if skips >= self.config.train.max_skips:
+                raise RunError(self._why_skipped(step, skips))
         return now
+
+    def _why_skipped(self, step: int, skips: int) -> str:
+        """One line on the step, its data and the first layer that is not finite."""
+        import jax
+
+        from jaxllm.guard import first_not_finite
+
+        sample, size = self._samples_at(step - 1), self.config.train.batch_size
+        batches = self.dataset.train_batches(size, self.rank, self.world, start_sample=sample)
+        batch = self.trainer.put_batch(next(batches))
+        batches.close()
+        with jax.set_mesh(self.mesh):
+            layer = first_not_finite(self.trainer.graph, self.state.params, **batch)
+        return (
+            f"{skips} updates in a row were skipped (train.max_skips), up to step {step} on the"
+            f" samples {sample} to {sample + size - 1}; first not finite: {layer}; lower"
+            " optimizer.learning_rate, or resume from an older checkpoint"
+        )
 
     def _samples_at(self, step: int) -> int:
         return self.samples + (step - self.start) * self.config.train.batch_size

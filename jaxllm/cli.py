@@ -12,10 +12,10 @@ from jaxllm.errors import InputError
 CHANGEABLE = frozenset(
     """
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
-    train.checkpoint_every train.keep_checkpoints train.deterministic model.kernels model.remat
-    data.prefetch data.cache_dir data.path data.val_path mesh.data mesh.fsdp mesh.tensor
-    mesh.distributed sample.prompt sample.tokens sample.temperature sample.top_k sample.seed
-    profile.steps
+    train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
+    train.deterministic model.kernels model.remat data.prefetch data.cache_dir data.path
+    data.val_path mesh.data mesh.fsdp mesh.tensor mesh.distributed sample.prompt sample.tokens
+    sample.temperature sample.top_k sample.seed profile.steps
     """.split()
 )
 

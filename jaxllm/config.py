@@ -203,6 +203,12 @@ class TrainConfig(Section):
     eval_batches: Count = Field(8, description="validation batches of one evaluation")
     checkpoint_every: Natural = Field(200, description="steps between checkpoints; 0: at the end")
     keep_checkpoints: Count = Field(2, description="newest checkpoints kept, besides the best")
+    skip_spikes: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="skip updates whose loss exceeds the mean of the last 100 by so many standard"
+        " deviations; 0: none (updates that are not finite are always skipped)",
+    )
+    max_skips: Count = Field(5, description="updates skipped in a row that end the run")
     deterministic: bool = Field(
         True, description="bit-for-bit repeatable programs (XLA flags; see README for the cost)"
     )

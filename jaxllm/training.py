@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxllm import sharding
+from jaxllm import guard, sharding
 from jaxllm.config import Config
 from jaxllm.models import MODELS
 from jaxllm.optim import learning_rate, make_optimizer
@@ -27,6 +27,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32, steps done
     params: nnx.State  # fp32
     opt_state: optax.OptState
+    watch: guard.Watch
 
 
 class Trainer:
@@ -60,24 +61,23 @@ class Trainer:
             transform_non_params=lambda _: whole,
         )
         # pyrefly: ignore[bad-argument-type]
-        return TrainState(whole, of_params, of_opt_state)
+        return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole))
 
     def init(self) -> TrainState:
         """The state before the first step, made on the devices where it stays."""
 
-        def make(params: nnx.State) -> TrainState:
-            return TrainState(jnp.int32(0), params, self.optimizer.init(params))
-
         with jax.set_mesh(self.mesh):
             params = nnx.state(self._make_model(), nnx.Param)
-            return jax.jit(make, out_shardings=self.state_shardings, donate_argnums=0)(params)
+            start = jax.jit(self._start, out_shardings=self.state_shardings, donate_argnums=0)
+            return start(params)
+
+    def _start(self, params: nnx.State) -> TrainState:
+        opt_state = self.optimizer.init(params)
+        return TrainState(jnp.int32(0), params, opt_state, guard.new_watch())
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and for restoring."""
-        shapes = jax.eval_shape(
-            lambda p: TrainState(jnp.int32(0), p, self.optimizer.init(p)),
-            self.abstract_params,
-        )
+        shapes = jax.eval_shape(self._start, self.abstract_params)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             shapes,
@@ -155,10 +155,13 @@ class Trainer:
             (loss, grads), _ = jax.lax.scan(add, zero, split)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        norm = optax.tree.norm(grads)
+        good, watch = guard.judge(state.watch, loss, norm, self.config.train.skip_spikes)
+        params, opt_state = guard.choose(good, (params, opt_state), (state.params, state.opt_state))
         metrics = {
             "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": norm,
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
+            "skips": watch.skips,
         }
-        # pyrefly: ignore[bad-argument-type]
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, watch), metrics

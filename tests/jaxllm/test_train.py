@@ -161,6 +161,19 @@ def test_killed_and_stopped_runs_go_on_bit_for_bit(tiny, straight, tmp_path):
         assert np.array_equal(mine, theirs)
 
 
+def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):
+    more = ["--optimizer.learning_rate", "1e30", "--optimizer.warmup_steps", "0"]
+    more += ["--train.checkpoint_every", "1", "--train.max_skips", "3"]
+    status = train.main(["--config", str(tiny), "--out_dir", str(tmp_path / "x"), *more])
+    captured = capsys.readouterr()
+    assert status == 1, captured.err
+    assert "update skipped (2 in a row)" in captured.out
+    last = captured.err.strip().splitlines()[-1]
+    assert last.startswith("error: 3 updates in a row were skipped"), last
+    assert "first not finite: the gradient" in last
+    assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() >= 1
+
+
 def test_two_processes_train_as_one(tiny, straight, tmp_path):
     out_dir = tmp_path / "two"
     processes = []

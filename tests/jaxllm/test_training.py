@@ -5,7 +5,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxllm import sample
+from jaxllm import guard, sample
 from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
 from jaxllm.metrics import RunLog, read_metrics
 from jaxllm.sharding import make_mesh
@@ -81,6 +81,63 @@ def test_the_step_contains_every_kernel_forward_and_backward(model_type):
     text = make(model).trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
     for name in f"{KERNELS[model_type]} {EVERY}".split():
         assert name in text, name
+
+
+POISON = 249  # a batch that begins with this token is given a loss that is not finite
+
+
+class Poisoned(Trainer):
+    def _loss_sum(self, params, batch):
+        loss, count = super()._loss_sum(params, batch)
+        return loss * jnp.where(batch["tokens"][0, 0] == POISON, jnp.nan, 1), count
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted():
+    plain = make(GPT2Config(**SHAPE, **FP32, kernels="xla"))
+    t = Poisoned(plain.config, plain.mesh)
+    step = t.trace_train_step().lower().compile()
+    good, bad = random_batch(1), random_batch(2)
+    good["tokens"][0, 0], bad["tokens"][0, 0] = 0, POISON
+    state, skips = t.init(), []
+    for batch in (good, bad, bad, good, bad):
+        before = jax.tree.map(np.array, state)  # copies: the step takes the buffers
+        state, metrics = step(state, t.put_batch(batch))
+        skips.append(int(metrics["skips"]))
+        same = jax.tree.map(np.array_equal, before[1:3], state[1:3])
+        assert all(jax.tree.leaves(same)) == (batch is bad)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+    assert skips == [0, 1, 2, 0, 1]
+    assert int(state.step) == 5
+
+
+def test_spikes_are_judged_by_the_losses_in_the_window():
+    watch = guard.new_watch()
+    for i in range(guard.WINDOW):
+        good, watch = guard.judge(watch, jnp.float32(5 + i % 2), jnp.float32(1), 3.0)
+        assert good  # nothing is a spike before the window is full
+    # mean 5.5, standard deviation 0.5
+    assert guard.judge(watch, jnp.float32(6.9), jnp.float32(1), 3.0)[0]
+    assert not guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
+    assert guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
+    assert not guard.judge(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
+    good, after = guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
+    assert int(after.skips) == 1
+    np.testing.assert_array_equal(after.losses, watch.losses)
+
+
+@pytest.mark.parametrize("layer", ["embedding", "blocks.1", "norm", "the gradient"])
+def test_the_first_layer_that_is_not_finite_is_named(layer):
+    t = make(GPT2Config(**SHAPE | {"n_layers": 3}, **FP32, kernels="xla"))
+    model = nnx.merge(t.graph, t.init().params)
+    broken = {
+        "embedding": model.embedding.wpe,
+        "blocks.1": model.blocks[1].mlp.down.bias,
+        "norm": model.norm.weight,
+    }
+    if layer in broken:
+        broken[layer][...] = broken[layer][...] * 0 + jnp.inf
+    found = guard.first_not_finite(t.graph, nnx.state(model, nnx.Param), **random_batch())
+    assert found == layer
 
 
 def test_sampling_chooses_among_the_likeliest():
