@@ -282,7 +282,8 @@ class Run:
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
         }
-        self.checkpoints.save(step, self.state, about, val_loss)
+        if problem := self.checkpoints.save(step, self.state, about, val_loss):
+            self.log.say(problem)
 
     def _sample(self) -> str:
         """A sample of text from the trained model, behind its prompt."""

@@ -5,6 +5,7 @@ A checkpoint holds the training state as a flat {name: array} (names like
 position, validation loss, versions.
 """
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 
 
 class Checkpoints:
@@ -24,6 +25,7 @@ class Checkpoints:
         self.directory = directory.resolve()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
+        self._saving: int | None = None  # step of the newest save that was begun
 
     @property
     def manager(self) -> ocp.CheckpointManager:
@@ -90,23 +92,55 @@ class Checkpoints:
             jax.tree.structure(abstract_state), [flat[name] for name in wanted]
         )
 
-    def save(self, step: int, state, about: dict[str, Any], val_loss: float | None) -> None:
-        """Begins to save; returns once the arrays are copied off the devices."""
+    def save(self, step: int, state, about: dict[str, Any], val_loss: float | None) -> str | None:
+        """Begins to save; returns once the arrays are copied off the devices.
+
+        Returns None, or one line about the save before it, or this one, that could not be written
+        (a full disk); complete checkpoints stay as they are.
+        """
         flat = _flat(state)
         about = dict(about, arrays={k: [list(a.shape), str(a.dtype)] for k, a in flat.items()})
-        self.manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about)
-            ),
-            metrics=None if val_loss is None else {"val_loss": val_loss},
-        )
+        problem = self._finish()
+        self._saving = step
+        try:
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about)
+                ),
+                metrics=None if val_loss is None else {"val_loss": val_loss},
+            )
+        except Exception as e:
+            return self._failed(e)
+        return problem
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
+        """Waits until everything is on disk; raises RunError if the last save failed."""
+        if problem := self._finish():
+            raise RunError(problem)
         if self._manager is not None:
-            self._manager.wait_until_finished()
             self._manager.close()
+
+    def _finish(self) -> str | None:
+        """Waits for the save under way; one line if it failed."""
+        if self._manager is None:
+            return None
+        try:
+            self._manager.wait_until_finished()
+        except Exception as e:
+            return self._failed(e)
+        return None
+
+    def _failed(self, cause: Exception) -> str:
+        failed, self._manager = self._manager, None  # the next looks at the directory afresh
+        with contextlib.suppress(Exception):
+            failed.close()  # its threads still write
+        why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
+        kept = self.newest()
+        return (
+            f"the checkpoint of step {self._saving} could not be written ({why});"
+            f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"
+        )
 
     def _damaged(self, step: int, cause: Exception) -> InputError:
         words = " ".join(str(cause).split())[:200]
