@@ -11,10 +11,12 @@ differentiated, and so are the initial and the final state.
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend as _backend
-from pallas_kernels.vlstm import reference
+from pallas_kernels import mosaic
+from pallas_kernels.vlstm import cell_sm90, reference
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
@@ -44,8 +46,10 @@ def vlstm(
         first segment, the returned one to the last.
     initial_state: (C, n, m), float32, standing for (C e^m, n e^m); empty by default.
     eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
-    chunk_size: positions handled at once (default: 64 to 256, by DQK and DV).  Time and memory of a
-        chunk's matrices grow with it, those of the states between chunks shrink; h stays the same.
+    chunk_size: positions that the XLA form handles at once (default: 64 to 256, by DQK and DV).
+        Time and memory of a chunk's matrices grow with it, those of the states between chunks
+        shrink; h stays the same.  The kernels take 128 where DQK and DV are multiples of it, else
+        64.
 
     Operands of matmuls have q's dtype, sums, gates and states are float32 (float64 for float64);
     float16 saturates at 65504.  Memory is linear in T; the backward pass saves only the arguments.
@@ -62,7 +66,8 @@ def vlstm(
         return_state=return_state,
         eps=eps,
     )
-    _backend.use_kernel("vlstm", backend, why_not(q, k, v, i, f, **options))
+    if _backend.use_kernel("vlstm", backend, why_not(q, k, v, i, f, **options), "sm_90a"):
+        return cell_sm90.chunkwise(q, k, v, i, f, **options)
     return reference.chunkwise(q, k, v, i, f, chunk_size=chunk_size, **options)
 
 
@@ -86,9 +91,16 @@ def vlstm_step(
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
 
 
-def why_not(q, k, v, i, f, **options) -> str | None:
+def why_not(q, k, v, i, f, *, eps=0.0, **options) -> str | None:
     """Why the kernel cannot take this call, or None."""
-    return "its Mosaic kernels are not written yet"
+    if eps != 0:
+        return f"eps={eps} is not 0: only then h does not depend on the stabiliser"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q is {q.dtype}, not bfloat16 or float16"
+    for name, width, most in (("DQK", q.shape[-1], 256), ("DV", v.shape[-1], 512)):
+        if width % 64 or width > most:
+            return f"{name}={width} is not a multiple of 64 up to {most}"
+    return mosaic.empty(q=q, v=v)
 
 
 def _check(q, k, v, i, f, gate, state):

@@ -326,7 +326,7 @@ def test_memory_of_training_is_linear_in_length():
 
 def test_it_runs_on_xla_and_says_why():
     args = inputs(1, 3, 1, 2, 2)
-    with pytest.raises(NotImplementedError, match="its Mosaic kernels are not written yet"):
+    with pytest.raises(NotImplementedError, match="q is float32, not bfloat16 or float16"):
         vlstm(*args, backend="mosaic")
     backend.forget()
     jax.eval_shape(vlstm, *args)

@@ -1,0 +1,131 @@
+"""The vLSTM on tensor cores.  Its oracle is `twin`: the same cell on jnp twins of the kernels,
+which in float64 must be the recurrent form with all its gradients to 1e-9 and in bf16 rounds where
+any such kernel must: h before the row sums of dh h, the weights and their gradients before their
+matmuls, and with them k . dk and q . dq, of which the gates' gradients are made."""
+
+import functools
+
+import attention_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import vlstm_twins
+from kernel_checks import ON_GPU, check_op, normal
+
+from pallas_kernels import backend, vlstm
+from pallas_kernels.vlstm import cell_sm90, reference
+
+assert attention_interpreter
+KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
+BF16, FP16 = jnp.bfloat16, jnp.float16
+FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
+
+
+@pytest.fixture(autouse=True)
+def _one_sm(monkeypatch):
+    """Interpreted blocks take several chunks each, as those of a full grid do."""
+    if not ON_GPU:
+        monkeypatch.setattr(cell_sm90, "sm_count", lambda: 1)
+
+
+def flat(form):
+    """form(q, k, v, i, f, *state), so that the state's parts are arrays like the others."""
+
+    def call(q, k, v, i, f, *state, **options):
+        return form(q, k, v, i, f, initial_state=state or None, **options)
+
+    return call
+
+
+twin = flat(functools.partial(cell_sm90.chunkwise, kernels=vlstm_twins))
+
+
+def inputs(b, t, h, dqk, dv, dtype=BF16, mean=1.0, state=False):
+    """With a mean, |l| stays away from 0, where rounding errors are amplified in any form."""
+    arrays = [
+        normal(0, (b, t, h, dqk), dtype, offset=mean),
+        normal(1, (b, t, h, dqk), dtype, offset=mean),
+        normal(2, (b, t, h, dv), dtype),
+        normal(3, (b, t, h), scale=2.0),
+        normal(4, (b, t, h), scale=2.0, offset=2.0),
+    ]
+    if state:
+        arrays += [
+            normal(10, (b, h, dqk, dv)),
+            normal(11, (b, h, dqk), offset=mean),
+            normal(12, (b, h)),
+        ]
+    return arrays
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"segment_ids": jnp.asarray(FOUR)},
+        {"gate": "sigmoid", "normalize": False},
+    ],
+)
+def test_the_twin_in_float64_is_the_recurrent_form(options):
+    """Everything around the kernels, gradients of the states in and out included."""
+    with jax.enable_x64(True):
+        arrays = inputs(2, 80, 2, 64, 64, jnp.float64, mean=0.0, state=True)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(form, arrays):
+            form = functools.partial(flat(form), return_state=True, **options)
+            y, pull = jax.vjp(form, *arrays)
+            return y, pull(jax.tree.map(lambda x: normal(20, x.shape, x.dtype), y))
+
+        actual = run(functools.partial(cell_sm90.chunkwise, kernels=vlstm_twins), arrays)
+        expected = run(reference.recurrent, arrays)
+        for (path, a), e in zip(
+            jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+        ):
+            error = np.abs(a - e).max() / np.abs(e).max()
+            assert error < 1e-9, (jax.tree_util.keystr(path), error)
+
+
+SMALL = [  # (B, T, H, DQK, DV), of the inputs, options
+    ((1, 72, 1, 64, 128), {"state": True}, {"return_state": True}),
+    ((1, 130, 1, 128, 128), {"dtype": FP16}, {}),
+    ((1, 17, 1, 64, 64), {}, {"gate": "sigmoid", "normalize": False}),
+    ((1, 80, 1, 64, 64), {}, {"segment_ids": jnp.asarray(FOUR[:1])}),
+]
+LARGE = [
+    ((2, 1000, 3, 64, 64), {}, {}),
+    ((1, 1024, 2, 128, 256), {"state": True}, {"return_state": True}),
+    ((1, 500, 2, 192, 320), {}, {}),
+    ((1, 777, 2, 256, 512), {"state": True, "dtype": FP16}, {"return_state": True}),
+    ((1, 1024, 2, 256, 512), {}, {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "of_inputs", "options"), SMALL + LARGE * ON_GPU)
+def test_vlstm_matches_float64(shape, of_inputs, options):
+    check_op(flat(vlstm), twin, *inputs(*shape, **of_inputs), kernels=KERNELS, **options)
+
+
+@pytest.mark.parametrize("dtype", [FP16] + [BF16] * ON_GPU)
+def test_extreme_gates(dtype):
+    """Gates past xLSTM's caps in two thirds of the places."""
+    q, k, v, i, f = inputs(1, 70, 1, 64, 64, dtype)
+    some = jnp.arange(70)[None, :, None] % 3 > 0
+    i, f = jnp.where(some, 15 * jnp.sign(i), i), jnp.where(some, 30 * jnp.sign(f), f)
+    check_op(flat(vlstm), twin, q, k, v, i, f, kernels=KERNELS)
+
+
+def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
+    arrays = inputs(1, 8, 1, 64, 64)
+    backend.forget()
+    jax.eval_shape(functools.partial(vlstm, backend="mosaic"), *arrays)
+    assert [d[:2] for d in backend.decisions()] == [("vlstm", "mosaic")]
+    for message, changed, options in (
+        ("eps=0.1 is not 0", arrays, {"eps": 0.1}),
+        ("q is float32, not bfloat16", inputs(1, 8, 1, 64, 64, jnp.float32), {}),
+        ("DQK=96 is not a multiple of 64 up to 256", inputs(1, 8, 1, 96, 64), {}),
+        ("DV=576 is not a multiple of 64 up to 512", inputs(1, 8, 1, 64, 576), {}),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            vlstm(*changed, backend="mosaic", **options)

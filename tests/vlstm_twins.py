@@ -1,0 +1,71 @@
+"""jnp twins of the vLSTM's two kernels: the same formulas, rounding to the data's dtype where the
+kernels do.  In float64 nothing is rounded, and what is built on them is exact mathematics."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic
+
+
+def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
+    count, size = weight.shape[2:]
+    x, y = _chunks(x, count, size), _chunks(y, count, size)
+    change = _einsum("bhnlx,bhnly->nbhxy", (weight[..., None] * x).astype(x.dtype), y)
+
+    def step(state, chunk):
+        decay, change = chunk
+        return decay[..., None, None] * state + change, state.astype(x.dtype)
+
+    chunks = jnp.moveaxis(decay, 2, 0), change
+    last, before = jax.lax.scan(step, first, chunks, reverse=reverse)
+    return jnp.moveaxis(before, 0, 2), last
+
+
+def rows(
+    a, b, x, chunk_states, vectors, *, mode, scale=1.0, along=None, y=None,
+    normalize=True, packed=False, sms=0,
+):  # fmt: skip
+    of = vectors
+    (count, size), length = of["row"].shape[2:], a.shape[1]
+    a, b, x = (_chunks(z, count, size) for z in (a, b, x))
+    row, column = (lambda vector: vector[..., :, None]), (lambda vector: vector[..., None, :])
+    seeing, seen = (column, row) if mode in ("dk", "dv") else (row, column)
+    position = jnp.arange(size)
+    visible = (seen(position) <= seeing(position)) & (seen(position) >= seeing(of["start"]))
+    d = jnp.exp2(jnp.where(visible, seeing(of["row"]) + seen(of["col"]), -jnp.inf))
+    m = _einsum("bhnld,bhnmd->bhnlm", a, b) * d
+    turned = mode in ("dq", "dk")
+    through = _einsum("bhnld,bhnxd->bhnlx" if turned else "bhnld,bhndx->bhnlx", a, chunk_states)
+    stats = ()
+    if mode == "forward":
+        w, inner = scale * m, scale * of["carried"]
+        norm, slope = of["one"], jnp.zeros_like(of["one"])
+        if normalize:
+            l = jnp.sum(w, -1) + inner * jnp.sum(a.astype(w.dtype) * along[..., None, :], -1)
+            above = jnp.abs(l) > of["one"]
+            norm = 1 / jnp.where(above, jnp.abs(l), of["one"])
+            slope = jnp.where(above, -jnp.sign(l) * norm, 0)
+        w, inner, stats = row(norm) * w, norm * inner, (norm, slope)
+    else:
+        w = m * seeing(of["factor"]) + (d * seeing(of["shift"]) if turned else 0)
+        inner = of["scale"]
+    through = row(inner) * through
+    if turned:
+        through += row(of["extra"] if mode == "dq" else inner) * along[..., None, :]
+    out = through + _einsum("bhnlm,bhnmx->bhnlx", w.astype(x.dtype), x)
+    if turned:
+        dot = lambda z: jnp.sum(z * _chunks(y, count, size), -1)
+        stats = (dot(out), dot(through)) if mode == "dk" else (dot(out),)
+    out = jnp.moveaxis(out, 1, 3)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length].astype(x.dtype), *stats
+
+
+def _chunks(x, count, size):
+    """(B,T,H,D) -> (B,H,N,L,D), with zeros past T."""
+    x = jnp.pad(x, [(0, 0), (0, count * size - x.shape[1]), (0, 0), (0, 0)])
+    return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 3, 1)
+
+
+def _einsum(formula, x, y):
+    wide = mosaic.stat_dtype(x.dtype)
+    return jnp.einsum(formula, x, y, precision="highest", preferred_element_type=wide)
