@@ -119,13 +119,15 @@ class SilentLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off is left out."""
+    """The rows of a metrics.jsonl; a last line that was cut off and all else is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:
             continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 

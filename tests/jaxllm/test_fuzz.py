@@ -1,0 +1,146 @@
+"""Damaged and random input gives an error line or a result: no traceback, no hang."""
+
+import contextlib
+import json
+import struct
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxllm import cli
+from jaxllm.config import CONFIG_DIR, Config, load
+from jaxllm.data.shards import check_shard, open_shard
+from jaxllm.data.sources import Source
+from jaxllm.errors import InputError
+from jaxllm.metrics import read_metrics
+
+CONFIGS = sorted(CONFIG_DIR.glob("*.yaml"))
+bounded = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["1e400", "-1", "0", "{}", "[1, 2]", "~", "gpt2", ".nan", "1_000", "0x10"]),
+)
+
+
+@bounded
+@given(data=st.data())
+def test_configurations(data):
+    lines = data.draw(st.sampled_from(CONFIGS)).read_text().splitlines()
+    for _ in range(data.draw(st.integers(1, 4))):
+        i = data.draw(st.integers(0, len(lines) - 1))
+        key = lines[i].partition(":")[0]
+        lines[i] = data.draw(
+            st.one_of(
+                scalars.map(lambda v, key=key: f"{key}: {v}"),
+                st.text(max_size=30),
+                st.just(""),
+                scalars.map(lambda v, key=key: f"{key}_: {v}"),
+            )
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.yaml"
+        path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+        with contextlib.suppress(InputError):
+            config = load(str(path))
+            assert isinstance(config, Config)
+
+
+@bounded
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(["--config", "llama3_small", "--train.steps", "--model.type", "3"]),
+            st.text(max_size=12).filter(lambda w: w not in ("-h", "--help")),
+        ),
+        max_size=8,
+    )
+)
+def test_command_lines(words):
+    with contextlib.suppress(InputError):
+        assert isinstance(cli.read(words).config, Config)
+
+
+def shards():
+    """Bytes that are a shard, or nearly."""
+    header = st.tuples(
+        st.sampled_from([20240520, 20240801, 0, 2**31 - 1]),
+        st.sampled_from([1, 7, 0]),
+        st.one_of(st.integers(0, 40), st.integers(-(2**31), 2**31 - 1)),
+    ).map(lambda h: struct.pack("<3i", *h).ljust(1024, b"\0"))
+    whole = st.tuples(header, st.binary(max_size=80)).map(b"".join)
+    return st.one_of(whole, whole.map(lambda b: b[:700]), st.binary(max_size=50))
+
+
+@bounded
+@given(content=shards())
+def test_shards(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.bin"
+        path.write_bytes(content)
+        try:
+            check_shard(path, Path(folder) / "cache", 30000)
+        except InputError:
+            return
+        tokens, _ = open_shard(path)
+        assert np.all(np.asarray(tokens) < 30000)
+
+
+lines_of_json = st.lists(
+    st.one_of(
+        st.binary(max_size=20),
+        st.text(max_size=20).map(lambda t: json.dumps({"text": t}).encode()),
+        st.text(max_size=20).map(lambda t: json.dumps(t).encode()),
+        st.recursive(
+            st.one_of(st.none(), st.integers(), st.text(max_size=5)),
+            lambda inner: st.dictionaries(st.sampled_from(["text", "a"]), inner, max_size=2),
+            max_leaves=4,
+        ).map(lambda v: json.dumps(v).encode()),
+    ),
+    max_size=6,
+).map(b"\n".join)
+
+
+@bounded
+@given(content=lines_of_json)
+def test_json_lines(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.jsonl"
+        path.write_bytes(content)
+        with contextlib.suppress(InputError):
+            for piece in Source("jsonl", [("a.jsonl", path)], "text").pieces():
+                assert isinstance(piece.text, str)
+
+
+@bounded
+@given(content=st.one_of(st.binary(max_size=60), lines_of_json))
+def test_metrics_files(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        path.write_bytes(content)
+        assert all(isinstance(row["step"], int) for row in read_metrics(path))
+
+
+def test_the_strategies_reach_what_is_right():
+    """A fuzz test that only ever meets errors would prove nothing."""
+    valid = struct.pack("<3i", 20240520, 1, 2).ljust(1024, b"\0") + b"\1\0\2\0"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.bin"
+        path.write_bytes(valid)
+        assert len(check_shard(path, Path(folder) / "cache", 30000)) == 64
+        path.write_bytes(valid[:-1])
+        with pytest.raises(InputError):
+            check_shard(path, Path(folder) / "cache", 30000)
