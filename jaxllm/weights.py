@@ -1,7 +1,8 @@
 """Weights under Hugging Face's names and shapes, and back.
 
-One table for each model says where every one of our parameters is kept there.  Both directions
-work on plain dictionaries of numpy arrays, so that gradients can be renamed like weights.
+One table for each model says where every one of our parameters is kept there, and in which shape.
+`Place` renames tensor by tensor; `from_huggingface` and `to_huggingface` do it for dictionaries of
+numpy arrays, so that gradients can be renamed like weights.
 """
 
 from typing import Literal, NamedTuple
@@ -17,29 +18,79 @@ from jaxllm.errors import InputError
 class Place(NamedTuple):
     """Where parameters are kept: `name` holds `ours`, side by side in its last axis if several.
 
-    form: "same"; "transposed" (PyTorch's linear layers are (out, in), ours (in, out)); "rows" and
-    "columns": ours pads that axis of the vocabulary with zeros, and a head is also transposed.
+    dims: the shape there, in the letters of `sizes`.  form: "same"; "transposed" (PyTorch's linear
+    layers are (out, in), ours (in, out)); "rows" and "columns": ours pads that axis of the
+    vocabulary with zeros, and a head is also transposed.
     """
 
     name: str
+    dims: str
     ours: tuple[str, ...]
     form: Literal["same", "transposed", "rows", "columns"] = "same"
+
+    def shape(self, config: ModelConfig) -> tuple[int, ...]:
+        """The shape under Hugging Face's name."""
+        known = sizes(config)
+        return tuple(known[letter] for letter in self.dims.split())
+
+    def our_shape(self, config: ModelConfig) -> tuple[int, ...]:
+        """The shape of each of our parameters."""
+        first, *rest = self.shape(config)
+        if self.form in ("rows", "columns"):
+            first = config.padded_vocab_size
+        shape = (first, *rest)
+        if self.form in ("transposed", "columns"):
+            shape = shape[::-1]
+        return (*shape[:-1], shape[-1] // len(self.ours))
+
+    def to_ours(self, config: ModelConfig, x: np.ndarray) -> dict[str, np.ndarray]:
+        """{our dotted path: view or copy} of the tensor under Hugging Face's name."""
+        if self.form in ("rows", "columns"):
+            x = np.pad(x, ((0, config.padded_vocab_size - x.shape[0]), (0, 0)))
+        if self.form in ("transposed", "columns"):
+            x = x.T
+        return dict(zip(self.ours, np.split(x, len(self.ours), axis=-1), strict=True))
+
+    def to_theirs(self, config: ModelConfig, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """The tensor under Hugging Face's name, the inverse of `to_ours`."""
+        parts = [np.asarray(arrays[ours]) for ours in self.ours]
+        x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        if self.form in ("transposed", "columns"):
+            x = x.T
+        if self.form in ("rows", "columns"):
+            x = x[: config.vocab_size]
+        return x
+
+
+def sizes(config: ModelConfig) -> dict[str, int]:
+    """What the letters of the tables stand for."""
+    C, H = config.d_model, config.n_heads
+    found = dict(V=config.vocab_size, C=C, T=config.max_seq_len, F=config.ff_width, H=H)
+    if config.type == "gpt2":
+        found |= {"3C": 3 * C}
+    elif config.type == "llama3":
+        found |= dict(Q=H * config.head_dim, K=config.n_kv_heads * config.head_dim)
+    else:
+        found |= dict(Q=H * config.qk_dim)
+    return found
 
 
 def places(config: ModelConfig) -> list[Place]:
     """Every parameter of the model."""
     table, block = _TABLES[config.type]
     found = [
-        Place(
-            place.name.format(i=i),
-            tuple(f"blocks.{i}.{ours}" for ours in place.ours),
-            place.form,
+        place._replace(
+            name=place.name.format(i=i), ours=tuple(f"blocks.{i}.{ours}" for ours in place.ours)
         )
         for i in range(config.n_layers)
         for place in block
     ]
-    tied = config.type == "gpt2" or (config.type == "llama3" and config.tie_embeddings)
-    return [p for p in table if not (tied and p.ours == ("head.weight",))] + found
+    return [p for p in table if not (tied(config) and p.ours == ("head.weight",))] + found
+
+
+def tied(config: ModelConfig) -> bool:
+    """Whether the head is the token embedding."""
+    return config.type == "gpt2" or (config.type == "llama3" and config.tie_embeddings)
 
 
 def from_huggingface(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -51,27 +102,13 @@ def from_huggingface(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dic
     for place in places(config):
         if place.name not in tensors:
             raise InputError(f"the weights lack {place.name}; are they of a {config.type}?")
-        x = tensors[place.name]
-        if place.form in ("rows", "columns"):
-            x = np.pad(x, ((0, config.padded_vocab_size - x.shape[0]), (0, 0)))
-        if place.form in ("transposed", "columns"):
-            x = x.T
-        parts = np.split(x, len(place.ours), axis=-1)
-        found |= dict(zip(place.ours, parts, strict=True))
+        found |= place.to_ours(config, tensors[place.name])
     return found
 
 
 def to_huggingface(config: ModelConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """{Hugging Face's name: array}, the inverse of `from_huggingface`."""
-    found = {}
-    for place in places(config):
-        x = np.concatenate([np.asarray(arrays[ours]) for ours in place.ours], axis=-1)
-        if place.form in ("transposed", "columns"):
-            x = x.T
-        if place.form in ("rows", "columns"):
-            x = x[: config.vocab_size]
-        found[place.name] = x
-    return found
+    return {place.name: place.to_theirs(config, arrays) for place in places(config)}
 
 
 def set_params(model: nnx.Module, arrays: dict[str, np.ndarray]) -> None:
@@ -93,86 +130,101 @@ def named_params(tree: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
 
 _GPT2 = (
     (
-        Place("transformer.wte.weight", ("embedding.wte",), "rows"),
-        Place("transformer.wpe.weight", ("embedding.wpe",)),
-        Place("transformer.ln_f.weight", ("norm.weight",)),
-        Place("transformer.ln_f.bias", ("norm.bias",)),
+        Place("transformer.wte.weight", "V C", ("embedding.wte",), "rows"),
+        Place("transformer.wpe.weight", "T C", ("embedding.wpe",)),
+        Place("transformer.ln_f.weight", "C", ("norm.weight",)),
+        Place("transformer.ln_f.bias", "C", ("norm.bias",)),
     ),
     (  # its Conv1D is (in, out), as ours is
-        Place("transformer.h.{i}.ln_1.weight", ("norm_1.weight",)),
-        Place("transformer.h.{i}.ln_1.bias", ("norm_1.bias",)),
+        Place("transformer.h.{i}.ln_1.weight", "C", ("norm_1.weight",)),
+        Place("transformer.h.{i}.ln_1.bias", "C", ("norm_1.bias",)),
         Place(
             "transformer.h.{i}.attn.c_attn.weight",
+            "C 3C",
             ("attention.q.weight", "attention.k.weight", "attention.v.weight"),
         ),
         Place(
             "transformer.h.{i}.attn.c_attn.bias",
+            "3C",
             ("attention.q.bias", "attention.k.bias", "attention.v.bias"),
         ),
-        Place("transformer.h.{i}.attn.c_proj.weight", ("attention.out.weight",)),
-        Place("transformer.h.{i}.attn.c_proj.bias", ("attention.out.bias",)),
-        Place("transformer.h.{i}.ln_2.weight", ("norm_2.weight",)),
-        Place("transformer.h.{i}.ln_2.bias", ("norm_2.bias",)),
-        Place("transformer.h.{i}.mlp.c_fc.weight", ("mlp.up.weight",)),
-        Place("transformer.h.{i}.mlp.c_fc.bias", ("mlp.up.bias",)),
-        Place("transformer.h.{i}.mlp.c_proj.weight", ("mlp.down.weight",)),
-        Place("transformer.h.{i}.mlp.c_proj.bias", ("mlp.down.bias",)),
+        Place("transformer.h.{i}.attn.c_proj.weight", "C C", ("attention.out.weight",)),
+        Place("transformer.h.{i}.attn.c_proj.bias", "C", ("attention.out.bias",)),
+        Place("transformer.h.{i}.ln_2.weight", "C", ("norm_2.weight",)),
+        Place("transformer.h.{i}.ln_2.bias", "C", ("norm_2.bias",)),
+        Place("transformer.h.{i}.mlp.c_fc.weight", "C F", ("mlp.up.weight",)),
+        Place("transformer.h.{i}.mlp.c_fc.bias", "F", ("mlp.up.bias",)),
+        Place("transformer.h.{i}.mlp.c_proj.weight", "F C", ("mlp.down.weight",)),
+        Place("transformer.h.{i}.mlp.c_proj.bias", "C", ("mlp.down.bias",)),
     ),
 )
 _LLAMA3 = (
     (
-        Place("model.embed_tokens.weight", ("embedding.wte",), "rows"),
-        Place("model.norm.weight", ("norm.weight",)),
-        Place("lm_head.weight", ("head.weight",), "columns"),
+        Place("model.embed_tokens.weight", "V C", ("embedding.wte",), "rows"),
+        Place("model.norm.weight", "C", ("norm.weight",)),
+        Place("lm_head.weight", "V C", ("head.weight",), "columns"),
     ),
     (
-        Place("model.layers.{i}.input_layernorm.weight", ("norm_1.weight",)),
+        Place("model.layers.{i}.input_layernorm.weight", "C", ("norm_1.weight",)),
         *(
             Place(
                 f"model.layers.{{i}}.self_attn.{theirs}_proj.weight",
+                dims,
                 (f"attention.{ours}.weight",),
                 "transposed",
             )
-            for theirs, ours in [("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")]
+            for theirs, dims, ours in [
+                ("q", "Q C", "q"),
+                ("k", "K C", "k"),
+                ("v", "K C", "v"),
+                ("o", "C Q", "out"),
+            ]
         ),
-        Place("model.layers.{i}.post_attention_layernorm.weight", ("norm_2.weight",)),
+        Place("model.layers.{i}.post_attention_layernorm.weight", "C", ("norm_2.weight",)),
         *(
-            Place(f"model.layers.{{i}}.mlp.{m}_proj.weight", (f"mlp.{m}.weight",), "transposed")
-            for m in ("gate", "up", "down")
+            Place(
+                f"model.layers.{{i}}.mlp.{m}_proj.weight", dims, (f"mlp.{m}.weight",), "transposed"
+            )
+            for m, dims in [("gate", "F C"), ("up", "F C"), ("down", "C F")]
         ),
     ),
 )
 _VLSTM = (
     (
-        Place("backbone.embeddings.weight", ("embedding.wte",), "rows"),
-        Place("backbone.out_norm.weight", ("norm.weight",)),
-        Place("lm_head.weight", ("head.weight",), "columns"),
+        Place("backbone.embeddings.weight", "V C", ("embedding.wte",), "rows"),
+        Place("backbone.out_norm.weight", "C", ("norm.weight",)),
+        Place("lm_head.weight", "V C", ("head.weight",), "columns"),
     ),
     (
-        Place("backbone.blocks.{i}.norm_mlstm.weight", ("norm_1.weight",)),
+        Place("backbone.blocks.{i}.norm_mlstm.weight", "C", ("norm_1.weight",)),
         *(
             Place(
                 f"backbone.blocks.{{i}}.mlstm_layer.{theirs}.weight",
+                dims,
                 (f"vlstm.{ours}.weight",),
                 "transposed",
             )
-            for theirs, ours in [
-                ("q", "q"),
-                ("k", "k"),
-                ("v", "v"),
-                ("igate_preact", "i"),
-                ("fgate_preact", "f"),
-                ("ogate_preact", "o"),
-                ("out_proj", "out"),
+            for theirs, dims, ours in [
+                ("q", "Q C", "q"),
+                ("k", "Q C", "k"),
+                ("v", "C C", "v"),
+                ("igate_preact", "H C", "i"),
+                ("fgate_preact", "H C", "f"),
+                ("ogate_preact", "C C", "o"),
+                ("out_proj", "C C", "out"),
             ]
         ),
-        Place("backbone.blocks.{i}.mlstm_layer.igate_preact.bias", ("vlstm.i.bias",)),
-        Place("backbone.blocks.{i}.mlstm_layer.fgate_preact.bias", ("vlstm.f.bias",)),
-        Place("backbone.blocks.{i}.mlstm_layer.multihead_norm.weight", ("vlstm.norm.weight",)),
-        Place("backbone.blocks.{i}.norm_ffn.weight", ("norm_2.weight",)),
-        Place("backbone.blocks.{i}.ffn.proj_up_gate.weight", ("mlp.gate.weight",), "transposed"),
-        Place("backbone.blocks.{i}.ffn.proj_up.weight", ("mlp.up.weight",), "transposed"),
-        Place("backbone.blocks.{i}.ffn.proj_down.weight", ("mlp.down.weight",), "transposed"),
+        Place("backbone.blocks.{i}.mlstm_layer.igate_preact.bias", "H", ("vlstm.i.bias",)),
+        Place("backbone.blocks.{i}.mlstm_layer.fgate_preact.bias", "H", ("vlstm.f.bias",)),
+        Place("backbone.blocks.{i}.mlstm_layer.multihead_norm.weight", "C", ("vlstm.norm.weight",)),
+        Place("backbone.blocks.{i}.norm_ffn.weight", "C", ("norm_2.weight",)),
+        Place(
+            "backbone.blocks.{i}.ffn.proj_up_gate.weight", "F C", ("mlp.gate.weight",), "transposed"
+        ),
+        Place("backbone.blocks.{i}.ffn.proj_up.weight", "F C", ("mlp.up.weight",), "transposed"),
+        Place(
+            "backbone.blocks.{i}.ffn.proj_down.weight", "C F", ("mlp.down.weight",), "transposed"
+        ),
     ),
 )
 _TABLES = {"gpt2": _GPT2, "llama3": _LLAMA3, "vlstm": _VLSTM}
