@@ -1,0 +1,374 @@
+"""The head of a language model and its loss in one: logits are made, used and dropped in chunks.
+
+    z = x W^T, capped: cap tanh(x W^T / cap)         loss = sum of log(total) - (z[label] - top)
+    top = max_v z[v], total = sum_v exp(z[v] - top)  dz[v] = exp(z[v] - top) / total - [v = label]
+    dx = dz W,  dW = dz^T x
+
+The (N, V) logits are the largest array of a training step (3 GB for 32768 tokens of GPT-2), so only
+those of some thousand tokens exist at a time.  As the loss is one number, its gradient is known but
+for a factor once a chunk's logits are: the forward pass makes dx and dW too (three matmuls, none
+twice) and the backward pass only scales them, as in Liger's kernel (Hsu et al. 2024, section 3.2).
+
+The matmuls are XLA's, which run at the ceiling.  Ours is the kernel between them: one block reads a
+row of logits from memory, takes its maximum and sum, reads it again from the second-level cache and
+writes dz over it.  Statistics, loss and dW are float32; dz is rounded to x's dtype for its matmuls.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import backend as _backend
+from pallas_kernels import mosaic
+from pallas_kernels.cross_entropy import cross_entropy_reference
+
+_CHUNK_BYTES = 840 * 2**20  # of logits that exist at a time
+_GROUPS = 4  # warpgroups that share a row
+_UNROLL = 4  # loads of 8 elements a thread that are under way together
+_TILE = 256  # columns that a warp takes at a time
+_LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
+
+
+class _Options(NamedTuple):
+    vocab_size: int
+    ignore_index: int
+    softcap: float | None
+    transposed: bool
+    vocab_axis: str | None
+    chunk: int  # tokens
+
+
+def linear_cross_entropy(
+    x: Float[Array, "*batch C"],
+    weight: Float[Array, "_ _"],
+    labels: Int[Array, "*batch"],
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    transposed: bool = False,
+    reduction: Literal["mean", "sum"] = "mean",
+    vocab_axis: str | None = None,
+    chunk: int | None = None,
+    backend: _backend.Backend = "auto",
+) -> Float[Array, ""]:
+    """Mean (or sum) cross-entropy of x W^T over all labels that are not ignore_index, in float32.
+
+    weight: (V, C) as an embedding, transposed=True: (C, V) as a dense layer; cast to x's dtype, its
+    gradient has its own dtype, and is summed in float32.  vocab_size: how many leading columns of
+    the logits are real (default: all).  softcap: logits are cap tanh(z / cap), None: not.  A label
+    outside [0, vocab_size) that is not ignore_index makes loss and gradients NaN.
+    vocab_axis: inside `shard_map` (check_vma=False), the mesh axis over which the vocabulary is
+    split: weight is this device's part, vocab_size and labels count over all; the loss is that of
+    all parts, the gradient of x this part's share, which shard_map sums.
+    chunk: tokens whose logits exist at a time (default: about 0.8 GiB of them).
+    A vocabulary that is no multiple of 128 costs the kernel a padded copy of the weight.
+    Raises ValueError for shapes that do not fit, NotImplementedError under backend="mosaic".
+    """
+    v, c = weight.shape[::-1] if transposed else weight.shape
+    parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
+    vocab_size = v * parts if vocab_size is None else vocab_size
+    if x.shape[-1] != c:
+        raise ValueError(f"weight has {c} features (shape {weight.shape}), x has {x.shape[-1]}")
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(f"labels have shape {labels.shape}, x {x.shape} needs {x.shape[:-1]}")
+    if not 1 <= vocab_size <= v * parts:
+        raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
+    options = dict(
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        transposed=transposed,
+        vocab_axis=vocab_axis,
+    )
+    reason = why_not(x, weight)
+    if not _backend.use_kernel("linear_cross_entropy", backend, reason, "sm_90"):
+        return linear_cross_entropy_reference(x, weight, labels, reduction=reduction, **options)
+    rows, labels = x.reshape(-1, c), labels.reshape(-1).astype(jnp.int32)
+    n = rows.shape[0]
+    if chunk is None:
+        chunks = mosaic.cdiv(n * v * x.dtype.itemsize, _CHUNK_BYTES)
+        chunk = mosaic.cdiv(n, 128 * chunks) * 128  # all of one size, in whole tiles of a matmul
+    loss = _linear_cross_entropy(rows, weight, labels, _Options(**options, chunk=chunk))
+    return _reduce(loss, labels, ignore_index, reduction)
+
+
+def linear_cross_entropy_reference(
+    x,
+    weight,
+    labels,
+    *,
+    vocab_size=None,
+    ignore_index=-100,
+    softcap=None,
+    transposed=False,
+    reduction="mean",
+    vocab_axis=None,
+):
+    """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul does."""
+    z = _logits(x, weight.astype(x.dtype), transposed).astype(mosaic.stat_dtype(x.dtype))
+    if softcap is not None:
+        z = softcap * jnp.tanh(z / softcap)
+    if vocab_axis is None:
+        options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
+        loss = cross_entropy_reference(z, labels, **options)
+    else:
+        column = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+        local, valid = _local(labels, z.shape[-1], vocab_size, vocab_axis)
+        z = jnp.where(column < valid, z, -jnp.inf)
+        top = lax.pmax(lax.stop_gradient(z.max(-1)), vocab_axis)
+        picked = jnp.where(column == local[..., None], z, 0).sum(-1)
+        total = jnp.exp(z - top[..., None]).sum(-1)
+        total, picked = lax.psum((total, picked), vocab_axis)
+        loss = (jnp.log(total) - (picked - top)) * _judge(labels, vocab_size, ignore_index)
+        loss = jnp.where(labels == ignore_index, 0, loss)
+    return _reduce(loss.sum(), labels, ignore_index, reduction)
+
+
+def why_not(x, weight) -> str | None:
+    """Why the kernel cannot take this call, or None."""
+    return mosaic.unsupported_dtype(x=x, weight=weight) or mosaic.empty(x=x, weight=weight)
+
+
+def _logits(x, weight, transposed):
+    return jnp.matmul(x, weight if transposed else weight.T, preferred_element_type=x.dtype)
+
+
+def _reduce(total, labels, ignore_index, reduction):
+    if reduction == "sum":
+        return total
+    return total / jnp.maximum((labels != ignore_index).sum(), 1).astype(total.dtype)
+
+
+def _judge(labels, vocab_size, ignore_index):
+    """1 for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
+    known = (labels >= 0) & (labels < vocab_size)
+    return jnp.where(labels == ignore_index, 0.0, jnp.where(known, 1.0, jnp.nan))
+
+
+def _local(labels, v, vocab_size, vocab_axis):
+    """Labels as columns of this device's v logits (-1: not among them), and its real columns."""
+    first = 0 if vocab_axis is None else lax.axis_index(vocab_axis) * v
+    valid = jnp.clip(jnp.int32(vocab_size - first), 0, v)
+    column = labels - first
+    return jnp.where((column >= 0) & (column < valid), column, -1), valid
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _rows(z, labels, scale, valid, given, softcap, write):
+    """Statistics of rows of logits, and their gradient in their place.  One block for each row.
+
+    z (n, V), V a multiple of 128; labels (n,): a column, or -1; scale (n,): what dz is multiplied
+    by; valid (): columns that are real; given: top and total of the rows, or None.
+    Returns dz (None if not `write`) and, if not given, top, total and z[label], (n,) float32.
+    """
+    n, v = z.shape
+    part = v // 4  # a row is four parts, one for each warp of a warpgroup
+    tile, unroll = _TILE, _UNROLL
+    tiles, rest = divmod(part, tile)
+    layout = mosaic.warp_rows(8)
+    rest_layout = mosaic.warp_rows(next(k for k in (4, 2, 1) if rest % (32 * k) == 0))
+    # Steps in which no warp meets a column that is not real.
+    whole = jnp.maximum(part - (v - valid), 0) // (_GROUPS * unroll * tile)
+    scalars = jnp.stack([valid, whole]).astype(jnp.int32)
+    stats = [jax.ShapeDtypeStruct((n,), jnp.float32)] * 3
+
+    def cap(u):
+        """(capped logit, its derivative), through exp, whose fast form is exact enough."""
+        s = 1 / (jnp.exp(u * (2 / softcap)) + 1)
+        return softcap - 2 * softcap * s, 4 * s * (1 - s)
+
+    def kernel(z_ref, labels_ref, scale_ref, scalars_ref, *refs):
+        row, group = lax.axis_index("row"), lax.axis_index("group")
+        label, valid, whole = labels_ref[row], scalars_ref[0], scalars_ref[1]
+        at = lambda start, width: z_ref.at[row, :, pl.ds(start, width)]
+
+        def columns(start, width, layout):
+            line = plgpu.broadcasted_iota(jnp.int32, (4, width), 0, layout=layout)
+            return (
+                line * part
+                + plgpu.broadcasted_iota(jnp.int32, (4, width), 1, layout=layout)
+                + start
+            )
+
+        def load(start, width=tile, layout=layout, end=None):
+            x = mosaic.load(at(start, width), layout)
+            x = x if softcap is None else cap(x)[0]
+            return x if end is None else jnp.where(columns(start, width, layout) < end, x, -jnp.inf)
+
+        start_of = lambda i, u: ((i * _GROUPS + group) * unroll + u) * tile
+        first = whole * (_GROUPS * unroll) + group  # of this group's tiles after the whole steps
+        more = lax.div(tiles - first + (_GROUPS - 1), jnp.int32(_GROUPS))
+
+        def statistics():
+            def online(state, *xs):
+                old, total = state
+                top = functools.reduce(jnp.maximum, xs, old)
+                total = total * jnp.exp(old - top)
+                for x in xs:
+                    total += jnp.exp(x - top)
+                return top, total
+
+            lowest = plgpu.layout_cast(jnp.full((4, tile), _LOWEST, jnp.float32), layout)
+            state = lax.fori_loop(
+                0,
+                whole,
+                lambda i, s: online(s, *(load(start_of(i, u)) for u in range(unroll))),
+                (lowest, mosaic.zeros((4, tile), layout)),
+            )
+            tops, totals = lax.fori_loop(
+                0,
+                more,
+                lambda i, s: online(s, load((first + i * _GROUPS) * tile, end=valid)),
+                state,
+            )
+            top = jnp.max(tops, axis=1)
+            if rest:
+                mine = jnp.where(group == _GROUPS - 1, valid, 0)  # the others count none of it
+                x = load(tiles * tile, rest, rest_layout, mine)
+                tail = plgpu.layout_cast(jnp.max(x, axis=1), layout.reduce(1))
+                top = jnp.maximum(top, tail)
+            total = jnp.sum(totals * jnp.exp(tops - mosaic.along(top, (4, tile), 0)), axis=1)
+            if rest:
+                top_of_rest = plgpu.layout_cast(top, rest_layout.reduce(1))
+                x = jnp.exp(x - mosaic.along(top_of_rest, (4, rest), 0))
+                total += plgpu.layout_cast(jnp.sum(x, axis=1), layout.reduce(1))
+            return top, total
+
+        def meet(top, total, tops, totals, bar):
+            """The statistics of the row from those of its warps, in every thread."""
+            mosaic.store(tops.at[group], top)
+            mosaic.store(totals.at[group], total)
+            plgpu.barrier_arrive(bar)
+            plgpu.barrier_wait(bar)
+            warps = [(g, w) for g in range(_GROUPS) for w in range(4)]
+            top = functools.reduce(jnp.maximum, (tops[i] for i in warps))
+            return top, sum(totals[i] * jnp.exp(tops[i] - top) for i in warps)
+
+        def gradient(top, total):
+            scale = scale_ref[row]
+            factor = scale / total
+
+            def write(starts, width=tile, layout=layout, masked=False):
+                xs = [mosaic.load(at(start, width), layout) for start in starts]
+                for start, x in zip(starts, xs, strict=True):
+                    x, slope = (x, None) if softcap is None else cap(x)
+                    column = columns(start, width, layout)
+                    dz = factor * jnp.exp(x - top)
+                    dz = jnp.where(column == label, dz - scale, dz)
+                    dz = dz if softcap is None else dz * slope
+                    dz = jnp.where(column < valid, dz, 0.0) if masked else dz
+                    mosaic.store(at(start, width), dz)
+
+            pl.loop(0, whole)(lambda i: write([start_of(i, u) for u in range(unroll)]))
+            pl.loop(0, more)(lambda i: write([(first + i * _GROUPS) * tile], masked=True))
+            if rest:
+                pl.when(group == _GROUPS - 1)(
+                    lambda: write([tiles * tile], rest, rest_layout, masked=True)
+                )
+
+        if given is None:
+            top_ref, total_ref, picked_ref, *scratch = refs
+            at_label = jnp.maximum(label, 0)
+            picked = z_ref[row, at_label // part, at_label % part].astype(jnp.float32)
+            top, total = meet(*statistics(), *scratch)
+
+            @pl.when(group == 0)
+            def _():
+                top_ref[row] = top
+                total_ref[row] = total
+                picked_ref[row] = picked if softcap is None else cap(picked)[0]
+
+            if write:
+                gradient(top, total)
+        else:
+            top_ref, total_ref = refs
+            gradient(top_ref[row], total_ref[row])
+
+    both = "" if given is not None or not write else "_and_gradient"
+    kernel.__name__ = (
+        "linear_cross_entropy_gradient"
+        if given is not None
+        else f"linear_cross_entropy_statistics{both}"
+    )
+    lines = [plgpu.SMEM((_GROUPS, 4), jnp.float32)] * 2
+    call = plgpu.kernel(
+        kernel,
+        out_type=stats if given is None else [],
+        grid=(n,),
+        grid_names=("row",),
+        num_threads=_GROUPS,
+        thread_name="group",
+        scratch_types=[*lines, plgpu.Barrier(num_arrivals=_GROUPS)] if given is None else [],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    z = z.reshape(n, 4, part)
+    z = jax.new_ref(z) if write else z
+    out = call(z, labels, scale, scalars, *(given or ()))
+    return (jax.freeze(z).reshape(n, v) if write else None, *out)
+
+
+def _run(x, weight, labels, o: _Options, differentiate: bool):
+    """The sum of all losses and, if asked for, its gradients dx and dW (float32)."""
+    w = weight.astype(x.dtype)
+    v = w.shape[1] if o.transposed else w.shape[0]
+    w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
+    local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
+    scale = _judge(labels, o.vocab_size, o.ignore_index)
+    loss, dx, dw = jnp.float32(0), [], None
+    for start in range(0, x.shape[0], o.chunk):
+        of = lambda a, start=start: a[start : start + o.chunk]
+        x_part, w_now = of(x), w
+        if dw is not None:  # the next logits only when the last dz is no longer needed
+            x_part, w_now, dw = lax.optimization_barrier((x_part, w, dw))
+        z = _logits(x_part, w_now, o.transposed)
+        args = (of(local), of(scale), valid)
+        if o.vocab_axis is None:
+            dz, top, total, picked = _rows(z, *args, None, o.softcap, differentiate)
+        else:
+            _, part_top, total, picked = _rows(z, *args, None, o.softcap, False)
+            top = lax.pmax(part_top, o.vocab_axis)
+            total = total * jnp.exp(part_top - top)
+            picked = jnp.where(of(local) >= 0, picked, 0)
+            total, picked = lax.psum((total, picked), o.vocab_axis)
+            if differentiate:
+                dz, *_ = _rows(z, *args, (top, total), o.softcap, True)
+        losses = (jnp.log(total) - (picked - top)) * of(scale)
+        loss += jnp.where(of(labels) == o.ignore_index, 0, losses).sum()
+        if differentiate:
+            dx.append(jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype))
+            pair = (x_part, dz) if o.transposed else (dz, x_part)
+            more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
+            dw = more if dw is None else dw + more
+    if not differentiate:
+        return loss
+    dw = dw[:, :v] if o.transposed else dw[:v]
+    return loss, jnp.concatenate(dx), dw
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear_cross_entropy(x, weight, labels, o):
+    return _run(x, weight, labels, o, False)
+
+
+def _forward(x, weight, labels, o):
+    loss, dx, dw = _run(x, weight, labels, o, True)
+    return loss, (dx, dw, jnp.zeros((), weight.dtype))
+
+
+def _backward(o, saved, g):
+    dx, dw, like = saved
+    # Every device of the axis got its share of the gradient of the one loss that they all hold.
+    g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
+    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None
+
+
+_linear_cross_entropy.defvjp(_forward, _backward)
