@@ -126,8 +126,8 @@ class Trainer:
     def _loss_sum(self, params, batch) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(self.graph, params)
         # pyrefly: ignore[missing-attribute]
-        losses = model.loss(batch["tokens"], batch["labels"])
-        return losses.sum(), (batch["labels"] != IGNORE).sum().astype(jnp.float32)
+        loss = model.loss(batch["tokens"], batch["labels"])
+        return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)

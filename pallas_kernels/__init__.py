@@ -5,6 +5,7 @@ from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.encoder import encoder
 from pallas_kernels.gelu import gelu
 from pallas_kernels.layer_norm import add_layer_norm, layer_norm
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.rope import RopeScaling, rope
 from pallas_kernels.swiglu import swiglu
@@ -19,6 +20,7 @@ __all__ = [
     "encoder",
     "gelu",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "swiglu",

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.vlstm import soft_cap
-from jaxllm.sharding import BATCH, P, constrain, per_device
-from pallas_kernels import cross_entropy
+from jaxllm.sharding import BATCH, P, per_device
+from pallas_kernels import linear_cross_entropy
 
 
 class LanguageModel(nnx.Module):
@@ -65,18 +65,35 @@ class LanguageModel(nnx.Module):
 
     def loss(
         self, tokens: Int[Array, "B T"], labels: Int[Array, "B T"], **options
-    ) -> Float[Array, "B T"]:
-        """Cross-entropy of every position in float32, 0 where the label is -100."""
-        # Over the tensor axis the head splits the tokens, not the vocabulary: each device then has
-        # whole rows of logits, and what moves is the head's weight rather than B T V logits.
-        split = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-        time = "tensor" if tokens.shape[1] % split == 0 else None
-        hidden = constrain(self.hidden(tokens, **options), BATCH, time, None)
-        op = partial(cross_entropy, vocab_size=self.config.vocab_size, backend=self.config.kernels)
-        op = per_device(
-            op, in_specs=(P(BATCH, time, None), P(BATCH, time)), out_specs=P(BATCH, time)
+    ) -> Float[Array, ""]:
+        """Cross-entropy summed over all positions but those whose label is -100, in float32.
+
+        The logits are never held: head and loss are one op.  options as in `hidden`.
+        """
+        tied = self.head is None
+        weight = self.embedding.wte[...] if tied else self.head.weight[...]
+        hidden = self.hidden(tokens, **options)
+        shape = jax.sharding.get_abstract_mesh().shape
+        if shape.get("fsdp", 1) > 1:
+            weight = weight.astype(hidden.dtype)  # before it is gathered, which halves the bytes
+        # Over the tensor axis the vocabulary is split, as the weight lies: its gradient stays where
+        # it is made, and what moves is the gradient of `hidden`.
+        tensor = "tensor" if shape.get("tensor", 1) > 1 else None
+        loss = partial(
+            linear_cross_entropy,
+            vocab_size=self.config.vocab_size,
+            softcap=self.logit_soft_cap,
+            transposed=not tied,
+            reduction="sum",
+            vocab_axis=tensor,
+            backend=self.config.kernels,
         )
-        return op(self.logits(hidden), labels)
+        op = per_device(
+            lambda *arrays: loss(*arrays)[None],  # one number for each part of the batch
+            in_specs=(P(BATCH), P(tensor) if tied else P(None, tensor), P(BATCH)),
+            out_specs=P(BATCH),
+        )
+        return op(hidden, weight, labels).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
         """Operations of one token in the forward matmuls that have no parameters."""

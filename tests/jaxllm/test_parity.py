@@ -45,7 +45,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
     @partial(jax.value_and_grad, has_aux=True)
     def mean_loss_and_logits(params):
         model = nnx.merge(graph, params)
-        return model.loss(tokens, labels).sum() / (labels != -100).sum(), model(tokens)
+        return model.loss(tokens, labels) / (labels != -100).sum(), model(tokens)
 
     with jax.default_matmul_precision("highest"):  # a GPU would take TF32
         (loss, logits), ours = jax.jit(mean_loss_and_logits)(params)

@@ -67,7 +67,7 @@ KERNELS = {
     " add_rms_norm_forward add_rms_norm_backward swiglu_forward swiglu_backward rope_forward"
     " rope_backward",
 }
-EVERY = "attention_forward attention_backward cross_entropy_forward cross_entropy_backward"
+EVERY = "attention_forward attention_backward linear_cross_entropy_statistics_and_gradient"
 
 
 @pytest.mark.parametrize("model_type", list(KERNELS))
