@@ -85,6 +85,12 @@ class Run:
         sharding.check_model(config.model, self.mesh)
         sharding.check_batch(config.train, self.mesh)
         check_kernels(config)
+        weights = None
+        if config.model.init_from and not resume:
+            from jaxllm.pretrained import check_weights, open_weights
+
+            weights = open_weights(config.model.init_from)
+            check_weights(weights, config.model)
         self.dataset = open_dataset(
             config.data,
             seq_len=config.train.seq_len,
@@ -96,11 +102,16 @@ class Run:
         self.start, self.samples = self._position() if resume else (0, 0)
         self.tokens = config.train.batch_size * config.train.seq_len
         self._introduce()
-        self.state = (
-            self.checkpoints.restore(self.start, self.trainer.abstract_state())
-            if resume
-            else self.trainer.init()
-        )
+        if resume:
+            self.state = self.checkpoints.restore(self.start, self.trainer.abstract_state())
+        elif weights:
+            from jaxllm.pretrained import load_params
+
+            with memory_errors(config):
+                params = load_params(weights, self.trainer.abstract_state().params)
+                self.state = self.trainer.init(params)
+        else:
+            self.state = self.trainer.init()
         self._compile()
         self.log = self._open_log()
 
@@ -164,6 +175,11 @@ class Run:
         if step is None:
             raise InputError(f"{self.out_dir} holds no complete checkpoint to resume from")
         saved = self.checkpoints.about(step)
+        if "converted_from" in saved:
+            raise InputError(
+                f"{self.out_dir} holds weights of jaxllm.convert, not a run to resume; start one"
+                f" with --model.init_from {self.out_dir} and another --out_dir"
+            )
         if saved["data_fingerprint"] != self.dataset.fingerprint:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {self.dataset.fingerprint},"

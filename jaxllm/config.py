@@ -71,6 +71,9 @@ class _Model(Section):
     remat: Literal["none", "dots", "block"] = Field(
         "none", description="recompute in the backward pass: nothing, all but matmuls, each block"
     )
+    init_from: str | None = Field(
+        None, description="weights to start from: a Hugging Face folder or a run's directory"
+    )
 
     @property
     def padded_vocab_size(self) -> int:

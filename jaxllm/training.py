@@ -63,11 +63,14 @@ class Trainer:
         # pyrefly: ignore[bad-argument-type]
         return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole))
 
-    def init(self) -> TrainState:
-        """The state before the first step, made on the devices where it stays."""
+    def init(self, params: nnx.State | None = None) -> TrainState:
+        """The state before the first step, made on the devices where it stays.
 
+        params: weights to start from, which are given up; None: drawn from the seed.
+        """
         with jax.set_mesh(self.mesh):
-            params = nnx.state(self._make_model(), nnx.Param)
+            if params is None:
+                params = nnx.state(self._make_model(), nnx.Param)
             start = jax.jit(self._start, out_shardings=self.state_shardings, donate_argnums=0)
             return start(params)
 

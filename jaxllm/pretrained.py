@@ -1,0 +1,144 @@
+"""Weights to start from: a Hugging Face folder, or a run's directory (also one of jaxllm.convert).
+
+`open_weights` checks names, shapes and dtypes without reading a tensor; `load_params` then puts
+each parameter where it belongs on the mesh, one after another.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from jaxllm import config as configs
+from jaxllm.config import ModelConfig
+from jaxllm.errors import InputError
+from jaxllm.huggingface import HuggingFaceWeights
+from jaxllm.weights import places
+
+# Settings that weights fit whatever they are (and max_seq_len, without learned positions).
+_FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
+
+
+class RunWeights:
+    """The parameters in a checkpoint of a run: the newest, or that of `step`.
+
+    Only reads, so that the run may go on at the same time.
+    """
+
+    def __init__(self, directory: Path, step: int | None = None):
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+        self.run = configs.load(str(directory / "config.yaml"))
+        self.config: ModelConfig = self.run.model
+        self.folder = directory
+        self._manager = ocp.CheckpointManager(
+            (directory / "checkpoints").resolve(),
+            options=ocp.CheckpointManagerOptions(read_only=True),
+        )
+        steps = sorted(self._manager.all_steps())
+        if not steps or (step is not None and step not in steps):
+            wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+            have = f"; it has {', '.join(map(str, steps))}" if steps else ""
+            raise InputError(f"{directory} holds no {wanted}{have}")
+        self.step: int = steps[-1] if step is None else step
+        self._check()
+
+    def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """{our dotted path: array} of some parameters."""
+        items = {_stored(name): np.empty(0, np.float32) for name in names}
+        restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in items}
+        found = self._restore(_part(items, restore_args))
+        return {name: found[_stored(name)] for name in names}
+
+    def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """{our dotted path: array} with the shardings of `abstract`, which names all of them."""
+        items = {_stored(name): leaf for name, leaf in abstract.items()}
+        found = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
+        return {name: found[_stored(name)] for name in abstract}
+
+    def _check(self) -> None:
+        stored = self._restore(ocp.args.JsonRestore(), "about").get("arrays", {})
+        stored = {name: at for name, at in stored.items() if name.startswith("params.")}
+        where = f"checkpoint {self.folder / 'checkpoints' / str(self.step)}"
+        for place in places(self.config):
+            for name in map(_stored, place.ours):
+                shape = [list(place.our_shape(self.config)), "float32"]
+                if (found := stored.pop(name, "not in it")) != shape:
+                    raise InputError(f"{where}: {name} is {found}, config.yaml says {shape}")
+        if stored:
+            raise InputError(f"{where} holds {min(stored)}, which config.yaml does not have")
+
+    def _restore(self, args: Any, item: str = "state") -> Any:
+        try:
+            return self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
+        except Exception as e:
+            words = " ".join(str(e).split())[:200]
+            raise InputError(
+                f"checkpoint {self.folder / 'checkpoints' / str(self.step)} is damaged"
+                f" ({type(e).__name__}: {words})"
+            ) from e
+
+
+Weights = HuggingFaceWeights | RunWeights
+
+
+def open_weights(directory: str | Path) -> Weights:
+    """Opens the weights in a directory; raises InputError for all that does not fit together."""
+    directory = Path(directory).expanduser()
+    if any((directory / name).is_file() for name in ("config.json", "params.json")):
+        return HuggingFaceWeights(directory)
+    if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
+        return RunWeights(directory)
+    pickles = sorted(p.name for end in ("bin", "pth", "pt") for p in directory.glob(f"*.{end}"))
+    why = f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
+    raise InputError(
+        f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
+        f" directory (config.yaml, checkpoints){why}"
+    )
+
+
+def check_weights(weights: Weights, config: ModelConfig) -> None:
+    """Raises InputError where a configured model is not the one that the weights are of."""
+    ours, theirs = _fixed(config), _fixed(weights.config)
+    for key in ours | theirs:
+        if ours.get(key) != theirs.get(key):
+            raise InputError(
+                f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
+                f" {weights.folder}; set it so, or leave out model.init_from"
+            )
+
+
+def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
+    """The parameters, float32, with the structure and the shardings of `abstract`.
+
+    Nothing but the tensor under way is in memory besides them.
+    """
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    }
+    if isinstance(weights, RunWeights):
+        arrays = weights.load(leaves)
+    else:
+        arrays = {
+            name: jax.make_array_from_callback(x.shape, leaves[name].sharding, x.__getitem__)
+            for name, x in weights.arrays()
+        }
+    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
+
+
+def _fixed(config: ModelConfig) -> dict[str, Any]:
+    free = _FREE if config.type == "gpt2" else _FREE | {"max_seq_len"}
+    values = config.model_dump(exclude=free) | {"d_ff": config.ff_width}
+    return values | ({"d_head": config.head_dim} if config.type == "llama3" else {})
+
+
+def _stored(name: str) -> str:
+    return f"params.{name}.value"
+
+
+def _part(items: dict[str, Any], restore_args: dict[str, Any]) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(item=items, restore_args=restore_args, partial_restore=True)

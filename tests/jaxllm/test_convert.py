@@ -1,0 +1,336 @@
+"""Weights from Hugging Face folders and back, through the command line (tests/fixtures)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import train
+from jaxllm import config as configs
+from jaxllm import convert, huggingface
+from jaxllm.checkpoint import Checkpoints
+from jaxllm.data.shards import ShardWriter
+from jaxllm.errors import InputError
+from jaxllm.models import create
+from jaxllm.pretrained import load_params, open_weights
+
+REPO = Path(__file__).resolve().parents[2]
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=67,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    hidden_size=16,
+    head_dim=8,
+    intermediate_size=24,
+    max_position_embeddings=48,
+    rms_norm_eps=1e-5,
+)
+SCALING = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
+)
+PAGES = {  # config.json as transformers writes it, as far as it matters
+    "gpt2": dict(
+        model_type="gpt2",
+        vocab_size=67,
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        n_inner=40,
+        n_positions=48,
+        activation_function="gelu_new",
+    ),
+    "llama3": LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, **SCALING)),
+    "llama3_tied": LLAMA | dict(tie_word_embeddings=True, rope_theta=10000.0, rope_scaling=None),
+    "xlstm": dict(
+        model_type="xlstm",
+        vocab_size=67,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_heads=2,
+        ffn_proj_factor=4.0,
+        chunk_size=16,
+        eps=0.0,
+    ),
+}
+
+
+def fixture(name):
+    return load_file(REPO / "tests" / "fixtures" / f"{name}.safetensors")
+
+
+def weights_of(name):
+    stored = fixture(name)
+    return {k: v for k, v in stored.items() if f"grad.{k}" in stored}
+
+
+def folder_of(folder, name, tensors=None, **page):
+    """A Hugging Face folder of one file."""
+    folder.mkdir(parents=True)
+    save_file(weights_of(name) if tensors is None else tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(PAGES[name] | page))
+    return folder
+
+
+def sharded(folder, name):
+    """A Hugging Face folder of two files and an index."""
+    folder.mkdir()
+    tensors = weights_of(name)
+    names = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
+    weight_map = {key: names[i % 2] for i, key in enumerate(tensors)}
+    for file in names:
+        save_file({k: v for k, v in tensors.items() if weight_map[k] == file}, folder / file)
+    (folder / "config.json").write_text(json.dumps(PAGES[name]))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def run(*words):
+    return convert.main([str(word) for word in words])
+
+
+def logits(directory, tokens):
+    """Logits (B, T, V) in float32 of the weights in a directory."""
+    weights = open_weights(directory)
+    fp32 = dict(compute_dtype="float32", residual_dtype="float32", kernels="xla")
+    config = weights.config.model_copy(update=fp32)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: create(config)))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract
+    )
+    params = load_params(weights, abstract)
+    with jax.default_matmul_precision("highest"):
+        z = jax.jit(lambda params: nnx.merge(graph, params)(jnp.asarray(tokens)))(params)
+    return np.asarray(z)[..., : config.vocab_size]
+
+
+def assert_same_tensors(folder, expected):
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        assert set(file.keys()) == set(expected)
+        assert file.metadata() == {"format": "pt"}
+    for key, x in load_file(folder / "model.safetensors").items():
+        assert x.dtype == expected[key].dtype
+        assert x.tobytes() == expected[key].tobytes(), key
+
+
+def assert_same_logits(directory, name):
+    stored = fixture(name)
+    expected = stored["logits"]
+    found = logits(directory, stored["tokens"])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", list(PAGES))
+def test_there_and_back(name, tmp_path, capsys):
+    theirs = folder_of(tmp_path / "theirs", name)
+    (theirs / "tokenizer.json").write_text("a tokenizer")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    assert run(theirs, ours) == 0
+    assert run(ours, back) == 0
+    assert capsys.readouterr().err == ""
+    assert_same_logits(ours, name)
+    assert_same_tensors(back, weights_of(name))
+    assert open_weights(back).config == open_weights(theirs).config
+    assert (back / "tokenizer.json").read_text() == "a tokenizer"
+    assert {p.name for p in tmp_path.iterdir()} == {"theirs", "ours", "back"}
+    config = configs.load(str(ours / "config.yaml"))  # trains on from itself
+    assert config.model.init_from == str(ours)
+    assert config.data.tokenizer == str(ours / "tokenizer.json")
+
+
+def test_bfloat16_and_several_files(tmp_path, monkeypatch):
+    theirs = sharded(tmp_path / "theirs", "llama3")
+    expected = weights_of("llama3")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    assert run(theirs, ours) == 0
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 4000)
+    assert run(ours, back, "--step", 0, "--dtype", "bfloat16") == 0
+    index = json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]
+    files = sorted(p.name for p in back.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == sorted(set(index.values()))
+    for name in files:
+        assert sum(x.nbytes for x in load_file(back / name).values()) <= 4000
+        for key, x in load_file(back / name).items():
+            assert index[key] == name
+            assert np.array_equal(x, expected.pop(key).astype(ml_dtypes.bfloat16))
+    assert not expected
+    assert run(back, tmp_path / "again") == 0  # bfloat16 and several files are read, too
+
+
+def test_openai_names_and_a_stored_tied_head(tmp_path):
+    tensors = {k.removeprefix("transformer."): v for k, v in weights_of("gpt2").items()}
+    tensors |= {"h.0.attn.bias": np.ones((1, 1, 48, 48), np.float32)}  # the causal mask
+    tensors["lm_head.weight"] = tensors["wte.weight"].copy()
+    assert run(folder_of(tmp_path / "theirs", "gpt2", tensors), tmp_path / "ours") == 0
+    assert run(tmp_path / "ours", tmp_path / "back") == 0
+    assert_same_tensors(tmp_path / "back", weights_of("gpt2"))
+
+
+def meta_folder(folder, **page):
+    """Meta's names and its order, in which rows 2j and 2j + 1 of a head are rotated together."""
+    names = dict(input_layernorm="attention_norm", post_attention_layernorm="ffn_norm")
+    names |= {f"self_attn.{x}_proj": f"attention.w{x}" for x in "qkvo"}
+    names |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3"}
+    names |= {"mlp.down_proj": "feed_forward.w2", "lm_head": "output"}
+    names |= {"embed_tokens": "tok_embeddings"}
+    tensors = {}
+    for key, x in weights_of("llama3").items():
+        new = key.removeprefix("model.")
+        for a, b in names.items():
+            new = new.replace(a, b)
+        if new.endswith(("wq.weight", "wk.weight")):
+            meta = np.empty_like(x)
+            for row in range(len(x)):
+                head, i = divmod(row, 8)
+                meta[8 * head + 2 * (i % 4) + i // 4] = x[row]
+            x = meta
+        tensors[new] = x
+    folder.mkdir()
+    save_file(tensors, folder / "consolidated.safetensors")
+    keys = dict(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, norm_eps=1e-5, rope_theta=10000.0)
+    (folder / "params.json").write_text(json.dumps(keys | page))
+    return folder
+
+
+def test_metas_rotary_order(tmp_path, capsys):
+    theirs = meta_folder(tmp_path / "theirs", head_dim=8)
+    assert run(theirs, tmp_path / "ours") == 0, capsys.readouterr().err
+    assert run(tmp_path / "ours", tmp_path / "back") == 0
+    assert_same_tensors(tmp_path / "back", weights_of("llama3"))
+    scaled = meta_folder(tmp_path / "scaled", use_scaled_rope=True)
+    assert run(scaled, tmp_path / "none") == 2
+    assert "rope_scaling_factor" in capsys.readouterr().err
+
+
+def edited(**changes):
+    return lambda tensors: tensors | changes
+
+
+def without(key):
+    return lambda tensors: {k: v for k, v in tensors.items() if k != key}
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+BAD = {
+    "missing": (without(QUERY), {}, QUERY),
+    "unexpected": (edited(**{"model.extra": np.ones(3, np.float32)}), {}, "model.extra"),
+    "shape": (edited(**{QUERY: np.ones((32, 15), np.float32)}), {}, QUERY),
+    "transposed": (edited(**{QUERY: np.ones((16, 32), np.float32)}), {}, QUERY),
+    "dtype": (edited(**{QUERY: np.ones((32, 16), np.int32)}), {}, QUERY),
+    "untied": (None, {"tie_word_embeddings": True}, "lm_head.weight"),
+    "bias": (None, {"attention_bias": True}, "attention_bias"),
+    "layers": (None, {"num_hidden_layers": 10**15}, "layers"),
+    "heads": (None, {"num_key_value_heads": 3}, "n_kv_heads"),
+    "type": (None, {"hidden_size": "16"}, "d_model='16'"),
+    "null": (None, {"num_attention_heads": None}, "num_attention_heads"),
+    "rope": (None, {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+    "model": (None, {"model_type": "mistral"}, "mistral"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_what_is_not_known_is_refused_by_name(case, tmp_path, capsys):
+    change, page, said = BAD[case]
+    tensors = weights_of("llama3")
+    folder = folder_of(tmp_path / "theirs", "llama3", change and change(tensors), **page)
+    refused(folder, tmp_path / "ours", said, capsys)
+
+
+def refused(folder, out, said, capsys):
+    before = {p.name for p in out.parent.iterdir()}
+    assert run(folder, out) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert said in error
+    assert {p.name for p in out.parent.iterdir()} == before
+
+
+def test_damaged_and_foreign_folders_are_refused(tmp_path, capsys):
+    out = tmp_path / "ours"
+    folder = sharded(tmp_path / "theirs", "gpt2")
+    first = "model-00001-of-00002.safetensors"
+    index = folder / "model.safetensors.index.json"
+    whole, listed = (folder / first).read_bytes(), index.read_text()
+    for cut in (0, 7, 100, len(whole) - 1):
+        (folder / first).write_bytes(whole[:cut])
+        refused(folder, out, first, capsys)
+    (folder / first).write_bytes(whole)
+    index.write_text(listed.replace(first, f"../theirs/{first}"))
+    refused(folder, out, "not in its folder", capsys)
+    index.write_text("[" * 100_000)
+    refused(folder, out, index.name, capsys)
+    index.write_text(listed)
+    (folder / "config.json").write_text("{")
+    refused(folder, out, "config.json", capsys)
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "consolidated.00.pth").write_bytes(b"\x80\x04.")
+    refused(tmp_path / "pickled", out, "consolidated.00.pth is a pickle", capsys)
+    refused(tmp_path / "nothing", out, "nothing", capsys)
+    out.mkdir()
+    (out / "precious").write_text("kept")
+    refused(folder_of(tmp_path / "good", "gpt2"), out, "exists", capsys)
+    assert (out / "precious").read_text() == "kept"
+
+
+def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, capsys):
+    theirs = sharded(tmp_path / "theirs", "llama3")
+    tokens = np.random.default_rng(0).integers(0, 67, 2000).astype(np.uint16)
+    (tmp_path / "shards").mkdir()
+    writer = ShardWriter(tmp_path / "shards" / "train_000000.bin", 67)
+    writer.append(tokens)
+    writer.close()
+    assert run(theirs, tmp_path / "ours") == 0
+    # In float32 a step of 1e-30 changes nothing: the run's weights are those it started from.
+    words = f"""--config {tmp_path / "ours" / "config.yaml"} --data.source shards --data.path
+        {tmp_path / "shards"} --train.steps 1 --train.batch_size 4 --train.seq_len 16
+        --optimizer.learning_rate 1e-30 --optimizer.warmup_steps 0 --sample.tokens 0
+        --train.eval_batches 1 --mesh.fsdp 2""".split()
+
+    def start(source, out, *more):
+        words_now = [*words, "--model.init_from", str(source), "--out_dir", str(out), *more]
+        return subprocess.run(
+            [sys.executable, "train.py", *words_now],
+            cwd=REPO,
+            env=os.environ
+            | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = start(theirs, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert run(tmp_path / "run", tmp_path / "back", "--step", 1) == 0
+    assert_same_tensors(tmp_path / "back", weights_of("llama3"))
+
+    for change, said in (
+        (["--model.n_layers", "3"], "model.n_layers=3 differs from 2"),
+        (["--model.init_from", str(tmp_path / "shards")], "neither a Hugging Face folder"),
+    ):
+        out = tmp_path / "refused"
+        arguments = [*words, "--model.init_from", str(theirs), *change, "--out_dir", str(out)]
+        arguments = [w for w in arguments if w not in ("--mesh.fsdp", "2")]
+        capsys.readouterr()
+        assert train.main(arguments) == 2
+        assert said in capsys.readouterr().err
+        assert not out.exists()
+    # A folder of the converter holds no moments and no place in the data: nothing to resume.
+    converted = train.Run.__new__(train.Run)
+    converted.out_dir = tmp_path / "ours"
+    converted.checkpoints = Checkpoints(converted.out_dir / "checkpoints", 1)
+    with pytest.raises(InputError, match="init_from"):
+        converted._position()
