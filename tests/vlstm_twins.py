@@ -31,7 +31,9 @@ def rows(
     row, column = (lambda vector: vector[..., :, None]), (lambda vector: vector[..., None, :])
     seeing, seen = (column, row) if mode in ("dk", "dv") else (row, column)
     position = jnp.arange(size)
-    visible = (seen(position) <= seeing(position)) & (seen(position) >= seeing(of["start"]))
+    visible = seen(position) <= seeing(position)
+    if packed:
+        visible &= seen(position) >= seeing(of["start"])
     d = jnp.exp2(jnp.where(visible, seeing(of["row"]) + seen(of["col"]), -jnp.inf))
     m = _einsum("bhnld,bhnmd->bhnlm", a, b) * d
     turned = mode in ("dq", "dk")

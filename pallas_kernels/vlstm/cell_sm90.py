@@ -16,6 +16,7 @@ from pallas_kernels.vlstm.gates import forget_gradient, gates, running
 class Call(NamedTuple):
     """What is static in a call of the kernels."""
 
+    length: int  # T without padding
     size: int  # positions of a chunk
     normalize: bool
     packed: bool  # several documents in a sequence
@@ -40,7 +41,8 @@ def chunkwise(
 ):
     """`reference.chunkwise` on the kernels, for eps = 0."""
     length = q.shape[1]
-    starts = reference._starts(segment_ids, i.shape[:2])
+    packed = segment_ids is not None
+    starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
     wide = mosaic.stat_dtype(q.dtype)
     i, lf = (jnp.swapaxes(x, 1, 2) for x in reference._log_gates(i, f, gate, wide))
     c, n, m = reference._state(initial_state, q, v)
@@ -50,7 +52,7 @@ def chunkwise(
     c, n = c * scale[..., None, None], n * scale[..., None]
     # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
     q, k, v = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
-    call = Call(size, normalize, segment_ids is not None, sm_count(), kernels)
+    call = Call(length, size, normalize, packed, sm_count(), kernels)
     h, c, n = _cell(q, k, v, i, lf, c, n, hold(m), starts, call)
     h = h[:, :length]
     if not return_state:
@@ -69,27 +71,23 @@ def _cell_forward(q, k, v, i, lf, c0, n0, m0, starts, call):
     g = gates(i, lf, m0, starts, call.size)
     c, c_last = call.kernels.states(k, v, g.admit, g.decay, c0)
     n, n_last = running(g.decay, _weighted_sums(g.admit, k), n0)
-    one = (
-        jnp.maximum(jnp.exp(-g.m), jnp.finfo(jnp.float32).tiny) if call.normalize else jnp.exp(g.m)
-    )
-    vectors = dict(row=g.row, col=g.col, carried=g.carried, one=one, start=_start(g))
+    tiny = jnp.finfo(jnp.float32).tiny
+    one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     h, norm, slope = call.kernels.rows(
-        q, k, v, c, vectors, mode="forward", along=n, scale=q.shape[-1] ** -0.5,
+        q, k, v, c, dict(row=g.row, col=g.col, carried=g.carried, one=one, start=g.start),
+        mode="forward", along=n, scale=q.shape[-1] ** -0.5,
         normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
-    return (h, c_last, n_last), (q, k, v, i, lf, c0, n0, m0, starts, h, norm, slope)
+    # Not C: DQK DV / L numbers a position, computed again in less time than it takes to read two.
+    return (h, c_last, n_last), (q, k, v, h, g, c0, n, norm, slope)
 
 
 def _cell_backward(call, saved, cotangents):
-    q, k, v, i, lf, c0, n0, m0, starts, h, norm, slope = saved
+    q, k, v, h, g, c0, n, norm, slope = saved
     dh, dc_last, dn_last = cotangents
-    dh = dh.astype(q.dtype)
     s = q.shape[-1] ** -0.5
     static = dict(packed=call.packed, sms=call.sms)
-    g = gates(i, lf, m0, starts, call.size)
-    # The states again: saving them would cost DQK DV / L numbers a position.
     c, _ = call.kernels.states(k, v, g.admit, g.decay, c0)
-    n, _ = running(g.decay, _weighted_sums(g.admit, k), n0)
 
     wide = lambda x: x.astype(g.row.dtype)
     dot = jnp.swapaxes(jnp.sum(wide(dh) * wide(h), -1), 1, 2)
@@ -100,7 +98,7 @@ def _cell_backward(call, saved, cotangents):
     extra = g.carried * dl
     dn, dn0 = running(g.decay, _weighted_sums(extra, q), dn_last, reverse=True)
 
-    rows = dict(row=g.row, col=g.col, factor=s * norm, shift=dl, start=_start(g))
+    rows = dict(row=g.row, col=g.col, factor=s * norm, shift=dl, start=g.start)
     of_q = rows | dict(scale=carried, extra=extra)
     of_k = rows | dict(scale=g.admit)
     dq, q_dq = call.kernels.rows(dh, v, k, c, of_q, mode="dq", along=n, y=q, **static)
@@ -110,16 +108,11 @@ def _cell_backward(call, saved, cotangents):
     dg = jnp.sum(k_in, -1)
     dg += g.decay * (jnp.sum(wide(c) * wide(dc), (-2, -1)) + jnp.sum(n * dn, -1))
     dlf = forget_gradient(q_dq - k_dk, dg, g.start, g.in_last)
-    flat = lambda x: x.reshape(*x.shape[:2], -1)[:, :, : i.shape[2]]
-    return dq, dk, dv, flat(k_dk), flat(dlf), dc0, dn0, jnp.zeros_like(m0), None
+    flat = lambda x: x.reshape(*x.shape[:2], -1)[:, :, : call.length]
+    return dq, dk, dv, flat(k_dk), flat(dlf), dc0, dn0, jnp.zeros_like(g.m_last), None
 
 
 _cell.defvjp(_cell_forward, _cell_backward)
-
-
-def _start(g):
-    batch, heads, *chunks = g.row.shape
-    return jnp.broadcast_to(g.start, (batch, heads, *chunks))
 
 
 def _weighted_sums(weight, x):

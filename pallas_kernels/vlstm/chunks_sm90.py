@@ -33,6 +33,7 @@ WGMMA = plgpu.Layout.WGMMA
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 ROWS = 64  # rows of one wgmma, and of one computing warpgroup
 SMEM = 224 * 1024  # bytes of a block's shared memory that its big buffers may take
+TEAMS = 2  # chunks that a block of 64-row tiles works on at a time
 
 # Vectors that a mode reads: of its own rows, of the columns of W, of the columns of the output.
 Mode = Literal["forward", "dq", "dk", "dv"]
@@ -64,12 +65,12 @@ def narrow(x, dtype, saturate=True):
 
 def more_registers(wgs):
     if wgs > 1:  # 65,536 for all threads; blocks of 256 threads have enough as they are
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers({2: 240, 3: 160}[wgs], action="increase")
 
 
 def fewer_registers(wgs):
     if wgs > 1:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers({2: 24, 3: 32}[wgs], action="decrease")
 
 
 def along_rows(vector, shape):
@@ -197,8 +198,9 @@ def rows(
     slots = min(4, SMEM // square - parts - 1)
     steps = parts + tiles * (parts + 1)  # squares of a chunk that go through the ring
     items = batch * heads * count
-    per_sm = max(1, SMEM // ((slots + parts + 1) * square + 3072))
-    grid = min(items, sms * min(per_sm, 3))
+    # Teams of a block: each has a chunk of its own, and its own buffers.
+    teams = 1 if wgs > 1 else min(TEAMS, SMEM // ((slots + parts + 1) * square))
+    grid = min(mosaic.cdiv(items, teams), sms)
 
     of_rows, of_columns = OF_ROWS[mode], OF_COLUMNS[mode]
     if packed:
@@ -211,10 +213,9 @@ def rows(
     def where(item):
         return item // count // heads, item // count % heads, item % count
 
-    def work(body):  # n = body(item, n) for this block's share of the items
-        mine = lax.axis_index("block")
-        share = (items - mine + grid - 1) // grid
-        lax.fori_loop(0, share, lambda i, n: body(mine + i * grid, i, n), jnp.int32(0))
+    def share(team):  # first item, how many, and how far apart
+        mine = lax.axis_index("block") * teams + team
+        return mine, (items - mine + grid * teams - 1) // (grid * teams), grid * teams
 
     def kernel(a_ref, b_ref, x_ref, state_ref, *rest):
         y_ref, *rest = rest if dots else (None, *rest)
@@ -222,16 +223,17 @@ def rows(
         out_ref, *rest = rest
         stat_refs, rest = rest[:stats], rest[stats:]
         a_smem, ring, out_smem, a_full, a_free, full, free, y_full = rest
-        wg = lax.axis_index("wg")
-        slot_of = lambda n: lax.rem(n, jnp.int32(slots))
+        thread = lax.axis_index("wg")
+        slot_of = lambda team, n: team * slots + lax.rem(n, jnp.int32(slots))
 
-        @pl.when(wg < wgs)
+        @pl.when(thread < teams * wgs)
         def _compute():
-            more_registers(wgs)
+            more_registers(teams * wgs)
+            team, wg = thread // wgs, thread % wgs
             shape = (ROWS, size)
 
-            def one_chunk(item, turn, n0):
-                b, h, chunk = where(item)
+            def one_chunk(turn, n0):
+                b, h, chunk = where(first + turn * apart)
                 row0 = chunk * size + wg * ROWS
                 mine = (b, h, chunk, pl.ds(wg * ROWS, ROWS))
                 row = {
@@ -252,19 +254,19 @@ def rows(
                 def multiply(acc, n, transpose):
                     """acc += A times `parts` squares of the ring, from step n on."""
                     for part in range(parts):
-                        slot = slot_of(n + part)
+                        slot = slot_of(team, n + part)
                         plgpu.barrier_wait(full.at[slot])
                         square = ring.at[slot]
                         square = square.transpose((1, 0)) if transpose else square
-                        plgpu.wgmma(acc, a_smem.at[part, wg], square)
+                        plgpu.wgmma(acc, a_smem.at[team, part, wg], square)
                         if part:
                             plgpu.wgmma_wait(1)
-                            plgpu.barrier_arrive(free.at[slot_of(n + part - 1)])
+                            plgpu.barrier_arrive(free.at[slot_of(team, n + part - 1)])
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(free.at[slot_of(n + parts - 1)])
+                    plgpu.barrier_arrive(free.at[slot_of(team, n + parts - 1)])
                     return acc[...]
 
-                plgpu.barrier_wait(a_full)
+                plgpu.barrier_wait(a_full.at[team])
                 m = pl.run_scoped(
                     lambda acc: multiply(acc, n0, True), plgpu.ACC(shape, jnp.float32)
                 )
@@ -283,8 +285,9 @@ def rows(
                     if normalize:
                         l = jnp.sum(w, axis=1)
                         for part in range(parts):
-                            q = plgpu.load(a_smem.at[part, wg], layout=WGMMA).astype(jnp.float32)
-                            l = l + inner * jnp.sum(q * of_output("along", part), axis=1)
+                            q = plgpu.load(a_smem.at[team, part, wg], layout=WGMMA)
+                            q = q.astype(jnp.float32) * of_output("along", part)
+                            l = l + inner * jnp.sum(q, axis=1)
                         above = jnp.abs(l) > row["one"]
                         norm = 1 / jnp.where(above, jnp.abs(l), row["one"])
                         slope = jnp.where(above, jnp.where(l > 0, -norm, norm), 0.0)
@@ -306,7 +309,9 @@ def rows(
                     at = (b, pl.ds(row0, ROWS), h, pl.ds(tile * size, size))
                     if dots:  # y comes through the buffer in which the result will leave
                         plgpu.wait_smem_to_gmem(0)
-                        plgpu.copy_gmem_to_smem(y_ref.at[at], out_smem.at[wg], y_full.at[wg])
+                        plgpu.copy_gmem_to_smem(
+                            y_ref.at[at], out_smem.at[thread], y_full.at[thread]
+                        )
 
                     def tile_of(acc):
                         through = multiply(acc, n, dots) * along_rows(inner, shape)
@@ -314,12 +319,12 @@ def rows(
                             extra = row["extra"] if mode == "dq" else row["scale"]
                             through += along_rows(extra, shape) * of_output("along", tile)
                         acc[...] = through
-                        slot = slot_of(n + parts)
+                        slot = slot_of(team, n + parts)
                         plgpu.barrier_wait(full.at[slot])
                         plgpu.wgmma(acc, w, ring.at[slot])
                         if mode == "dk":  # under the matmul
-                            plgpu.barrier_wait(y_full.at[wg])
-                            y = plgpu.load(out_smem.at[wg], layout=WGMMA).astype(jnp.float32)
+                            plgpu.barrier_wait(y_full.at[thread])
+                            y = plgpu.load(out_smem.at[thread], layout=WGMMA).astype(jnp.float32)
                             new = (sums[1] + jnp.sum(through * y, axis=1),)
                         else:
                             new = ()
@@ -330,64 +335,86 @@ def rows(
                     out, new = pl.run_scoped(tile_of, plgpu.ACC(shape, jnp.float32))
                     if dots:
                         if mode == "dq":
-                            plgpu.barrier_wait(y_full.at[wg])
-                        y = plgpu.load(out_smem.at[wg], layout=WGMMA).astype(jnp.float32)
+                            plgpu.barrier_wait(y_full.at[thread])
+                        y = plgpu.load(out_smem.at[thread], layout=WGMMA).astype(jnp.float32)
                         new = (sums[0] + jnp.sum(out * y, axis=1), *new)
                     else:
                         plgpu.wait_smem_to_gmem(0)  # the tile before has left out_smem
-                    out_smem[wg] = narrow(out, dtype, forward)
+                    out_smem[thread] = narrow(out, dtype, forward)
                     plgpu.commit_smem()
 
                     @pl.when(row0 < length)
                     def _():
-                        plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[at])
+                        plgpu.copy_smem_to_gmem(out_smem.at[thread], out_ref.at[at])
 
                     return new
 
                 sums = tuple(mosaic.zeros((ROWS,), ROW) for _ in range(stats * dots))
                 sums = lax.fori_loop(0, tiles, one_tile, sums)
-                plgpu.barrier_arrive(a_free)
+                plgpu.barrier_arrive(a_free.at[team])
                 if dots:
                     for ref, value in zip(stat_refs, sums, strict=True):
                         mosaic.store(ref.at[mine], value)
                 return n0 + steps
 
-            work(one_chunk)
+            first, mine, apart = share(team)
+            lax.fori_loop(0, mine, one_chunk, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == wgs)
+        @pl.when(thread == teams * wgs)
         def _load():
-            fewer_registers(wgs)
+            fewer_registers(teams * wgs)
 
-            def one_chunk(item, turn, n0):
+            def load_a(team, item, turn):
                 b, h, chunk = where(item)
-                pl.when(turn > 0)(lambda: plgpu.barrier_wait(a_free))
+                pl.when(turn > 0)(lambda: plgpu.barrier_wait(a_free.at[team]))
                 for part in range(parts):
                     for w in range(wgs):
                         at = pl.ds(chunk * size + w * ROWS, ROWS)
                         source = a_ref.at[b, at, h, pl.ds(part * size, size)]
-                        plgpu.copy_gmem_to_smem(source, a_smem.at[part, w], a_full)
+                        plgpu.copy_gmem_to_smem(source, a_smem.at[team, part, w], a_full.at[team])
 
-                def push(n, source):
-                    slot = slot_of(n)
-                    pl.when(n >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    plgpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot])
+            def push(team, n, source):
+                slot = slot_of(team, n)
+                pl.when(n >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+                plgpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot])
 
-                positions, cut = pl.ds(chunk * size, size), lambda n: pl.ds(n * size, size)
+            cut = lambda n: pl.ds(n * size, size)
+
+            def load_b(team, item, n, part):
+                b, h, chunk = where(item)
+                push(team, n, b_ref.at[b, cut(chunk), h, cut(part)])
+
+            def load_state(team, item, n, part, tile):
+                b, h, chunk = where(item)
+                at = (cut(tile), cut(part)) if dots else (cut(part), cut(tile))
+                push(team, n, state_ref.at[b, h, chunk, *at])
+
+            def load_x(team, item, n, tile):
+                b, h, chunk = where(item)
+                push(team, n, x_ref.at[b, cut(chunk), h, cut(tile)])
+
+            def one_turn(turn, n0):
+                def of_all(load, *args):  # in step, as the teams use them
+                    for team in range(teams):
+                        first, mine, apart = share(team)
+                        item = first + turn * apart
+                        pl.when(turn < mine)(functools.partial(load, team, item, *args))
+
+                of_all(load_a, turn)
                 for part in range(parts):
-                    push(n0 + part, b_ref.at[b, positions, h, cut(part)])
+                    of_all(load_b, n0 + part, part)
 
                 @pl.loop(0, tiles)
                 def _(tile):
                     n = n0 + parts + tile * (parts + 1)
                     for part in range(parts):
-                        at = (cut(tile), cut(part)) if dots else (cut(part), cut(tile))
-                        push(n + part, state_ref.at[b, h, chunk, *at])
-                    push(n + parts, x_ref.at[b, positions, h, cut(tile)])
+                        of_all(load_state, n + part, part, tile)
+                    of_all(load_x, n + parts, tile)
 
                 return n0 + steps
 
-            work(one_chunk)
+            lax.fori_loop(0, share(0)[1], one_turn, jnp.int32(0))
 
     kernel.__name__ = kernel.__qualname__ = "vlstm_forward" if forward else f"vlstm_backward_{mode}"
     swizzled = mosaic.wgmma_tiles(size, dtype)
@@ -397,18 +424,18 @@ def rows(
         kernel,
         out_type=(jax.ShapeDtypeStruct((batch, length, heads, dx), dtype), *[of_position] * stats),
         scratch_types=[
-            plgpu.SMEM((parts, wgs, ROWS, size), dtype, transforms=swizzled),
-            plgpu.SMEM((slots, size, size), dtype, transforms=swizzled),
-            plgpu.SMEM((wgs, ROWS, size), dtype, transforms=swizzled),
-            plgpu.Barrier(num_arrivals=parts * wgs),
-            plgpu.Barrier(num_arrivals=wgs),
-            plgpu.Barrier(num_barriers=slots),
-            plgpu.Barrier(num_barriers=slots, num_arrivals=wgs),
-            plgpu.Barrier(num_barriers=wgs),
+            plgpu.SMEM((teams, parts, wgs, ROWS, size), dtype, transforms=swizzled),
+            plgpu.SMEM((teams * slots, size, size), dtype, transforms=swizzled),
+            plgpu.SMEM((teams * wgs, ROWS, size), dtype, transforms=swizzled),
+            plgpu.Barrier(num_barriers=teams, num_arrivals=parts * wgs),
+            plgpu.Barrier(num_barriers=teams, num_arrivals=wgs),
+            plgpu.Barrier(num_barriers=teams * slots),
+            plgpu.Barrier(num_barriers=teams * slots, num_arrivals=wgs),
+            plgpu.Barrier(num_barriers=teams * wgs),
         ],
         grid=(grid,),
         grid_names=("block",),
-        num_threads=wgs + 1,
+        num_threads=teams * wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(a, b, x, chunk_states, *([y] if dots else []), *(given[name] for name in names))

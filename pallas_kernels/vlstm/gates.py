@@ -26,20 +26,27 @@ class Gates(NamedTuple):
     decay: jax.Array  # (B,H,N): weight of the state before the chunk in the one after
     m: jax.Array  # (B,H,N,L): the stabiliser of a row
     m_last: jax.Array  # (B,H): the stabiliser of the last state; the only one with a gradient
-    start: jax.Array  # (B,1,N,L) int32: first position of the chunk that a row may see
-    in_last: jax.Array  # (B,1,N,L) bool: belongs to the document that goes on after the chunk
+    start: jax.Array | None  # (B,H,N,L) int32: first position of the chunk that a row may see
+    in_last: jax.Array | None  # (B,1,N,L) bool: of the document that goes on after the chunk
 
 
 def gates(i, lf, m, starts, size: int) -> Gates:
-    """i, lf: (B,H,T) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool."""
+    """i, lf: (B,H,T) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool,
+    where another document begins, or None."""
     hold = lax.stop_gradient
     chunks = lambda x, fill: _chunks(x, size, fill)
     # A closed input gate and an open forget gate: padding leaves the state as it is.
     i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf, 0)
-    document = jnp.cumsum(chunks(starts[:, None], False), -1)  # counted from 0 in each chunk
-    seen = _seen(document)
-    in_last, continues = document == document[..., -1:], document == 0
-    keeps = continues[..., -1]
+    seen = jnp.tril(jnp.ones((size, size), bool))
+    in_last = continues = jnp.ones((), bool)
+    keeps, start = continues, None
+    if starts is not None:
+        document = jnp.cumsum(chunks(starts[:, None], False), -1)  # counted from 0 in each chunk
+        seen = seen & (document[..., :, None] == document[..., None, :])
+        in_last, continues = document == document[..., -1:], document == 0
+        keeps = continues[..., -1]
+        start = jnp.min(jnp.where(seen, jnp.arange(size), size), -1).astype(jnp.int32)
+        start = jnp.broadcast_to(start, i.shape)
 
     # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
     # difference of running sums: a closed gate in one document cannot blur the next.
@@ -63,8 +70,6 @@ def gates(i, lf, m, starts, size: int) -> Gates:
     from_state = b + jnp.where(continues, m_before[..., None], 0)
     log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
     m = jnp.maximum(jnp.maximum(from_state, jnp.max(log_d, -1)), FLOOR)
-    position = jnp.arange(size)
-    start = jnp.min(jnp.where(seen, position, size), -1).astype(jnp.int32)
     return Gates(
         row=(b - m) * LOG2E,
         col=(i - b) * LOG2E,
@@ -74,16 +79,18 @@ def gates(i, lf, m, starts, size: int) -> Gates:
         m=m,
         m_last=m_last,
         start=start,
-        in_last=in_last,
+        in_last=in_last if start is not None else None,
     )
 
 
 def forget_gradient(db, dg, start, in_last):
     """Gradient of lf (B,H,N,L), from those of b (B,H,N,L) and of the chunks' g (B,H,N)."""
     position = jnp.arange(db.shape[-1])
-    reaches = (position >= start[..., None]) & (position <= position[:, None])  # (B,1,N,t,j)
-    dlf = jnp.sum(jnp.where(reaches, db[..., :, None], 0), -2)
-    return dlf + jnp.where(in_last, dg[..., None], 0)
+    reaches, dg = position <= position[:, None], dg[..., None]  # (t, j): b of t contains lf of j
+    if start is not None:
+        reaches = reaches & (position >= start[..., None])
+        dg = jnp.where(in_last, dg, 0)
+    return jnp.sum(jnp.where(reaches, db[..., :, None], 0), -2) + dg
 
 
 def running(decay, change, first, *, reverse=False):
@@ -105,11 +112,3 @@ def _chunks(x, size, fill):
     """(B,H,T) -> (B,H,N,L); positions past T take `fill`."""
     x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % size)], constant_values=fill)
     return x.reshape(*x.shape[:2], -1, size)
-
-
-def _seen(document):
-    """(...,L) -> (...,L,L): row t sees j <= t of its own document."""
-    size = document.shape[-1]
-    return jnp.tril(jnp.ones((size, size), bool)) & (
-        document[..., :, None] == document[..., None, :]
-    )
