@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int) -> Tiles:
-    # H100, B32 T1024 12/12 D64: 0.185 ms, not persistent 0.192.  B1 T16384 16/16 D128: 1.56 ms,
+    # H100, B32 T1024 12/12 D64: 0.165 ms, not persistent 0.184.  B1 T16384 16/16 D128: 1.56 ms,
     # persistent 1.72; two 64-key tiles instead of one of 128 cost 9 to 12% there.
     return Tiles(3, 128, 2, True, None) if head_dim <= 64 else Tiles(2, 128, 2, False, 16)
 
@@ -133,6 +133,9 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
     items = blocks * b * h
     grid = min(sms, items) if persistent else items
     offset = s_len - t  # query i stands at position i + offset of the keys
+    # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
+    # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
+    lead = (blocks * block - t) // ROWS * ROWS
     all_steps = mosaic.cdiv(s_len, bkv)
     ragged = s_len % bkv != 0
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
@@ -140,9 +143,9 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
     order = item_order(blocks, b * h, pair_bytes, section)
 
-    def where(item):  # -> block of queries, (batch, head); the longest causal blocks first
+    def where(item):  # -> first row of the block, (batch, head); the longest causal blocks first
         level, pair = order(item)
-        return (blocks - 1 - level if causal else level), (pair // h, pair % h)
+        return (blocks - 1 - level) * block - lead, (pair // h, pair % h)
 
     def steps_of(q_end):  # key tiles that the queries before q_end can see
         if not causal:
@@ -161,8 +164,8 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
 
             def load_q(item):
-                qi, (batch, head) = where(item)
-                rows = pl.ds(qi * block + wg * ROWS, ROWS)
+                row, (batch, head) = where(item)
+                rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
                 plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[wg], q_bars.at[wg])
 
             def my_turn():
@@ -179,9 +182,9 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                 Step n0 + i takes key tile steps - 1 - i: from the diagonal downwards, so that the
                 mask is a matter of the first steps alone.
                 """
-                qi, (batch, head) = where(item)
-                q0 = qi * block + wg * ROWS
-                steps = steps_of((qi + 1) * block)
+                row, (batch, head) = where(item)
+                q0 = row + wg * ROWS
+                steps = steps_of(row + block)
                 # This warpgroup's first step (the others may see further), and its first step
                 # without a mask: its tile's last key is visible to the first query.
                 first = n0 + steps - steps_of(q0 + ROWS)
@@ -259,7 +262,7 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                     plgpu.barrier_arrive(v_free.at[last])
                     return o, m, l
 
-                @pl.when(q0 < t)
+                @pl.when(q0 >= 0)
                 def _():
                     pass_by(n0, first)
                     o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
@@ -271,9 +274,9 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                     plgpu.copy_smem_to_gmem(o_smem.at[wg], o_ref.at[batch, rows, head])
                     plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows])
 
-                if blocks * block - t >= ROWS:
+                if lead:
 
-                    @pl.when(q0 >= t)  # nothing but padding
+                    @pl.when(q0 < 0)  # nothing but padding
                     def _():
                         plgpu.barrier_wait(q_bars.at[wg])
                         pl.when(item + grid < items)(lambda: load_q(item + grid))
@@ -292,8 +295,8 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
             def load(item, n0):
-                qi, (batch, head) = where(item)
-                steps = steps_of((qi + 1) * block)
+                row, (batch, head) = where(item)
+                steps = steps_of(row + block)
 
                 @pl.loop(n0, n0 + steps)
                 def _(n):
