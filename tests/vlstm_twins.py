@@ -7,18 +7,21 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic
 
 
-def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
+def states(x, y, weight, decay, first, other=None, *, reverse=False, saturate=True):
     count, size = weight.shape[2:]
     x, y = _chunks(x, count, size), _chunks(y, count, size)
     change = _einsum("bhnlx,bhnly->nbhxy", (weight[..., None] * x).astype(x.dtype), y)
 
     def step(state, chunk):
-        decay, change = chunk
-        return decay[..., None, None] * state + change, state.astype(x.dtype)
+        decay, change, other = chunk
+        dot = jnp.sum(state * other, -1)
+        return decay[..., None, None] * state + change, (state.astype(x.dtype), dot)
 
-    chunks = jnp.moveaxis(decay, 2, 0), change
-    last, before = jax.lax.scan(step, first, chunks, reverse=reverse)
-    return jnp.moveaxis(before, 0, 2), last
+    others = jnp.zeros_like(change) if other is None else jnp.moveaxis(other, 2, 0)
+    chunks = jnp.moveaxis(decay, 2, 0), change, others
+    last, (before, dots) = jax.lax.scan(step, first, chunks, reverse=reverse)
+    before, dots = jnp.moveaxis(before, 0, 2), jnp.moveaxis(dots, 0, 2)[..., None, :]
+    return (before, last) if other is None else (before, last, dots)
 
 
 def rows(

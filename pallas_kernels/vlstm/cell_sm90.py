@@ -78,23 +78,23 @@ def _cell_forward(q, k, v, i, lf, c0, n0, m0, starts, call):
         mode="forward", along=n, scale=q.shape[-1] ** -0.5,
         normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
-    # Not C: DQK DV / L numbers a position, computed again in less time than it takes to read two.
-    return (h, c_last, n_last), (q, k, v, h, g, c0, n, norm, slope)
+    return (h, c_last, n_last), (q, k, v, h, g, c, n, norm, slope)
 
 
 def _cell_backward(call, saved, cotangents):
-    q, k, v, h, g, c0, n, norm, slope = saved
+    q, k, v, h, g, c, n, norm, slope = saved
     dh, dc_last, dn_last = cotangents
     s = q.shape[-1] ** -0.5
     static = dict(packed=call.packed, sms=call.sms)
-    c, _ = call.kernels.states(k, v, g.admit, g.decay, c0)
 
     wide = lambda x: x.astype(g.row.dtype)
     dot = jnp.swapaxes(jnp.sum(wide(dh) * wide(h), -1), 1, 2)
     dot = jnp.pad(dot, [(0, 0), (0, 0), (0, norm.shape[2] * call.size - dot.shape[2])])
     dl = s * slope * dot.reshape(norm.shape)  # of the scaled q . n
     carried = s * g.carried * norm
-    dc, dc0 = call.kernels.states(q, dh, carried, g.decay, dc_last, reverse=True, saturate=False)
+    dc, dc0, c_dc = call.kernels.states(
+        q, dh, carried, g.decay, dc_last, c, reverse=True, saturate=False
+    )
     extra = g.carried * dl
     dn, dn0 = running(g.decay, _weighted_sums(extra, q), dn_last, reverse=True)
 
@@ -106,7 +106,7 @@ def _cell_backward(call, saved, cotangents):
     (dv,) = call.kernels.rows(k, q, dh, dc, of_k, mode="dv", **static)
 
     dg = jnp.sum(k_in, -1)
-    dg += g.decay * (jnp.sum(wide(c) * wide(dc), (-2, -1)) + jnp.sum(n * dn, -1))
+    dg += g.decay * (jnp.sum(c_dc, (-2, -1)) + jnp.sum(n * dn, -1))
     dlf = forget_gradient(q_dq - k_dk, dg, g.start, g.in_last)
     flat = lambda x: x.reshape(*x.shape[:2], -1)[:, :, : call.length]
     return dq, dk, dv, flat(k_dk), flat(dlf), dc0, dn0, jnp.zeros_like(g.m_last), None
@@ -119,5 +119,8 @@ def _weighted_sums(weight, x):
     """Sums over each chunk: (B,H,N,L), (B,T,H,D) -> (B,H,N,D), in float32."""
     batch, heads, count, size = weight.shape
     x = mosaic.pad_axis(x, 1, count * size) if x.shape[1] < count * size else x
-    x = x.reshape(batch, count, size, heads, -1).astype(weight.dtype)
-    return jnp.moveaxis(jnp.sum(jnp.moveaxis(weight, 1, 3)[..., None] * x, 2), 2, 1)
+    # Heads and their widths as one axis: else XLA writes a transposed float32 copy of x first.
+    x = x.reshape(batch * count, size, -1).astype(weight.dtype)
+    weight = jnp.moveaxis(weight, 1, 3).reshape(batch * count, size, heads)
+    sums = jnp.sum(jnp.repeat(weight, x.shape[-1] // heads, axis=2) * x, 1)
+    return jnp.moveaxis(sums.reshape(batch, count, heads, -1), 2, 1)

@@ -82,10 +82,12 @@ def along_columns(vector, shape):
 
 
 @functools.partial(jax.jit, static_argnames=("reverse", "saturate"))
-def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
+def states(x, y, weight, decay, first, other=None, *, reverse=False, saturate=True):
     """(states before each chunk (B,H,N,DX,DY) in x's dtype, the last one (B,H,DX,DY) float32).
 
     x: (B,T,H,DX), y: (B,T,H,DY), weight: (B,H,N,L), decay: (B,H,N), first: (B,H,DX,DY) float32.
+    other: shaped like the states; given, the result has a third part, (B,H,N,tiles,DX) float32,
+    whose sums over the last two axes are the inner products of the states (not rounded) with it.
     reverse: from the last chunk to the first; "before" and "last" are meant in that order.
     """
     batch, _, heads, dx = x.shape
@@ -94,10 +96,14 @@ def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
     wgs, stages = size // ROWS, 2
     x_tiles, y_tiles = dx // size, dy // size
 
-    def vlstm_states(
-        x_ref, y_ref, weight_ref, decay_ref, first_ref, out_ref, last_ref,
-        x_smem, y_smem, scaled_smem, out_smem, full, free,
-    ):  # fmt: skip
+    dots = other is not None
+
+    def vlstm_states(x_ref, y_ref, weight_ref, decay_ref, first_ref, *rest):
+        other_ref, *rest = rest if dots else (None, *rest)
+        out_ref, last_ref, *rest = rest
+        dots_ref, *rest = rest if dots else (None, *rest)
+        x_smem, y_smem, scaled_smem, out_smem, full, free, *rest = rest
+        other_smem, other_full = rest if dots else (None, None)
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         pair, tile = block // (x_tiles * y_tiles), block % (x_tiles * y_tiles)
         b, h = pair // heads, pair % heads
@@ -108,10 +114,25 @@ def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
         @pl.when(wg < wgs)
         def _compute():
             more_registers(wgs)
-            here = (pl.ds(x0 + wg * ROWS, ROWS), pl.ds(y0, size))
+            mine = pl.ds(x0 + wg * ROWS, ROWS)
+            here = (mine, pl.ds(y0, size))
+
+            def load_other(n):
+                source = other_ref.at[b, h, chunk_of(n), *here]
+                plgpu.copy_gmem_to_smem(source, other_smem.at[wg], other_full.at[wg])
+
+            def multiply_other(n, state):
+                plgpu.barrier_wait(other_full.at[wg])
+                other = plgpu.load(other_smem.at[wg], layout=WGMMA).astype(jnp.float32)
+                dot = jnp.sum(state * other, axis=1)
+                mosaic.store(dots_ref.at[b, h, chunk_of(n), tile % y_tiles, mine], dot)
+                plgpu.commit_smem()
+                pl.when(n + 1 < count)(lambda: load_other(n + 1))
 
             def walk(acc):
                 acc[...] = plgpu.load(first_ref.at[b, h, *here], layout=WGMMA, optimized=False)
+                if dots:
+                    load_other(0)
 
                 @pl.loop(0, count)
                 def _(n):
@@ -123,6 +144,8 @@ def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
                     out_smem[wg] = narrow(state, dtype, saturate)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[b, h, chunk, *here])
+                    if dots:
+                        multiply_other(n, state)
                     acc[...] = state * decay
                     plgpu.barrier_wait(full.at[slot])
                     x = plgpu.load(x_smem.at[slot, wg], layout=WGMMA).astype(jnp.float32)
@@ -158,6 +181,7 @@ def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
         out_type=(
             jax.ShapeDtypeStruct((batch, heads, count, dx, dy), dtype),
             jax.ShapeDtypeStruct((batch, heads, dx, dy), jnp.float32),
+            *[jax.ShapeDtypeStruct((batch, heads, count, y_tiles, dx), jnp.float32)] * dots,
         ),
         scratch_types=[
             plgpu.SMEM((stages, wgs, size, ROWS), dtype, transforms=tiles(ROWS)),
@@ -166,13 +190,15 @@ def states(x, y, weight, decay, first, *, reverse=False, saturate=True):
             plgpu.SMEM((wgs, ROWS, size), dtype, transforms=tiles(size)),
             plgpu.Barrier(num_barriers=stages, num_arrivals=wgs + 1),
             plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
+            *[plgpu.SMEM((wgs, ROWS, size), dtype, transforms=tiles(size))] * dots,
+            *[plgpu.Barrier(num_barriers=wgs)] * dots,
         ],
         grid=(batch * heads * x_tiles * y_tiles,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(x, y, weight, decay, first)
+    )(x, y, weight, decay, first, *[other] * dots)
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "scale", "normalize", "packed", "sms"))
