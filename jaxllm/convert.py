@@ -86,10 +86,8 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _from_huggingface(weights, folder: Path, out: Path) -> None:
-    import jax
-
-    from jaxllm.checkpoint import Checkpoints
     from jaxllm.config import Config, OptimizerConfig, TrainConfig
+    from jaxllm.pretrained import write_checkpoint
 
     model = weights.config
     _copy_companions(weights.folder, folder)
@@ -102,18 +100,13 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
     data = config.data.model_copy(update={"tokenizer": tokenizer and str(tokenizer)})
     config = config.model_copy(update={"data": data})
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    cpu = jax.devices("cpu")[0]
-    state = {f"params.{name}.value": jax.device_put(x, cpu) for name, x in weights.arrays()}
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     about = {
         "config": config.model_dump(),
         "data_fingerprint": None,
         "samples": 0,
         "converted_from": str(weights.folder),
     }
-    if problem := checkpoints.save(0, state, about, None):
-        raise RunError(problem)
-    checkpoints.close()
+    write_checkpoint(folder / "checkpoints", weights, about)
 
 
 def _to_huggingface(weights, folder: Path, dtype: str) -> None:

@@ -7,7 +7,7 @@ Pickles (.bin, .pth) are never opened.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,10 @@ class HuggingFaceWeights:
             self._rename(_meta_name)
         self._check()
 
-    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(our dotted path, contiguous float32 array of its own), one tensor after another."""
-        for place in places(self.config):
-            x = self._read(place)
-            for ours, part in place.to_ours(self.config, x).items():
-                yield ours, np.array(part, np.float32, order="C")
+    def read(self, place: Place) -> dict[str, np.ndarray]:
+        """{our dotted path: contiguous float32 array of its own} of one tensor."""
+        parts = place.to_ours(self.config, self._read(place)).items()
+        return {name: np.array(part, np.float32, order="C") for name, part in parts}
 
     def _read(self, place: Place) -> np.ndarray:
         file, name = self._stored[place.name]

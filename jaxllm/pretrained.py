@@ -15,9 +15,9 @@ from flax import nnx
 
 from jaxllm import config as configs
 from jaxllm.config import ModelConfig
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.huggingface import HuggingFaceWeights
-from jaxllm.weights import places
+from jaxllm.weights import Place, places
 
 # Settings that weights fit whatever they are (and max_seq_len, without learned positions).
 _FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
@@ -125,9 +125,66 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     else:
         arrays = {
             name: jax.make_array_from_callback(x.shape, leaves[name].sharding, x.__getitem__)
-            for name, x in weights.arrays()
+            for place in places(weights.config)
+            for name, x in weights.read(place).items()
         }
     return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
+
+
+def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[str, Any]) -> None:
+    """Writes the parameters as checkpoint 0 of a run; about: its JSON page.
+
+    Each tensor is read, written and forgotten before the next.  Raises RunError if the disk fails.
+    """
+    state = {
+        _stored(name): _Unread(weights, place, name)
+        for place in places(weights.config)
+        for name in place.ours
+    }
+    arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()}
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
+    try:
+        with ocp.CheckpointManager(
+            directory.resolve(),
+            options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+                "about": ocp.JsonCheckpointHandler(),
+            },
+        ) as manager:
+            manager.save(
+                0,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state),
+                    about=ocp.args.JsonSave(about | {"arrays": arrays}),
+                ),
+            )
+    except InputError:
+        raise
+    except Exception as e:
+        words = " ".join(str(e).split())[:200]
+        raise RunError(f"cannot write {directory} ({type(e).__name__}: {words})") from e
+
+
+class _Unread:
+    """A parameter that is read only when it is written."""
+
+    def __init__(self, weights: HuggingFaceWeights, place: Place, name: str):
+        self.weights, self.place, self.name = weights, place, name
+        self.shape, self.dtype = place.our_shape(weights.config), np.dtype(np.float32)
+
+    def read(self) -> np.ndarray:
+        return self.weights.read(self.place)[self.name]
+
+
+class _UnreadHandler(ocp.type_handlers.NumpyHandler):
+    async def serialize(self, values, infos, args=None):
+        args = args or [ocp.SaveArgs()] * len(values)
+        for value, info, arg in zip(values, infos, args, strict=True):
+            for written in await super().serialize([value.read()], [info], [arg]):
+                written.result()  # Orbax by itself would hold all until the last is written
+        return []
 
 
 def _fixed(config: ModelConfig) -> dict[str, Any]:

@@ -100,16 +100,21 @@ def run(*words):
     return convert.main([str(word) for word in words])
 
 
+def abstract_model(config):
+    """(graph, shapes of the parameters on the first device)."""
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: create(config)))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return graph, jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract
+    )
+
+
 def logits(directory, tokens):
     """Logits (B, T, V) in float32 of the weights in a directory."""
     weights = open_weights(directory)
     fp32 = dict(compute_dtype="float32", residual_dtype="float32", kernels="xla")
     config = weights.config.model_copy(update=fp32)
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: create(config)))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract
-    )
+    graph, abstract = abstract_model(config)
     params = load_params(weights, abstract)
     with jax.default_matmul_precision("highest"):
         z = jax.jit(lambda params: nnx.merge(graph, params)(jnp.asarray(tokens)))(params)
@@ -132,6 +137,11 @@ def assert_same_logits(directory, name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+def assert_equal_trees(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
 @pytest.mark.parametrize("name", list(PAGES))
 def test_there_and_back(name, tmp_path, capsys):
     theirs = folder_of(tmp_path / "theirs", name)
@@ -146,6 +156,9 @@ def test_there_and_back(name, tmp_path, capsys):
     assert (back / "tokenizer.json").read_text() == "a tokenizer"
     assert {p.name for p in tmp_path.iterdir()} == {"theirs", "ours", "back"}
     config = configs.load(str(ours / "config.yaml"))  # trains on from itself
+    saved = Checkpoints(ours / "checkpoints", 1)  # and is a checkpoint like those of a run
+    restored = saved.restore(0, {"params": abstract_model(config.model)[1]})
+    assert_equal_trees(restored["params"], load_params(open_weights(theirs), restored["params"]))
     assert config.model.init_from == str(ours)
     assert config.data.tokenizer == str(ours / "tokenizer.json")
 
