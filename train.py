@@ -90,7 +90,7 @@ class Run:
             from jaxllm.pretrained import check_weights, open_weights
 
             weights = open_weights(config.model.init_from)
-            check_weights(weights, config.model)
+            check_weights(weights, config)
         self.dataset = open_dataset(
             config.data,
             seq_len=config.train.seq_len,
@@ -237,6 +237,9 @@ class Run:
             return SilentLog()
         self.out_dir.mkdir(parents=True, exist_ok=True)
         (self.out_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+        if self.dataset.tokenizer is not None:  # whoever has the directory can read its tokens
+            tokenizer = self.dataset.tokenizer.path.read_bytes()
+            (self.out_dir / "tokenizer.json").write_bytes(tokenizer)
         steps = self.config.train.steps
         return RunLog(self.out_dir, steps, self.start, self.tokens, self.flops, self.peak)
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from jaxllm import config as configs
-from jaxllm.config import ModelConfig
+from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError, RunError
 from jaxllm.huggingface import HuggingFaceWeights
 from jaxllm.weights import Place, places
@@ -60,9 +60,12 @@ class RunWeights:
         return {name: found[_stored(name)] for name in abstract}
 
     def _check(self) -> None:
-        stored = self._restore(ocp.args.JsonRestore(), "about").get("arrays", {})
-        stored = {name: at for name, at in stored.items() if name.startswith("params.")}
         where = f"checkpoint {self.folder / 'checkpoints' / str(self.step)}"
+        page = self._restore(ocp.args.JsonRestore(), "about")
+        stored = page.get("arrays") if isinstance(page, dict) else None
+        if not isinstance(stored, dict):
+            raise InputError(f"{where} is damaged: its JSON page lists no arrays")
+        stored = {name: at for name, at in stored.items() if name.startswith("params.")}
         for place in places(self.config):
             for name in map(_stored, place.ours):
                 shape = [list(place.our_shape(self.config)), "float32"]
@@ -100,15 +103,21 @@ def open_weights(directory: str | Path) -> Weights:
     )
 
 
-def check_weights(weights: Weights, config: ModelConfig) -> None:
-    """Raises InputError where a configured model is not the one that the weights are of."""
-    ours, theirs = _fixed(config), _fixed(weights.config)
+def check_weights(weights: Weights, config: Config) -> None:
+    """Raises InputError where a configured run is not one of the model that the weights are of."""
+    ours, theirs = _fixed(config.model), _fixed(weights.config)
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):
             raise InputError(
                 f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
                 f" {weights.folder}; set it so, or leave out model.init_from"
             )
+    tokenizer = weights.folder / "tokenizer.json"
+    if tokenizer.exists() and config.data.tokenizer is None and config.data.source != "shards":
+        raise InputError(
+            f"data.tokenizer is null: another one would be trained than the weights in"
+            f" {weights.folder} know; set data.tokenizer {tokenizer}"
+        )
 
 
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:

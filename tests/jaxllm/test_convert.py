@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -23,6 +25,7 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
 from jaxllm.models import create
 from jaxllm.pretrained import load_params, open_weights
+from jaxllm.weights import places
 
 REPO = Path(__file__).resolve().parents[2]
 LLAMA = dict(
@@ -299,6 +302,25 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path, capsys):
     assert (out / "precious").read_text() == "kept"
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_bytes_give_weights_or_an_error(data, tmp_path_factory):
+    folder = folder_of(tmp_path_factory.mktemp("fuzz") / "theirs", "gpt2")
+    path = folder / data.draw(st.sampled_from(["model.safetensors", "config.json"]))
+    content = bytearray(path.read_bytes())
+    header = min(len(content), 4000)
+    for at in data.draw(st.lists(st.integers(0, header - 1), min_size=1, max_size=4)):
+        content[at] = data.draw(st.sampled_from(b'\x00\xff"0149,:{}[]-e.FU8'))
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), header]))])
+    try:
+        weights = open_weights(folder)
+    except InputError as error:
+        said = str(error)
+    else:
+        said = f"{sum(len(weights.read(place)) for place in places(weights.config))} parameters"
+    assert "\n" not in said
+
+
 def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, capsys):
     theirs = sharded(tmp_path / "theirs", "llama3")
     tokens = np.random.default_rng(0).integers(0, 67, 2000).astype(np.uint16)
@@ -330,7 +352,10 @@ def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, ca
     assert run(tmp_path / "run", tmp_path / "back", "--step", 1) == 0
     assert_same_tensors(tmp_path / "back", weights_of("llama3"))
 
+    (theirs / "tokenizer.json").write_text("not read")
+    text = ["--data.source", "text", "--data.path", str(tmp_path)]
     for change, said in (
+        (text, "theirs/tokenizer.json"),
         (["--model.n_layers", "3"], "model.n_layers=3 differs from 2"),
         (["--model.init_from", str(tmp_path / "shards")], "neither a Hugging Face folder"),
     ):
