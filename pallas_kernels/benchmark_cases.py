@@ -79,7 +79,14 @@ def _encoder(variant: str, fill: str) -> Case:
     )
 
 
+def _vlstm(sizes, *, xla=True) -> Case:
+    arrays = {"q": A("B T NH DQK"), "k": A("B T NH DQK"), "v": A("B T NH DV")}
+    arrays |= {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}
+    return Case("vlstm", arrays, sizes, {"B": 1, "T": 300, "NH": 1}, reads=tuple(arrays), xla=xla)
+
+
 _ATTENTION = "B T H K D"
+_VLSTM = "B T NH DQK DV"
 CASES = (
     _norm("layer_norm", bias=True, add=False),
     _norm("rms_norm", bias=False, add=False),
@@ -107,4 +114,6 @@ CASES = (
     _attention(_shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128)), xla=False),
     _attention(_shapes(_ATTENTION, (8, 2048, 16, 16, 96), (2, 4096, 8, 8, 256)), xla=False),
     _attention(_shapes(_ATTENTION, (4, 4096, 32, 8, 128)), causal=False, xla=False),
+    _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
+    _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
 )

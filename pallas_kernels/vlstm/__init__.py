@@ -52,8 +52,10 @@ def vlstm(
         64.
 
     Operands of matmuls have q's dtype, sums, gates and states are float32 (float64 for float64);
-    float16 saturates at 65504.  Memory is linear in T; the backward pass saves only the arguments.
-    Raises NotImplementedError under backend="mosaic", ValueError for shapes, gate or chunk_size.
+    float16 saturates at 65504.  Memory is linear in T; for the backward pass the kernels save the
+    arguments, h and the states between chunks, the XLA form only the arguments.
+    Raises NotImplementedError under backend="mosaic" with what the kernels lack, ValueError for
+    shapes, gate or chunk_size.
     """
     _check(q, k, v, i, f, gate, initial_state)
     if chunk_size is not None and chunk_size < 1:
