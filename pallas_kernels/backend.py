@@ -3,7 +3,8 @@
 Every op calls `use_kernel(name, backend, reason)`, where `reason` is what its own `why_not` said
 about the shapes, dtypes and options (None: the kernel can take this call).
 
-  auto    the kernel where it is supported, the XLA form elsewhere; says so once in the log
+  auto    the kernel where it is supported, the XLA form elsewhere (for attention cuDNN's, where
+          that takes the call); says so once in the log
   mosaic  the kernel, or NotImplementedError with the reason; never asks for the platform, so that
           a CPU can interpret the kernel and lower it for CUDA
   xla     the jnp form
@@ -26,21 +27,29 @@ log = logging.getLogger("pallas_kernels")
 
 
 class Decision(NamedTuple):
-    """How one op was run: on "mosaic" or "xla", and why."""
+    """How one op was run, and why."""
 
     op: str
-    runs: Literal["mosaic", "xla"]
+    runs: Literal["mosaic", "cudnn", "xla"]
     why: str
 
 
+_NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # in the order taken, with how often
 _silenced = False
 
 
-def use_kernel(op: str, backend: Backend, reason: str | None, gpu: Gpu = "sm_80") -> bool:
+def use_kernel(
+    op: str,
+    backend: Backend,
+    reason: str | None,
+    gpu: Gpu = "sm_80",
+    otherwise: Literal["cudnn", "xla"] = "xla",
+) -> bool:
     """True if `op` has to run on its kernel, False for its jnp form.
 
     reason: why the kernel cannot take this call, or None.  gpu: what the kernel needs.
+    otherwise: what the op takes under "auto" in place of its kernel.
     Raises NotImplementedError under "mosaic" with a reason, ValueError for another backend.
     """
     if backend not in get_args(Backend):
@@ -56,11 +65,12 @@ def use_kernel(op: str, backend: Backend, reason: str | None, gpu: Gpu = "sm_80"
         if reason is None:
             decision = Decision(op, "mosaic", "supported")
         else:
-            decision = Decision(op, "xla", reason)
+            decision = Decision(op, otherwise, reason)
     if not _silenced:
-        if decision not in _decisions and decision.runs == "xla" and decision.why != "asked for":
+        told = decision in _decisions or decision.why == "asked for"
+        if not told and decision.runs != "mosaic":
             level = logging.INFO if jax.default_backend() == "cpu" else logging.WARNING
-            log.log(level, "%s runs on XLA: %s", op, decision.why)
+            log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
         _decisions[decision] = _decisions.get(decision, 0) + 1
     return decision.runs == "mosaic"
 

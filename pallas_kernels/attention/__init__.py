@@ -7,7 +7,7 @@ h reads kv head h // (H / K).  Only the log-sum-exp of each row is saved; the ba
 P again from it (Dao et al. 2022, "FlashAttention").
 
 The kernels are in forward_sm90.py and backward_sm90.py; this file has the op, its jnp reference,
-and what ties the two directions together.
+what ties the two directions together, and cuDNN as the stand-in where the kernels cannot run.
 """
 
 import functools
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend as _backend
@@ -56,10 +57,13 @@ def attention(
     _check(q, k, v, causal, window, softcap)
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
-    if not _backend.use_kernel("attention", backend, reason, "sm_90a"):
-        return attention_reference(
-            q, k, v, segment_ids=segment_ids, return_lse=return_lse, **options
-        )
+    more = dict(segment_ids=segment_ids, return_lse=return_lse)
+    by_cudnn = cudnn_why_not(q, k, **more, **options) is None
+    otherwise = "cudnn" if by_cudnn else "xla"
+    if not _backend.use_kernel("attention", backend, reason, "sm_90a", otherwise):
+        if backend == "auto" and by_cudnn:
+            return _cudnn(q, k, v, causal, scale, window)
+        return attention_reference(q, k, v, **more, **options)
     t, s = q.shape[1], k.shape[1]
     # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
     padded = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
@@ -83,6 +87,39 @@ def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, 
     if _scale(scale, q) <= 0:
         return f"scale={scale} is not positive"
     return mosaic.empty(q=q, k=k)
+
+
+def cudnn_why_not(
+    q, k, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None, return_lse=False
+):
+    """Why cuDNN's flash attention cannot stand in for the kernel, or None.
+
+    It keeps the users of other NVIDIA GPUs, and calls that the kernel lacks, from T x S matrices.
+    """
+    if lack := _backend.device_lacks("sm_80"):
+        return lack
+    widest = 128 if _backend.device_lacks("sm_90") else 256
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
+        return f"q is {q.dtype} and k {k.dtype}, not both bfloat16 or float16"
+    if q.shape[-1] > widest or q.shape[-1] % 8:
+        return f"the head dimension D={q.shape[-1]} is no multiple of 8 up to {widest}"
+    if causal and q.shape[1] != k.shape[1]:
+        return f"T={q.shape[1]} is not S={k.shape[1]} (its last query stands elsewhere)"
+    if segment_ids is not None or softcap is not None or return_lse:
+        return "it has no segment_ids, softcap or return_lse"
+    return mosaic.empty(q=q, k=k)
+
+
+def _cudnn(q, k, v, causal, scale, window):
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=_scale(scale, q),
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
 
 
 def _check(q, k, v, causal, window, softcap):
@@ -207,7 +244,8 @@ def _attention(q, k, v, call, with_lse):
 
 
 def _attention_forward(q, k, v, call, with_lse):
-    out, lse = _attention(q, k, v, call, with_lse)
+    # Under jax.checkpoint a policy can keep these by name and spare a second forward.
+    out, lse = (checkpoint_name(x, "attention") for x in _attention(q, k, v, call, with_lse))
     return (out, lse), (q, k, v, out, lse)
 
 

@@ -1,4 +1,5 @@
 import functools
+import sys
 
 import attention_interpreter  # before jax starts
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from kernel_checks import ON_GPU, check_op, normal
 
+from pallas_kernels import backend
 from pallas_kernels.attention import (
     attention,
     attention_reference,
@@ -15,6 +17,7 @@ from pallas_kernels.attention import (
     why_not,
 )
 
+attention_module = sys.modules["pallas_kernels.attention"]  # the package's name is the function's
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 BF16, FP16 = jnp.bfloat16, jnp.float16
 
@@ -171,6 +174,62 @@ def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
     assert reason in why_not(q, k, v, **options)
     with pytest.raises(NotImplementedError, match=reason):
         attention(q, k, v, backend="mosaic", **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "runs"),
+    [
+        ((1, 8, 8, 2, 1, 64), BF16, {}, "cudnn"),
+        ((1, 8, 8, 2, 1, 96), FP16, {"causal": False}, "cudnn"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"window": 4, "scale": 0.3}, "cudnn"),
+        ((1, 8, 8, 2, 1, 136), BF16, {}, "xla"),  # over 128 before Hopper
+        ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "xla"),
+        ((1, 8, 9, 2, 1, 64), BF16, {}, "xla"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 4.0}, "xla"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"return_lse": True}, "xla"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"segment_ids": jnp.zeros((1, 8), jnp.int32)}, "xla"),
+    ],
+)
+def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, runs, monkeypatch):
+    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
+    calls = []
+    monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_: calls.append(1) or q)
+    backend.forget()
+    attention(*inputs(*shape, dtype), **options)
+    assert backend.decisions() == [backend.Decision("attention", runs, "older")]
+    assert len(calls) == (runs == "cudnn")
+    backend.forget()
+    attention(*inputs(*shape, dtype), **options, backend="xla")  # asked for: then it is XLA
+    assert backend.decisions() == [backend.Decision("attention", "xla", "asked for")]
+    assert len(calls) == (runs == "cudnn")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="cuDNN runs on a GPU")
+@pytest.mark.parametrize(("d", "options"), [(96, {}), (256, {}), (64, {"window": 50})])
+def test_cudnn_computes_what_the_reference_does(d, options):
+    q, k, v = inputs(2, 200, 200, 4, 2, d)
+    grads = lambda how: jax.grad(
+        lambda *x: attention(*x, backend=how, **options).astype(jnp.float32).sum(), (0, 1, 2)
+    )(q, k, v)
+    backend.forget()
+    for a, b in zip(grads("auto"), grads("xla"), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.05)
+    assert backend.decisions()[0].runs == "cudnn"
+
+
+def test_a_policy_can_spare_the_second_forward():
+    q, k, v = inputs(1, 64, 64, 1, 1, 64)
+
+    def forwards(policy):
+        f = jax.checkpoint(lambda *x: attention(*x, backend="mosaic"), policy=policy)
+        loss = lambda *x: f(*x).astype(jnp.float32).sum()
+        grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+        text = grad.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("call @forward")
+
+    policies = jax.checkpoint_policies
+    assert forwards(policies.nothing_saveable) == 2
+    assert forwards(policies.save_only_these_names("attention")) == 1
 
 
 @pytest.mark.parametrize(
