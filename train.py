@@ -236,10 +236,14 @@ class Run:
         if self.rank != 0:
             return SilentLog()
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        (self.out_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
         if self.dataset.tokenizer is not None:  # whoever has the directory can read its tokens
-            tokenizer = self.dataset.tokenizer.path.read_bytes()
-            (self.out_dir / "tokenizer.json").write_bytes(tokenizer)
+            path, tokenizer = self.out_dir / "tokenizer.json", self.dataset.tokenizer.path
+            if path.exists() and path.read_bytes() != tokenizer.read_bytes():
+                raise InputError(
+                    f"{path} is another tokenizer than the data's; name another out_dir"
+                )
+            path.write_bytes(tokenizer.read_bytes())
+        (self.out_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
         steps = self.config.train.steps
         return RunLog(self.out_dir, steps, self.start, self.tokens, self.flops, self.peak)
 
