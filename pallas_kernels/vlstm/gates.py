@@ -4,6 +4,7 @@ The formulas are those of `reference.chunkwise`, in float32 and with m held cons
 Axes: B batch, H heads, N chunks, L positions of a chunk.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -37,20 +38,26 @@ def gates(i, lf, m, starts, size: int) -> Gates:
     chunks = lambda x, fill: _chunks(x, size, fill)
     # A closed input gate and an open forget gate: padding leaves the state as it is.
     i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf, 0)
-    seen = jnp.tril(jnp.ones((size, size), bool))
     in_last = continues = jnp.ones((), bool)
     keeps, start = continues, None
     if starts is not None:
         document = jnp.cumsum(chunks(starts[:, None], False), -1)  # counted from 0 in each chunk
-        seen = seen & (document[..., :, None] == document[..., None, :])
+        seen = jnp.tril(document[..., :, None] == document[..., None, :])
         in_last, continues = document == document[..., -1:], document == 0
         keeps = continues[..., -1]
         start = jnp.min(jnp.where(seen, jnp.arange(size), size), -1).astype(jnp.int32)
         start = jnp.broadcast_to(start, i.shape)
 
-    # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
-    # difference of running sums: a closed gate in one document cannot blur the next.
-    b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)
+    # b: sum of log forget gates since the chunk or the document began.  With documents a masked
+    # sum, not a difference of running sums: a closed gate in one cannot blur the next.
+    # top: the largest logarithm of D in a row.
+    if starts is None:
+        b = _accumulate(jnp.add, lf, 0.0)
+        top = b + _accumulate(jnp.maximum, i - b, -jnp.inf)
+    else:
+        b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)
+        log_d = b[..., :, None] - b[..., None, :] + i[..., None, :]
+        top = jnp.max(jnp.where(seen, log_d, -jnp.inf), -1)
     g = b[..., -1]
     a = jnp.where(in_last, g[..., None] - b + i, -jnp.inf)
     a_max = jnp.max(a, -1)
@@ -68,8 +75,7 @@ def gates(i, lf, m, starts, size: int) -> Gates:
     m_before = jnp.concatenate([hold(m)[..., None], m_after[..., :-1]], -1)
 
     from_state = b + jnp.where(continues, m_before[..., None], 0)
-    log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
-    m = jnp.maximum(jnp.maximum(from_state, jnp.max(log_d, -1)), FLOOR)
+    m = jnp.maximum(jnp.maximum(from_state, top), FLOOR)
     return Gates(
         row=(b - m) * LOG2E,
         col=(i - b) * LOG2E,
@@ -85,12 +91,12 @@ def gates(i, lf, m, starts, size: int) -> Gates:
 
 def forget_gradient(db, dg, start, in_last):
     """Gradient of lf (B,H,N,L), from those of b (B,H,N,L) and of the chunks' g (B,H,N)."""
+    if start is None:
+        return _accumulate(jnp.add, db[..., ::-1], 0.0)[..., ::-1] + dg[..., None]
     position = jnp.arange(db.shape[-1])
-    reaches, dg = position <= position[:, None], dg[..., None]  # (t, j): b of t contains lf of j
-    if start is not None:
-        reaches = reaches & (position >= start[..., None])
-        dg = jnp.where(in_last, dg, 0)
-    return jnp.sum(jnp.where(reaches, db[..., :, None], 0), -2) + dg
+    reaches = (position <= position[:, None]) & (position >= start[..., None])  # b of t has lf of j
+    dlf = jnp.sum(jnp.where(reaches, db[..., :, None], 0), -2)
+    return dlf + jnp.where(in_last, dg[..., None], 0)
 
 
 def running(decay, change, first, *, reverse=False):
@@ -112,3 +118,19 @@ def _chunks(x, size, fill):
     """(B,H,T) -> (B,H,N,L); positions past T take `fill`."""
     x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % size)], constant_values=fill)
     return x.reshape(*x.shape[:2], -1, size)
+
+
+def _accumulate(combine, x, empty):
+    """Running sums (or maxima) along the last axis, a multiple of 8 long.
+
+    In two steps, of 8 terms and of the rest, of which XLA makes one small kernel each: 16 to 24
+    terms a position, where a masked L x L sum has L.
+    """
+    empty = jnp.asarray(empty, x.dtype)
+    for stride, terms in ((1, 8), (8, x.shape[-1] // 8)):
+        shifted = [
+            lax.pad(x, empty, [(0, 0, 0)] * (x.ndim - 1) + [(stride * n, -stride * n, 0)])
+            for n in range(terms)
+        ]
+        x = lax.optimization_barrier(functools.reduce(combine, shifted))
+    return x

@@ -14,7 +14,7 @@ import vlstm_twins
 from kernel_checks import ON_GPU, check_op, normal
 
 from pallas_kernels import backend, vlstm
-from pallas_kernels.vlstm import cell_sm90, reference
+from pallas_kernels.vlstm import cell_sm90, chunks_sm90, reference
 
 assert attention_interpreter
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
@@ -24,9 +24,10 @@ FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # docume
 
 @pytest.fixture(autouse=True)
 def _one_sm(monkeypatch):
-    """Interpreted blocks take several chunks each, as those of a full grid do."""
+    """Interpreted, one block takes all chunks, one after the other, as those of a full grid do."""
     if not ON_GPU:
         monkeypatch.setattr(cell_sm90, "sm_count", lambda: 1)
+        monkeypatch.setattr(chunks_sm90, "TEAMS", 1)
 
 
 def flat(form):
@@ -89,8 +90,7 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
 
 SMALL = [  # (B, T, H, DQK, DV), of the inputs, options
     ((1, 72, 1, 64, 128), {"state": True}, {"return_state": True}),
-    ((1, 130, 1, 128, 128), {"dtype": FP16}, {}),
-    ((1, 17, 1, 64, 64), {}, {"gate": "sigmoid", "normalize": False}),
+    ((1, 130, 1, 128, 128), {"dtype": FP16}, {"gate": "sigmoid", "normalize": False}),
     ((1, 80, 1, 64, 64), {}, {"segment_ids": jnp.asarray(FOUR[:1])}),
 ]
 LARGE = [
@@ -108,10 +108,12 @@ def test_vlstm_matches_float64(shape, of_inputs, options):
 
 
 @pytest.mark.parametrize("dtype", [FP16] + [BF16] * ON_GPU)
-def test_extreme_gates(dtype):
-    """Gates past xLSTM's caps in two thirds of the places."""
-    q, k, v, i, f = inputs(1, 70, 1, 64, 64, dtype)
-    some = jnp.arange(70)[None, :, None] % 3 > 0
+def test_extreme_gates(dtype, monkeypatch):
+    """Gates past xLSTM's caps in two thirds of the places; three chunks for two teams."""
+    if not ON_GPU:
+        monkeypatch.setattr(chunks_sm90, "TEAMS", 2)
+    q, k, v, i, f = inputs(1, 135, 1, 64, 64, dtype)
+    some = jnp.arange(135)[None, :, None] % 3 > 0
     i, f = jnp.where(some, 15 * jnp.sign(i), i), jnp.where(some, 30 * jnp.sign(f), f)
     check_op(flat(vlstm), twin, q, k, v, i, f, kernels=KERNELS)
 
