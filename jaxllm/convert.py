@@ -79,7 +79,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         partial.rename(out)  # an empty folder gives way, anything else is an error
-    except OSError as error:
+    except (OSError, RunError) as error:
         raise RunError(f"cannot write {out}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

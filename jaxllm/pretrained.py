@@ -151,7 +151,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
         for name in place.ours
     }
     arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()}
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # a failed write is told once, as an error
     registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
     try:
         with ocp.CheckpointManager(
@@ -173,7 +173,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
         raise
     except Exception as e:
         words = " ".join(str(e).split())[:200]
-        raise RunError(f"cannot write {directory} ({type(e).__name__}: {words})") from e
+        raise RunError(f"{type(e).__name__}: {words}") from e
 
 
 class _Unread:

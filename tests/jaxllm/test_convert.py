@@ -25,7 +25,7 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
 from jaxllm.models import create
 from jaxllm.pretrained import load_params, open_weights
-from jaxllm.weights import places
+from jaxllm.weights import Place, places
 
 REPO = Path(__file__).resolve().parents[2]
 LLAMA = dict(
@@ -300,6 +300,37 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path, capsys):
     (out / "precious").write_text("kept")
     refused(folder_of(tmp_path / "good", "gpt2"), out, "exists", capsys)
     assert (out / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("direction", ["ours", "theirs"])
+def test_a_full_disk_leaves_nothing_behind(direction, tmp_path, monkeypatch, capsys):
+    source = folder_of(tmp_path / "theirs", "gpt2")
+    if direction == "theirs":
+        assert run(source, source := tmp_path / "ours") == 0
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    name = "to_ours" if direction == "ours" else "to_theirs"
+    monkeypatch.setattr(Place, name, no_space)
+    before = {p.name for p in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert run(source, tmp_path / "out") == 1
+    assert "out: " in (error := capsys.readouterr().err)
+    assert "No space left" in error
+    assert {p.name for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["gpt2_1558m", "llama3_1b", "llama3_8b", "vlstm_124m", "xlstm_7b"])
+def test_config_json_says_all_that_matters(name):
+    config = configs.load(name).model
+    for update in ({}, {"d_ff": 1000}, {"d_ff": 1001}):
+        wanted = config.model_copy(update=update)
+        page = json.loads(json.dumps(huggingface.config_json(wanted, "float32")))
+        found = huggingface.model_config(page, Path("config.json"))
+        free = ("kernels", "remat", "d_head", "compute_dtype", "residual_dtype")
+        assert found.model_dump(exclude=free) == wanted.model_dump(exclude=free)
+        assert getattr(found, "head_dim", 0) == getattr(wanted, "head_dim", 0)
 
 
 @settings(max_examples=150, deadline=None)
