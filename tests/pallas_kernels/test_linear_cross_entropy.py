@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import check_op, kernels_run_here, normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
 
 from pallas_kernels.linear_cross_entropy import (
+    _rows,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
@@ -23,19 +26,19 @@ def labels_for(n, vocab_size, ignored=()):
 @pytest.mark.parametrize(
     ("n", "c", "v", "dtype", "weight_dtype", "options"),
     [
-        (5, 64, 20608, jnp.bfloat16, jnp.float32, {}),  # whole steps, more tiles and a rest
-        (9, 32, 1280, jnp.bfloat16, jnp.bfloat16, dict(vocab_size=1201, transposed=True, chunk=4)),
-        (6, 48, 4000, jnp.float16, jnp.float32, dict(softcap=2.0, vocab_size=300, chunk=3)),
+        (3, 64, 13952, jnp.bfloat16, jnp.float32, {}),  # a whole step, more tiles and a rest
+        (5, 32, 1280, jnp.bfloat16, jnp.bfloat16, dict(vocab_size=1201, transposed=True, chunk=3)),
+        (4, 48, 4000, jnp.float16, jnp.float32, dict(softcap=2.0, vocab_size=300, chunk=2)),
         (3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum")),
         (1, 1, 1, jnp.float32, jnp.float32, {}),
     ],
 )
 def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, options):
     options = dict(options)
+    op = functools.partial(linear_cross_entropy, chunk=options.pop("chunk", None))
     x, weight = normal(0, (n, c), dtype), normal(1, (v, c), weight_dtype, scale=3 / c**0.5)
-    chunk = options.pop("chunk", None)
     check_op(
-        functools.partial(linear_cross_entropy, chunk=chunk),
+        op,
         linear_cross_entropy_reference,
         x,
         weight.T if options.get("transposed") else weight,
@@ -43,3 +46,112 @@ def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, opti
         kernels=KERNELS,
         **options,
     )
+
+
+def test_linear_cross_entropy_of_rows_longer_than_the_cache_has_room_for():
+    z, labels = normal(0, (2, 65536), jnp.bfloat16, scale=3), jnp.array([7, 65499], jnp.int32)
+    wide = z[:, :65500].astype(jnp.float32)
+    p = jax.nn.softmax(wide) - jax.nn.one_hot(labels, 65500)
+    with kernels_run_here():
+        dz, top, total, picked = jax.block_until_ready(
+            _rows(z, labels, jnp.ones(2), real=65500, softcap=None, write=True)
+        )
+    np.testing.assert_allclose(jnp.log(total) + top, jax.nn.logsumexp(wide, 1), rtol=1e-6)
+    np.testing.assert_array_equal(picked, z[jnp.arange(2), labels].astype(jnp.float32))
+    np.testing.assert_allclose(dz[:, :65500].astype(jnp.float32), p, rtol=2**-8, atol=1e-10)
+    assert not dz[:, 65500:].any()
+
+
+def test_linear_cross_entropy_against_log_softmax():
+    """The reference itself, against jax.nn's own form."""
+    x, weight, labels = normal(0, (5, 8)), normal(1, (50, 8)), labels_for(5, 40, ignored=[3])
+    z = 4 * jnp.tanh(x @ weight.T / 4)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(z[:, :40]), labels[:, None] % 40, 1)[:, 0]
+    kept = jnp.array([0, 1, 2, 4])
+    for reduction, expected in (("sum", losses[kept].sum()), ("mean", losses[kept].mean())):
+        options = dict(vocab_size=40, softcap=4.0, reduction=reduction, backend="xla")
+        actual = linear_cross_entropy(x, weight, labels, **options)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_linear_cross_entropy_of_ignored_and_wrong_labels():
+    x, weight = normal(0, (4, 16)), normal(1, (256, 16))
+
+    def run(labels, backend):
+        def f(x, weight):
+            labels_ = jnp.array(labels, jnp.int32)
+            options = dict(vocab_size=250, ignore_index=-7, backend=backend)
+            return linear_cross_entropy(x, weight, labels_, **options)
+
+        loss, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight)
+        return jax.block_until_ready((loss, *gradients))
+
+    with kernels_run_here():
+        results = {
+            what: run(labels, "mosaic")
+            for what, labels in dict(
+                good=[0, -7, 249, 3], none=[-7] * 4, bad=[0, 250, 1, 1]
+            ).items()
+        }
+    loss, dx, dw = results["good"]
+    assert loss > 0
+    np.testing.assert_array_equal(jnp.any(dx != 0, 1), [True, False, True, True])
+    assert not dw[250:].any()
+    assert dw[:250].all()
+    assert all(not a.any() for a in results["none"])
+    for results_of in (results["bad"], run([0, 250, 1, 1], "xla")):
+        loss, dx, dw = results_of
+        assert jnp.isnan(loss)
+        np.testing.assert_array_equal(jnp.isnan(dx).all(1), [False, True, False, False])
+        assert jnp.isnan(dw[:250]).all()
+
+
+def test_linear_cross_entropy_of_a_split_vocabulary():
+    """On a mesh of one, as the interpreter knows no more; test_sharding.py splits it over four."""
+    x, weight, labels = normal(0, (4, 16)), normal(1, (384, 16)), labels_for(4, 300, ignored=[2])
+    softcap = 3.0
+    mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
+
+    def run(backend):
+        def f(x, weight):
+            options = dict(vocab_size=300, softcap=softcap, backend=backend)
+            op = lambda *arrays: linear_cross_entropy(*arrays, vocab_axis="v", **options)
+            specs = dict(in_specs=(P(), P("v"), P()), out_specs=P(), check_vma=False)
+            return jax.shard_map(op, mesh=mesh, **specs)(x, weight, labels)
+
+        return jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight)
+
+    whole = lambda *a: linear_cross_entropy_reference(*a, labels, vocab_size=300, softcap=softcap)
+    with kernels_run_here():
+        split = jax.block_until_ready(run("mosaic"))
+    with jax.enable_x64(True):
+        wide = (np.asarray(a, np.float64) for a in (x, weight))
+        truth = jax.jit(jax.value_and_grad(whole, (0, 1)))(*wide)
+    for a, e, t in zip(*map(jax.tree.leaves, (split, run("xla"), truth)), strict=True):
+        assert_error_ratio(a, e, t)
+
+
+def test_linear_cross_entropy_of_a_part_that_is_all_padding():
+    z, labels = normal(0, (2, 128)), jnp.array([-1, -1])
+    given = (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
+    run = functools.partial(_rows, z, labels, jnp.ones(2), jnp.int32(0), softcap=None)
+    with kernels_run_here():
+        _, top, total, _ = jax.block_until_ready(run(write=False))
+        dz = jax.block_until_ready(run(given, write=True))[0]
+    assert not total.any()
+    assert jnp.isfinite(top).all()
+    assert not dz.any()
+
+
+def test_linear_cross_entropy_refuses_what_does_not_fit():
+    x, weight, labels = jnp.ones((2, 8)), jnp.ones((5, 8)), jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match=r"weight has 5 features \(shape \(5, 8\)\), x has 8"):
+        linear_cross_entropy(x, weight, labels, transposed=True)
+    with pytest.raises(ValueError, match=r"labels have shape \(3,\), .* needs \(2,\)"):
+        linear_cross_entropy(x, weight, jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"vocab_size=9 is not in \[1, 5\]"):
+        linear_cross_entropy(x, weight, labels, vocab_size=9)
+    with pytest.raises(ValueError, match="reduction='none' is not one of mean, sum"):
+        linear_cross_entropy(x, weight, labels, reduction="none")
+    with pytest.raises(NotImplementedError, match="x is int32"):
+        linear_cross_entropy(x.astype(jnp.int32), weight, labels, backend="mosaic")
