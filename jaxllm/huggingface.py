@@ -88,7 +88,12 @@ class HuggingFaceWeights:
         return self._files[file].get_slice(stored)
 
     def _rename(self, new_name) -> None:
-        self._stored = {new_name(name): at for name, at in self._stored.items()}
+        renamed: dict[str, tuple[str, str]] = {}
+        for name, at in self._stored.items():
+            if new_name(name) in renamed:
+                raise InputError(f"{self.folder} holds {name!r} under another name, too")
+            renamed[new_name(name)] = at
+        self._stored = renamed
 
     def _check(self) -> None:
         config = self.config
@@ -120,7 +125,7 @@ class HuggingFaceWeights:
                 continue
             if not (name == "lm_head.weight" and tied(config) and self._head_is_embedding()):
                 raise InputError(
-                    f"{self.folder} holds the tensor {name}, which a {config.type} of"
+                    f"{self.folder} holds the tensor {name!r}, which a {config.type} of"
                     f" {config.n_layers} layers has not"
                 )
 
@@ -159,17 +164,17 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]
             files[name] = safe_open(folder / name, "numpy").__enter__()
             found = list(files[name].keys())
         except (SafetensorError, OSError) as e:
-            raise InputError(f"{folder / name} cannot be read as safetensors: {e}") from e
+            raise InputError(f"{folder}: {name!r} cannot be read as safetensors: {e}") from e
         for tensor in found:
             if tensor in stored:
                 raise InputError(
-                    f"{folder}: {tensor} is in {stored[tensor][0]} and in {name}; parts of one"
+                    f"{folder}: {tensor!r} is in {stored[tensor][0]} and in {name}; parts of one"
                     " tensor cannot be joined here"
                 )
             stored[tensor] = (name, tensor)
     for tensor, name in listed.items():
         if stored.get(tensor, ("",))[0] != name:
-            raise InputError(f"{folder / INDEX} puts {tensor} into {name}, where it is not")
+            raise InputError(f"{folder / INDEX} puts {tensor!r} into {name!r}, where it is not")
     return files, stored
 
 

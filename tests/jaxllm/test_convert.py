@@ -186,13 +186,16 @@ def test_bfloat16_and_several_files(tmp_path, monkeypatch):
     assert run(back, tmp_path / "again") == 0  # bfloat16 and several files are read, too
 
 
-def test_openai_names_and_a_stored_tied_head(tmp_path):
+def test_openai_names_and_a_stored_tied_head(tmp_path, capsys):
     tensors = {k.removeprefix("transformer."): v for k, v in weights_of("gpt2").items()}
     tensors |= {"h.0.attn.bias": np.ones((1, 1, 48, 48), np.float32)}  # the causal mask
     tensors["lm_head.weight"] = tensors["wte.weight"].copy()
     assert run(folder_of(tmp_path / "theirs", "gpt2", tensors), tmp_path / "ours") == 0
     assert run(tmp_path / "ours", tmp_path / "back") == 0
     assert_same_tensors(tmp_path / "back", weights_of("gpt2"))
+    for extra in ("transformer.ln_f.bias", "lm_head.weight"):  # twice; not the embedding
+        changed = tensors | {extra: np.ones_like(tensors.get(extra, tensors["ln_f.bias"]))}
+        refused(folder_of(tmp_path / extra, "gpt2", changed), tmp_path / "none", extra, capsys)
 
 
 def meta_folder(folder, **page):
@@ -242,7 +245,7 @@ def without(key):
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 BAD = {
     "missing": (without(QUERY), {}, QUERY),
-    "unexpected": (edited(**{"model.extra": np.ones(3, np.float32)}), {}, "model.extra"),
+    "unexpected": (edited(**{"model.extra\n": np.ones(3, np.float32)}), {}, "'model.extra\\n'"),
     "shape": (edited(**{QUERY: np.ones((32, 15), np.float32)}), {}, QUERY),
     "transposed": (edited(**{QUERY: np.ones((16, 32), np.float32)}), {}, QUERY),
     "dtype": (edited(**{QUERY: np.ones((32, 16), np.int32)}), {}, QUERY),
