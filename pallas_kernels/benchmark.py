@@ -238,7 +238,8 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
                 failed[name] = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
         moved = bytes_moved(case, sizes)
         if case.flops:
-            flops = {"forward": case.flops(sizes), "forward+backward": 3.5 * case.flops(sizes)}
+            forward = case.flops(sizes)
+            flops = {"forward": forward, "forward+backward": (1 + case.backward) * forward}
         else:
             flops = counted_flops(case, sizes)
     records = []

@@ -29,6 +29,7 @@ class Case:
     options: dict = dataclasses.field(default_factory=dict)
     variant: str = ""
     flops: Callable | None = None  # of the forward pass, from the sizes; None: it moves bytes
+    backward: float = 2.5  # times the flops of the forward pass
     cudnn: Callable | None = None
     xla: bool = True  # False where the XLA form does not fit in memory
 
@@ -109,6 +110,15 @@ CASES = (
         _shapes("N V", (8192, 50304), (4096, 128256)),
         {"N": 64, "V": 5000},
         reads=("logits", "labels"),
+    ),
+    Case(
+        "linear_cross_entropy",
+        {"x": A("N C"), "weight": A("V C", "float32"), "labels": A("N", "int32", "uniform V")},
+        _shapes("N C V", (32768, 768, 50304), (8192, 2048, 128256)),
+        {"N": 64, "C": 256, "V": 5000},
+        reads=("x", "weight", "labels"),
+        flops=lambda n: 2 * n["N"] * n["C"] * n["V"],
+        backward=2,
     ),
     _attention(_shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128))),
     _attention(_shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128)), xla=False),
