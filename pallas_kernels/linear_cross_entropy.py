@@ -7,7 +7,7 @@
 The (N, V) logits are the largest array of a training step (3 GB for 32768 tokens of GPT-2), so only
 those of some thousand tokens exist at a time.  As the loss is one number, its gradient is known but
 for a factor once a chunk's logits are: the forward pass makes dx and dW too (three matmuls, none
-twice) and the backward pass only scales them, as in Liger's kernel (Hsu et al. 2024, section 3.2).
+twice) and the backward pass only scales them, as in Liger (Hsu et al. 2024).
 
 The matmuls are XLA's, which run at the ceiling.  Ours is the kernel between them: one block reads a
 row of logits from memory, takes its maximum and sum, reads it again from the second-level cache and
@@ -231,6 +231,7 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=None, softcap, write):
 
         def statistics():
             if rest:  # under way while the others are
+                # pyrefly: ignore[bad-argument-type]
                 mine = jnp.where(group == groups - 1, valid, 0)  # the others count none of it
                 x = load(tiles * tile, rest, rest_layout, mine)
 
@@ -257,6 +258,7 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=None, softcap, write):
             )
             top = jnp.max(tops, axis=1)
             if rest:
+                # pyrefly: ignore[unbound-name]
                 tail = plgpu.layout_cast(jnp.max(x, axis=1), layout.reduce(1))
                 top = jnp.maximum(top, tail)
             total = jnp.sum(totals * jnp.exp(tops - mosaic.along(top, (4, tile), 0)), axis=1)
@@ -380,12 +382,14 @@ def _run(x, weight, labels, o: _Options, differentiate: bool):
         losses = (jnp.log(total) - (picked - top)) * of(scale)
         loss += jnp.where(of(labels) == o.ignore_index, 0, losses).sum()
         if differentiate:
+            # pyrefly: ignore[unbound-name]
             dx.append(jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype))
             pair = (x_part, dz) if o.transposed else (dz, x_part)
             more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
             dw = more if dw is None else dw + more
     if not differentiate:
         return loss
+    # pyrefly: ignore[unsupported-operation]
     dw = dw[:, :v] if o.transposed else dw[:v]
     return loss, jnp.concatenate(dx), dw
 

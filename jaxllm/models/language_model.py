@@ -70,8 +70,8 @@ class LanguageModel(nnx.Module):
 
         The logits are never held: head and loss are one op.  options as in `hidden`.
         """
-        tied = self.head is None
-        weight = self.embedding.wte[...] if tied else self.head.weight[...]
+        head = self.head
+        weight = self.embedding.wte[...] if head is None else head.weight[...]
         hidden = self.hidden(tokens, **options)
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) > 1:
@@ -83,14 +83,14 @@ class LanguageModel(nnx.Module):
             linear_cross_entropy,
             vocab_size=self.config.vocab_size,
             softcap=self.logit_soft_cap,
-            transposed=not tied,
+            transposed=head is not None,
             reduction="sum",
             vocab_axis=tensor,
             backend=self.config.kernels,
         )
         op = per_device(
             lambda *arrays: loss(*arrays)[None],  # one number for each part of the batch
-            in_specs=(P(BATCH), P(tensor) if tied else P(None, tensor), P(BATCH)),
+            in_specs=(P(BATCH), P(tensor) if head is None else P(None, tensor), P(BATCH)),
             out_specs=P(BATCH),
         )
         return op(hidden, weight, labels).sum()
