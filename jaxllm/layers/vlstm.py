@@ -18,7 +18,8 @@ class VLSTMLayer(nnx.Module):
     """out(sigmoid(o(x)) * norm(vlstm(q(x), k(x), v(x), cap(i(x)), cap(f(x))))).
 
     q and k are half as wide as v; cap(z) = gate_soft_cap tanh(z / gate_soft_cap); the norm is a
-    layer norm of each head.  Beck et al. 2025, "xLSTM 7B", section 3.
+    layer norm of each head.  chunk_size is that of the XLA form; the kernels have their own.
+    Beck et al. 2025, "xLSTM 7B", section 3.
     """
 
     def __init__(

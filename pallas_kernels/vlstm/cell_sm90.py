@@ -24,6 +24,10 @@ class Call(NamedTuple):
     kernels: Any  # that has `states` and `rows`: chunks_sm90, or its jnp twin in the tests
 
 
+@functools.partial(
+    jax.jit,  # traced and lowered once for all layers
+    static_argnames=("gate", "normalize", "return_state", "eps", "kernels"),
+)
 def chunkwise(
     q,
     k,
@@ -78,6 +82,7 @@ def _cell_forward(q, k, v, i, lf, c0, n0, m0, starts, call):
         mode="forward", along=n, scale=q.shape[-1] ** -0.5,
         normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
+    g = g._replace(m=g.m_last)  # the rows' m is not needed again
     return (h, c_last, n_last), (q, k, v, h, g, c, n, norm, slope)
 
 

@@ -101,11 +101,9 @@ def states(x, y, weight, decay, first, other=None, *, reverse=False, saturate=Tr
     dots = other is not None
 
     def vlstm_states(x_ref, y_ref, weight_ref, decay_ref, first_ref, *rest):
-        other_ref, *rest = rest if dots else (None, *rest)
-        out_ref, last_ref, *rest = rest
-        dots_ref, *rest = rest if dots else (None, *rest)
-        x_smem, y_smem, scaled_smem, out_smem, full, free, *rest = rest
-        other_smem, other_full = rest if dots else (None, None)
+        other_refs, (out_ref, last_ref, *rest) = rest[:dots], rest[dots:]
+        dots_refs, rest = rest[:dots], rest[dots:]
+        x_smem, y_smem, scaled_smem, out_smem, full, free, *of_other = rest
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         pair, tile = block // (x_tiles * y_tiles), block % (x_tiles * y_tiles)
         b, h = pair // heads, pair % heads
@@ -120,14 +118,16 @@ def states(x, y, weight, decay, first, other=None, *, reverse=False, saturate=Tr
             here = (mine, pl.ds(y0, size))
 
             def load_other(n):
-                source = other_ref.at[b, h, chunk_of(n), *here]
+                other_smem, other_full = of_other
+                source = other_refs[0].at[b, h, chunk_of(n), *here]
                 plgpu.copy_gmem_to_smem(source, other_smem.at[wg], other_full.at[wg])
 
             def multiply_other(n, state):
+                other_smem, other_full = of_other
                 plgpu.barrier_wait(other_full.at[wg])
                 other = plgpu.load(other_smem.at[wg], layout=WGMMA).astype(jnp.float32)
                 dot = jnp.sum(state * other, axis=1)
-                mosaic.store(dots_ref.at[b, h, chunk_of(n), tile % y_tiles, mine], dot)
+                mosaic.store(dots_refs[0].at[b, h, chunk_of(n), tile % y_tiles, mine], dot)
                 plgpu.commit_smem()
                 pl.when(n + 1 < count)(lambda: load_other(n + 1))
 
@@ -246,7 +246,7 @@ def rows(
         return mine, (items - mine + grid * teams - 1) // (grid * teams), grid * teams
 
     def kernel(a_ref, b_ref, x_ref, state_ref, *rest):
-        y_ref, *rest = rest if dots else (None, *rest)
+        y_refs, rest = rest[:dots], rest[dots:]
         given, rest = dict(zip(names, rest, strict=False)), rest[len(names) :]
         out_ref, *rest = rest
         stat_refs, rest = rest[:stats], rest[stats:]
@@ -338,7 +338,7 @@ def rows(
                     if dots:  # y comes through the buffer in which the result will leave
                         plgpu.wait_smem_to_gmem(0)
                         plgpu.copy_gmem_to_smem(
-                            y_ref.at[at], out_smem.at[thread], y_full.at[thread]
+                            y_refs[0].at[at], out_smem.at[thread], y_full.at[thread]
                         )
 
                     def tile_of(acc):

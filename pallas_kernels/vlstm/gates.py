@@ -38,11 +38,12 @@ def gates(i, lf, m, starts, size: int) -> Gates:
     chunks = lambda x, fill: _chunks(x, size, fill)
     # A closed input gate and an open forget gate: padding leaves the state as it is.
     i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf, 0)
+    seen = jnp.tril(jnp.ones((size, size), bool))
     in_last = continues = jnp.ones((), bool)
     keeps, start = continues, None
     if starts is not None:
         document = jnp.cumsum(chunks(starts[:, None], False), -1)  # counted from 0 in each chunk
-        seen = jnp.tril(document[..., :, None] == document[..., None, :])
+        seen = seen & (document[..., :, None] == document[..., None, :])
         in_last, continues = document == document[..., -1:], document == 0
         keeps = continues[..., -1]
         start = jnp.min(jnp.where(seen, jnp.arange(size), size), -1).astype(jnp.int32)
