@@ -133,8 +133,9 @@ class Checkpoints:
 
     def _failed(self, cause: Exception) -> str:
         failed, self._manager = self._manager, None  # the next looks at the directory afresh
-        with contextlib.suppress(Exception):
-            failed.close()  # its threads still write
+        if failed is not None:
+            with contextlib.suppress(Exception):
+                failed.close()  # its threads still write
         why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         kept = self.newest()
         return (

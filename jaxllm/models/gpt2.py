@@ -3,15 +3,11 @@
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
-import math
-
 from flax import nnx
 
 from jaxllm.config import GPT2Config
-from jaxllm.layers import MLP, Attention, Embedding, LayerNorm
-from jaxllm.models.language_model import LanguageModel, add_norm
-
-STD = 0.02
+from jaxllm.layers import MLP, Attention, LayerNorm
+from jaxllm.models.language_model import LanguageModel, add_norm, block_weights
 
 
 class GPT2Block(nnx.Module):
@@ -20,8 +16,7 @@ class GPT2Block(nnx.Module):
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         C, backend = config.d_model, config.kernels
         norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
-        # 2 L branches add up on the residual stream.
-        weights = dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), rngs=rngs)
+        weights = block_weights(config, rngs)
         self.norm_1 = LayerNorm(C, **norm)
         self.attention = Attention(C, config.n_heads, bias=True, backend=backend, **weights)
         self.norm_2 = LayerNorm(C, **norm)
@@ -38,20 +33,13 @@ class GPT2(LanguageModel):
     """GPT-2 of any size."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        super().__init__(config)
-        self.embedding = Embedding(
-            config.vocab_size,
-            config.d_model,
-            padded_vocab_size=config.padded_vocab_size,
+        super().__init__(
+            config,
+            block=GPT2Block,
+            norm=LayerNorm,
             max_seq_len=config.max_seq_len,
-            std=STD,
-            dtype=config.residual_dtype,
-            backend=config.kernels,
+            tied=True,
             rngs=rngs,
-        )
-        self.blocks = nnx.List([GPT2Block(config, rngs=rngs) for _ in range(config.n_layers)])
-        self.norm = LayerNorm(
-            config.d_model, eps=config.norm_eps, dtype=config.compute_dtype, backend=config.kernels
         )
 
     def mixing_flops(self, seq_len: int) -> float:

@@ -1,7 +1,10 @@
 """What all models share: embedding, blocks, final norm, head, loss."""
 
 import functools
+import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +12,66 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Int
 
+from jaxllm.config import ModelConfig
 from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.vlstm import soft_cap
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import linear_cross_entropy
 
+STD = 0.02  # of all weights at the start
+
+
+def block_weights(config: ModelConfig, rngs: nnx.Rngs) -> dict:
+    """How the layers of a block draw their weights; 2 L branches add up on the residual stream."""
+    return dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), rngs=rngs)
+
 
 class LanguageModel(nnx.Module):
-    """A causal language model; a subclass sets its parts and `mixing_flops`.
+    """A causal language model; a subclass names its block and norm, and has `mixing_flops`.
 
-    embedding: tokens -> (B, T, C) in the residual dtype.
-    blocks: nnx.List of equal blocks, each `block(branch, residual, positions, segment_ids)` ->
-        (branch, residual).  The residual stream is branch + residual: the addition is left to the
-        next norm, which does it in the same pass.  Before the first block branch is None.
-    norm: the final norm.  head: Linear to the padded vocabulary, None: the embedding, tied.
+    block: class of the blocks, made as block(config, rngs=rngs) and called as
+        block(branch, residual, positions, segment_ids) -> (branch, residual).  The residual
+        stream is branch + residual: the addition is left to the next norm, which does it in the
+        same pass.  Before the first block branch is None.
+    norm: class of the final norm.
+    max_seq_len: learned positions are added to the embedding, None: not.
+    tied: the head is the token embedding.
     logit_soft_cap: logits are capped as cap tanh(z / cap), None: not.
     """
 
-    embedding: Embedding
-    blocks: nnx.List
-    norm: LayerNorm | RMSNorm
-    head: Linear | None = None
-    logit_soft_cap: float | None = None
+    config: Any  # the subclass's kind of ModelConfig
+    head: Linear | None
 
-    def __init__(self, config):
-        self.config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        block: Callable[..., nnx.Module],
+        norm: type[LayerNorm] | type[RMSNorm],
+        max_seq_len: int | None = None,
+        tied: bool = False,
+        logit_soft_cap: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        width, backend = config.d_model, config.kernels
+        self.config, self.logit_soft_cap = config, logit_soft_cap
+        self.embedding = Embedding(
+            config.vocab_size,
+            width,
+            padded_vocab_size=config.padded_vocab_size,
+            max_seq_len=max_seq_len,
+            std=STD,
+            dtype=config.residual_dtype,
+            backend=backend,
+            rngs=rngs,
+        )
+        self.blocks = nnx.List([block(config, rngs=rngs) for _ in range(config.n_layers)])
+        self.norm = norm(width, eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
+        if tied:
+            self.head = None
+        else:
+            self.head = Linear(width, config.padded_vocab_size, std=STD, rngs=rngs)
+            zero_columns(self.head.weight, config.vocab_size)
 
     def hidden(
         self,

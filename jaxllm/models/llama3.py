@@ -3,16 +3,12 @@
 Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2.
 """
 
-import math
-
 from flax import nnx
 
 from jaxllm.config import Llama3Config
-from jaxllm.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm
-from jaxllm.models.language_model import LanguageModel, add_norm, zero_columns
+from jaxllm.layers import Attention, GatedMLP, RMSNorm
+from jaxllm.models.language_model import LanguageModel, add_norm, block_weights
 from pallas_kernels import RopeScaling
-
-STD = 0.02
 
 
 class Llama3Block(nnx.Module):
@@ -22,8 +18,7 @@ class Llama3Block(nnx.Module):
         C, backend = config.d_model, config.kernels
         scaling = config.rope_scaling and RopeScaling(**config.rope_scaling.model_dump())
         norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
-        # 2 L branches add up on the residual stream.
-        weights = dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), rngs=rngs)
+        weights = block_weights(config, rngs)
         self.norm_1 = RMSNorm(C, **norm)
         self.attention = Attention(
             C,
@@ -49,23 +44,13 @@ class Llama3(LanguageModel):
     """Llama 3.1 of any size, and the tied 3.2."""
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
-        super().__init__(config)
-        self.embedding = Embedding(
-            config.vocab_size,
-            config.d_model,
-            padded_vocab_size=config.padded_vocab_size,
-            std=STD,
-            dtype=config.residual_dtype,
-            backend=config.kernels,
+        super().__init__(
+            config,
+            block=Llama3Block,
+            norm=RMSNorm,
+            tied=config.tie_embeddings,
             rngs=rngs,
         )
-        self.blocks = nnx.List([Llama3Block(config, rngs=rngs) for _ in range(config.n_layers)])
-        self.norm = RMSNorm(
-            config.d_model, eps=config.norm_eps, dtype=config.compute_dtype, backend=config.kernels
-        )
-        if not config.tie_embeddings:
-            self.head = Linear(config.d_model, config.padded_vocab_size, std=STD, rngs=rngs)
-            zero_columns(self.head.weight, config.vocab_size)
 
     def mixing_flops(self, seq_len: int) -> float:
         """2 T C for the lower triangle of q k^T and of its product with v, in each block."""

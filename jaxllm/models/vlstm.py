@@ -3,15 +3,11 @@
 Beck et al. 2025, "xLSTM 7B: A Recurrent LLM for Fast and Efficient Inference", section 3.
 """
 
-import math
-
 from flax import nnx
 
 from jaxllm.config import VLSTMConfig
-from jaxllm.layers import Embedding, GatedMLP, Linear, RMSNorm, VLSTMLayer
-from jaxllm.models.language_model import LanguageModel, add_norm, zero_columns
-
-STD = 0.02
+from jaxllm.layers import GatedMLP, RMSNorm, VLSTMLayer
+from jaxllm.models.language_model import LanguageModel, add_norm, block_weights
 
 
 class VLSTMBlock(nnx.Module):
@@ -20,8 +16,7 @@ class VLSTMBlock(nnx.Module):
     def __init__(self, config: VLSTMConfig, *, rngs: nnx.Rngs):
         C, backend = config.d_model, config.kernels
         norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
-        # 2 L branches add up on the residual stream.
-        weights = dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), rngs=rngs)
+        weights = block_weights(config, rngs)
         self.norm_1 = RMSNorm(C, **norm)
         self.vlstm = VLSTMLayer(
             C,
@@ -46,23 +41,13 @@ class VLSTM(LanguageModel):
     """xLSTM 7B and its smaller relatives; any sequence length."""
 
     def __init__(self, config: VLSTMConfig, *, rngs: nnx.Rngs):
-        super().__init__(config)
-        self.embedding = Embedding(
-            config.vocab_size,
-            config.d_model,
-            padded_vocab_size=config.padded_vocab_size,
-            std=STD,
-            dtype=config.residual_dtype,
-            backend=config.kernels,
+        super().__init__(
+            config,
+            block=VLSTMBlock,
+            norm=RMSNorm,
+            logit_soft_cap=config.logit_soft_cap,
             rngs=rngs,
         )
-        self.blocks = nnx.List([VLSTMBlock(config, rngs=rngs) for _ in range(config.n_layers)])
-        self.norm = RMSNorm(
-            config.d_model, eps=config.norm_eps, dtype=config.compute_dtype, backend=config.kernels
-        )
-        self.head = Linear(config.d_model, config.padded_vocab_size, std=STD, rngs=rngs)
-        zero_columns(self.head.weight, config.vocab_size)
-        self.logit_soft_cap = config.logit_soft_cap
 
     def mixing_flops(self, seq_len: int) -> float:
         """Of the chunkwise form: L (DQK + DV) for the lower triangles inside a chunk of L tokens,
