@@ -161,8 +161,10 @@ class Run:
                     return 128 + received
             self.checkpoints.close()
             self.log.draw()
-            if self.config.sample.tokens:
-                self.log.say(self._sample())
+            sample = self._sample() if self.config.sample.tokens else None
+            if sample:
+                self.log.say(sample)
+            self._report(sample)
             self.log.say(f"done: {self.out_dir}")
             return 0
         finally:
@@ -246,6 +248,16 @@ class Run:
         (self.out_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
         steps = self.config.train.steps
         return RunLog(self.out_dir, steps, self.start, self.tokens, self.flops, self.peak)
+
+    def _report(self, sample: str | None) -> None:
+        """Leaves run.json, what the run was made on, and report.html."""
+        if self.rank != 0:
+            return
+        from jaxllm import report
+        from pallas_kernels import backend
+
+        report.describe(self.out_dir, ops=backend.decisions(), sample=sample)
+        report.write([self.out_dir], self.out_dir / "report.html")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.config.train.steps or (every > 0 and step % every == 0)

@@ -125,6 +125,9 @@ def test_a_run_leaves_everything_it_promises(straight):
     assert evaluations[60] < 0.8 * steps[0]["loss"]
     assert (out_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((out_dir / "tensorboard").glob("events*"))
+    report = (out_dir / "report.html").read_text()
+    for promised in ("attention", "Loss", "1 x cpu" if jax.default_backend() == "cpu" else "1 x"):
+        assert promised in report
     assert configs.load(str(out_dir / "config.yaml")).train.steps == STEPS
     for promised in ("parameters", "tokens", "mesh", "attention", "rms_norm", "sample:\nthe "):
         assert promised in done.stdout
