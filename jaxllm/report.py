@@ -30,9 +30,10 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; }
 body { padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
+table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1rem; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); }
+.charts { display: grid; gap: 1rem; }
+.charts { grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); }
 figure { margin: 0; } svg { width: 100%; height: auto; } figcaption { font-weight: 600; }
 pre { overflow-x: auto; padding: .8rem; border: 1px solid var(--line); white-space: pre-wrap; }
 .dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .4em; }
