@@ -338,7 +338,6 @@ class Run:
                 self.state.params,
                 prompt,
                 config.sample,
-                window=config.train.seq_len,
                 rows=self.mesh.shape["data"] * self.mesh.shape["fsdp"],
             )
         return f"sample:\n{config.sample.prompt}{tokenizer.decode(tokens)}"

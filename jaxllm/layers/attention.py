@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, Linear
 from jaxllm.layers.norm import HEADS
 from jaxllm.sharding import BATCH, P, per_device
@@ -52,8 +53,12 @@ class Attention(nnx.Module):
         x: Float[Array, "B T C"],
         positions: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
     ) -> Float[Array, "B T C"]:
-        """positions (T,) or (B, T), used by RoPE, 0 ... T-1 if None; tokens see their segment."""
+        """positions (T,) or (B, T), used by RoPE, 0 ... T-1 if None; tokens see their segment.
+
+        cache: in generation, what is kept from token to token.
+        """
         B, T, _ = x.shape
         q, k, v = (w(x).reshape(B, T, -1, self.head_dim) for w in (self.q, self.k, self.v))
         if self.rope_theta is not None:
@@ -66,6 +71,12 @@ class Attention(nnx.Module):
                 in_specs=(HEADS, HEADS, P(None) if positions.ndim == 1 else P(BATCH, None)),
                 out_specs=(HEADS, HEADS),
             )(q, k, positions)
+        if cache is not None and cache.arrays is not None:
+            y = self._attend_to_cache(q, k, v, cache)
+            return self.out(y.reshape(B, T, -1))
+        if cache is not None:
+            room = ((0, 0), (0, cache.size - T), (0, 0), (0, 0))
+            cache.arrays = jnp.pad(k, room), jnp.pad(v, room)
         y = per_device(
             self._attend, in_specs=(HEADS, HEADS, HEADS, P(BATCH, None)), out_specs=HEADS
         )(q, k, v, segment_ids)
@@ -73,3 +84,24 @@ class Attention(nnx.Module):
 
     def _attend(self, q, k, v, segment_ids):
         return attention(q, k, v, causal=True, segment_ids=segment_ids, backend=self.backend)
+
+    def _attend_to_cache(self, q, k, v, cache):
+        """One query a row, (B, 1, H, D); its key and value take their place in the cache."""
+        place, lengths = jnp.arange(cache.size), cache.lengths[:, None]
+        # `where` and not a scatter, which deterministic XLA unrolls into a loop.
+        here = (place == lengths - 1)[..., None, None]
+        keys, values = (
+            jnp.where(here, new, kept) for new, kept in zip((k, v), cache.arrays, strict=True)
+        )
+        cache.arrays = keys, values
+        # Keys past a row's length are of another segment.  A single query leaves tensor cores idle
+        # and only reads the cache: no work for the kernel.
+        op = per_device(
+            lambda q, k, v, mine, theirs: attention(
+                q, k, v, causal=False, segment_ids=(mine, theirs), backend="xla"
+            ),
+            in_specs=(HEADS, HEADS, HEADS, P(BATCH, None), P(BATCH, None)),
+            out_specs=HEADS,
+        )
+        seen = (place < lengths).astype(jnp.int32)
+        return op(q, keys, values, jnp.ones_like(lengths), seen)

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, Linear
 from jaxllm.layers.norm import HEADS, HeadLayerNorm
 from jaxllm.sharding import BATCH, P, per_device
-from pallas_kernels import vlstm
+from pallas_kernels import vlstm, vlstm_step
 from pallas_kernels.backend import Backend
 
 GATES = P(BATCH, None, "tensor")  # (B, T, NH)
+STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
 
 class VLSTMLayer(nnx.Module):
@@ -51,22 +53,31 @@ class VLSTMLayer(nnx.Module):
         self.chunk_size, self.backend = chunk_size, backend
 
     def __call__(
-        self, x: Float[Array, "B T C"], segment_ids: Int[Array, "B T"] | None = None
+        self,
+        x: Float[Array, "B T C"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
     ) -> Float[Array, "B T C"]:
-        """The memory starts empty with every sequence and every segment."""
+        """The memory starts empty with every sequence and every segment.
+
+        cache: in generation, what is kept from token to token.
+        """
         B, T, C = x.shape
         q, k, v = (w(x).reshape(B, T, self.n_heads, -1) for w in (self.q, self.k, self.v))
         # float32: in bf16 a forget gate of 6 is known to 0.03 only, and its error adds up over T.
         i, f = (soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f))
-        h = per_device(
-            self._mix,
-            in_specs=(HEADS, HEADS, HEADS, GATES, GATES, P(BATCH, None)),
-            out_specs=HEADS,
-        )(q, k, v, i, f, segment_ids)
+        if cache is None:
+            h = per_device(
+                self._mix,
+                in_specs=(HEADS, HEADS, HEADS, GATES, GATES, P(BATCH, None)),
+                out_specs=HEADS,
+            )(q, k, v, i, f, segment_ids)
+        else:
+            h = self._mix_with_state(q, k, v, i, f, cache)
         h = self.norm(h).reshape(B, T, C)
         return self.out(jax.nn.sigmoid(self.o(x)) * h)
 
-    def _mix(self, q, k, v, i, f, segment_ids):
+    def _mix(self, q, k, v, i, f, segment_ids, return_state=False):
         return vlstm(
             q,
             k,
@@ -74,9 +85,31 @@ class VLSTMLayer(nnx.Module):
             i,
             f,
             segment_ids=segment_ids,
+            return_state=return_state,
             chunk_size=self.chunk_size,
             backend=self.backend,
         )
+
+    def _mix_with_state(self, q, k, v, i, f, cache):
+        """The first call makes the state, each later one takes it a position further."""
+        sequences = (HEADS, HEADS, HEADS, GATES, GATES)
+        if cache.arrays is None:
+            # Past its row's end a token lets nothing in and nothing fade.
+            inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
+            i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
+            op = per_device(
+                lambda *x: self._mix(*x, None, return_state=True), sequences, (HEADS, STATE)
+            )
+            h, cache.arrays = op(q, k, v, i, f)
+            return h
+
+        def step(q, k, v, i, f, state):
+            h, state = vlstm_step(*(x[:, 0] for x in (q, k, v, i, f)), state)
+            return h[:, None], state
+
+        op = per_device(step, (*sequences, STATE), (HEADS, STATE))
+        h, cache.arrays = op(q, k, v, i, f, cache.arrays)
+        return h
 
 
 def soft_cap(z: Float[Array, "..."], cap: float) -> Float[Array, "..."]:

@@ -22,9 +22,9 @@ class GPT2Block(nnx.Module):
         self.norm_2 = LayerNorm(C, **norm)
         self.mlp = MLP(C, config.ff_width, backend=backend, **weights)
 
-    def __call__(self, branch, residual, positions=None, segment_ids=None):
+    def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
         y, residual = add_norm(self.norm_1, branch, residual)
-        branch = self.attention(y, segment_ids=segment_ids)
+        branch = self.attention(y, segment_ids=segment_ids, cache=cache)
         y, residual = add_norm(self.norm_2, branch, residual)
         return self.mlp(y), residual
 

@@ -33,9 +33,9 @@ class Llama3Block(nnx.Module):
         self.norm_2 = RMSNorm(C, **norm)
         self.mlp = GatedMLP(C, config.ff_width, backend=backend, **weights)
 
-    def __call__(self, branch, residual, positions=None, segment_ids=None):
+    def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
         y, residual = add_norm(self.norm_1, branch, residual)
-        branch = self.attention(y, positions, segment_ids)
+        branch = self.attention(y, positions, segment_ids, cache)
         y, residual = add_norm(self.norm_2, branch, residual)
         return self.mlp(y), residual
 

@@ -30,9 +30,9 @@ class VLSTMBlock(nnx.Module):
         self.norm_2 = RMSNorm(C, **norm)
         self.mlp = GatedMLP(C, config.ff_width, backend=backend, **weights)
 
-    def __call__(self, branch, residual, positions=None, segment_ids=None):
+    def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
         y, residual = add_norm(self.norm_1, branch, residual)
-        branch = self.vlstm(y, segment_ids)
+        branch = self.vlstm(y, segment_ids, cache)
         y, residual = add_norm(self.norm_2, branch, residual)
         return self.mlp(y), residual
 

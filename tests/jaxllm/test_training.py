@@ -151,13 +151,12 @@ def test_greedy_samples_follow_the_full_forward_pass():
     t = make(GPT2Config(**SHAPE, **FP32, kernels="xla"))
     params = t.init().params
     config = t.config.sample.model_copy(update={"tokens": 20, "temperature": 0.0})
-    got = sample.generate(t.graph, params, [5, 6, 7], config, window=16)
+    got = sample.generate(t.graph, params, [5, 6, 7], config)
     forward = jax.jit(lambda p, tokens: nnx.merge(t.graph, p)(tokens))
     seen = [5, 6, 7]
     for _ in range(20):
-        window = seen[-16:]
-        logits = forward(params, jnp.array([window + [0] * (16 - len(window))]))
-        seen.append(int(jnp.argmax(logits[0, len(window) - 1, :250])))
+        logits = forward(params, jnp.array([seen + [0] * (32 - len(seen))]))
+        seen.append(int(jnp.argmax(logits[0, len(seen) - 1, :250])))
     assert got == seen[3:]
 
 
