@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> None:
     texts = [Text(tokenizer, args.stop, live=len(rows) == 1) for _ in rows]
     if len(rows) == 1:
         print(prompts[0], end="", flush=True)
-    made = seconds = 0.0
+    made = seconds = compiled = 0.0
     with jax.set_mesh(mesh):
         graph, params = sample.put_model(weights, mesh)
         clock = time.perf_counter()

@@ -1,5 +1,7 @@
 """The mixing layer of an xLSTM 7B block: projections, capped gates, the vLSTM, an output gate."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -97,14 +99,13 @@ class VLSTMLayer(nnx.Module):
             # Past its row's end a token lets nothing in and nothing fade.
             inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
-            op = per_device(
-                lambda *x: self._mix(*x, None, return_state=True), sequences, (HEADS, STATE)
-            )
+            mix = partial(self._mix, segment_ids=None, return_state=True)
+            op = per_device(mix, sequences, (HEADS, STATE))
             h, cache.arrays = op(q, k, v, i, f)
             return h
 
         def step(q, k, v, i, f, state):
-            h, state = vlstm_step(*(x[:, 0] for x in (q, k, v, i, f)), state)
+            h, state = vlstm_step(q[:, 0], k[:, 0], v[:, 0], i[:, 0], f[:, 0], state)
             return h[:, None], state
 
         op = per_device(step, (*sequences, STATE), (HEADS, STATE))
