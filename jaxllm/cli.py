@@ -42,13 +42,15 @@ def read(argv: list[str]) -> Arguments:
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Whatever is wrong with the words becomes an InputError."""
+
     def error(self, message):
         raise InputError(f"{message}; see --help")
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    parser = _Parser(
+    parser = Parser(
         prog="train.py",
         description="Trains a language model; every value of the configuration can be overridden.",
         epilog="keys of the configuration:\n" + configs.help_text(),

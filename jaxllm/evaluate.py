@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxllm.cli import Parser
 from jaxllm.errors import InputError
-from jaxllm.generate import _Parser
 from jaxllm.metrics import error_line
 
 ENDINGS = 4
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jaxllm.evaluate",
         description=__doc__.partition("\n\n")[2],
         epilog="--data.KEY VALUE: as in train.py; see train.py --help",

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from jaxllm.cli import Parser
 from jaxllm.errors import InputError
 from jaxllm.metrics import error_line
 
@@ -25,13 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise InputError(f"{message}; see --help")
-
-
 def _read(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jaxllm.generate",
         description=__doc__.partition(": ")[0] + ".",
         allow_abbrev=False,
