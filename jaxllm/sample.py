@@ -15,7 +15,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.models import create
 from jaxllm.models.language_model import add_norm
 from jaxllm.pretrained import RunWeights, load_params, open_weights
-from jaxllm.sharding import shardings
+from jaxllm.sharding import constrain, shardings
 
 
 def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
@@ -115,7 +115,8 @@ def stream(
         key = jax.random.fold_in(jax.random.key(config.seed), number)
         keys = jax.random.split(key, len(prompts))
         pick = lambda z, key: choose(z, key, config.temperature, config.top_k, top_p)
-        return jax.vmap(pick)(logits, keys), [cache.arrays for cache in caches]
+        token = constrain(jax.vmap(pick)(logits, keys))  # whole on every device, so any host reads it
+        return token, [cache.arrays for cache in caches]
 
     def further(params, token, lengths, arrays, number):
         token, arrays = advance(params, token[:, None], lengths, arrays, number)
