@@ -115,7 +115,7 @@ def stream(
         key = jax.random.fold_in(jax.random.key(config.seed), number)
         keys = jax.random.split(key, len(prompts))
         pick = lambda z, key: choose(z, key, config.temperature, config.top_k, top_p)
-        token = constrain(jax.vmap(pick)(logits, keys))  # whole on every device, so any host reads it
+        token = constrain(jax.vmap(pick)(logits, keys))  # whole on every device: any host reads it
         return token, [cache.arrays for cache in caches]
 
     def further(params, token, lengths, arrays, number):
