@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.cli import Parser
+from jaxllm.cli import Parser, exit_status
 from jaxllm.errors import InputError
-from jaxllm.metrics import error_line
 
 ENDINGS = 4  # of a question of HellaSwag
 READ_WITH = {
@@ -29,22 +28,17 @@ READ_WITH = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
-    try:
-        args, overrides = _read(argv)
-        if args.hellaswag:
-            print(hellaswag(args))
-        elif args.tasks:
-            print(harness(args))
-        else:
-            print(validation(args, overrides))
-    except InputError as error:
-        error_line(str(error))
-        return 2
-    except KeyboardInterrupt:
-        print("", file=sys.stderr)
-        return 130
-    return 0
+    """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(*_read(argv)), "--batch_size")
+
+
+def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
+    if args.hellaswag:
+        print(hellaswag(args))
+    elif args.tasks:
+        print(harness(args))
+    else:
+        print(validation(args, overrides))
 
 
 def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
