@@ -22,7 +22,7 @@ TOKENS = 20  # three calls for BLOCK = 8, the last one not used up
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype):
-    """float32: token for token.  bfloat16: where they differ, both are likeliest but for rounding."""
+    """float32: token for token.  bfloat16: where they differ, both are likeliest, rounded."""
     model = create(MODELS[name](compute_dtype=dtype, residual_dtype=dtype))
     graph, params = nnx.split(model, nnx.Param)
     # Weights so large that tokens depend on the whole text, and gates that let it in.
