@@ -5,6 +5,7 @@ Reads the configuration, builds data, model and the compiled step, loops, logs a
 
 import contextlib
 import logging
+import shutil
 import signal
 import sys
 import time
@@ -179,7 +180,10 @@ class Run:
         if jax.default_backend() == "gpu":
             # A resumed process has to run the very program of the first: XLA picks its matmuls by
             # timing them, so another compilation may pick others and differ in the last bit.
-            jax.config.update("jax_compilation_cache_dir", str(self.out_dir.resolve() / "compiled"))
+            compiled = self.out_dir.resolve() / "compiled"
+            if self.start == 0 and self.rank == 0:  # killed while it wrote, it left half a program
+                shutil.rmtree(compiled, ignore_errors=True)
+            jax.config.update("jax_compilation_cache_dir", str(compiled))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         clock = time.perf_counter()
         try:

@@ -7,6 +7,7 @@ position, validation loss, versions.
 
 import contextlib
 import logging
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ class Checkpoints:
     """The checkpoints of one run, in `directory`."""
 
     def __init__(self, directory: Path, keep: int):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+        # Orbax tells every file that it touches; its tasks what failed, each with a traceback.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self.directory = directory.resolve()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
@@ -45,7 +48,12 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=policy, cleanup_tmp_directories=True
+                    preservation_policy=policy,
+                    cleanup_tmp_directories=True,
+                    # Without it the metrics would not be written: a resumed run would not know
+                    # which checkpoint is the best, and delete it.
+                    best_fn=lambda m: m["val_loss"],
+                    best_mode="min",
                 ),
             )
         return self._manager
@@ -130,7 +138,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about)
                 ),
-                metrics=None if val_loss is None else {"val_loss": val_loss},
+                metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
             )
         except Exception as e:
             return self._failed(e)
@@ -159,7 +167,8 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 failed.close()  # its threads still write
         why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        kept = self.newest()
+        steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
+        kept = max(steps, default=None)  # without a manager, which may meet the threads' last files
         return (
             f"the checkpoint of step {self._saving} could not be written ({why});"
             f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"

@@ -41,7 +41,7 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1rem; }
 th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-th, h1 + table td { white-space: nowrap; }
+th { white-space: nowrap; }
 .grid { display: grid; gap: 1.2rem; }
 .grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; }
