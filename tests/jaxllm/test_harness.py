@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from evaluation_run import EXPECTED, TEXTS, run_of
+from huggingface_folders import FIXTURES
 
 from jaxllm import evaluate
 from jaxllm.errors import InputError
@@ -69,6 +70,19 @@ def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
     ):
         assert evaluate.main(["--checkpoint", str(run), *change.split()]) == 2
         assert capsys.readouterr().err.startswith(f"error: {named}")
+
+
+def test_the_task_in_the_readme_runs(tmp_path, capsys, monkeypatch):
+    run = run_of("gpt2", tmp_path)
+    fenced = (FIXTURES.parents[1] / "README.md").read_text(encoding="utf-8").split("```")[1::2]
+    texts = {language: text for language, _, text in (block.partition("\n") for block in fenced)}
+    (tmp_path / "my_tasks").mkdir()
+    (tmp_path / "my_tasks" / "capitals.yaml").write_text(texts["yaml"])
+    (tmp_path / "my_tasks" / "capitals.jsonl").write_text(texts["json"])
+    monkeypatch.chdir(tmp_path)
+    words = f"--checkpoint {run} --tasks capitals --include_path my_tasks --batch_size 2"
+    assert evaluate.main(words.split()) == 0
+    assert re.search(r"\|capitals\|.*\|acc +\|", capsys.readouterr().out)
 
 
 def test_settings_of_generation_that_are_not_known_are_refused():
