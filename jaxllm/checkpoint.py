@@ -59,8 +59,15 @@ class Checkpoints:
         return self._manager
 
     def newest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None."""
-        return self.manager.latest_step() if self.directory.is_dir() else None
+        """Step of the newest complete checkpoint, or None; raises InputError if one is damaged."""
+        if not self.directory.is_dir():
+            return None
+        try:
+            return self.manager.latest_step()
+        except Exception as e:
+            raise InputError(
+                f"a checkpoint in {self.directory} is damaged ({_short(e)}); delete its folder"
+            ) from e
 
     def samples(self, step: int, steps: int, fingerprint: str) -> int:
         """Samples that the run of `step` had taken; where to resume in the data.
@@ -68,30 +75,36 @@ class Checkpoints:
         Raises InputError if it was no run of more than `step` steps on the data of `fingerprint`.
         """
         run, saved = self.directory.parent, self.about(step)
+        data, samples = saved.get("data_fingerprint"), saved.get("samples")
         if "converted_from" in saved:
             raise InputError(
                 f"{run} holds weights of jaxllm.convert, not a run to resume; start one"
                 f" with --model.init_from {run} and another --out_dir"
             )
-        if saved["data_fingerprint"] != fingerprint:
+        if data != fingerprint:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {fingerprint},"
-                f" was {saved['data_fingerprint']}): another corpus, tokenizer or Python version"
+                f" was {data}): another corpus, tokenizer or Python version"
             )
         if step >= steps:
             raise InputError(
                 f"{run} is at step {step} of train.steps={steps}; raise --train.steps to go on"
             )
-        return saved["samples"]
+        if not isinstance(samples, int) or samples < 0:
+            raise self._damaged(step, ValueError(f"samples={samples!r}"))
+        return samples
 
     def about(self, step: int) -> dict[str, Any]:
         """The JSON page of a checkpoint; raises InputError if it is damaged."""
         try:
-            return self.manager.restore(
+            page = self.manager.restore(
                 step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
             )["about"]
+            if not isinstance(page["arrays"], dict):
+                raise ValueError("its JSON page lists no arrays")
         except Exception as e:
             raise self._damaged(step, e) from e
+        return page
 
     def restore(self, step: int, abstract_state):
         """The state with the shapes and shardings of `abstract_state`, bit for bit as saved.
@@ -166,20 +179,22 @@ class Checkpoints:
         if failed is not None:
             with contextlib.suppress(Exception):
                 failed.close()  # its threads still write
-        why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
         kept = max(steps, default=None)  # without a manager, which may meet the threads' last files
         return (
-            f"the checkpoint of step {self._saving} could not be written ({why});"
+            f"the checkpoint of step {self._saving} could not be written ({_short(cause)});"
             f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"
         )
 
     def _damaged(self, step: int, cause: Exception) -> InputError:
-        words = " ".join(str(cause).split())[:200]
         return InputError(
-            f"checkpoint {self.directory / str(step)} is damaged ({type(cause).__name__}: {words});"
+            f"checkpoint {self.directory / str(step)} is damaged ({_short(cause)});"
             " delete that folder to resume from the one before it"
         )
+
+
+def _short(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
 def _flat(tree) -> dict[str, Any]:

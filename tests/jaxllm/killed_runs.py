@@ -1,6 +1,6 @@
 """Run by test_train.py: trains, kills the process at random moments, resumes it; prints JSON.
 
-python killed_runs.py FOLDER KILLS SEED -- WORDS OF train.py
+python killed_runs.py FOLDER KILLS SEED STEPS -- WORDS OF train.py
 
 The processes are forks of this one, which has imported everything and started nothing: a life
 costs two seconds instead of ten.  FOLDER/run_0, run_1, ... are runs that came to their end.
@@ -53,14 +53,16 @@ def saving(out_dir: Path) -> bool:
     return any((out_dir / "checkpoints").glob("*tmp*"))
 
 
-def main(folder: Path, kills: int, seed: int, words: list[str]) -> None:
+def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> None:
     rng, log, done, in_save, runs = random.Random(seed), folder / "log", 0, 0, []
     out_dir = folder / "run_0"
     while not runs or done < kills:
         # Killed very early it has no config.yaml yet, and is not a run to resume.
         more = ["--resume"] if (out_dir / "config.yaml").exists() else []
-        ended = life(
-            [*words, *more, "--out_dir", str(out_dir)], log, out_dir, rng if done < kills else None
+        more += ["--train.steps", str(steps), "--out_dir", str(out_dir)]
+        # Killed after its last checkpoint it is at its end.
+        ended = (out_dir / "checkpoints" / str(steps)).exists() or life(
+            [*words, *more], log, out_dir, rng if done < kills else None
         )
         if ended:
             runs.append(str(out_dir))
@@ -81,4 +83,4 @@ if __name__ == "__main__":
         importlib.import_module(name)
     for name in ("checkpoint", "data", "profiling", "report", "training"):
         importlib.import_module(f"jaxllm.{name}")
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[5:])
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[6:])

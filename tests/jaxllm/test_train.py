@@ -195,7 +195,7 @@ def test_killed_at_random_moments_it_always_goes_on_bit_for_bit(tiny, straight, 
     script, words = str(REPO / "tests/jaxllm/killed_runs.py"), ["--config", str(tiny)]
     words += ["--train.checkpoint_every", "2", "--sample.tokens", "0"]  # often saving
     done = subprocess.run(
-        [sys.executable, script, str(tmp_path), str(KILLS), str(seed), "--", *words],
+        [sys.executable, script, str(tmp_path), str(KILLS), str(seed), str(STEPS), "--", *words],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

@@ -83,31 +83,46 @@ def test_the_step_contains_every_kernel_forward_and_backward(model_type):
         assert name in text, name
 
 
-POISON = 249  # a batch that begins with this token is given a loss that is not finite
+# What a batch that begins with this token does to its loss.
+NAN, INFINITE, BAD_GRADIENT, SPIKE = 249, 248, 247, 246
 
 
 class Poisoned(Trainer):
     def _loss_sum(self, params, batch):
         loss, count = super()._loss_sum(params, batch)
-        return loss * jnp.where(batch["tokens"][0, 0] == POISON, jnp.nan, 1), count
+        first = batch["tokens"][0, 0]
+        factor = jnp.where(first == NAN, jnp.nan, jnp.where(first == INFINITE, jnp.inf, 1))
+        factor = jnp.where(first == SPIKE, 1.5, factor)
+        weight = jax.tree.leaves(params)[0].ravel()[0]
+        # sqrt has the slope infinity at 0, where it is finite
+        slope = jnp.sqrt(
+            jnp.where(first == BAD_GRADIENT, weight - jax.lax.stop_gradient(weight), 1)
+        )
+        return loss * factor + slope - 1, count
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_counted():
-    plain = make(GPT2Config(**SHAPE, **FP32, kernels="xla"))
+def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
+    plain = make(GPT2Config(**SHAPE, **FP32, kernels="xla"), skip_spikes=4.0)
     t = Poisoned(plain.config, plain.mesh)
     step = t.trace_train_step().lower().compile()
-    good, bad = random_batch(1), random_batch(2)
-    good["tokens"][0, 0], bad["tokens"][0, 0] = 0, POISON
-    state, skips = t.init(), []
-    for batch in (good, bad, bad, good, bad):
+    state, skips, loss = t.init(), [], 0.0
+    order = (0, NAN, INFINITE, 0, BAD_GRADIENT, SPIKE, SPIKE, 0)
+    for i, first in enumerate(order):
+        batch = random_batch(i)
+        batch["tokens"][0, 0] = first
+        if i == 6:  # of two spikes the first finds no full window to be judged by
+            noise = np.random.default_rng(0).normal(0, 0.1, guard.WINDOW)
+            losses = jnp.asarray(loss / 1.5 + noise, jnp.float32)
+            state = state._replace(watch=guard.Watch(losses, state.watch.skips))
         before = jax.tree.map(np.array, state)  # copies: the step takes the buffers
         state, metrics = step(state, t.put_batch(batch))
+        loss = float(metrics["loss"])
         skips.append(int(metrics["skips"]))
         same = jax.tree.map(np.array_equal, before[1:3], state[1:3])
-        assert all(jax.tree.leaves(same)) == (batch is bad)
+        assert all(jax.tree.leaves(same)) == bool(skips[-1]), first
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-    assert skips == [0, 1, 2, 0, 1]
-    assert int(state.step) == 5
+    assert skips == [0, 1, 2, 0, 1, 0, 1, 0]
+    assert int(state.step) == len(order)
 
 
 def test_spikes_are_judged_by_the_losses_in_the_window():
