@@ -80,8 +80,9 @@ def _run(args: argparse.Namespace) -> None:
     weights = sample.open_run(args.checkpoint, args.step)
     tokenizer = sample.open_tokenizer(weights)
     ids = [tokenizer.prefix + tokenizer.encode(prompt) for prompt in prompts]
-    if not all(ids):
-        raise InputError("a prompt is empty; give at least one character")
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            raise InputError(f"the prompt {prompt!r} has no tokens; give at least one character")
     most = sample.most_tokens(weights.config)
     longest = max(map(len, ids))
     if most is not None and longest + args.tokens > most:

@@ -39,7 +39,10 @@ def open_tokenizer(weights: RunWeights) -> Tokenizer:
     """The tokenizer that the run left in its directory; raises InputError."""
     path = weights.folder / "tokenizer.json"
     if not path.exists():
-        raise InputError(f"{path} is missing: the run's data had no tokenizer; copy it there")
+        raise InputError(
+            f"{path} is missing: the run's data came without one; copy there the tokenizer.json"
+            " that made its tokens"
+        )
     tokenizer = Tokenizer(path)
     if tokenizer.vocab_size > weights.config.vocab_size:
         raise InputError(
