@@ -94,7 +94,10 @@ class Run:
         else:
             self.state = self.trainer.init()
         self._compile()
-        self.log = self._open_log()
+        try:
+            self.log = self._open_log()
+        except OSError as e:
+            raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
     def loop(self, stop: StopSignals) -> int:
         """Trains to the last step; returns the exit status."""
