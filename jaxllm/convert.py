@@ -112,7 +112,8 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
 def _to_huggingface(weights, folder: Path, dtype: str) -> None:
     import json
 
-    from jaxllm.huggingface import config_json, write_tensors
+    from jaxllm.huggingface import write_tensors
+    from jaxllm.huggingface_config import config_json
     from jaxllm.weights import places
 
     config = weights.config

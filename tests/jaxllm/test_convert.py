@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from jaxllm import config as configs
-from jaxllm import convert, huggingface
+from jaxllm import convert, huggingface, huggingface_config
 from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
@@ -274,8 +274,8 @@ def test_config_json_says_all_that_matters(name):
     config = configs.load(name).model
     for update in ({}, {"d_ff": 1000}, {"d_ff": 1001}):
         wanted = config.model_copy(update=update)
-        page = json.loads(json.dumps(huggingface.config_json(wanted, "float32")))
-        found = huggingface.model_config(page, Path("config.json"))
+        page = json.loads(json.dumps(huggingface_config.config_json(wanted, "float32")))
+        found = huggingface_config.model_config(page, Path("config.json"))
         free = ("kernels", "remat", "d_head", "compute_dtype", "residual_dtype")
         assert found.model_dump(exclude=free) == wanted.model_dump(exclude=free)
         assert getattr(found, "head_dim", 0) == getattr(wanted, "head_dim", 0)
