@@ -149,7 +149,7 @@ class Run:
             self._finish()
             self.log.say(f"done: {self.out_dir}")
             return 0
-        except Exception:
+        except RunError:
             with contextlib.suppress(RunError):
                 self.checkpoints.close()  # what is on its way to the disk arrives there
             raise

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -258,7 +259,12 @@ def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(tiny, tmp_path,
     assert "update skipped (2 in a row)" in captured.out
     last = captured.err.strip().splitlines()[-1]
     assert last.startswith("error: 3 updates in a row were skipped"), last
+    where = re.search(r"step (\d+) on the samples (\d+) to (\d+);", last)
+    step, first, end = map(int, where.groups())
+    assert (first, end) == (8 * (step - 1), 8 * step - 1)
     assert "first not finite: the gradient" in last
+    skips = [r.get("skips", 0) for r in read_metrics(tmp_path / "x" / "metrics.jsonl")]
+    assert skips[-3:] == [1, 2, 3]
     assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() >= 1
 
 

@@ -1,3 +1,5 @@
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from flax import nnx
 
 from jaxllm import guard, sample
 from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
-from jaxllm.metrics import RunLog, read_metrics
+from jaxllm.metrics import RunLog, peak_memory, read_metrics
 from jaxllm.sharding import make_mesh
 from jaxllm.training import IGNORE, Trainer
 
@@ -173,6 +175,31 @@ def test_greedy_samples_follow_the_full_forward_pass():
         logits = forward(params, jnp.array([seen + [0] * (32 - len(seen))]))
         seen.append(int(jnp.argmax(logits[0, len(seen) - 1, :250])))
     assert got == seen[3:]
+
+
+def test_the_fullest_device_tells_the_memory(monkeypatch):
+    class Device:
+        def __init__(self, gib):
+            self.memory_stats = lambda: gib and {"peak_bytes_in_use": gib * 2**30}
+
+    for told, wanted in (((3, 5, None), 5), ((None,), None)):
+        monkeypatch.setattr(jax, "local_devices", lambda told=told: [Device(g) for g in told])
+        assert peak_memory() == wanted
+
+
+def test_nobody_has_to_read_what_a_run_says(tmp_path, monkeypatch):
+    class Gone:
+        def write(self, _):
+            raise BrokenPipeError
+
+        isatty = lambda self: False
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
+    log.train(1, loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
+    log.sample(1, "text")
+    log.close()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
 
 
 def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
