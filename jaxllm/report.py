@@ -19,6 +19,7 @@ import yaml
 from jaxllm.errors import InputError
 from jaxllm.metrics import error_line, read_metrics, write_whole
 
+DOCTYPE = "<!doctype html>"
 INK = "#010203"  # stands for the page's text colour until the picture is in the page
 COLORS = ("#2f7ed8", "#e07b39", "#3aa655", "#b0539f", "#8c6d46", "#d0a215", "#17a2a2", "#c0392b")
 POINTS = 1000  # of one curve
@@ -248,7 +249,7 @@ def page(runs: list[Loaded]) -> str:
     title = html.escape(", ".join(run.name for run in runs))
     return "".join(
         [
-            "<!doctype html><html lang=en><head><meta charset=utf-8>"
+            f"{DOCTYPE}<html lang=en><head><meta charset=utf-8>"
             "<meta name=viewport content='width=device-width, initial-scale=1'>"
             f"<title>{title}</title><style>{STYLE}</style></head>"
             "<body><h1>Training report</h1>",
@@ -289,6 +290,10 @@ def write(folders: list[Path], out: Path) -> None:
     """Writes the page about the runs in `folders`; raises InputError if one holds no run."""
     colors = COLORS * len(folders)
     runs = [Loaded(folder, color) for folder, color in zip(folders, colors, strict=False)]
+    if out.is_file():
+        with out.open("rb") as file:
+            if file.read(len(DOCTYPE)) != DOCTYPE.encode():
+                raise InputError(f"{out} is no report and would be overwritten; change --out")
     write_whole(out, page(runs).encode())
 
 

@@ -76,6 +76,16 @@ def test_runs_lie_over_one_another(tmp_path, capsys):
     assert "What differssettingonetwotrain.steps2030two"[:-3] in page.text  # and nothing else
 
 
+def test_only_a_report_is_overwritten(tmp_path, capsys):
+    run, out = a_run(tmp_path / "one", 20), tmp_path / "weights"
+    out.write_bytes(b"\x93precious")
+    assert report.main([str(run), "--out", str(out)]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+    assert out.read_bytes() == b"\x93precious"
+    report.write([run], tmp_path / "x.html")
+    report.write([run], tmp_path / "x.html")
+
+
 def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
     run = a_run(tmp_path / "long", 20_000, slope=1e-5, samples=100)
     loaded = report.Loaded(run)

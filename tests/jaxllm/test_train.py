@@ -268,6 +268,15 @@ def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(tiny, tmp_path,
     assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() >= 1
 
 
+def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
+    run = train.Run.__new__(train.Run)
+    run.config, run.samples, run.start = configs.load(str(tiny), {"train.skip_spikes": "6"}), 80, 10
+    assert run._why_skipped(12, finite=True) == (
+        "5 updates in a row were skipped (train.max_skips), up to step 12 on the samples 88 to 95;"
+        " its loss is a spike; raise train.skip_spikes=6.0"
+    )
+
+
 def test_two_processes_train_as_one(tiny, straight, tmp_path):
     out_dir = tmp_path / "two"
     processes = []
