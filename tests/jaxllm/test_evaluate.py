@@ -8,9 +8,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from evaluation_run import EXPECTED, TEXTS, run_of
+from tokenizers import models, processors
 
 from jaxllm import evaluate, generate
+from jaxllm.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,30 @@ def test_generate_writes_every_prompt_and_sample_and_tells_the_speed(runs, tmp_p
     command = f"--checkpoint {runs['xlstm']} --tokens 11 --temperature 0 --prompt".split()
     assert generate.main([*command, "the cat"]) == 0
     assert texts[1:] == [capsys.readouterr().out] * 3 + [texts[4]] * 3
+
+
+def test_the_tokens_that_llama_3_puts_before_and_after_a_text(runs, capsys, tmp_path, monkeypatch):
+    names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    library = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("eht")}, []))
+    library.add_special_tokens(names)
+    library.post_processor = processors.TemplateProcessing(
+        single=f"{names[0]} $A", special_tokens=[(names[0], 3)]
+    )
+    shutil.copytree(runs["gpt2"], tmp_path / "run")
+    library.save(str(tmp_path / "run" / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "run" / "tokenizer.json")
+    assert (tokenizer.prefix, tokenizer.ends) == ([3], {3, 4, 5})
+    assert tokenizer.encode("the") == [2, 1, 0]
+    seen = []
+
+    def stream(graph, params, rows, config, top_p):
+        seen.extend(rows)
+        return iter(np.array([[2], [5], [1]]))
+
+    monkeypatch.setattr("jaxllm.sample.stream", stream)
+    assert generate.main(f"--checkpoint {tmp_path / 'run'} --prompt the --tokens 4".split()) == 0
+    assert seen == [[3, 2, 1, 0]]
+    assert capsys.readouterr().out == "thet\n"
 
 
 def test_a_prompt_that_is_too_long_is_refused(runs, capsys):
