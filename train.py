@@ -51,6 +51,10 @@ class Run:
         from jaxllm.training import Trainer
 
         self.config, self.out_dir = config, out_dir
+        self.lower = (
+            f"lower train.batch_size={config.train.batch_size}, raise train.grad_accum, or set"
+            " model.remat=block"
+        )
         if config.mesh.distributed:
             jax.distributed.initialize()  # finds the others in the cluster's environment
         self.world, self.rank = jax.process_count(), jax.process_index()
@@ -89,7 +93,7 @@ class Run:
         elif weights:
             from jaxllm.pretrained import load_params
 
-            with memory_errors(config):
+            with memory_errors(self.lower):
                 params = load_params(weights, self.trainer.abstract_state().params)
                 self.state = self.trainer.init(params)
         else:
@@ -196,7 +200,7 @@ class Run:
             raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
         self.ops = backend.decisions()
         self.say("kernels  " + backend.explain().replace("\n", "\n         "))
-        with memory_errors(self.config):
+        with memory_errors(self.lower):
             self.step_program = traced.lower().compile()
         seconds = time.perf_counter() - clock
         self.say(f"compiled in {seconds:.1f} s, writing to {self.out_dir}", flush=True)
@@ -239,7 +243,7 @@ class Run:
 
     def _note(self, step: int, metrics: dict, began: float) -> float:
         """Waits for a step, logs it, and returns the time when it was done."""
-        with memory_errors(self.config):
+        with memory_errors(self.lower):
             values = {k: float(v) for k, v in metrics.items()}
         now = time.perf_counter()
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
@@ -320,7 +324,7 @@ class Run:
             return
         rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         try:
-            with memory_errors(self.config), jax.set_mesh(self.mesh):
+            with memory_errors(self.lower), jax.set_mesh(self.mesh):
                 tokens = generate(self.trainer.graph, self.state.params, prompt, config, rows=rows)
         except RunError as e:
             self.log.say(f"no sample: {e}")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxllm import config as configs
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.metrics import error_line
+from jaxllm.process import memory_errors
 
 # What a resumed run may change; everything else would make it another run.
 CHANGEABLE = frozenset(
@@ -59,21 +60,20 @@ def exit_status(run: Callable[[], None], lower: str) -> int:
     lower: the options that take memory, for the message.
     """
     try:
-        run()
+        with memory_errors(f"lower {lower}"):
+            run()
         sys.stdout.flush()
     except InputError as error:
         error_line(str(error))
         return 2
+    except RunError as error:
+        error_line(str(error))
+        return 1
     except KeyboardInterrupt:
         print("", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe has gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        error_line(f"the device is out of memory; lower {lower}")
-        return 1
     return 0
 
 

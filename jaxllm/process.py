@@ -49,14 +49,11 @@ def check_kernels(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def memory_errors(config: Config) -> Iterator[None]:
+def memory_errors(advice: str) -> Iterator[None]:
     """Turns a device that is out of memory into a RunError that says what helps."""
     try:
         yield
     except Exception as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        raise RunError(
-            f"the device is out of memory; lower train.batch_size={config.train.batch_size}, raise"
-            " train.grad_accum, or set model.remat=block"
-        ) from e
+        raise RunError(f"the device is out of memory; {advice}") from e
