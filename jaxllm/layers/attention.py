@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, Linear
+from jaxllm.layers.linear import ROWS, Linear, copies
 from jaxllm.layers.norm import HEADS
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import attention, rope
@@ -60,7 +60,10 @@ class Attention(nnx.Module):
         cache: in generation, what is kept from token to token.
         """
         B, T, _ = x.shape
-        q, k, v = (w(x).reshape(B, T, -1, self.head_dim) for w in (self.q, self.k, self.v))
+        q, k, v = (
+            w(y).reshape(B, T, -1, self.head_dim)
+            for w, y in zip((self.q, self.k, self.v), copies(x, 3), strict=True)
+        )
         if self.rope_theta is not None:
             positions = jnp.arange(T) if positions is None else positions
             rotate = partial(

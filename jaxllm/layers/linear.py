@@ -1,5 +1,8 @@
 """The dense layer y = x W + b, split over the mesh along its columns or along its rows."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -38,3 +41,19 @@ class Linear(nnx.Module):
         weight = constrain(self.weight[...].astype(x.dtype), *self.gathered)
         y = jnp.matmul(x, weight, preferred_element_type=dtype or x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copies(x: Float[Array, "..."], n: int) -> tuple[Float[Array, "..."], ...]:
+    """x for each of n layers, whose gradients then cost no pass of their own to be added up.
+
+    XLA lets a matmul add its product to an array, but looks for that matmul only on the left of an
+    addition.  JAX by itself puts the sum so far there: the third product is then added apart.
+    """
+    return (x,) * n
+
+
+copies.defvjp(
+    lambda x, n: (copies(x, n), None),
+    lambda n, _, gradients: (functools.reduce(lambda total, g: g + total, gradients),),
+)

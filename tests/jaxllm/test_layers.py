@@ -1,5 +1,7 @@
 """Layers against their formulas, and what users rely on: dtypes, segments, positions, padding."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from jaxllm.layers import (
     RMSNorm,
     VLSTMLayer,
 )
-from jaxllm.layers.linear import ROWS
+from jaxllm.layers.linear import ROWS, copies
 from jaxllm.sharding import P, spec_of
 
 
@@ -49,6 +51,22 @@ def test_linear_is_xw_plus_b_and_can_return_float32():
     y = layer(x, jnp.float32)
     exact = x.astype(jnp.float32) @ layer.weight[...].astype(jnp.bfloat16).astype(jnp.float32)
     close(y, exact + layer.bias[...])  # neither the sum nor the bias was rounded to bf16
+
+
+def test_gradients_of_copies_are_added_with_the_newest_product_on_the_left():
+    x, weights = normal(0, 8, 4), [normal(i, 4, 4) for i in (1, 2, 3)]
+
+    def f(x):
+        return sum((y @ w).sum() for y, w in zip(copies(x, 3), weights, strict=True))
+
+    close(jax.grad(f)(x), sum(jnp.ones((8, 4)) @ w.T for w in weights))
+    text = jax.jit(jax.grad(f)).lower(x).as_text()
+    made_by = {m[1]: m[2] for m in re.finditer(r"(%\w+) = stablehlo\.(\w+)", text)}
+    sums = re.findall(r"= stablehlo\.add (%\w+), (%\w+) : tensor<8x4xf32>", text)
+    assert [(made_by[a], made_by[b]) for a, b in sums] == [
+        ("dot_general", "dot_general"),
+        ("dot_general", "add"),
+    ]
 
 
 def test_a_pair_of_linears_is_split_by_columns_and_then_by_rows():
