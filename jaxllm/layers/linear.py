@@ -35,12 +35,17 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
 
-    def __call__(self, x: Float[Array, "... in"], dtype=None) -> Float[Array, "... out"]:
-        """The weights are cast to x's dtype; dtype: of y, None: of x."""
+    def __call__(
+        self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True
+    ) -> Float[Array, "... out"]:
+        """The weights are cast to x's dtype; dtype: of y, None: of x.
+
+        add_bias: False leaves the bias to the op that follows.
+        """
         # Said outright, fsdp gathers the cast weight and never the activations.
         weight = constrain(self.weight[...].astype(x.dtype), *self.gathered)
         y = jnp.matmul(x, weight, preferred_element_type=dtype or x.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        return y + self.bias[...].astype(y.dtype) if self.bias is not None and add_bias else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -31,8 +31,11 @@ class MLP(nnx.Module):
         self.backend = backend
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        op = per_device(partial(gelu, backend=self.backend), in_specs=(WIDE,), out_specs=WIDE)
-        return self.down(op(self.up(x)))
+        op = per_device(
+            partial(gelu, backend=self.backend), in_specs=(WIDE, P("tensor")), out_specs=WIDE
+        )
+        # The op takes the bias, because its backward pass has the bias' gradient at hand.
+        return self.down(op(self.up(x, add_bias=False), self.up.bias[...]))
 
 
 class GatedMLP(nnx.Module):

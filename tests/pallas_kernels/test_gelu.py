@@ -21,3 +21,23 @@ def test_gelu_of_extreme_values_is_finite():
 def test_gelu_refuses_integers_with_the_reason():
     with pytest.raises(NotImplementedError, match="x is int32, not float32, bfloat16 or float16"):
         gelu(jnp.ones(3, jnp.int32), backend="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "of_bias"),
+    [
+        ((2, 70, 1024), jnp.bfloat16, jnp.float32),  # two blocks of rows, the second of 76
+        ((131, 640), jnp.float16, jnp.float16),  # loads of 2 bytes, not 16
+        ((1, 384), jnp.float32, jnp.float32),
+    ],
+)
+def test_gelu_with_a_bias_matches_float64(shape, dtype, of_bias):
+    bias = normal(1, shape[-1:], of_bias)
+    check_op(gelu, gelu_reference, normal(0, shape, dtype, scale=2), bias, kernels=KERNELS)
+
+
+def test_a_bias_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match=r"bias has shape \(3,\), not \(4,\)"):
+        gelu(jnp.ones((2, 4)), jnp.ones(3))
+    with pytest.raises(NotImplementedError, match="F=4 is no multiple of 128"):
+        gelu(jnp.ones((2, 4)), jnp.ones(4), backend="mosaic")
