@@ -35,7 +35,9 @@ class MLP(nnx.Module):
             partial(gelu, backend=self.backend), in_specs=(WIDE, P("tensor")), out_specs=WIDE
         )
         # The op takes the bias, because its backward pass has the bias' gradient at hand.
-        return self.down(op(self.up(x, add_bias=False), self.up.bias[...]))
+        bias = self.up.bias
+        assert bias is not None
+        return self.down(op(self.up(x, add_bias=False), bias[...]))
 
 
 class GatedMLP(nnx.Module):
