@@ -84,11 +84,11 @@ def backward_dkv(
     def attention_backward_dkv(
         q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest
     ):  # fmt: skip
-        q_seg_ref, k_seg_ref, *rest = rest if packed else (None, None, *rest)
-        ends, rest = (rest[:2], rest[2:]) if packed else (None, rest)
+        q_seg_ref, k_seg_ref, *rest = rest if packed else (q_ref, k_ref, *rest)  # not read
+        ends, rest = rest[: 2 * packed], rest[2 * packed :]
         (dk_ref, dv_ref, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
          kv_bars, q_full, do_full, free, done, *rest) = rest  # fmt: skip
-        k_seg_smem, q_seg_smem, *rest = rest if packed else (None, None, *rest)
+        k_seg_smem, q_seg_smem, *rest = rest if packed else (k_smem, q_smem, *rest)  # not read
         # dK and dV leave through the buffers of K and V, unless the next item's are on their way.
         dk_smem, dv_smem = rest if grid < items else (k_smem, v_smem)
         wg = lax.axis_index("wg")
@@ -281,6 +281,10 @@ def backward_dkv(
 
             work_items(items, grid, load)
 
+    segment_args = ()
+    if packed:
+        q_ids, k_ids = segments
+        segment_args = (q_ids, k_ids, *segment_tiles(k_ids, q_ids, (s_len, block, t, bq)))
     smem = lambda n: plgpu.SMEM(
         (n, split, ROWS, cols), dtype, transforms=mosaic.wgmma_tiles(cols, dtype)
     )
@@ -308,7 +312,4 @@ def backward_dkv(
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(
-        q, k, v, lse, dout, delta,
-        *((*segments, *segment_tiles(*segments[::-1], (s_len, block, t, bq))) if packed else ()),
-    )  # fmt: skip
+    )(q, k, v, lse, dout, delta, *segment_args)

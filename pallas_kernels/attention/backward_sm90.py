@@ -125,14 +125,14 @@ def _backward_dq(
 
     def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
         dlse_ref, *rest = rest if has_dlse else (None, *rest)
-        q_seg_ref, k_seg_ref, *rest = rest if packed else (None, None, *rest)
-        ends, rest = (rest[:2], rest[2:]) if packed else (None, rest)
+        q_seg_ref, k_seg_ref, *rest = rest if packed else (q_ref, k_ref, *rest)  # not read
+        ends, rest = rest[: 2 * packed], rest[2 * packed :]
         dq_ref, delta_ref, *rest = rest
         # dQ leaves through the buffer of O, unless the next item's O is on its way into that.
         q_smem, do_smem, o_smem, dq_smem, *rest = rest if grid < items else (*rest[:3], *rest[2:])
         (k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
          q_bars, k_full, v_full, k_free, v_free, *rest) = rest  # fmt: skip
-        q_seg_smem, k_seg_smem = rest if packed else (None, None)
+        q_seg_smem, k_seg_smem = rest if packed else (q_smem, k_smem)  # not read
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
         v_slot_of = lambda n: lax.rem(n, jnp.int32(v_stages))
