@@ -14,18 +14,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.backward_masks_sm90 import STATIC, logits, segment_tiles
 from pallas_kernels.attention.forward_sm90 import (
     COL,
-    LOG2E,
     ROW,
     ROWS,
+    STATIC,
     Tiles,
     item_order,
     registers,
-    rows_to,
-    visible,
     work_items,
+)
+from pallas_kernels.attention.masks_sm90 import (
+    LOG2E,
+    Visits,
+    logits,
+    same_segment,
+    segment_spans,
+    visible,
 )
 
 
@@ -52,8 +57,8 @@ def backward_dkv(
     blocks = mosaic.cdiv(s_len, block)
     items = blocks * b * kv_heads
     grid = min(sms, items) if persistent else items
-    offset = s_len - t
-    q_tiles = mosaic.cdiv(t, bq)
+    visits = Visits(lengths, causal, window, bq, by_keys=True)
+    offset = visits.offset
     packed = segments is not None
     # dK and dV of one step can run under the next one where P and dS have registers to wait in.
     lazy = d <= 64 and wgs <= 2
@@ -65,30 +70,15 @@ def backward_dkv(
         level, pair = order(item)
         return level * block, (pair // kv_heads, pair % kv_heads)
 
-    def query_tiles(first, end, low, high):  # tiles of queries that see keys first .. end - 1
-        if causal:
-            low = jnp.clip((first - offset) // bq, low, high - 1)
-        if window is not None:
-            high = jnp.clip((end + window - 2 - offset) // bq + 1, low + 1, high)
-        return low, high
+    def limits_of(key0, batch, spans_ref):  # the tiles that segments leave to a block
+        mine = lax.div(key0, jnp.int32(block))
+        return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
-    def block_tiles(key0, batch, ends):  # the same of a block of keys
-        low, high = query_tiles(key0, key0 + block, jnp.int32(0), jnp.int32(q_tiles))
-        if packed:
-            first_ref, end_ref = ends
-            mine = lax.div(key0, jnp.int32(block))
-            low = jnp.clip(first_ref[batch, mine], low, high - 1)
-            high = jnp.clip(end_ref[batch, mine], low + 1, high)
-        return low, high
-
-    def attention_backward_dkv(
-        q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest
-    ):  # fmt: skip
-        q_seg_ref, k_seg_ref, *rest = rest if packed else (q_ref, k_ref, *rest)  # not read
-        ends, rest = rest[: 2 * packed], rest[2 * packed :]
+    def attention_backward_dkv(q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest):
+        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
         (dk_ref, dv_ref, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
          kv_bars, q_full, do_full, free, done, *rest) = rest  # fmt: skip
-        k_seg_smem, q_seg_smem, *rest = rest if packed else (k_smem, q_smem, *rest)  # not read
+        k_ids_smem, q_ids_smem, *rest = rest if packed else (None, None, *rest)
         # dK and dV leave through the buffers of K and V, unless the next item's are on their way.
         dk_smem, dv_smem = rest if grid < items else (k_smem, v_smem)
         wg = lax.axis_index("wg")
@@ -108,24 +98,25 @@ def backward_dkv(
                     plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[mine, c], bar)
                     plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[mine, c], bar)
                 if packed:
-                    plgpu.copy_gmem_to_smem(k_seg_ref.at[here[:2]], k_seg_smem.at[mine], bar)
+                    plgpu.copy_gmem_to_smem(k_ids_ref.at[here[:2]], k_ids_smem.at[mine], bar)
 
             def differentiate(item, n0):
                 """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
                 key0, (batch, kv_head) = where(item)
                 k0 = key0 + mine * ROWS
                 here = (batch, pl.ds(k0, ROWS), kv_head, pl.ds(part * cols, cols))
-                base, high = block_tiles(key0, batch, ends)
+                limits, same = limits_of(key0, batch, spans_ref)
+                base, high = visits.seen(key0, key0 + block, *limits)
                 steps = high - base  # of each query head
-                own = query_tiles(k0, k0 + ROWS, base, high)
-                first, last = own[0] - base, own[1] - base  # this warpgroup's steps
-                # Tiles whose queries all see each of its keys: below the diagonal, in the window.
+                own = visits.seen(k0, k0 + ROWS, *limits)
+                whole = visits.whole(k0, k0 + ROWS, *same)
+                # This warpgroup's steps, and those without a mask inside them.
+                first, last = own[0] - base, own[1] - base
                 unmasked, edge = first + 1, last
-                if causal:
-                    unmasked = (k0 + ROWS - 1 - offset + bq - 1) // bq - base
-                    unmasked = jnp.clip(unmasked, first + 1, last)
-                if window is not None:
-                    edge = jnp.clip((k0 + window - offset) // bq - base, unmasked, last)
+                if causal or packed:
+                    unmasked = jnp.clip(whole[0] - base, first + 1, last)
+                if window is not None or packed:
+                    edge = jnp.clip(whole[1] - base, unmasked, last)
 
                 def pass_by(lo, hi):  # steps in which the block's other warpgroups work
                     @pl.loop(lo, hi)
@@ -158,19 +149,14 @@ def backward_dkv(
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=split)
                         if lazy and not begins:
                             release(n - 1)
+                        x, slope = logits(s, scale, softcap)
+                        if masked and packed:
+                            q_ids = plgpu.load(q_ids_smem.at[slot], layout=COL, optimized=False)
+                            x = same_segment(x, k_ids, q_ids)
                         if masked:
                             q0 = (base + r) * bq + offset
-                            seen = functools.partial(
-                                visible, q0=q0, k0=k0, causal=causal, window=window,
-                                transposed=True,
-                            )  # fmt: skip
-                        else:
-                            seen = lambda x: x
-                        x, slope = logits(s, scale, softcap)
-                        if packed:
-                            same = rows_to(k_ids, s.shape) == column(q_seg_smem)
-                            x = jnp.where(same, x, -jnp.inf)
-                        p = jnp.exp2(seen(x) - column(lse_smem) * LOG2E)
+                            x = visible(x, q0, k0, causal=causal, window=window, transposed=True)
+                        p = jnp.exp2(x - column(lse_smem) * LOG2E)
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot, part])
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                         ds = p * (dp - column(delta_smem))
@@ -187,7 +173,7 @@ def backward_dkv(
                     plgpu.barrier_wait(kv_bars.at[mine])
                     k_ids = None
                     if packed:
-                        k_ids = plgpu.load(k_seg_smem.at[mine], layout=ROW, optimized=False)
+                        k_ids = plgpu.load(k_ids_smem.at[mine], layout=ROW, optimized=False)
 
                     @pl.loop(0, group)
                     def _(g):
@@ -198,17 +184,16 @@ def backward_dkv(
                             lambda r: do_step(r, masked, begins=False)
                         )
                         if lazy:
-                            do_step(first, causal, begins=True)
+                            do_step(first, causal or packed, begins=True)
                         start = first + lazy
-                        if packed:  # segments may end anywhere
-                            go(start, last, causal)
-                        else:
-                            if causal and (not lazy or offset % ROWS or bq % ROWS):
-                                go(start, unmasked, True)
-                                start = unmasked
-                            go(start, edge, False)
-                            if window is not None:
-                                go(edge, last, True)
+                        # The diagonal may cross two tiles, and segments may begin anywhere.
+                        diagonal = causal and (not lazy or offset % ROWS or bq % ROWS)
+                        if packed or diagonal:
+                            go(start, unmasked, True)
+                            start = unmasked
+                        go(start, edge, False)
+                        if window is not None or packed:
+                            go(edge, last, True)
                         if lazy:
                             plgpu.wgmma_wait(0)
                             release(n_head + last - 1)
@@ -253,7 +238,8 @@ def backward_dkv(
 
             def load(item, n0):
                 key0, (batch, kv_head) = where(item)
-                base, high = block_tiles(key0, batch, ends)
+                limits, _ = limits_of(key0, batch, spans_ref)
+                base, high = visits.seen(key0, key0 + block, *limits)
                 steps = high - base
 
                 @pl.loop(0, group * steps)
@@ -274,17 +260,16 @@ def backward_dkv(
                     ):
                         plgpu.copy_gmem_to_smem(ref.at[stats], smem.at[slot], full.at[slot])
                     if packed:
-                        ids = q_seg_ref.at[batch, at]
-                        plgpu.copy_gmem_to_smem(ids, q_seg_smem.at[slot], q_full.at[slot])
+                        ids = q_ids_ref.at[batch, at]
+                        plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[slot], q_full.at[slot])
 
                 return n0 + group * steps
 
             work_items(items, grid, load)
 
-    segment_args = ()
+    args = ()
     if packed:
-        q_ids, k_ids = segments
-        segment_args = (q_ids, k_ids, *segment_tiles(k_ids, q_ids, (s_len, block, t, bq)))
+        args = (*segments, segment_spans(*reversed(segments), visits, block))
     smem = lambda n: plgpu.SMEM(
         (n, split, ROWS, cols), dtype, transforms=mosaic.wgmma_tiles(cols, dtype)
     )
@@ -312,4 +297,4 @@ def backward_dkv(
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, lse, dout, delta, *segment_args)
+    )(q, k, v, lse, dout, delta, *args)

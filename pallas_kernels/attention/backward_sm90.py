@@ -12,8 +12,7 @@ Both work in the arrangement of the forward kernel: computing warpgroups with 64
 warpgroup that only loads, P and dS handed to the tensor core in registers.  This file has the dQ
 kernel, backward_dkv_sm90.py the other one.
 
-Tiles that no query of a block sees are never loaded: above the diagonal, before the window, and
-those of other segments.
+As in the forward kernel, tiles that no row of a block sees are never loaded (masks_sm90.py).
 
 Tried: one fused kernel with five matmuls, as in FlashAttention-3: dS through shared memory, dQ
 added to fp32 in global memory by TMA.  At B1 T16384 16/16 D128 on an H100 it takes 4.7 ms where
@@ -31,20 +30,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention.backward_dkv_sm90 import backward_dkv
-from pallas_kernels.attention.backward_masks_sm90 import STATIC, logits, segment_tiles
 from pallas_kernels.attention.forward_sm90 import (
     COL,
-    LOG2E,
     ROW,
     ROWS,
-    WGMMA,
+    STATIC,
     Tiles,
     item_order,
+    pad_segments,
     registers,
     rows_to,
-    stat_rows,
-    visible,
     work_items,
+)
+from pallas_kernels.attention.masks_sm90 import (
+    LOG2E,
+    WGMMA,
+    Visits,
+    logits,
+    same_segment,
+    segment_spans,
+    visible,
 )
 
 
@@ -57,19 +62,16 @@ def dq_tiles(head_dim: int) -> Tiles:
 
 
 def backward(
-    q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, window=None, softcap=None,
-    segments=None,
+    q, k, v, out, lse, dout, dlse, segments=None, *, lengths, causal, scale, sms, window=None,
+    softcap=None,
 ):  # fmt: skip
     """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, stat_rows(T)) fp32.
 
     lengths: the true T and S, as in `forward`.  Rows of dout past T must be zero.
-    segments: ids of the queries (B, T or more) and of the keys (B, S or more), int32.
+    segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
     """
     if segments is not None:
-        segments = tuple(
-            mosaic.pad_axis(x[:, :n].astype(jnp.int32), 1, stat_rows(1))
-            for x, n in zip(segments, lengths, strict=True)
-        )
+        segments = pad_segments(segments, lengths)
         lse = jnp.where(lse == -jnp.inf, 1e30, lse)  # a row that sees no key: P = exp(-1e30) = 0
     static = dict(
         lengths=lengths, causal=causal, scale=scale, sms=sms, window=window, softcap=softcap
@@ -94,11 +96,10 @@ def _backward_dq(
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
     grid = min(sms, items) if persistent else items
-    offset = s_len - t
     lead = (blocks * block - t) // ROWS * ROWS  # the block that is not full is the first one
-    all_steps = mosaic.cdiv(s_len, bkv)
-    ragged = s_len % bkv != 0
-    has_dlse, packed = dlse is not None, segments is not None
+    visits = Visits(lengths, causal, window, bkv)
+    offset = visits.offset
+    ragged, has_dlse, packed = s_len % bkv != 0, dlse is not None, segments is not None
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
     order = item_order(blocks, b * h, pair_bytes, section)
@@ -107,32 +108,19 @@ def _backward_dq(
         level, pair = order(item)
         return (blocks - 1 - level) * block - lead, (pair // h, pair % h)
 
-    def key_tiles(first, end, low, high):  # tiles of keys that queries first .. end - 1 can see
-        if causal:
-            high = jnp.clip((end + offset + bkv - 1) // bkv, low + 1, high)
-        if window is not None:
-            low = jnp.clip((first + offset - window + 1) // bkv, low, high - 1)
-        return low, high
-
-    def block_tiles(row, batch, ends):  # the same of a block of queries
-        low, high = key_tiles(row, row + block, jnp.int32(0), jnp.int32(all_steps))
-        if packed:
-            first_ref, end_ref = ends
-            mine = lax.div(row + lead, jnp.int32(block))
-            low = jnp.clip(first_ref[batch, mine], low, high - 1)
-            high = jnp.clip(end_ref[batch, mine], low + 1, high)
-        return low, high
+    def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
+        mine = lax.div(row + lead, jnp.int32(block))
+        return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
         dlse_ref, *rest = rest if has_dlse else (None, *rest)
-        q_seg_ref, k_seg_ref, *rest = rest if packed else (q_ref, k_ref, *rest)  # not read
-        ends, rest = rest[: 2 * packed], rest[2 * packed :]
+        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
         dq_ref, delta_ref, *rest = rest
         # dQ leaves through the buffer of O, unless the next item's O is on its way into that.
         q_smem, do_smem, o_smem, dq_smem, *rest = rest if grid < items else (*rest[:3], *rest[2:])
         (k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
          q_bars, k_full, v_full, k_free, v_free, *rest) = rest  # fmt: skip
-        q_seg_smem, k_seg_smem = rest if packed else (q_smem, k_smem)  # not read
+        q_ids_smem, k_ids_smem = rest if packed else (None, None)
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
         v_slot_of = lambda n: lax.rem(n, jnp.int32(v_stages))
@@ -151,26 +139,25 @@ def _backward_dq(
                 for ref, smem in stats:
                     plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.at[wg], q_bars.at[wg])
                 if packed:
-                    ids = q_seg_ref.at[batch, rows]
-                    plgpu.copy_gmem_to_smem(ids, q_seg_smem.at[wg], q_bars.at[wg])
+                    ids = q_ids_ref.at[batch, rows]
+                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[wg], q_bars.at[wg])
 
             def differentiate(item, n0):
                 """One block of queries, from the diagonal downwards as in the forward kernel."""
                 row, (batch, head) = where(item)
                 q0 = row + wg * ROWS
                 rows = pl.ds(q0, ROWS)
-                low, high = block_tiles(row, batch, ends)
-                mine_low, mine_high = key_tiles(q0, q0 + ROWS, low, high)
+                limits, same = limits_of(row, batch, spans_ref)
+                low, high = visits.seen(row, row + block, *limits)
+                mine = visits.seen(q0, q0 + ROWS, *limits)
+                whole = visits.whole(q0, q0 + ROWS, *same)
                 top, end = n0 + high, n0 + high - low  # step n takes the tile top - 1 - n
-                first, last = top - mine_high, top - mine_low  # this warpgroup's steps
-                # Tiles that each of its queries sees whole: below the diagonal, in the window.
-                unmasked, edge = first + 1, last
-                if causal:
-                    unmasked = top - jnp.minimum((q0 + offset + 1) // bkv, mine_high - 1)
-                    unmasked = jnp.minimum(unmasked, last)
-                if window is not None:
-                    edge = top - (q0 + ROWS - 1 + offset - window + bkv) // bkv
-                    edge = jnp.clip(edge, unmasked, last)
+                # This warpgroup's steps, and those without a mask inside them.
+                first, last = top - mine[1], top - mine[0]
+                unmasked = jnp.clip(top - whole[1], first + 1, last)
+                edge = last
+                if window is not None or packed:
+                    edge = jnp.clip(top - whole[0], unmasked, last)
 
                 def pass_by(lo, hi):  # steps in which the block's other warpgroups work
                     @pl.loop(lo, hi)
@@ -198,21 +185,15 @@ def _backward_dq(
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                         if not begins:  # dQ += dS K of the step before is done too
                             free_keys(n - 1)
+                        x, slope = logits(s, scale, softcap)
+                        if masked and packed:
+                            k_ids = plgpu.load(k_ids_smem.at[slot], layout=COL, optimized=False)
+                            x = same_segment(x, q_ids, k_ids)
                         if masked:
                             k0 = (top - 1 - n) * bkv
                             keys = s_len if ragged else None
-                            seen = functools.partial(
-                                visible, q0=q0 + offset, k0=k0, causal=causal, window=window,
-                                keys=keys,
-                            )  # fmt: skip
-                        else:
-                            seen = lambda x: x
-                        x, slope = logits(s, scale, softcap)
-                        if packed:
-                            k_ids = plgpu.load(k_seg_smem.at[slot], layout=COL, optimized=False)
-                            same = rows_to(q_ids, s.shape) == mosaic.along(k_ids, s.shape, 1)
-                            x = jnp.where(same, x, -jnp.inf)
-                        p = jnp.exp2(seen(x) - rows_to(lse2, s.shape))
+                            x = visible(x, q0 + offset, k0, causal=causal, window=window, keys=keys)
+                        p = jnp.exp2(x - rows_to(lse2, s.shape))
                         dp = dp_acc[...]
                         plgpu.barrier_arrive(v_free.at[v_slot])
                         ds = p * (dp - rows_to(delta, s.shape))
@@ -227,7 +208,7 @@ def _backward_dq(
                     stat = lambda ref: plgpu.load(ref.at[wg], layout=ROW, optimized=False)
                     tile_of = lambda ref: plgpu.load(ref.at[wg], layout=WGMMA).astype(jnp.float32)
                     lse2 = stat(lse_smem) * LOG2E
-                    q_ids = stat(q_seg_smem) if packed else None
+                    q_ids = stat(q_ids_smem) if packed else None
                     delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
                     if has_dlse:
                         delta = delta - stat(dlse_smem)
@@ -237,19 +218,18 @@ def _backward_dq(
                     plgpu.copy_smem_to_gmem(delta_smem.at[wg], delta_ref.at[batch, head, rows])
 
                     do_step = functools.partial(step, dq_acc, lse2, delta, q_ids)
-                    masked = causal or ragged
-                    do_step(first, masked, begins=True)
                     go = lambda lo, hi, masked: pl.loop(lo, hi)(
                         lambda n: do_step(n, masked, begins=False)
                     )
-                    if packed:  # segments may end anywhere
-                        go(first + 1, last, masked)
-                    else:
-                        if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two
-                            go(first + 1, unmasked, True)
-                        go(unmasked, edge, False)
-                        if window is not None:
-                            go(edge, last, True)
+                    do_step(first, causal or ragged or packed, begins=True)
+                    start = first + 1
+                    # The diagonal may cross two tiles, and segments may begin and end anywhere.
+                    if packed or (causal and (offset % ROWS or bkv % ROWS)):
+                        go(start, unmasked, True)
+                        start = unmasked
+                    go(start, edge, False)
+                    if window is not None or packed:
+                        go(edge, last, True)
                     dq = dq_acc[...]
                     free_keys(last - 1)
                     pl.when(item + grid < items)(lambda: load_rows(item + grid))
@@ -286,7 +266,8 @@ def _backward_dq(
 
             def load(item, n0):
                 row, (batch, head) = where(item)
-                low, high = block_tiles(row, batch, ends)
+                limits, _ = limits_of(row, batch, spans_ref)
+                low, high = visits.seen(row, row + block, *limits)
 
                 @pl.loop(0, high - low)
                 def _(i):
@@ -302,18 +283,16 @@ def _backward_dq(
                         pl.when(n >= count)(wait)
                         plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[at_slot], full.at[at_slot])
                     if packed:
-                        ids = k_seg_ref.at[batch, at]
-                        plgpu.copy_gmem_to_smem(ids, k_seg_smem.at[slot], k_full.at[slot])
+                        ids = k_ids_ref.at[batch, at]
+                        plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], k_full.at[slot])
 
                 return n0 + high - low
 
             work_items(items, grid, load)
 
-    segment_args = ()
+    args = [dlse] if has_dlse else []
     if packed:
-        q_ids = jnp.pad(segments[0], ((0, 0), (lead, 0)), mode="edge")
-        ends = segment_tiles(q_ids, segments[1], (t + lead, block, s_len, bkv))
-        segment_args = (*segments, *ends)
+        args += [*segments, segment_spans(*segments, visits, block, lead)]
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((wgs, ROWS), jnp.float32)
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
@@ -340,7 +319,4 @@ def _backward_dq(
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(
-        q, k, v, out, lse, dout, *([dlse] if has_dlse else []),
-        *segment_args,
-    )  # fmt: skip
+    )(q, k, v, out, lse, dout, *args)
