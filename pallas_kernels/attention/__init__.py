@@ -23,6 +23,7 @@ from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
 from pallas_kernels.attention import backward_sm90, forward_sm90
 
+WIDTHS = (64, 96, 128, 256)  # head dimensions of the kernels
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
 
@@ -65,25 +66,27 @@ def attention(
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
     t, s = q.shape[1], k.shape[1]
-    # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
-    padded = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
-    call = _Call((t, s), causal, _scale(scale, q), forward_sm90.sm_count())
-    out, lse = _attention(*padded, call, return_lse)
-    out, lse = out[:, :t], lse[:, :, :t]
+    if window is not None and window >= s:
+        window = None  # every key is in it
+    if segment_ids is not None:
+        segment_ids = _pair(segment_ids, t, s)
+    call = _Call((t, s), causal, _scale(scale, q), forward_sm90.sm_count(), window, softcap)
+    # TMA copies into wgmma's layout move groups of 8 rows, and the kernels have four widths: other
+    # lengths and head dimensions cost padded copies.
+    padded = (_pad(x) for x in (q, k, v))
+    out, lse = _attention(*padded, segment_ids, call, return_lse)
+    out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
     return (out, lse) if return_lse else out
 
 
 def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None):
     """Why the kernel cannot take this call, or None."""
-    for name, x in (("window", window), ("segment_ids", segment_ids), ("softcap", softcap)):
-        if x is not None:
-            return f"{name} is not in the kernel yet"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype"
-    if q.shape[-1] not in (64, 128):
-        return f"the head dimension D={q.shape[-1]} is not 64 or 128"
+    if q.shape[-1] > WIDTHS[-1]:
+        return f"the head dimension D={q.shape[-1]} is over {WIDTHS[-1]}"
     if _scale(scale, q) <= 0:
         return f"scale={scale} is not positive"
     return mosaic.empty(q=q, k=k)
@@ -142,6 +145,17 @@ def _scale(scale, q) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
+def _pair(segment_ids, t, s):
+    """(ids of the queries, ids of the keys)."""
+    pair = isinstance(segment_ids, tuple)
+    return segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
+
+
+def _pad(x):
+    width = next(width for width in WIDTHS if width >= x.shape[-1])
+    return mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, width)
+
+
 # ---- reference -------------------------------------------------------------------------------
 
 
@@ -162,8 +176,7 @@ def attention_reference(
     if window is not None:
         mask &= q_ids - k_ids < window
     if segment_ids is not None:
-        pair = isinstance(segment_ids, tuple)
-        q_seg, k_seg = segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
+        q_seg, k_seg = _pair(segment_ids, t, s)
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
     out, lse = _reference(q, k, v, mask[:, None, None], _scale(scale, q), softcap)
     return (out, lse) if return_lse else out
@@ -236,25 +249,29 @@ class _Call(NamedTuple):
     causal: bool
     scale: float
     sms: int
+    window: int | None
+    softcap: float | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attention(q, k, v, call, with_lse):
-    return forward_sm90.forward(q, k, v, **call._asdict())
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q, k, v, segments, call, with_lse):
+    return forward_sm90.forward(q, k, v, segments, **call._asdict())
 
 
-def _attention_forward(q, k, v, call, with_lse):
+def _attention_forward(q, k, v, segments, call, with_lse):
+    results = _attention(q, k, v, segments, call, with_lse)
     # Under jax.checkpoint a policy can keep these by name and spare a second forward.
-    out, lse = (checkpoint_name(x, "attention") for x in _attention(q, k, v, call, with_lse))
-    return (out, lse), (q, k, v, out, lse)
+    out, lse = (checkpoint_name(x, "attention") for x in results)
+    return (out, lse), (q, k, v, segments, out, lse)
 
 
 def _attention_backward(call, with_lse, saved, cotangents):
-    q, k, v, out, lse = saved
+    q, k, v, segments, out, lse = saved
     dout, dlse = cotangents
     if not with_lse:
         dlse = None  # an array of zeros: not worth reading
-    return backward_sm90.backward(q, k, v, out, lse, dout, dlse, **call._asdict())
+    grads = backward_sm90.backward(q, k, v, out, lse, dout, dlse, segments, **call._asdict())
+    return *grads, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
