@@ -20,6 +20,7 @@ from pallas_kernels.attention.forward_sm90 import (
     ROWS,
     STATIC,
     Tiles,
+    heads_of,
     item_order,
     registers,
     work_items,
@@ -42,14 +43,14 @@ def dkv_tiles(head_dim: int) -> Tiles:
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def backward_dkv(
-    q, k, v, lse, dout, delta, segments, *, lengths, causal, scale, sms, window=None,
-    softcap=None, tile=None,
+    q, k, v, lse, dout, delta, segments, joint=None, *, lengths, causal, scale, sms, window=None,
+    softcap=None, heads=None, tile=None,
 ):  # fmt: skip
-    """(dk, dv) like (k, v)."""
-    b, _, h, d = q.shape
+    """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
+    b, _, _, d = q.shape
+    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
-    kv_heads, dtype = k.shape[2], q.dtype
-    group = h // kv_heads
+    group, dtype = h // kv_heads, q.dtype
     wgs, bq, stages, persistent, section = tile or dkv_tiles(d)
     # dK and dV of a head dimension of 256 fill two warpgroups: each has half of the columns.
     split = 2 if d > 128 else 1
@@ -76,7 +77,8 @@ def backward_dkv(
 
     def attention_backward_dkv(q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest):
         q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
-        (dk_ref, dv_ref, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
+        dk_ref, dv_ref, *rest = rest if joint is None else (rest[0], *rest)
+        (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
          kv_bars, q_full, do_full, free, done, *rest) = rest  # fmt: skip
         k_ids_smem, q_ids_smem, *rest = rest if packed else (None, None, *rest)
         # dK and dV leave through the buffers of K and V, unless the next item's are on their way.
@@ -91,20 +93,24 @@ def backward_dkv(
 
             def load_kv(item):
                 key0, (batch, kv_head) = where(item)
-                here = (batch, pl.ds(key0 + mine * ROWS, ROWS), kv_head)
-                bar = kv_bars.at[mine]
+                rows, bar = pl.ds(key0 + mine * ROWS, ROWS), kv_bars.at[mine]
                 for c in range(split):
-                    at = (*here, pl.ds(c * cols, cols))
-                    plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[mine, c], bar)
-                    plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[mine, c], bar)
+                    for ref, begin, smem in ((k_ref, k_first, k_smem), (v_ref, v_first, v_smem)):
+                        at = (batch, rows, begin + kv_head, pl.ds(c * cols, cols))
+                        plgpu.copy_gmem_to_smem(ref.at[at], smem.at[mine, c], bar)
                 if packed:
-                    plgpu.copy_gmem_to_smem(k_ids_ref.at[here[:2]], k_ids_smem.at[mine], bar)
+                    plgpu.copy_gmem_to_smem(k_ids_ref.at[batch, rows], k_ids_smem.at[mine], bar)
 
             def differentiate(item, n0):
                 """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
                 key0, (batch, kv_head) = where(item)
                 k0 = key0 + mine * ROWS
-                here = (batch, pl.ds(k0, ROWS), kv_head, pl.ds(part * cols, cols))
+                here = lambda first: (
+                    batch,
+                    pl.ds(k0, ROWS),
+                    first + kv_head,
+                    pl.ds(part * cols, cols),
+                )
                 limits, same = limits_of(key0, batch, spans_ref)
                 base, high = visits.seen(key0, key0 + block, *limits)
                 steps = high - base  # of each query head
@@ -214,8 +220,8 @@ def backward_dkv(
                     dk_smem[mine, part] = (dk * scale).astype(dtype)
                     dv_smem[mine, part] = dv.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(dk_smem.at[mine, part], dk_ref.at[here])
-                    plgpu.copy_smem_to_gmem(dv_smem.at[mine, part], dv_ref.at[here])
+                    plgpu.copy_smem_to_gmem(dk_smem.at[mine, part], dk_ref.at[here(k_first)])
+                    plgpu.copy_smem_to_gmem(dv_smem.at[mine, part], dv_ref.at[here(v_first)])
 
                 if blocks * block - s_len >= ROWS:
 
@@ -267,9 +273,10 @@ def backward_dkv(
 
             work_items(items, grid, load)
 
-    args = ()
+    args = []
     if packed:
-        args = (*segments, segment_spans(*reversed(segments), visits, block))
+        args = [*segments, segment_spans(*reversed(segments), visits, block)]
+    args += [joint] if heads else []
     smem = lambda n: plgpu.SMEM(
         (n, split, ROWS, cols), dtype, transforms=mosaic.wgmma_tiles(cols, dtype)
     )
@@ -279,7 +286,7 @@ def backward_dkv(
     sets = wgs // split
     return plgpu.kernel(
         attention_backward_dkv,
-        out_type=(like, like),
+        out_type=() if heads else (like, like),
         scratch_types=[
             *[smem(sets)] * 2,
             *[smem(stages)] * 2,

@@ -36,6 +36,7 @@ from pallas_kernels.attention.forward_sm90 import (
     ROWS,
     STATIC,
     Tiles,
+    heads_of,
     item_order,
     pad_segments,
     registers,
@@ -63,33 +64,44 @@ def dq_tiles(head_dim: int) -> Tiles:
 
 def backward(
     q, k, v, out, lse, dout, dlse, segments=None, *, lengths, causal, scale, sms, window=None,
-    softcap=None,
+    softcap=None, heads=None,
 ):  # fmt: skip
     """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, stat_rows(T)) fp32.
 
-    lengths: the true T and S, as in `forward`.  Rows of dout past T must be zero.
-    segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
+    lengths, segments: as in `forward`.  Rows of dout past T must be zero.
+    heads: q, k and v are the same array; its gradient is one array too, the only result.
     """
     if segments is not None:
         segments = pad_segments(segments, lengths)
         lse = jnp.where(lse == -jnp.inf, 1e30, lse)  # a row that sees no key: P = exp(-1e30) = 0
     static = dict(
-        lengths=lengths, causal=causal, scale=scale, sms=sms, window=window, softcap=softcap
+        lengths=lengths,
+        causal=causal,
+        scale=scale,
+        sms=sms,
+        window=window,
+        softcap=softcap,
+        heads=heads,
     )
-    dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
-    dk, dv = backward_dkv(q, k, v, lse, dout, delta, segments, **static)
-    return dq, dk, dv
+    if heads is None:
+        dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
+        return dq, *backward_dkv(q, k, v, lse, dout, delta, segments, **static)
+    joint = jax.empty_ref(jax.typeof(q))  # each kernel writes its own heads of it
+    (delta,) = _backward_dq(q, k, v, out, lse, dout, dlse, segments, joint, **static)
+    backward_dkv(q, k, v, lse, dout, delta, segments, joint, **static)
+    return jax.freeze(joint)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def _backward_dq(
-    q, k, v, out, lse, dout, dlse, segments, *, lengths, causal, scale, sms, window=None,
-    softcap=None, tile=None,
+    q, k, v, out, lse, dout, dlse, segments, joint=None, *, lengths, causal, scale, sms,
+    window=None, softcap=None, heads=None, tile=None,
 ):  # fmt: skip
-    """(dq like q, delta (B, H, stat_rows(T)) fp32)."""
-    b, _, h, d = q.shape
+    """(dq like q, delta (B, H, stat_rows(T)) fp32); with a ref `joint`, dq is written there."""
+    b, _, _, d = q.shape
+    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
-    group, dtype = h // k.shape[2], q.dtype
+    group, dtype = h // kv_heads, q.dtype
     wgs, bkv, stages, persistent, section = tile or dq_tiles(d)
     v_stages = stages if d <= 128 else 1  # as many as shared memory holds
     block = wgs * ROWS
@@ -273,15 +285,15 @@ def _backward_dq(
                 def _(i):
                     n, slot = n0 + i, slot_of(n0 + i)
                     at = pl.ds((high - 1 - i) * bkv, bkv)
-                    keys = (batch, at, head // group)
-                    for ref, smem, full, free, count in (
-                        (k_ref, k_smem, k_full, k_free, stages),
-                        (v_ref, v_smem, v_full, v_free, v_stages),
+                    for ref, begin, smem, full, free, count in (
+                        (k_ref, k_first, k_smem, k_full, k_free, stages),
+                        (v_ref, v_first, v_smem, v_full, v_free, v_stages),
                     ):
+                        keys = ref.at[batch, at, begin + head // group]
                         at_slot = lax.rem(n, jnp.int32(count))
                         wait = functools.partial(plgpu.barrier_wait, free.at[at_slot])
                         pl.when(n >= count)(wait)
-                        plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[at_slot], full.at[at_slot])
+                        plgpu.copy_gmem_to_smem(keys, smem.at[at_slot], full.at[at_slot])
                     if packed:
                         ids = k_ids_ref.at[batch, at]
                         plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], k_full.at[slot])
@@ -293,13 +305,14 @@ def _backward_dq(
     args = [dlse] if has_dlse else []
     if packed:
         args += [*segments, segment_spans(*segments, visits, block, lead)]
+    args += [joint] if heads else []  # stands where dq_ref would as a result
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((wgs, ROWS), jnp.float32)
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     return plgpu.kernel(
         attention_backward_dq,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
+            *([] if heads else [jax.ShapeDtypeStruct(q.shape, dtype)]),
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[

@@ -121,23 +121,40 @@ def pad_segments(segments, lengths):
     )
 
 
-STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "tile")
+class Heads(NamedTuple):
+    """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
+
+    q: int  # H, which come first
+    kv: int  # K, first those of k, then those of v
+
+
+def heads_of(q, k, heads: Heads | None) -> tuple[int, int, int, int]:
+    """(H, K, first head of k, first head of v)."""
+    if heads is None:
+        return q.shape[2], k.shape[2], 0, 0
+    return *heads, heads.q, heads.q + heads.kv
+
+
+STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "heads", "tile")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def forward(
     q, k, v, segments=None, *, lengths, causal: bool, scale: float, sms: int,
-    window: int | None = None, softcap: float | None = None, tile: Tiles | None = None,
+    window: int | None = None, softcap: float | None = None, heads: Heads | None = None,
+    tile: Tiles | None = None,
 ):  # fmt: skip
-    """(out like q, lse (B, H, stat_rows(T)) fp32, natural log).
+    """(out (B, T, H, D), lse (B, H, stat_rows(T)) fp32, natural log).
 
     lengths: the true T and S; the axes themselves are padded to multiples of 8, because a TMA copy
     into wgmma's layout moves groups of 8 rows.  Rows past T mean nothing.
     segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
+    heads: q, k and v are the same array, which holds all three.
     """
-    b, _, h, d = q.shape
+    b, rows, _, d = q.shape
+    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
-    group, dtype = h // k.shape[2], q.dtype
+    group, dtype = h // kv_heads, q.dtype
     wgs, bkv, stages, persistent, section = tile or tiles(d)
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
@@ -345,13 +362,13 @@ def forward(
                 def _(n):
                     slot = slot_of(n)
                     at = pl.ds((n0 + high - 1 - n) * bkv, bkv)
-                    keys = (batch, at, head // group)
-                    for ref, smem, full, free in (
-                        (k_ref, k_smem, k_full, k_free),
-                        (v_ref, v_smem, v_full, v_free),
+                    for ref, begin, smem, full, free in (
+                        (k_ref, k_first, k_smem, k_full, k_free),
+                        (v_ref, v_first, v_smem, v_full, v_free),
                     ):
+                        keys = ref.at[batch, at, begin + head // group]
                         pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                        plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+                        plgpu.copy_gmem_to_smem(keys, smem.at[slot], full.at[slot])
                         if packed and ref is k_ref:
                             ids = k_ids_ref.at[batch, at]
                             plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], full.at[slot])
@@ -370,7 +387,7 @@ def forward(
     return plgpu.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((b, rows, h, d), dtype),
             jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
         ),
         scratch_types=[
