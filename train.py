@@ -4,17 +4,17 @@ Reads the configuration, builds data, model and the compiled step, loops, logs a
 """
 
 import contextlib
-import os
+import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from jaxllm import cli
 from jaxllm.config import Config
 from jaxllm.errors import InputError, RunError
-from jaxllm.metrics import RunLog, SilentLog, error_line, peak_flops
+from jaxllm.metrics import RunLog, SilentLog, error_line, peak_flops, write_whole
+from jaxllm.process import StopSignals, check_kernels, memory_errors, set_xla_flags
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,37 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as e:
         error_line(str(e))
         return 1
-
-
-def set_xla_flags(deterministic: bool) -> None:
-    """XLA reads its flags when it first meets the GPU; of two values the later, yours, counts."""
-    flags = [
-        # Where Triton may not have the matmuls, cuBLASLt adds the biases in them: GPT-2 124M on an
-        # H100 goes from 509 k to 529 k tokens/s.
-        "--xla_gpu_enable_triton_gemm=false",
-        # Merged matmuls of q, k and v have to be taken apart by copies.
-        "--xla_gpu_dot_merger_threshold_mb=0",
-    ]
-    if deterministic:
-        flags.append("--xla_gpu_deterministic_ops=true")
-    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
-
-
-class StopSignals:
-    """Ctrl-C and SIGTERM ask to stop after the step; a second one stops at once."""
-
-    def __enter__(self):
-        self.received: int | None = None
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _note(self, number, frame):
-        self.received = number
-        self.__exit__()
-
-    def __exit__(self, *_):
-        for s, handler in self.before.items():
-            signal.signal(s, handler)
+    except KeyboardInterrupt:  # before the first step, or a second one
+        logging.disable()  # Orbax would tell the checkpoint that it has to give up
+        return 130
 
 
 class Run:
@@ -85,8 +57,12 @@ class Run:
         sharding.check_model(config.model, self.mesh)
         sharding.check_batch(config.train, self.mesh)
         check_kernels(config)
+        self.checkpoints = Checkpoints(out_dir / "checkpoints", config.train.keep_checkpoints)
+        newest = self.checkpoints.newest() if resume else None
+        if resume and newest is None:
+            self.say(f"resume   {out_dir} holds no complete checkpoint: it starts again")
         weights = None
-        if config.model.init_from and not resume:
+        if config.model.init_from and newest is None:
             from jaxllm.pretrained import check_weights, open_weights
 
             weights = open_weights(config.model.init_from)
@@ -97,12 +73,16 @@ class Run:
             seed=config.train.seed,
             vocab_size=config.model.vocab_size,
         )
-        self.checkpoints = Checkpoints(out_dir / "checkpoints", config.train.keep_checkpoints)
         self.trainer = Trainer(config, self.mesh)
-        self.start, self.samples = self._position() if resume else (0, 0)
+        self.start, self.samples = 0, 0
+        if newest is not None:
+            self.start = newest
+            self.samples = self.checkpoints.samples(
+                newest, config.train.steps, self.dataset.fingerprint
+            )
         self.tokens = config.train.batch_size * config.train.seq_len
         self._introduce()
-        if resume:
+        if newest is not None:
             self.state = self.checkpoints.restore(self.start, self.trainer.abstract_state())
         elif weights:
             from jaxllm.pretrained import load_params
@@ -139,60 +119,39 @@ class Run:
                 if waiting is not None:
                     clock = self._note(*waiting, clock)
                 waiting = (step, metrics)
-                received = stop.received  # read once: a signal from here on is seen a step later
-                evaluating = self._due(step, train.eval_every)
+                # Read once: a signal from here on is seen a step later, after the last one never.
+                received = stop.received if step < train.steps else None
+                evaluating = self._due(step, train.eval_every) and not received
+                sampling = self._due(step, self.config.sample.every) and not received
                 saving = self._due(step, train.checkpoint_every) or received
-                if evaluating or saving or trace.ends(step):
+                if evaluating or sampling or saving or trace.ends(step):
                     self._note(*waiting, clock)
                     waiting = None
                     if trace.ends(step):
                         self.log.say(trace.stop())
-                    val_loss = self._validate(step) if evaluating and not received else None
+                    val_loss = self._validate(step) if evaluating else None
+                    if sampling:
+                        self._sample(step)
                     if saving:
                         self._save(step, val_loss)
                     clock = time.perf_counter()
                 if received is not None:
-                    self.checkpoints.close()
-                    self.log.draw()
+                    self._finish()
                     self.log.say(
                         f"stopped by {signal.Signals(received).name} after step {step}, saved:"
                         f" go on with --resume --out_dir {self.out_dir}"
                     )
                     return 128 + received
-            self.checkpoints.close()
-            self.log.draw()
-            sample = self._sample() if self.config.sample.tokens else None
-            if sample:
-                self.log.say(sample)
-            self._report(sample)
+            self._finish()
             self.log.say(f"done: {self.out_dir}")
             return 0
+        except Exception:
+            with contextlib.suppress(RunError):
+                self.checkpoints.close()  # what is on its way to the disk arrives there
+            raise
         finally:
             batches.close()
             self.log.close()
-
-    def _position(self) -> tuple[int, int]:
-        """Step and number of samples of the newest checkpoint; checks that it fits this run."""
-        step = self.checkpoints.newest()
-        if step is None:
-            raise InputError(f"{self.out_dir} holds no complete checkpoint to resume from")
-        saved = self.checkpoints.about(step)
-        if "converted_from" in saved:
-            raise InputError(
-                f"{self.out_dir} holds weights of jaxllm.convert, not a run to resume; start one"
-                f" with --model.init_from {self.out_dir} and another --out_dir"
-            )
-        if saved["data_fingerprint"] != self.dataset.fingerprint:
-            raise InputError(
-                f"the data changed since the checkpoint (fingerprint {self.dataset.fingerprint},"
-                f" was {saved['data_fingerprint']}): another corpus, tokenizer or Python version"
-            )
-        if step >= self.config.train.steps:
-            raise InputError(
-                f"{self.out_dir} is at step {step} of train.steps={self.config.train.steps}; raise"
-                " --train.steps to go on"
-            )
-        return step, saved["samples"]
 
     def _introduce(self) -> None:
         import jax
@@ -227,6 +186,7 @@ class Run:
             traced = self.trainer.trace_train_step()
         except NotImplementedError as e:  # only kernels=mosaic insists
             raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
+        self.ops = backend.decisions()
         self.say("kernels  " + backend.explain().replace("\n", "\n         "))
         with memory_errors(self.config):
             self.step_program = traced.lower().compile()
@@ -235,8 +195,11 @@ class Run:
         self.evaluate = self.trainer.eval_step()
 
     def _open_log(self) -> RunLog | SilentLog:
+        """Makes the run's directory and what is known of it from the start."""
         if self.rank != 0:
             return SilentLog()
+        from jaxllm import report
+
         self.out_dir.mkdir(parents=True, exist_ok=True)
         if self.dataset.tokenizer is not None:  # whoever has the directory can read its tokens
             path, tokenizer = self.out_dir / "tokenizer.json", self.dataset.tokenizer.path
@@ -244,20 +207,24 @@ class Run:
                 raise InputError(
                     f"{path} is another tokenizer than the data's; name another out_dir"
                 )
-            path.write_bytes(tokenizer.read_bytes())
-        (self.out_dir / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+            write_whole(path, tokenizer.read_bytes())
+        write_whole(self.out_dir / "config.yaml", self.config.to_yaml().encode())
+        model = f"{self.config.model.type}, {self.trainer.n_params:,} parameters"
+        report.describe(self.out_dir, model, self.tokens, self.ops)
         steps = self.config.train.steps
         return RunLog(self.out_dir, steps, self.start, self.tokens, self.flops, self.peak)
 
-    def _report(self, sample: str | None) -> None:
-        """Leaves run.json, what the run was made on, and report.html."""
-        if self.rank != 0:
-            return
+    def _finish(self) -> None:
+        """Waits for the last checkpoint; leaves loss.png and report.html."""
         from jaxllm import report
-        from pallas_kernels import backend
 
-        report.describe(self.out_dir, ops=backend.decisions(), sample=sample)
-        report.write([self.out_dir], self.out_dir / "report.html")
+        self.checkpoints.close()
+        self.log.draw()
+        if self.rank == 0:
+            try:
+                report.write([self.out_dir], self.out_dir / "report.html")
+            except (InputError, OSError) as e:  # nothing was logged yet, or the disk is full
+                self.log.say(f"no report.html: {e}")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.config.train.steps or (every > 0 and step % every == 0)
@@ -267,9 +234,11 @@ class Run:
         with memory_errors(self.config):
             values = {k: float(v) for k, v in metrics.items()}
         now = time.perf_counter()
-        if step % self.config.train.log_every == 0 or step == self.config.train.steps:
-            self.log.train(step, values["loss"], values["lr"], values["grad_norm"], now - began)
-        if skips := int(values["skips"]):
+        skips = int(values["skips"])
+        if skips or self._due(step, self.config.train.log_every):
+            loss, lr, norm = values["loss"], values["lr"], values["grad_norm"]
+            self.log.train(step, loss, lr, norm, now - began, skips)
+        if skips:
             self.log.say(
                 f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}:"
                 f" update skipped ({skips} in a row)"
@@ -320,49 +289,30 @@ class Run:
         if problem := self.checkpoints.save(step, self.state, about, val_loss):
             self.log.say(problem)
 
-    def _sample(self) -> str:
-        """A sample of text from the trained model, behind its prompt."""
+    def _sample(self, step: int) -> None:
+        """Logs a text by the model as it is now, behind its prompt."""
         import jax
 
         from jaxllm.sample import generate
 
-        config, tokenizer = self.config, self.dataset.tokenizer
+        config, tokenizer = self.config.sample, self.dataset.tokenizer
+        if config.tokens == 0:
+            return
         if tokenizer is None:
-            return "no sample: the data came without a tokenizer (data.tokenizer)"
-        prompt = tokenizer.encode(config.sample.prompt)
+            self.log.say("no sample: the data came without a tokenizer (data.tokenizer)")
+            return
+        prompt = tokenizer.encode(config.prompt)
         if not prompt:
-            return "no sample: sample.prompt is empty"
-        with jax.set_mesh(self.mesh):
-            tokens = generate(
-                self.trainer.graph,
-                self.state.params,
-                prompt,
-                config.sample,
-                rows=self.mesh.shape["data"] * self.mesh.shape["fsdp"],
-            )
-        return f"sample:\n{config.sample.prompt}{tokenizer.decode(tokens)}"
-
-
-def check_kernels(config: Config) -> None:
-    """Raises InputError if kernels=mosaic was asked for where they cannot run."""
-    from pallas_kernels import backend
-
-    if config.model.kernels == "mosaic" and (lack := backend.device_lacks("sm_90a")):
-        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla")
-
-
-@contextlib.contextmanager
-def memory_errors(config: Config) -> Iterator[None]:
-    """Turns a device that is out of memory into a RunError that says what helps."""
-    try:
-        yield
-    except Exception as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        raise RunError(
-            f"the device is out of memory; lower train.batch_size={config.train.batch_size}, raise"
-            " train.grad_accum, or set model.remat=block"
-        ) from e
+            self.log.say("no sample: sample.prompt is empty")
+            return
+        rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        try:
+            with memory_errors(self.config), jax.set_mesh(self.mesh):
+                tokens = generate(self.trainer.graph, self.state.params, prompt, config, rows=rows)
+        except RunError as e:
+            self.log.say(f"no sample: {e}")
+            return
+        self.log.sample(step, config.prompt + tokenizer.decode(tokens))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,28 @@ class Checkpoints:
         """Step of the newest complete checkpoint, or None."""
         return self.manager.latest_step() if self.directory.is_dir() else None
 
+    def samples(self, step: int, steps: int, fingerprint: str) -> int:
+        """Samples that the run of `step` had taken; where to resume in the data.
+
+        Raises InputError if it was no run of more than `step` steps on the data of `fingerprint`.
+        """
+        run, saved = self.directory.parent, self.about(step)
+        if "converted_from" in saved:
+            raise InputError(
+                f"{run} holds weights of jaxllm.convert, not a run to resume; start one"
+                f" with --model.init_from {run} and another --out_dir"
+            )
+        if saved["data_fingerprint"] != fingerprint:
+            raise InputError(
+                f"the data changed since the checkpoint (fingerprint {fingerprint},"
+                f" was {saved['data_fingerprint']}): another corpus, tokenizer or Python version"
+            )
+        if step >= steps:
+            raise InputError(
+                f"{run} is at step {step} of train.steps={steps}; raise --train.steps to go on"
+            )
+        return saved["samples"]
+
     def about(self, step: int) -> dict[str, Any]:
         """The JSON page of a checkpoint; raises InputError if it is damaged."""
         try:

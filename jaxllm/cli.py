@@ -15,7 +15,7 @@ CHANGEABLE = frozenset(
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
     train.deterministic model.kernels model.remat data.prefetch data.cache_dir data.path
     data.val_path mesh.data mesh.fsdp mesh.tensor mesh.distributed sample.prompt sample.tokens
-    sample.temperature sample.top_k sample.seed profile.steps
+    sample.every sample.temperature sample.top_k sample.seed profile.steps
     """.split()
 )
 

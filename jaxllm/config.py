@@ -11,160 +11,46 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from jaxllm.errors import InputError
+from jaxllm.model_config import (
+    MODEL_CONFIGS,
+    Count,
+    Fraction,
+    GPT2Config,
+    Llama3Config,
+    ModelConfig,
+    Natural,
+    Positive,
+    Section,
+    VLSTMConfig,
+    divides,
+    round_up,
+)
+
+__all__ = [
+    "CONFIG_DIR",
+    "MODEL_CONFIGS",
+    "Config",
+    "DataConfig",
+    "GPT2Config",
+    "InputError",
+    "Llama3Config",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ProfileConfig",
+    "SampleConfig",
+    "TrainConfig",
+    "VLSTMConfig",
+    "help_text",
+    "keys",
+    "load",
+    "round_up",
+]
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-
-Dtype = Literal["bfloat16", "float16", "float32"]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class RopeScaling(Section):
-    """Llama 3.1's stretching of the low rotary frequencies to longer texts."""
-
-    factor: float = Field(8.0, ge=1, description="how far low frequencies are slowed (3.2: 32)")
-    low_freq_factor: float = Field(1.0, gt=0, description="below O/low wavelengths: scaled fully")
-    high_freq_factor: float = Field(4.0, gt=0, description="above O/high wavelengths: kept")
-    original_max_position_embeddings: int = Field(
-        8192, ge=1, description="O, the length of text before the stretching"
-    )
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor={self.high_freq_factor} must exceed"
-                f" low_freq_factor={self.low_freq_factor}"
-            )
-        return self
-
-
-class _Model(Section):
-    vocab_size: Count = Field(description="token ids the model knows")
-    n_layers: Count = Field(description="blocks")
-    n_heads: Count = Field(description="(query) heads")
-    d_model: Count = Field(description="width of the residual stream")
-    max_seq_len: Count = Field(description="longest sequence")
-    compute_dtype: Dtype = Field("bfloat16", description="dtype of matmuls and activations")
-    residual_dtype: Dtype = Field("bfloat16", description="dtype of the residual stream")
-    kernels: Literal["auto", "mosaic", "xla"] = Field(
-        "auto", description="our GPU kernels where supported, always, or never"
-    )
-    remat: Literal["none", "dots", "block"] = Field(
-        "none", description="recompute in the backward pass: nothing, all but matmuls, each block"
-    )
-    init_from: str | None = Field(
-        None, description="weights to start from: a Hugging Face folder or a run's directory"
-    )
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding and head: vocab_size rounded up to a multiple of 128."""
-        return round_up(self.vocab_size, 128)
-
-
-class GPT2Config(_Model):
-    """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
-
-    type: Literal["gpt2"] = Field("gpt2", description="the architecture")
-    d_ff: Count | None = Field(None, description="feed-forward width; null: 4 d_model")
-    norm_eps: Positive = Field(1e-5, description="epsilon of the layer norms")
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff or 4 * self.d_model
-
-    @model_validator(mode="after")
-    def _check(self):
-        _divides(self.n_heads, self.d_model, "n_heads", "d_model")
-        return self
-
-
-class Llama3Config(_Model):
-    """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
-
-    type: Literal["llama3"] = Field("llama3", description="the architecture")
-    n_kv_heads: Count = Field(description="key and value heads, a divisor of n_heads")
-    d_ff: Count = Field(description="feed-forward width")
-    d_head: Count | None = Field(None, description="head dimension; null: d_model / n_heads")
-    rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's stretching, or null")
-    tie_embeddings: bool = Field(False, description="the head is the token embedding")
-    norm_eps: Positive = Field(1e-5, description="epsilon of the RMS norms")
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_head or self.d_model // self.n_heads
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.d_head is None:
-            _divides(self.n_heads, self.d_model, "n_heads", "d_model")
-        _divides(self.n_kv_heads, self.n_heads, "n_kv_heads", "n_heads")
-        if self.head_dim % 2:
-            raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs")
-        return self
-
-
-class VLSTMConfig(_Model):
-    """The mLSTM model of xLSTM 7B (Beck et al. 2025), here called vLSTM."""
-
-    type: Literal["vlstm"] = Field("vlstm", description="the architecture")
-    d_ff: Count | None = Field(
-        None, description="feed-forward width; null: 2.667 d_model rounded up to 64"
-    )
-    gate_soft_cap: Positive = Field(15.0, description="gates are capped as cap tanh(x / cap)")
-    logit_soft_cap: Positive = Field(30.0, description="logits are capped the same way")
-    norm_eps: Positive = Field(1e-6, description="epsilon of the norms")
-    chunk_size: Count = Field(64, description="tokens of one chunk of the chunkwise form")
-
-    @property
-    def qk_dim(self) -> int:
-        """Query and key dimension of one head."""
-        return self.d_model // 2 // self.n_heads
-
-    @property
-    def v_dim(self) -> int:
-        """Value dimension of one head."""
-        return self.d_model // self.n_heads
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff or round_up(int(2.667 * self.d_model), 64)
-
-    @model_validator(mode="after")
-    def _check(self):
-        _divides(2 * self.n_heads, self.d_model, "2 n_heads", "d_model")
-        return self
-
-
-ModelConfig = Annotated[GPT2Config | Llama3Config | VLSTMConfig, Field(discriminator="type")]
 
 
 class DataConfig(Section):
@@ -218,7 +104,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        _divides(self.grad_accum, self.batch_size, "grad_accum", "batch_size")
+        divides(self.grad_accum, self.batch_size, "grad_accum", "batch_size")
         return self
 
 
@@ -261,10 +147,11 @@ class MeshConfig(Section):
 
 
 class SampleConfig(Section):
-    """The text written at the end of the run."""
+    """The text that the model writes at the end of the run, and on the way."""
 
     prompt: str = Field("def ", description="what the sample goes on from")
     tokens: Natural = Field(200, description="tokens to write; 0: no sample")
+    every: Natural = Field(0, description="steps between two samples; 0: at the end")
     temperature: Annotated[float, Field(ge=0)] = Field(0.8, description="0: the likeliest token")
     top_k: Natural = Field(50, description="choose among the k likeliest; 0: among all")
     seed: Natural = Field(0, description="seed of the choice")
@@ -307,13 +194,6 @@ class Config(Section):
     def to_yaml(self) -> str:
         """The complete, resolved configuration; `load` reads it back."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
-
-
-MODEL_CONFIGS: dict[str, type[_Model]] = {
-    "gpt2": GPT2Config,
-    "llama3": Llama3Config,
-    "vlstm": VLSTMConfig,
-}
 
 
 def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
@@ -380,10 +260,6 @@ def help_text() -> str:
         kind = "gpt2|llama3|vlstm" if key == "model.type" else _type_name(field.annotation)
         lines.append(f"  --{key} {kind}\n      {field.description}{only}{default}")
     return "\n".join(lines)
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -480,11 +356,6 @@ def _one_line(e: ValidationError) -> str:
 def _sentence(message: str) -> str:
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:] if message.startswith("Input") else message
-
-
-def _divides(part: int, whole: int, part_name: str, whole_name: str) -> None:
-    if whole % part:
-        raise ValueError(f"{whole_name}={whole} is not a multiple of {part_name}={part}")
 
 
 def _shown(field) -> str:

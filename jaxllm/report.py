@@ -4,46 +4,63 @@ The page is one HTML file without any link: it can be sent, and opened without a
 """
 
 import argparse
+import contextlib
 import html
 import io
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from statistics import median
 
+import yaml
+
 from jaxllm.errors import InputError
-from jaxllm.metrics import error_line, read_metrics
+from jaxllm.metrics import error_line, read_metrics, write_whole
 
 INK = "#010203"  # stands for the page's text colour until the picture is in the page
 COLORS = ("#2f7ed8", "#e07b39", "#3aa655", "#b0539f", "#8c6d46", "#d0a215", "#17a2a2", "#c0392b")
 POINTS = 1000  # of one curve
-CHARTS = (  # keys of metrics.jsonl, title, unit
-    (("loss", "val_loss"), "Loss", "nats per token; dots: validation"),
-    (("tokens_per_second",), "Throughput", "tokens/s"),
-    (("mfu",), "Model FLOPs utilisation", "share of the peak"),
-    (("lr",), "Learning rate", ""),
-    (("grad_norm",), "Gradient norm", "before clipping"),
+SAMPLES = 12  # texts of one run
+CHARTS = (  # key of metrics.jsonl, title, unit, whether it is noisy, whether it begins at 0
+    ("loss", "Loss", "nats per token; dots: validation", True, False),
+    ("grad_norm", "Gradient norm", "before clipping", True, False),
+    ("tokens_per_second", "Throughput", "tokens/s", True, True),
+    ("mfu", "Model FLOPs utilisation", "share of the peak", True, True),
+    ("lr", "Learning rate", "", False, True),
+    ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, True),
 )
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; }
+:root { color-scheme: light dark; --line: #8885; --soft: #8882; }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; }
 body { padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+h1 { font-size: 1.6rem; margin: 0 0 1rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .8rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1rem; }
-th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
-.charts { display: grid; gap: 1rem; }
-.charts { grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); }
-figure { margin: 0; } svg { width: 100%; height: auto; } figcaption { font-weight: 600; }
-pre { overflow-x: auto; padding: .8rem; border: 1px solid var(--line); white-space: pre-wrap; }
-.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .4em; }
+th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
+th, h1 + table td { white-space: nowrap; }
+.grid { display: grid; gap: 1.2rem; }
+.grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
+figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; }
+svg { height: auto; } summary { cursor: pointer; font-weight: 600; margin: 1rem 0 .5rem; }
+pre { margin: .3rem 0 0; padding: .8rem; border-radius: 6px; background: var(--soft); }
+pre { font-size: 13px; overflow: auto; max-height: 24rem; white-space: pre-wrap; }
+pre { overflow-wrap: anywhere; }
+.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
 """
+
+
+class Html(str):
+    """Text that is HTML already."""
 
 
 class Loaded:
     """What a run's directory tells; raises InputError if it holds no metrics."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, color: str = COLORS[0]):
         path = folder / "metrics.jsonl"
         try:
             self.rows = read_metrics(path)
@@ -52,18 +69,41 @@ class Loaded:
             raise InputError(f"{folder} is no run's directory: {e.strerror}: {e.filename}") from e
         if not self.rows:
             raise InputError(f"{path} holds no metrics yet")
-        self.name = folder.resolve().name
-        self.about = {}
+        self.name, self.color = folder.resolve().name, color
+        self.about, self.ops, self.versions = {}, [], {}
         if (folder / "run.json").exists():
             try:
-                self.about = dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
-            except (ValueError, TypeError) as e:
+                self.about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+                self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
+                self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
+            except (ValueError, TypeError, AttributeError, RecursionError) as e:
                 raise InputError(f"{folder / 'run.json'} is damaged: {e}") from e
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every row that has the key."""
         pairs = ((r["step"], r.get(key)) for r in self.rows)
-        return [(s, float(v)) for s, v in pairs if isinstance(v, int | float)]
+        return [(s, float(v)) for s, v in pairs if isinstance(v, int | float) and abs(v) < 1e30]
+
+    def samples(self) -> list[tuple[int, str]]:
+        """(step, text), at most SAMPLES of them, from the first to the last."""
+        found = [(r["step"], r["sample"]) for r in self.rows if isinstance(r.get("sample"), str)]
+        last = len(found) - 1
+        kept = {round(i * last / (SAMPLES - 1)) for i in range(SAMPLES)} if found else set()
+        return [found[i] for i in sorted(kept)]
+
+    def settings(self) -> dict[str, str]:
+        """{"section.key": value} of config.yaml."""
+        try:
+            sections = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return {}
+        sections = sections if isinstance(sections, dict) else {}
+        return {
+            f"{section}.{key}": str(value)
+            for section, values in sections.items()
+            if isinstance(values, dict)
+            for key, value in values.items()
+        }
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -78,24 +118,45 @@ def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return kept
 
 
-def chart(runs: list[Loaded], keys: tuple[str, ...], title: str, unit: str) -> str:
-    """An inline SVG of the runs' curves, or nothing if no run has the first key."""
+def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The median of the values around each point, a 25th of all; about 200 points."""
+    reach, every = max(1, len(points) // 50), max(1, len(points) // 200)
+    around = lambda i: [v for _, v in points[max(0, i - reach) : i + reach + 1]]
+    return [(points[i][0], median(around(i))) for i in range(0, len(points), every)]
+
+
+def chart(runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, zero: bool) -> str:
+    """An inline SVG of the runs' curves, or nothing if no run has the key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, PercentFormatter
 
-    if not any(run.points(keys[0]) for run in runs):
+    if not any(run.points(key) for run in runs):
         return ""
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
     with rc_context(ink | {"xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title}):
-        figure = Figure(figsize=(5, 3), layout="constrained")
+        figure = Figure(figsize=(5, 2.8), layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)
-        for run, color in zip(runs, COLORS * len(runs), strict=False):
-            for key, style in zip(keys, ("-", "o"), strict=False):
-                if points := thin(run.points(key)):
-                    axes.plot(*zip(*points, strict=True), style, color=color, lw=1, ms=4)
+        for run in runs:
+            points = run.points(key)
+            dots = run.points("val_loss") if key == "loss" else []
+            noise = noisy and len(points) > 50
+            if points:
+                faint = 0.3 if noise else 1
+                axes.plot(*zip(*thin(points), strict=True), color=run.color, lw=1, alpha=faint)
+            if noise:
+                axes.plot(*zip(*smooth(points), strict=True), color=run.color, lw=1.5)
+            if dots:
+                axes.plot(*zip(*thin(dots), strict=True), "o", color=run.color, ms=4)
+        if zero:  # single fast steps after a pause are not shown whole
+            highest = max(v for run in runs for _, v in smooth(run.points(key)))
+            axes.set_ylim(0, 1.15 * highest or 1)
         axes.set(xlabel="step", ylabel=unit)
+        forms = {"tokens_per_second": EngFormatter(sep=""), "mfu": PercentFormatter(1)}
+        axes.yaxis.set_major_formatter(forms.get(key, "{x:g}"))
+        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
@@ -107,92 +168,122 @@ def chart(runs: list[Loaded], keys: tuple[str, ...], title: str, unit: str) -> s
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """An HTML table; cells are text, but for those that begin with a tag of our own."""
-    cell = lambda x: x if str(x).startswith("<span") else html.escape(str(x))
+    """An HTML table; cells are text, but for those that are Html."""
+    cell = lambda x: x if isinstance(x, Html) else html.escape(str(x))
     line = lambda tag, cells: "".join(f"<{tag}>{cell(c)}</{tag}>" for c in cells)
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     return f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def summary(run: Loaded, color: str) -> list:
-    """The run's line in the first table."""
-    last = lambda key: run.points(key)[-1][1] if run.points(key) else None
-    text = lambda x, form: "" if x is None else format(x, form)
-    values = [v for _, v in run.points("val_loss")]
-    speeds = [v for _, v in run.points("tokens_per_second")]
-    dot = f'<span><i class="dot" style="background:{color}"></i>{html.escape(run.name)}</span>'
-    return [
-        dot,
-        run.rows[-1]["step"],
-        text(last("loss"), ".4f"),
-        text(min(values, default=None), ".4f"),
-        text(median(speeds) if speeds else None, ",.0f"),
-        text(last("mfu"), ".1%"),
-        text(run.about.get("peak_memory_gib"), ".1f") and f"{run.about['peak_memory_gib']:.1f} GiB",
-        run.about.get("device", ""),
-    ]
+def named(run: Loaded) -> Html:
+    """The run's name behind the colour of its curves."""
+    return Html(f'<i class="dot" style="background:{run.color}"></i>{html.escape(run.name)}')
+
+
+def summary(run: Loaded) -> dict[str, str]:
+    """The run's line in the first table, by the heads of its columns; "": not known."""
+
+    def number(key, form, choose=lambda values: values[-1]):
+        values = [v for _, v in run.points(key)]
+        return form.format(choose(values)) if values else ""
+
+    steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
+
+    return {
+        "run": named(run),
+        "model": str(run.about.get("model", "")),
+        "steps": f"{steps:,}",
+        "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
+        "loss": number("loss", "{:.4f}"),
+        "best validation": number("val_loss", "{:.4f}", min),
+        "tokens/s (median)": number("tokens_per_second", "{:,.0f}", median),
+        "MFU (median)": number("mfu", "{:.1%}", median),
+        "memory": number("peak_memory_gib", "{:.1f} GiB", max),
+        "updates skipped": number("skips", "{}", len),
+        "device": str(run.about.get("device", "")),
+        "started": str(run.about.get("started", "")),
+    }
+
+
+def differences(runs: list[Loaded]) -> str:
+    """A table of the settings in which the runs differ, or nothing."""
+    settings = [run.settings() for run in runs]
+    keys = dict.fromkeys(key for found in settings for key in found)
+    rows = [[key, *(found.get(key, "") for found in settings)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if not rows:
+        return ""
+    return "<h2>What differs</h2>" + table(["setting", *map(named, runs)], rows)
+
+
+def details(run: Loaded) -> str:
+    """What a page holds on one run alone."""
+    parts = [f"<h2>{named(run)}</h2>"]
+    if samples := run.samples():
+        parts.append("<h3>Samples over time</h3><div class=grid>")
+        for step, text in samples:
+            parts.append(f"<figure><figcaption>step {step:,}</figcaption>")
+            parts.append(f"<pre tabindex=0>{html.escape(text)}</pre></figure>")
+        parts.append("</div>")
+    if run.ops:
+        parts += ["<h3>How the ops ran</h3>", table(["op", "runs on", "why"], run.ops)]
+    if run.versions:
+        values = list(run.versions.values())
+        parts += ["<h3>Versions</h3>", table(list(run.versions), [values])]
+    config = html.escape(run.config)
+    parts.append(f"<details><summary>Configuration</summary><pre>{config}</pre></details>")
+    return "".join(parts)
 
 
 def page(runs: list[Loaded]) -> str:
     """The whole HTML page."""
-    head = [
-        "run",
-        "steps",
-        "loss",
-        "best validation",
-        "tokens/s (median)",
-        "MFU",
-        "memory",
-        "device",
-    ]
-    rows = [summary(run, color) for run, color in zip(runs, COLORS * len(runs), strict=False)]
-    parts = [
-        "<!doctype html><html lang=en><head><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{html.escape(', '.join(r.name for r in runs))}</title>"
-        f"<style>{STYLE}</style></head><body><h1>Training report</h1>",
-        table(head, rows),
-        "<h2>Curves</h2><div class=charts>",
-        *(chart(runs, *c) for c in CHARTS),
-        "</div>",
-    ]
-    for run in runs:
-        parts.append(f"<h2>{html.escape(run.name)}</h2>")
-        if versions := run.about.get("versions"):
-            parts.append(table(["package", "version"], [[k, v] for k, v in versions.items()]))
-        if ops := run.about.get("ops"):
-            parts.append(table(["op", "runs on", "why"], ops))
-        if sample := run.about.get("sample"):
-            parts.append(f"<h3>Sample</h3><pre>{html.escape(sample)}</pre>")
-        parts.append(
-            f"<details><summary>Configuration</summary><pre>{html.escape(run.config)}</pre></details>"
-        )
-    return "".join(parts) + "</body></html>\n"
+    rows = [summary(run) for run in runs]
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    title = html.escape(", ".join(run.name for run in runs))
+    return "".join(
+        [
+            "<!doctype html><html lang=en><head><meta charset=utf-8>"
+            "<meta name=viewport content='width=device-width, initial-scale=1'>"
+            f"<title>{title}</title><style>{STYLE}</style></head>"
+            "<body><h1>Training report</h1>",
+            table(head, [[row[name] for name in head] for row in rows]),
+            "<h2>Curves</h2><div class=grid>",
+            *(chart(runs, *of_chart) for of_chart in CHARTS),
+            "</div>",
+            differences(runs) if len(runs) > 1 else "",
+            *map(details, runs),
+            "</body></html>\n",
+        ]
+    )
 
 
-def describe(folder: Path, ops: list, sample: str | None) -> None:
-    """Writes run.json: device, versions, peak memory, how the ops ran, the sample of text."""
+def describe(folder: Path, model: str, tokens: int, ops: list) -> None:
+    """Writes run.json: the model, tokens of a step, device, versions, and how the ops ran."""
     import platform
     from importlib.metadata import version
 
     import jax
 
-    device = jax.local_devices()[0]
-    memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    path = folder / "run.json"
     about = {
-        "device": f"{jax.device_count()} x {device.device_kind}",
+        "model": model,
+        "tokens_per_step": tokens,
+        "device": f"{jax.device_count()} x {jax.local_devices()[0].device_kind}",
+        "started": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"python": platform.python_version()},
-        "peak_memory_gib": memory and memory / 2**30,
         "ops": [list(decision) for decision in ops],
-        "sample": sample,
     }
-    (folder / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a run that goes on
+        about["started"] = json.loads(path.read_text(encoding="utf-8"))["started"]
+    write_whole(path, json.dumps(about, indent=1).encode())
 
 
 def write(folders: list[Path], out: Path) -> None:
     """Writes the page about the runs in `folders`; raises InputError if one holds no run."""
-    out.write_text(page([Loaded(folder) for folder in folders]), encoding="utf-8")
+    colors = COLORS * len(folders)
+    runs = [Loaded(folder, color) for folder, color in zip(folders, colors, strict=False)]
+    write_whole(out, page(runs).encode())
 
 
 def main(argv: list[str] | None = None) -> int:

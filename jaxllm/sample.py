@@ -1,14 +1,16 @@
 """Text from a model: the prompts in one forward pass, then one position for each further token."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxllm.config import ModelConfig, SampleConfig
+from jaxllm.config import ModelConfig, SampleConfig, round_up
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
 from jaxllm.layers.cache import Cache
@@ -16,6 +18,9 @@ from jaxllm.models import create
 from jaxllm.models.language_model import add_norm
 from jaxllm.pretrained import RunWeights, load_params, open_weights
 from jaxllm.sharding import constrain, shardings
+
+BLOCK = 8  # tokens that are made in one call of the device
+WIDTHS = 64  # prompts and caches are filled up to multiples of it: few shapes, few compilations
 
 
 def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
@@ -89,48 +94,94 @@ def stream(
 ) -> Iterator[np.ndarray]:
     """Yields config.tokens times the next token of every row, (B,) int32.
 
-    prompts: at least one id each, of any lengths.  Two programs are compiled: one takes the
-    prompts in, one makes every further token.  The devices are one token ahead of the caller.
+    prompts: at least one id each, of any lengths.  The first token comes from the pass over the
+    prompts; the further ones come BLOCK at a time, the devices one such block ahead.
     """
     if config.tokens == 0:
         return
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    model = nnx.eval_shape(lambda: nnx.merge(graph, params))
+    longest = max(map(len, prompts))
+    width = round_up(longest, WIDTHS)
+    if (most := most_tokens(model.config)) is not None:
+        width = max(longest, min(width, most))
+    blocks = -(-(config.tokens - 1) // BLOCK)
+    programs = _programs(
+        graph, round_up(width + blocks * BLOCK, WIDTHS), config.temperature, config.top_k, top_p
+    )
+    tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    size = tokens.shape[1] + config.tokens
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    key = jax.random.key(config.seed)
+    token, arrays = programs.first(params, tokens, lengths, key)
+    waiting, left = token[None], config.tokens
+    for block in range(blocks):
+        ready, number = waiting, jnp.int32(1 + block * BLOCK)
+        waiting, token, arrays = programs.further(
+            params, token, arrays, number, lengths, width, key
+        )
+        yield from np.asarray(ready)
+        left -= len(ready)
+    yield from np.asarray(waiting)[:left]
 
-    def advance(params, tokens, lengths, arrays, number):
-        """Tokens (B, T) in; (the token after each row, arrays of the caches) out."""
-        model = nnx.merge(graph, params)
-        caches = [Cache(lengths, size, kept) for kept in arrays or [None] * len(model.blocks)]
-        positions = None if arrays is None else lengths[:, None] - 1
+
+class _Programs(NamedTuple):
+    first: Callable
+    further: Callable
+
+
+@lru_cache(maxsize=16)
+def _programs(
+    graph: nnx.GraphDef, size: int, temperature: float, top_k: int, top_p: float
+) -> _Programs:
+    """The jitted pass over the prompts, and BLOCK further tokens; size: places of the caches.
+
+    One loop on the device rather than a call for each token: what the loop does not change, above
+    all the weights cast to the compute dtype, is made once a block, and Python waits less often.
+    """
+
+    def advance(model, tokens, positions, caches):
         branch, residual = None, model.embedding(tokens, positions)
         for block, cache in zip(model.blocks, caches, strict=True):
             branch, residual = block(branch, residual, positions, None, cache)
-        hidden = add_norm(model.norm, branch, residual)[0]
-        if arrays is None:
-            hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-        logits = model.logits(hidden)[:, 0, : model.config.vocab_size].astype(jnp.float32)
-        key = jax.random.fold_in(jax.random.key(config.seed), number)
-        keys = jax.random.split(key, len(prompts))
-        pick = lambda z, key: choose(z, key, config.temperature, config.top_k, top_p)
-        token = constrain(jax.vmap(pick)(logits, keys))  # whole on every device: any host reads it
-        return token, [cache.arrays for cache in caches]
+        return add_norm(model.norm, branch, residual)[0]
 
-    def further(params, token, lengths, arrays, number):
-        token, arrays = advance(params, token[:, None], lengths, arrays, number)
-        return token, lengths + 1, arrays, number + 1
+    def pick(model, hidden, key, number):
+        """The tokens (B,) that follow `hidden` (B, 1, C)."""
+        logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
+        keys = jax.random.split(jax.random.fold_in(key, number), len(logits))
+        token = jax.vmap(lambda z, key: choose(z, key, temperature, top_k, top_p))(logits, keys)
+        return constrain(token)  # whole on every device: any host reads it
 
-    first = jax.jit(advance, static_argnums=3)
-    token, arrays = first(params, tokens, lengths, None, jnp.int32(0))
-    state = token, jnp.asarray(lengths + 1), arrays, jnp.int32(1)
-    program = jax.jit(further, donate_argnums=3)
-    for _ in range(config.tokens - 1):
-        waiting = state[0]
-        state = program(params, *state)
-        yield np.asarray(waiting)
-    yield np.asarray(state[0])
+    @jax.jit
+    def first(params, tokens, lengths, key):
+        model = nnx.merge(graph, params)
+        inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        caches = [Cache(inside, size) for _ in model.blocks]
+        hidden = advance(model, tokens, None, caches)
+        hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+        return pick(model, hidden, key, 0), [cache.arrays for cache in caches]
+
+    @partial(jax.jit, donate_argnames="arrays")
+    def further(params, token, arrays, number, lengths, width, key):
+        """number: tokens that were picked before; width: of the prompts' array."""
+        model = nnx.merge(graph, params)
+        places = jnp.arange(size)
+
+        def step(carry, number):
+            token, arrays = carry
+            place = width + number - 1
+            inside = (places < lengths[:, None]) | ((places >= width) & (places <= place))
+            caches = [Cache(inside, size, place, kept) for kept in arrays]
+            positions = (lengths + number - 1)[:, None]
+            token = pick(model, advance(model, token[:, None], positions, caches), key, number)
+            return (token, [cache.arrays for cache in caches]), token
+
+        numbers = number + jnp.arange(BLOCK)
+        (token, arrays), tokens = jax.lax.scan(step, (token, arrays), numbers)
+        return tokens, token, arrays
+
+    return _Programs(first, further)
 
 
 def choose(

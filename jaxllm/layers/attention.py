@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -90,14 +91,11 @@ class Attention(nnx.Module):
 
     def _attend_to_cache(self, q, k, v, cache):
         """One query a row, (B, 1, H, D); its key and value take their place in the cache."""
-        place, lengths = jnp.arange(cache.size), cache.lengths[:, None]
-        # `where` and not a scatter, which deterministic XLA unrolls into a loop.
-        here = (place == lengths - 1)[..., None, None]
-        keys, values = (
-            jnp.where(here, new, kept) for new, kept in zip((k, v), cache.arrays, strict=True)
+        keys, values = cache.arrays = tuple(
+            jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), cache.place, axis=1)
+            for kept, new in zip(cache.arrays, (k, v), strict=True)
         )
-        cache.arrays = keys, values
-        # Keys past a row's length are of another segment.  A single query leaves tensor cores idle
+        # Places without a token are of another segment.  A single query leaves tensor cores idle
         # and only reads the cache: no work for the kernel.
         op = per_device(
             lambda q, k, v, mine, theirs: attention(
@@ -106,5 +104,5 @@ class Attention(nnx.Module):
             in_specs=(HEADS, HEADS, HEADS, P(BATCH, None), P(BATCH, None)),
             out_specs=HEADS,
         )
-        seen = (place < lengths).astype(jnp.int32)
-        return op(q, keys, values, jnp.ones_like(lengths), seen)
+        inside = cache.inside.astype(jnp.int32)
+        return op(q, keys, values, jnp.ones_like(inside[:, :1]), inside)

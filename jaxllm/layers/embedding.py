@@ -57,18 +57,20 @@ class Embedding(nnx.Module):
                     f"T={tokens.shape[1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
                 )
             if positions is not None and positions.ndim == 2:
-                wpe, per_sequence = None, wpe[positions].astype(self.dtype)
+                wpe, per_sequence = None, wpe[positions]
             elif positions is not None:
                 wpe = wpe[positions]
         # Each device looks up its own tokens in the whole table; the gradient is summed over all.
+        dtype = self.dtype if per_sequence is None else jnp.float32  # rounded once, after the sum
         op = per_device(
-            partial(encoder, dtype=self.dtype, backend=self.backend),
+            partial(encoder, dtype=dtype, backend=self.backend),
             in_specs=(P(BATCH, None), P(), P()),
             out_specs=P(BATCH, None, None),
         )
         y = op(tokens, self.wte[...], wpe)
-        return y if per_sequence is None else y + per_sequence
+        return y if per_sequence is None else (y + per_sequence).astype(self.dtype)
 
-    def logits(self, x: Float[Array, "... C"]) -> Float[Array, "... V"]:
-        """x wte^T: the tied head."""
-        return x @ constrain(self.wte[...].astype(x.dtype), "tensor", None).T
+    def logits(self, x: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
+        """x wte^T: the tied head; dtype: of the result, None: of x."""
+        weight = constrain(self.wte[...].astype(x.dtype), "tensor", None)
+        return jnp.matmul(x, weight.T, preferred_element_type=dtype or x.dtype)

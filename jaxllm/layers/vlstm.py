@@ -97,7 +97,7 @@ class VLSTMLayer(nnx.Module):
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:
             # Past its row's end a token lets nothing in and nothing fade.
-            inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
+            inside = cache.inside[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
             mix = partial(self._mix, segment_ids=None, return_state=True)
             op = per_device(mix, sequences, (HEADS, STATE))

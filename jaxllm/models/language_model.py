@@ -92,9 +92,13 @@ class LanguageModel(nnx.Module):
             )
         return add_norm(self.norm, branch, residual)[0]
 
-    def logits(self, hidden: Float[Array, "... C"]) -> Float[Array, "... V"]:
-        """Logits of the padded vocabulary; columns past config.vocab_size mean nothing."""
-        z = self.embedding.logits(hidden) if self.head is None else self.head(hidden)
+    def logits(self, hidden: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
+        """Logits of the padded vocabulary; columns past config.vocab_size mean nothing.
+
+        dtype: of the logits, None: that of `hidden`; in bf16 many of them are equal.
+        """
+        head = self.embedding.logits if self.head is None else self.head
+        z = head(hidden, dtype)
         return z if self.logit_soft_cap is None else soft_cap(z, self.logit_soft_cap)
 
     def __call__(self, tokens: Int[Array, "B T"], **options) -> Float[Array, "B T V"]:

@@ -401,8 +401,6 @@ def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, ca
         assert said in capsys.readouterr().err
         assert not out.exists()
     # A folder of the converter holds no moments and no place in the data: nothing to resume.
-    converted = train.Run.__new__(train.Run)
-    converted.out_dir = tmp_path / "ours"
-    converted.checkpoints = Checkpoints(converted.out_dir / "checkpoints", 1)
+    converted = Checkpoints(tmp_path / "ours" / "checkpoints", 1)
     with pytest.raises(InputError, match="init_from"):
-        converted._position()
+        converted.samples(0, 60, "")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxllm import cli
+from jaxllm import cli, report
 from jaxllm.config import CONFIG_DIR, Config, load
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
@@ -132,6 +132,32 @@ def test_metrics_files(content):
         path = Path(folder) / "metrics.jsonl"
         path.write_bytes(content)
         assert all(isinstance(row["step"], int) for row in read_metrics(path))
+
+
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+known = st.sampled_from(["loss", "val_loss", "lr", "sample", "skips", "peak_memory_gib"])
+
+
+@bounded
+@given(
+    rows=st.lists(st.dictionaries(known, anything), max_size=5),
+    step=st.integers(),
+    about=anything
+    | st.dictionaries(st.sampled_from(["model", "tokens_per_step", "versions", "ops"]), anything),
+    config=st.text(max_size=20) | anything.map(json.dumps),
+)
+def test_reports(rows, step, about, config):
+    with tempfile.TemporaryDirectory() as folder:
+        run, lines = Path(folder), [json.dumps(row | {"step": step}) for row in rows]
+        (run / "metrics.jsonl").write_text("\n".join(lines))
+        (run / "config.yaml").write_text(config, encoding="utf-8", errors="replace")
+        (run / "run.json").write_text(json.dumps(about))
+        with contextlib.suppress(InputError):
+            report.write([run, run], run / "x.html")
 
 
 def test_the_strategies_reach_what_is_right():

@@ -1,21 +1,37 @@
 import json
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
+from browser import CHROMIUM, Browser
 
 from jaxllm import report
 
+SAMPLE = "def f(): <b>"
+ABOUT = {
+    "model": "llama3, 5,046,528 parameters",
+    "tokens_per_step": 2048,
+    "device": "2 x H100",
+    "started": "2026-11-21 07:40",
+    "versions": {"jax": "0.12"},
+    "ops": [["attention", "mosaic", "every requirement of the kernel is met " * 4]],
+}
 
-def a_run(folder, steps, slope=0.01):
+
+def a_run(folder, steps, slope=0.01, samples=3):
     folder.mkdir()
     rows = [
         {"step": i, "loss": 5 - slope * i, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 100.0}
+        | ({"skips": 1} if i == 7 else {})
+        | {"peak_memory_gib": 40.5}
         for i in range(1, steps + 1)
     ]
     rows += [{"step": steps, "val_loss": 3.25}]
+    rows += [{"step": i, "sample": f"{SAMPLE}{i}{'x' * 200}"} for i in range(samples)]
     text = "".join(json.dumps(r) + "\n" for r in rows) + '{"step": 9, "lo'  # killed while writing
     (folder / "metrics.jsonl").write_text(text)
-    (folder / "config.yaml").write_text("model:\n  type: <gpt2>\n")
+    (folder / "config.yaml").write_text(f"model:\n  type: <gpt2>\ntrain:\n  steps: {steps}\n")
+    (folder / "run.json").write_text(json.dumps(ABOUT))
     return folder
 
 
@@ -37,17 +53,17 @@ class Page(HTMLParser):
 
 def test_a_page_needs_nothing_but_itself(tmp_path, capsys):
     run = a_run(tmp_path / "one", 20)
-    sample = "def f(): <b>"
-    about = {"device": "2 x H100", "ops": [["attention", "mosaic", "ok"]], "sample": sample}
-    (run / "run.json").write_text(json.dumps(about))
     assert report.main([str(run)]) == 0
     text = (run / "report.html").read_text()
     page = Page(text)
     assert all(link.startswith("#") for link in page.links)  # within the page
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert page.tags.count("svg") == 4  # loss, throughput, learning rate, gradient norm; no MFU
-    for word in ("4.8000", "3.2500", "2 x H100", "attention", sample, "type: <gpt2>"):
+    assert page.tags.count("svg") == 5  # all but MFU, which no row has
+    for word in ("4.8000", "3.2500", "40.5 GiB", "40,960", SAMPLE, "type: <gpt2>", "updates skip"):
         assert word in page.text, word
+    for word in (ABOUT["model"], ABOUT["device"], ABOUT["started"], "attention", "0.12"):
+        assert word in page.text, word
+    assert "MFU" not in page.text
     assert report.INK not in text
 
 
@@ -55,19 +71,22 @@ def test_runs_lie_over_one_another(tmp_path, capsys):
     runs = [a_run(tmp_path / "one", 20), a_run(tmp_path / "two", 30, slope=0.02)]
     assert report.main([*map(str, runs), "--out", str(tmp_path / "x.html")]) == 0
     page = Page((tmp_path / "x.html").read_text())
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5
     assert "one" in page.text
-    assert "two" in page.text
+    assert "What differssettingonetwotrain.steps2030two"[:-3] in page.text  # and nothing else
 
 
 def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
-    run = a_run(tmp_path / "long", 20_000, slope=1e-5)
-    points = report.Loaded(run).points("loss")
+    run = a_run(tmp_path / "long", 20_000, slope=1e-5, samples=100)
+    loaded = report.Loaded(run)
+    points = loaded.points("loss")
     points[777] = (778, 99.0)
     kept = report.thin(points)
     assert len(kept) <= report.POINTS
     assert (778, 99.0) in kept
     assert kept == sorted(kept)
+    steps = [step for step, _ in loaded.samples()]
+    assert (steps[0], steps[-1], len(steps)) == (0, 99, report.SAMPLES)
     report.write([run], tmp_path / "x.html")
     assert (tmp_path / "x.html").stat().st_size < 1_000_000
 
@@ -87,3 +106,46 @@ def test_what_is_no_run_is_one_line(tmp_path, files, message, capsys):
     assert report.main([str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium here (Debian: apt-get install chromium)")
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_browser_shows_it_light_and_dark_wide_and_narrow(browser, tmp_path, runs):
+    folders = [a_run(tmp_path / f"run_{i}", 200, slope=0.01 * (i + 1)) for i in range(runs)]
+    report.write(folders, tmp_path / "x.html")
+    for dark, width in ((False, 1200), (True, 1200), (False, 390), (True, 390)):
+        browser.open(tmp_path / "x.html", width=width, dark=dark)
+        shown, _ = browser.picture()
+        assert browser.complaints() == []
+        assert browser.ask("document.documentElement.scrollWidth") == width  # only tables scroll
+        assert browser.ask("document.querySelectorAll('svg').length") == 5
+        paper = shown[2, 2]
+        assert (paper.max() < 0.2) if dark else (paper.min() > 0.9)
+        box = browser.ask(
+            "(r => [r.top, r.bottom, r.left, r.right].join())"
+            "(document.querySelector('svg').getBoundingClientRect())"
+        )
+        top, bottom, left, right = (int(float(x)) for x in box.split(","))
+        assert right - left > 0.3 * width
+        for part in (shown, shown[top:bottom, left:right]):  # the page; its first chart
+            ink = (np.abs(part - (1 - paper)).max(-1) < 0.2).mean()
+            assert 0.001 < ink < 0.3, (dark, width)
+        for color in report.COLORS[:runs]:
+            rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+            assert (np.abs(shown[top:bottom] - rgb).max(-1) < 0.1).sum() > 100, color
+
+
+def test_the_browser_tells_what_is_wrong_with_a_page(browser, tmp_path):
+    page = tmp_path / "x.html"
+    page.write_text('<img src="http://localhost/x.png"><script>console.log("oh"); no()</script>')
+    browser.open(page, width=400, dark=False)
+    told = "\n".join(browser.complaints())
+    for word in ("request: http://localhost/x.png", '"oh"', "ReferenceError"):
+        assert word in told

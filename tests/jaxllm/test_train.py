@@ -44,7 +44,7 @@ TINY = {
         "checkpoint_every": 5,
     },
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
-    "sample": {"prompt": "the ", "tokens": 8},
+    "sample": {"prompt": "the ", "tokens": 8, "every": 30},
 }
 
 
@@ -107,6 +107,11 @@ def losses(out_dir):
     return {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl") if "loss" in r}
 
 
+def texts(out_dir):
+    rows = read_metrics(out_dir / "metrics.jsonl")
+    return [(r["step"], r["sample"]) for r in rows if "sample" in r]
+
+
 def final_state(out_dir):
     config = configs.load(str(out_dir / "config.yaml"))
     trainer = Trainer(config, make_mesh(config.mesh))
@@ -123,19 +128,24 @@ def test_a_run_leaves_everything_it_promises(straight):
     evaluations = {r["step"]: r["val_loss"] for r in rows if "val_loss" in r}
     assert list(evaluations) == [20, 40, 60]
     assert evaluations[60] < 0.8 * steps[0]["loss"]
+    samples = {r["step"]: r["sample"] for r in rows if "sample" in r}
+    assert list(samples) == [30, 60]
+    assert all(text.startswith("the ") and len(text) > 8 for text in samples.values())
     assert (out_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((out_dir / "tensorboard").glob("events*"))
     report = (out_dir / "report.html").read_text()
-    for promised in ("attention", "Loss", "1 x cpu" if jax.default_backend() == "cpu" else "1 x"):
+    device = "1 x cpu" if jax.default_backend() == "cpu" else "1 x"
+    for promised in ("attention", "Loss", device, "step 30</figcaption>", "step 60</figcaption>"):
         assert promised in report
     assert configs.load(str(out_dir / "config.yaml")).train.steps == STEPS
     for promised in ("parameters", "tokens", "mesh", "attention", "rms_norm", "sample:\nthe "):
         assert promised in done.stdout
 
 
-def test_the_train_step_is_compiled_once(straight):
-    compiled = [x for x in straight[1].stderr.splitlines() if "Compiling jit(_train_step)" in x]
-    assert len(compiled) == 1
+def test_every_program_is_compiled_once(straight):
+    lines = straight[1].stderr.splitlines()
+    for program in ("_train_step", "_loss_sum", "first", "further"):
+        assert len([x for x in lines if f"Compiling jit({program})" in x]) == 1, program
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(straight):
@@ -156,6 +166,7 @@ def test_killed_and_stopped_runs_go_on_bit_for_bit(tiny, straight, tmp_path):
     done = run(tiny, out_dir, "--resume")
     assert done.returncode == 0, done.stderr
     assert losses(out_dir) == losses(straight[0])
+    assert texts(out_dir) == texts(straight[0])
     for mine, theirs in zip(
         jax.tree.leaves(final_state(out_dir)),
         jax.tree.leaves(final_state(straight[0])),
