@@ -112,6 +112,22 @@ def why_not(q, k, positions) -> str | None:
     return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
 
 
+def rotate_in_place(x, heads: int, positions, theta, scaling, *, backward=False):
+    """x (B, T, P, D) with its first heads rotated (layout "half"), backward by the negative angles.
+
+    Inside a program in which x is not used again nothing is copied.
+    """
+    return _rotate("half", theta, scaling, (x,), positions, backward=backward, in_place=heads)[0]
+
+
+def why_not_in_place(x, positions) -> str | None:
+    """Why `rotate_in_place` cannot take this call, or None."""
+    n, rows = x.shape[0] * x.shape[1], _tile(x.shape[3] // 2, x.dtype.itemsize, False).rows
+    if n % rows:
+        return f"{n} positions are no multiple of {rows}"
+    return why_not(x, x, positions)
+
+
 def _check(q, k, positions, layout):
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:

@@ -8,6 +8,7 @@ P again from it (Dao et al. 2022, "FlashAttention").
 
 The kernels are in forward_sm90.py and backward_sm90.py; this file has the op, its jnp reference,
 what ties the two directions together, and cuDNN as the stand-in where the kernels cannot run.
+qkv.py has the op for q, k and v in one array.
 """
 
 import functools
@@ -70,7 +71,7 @@ def attention(
         window = None  # every key is in it
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
-    call = _Call((t, s), causal, _scale(scale, q), forward_sm90.sm_count(), window, softcap)
+    call = Call((t, s), causal, scale_of(scale, q), forward_sm90.sm_count(), window, softcap)
     # TMA copies into wgmma's layout move groups of 8 rows, and the kernels have four widths: other
     # lengths and head dimensions cost padded copies.
     padded = (_pad(x) for x in (q, k, v))
@@ -87,7 +88,7 @@ def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, 
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype"
     if q.shape[-1] > WIDTHS[-1]:
         return f"the head dimension D={q.shape[-1]} is over {WIDTHS[-1]}"
-    if _scale(scale, q) <= 0:
+    if scale_of(scale, q) <= 0:
         return f"scale={scale} is not positive"
     return mosaic.empty(q=q, k=k)
 
@@ -118,7 +119,7 @@ def _cudnn(q, k, v, causal, scale, window):
         q,
         k,
         v,
-        scale=_scale(scale, q),
+        scale=scale_of(scale, q),
         is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
@@ -141,7 +142,7 @@ def _check(q, k, v, causal, window, softcap):
         raise ValueError(f"softcap={softcap} must be positive")
 
 
-def _scale(scale, q) -> float:
+def scale_of(scale, q) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
@@ -178,7 +179,7 @@ def attention_reference(
     if segment_ids is not None:
         q_seg, k_seg = _pair(segment_ids, t, s)
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
-    out, lse = _reference(q, k, v, mask[:, None, None], _scale(scale, q), softcap)
+    out, lse = _reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
     return (out, lse) if return_lse else out
 
 
@@ -242,7 +243,7 @@ _reference.defvjp(_reference_forward, _reference_backward)
 # ---- the kernels' two directions -------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What is static in a call of the kernels."""
 
     lengths: tuple[int, int]  # T and S without padding
