@@ -134,10 +134,16 @@ def _check(q, k, positions, layout):
         raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
     if d % 2:
         raise ValueError(f"D={d} is odd; RoPE rotates pairs")
-    if positions.shape not in ((t,), (b, t)):
-        raise ValueError(f"positions {positions.shape} are neither ({t},) nor ({b}, {t})")
+    check_positions(q, positions)
     if layout not in ("half", "interleaved"):
         raise ValueError(f"layout={layout!r} is not one of half, interleaved")
+
+
+def check_positions(x, positions):
+    """Raises ValueError unless there is one position for each of x's rows, (B, T) or (T,)."""
+    b, t = x.shape[:2]
+    if positions.shape not in ((t,), (b, t)):
+        raise ValueError(f"positions {positions.shape} are neither ({t},) nor ({b}, {t})")
 
 
 class _Tile(NamedTuple):

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, Linear
+from jaxllm.layers.linear import ROWS, Linear, copies
 from jaxllm.layers.norm import HEADS, HeadLayerNorm
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import vlstm, vlstm_step
@@ -65,9 +65,16 @@ class VLSTMLayer(nnx.Module):
         cache: in generation, what is kept from token to token.
         """
         B, T, C = x.shape
-        q, k, v = (w(x).reshape(B, T, self.n_heads, -1) for w in (self.q, self.k, self.v))
+        *xs, x_i, x_f, x_o = copies(x, 6)
+        q, k, v = (
+            w(x).reshape(B, T, self.n_heads, -1)
+            for w, x in zip((self.q, self.k, self.v), xs, strict=True)
+        )
         # float32: in bf16 a forget gate of 6 is known to 0.03 only, and its error adds up over T.
-        i, f = (soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f))
+        i, f = (
+            soft_cap(w(x, jnp.float32), self.gate_soft_cap)
+            for w, x in ((self.i, x_i), (self.f, x_f))
+        )
         if cache is None:
             h = per_device(
                 self._mix,
@@ -77,7 +84,7 @@ class VLSTMLayer(nnx.Module):
         else:
             h = self._mix_with_state(q, k, v, i, f, cache)
         h = self.norm(h).reshape(B, T, C)
-        return self.out(jax.nn.sigmoid(self.o(x)) * h)
+        return self.out(jax.nn.sigmoid(self.o(x_o)) * h)
 
     def _mix(self, q, k, v, i, f, segment_ids, return_state=False):
         return vlstm(

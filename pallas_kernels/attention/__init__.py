@@ -56,7 +56,7 @@ def attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     backend="mosaic" with what the kernel lacks.
     """
-    _check(q, k, v, causal, window, softcap)
+    check(q, k, v, causal, window, softcap)
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
@@ -126,7 +126,8 @@ def _cudnn(q, k, v, causal, scale, window):
     )
 
 
-def _check(q, k, v, causal, window, softcap):
+def check(q, k, v, causal, window, softcap):
+    """Raises ValueError for shapes or options that contradict each other."""
     (b, t, h, d), (bk, s, kv, dk) = q.shape, k.shape
     if k.shape != v.shape:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")

@@ -132,7 +132,7 @@ def heads_of(q, k, heads: Heads | None) -> tuple[int, int, int, int]:
     """(H, K, first head of k, first head of v)."""
     if heads is None:
         return q.shape[2], k.shape[2], 0, 0
-    return *heads, heads.q, heads.q + heads.kv
+    return heads.q, heads.kv, heads.q, heads.q + heads.kv
 
 
 STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "heads", "tile")

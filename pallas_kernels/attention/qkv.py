@@ -10,14 +10,23 @@ RoPE turns q and k where they lie, and both backward kernels write into one grad
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend as _backend
-from pallas_kernels.attention import WIDTHS, Call, attention, backward_sm90, forward_sm90, scale_of
+from pallas_kernels.attention import (
+    WIDTHS,
+    Call,
+    attention,
+    backward_sm90,
+    check,
+    forward_sm90,
+    scale_of,
+)
 from pallas_kernels.attention import why_not as _attention_why_not
 from pallas_kernels.attention.forward_sm90 import Heads
-from pallas_kernels.rope import RopeScaling, rope, rotate_in_place
+from pallas_kernels.rope import RopeScaling, check_positions, rope, rotate_in_place
 from pallas_kernels.rope import why_not_in_place as _rope_why_not
 
 
@@ -37,7 +46,7 @@ def attention_qkv(
     """Causal attention of a sequence to itself, in qkv's dtype.
 
     qkv: P = H + 2 K heads: n_heads = H of q, then K of k, then K of v.
-    theta: base of RoPE on q and k (layout "half") at `positions`; None: no rotation.
+    theta: base of RoPE on q and k (layout "half") at `positions` (None: 0 ... T-1); None: no RoPE.
     scaling: as in `rope`; scale, window, segment_ids, softcap: as in `attention`.
     Raises ValueError for heads that do not add up, and what `rope` and `attention` raise.
     """
@@ -46,17 +55,21 @@ def attention_qkv(
         raise ValueError(
             f"qkv has {qkv.shape[2]} heads: not n_heads={n_heads} and twice a divisor of it"
         )
-    heads, options = Heads(n_heads, n_kv), dict(scale=scale, window=window, softcap=softcap)
+    t, heads = qkv.shape[1], Heads(n_heads, n_kv)
+    options = dict(scale=scale, window=window, softcap=softcap)
+    positions = jnp.arange(t) if positions is None else positions
     runs = backend == "mosaic" or (backend == "auto" and not _backend.device_lacks("sm_90a"))
     if not runs or _why_apart(qkv, positions if theta else None, **options):
         q, k, v = (qkv[:, :, i:j] for i, j in ((0, -2 * n_kv), (-2 * n_kv, -n_kv), (-n_kv, None)))
         if theta is not None:
             q, k = rope(q, k, positions, theta=theta, scaling=scaling, backend=backend)
+        # pyrefly: ignore[bad-return]
         return attention(q, k, v, segment_ids=segment_ids, **options, backend=backend)
+    check(qkv, qkv, qkv, True, window, softcap)
     if theta is not None:
+        check_positions(qkv, positions)
         _backend.use_kernel("rope", backend, None)
     _backend.use_kernel("attention", backend, None, "sm_90a")
-    t = qkv.shape[1]
     window = None if window is not None and window >= t else window
     call = Call((t, t), True, scale_of(scale, qkv), forward_sm90.sm_count(), window, softcap)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
