@@ -5,9 +5,11 @@ Reads the configuration, builds data, model and the compiled step, loops, logs a
 
 import contextlib
 import logging
+import shutil
 import signal
 import sys
 import time
+from math import isfinite
 from pathlib import Path
 
 from jaxllm import cli
@@ -93,7 +95,10 @@ class Run:
         else:
             self.state = self.trainer.init()
         self._compile()
-        self.log = self._open_log()
+        try:
+            self.log = self._open_log()
+        except OSError as e:
+            raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
     def loop(self, stop: StopSignals) -> int:
         """Trains to the last step; returns the exit status."""
@@ -145,7 +150,7 @@ class Run:
             self._finish()
             self.log.say(f"done: {self.out_dir}")
             return 0
-        except Exception:
+        except RunError:
             with contextlib.suppress(RunError):
                 self.checkpoints.close()  # what is on its way to the disk arrives there
             raise
@@ -179,7 +184,10 @@ class Run:
         if jax.default_backend() == "gpu":
             # A resumed process has to run the very program of the first: XLA picks its matmuls by
             # timing them, so another compilation may pick others and differ in the last bit.
-            jax.config.update("jax_compilation_cache_dir", str(self.out_dir.resolve() / "compiled"))
+            compiled = self.out_dir.resolve() / "compiled"
+            if self.start == 0 and self.rank == 0:  # killed while it wrote, it left half a program
+                shutil.rmtree(compiled, ignore_errors=True)
+            jax.config.update("jax_compilation_cache_dir", str(compiled))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         clock = time.perf_counter()
         try:
@@ -234,35 +242,40 @@ class Run:
         with memory_errors(self.config):
             values = {k: float(v) for k, v in metrics.items()}
         now = time.perf_counter()
-        skips = int(values["skips"])
+        loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
         if skips or self._due(step, self.config.train.log_every):
-            loss, lr, norm = values["loss"], values["lr"], values["grad_norm"]
-            self.log.train(step, loss, lr, norm, now - began, skips)
+            self.log.train(step, loss, lr, norm, now - began, int(skips))
         if skips:
             self.log.say(
-                f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}:"
-                f" update skipped ({skips} in a row)"
+                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: update skipped"
+                f" ({skips:.0f} in a row)"
             )
-            if skips >= self.config.train.max_skips:
-                raise RunError(self._why_skipped(step, skips))
+        if skips >= self.config.train.max_skips:
+            raise RunError(self._why_skipped(step, isfinite(loss) and isfinite(norm)))
         return now
 
-    def _why_skipped(self, step: int, skips: int) -> str:
-        """One line on the step, its data and the first layer that is not finite."""
+    def _why_skipped(self, step: int, finite: bool) -> str:
+        """One line on the step, its data, and the first layer that is not finite if it was that."""
+        train, sample = self.config.train, self._samples_at(step - 1)
+        samples = f"{sample} to {sample + train.batch_size - 1}"
+        text = (
+            f"{train.max_skips} updates in a row were skipped (train.max_skips), up to step {step}"
+            f" on the samples {samples};"
+        )
+        if finite:
+            return f"{text} its loss is a spike; raise train.skip_spikes={train.skip_spikes}"
         import jax
 
         from jaxllm.guard import first_not_finite
 
-        sample, size = self._samples_at(step - 1), self.config.train.batch_size
-        batches = self.dataset.train_batches(size, self.rank, self.world, start_sample=sample)
+        batches = self.dataset.train_batches(train.batch_size, self.rank, self.world, sample)
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
             layer = first_not_finite(self.trainer.graph, self.state.params, **batch)
         return (
-            f"{skips} updates in a row were skipped (train.max_skips), up to step {step} on the"
-            f" samples {sample} to {sample + size - 1}; first not finite: {layer}; lower"
-            " optimizer.learning_rate, or resume from an older checkpoint"
+            f"{text} first not finite: {layer}; lower optimizer.learning_rate, or resume from an"
+            " older checkpoint"
         )
 
     def _samples_at(self, step: int) -> int:

@@ -7,6 +7,7 @@ position, validation loss, versions.
 
 import contextlib
 import logging
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ class Checkpoints:
     """The checkpoints of one run, in `directory`."""
 
     def __init__(self, directory: Path, keep: int):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+        # Orbax tells every file that it touches; its tasks what failed, each with a traceback.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self.directory = directory.resolve()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
@@ -45,14 +48,26 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=policy, cleanup_tmp_directories=True
+                    preservation_policy=policy,
+                    cleanup_tmp_directories=True,
+                    # Without it the metrics would not be written: a resumed run would not know
+                    # which checkpoint is the best, and delete it.
+                    best_fn=lambda m: m["val_loss"],
+                    best_mode="min",
                 ),
             )
         return self._manager
 
     def newest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None."""
-        return self.manager.latest_step() if self.directory.is_dir() else None
+        """Step of the newest complete checkpoint, or None; raises InputError if one is damaged."""
+        if not self.directory.is_dir():
+            return None
+        try:
+            return self.manager.latest_step()
+        except Exception as e:
+            raise InputError(
+                f"a checkpoint in {self.directory} is damaged ({_short(e)}); delete its folder"
+            ) from e
 
     def samples(self, step: int, steps: int, fingerprint: str) -> int:
         """Samples that the run of `step` had taken; where to resume in the data.
@@ -60,30 +75,36 @@ class Checkpoints:
         Raises InputError if it was no run of more than `step` steps on the data of `fingerprint`.
         """
         run, saved = self.directory.parent, self.about(step)
+        data, samples = saved.get("data_fingerprint"), saved.get("samples")
         if "converted_from" in saved:
             raise InputError(
                 f"{run} holds weights of jaxllm.convert, not a run to resume; start one"
                 f" with --model.init_from {run} and another --out_dir"
             )
-        if saved["data_fingerprint"] != fingerprint:
+        if data != fingerprint:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {fingerprint},"
-                f" was {saved['data_fingerprint']}): another corpus, tokenizer or Python version"
+                f" was {data}): another corpus, tokenizer or Python version"
             )
         if step >= steps:
             raise InputError(
                 f"{run} is at step {step} of train.steps={steps}; raise --train.steps to go on"
             )
-        return saved["samples"]
+        if not isinstance(samples, int) or samples < 0:
+            raise self._damaged(step, ValueError(f"samples={samples!r}"))
+        return samples
 
     def about(self, step: int) -> dict[str, Any]:
         """The JSON page of a checkpoint; raises InputError if it is damaged."""
         try:
-            return self.manager.restore(
+            page = self.manager.restore(
                 step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
             )["about"]
+            if not isinstance(page["arrays"], dict):
+                raise ValueError("its JSON page lists no arrays")
         except Exception as e:
             raise self._damaged(step, e) from e
+        return page
 
     def restore(self, step: int, abstract_state):
         """The state with the shapes and shardings of `abstract_state`, bit for bit as saved.
@@ -130,7 +151,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about)
                 ),
-                metrics=None if val_loss is None else {"val_loss": val_loss},
+                metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
             )
         except Exception as e:
             return self._failed(e)
@@ -158,19 +179,22 @@ class Checkpoints:
         if failed is not None:
             with contextlib.suppress(Exception):
                 failed.close()  # its threads still write
-        why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        kept = self.newest()
+        steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
+        kept = max(steps, default=None)  # without a manager, which may meet the threads' last files
         return (
-            f"the checkpoint of step {self._saving} could not be written ({why});"
+            f"the checkpoint of step {self._saving} could not be written ({_short(cause)});"
             f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"
         )
 
     def _damaged(self, step: int, cause: Exception) -> InputError:
-        words = " ".join(str(cause).split())[:200]
         return InputError(
-            f"checkpoint {self.directory / str(step)} is damaged ({type(cause).__name__}: {words});"
+            f"checkpoint {self.directory / str(step)} is damaged ({_short(cause)});"
             " delete that folder to resume from the one before it"
         )
+
+
+def _short(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
 def _flat(tree) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """The command line of train.py: from words to a checked configuration and a directory."""
 
 import argparse
+import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxllm import config as configs
 from jaxllm.errors import InputError
+from jaxllm.metrics import error_line
 
 # What a resumed run may change; everything else would make it another run.
 CHANGEABLE = frozenset(
@@ -47,6 +51,30 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise InputError(f"{message}; see --help")
+
+
+def exit_status(run: Callable[[], None], lower: str) -> int:
+    """Runs a command: 0 done, 1 out of the device's memory, 2 bad input, 130 interrupted.
+
+    lower: the options that take memory, for the message.
+    """
+    try:
+        run()
+        sys.stdout.flush()
+    except InputError as error:
+        error_line(str(error))
+        return 2
+    except KeyboardInterrupt:
+        print("", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has gone: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        error_line(f"the device is out of memory; lower {lower}")
+        return 1
+    return 0
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:

@@ -5,23 +5,25 @@ safetensors) becomes a run's directory: config.yaml, with which train.py trains 
 weights, and a checkpoint of the parameters alone.  A run's directory becomes a Hugging Face folder.
 """
 
-import argparse
 import contextlib
 import os
 import shutil
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxllm.cli import Parser
 from jaxllm.errors import InputError, RunError
+from jaxllm.metrics import error_line
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: could not be written, 2: bad input."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxllm.convert",
         description=__doc__.partition(": ")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder, see above")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
@@ -31,14 +33,14 @@ def main(argv: list[str] | None = None) -> int:
         choices=["float32", "bfloat16"],
         help="of the Hugging Face tensors written (default: float32, which loses nothing)",
     )
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         convert(args.source, args.out, args.step, args.dtype)
     except (InputError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        error_line(str(error))
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
-        print(f"interrupted: {args.out} was not written", file=sys.stderr)
+        print("interrupted: nothing was written", file=sys.stderr)
         return 130
     return 0
 
@@ -112,7 +114,8 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
 def _to_huggingface(weights, folder: Path, dtype: str) -> None:
     import json
 
-    from jaxllm.huggingface import config_json, write_tensors
+    from jaxllm.huggingface import write_tensors
+    from jaxllm.huggingface_config import config_json
     from jaxllm.weights import places
 
     config = weights.config

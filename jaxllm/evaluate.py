@@ -1,7 +1,8 @@
 """How good a model is: python -m jaxllm.evaluate --checkpoint DIR [--data.path PATH ...]
 
 Validation loss and perplexity on the run's own validation data, or on all of the data named with
---data.source and --data.path; with --hellaswag the accuracy on HellaSwag instead.
+--data.source and --data.path; with --hellaswag the accuracy on HellaSwag instead, with --tasks what
+lm-evaluation-harness finds.
 """
 
 import argparse
@@ -13,28 +14,31 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.cli import Parser
+from jaxllm.cli import Parser, exit_status
 from jaxllm.errors import InputError
-from jaxllm.metrics import error_line
 
-ENDINGS = 4
-IGNORE = -100
+ENDINGS = 4  # of a question of HellaSwag
+READ_WITH = {
+    "batches": ("data",),
+    "limit": ("--hellaswag", "--tasks"),
+    "shots": ("--tasks",),
+    "include_path": ("--tasks",),
+    "out": ("--tasks",),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
-    try:
-        args, overrides = _read(argv)
-        if args.hellaswag:
-            print(hellaswag(args))
-        else:
-            print(validation(args, overrides))
-    except InputError as error:
-        error_line(str(error))
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(*_read(argv)), "--batch_size")
+
+
+def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
+    if args.hellaswag:
+        print(hellaswag(args))
+    elif args.tasks:
+        print(harness(args))
+    else:
+        print(validation(args, overrides))
 
 
 def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -46,13 +50,19 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
     parser.add_argument("--step", type=int, help="its checkpoint (default: the newest)")
-    parser.add_argument("--hellaswag", type=Path, metavar="FILE", help="its JSON lines")
-    parser.add_argument("--batch_size", type=int, help="sequences at once (default: the run's)")
-    parser.add_argument("--batches", type=int, help="only the first so many (default: all)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--hellaswag", type=Path, metavar="FILE", help="its JSON lines")
+    what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
+    parser.add_argument("--batch_size", type=int, help="sequences at once (the run's, or 16)")
+    parser.add_argument("--batches", type=int, help="of data: only the first so many")
+    parser.add_argument("--limit", type=int, help="of HellaSwag, of each task: so many questions")
+    parser.add_argument("--shots", type=int, help="of tasks: solved examples before a question")
+    parser.add_argument("--include_path", type=Path, metavar="DIR", help="of tasks: your own, YAML")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of tasks: all results, as JSON")
     args, rest = parser.parse_known_args(argv)
-    for name in ("batch_size", "batches"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InputError(f"--{name}={getattr(args, name)} is not at least 1")
+    for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
     overrides, words = {}, iter(rest)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
@@ -62,8 +72,11 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         if value is None or (not equals and value.startswith("--")):
             raise InputError(f"--{key} needs a value")
         overrides[key] = value
-    if overrides and args.hellaswag:
-        raise InputError(f"--{next(iter(overrides))} is not read with --hellaswag; leave one out")
+    kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
+    given = [name for name in READ_WITH if getattr(args, name) is not None]
+    for option, kinds in [(n, READ_WITH[n]) for n in given] + [(n, ("data",)) for n in overrides]:
+        if kind not in kinds:
+            raise InputError(f"--{option} is read with {' and '.join(kinds)}, not with {kind}")
     return args, overrides
 
 
@@ -74,8 +87,11 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     from flax import nnx
 
     from jaxllm import config as configs
+    from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
     from jaxllm.sample import open_run, put_model
+    from jaxllm.sharding import make_mesh
+    from jaxllm.training import IGNORE
 
     weights = open_run(args.checkpoint, args.step)
     if "data.source" in overrides or "data.path" in overrides:  # other data than the run's: all
@@ -90,7 +106,8 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
         config.data, seq_len=length, seed=config.train.seed, vocab_size=config.model.vocab_size
     )
     print(f"data: {data.description}", file=sys.stderr)
-    mesh, size = _mesh(args.batch_size or config.train.batch_size)
+    mesh = make_mesh(MeshConfig())
+    size = round_up(args.batch_size or config.train.batch_size, mesh.size)
     total, count = 0.0, 0
     with jax.set_mesh(mesh):
         graph, params = put_model(weights, mesh)
@@ -118,63 +135,45 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
 def hellaswag(args: argparse.Namespace) -> str:
     """One line: accuracy by log-likelihood of the ending, as it is (acc) and by the character of
     the ending (acc_norm), with the text as lm-evaluation-harness makes it."""
-    questions = read_hellaswag(args.hellaswag)
+    questions = read_hellaswag(args.hellaswag)[: args.limit]
 
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from jaxllm.sample import most_tokens, open_run, open_tokenizer, put_model
+    from jaxllm.sample import open_run, open_tokenizer
+    from jaxllm.scoring import Scorer
 
     weights = open_run(args.checkpoint, args.step)
     tokenizer = open_tokenizer(weights)
-    most = most_tokens(weights.config)
-    mesh, size = _mesh(args.batch_size or 16)
-    rows = []  # (ids, where the ending begins)
+    rows = []  # (ids, tokens of the ending)
     for context, endings, _ in questions:
         begins = len(tokenizer.encode(context))
         for ending in endings:
             ids = tokenizer.encode(f"{context} {ending}")
-            cut = 0 if most is None else max(0, len(ids) - 1 - most)
-            rows.append((ids[cut:], max(begins - cut, 1)))
-    if args.batches:
-        rows = rows[: args.batches * size // ENDINGS * ENDINGS]
-        if not rows:
-            raise InputError(f"--batches={args.batches} of {size} rows hold no question")
-
-    with jax.set_mesh(mesh):
-        graph, params = put_model(weights, mesh)
-
-        @jax.jit
-        def log_likelihood(params, tokens, labels):
-            model = nnx.merge(graph, params)
-            z = model(tokens)[..., : model.config.vocab_size].astype(jnp.float32)
-            of_label = jnp.take_along_axis(
-                jax.nn.log_softmax(z), jnp.maximum(labels, 0)[..., None], axis=-1
-            )[..., 0]
-            return jnp.where(labels == IGNORE, 0, of_label).sum(-1)
-
-        scores = []
-        for first in range(0, len(rows), size):
-            part = rows[first : first + size]
-            longest = max(len(ids) for ids, _ in part) - 1
-            longest = -(-longest // 32) * 32  # few shapes, few compilations
-            longest = longest if most is None else min(longest, most)
-            tokens = np.zeros((size, longest), np.int32)
-            labels = np.full((size, longest), IGNORE, np.int32)
-            for row, (ids, begins) in enumerate(part):
-                tokens[row, : len(ids) - 1] = ids[:-1]
-                labels[row, begins - 1 : len(ids) - 1] = ids[begins:]
-            found = log_likelihood(params, jnp.asarray(tokens), jnp.asarray(labels))
-            scores += np.asarray(found)[: len(part)].tolist()
-    scores = np.reshape(scores, (-1, ENDINGS))
-    questions = questions[: len(scores)]
+            rows.append((tokenizer.prefix + ids, max(len(ids) - begins, 1)))
+    scores = Scorer(weights, args.batch_size or 16)(rows)
+    scores = np.reshape([score for score, _ in scores], (-1, ENDINGS))
     characters = np.array([[len(e) for e in endings] for _, endings, _ in questions])
     right = np.array([label for *_, label in questions])
     acc, acc_norm = (float((s.argmax(-1) == right).mean()) for s in (scores, scores / characters))
     return (
         f"step {weights.step}: HellaSwag acc_norm {acc_norm:.4f}, acc {acc:.4f},"
         f" {len(questions):,} questions"
+    )
+
+
+def harness(args: argparse.Namespace) -> str:
+    """The table of lm-evaluation-harness for its tasks."""
+    try:
+        from jaxllm.harness import evaluate
+    except ModuleNotFoundError as e:
+        raise InputError(f"--tasks: {e}") from e
+    return evaluate(
+        args.checkpoint,
+        args.tasks.split(","),
+        step=args.step,
+        include_path=args.include_path,
+        shots=args.shots,
+        limit=args.limit,
+        batch_size=args.batch_size or 16,
+        out=args.out,
     )
 
 
@@ -218,16 +217,6 @@ def _clean(text: str) -> str:
     """Without the marks of WikiHow's pages."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
-
-
-def _mesh(batch_size: int):
-    """(mesh that divides the batch over all devices, batch size: the next multiple of them)."""
-    import jax
-
-    from jaxllm.config import MeshConfig, round_up
-    from jaxllm.sharding import make_mesh
-
-    return make_mesh(MeshConfig()), round_up(batch_size, jax.device_count())
 
 
 if __name__ == "__main__":

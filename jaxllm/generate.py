@@ -8,22 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from jaxllm.cli import Parser
+from jaxllm.cli import Parser, exit_status
 from jaxllm.errors import InputError
-from jaxllm.metrics import error_line
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
-    try:
-        _run(_read(argv))
-    except InputError as error:
-        error_line(str(error))
-        return 2
-    except KeyboardInterrupt:
-        print("", file=sys.stderr)
-        return 130
-    return 0
+    """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(_read(argv)), "--batch_size or --tokens")
 
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
@@ -36,7 +27,9 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="its checkpoint (default: the newest)")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="what the text goes on from")
-    what.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt on each line")
+    what.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a prompt on each line that is not blank"
+    )
     parser.add_argument("--tokens", type=int, default=200, help="to write (%(default)s)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)"
@@ -48,6 +41,9 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice (%(default)s)")
     parser.add_argument("--samples", type=int, default=1, help="texts of each prompt (%(default)s)")
     parser.add_argument(
+        "--batch_size", type=int, default=32, help="texts computed at once (%(default)s)"
+    )
+    parser.add_argument(
         "--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable"
     )
     args = parser.parse_args(argv)
@@ -58,11 +54,15 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
         ("top_p", 0, 1),
         ("seed", 0, 2**32 - 1),
         ("samples", 1, None),
+        ("batch_size", 1, None),
     ):
         value = getattr(args, name)
         if not (least <= value < float("inf")) or (most is not None and value > most):
             limit = f"at least {least}" if most is None else f"from {least} to {most}"
             raise InputError(f"--{name}={value} is not {limit}")
+    for text in (args.prompt or "", *args.stop):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
         raise InputError("--stop is empty: it would stop at once")
     return args
@@ -79,55 +79,69 @@ def _run(args: argparse.Namespace) -> None:
 
     weights = sample.open_run(args.checkpoint, args.step)
     tokenizer = sample.open_tokenizer(weights)
-    rows = [ids for prompt in prompts for ids in [tokenizer.encode(prompt)] * args.samples]
-    if not all(rows):
-        raise InputError("a prompt is empty; give at least one character")
+    ids = [tokenizer.prefix + tokenizer.encode(prompt) for prompt in prompts]
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            raise InputError(f"the prompt {prompt!r} has no tokens; give at least one character")
     most = sample.most_tokens(weights.config)
-    longest = max(map(len, rows))
+    longest = max(map(len, ids))
     if most is not None and longest + args.tokens > most:
         raise InputError(
             f"the prompt's {longest} tokens and --tokens={args.tokens} exceed"
             f" model.max_seq_len={most}; shorten the prompt or lower --tokens"
         )
-    config = SampleConfig(
-        tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
-    )
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    texts = [Text(tokenizer, args.stop, live=len(rows) == 1) for _ in rows]
-    if len(rows) == 1:
+    total = len(prompts) * args.samples
+    size = min(args.batch_size, total)
+    if total == 1:
         print(prompts[0], end="", flush=True)
-    made = seconds = compiled = 0.0
+    made, seconds, waited = 0, 0.0, 0.0
     with jax.set_mesh(mesh):
         graph, params = sample.put_model(weights, mesh)
-        clock = time.perf_counter()
-        for n, tokens in enumerate(sample.stream(graph, params, rows, config, top_p=args.top_p)):
-            if n == 1:  # the first two compiled their programs
-                compiled, clock = time.perf_counter() - clock, time.perf_counter()
-            for text, token in zip(texts, tokens, strict=True):
-                text.add(int(token))
-            made += len(rows) if n > 1 else 0
-            seconds = time.perf_counter() - clock
-            if all(text.done for text in texts):
-                break
-    for i, text in enumerate(texts):
-        text.finish()
-        if len(rows) > 1:
-            prompt, number = divmod(i, args.samples)
-            print(f"--- prompt {prompt + 1}, sample {number + 1}")
-            print(prompts[prompt] + text.text)
-    if len(rows) == 1:
+        for first in range(0, total, size):
+            numbers = range(first, min(first + size, total))
+            rows = [ids[number // args.samples] for number in numbers]
+            rows += [rows[0]] * (size - len(rows))  # one shape, one program
+            texts = [Text(tokenizer, args.stop, live=total == 1) for _ in numbers]
+            config = SampleConfig(
+                tokens=args.tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                seed=(args.seed + first // size) % 2**32,
+            )
+            begun, clock = time.perf_counter(), None
+            for n, tokens in enumerate(
+                sample.stream(graph, params, rows, config, top_p=args.top_p)
+            ):
+                if n == 1:  # with it the first block is there, and in the first batch compiled
+                    clock = time.perf_counter()
+                    waited += clock - begun
+                for text, token in zip(texts, tokens, strict=False):
+                    text.add(int(token))
+                if n > sample.BLOCK:
+                    made += len(texts)
+                if all(text.done for text in texts):
+                    break
+            seconds += 0 if clock is None else time.perf_counter() - clock
+            for number, text in zip(numbers, texts, strict=True):
+                text.finish()
+                if total > 1:
+                    prompt, copy = divmod(number, args.samples)
+                    print(f"--- prompt {prompt + 1}, sample {copy + 1}")
+                    print(prompts[prompt] + text.text, flush=True)
+    if total == 1:
         print(flush=True)
     if made:
         print(
-            f"{made / seconds:,.0f} tokens/s ({made:.0f} tokens in {seconds:.2f} s, {len(rows)} at"
-            f" once; {compiled:.1f} s before them for the prompt and to compile)",
+            f"{made / seconds:,.0f} tokens/s ({made:,} tokens in {seconds:.2f} s, {size} at once;"
+            f" {waited:.1f} s before them for the prompts and to compile)",
             file=sys.stderr,
         )
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"--prompts {path} cannot be read: {e}") from e
     prompts = [line for line in lines if line.strip()]
@@ -144,23 +158,30 @@ class Text:
 
     def __init__(self, tokenizer, stops: list[str], live: bool):
         self.tokenizer, self.stops, self.live = tokenizer, stops, live
-        self.ids: list[int] = []
         self.text, self.printed, self.done = "", 0, False
+        # Of the tokens only the last are decoded again, those whose text may depend on a neighbour:
+        # `before` of them are in `whole`, the text up to the last whole character.
+        self.ids: list[int] = []
+        self.before, self.whole = 0, ""
 
     def add(self, token: int) -> None:
         """One more token; without effect on a text that is done."""
         if self.done:
             return
-        if token == self.tokenizer.end_of_text:
+        if token in self.tokenizer.ends:
             self.done = True
             return
         self.ids.append(token)
-        self.text = self.tokenizer.decode(self.ids)
+        known = self.tokenizer.decode(self.ids[: self.before])
+        self.text = self.whole + self.tokenizer.decode(self.ids)[len(known) :]
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True
             return
         certain = self.text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character's first bytes
+        if certain == self.text:
+            self.ids, self.whole = self.ids[self.before :], self.text
+            self.before = len(self.ids)
         held = max((_overlap(certain, stop) for stop in self.stops), default=0)
         self._show(len(certain) - held)
 

@@ -1,7 +1,7 @@
-"""A Hugging Face folder: config.json, safetensors (one file or several), read and written.
+"""A Hugging Face folder: its safetensors, one file or several, read and written.
 
-Tensors pass one by one.  Whatever would make the model another one than its file says is refused by
-name: a setting that we do not have, a tensor that is missing, unexpected or of another shape.
+Tensors pass one by one.  Whatever would make the model another one than config.json says is refused
+by name: a tensor that is missing, unexpected or of another shape (huggingface_config: a setting).
 Pickles (.bin, .pth) are never opened.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.config import ModelConfig, round_up
+from jaxllm.config import ModelConfig
 from jaxllm.errors import InputError
+from jaxllm.huggingface_config import Page, model_config, read_json, validated
 from jaxllm.weights import Place, places, tied
 
 DTYPES = {
@@ -178,218 +178,6 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]
     return files, stored
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises InputError for anything else."""
-    try:
-        page = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise InputError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from e
-    if not isinstance(page, dict):
-        raise InputError(f"{path} holds {type(page).__name__}, not an object with keys")
-    return page
-
-
-def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
-    """Our configuration of the model of a config.json; `path` is for messages."""
-    makers = {"gpt2": _gpt2, "llama": _llama, "xlstm": _xlstm}
-    kind = page.get("model_type")
-    if not isinstance(kind, str) or kind not in makers:
-        raise InputError(f"{path}: model_type={kind!r} is not one of {', '.join(makers)}")
-    if page.get("quantization_config"):
-        raise InputError(f"{path}: quantization_config: quantized weights are not supported")
-    return _validated(makers[kind](_Page(page, path)), path)
-
-
-def _validated(fields: dict[str, Any], path: Path) -> ModelConfig:
-    try:
-        return TypeAdapter(ModelConfig).validate_python(fields)
-    except ValidationError as e:
-        error = e.errors()[0]
-        key = ".".join(str(part) for part in error["loc"][1:])
-        message = error["msg"].removeprefix("Value error, ")
-        value = f"={error['input']!r}" if key else ""
-        raise InputError(f"{path}: {key}{value}{': ' if key else ''}{message}"[:500]) from e
-
-
-class _Page:
-    """The keys of a configuration file, with errors that name them."""
-
-    def __init__(self, page: dict[str, Any], path: Path):
-        self.page, self.path = page, path
-
-    def need(self, key: str):
-        if self.page.get(key) is None:
-            raise InputError(f"{self.path} lacks {key}")
-        return self.page[key]
-
-    def get(self, key: str, default):
-        value = self.page.get(key)
-        return default if value is None else value
-
-    def number(self, key: str, default=None) -> float:
-        value = self.need(key) if default is None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
-            raise InputError(f"{self.path}: {key}={value!r} is not a positive number")
-        return value
-
-    def only(self, key: str, *allowed) -> None:
-        """Refuses a setting that our model has not; the first one is the default."""
-        if self.get(key, allowed[0]) not in allowed:
-            names = " or ".join(map(repr, allowed))
-            raise InputError(
-                f"{self.path}: {key}={self.page[key]!r} is not supported, only {names}"
-            )
-
-
-def _gpt2(page: _Page) -> dict[str, Any]:
-    page.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    page.only("scale_attn_weights", True)
-    page.only("scale_attn_by_inverse_layer_idx", False)
-    page.only("add_cross_attention", False)
-    page.only("tie_word_embeddings", True)
-    return dict(
-        type="gpt2",
-        vocab_size=page.need("vocab_size"),
-        n_layers=page.need("n_layer"),
-        n_heads=page.need("n_head"),
-        d_model=page.need("n_embd"),
-        d_ff=page.get("n_inner", None),
-        max_seq_len=page.need("n_positions"),
-        norm_eps=page.get("layer_norm_epsilon", 1e-5),
-    )
-
-
-def _llama(page: _Page) -> dict[str, Any]:
-    page.only("hidden_act", "silu")
-    page.only("attention_bias", False)
-    page.only("mlp_bias", False)
-    rope = page.get("rope_scaling", {}) or page.get("rope_parameters", {})  # transformers 4 and 5
-    if not isinstance(rope, dict):
-        raise InputError(f"{page.path}: rope_scaling={rope!r} is not an object with keys")
-    rope = _Page(rope, page.path)
-    rope.only("partial_rotary_factor", 1.0)
-    if rope.page.get("rope_type") is None and rope.page.get("type") is not None:
-        rope.page["rope_type"] = rope.page["type"]
-    rope.only("rope_type", "default", "llama3")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaled = rope.page.get("rope_type") == "llama3"
-    return dict(
-        type="llama3",
-        vocab_size=page.need("vocab_size"),
-        n_layers=page.need("num_hidden_layers"),
-        n_heads=page.need("num_attention_heads"),
-        n_kv_heads=page.get("num_key_value_heads", page.page["num_attention_heads"]),
-        d_model=page.need("hidden_size"),
-        d_head=page.get("head_dim", None),
-        d_ff=page.need("intermediate_size"),
-        max_seq_len=page.get("max_position_embeddings", 2048),
-        rope_theta=rope.get("rope_theta", page.get("rope_theta", 10000.0)),
-        rope_scaling={key: rope.need(key) for key in keys} if scaled else None,
-        tie_embeddings=page.get("tie_word_embeddings", False),
-        norm_eps=page.get("rms_norm_eps", 1e-6),
-    )
-
-
-def _xlstm(page: _Page) -> dict[str, Any]:
-    page.only("use_bias", False)
-    page.only("tie_word_embeddings", False)
-    page.only("add_out_norm", True)
-    page.only("weight_mode", "single")
-    page.only("qk_dim_factor", 0.5)
-    page.only("v_dim_factor", 1.0)
-    if page.page.get("eps") and page.number("eps") > 1e-5:  # ours is exact, as if it were 0
-        raise InputError(f"{page.path}: eps={page.page['eps']} is not supported, only up to 1e-05")
-    d_model = page.get("hidden_size", page.page.get("embedding_dim"))
-    if not isinstance(d_model, int):
-        raise InputError(f"{page.path}: hidden_size={d_model!r} is not a whole number")
-    multiple = page.number("ffn_round_up_to_multiple_of", 64)
-    wanted = d_model * page.number("ffn_proj_factor", 2.667)
-    d_ff = int((wanted + multiple - 1) // multiple * multiple)
-    return dict(
-        type="vlstm",
-        vocab_size=page.need("vocab_size"),
-        n_layers=page.get("num_hidden_layers", page.page.get("num_blocks")),
-        n_heads=page.need("num_heads"),
-        d_model=d_model,
-        d_ff=None if d_ff == round_up(int(2.667 * d_model), 64) else d_ff,
-        max_seq_len=page.get("max_seq_len", 8192),  # any; xLSTM 7B has seen 8192
-        gate_soft_cap=page.get("gate_soft_cap", 15.0),
-        logit_soft_cap=page.get("output_logit_soft_cap", 30.0),
-        norm_eps=page.get("norm_eps", 1e-6),
-        chunk_size=page.get("chunk_size", 64),
-    )
-
-
-def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, the inverse of `model_config`; dtype: of the weights."""
-    page = dict(
-        vocab_size=config.vocab_size,
-        torch_dtype=dtype,
-        tie_word_embeddings=tied(config),
-        # transformers' own defaults may lie outside this vocabulary
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    if config.type == "gpt2":
-        return page | dict(
-            model_type="gpt2",
-            architectures=["GPT2LMHeadModel"],
-            n_layer=config.n_layers,
-            n_head=config.n_heads,
-            n_embd=config.d_model,
-            n_inner=config.d_ff,
-            n_positions=config.max_seq_len,
-            activation_function="gelu_new",
-            layer_norm_epsilon=config.norm_eps,
-        )
-    if config.type == "llama3":
-        scaling = config.rope_scaling
-        return page | dict(
-            model_type="llama",
-            architectures=["LlamaForCausalLM"],
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            hidden_size=config.d_model,
-            head_dim=config.head_dim,
-            intermediate_size=config.d_ff,
-            max_position_embeddings=config.max_seq_len,
-            hidden_act="silu",
-            rope_theta=config.rope_theta,
-            rope_scaling=scaling and dict(rope_type="llama3", **scaling.model_dump()),
-            rms_norm_eps=config.norm_eps,
-            attention_bias=False,
-            mlp_bias=False,
-        )
-    # Their width is factor x width rounded up: for widths that are no multiple of 64 the factor is
-    # a little too large and rounding is left to the next whole number.
-    given = config.d_ff is not None
-    whole = given and config.ff_width % 64 != 0
-    factor = (config.ff_width + (0.25 if whole else 0)) / config.d_model if given else 2.667
-    return page | dict(
-        model_type="xlstm",
-        architectures=["xLSTMForCausalLM"],
-        num_hidden_layers=config.n_layers,
-        num_blocks=config.n_layers,
-        num_heads=config.n_heads,
-        hidden_size=config.d_model,
-        embedding_dim=config.d_model,
-        qk_dim_factor=0.5,
-        v_dim_factor=1.0,
-        use_bias=False,
-        add_out_norm=True,
-        weight_mode="single",
-        ffn_proj_factor=factor,
-        ffn_round_up_to_multiple_of=1 if whole else 64,
-        gate_soft_cap=config.gate_soft_cap,
-        output_logit_soft_cap=config.logit_soft_cap,
-        norm_eps=config.norm_eps,
-        eps=0.0,
-        chunk_size=config.chunk_size,
-        max_seq_len=config.max_seq_len,
-    )
-
-
 # Meta's own names of Llama, in the folders that also hold params.json.
 _META = {
     r"tok_embeddings\.weight": "model.embed_tokens.weight",
@@ -416,7 +204,7 @@ def _meta_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
 
     The file does not tell the stretching of Llama 3.1 (factor 8) from that of 3.2 (32).
     """
-    keys = _Page(page, path)
+    keys = Page(page, path)
     for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
         if name not in shapes:
             raise InputError(f"{path.parent} lacks the tensor {name}")
@@ -428,7 +216,7 @@ def _meta_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
                 " (8 for Llama 3.1, 32 for 3.2), or use the folder with a config.json"
             )
         scaling = dict(factor=page["rope_scaling_factor"])
-    return _validated(
+    return validated(
         dict(
             type="llama3",
             vocab_size=shapes["tok_embeddings.weight"][0],

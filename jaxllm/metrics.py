@@ -256,8 +256,12 @@ def _keep_until(path: Path, step: int) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file that is at all times the old one or the new one, whoever is killed when."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def error_line(message: str) -> None:

@@ -19,17 +19,19 @@ import yaml
 from jaxllm.errors import InputError
 from jaxllm.metrics import error_line, read_metrics, write_whole
 
+DOCTYPE = "<!doctype html>"
 INK = "#010203"  # stands for the page's text colour until the picture is in the page
 COLORS = ("#2f7ed8", "#e07b39", "#3aa655", "#b0539f", "#8c6d46", "#d0a215", "#17a2a2", "#c0392b")
 POINTS = 1000  # of one curve
 SAMPLES = 12  # texts of one run
-CHARTS = (  # key of metrics.jsonl, title, unit, whether it is noisy, whether it begins at 0
-    ("loss", "Loss", "nats per token; dots: validation", True, False),
-    ("grad_norm", "Gradient norm", "before clipping", True, False),
-    ("tokens_per_second", "Throughput", "tokens/s", True, True),
-    ("mfu", "Model FLOPs utilisation", "share of the peak", True, True),
-    ("lr", "Learning rate", "", False, True),
-    ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, True),
+CHARTS = (  # key of metrics.jsonl, title, unit, and whether it is noisy, begins at 0, is the end
+    ("loss", "Loss", "nats per token; dots: validation", True, False, False),
+    ("loss", "Loss, second half", "nats per token; dots: validation", True, False, True),
+    ("grad_norm", "Gradient norm", "before clipping", True, False, False),
+    ("lr", "Learning rate", "", False, True, False),
+    ("tokens_per_second", "Throughput", "tokens/s", True, True, False),
+    ("mfu", "Model FLOPs utilisation", "share of the peak", True, True, False),
+    ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, True, False),
 )
 STYLE = """
 :root { color-scheme: light dark; --line: #8885; --soft: #8882; }
@@ -41,7 +43,7 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1rem; }
 th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-th, h1 + table td { white-space: nowrap; }
+th { white-space: nowrap; }
 .grid { display: grid; gap: 1.2rem; }
 .grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; }
@@ -125,13 +127,21 @@ def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(points[i][0], median(around(i))) for i in range(0, len(points), every)]
 
 
-def chart(runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, zero: bool) -> str:
+def chart(
+    runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, zero: bool, end: bool
+) -> str:
     """An inline SVG of the runs' curves, or nothing if no run has the key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
-    if not any(run.points(key) for run in runs):
+    curves, dots = [run.points(key) for run in runs], [run.points("val_loss") for run in runs]
+    if end:
+        half = max((p[0] for points in curves for p in points), default=0) / 2
+        curves, dots = (
+            [[p for p in points if p[0] > half] for points in x] for x in (curves, dots)
+        )
+    if not any(curves):
         return ""
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
     with rc_context(ink | {"xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title}):
@@ -139,19 +149,17 @@ def chart(runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, zero
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)
-        for run in runs:
-            points = run.points(key)
-            dots = run.points("val_loss") if key == "loss" else []
+        for run, points, validation in zip(runs, curves, dots, strict=True):
             noise = noisy and len(points) > 50
             if points:
                 faint = 0.3 if noise else 1
                 axes.plot(*zip(*thin(points), strict=True), color=run.color, lw=1, alpha=faint)
             if noise:
                 axes.plot(*zip(*smooth(points), strict=True), color=run.color, lw=1.5)
-            if dots:
-                axes.plot(*zip(*thin(dots), strict=True), "o", color=run.color, ms=4)
+            if validation and key == "loss":
+                axes.plot(*zip(*thin(validation), strict=True), "o", color=run.color, ms=4)
         if zero:  # single fast steps after a pause are not shown whole
-            highest = max(v for run in runs for _, v in smooth(run.points(key)))
+            highest = max(v for points in curves for _, v in smooth(points))
             axes.set_ylim(0, 1.15 * highest or 1)
         axes.set(xlabel="step", ylabel=unit)
         forms = {"tokens_per_second": EngFormatter(sep=""), "mfu": PercentFormatter(1)}
@@ -181,7 +189,7 @@ def named(run: Loaded) -> Html:
 
 
 def summary(run: Loaded) -> dict[str, str]:
-    """The run's line in the first table, by the heads of its columns; "": not known."""
+    """The run's column in the first table, by the heads of its rows; "": not known."""
 
     def number(key, form, choose=lambda values: values[-1]):
         values = [v for _, v in run.points(key)]
@@ -190,15 +198,14 @@ def summary(run: Loaded) -> dict[str, str]:
     steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
 
     return {
-        "run": named(run),
         "model": str(run.about.get("model", "")),
         "steps": f"{steps:,}",
         "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
         "loss": number("loss", "{:.4f}"),
         "best validation": number("val_loss", "{:.4f}", min),
-        "tokens/s (median)": number("tokens_per_second", "{:,.0f}", median),
-        "MFU (median)": number("mfu", "{:.1%}", median),
-        "memory": number("peak_memory_gib", "{:.1f} GiB", max),
+        "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),
+        "MFU, median": number("mfu", "{:.1%}", median),
+        "memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
         "updates skipped": number("skips", "{}", len),
         "device": str(run.about.get("device", "")),
         "started": str(run.about.get("started", "")),
@@ -237,16 +244,16 @@ def details(run: Loaded) -> str:
 
 def page(runs: list[Loaded]) -> str:
     """The whole HTML page."""
-    rows = [summary(run) for run in runs]
-    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    columns = [summary(run) for run in runs]
+    facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
     title = html.escape(", ".join(run.name for run in runs))
     return "".join(
         [
-            "<!doctype html><html lang=en><head><meta charset=utf-8>"
+            f"{DOCTYPE}<html lang=en><head><meta charset=utf-8>"
             "<meta name=viewport content='width=device-width, initial-scale=1'>"
             f"<title>{title}</title><style>{STYLE}</style></head>"
             "<body><h1>Training report</h1>",
-            table(head, [[row[name] for name in head] for row in rows]),
+            table(["run", *map(named, runs)], [fact for fact in facts if any(fact[1:])]),
             "<h2>Curves</h2><div class=grid>",
             *(chart(runs, *of_chart) for of_chart in CHARTS),
             "</div>",
@@ -283,6 +290,10 @@ def write(folders: list[Path], out: Path) -> None:
     """Writes the page about the runs in `folders`; raises InputError if one holds no run."""
     colors = COLORS * len(folders)
     runs = [Loaded(folder, color) for folder, color in zip(folders, colors, strict=False)]
+    if out.is_file():
+        with out.open("rb") as file:
+            if file.read(len(DOCTYPE)) != DOCTYPE.encode():
+                raise InputError(f"{out} is no report and would be overwritten; change --out")
     write_whole(out, page(runs).encode())
 
 

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 CHROMIUM = shutil.which("chromium")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update --hide-scrollbars
-    --remote-debugging-pipe""".split()
+    --disable-dev-shm-usage --remote-debugging-pipe""".split()
 
 
 class Browser:

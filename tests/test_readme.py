@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm import cli
+from jaxllm import cli, evaluate, generate
 
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -22,17 +22,30 @@ def test_the_code_runs(code):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
+def commands() -> list[list[str]]:
+    lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line.partition("#")[0]) for line in lines]
+
+
 def test_the_training_commands_are_understood(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
     seen = 0
-    for line in lines:
-        words = shlex.split(line.partition("#")[0])
+    for words in commands():
         if "train.py" in words and "--help" not in words and "--resume" not in words:
             arguments = cli.read(words[words.index("train.py") + 1 :])
             assert arguments.config.train.steps > 0
             seen += 1
     assert seen >= 4
+
+
+def test_the_commands_on_runs_are_understood():
+    seen = 0
+    for words in commands():
+        for module in (generate, evaluate):
+            if module.__name__ in words:
+                module._read(words[words.index(module.__name__) + 1 :])
+                seen += 1
+    assert seen >= 7
 
 
 def test_every_file_in_the_tree_exists():

@@ -14,6 +14,7 @@ END_OF_TEXT = "<|endoftext|>"
 # What separates documents in the tokenizers one meets: GPT-2 and ours; Llama 3 (which, like
 # llm.c's shards, begins each document with it); others.
 _SEPARATORS = (END_OF_TEXT, "<|begin_of_text|>", "<|end_of_text|>", "</s>", "<eos>")
+_ENDS = (*_SEPARATORS, "<|eot_id|>")  # also Llama 3's end of an answer
 _SMALLEST = 257  # every byte, and the end of text
 
 
@@ -21,7 +22,9 @@ class Tokenizer:
     """A tokenizer.json. Text is always only text: names of special tokens in it stay words.
 
     Attributes: `vocab_size` (largest id + 1), `end_of_text` (id of the token that begins every
-    document, and so separates them), `digest` (SHA-256 of the file).
+    document, and so separates them), `ends` (ids of all tokens that end a text), `prefix` (the
+    id, if any, that the file itself puts before every text: Llama 3's <|begin_of_text|>, of GPT-2
+    none), `digest` (SHA-256 of the file).
     """
 
     def __init__(self, path: str | Path):
@@ -48,6 +51,8 @@ class Tokenizer:
                 + ", ".join(_SEPARATORS)
             )
         self.end_of_text: int = vocabulary[separator]
+        self.ends = frozenset(vocabulary[name] for name in _ENDS if name in vocabulary)
+        self.prefix: list[int] = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without any special token."""

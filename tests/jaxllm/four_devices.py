@@ -2,7 +2,7 @@
 
 For each model and mesh: the losses of two steps on fixed random batches (XLA forms, float32), how
 parameters and moments lie on the devices, and what the step looks like lowered for CUDA with its
-kernels.
+kernels; the text that a Llama writes on one device and on four.
 """
 
 import json
@@ -11,11 +11,13 @@ import re
 import jax
 import numpy as np
 
+from jaxllm import sample
 from jaxllm.config import (
     Config,
     GPT2Config,
     Llama3Config,
     OptimizerConfig,
+    SampleConfig,
     TrainConfig,
     VLSTMConfig,
 )
@@ -78,6 +80,17 @@ def run(model: str, mesh: str, accum: int = 1) -> dict:
     }
 
 
+def greedy(model: str, mesh: str) -> list[list[int]]:
+    """Twelve tokens after each of four prompts of several lengths."""
+    t = trainer(model, mesh, "xla", compute_dtype="float32", residual_dtype="float32")
+    prompts = [[5, 6, 7, 8, 9], [100], [3, 4], [7] * 12]
+    config = SampleConfig(tokens=12, temperature=0.0)
+    with jax.set_mesh(t.mesh):
+        # Weights so large that tokens depend on the whole text.
+        params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, t.init().params)
+        return np.stack(list(sample.stream(t.graph, params, prompts, config))).tolist()
+
+
 def is_adam(x) -> bool:
     return hasattr(x, "mu") and hasattr(x, "nu")
 
@@ -93,5 +106,6 @@ def kernel_shapes(model: str, mesh: str) -> list[str]:
 if __name__ == "__main__":
     out = {m: {mesh: run(m, mesh) for mesh in meshes} for m, meshes in WANTED.items()}
     out["llama3"]["accumulated"] = run("llama3", "all", accum=2)
+    out["greedy"] = {mesh: greedy("llama3", mesh) for mesh in ("one", "all")}
     out["kernels"] = {mesh: kernel_shapes("llama3", mesh) for mesh in ("one", "data", "tensor")}
     print(json.dumps(out))

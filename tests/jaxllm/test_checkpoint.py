@@ -1,5 +1,6 @@
 import contextlib
 import resource
+import shutil
 import time
 
 import jax.numpy as jnp
@@ -58,6 +59,44 @@ def test_a_full_disk_costs_a_checkpoint_and_no_other(tmp_path):
     after = Checkpoints(tmp_path, keep=1)
     assert after.newest() == 3
     np.testing.assert_array_equal(after.restore(3, state(0))["a"], state(3)["a"])
+
+
+def steps(folder):
+    return sorted(int(p.name) for p in folder.iterdir())
+
+
+def test_a_resumed_run_keeps_the_best(tmp_path):
+    for begin, losses in ((1, [4.0, 3.0, 3.5]), (4, [3.7, None, float("nan")])):
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        for step, loss in enumerate(losses, begin):
+            assert checkpoints.save(step, state(step), ABOUT, loss) is None
+        checkpoints.close()
+    assert steps(tmp_path) == [2, 6]
+    np.testing.assert_array_equal(
+        Checkpoints(tmp_path, keep=1).restore(2, state(0))["a"], state(2)["a"]
+    )
+
+
+def test_a_process_killed_while_it_deleted_is_no_obstacle(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "whole", keep=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(step), ABOUT, 4.0 - step)
+    checkpoints.close()
+    missing = (".", "metrics/metrics", "state/_METADATA", "_CHECKPOINT_METADATA")
+    for number, gone in enumerate(missing):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        victim = folder / "1" / gone
+        assert victim.exists()
+        for path in [*victim.rglob("*"), victim]:
+            if path.is_file():
+                path.unlink()
+        after = Checkpoints(folder, keep=1)
+        assert after.newest() == 3
+        np.testing.assert_array_equal(after.restore(3, state(0))["a"], state(3)["a"])
+        assert after.save(4, state(4), ABOUT, 2.0) is None
+        after.close()
+        assert steps(folder) == [3, 4]
 
 
 @failing

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from huggingface_folders import PAGES, fixture, folder_of, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -19,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from jaxllm import config as configs
-from jaxllm import convert, huggingface
+from jaxllm import convert, huggingface, huggingface_config
 from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
@@ -28,62 +29,6 @@ from jaxllm.pretrained import load_params, open_weights
 from jaxllm.weights import Place, places
 
 REPO = Path(__file__).resolve().parents[2]
-LLAMA = dict(
-    model_type="llama",
-    vocab_size=67,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    hidden_size=16,
-    head_dim=8,
-    intermediate_size=24,
-    max_position_embeddings=48,
-    rms_norm_eps=1e-5,
-)
-SCALING = dict(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
-)
-PAGES = {  # config.json as transformers writes it, as far as it matters
-    "gpt2": dict(
-        model_type="gpt2",
-        vocab_size=67,
-        n_layer=2,
-        n_head=2,
-        n_embd=16,
-        n_inner=40,
-        n_positions=48,
-        activation_function="gelu_new",
-    ),
-    "llama3": LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, **SCALING)),
-    "llama3_tied": LLAMA | dict(tie_word_embeddings=True, rope_theta=10000.0, rope_scaling=None),
-    "xlstm": dict(
-        model_type="xlstm",
-        vocab_size=67,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_heads=2,
-        ffn_proj_factor=4.0,
-        chunk_size=16,
-        eps=0.0,
-    ),
-}
-
-
-def fixture(name):
-    return load_file(REPO / "tests" / "fixtures" / f"{name}.safetensors")
-
-
-def weights_of(name):
-    stored = fixture(name)
-    return {k: v for k, v in stored.items() if f"grad.{k}" in stored}
-
-
-def folder_of(folder, name, tensors=None, **page):
-    """A Hugging Face folder of one file."""
-    folder.mkdir(parents=True)
-    save_file(weights_of(name) if tensors is None else tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(PAGES[name] | page))
-    return folder
 
 
 def sharded(folder, name):
@@ -329,8 +274,8 @@ def test_config_json_says_all_that_matters(name):
     config = configs.load(name).model
     for update in ({}, {"d_ff": 1000}, {"d_ff": 1001}):
         wanted = config.model_copy(update=update)
-        page = json.loads(json.dumps(huggingface.config_json(wanted, "float32")))
-        found = huggingface.model_config(page, Path("config.json"))
+        page = json.loads(json.dumps(huggingface_config.config_json(wanted, "float32")))
+        found = huggingface_config.model_config(page, Path("config.json"))
         free = ("kernels", "remat", "d_head", "compute_dtype", "residual_dtype")
         assert found.model_dump(exclude=free) == wanted.model_dump(exclude=free)
         assert getattr(found, "head_dim", 0) == getattr(wanted, "head_dim", 0)

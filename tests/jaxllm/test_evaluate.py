@@ -1,149 +1,159 @@
-"""Generation and evaluation of a run's directory, against the model called by hand."""
+"""Evaluation and generation of a run's directory, against Hugging Face's (fixtures/evaluation)."""
 
 import json
 import math
 import re
+import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from evaluation_run import EXPECTED, TEXTS, run_of
+from tokenizers import models, processors
 
 from jaxllm import evaluate, generate
-from jaxllm.checkpoint import Checkpoints
-from jaxllm.config import Config, DataConfig, Llama3Config, OptimizerConfig, TrainConfig
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
-from jaxllm.models import create
-from jaxllm.sharding import make_mesh
-from jaxllm.training import Trainer
-
-WORDS = "the cat sat on a mat and saw another rat run".split()
+from jaxllm.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """(directory of a run that was only begun, its configuration)."""
-    folder = tmp_path_factory.mktemp("run")
-    rng = np.random.default_rng(0)
-    (folder / "text.txt").write_text(" ".join(rng.choice(WORDS, 500)))
-    train_tokenizer([(folder / "text.txt").read_text()], 280, folder / "tokenizer.json")
-    config = Config(
-        model=Llama3Config(
-            vocab_size=280,
-            n_layers=1,
-            n_heads=2,
-            n_kv_heads=1,
-            d_model=64,
-            d_ff=64,
-            max_seq_len=64,
-            compute_dtype="float32",
-            residual_dtype="float32",
-            kernels="xla",
-        ),
-        data=DataConfig(
-            source="text",
-            path=str(folder / "text.txt"),
-            tokenizer=str(folder / "tokenizer.json"),
-            cache_dir=str(folder / "cache"),
-        ),
-        train=TrainConfig(steps=1, batch_size=4, seq_len=32),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-    )
-    (folder / "config.yaml").write_text(config.to_yaml())
-    checkpoints = Checkpoints(folder / "checkpoints", 1)
-    trainer = Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
-    assert checkpoints.save(3, trainer.init(), {}, None) is None
-    checkpoints.close()
-    return folder, config
+def runs(tmp_path_factory):
+    """{name: directory} of the fixtures' models in float32."""
+    return {name: run_of(name, tmp_path_factory.mktemp(name)) for name in EXPECTED}
 
 
-def log_likelihoods(config, ids):
-    """Of each token but the first."""
-    z = jax.nn.log_softmax(create(config.model)(jnp.asarray([ids[:-1]]))[0, :, :280])
-    return np.asarray(z)[np.arange(len(ids) - 1), ids[1:]]
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.default_matmul_precision("highest"):  # a GPU would take TF32
+        yield
 
 
-def test_loss_of_all_tokens_of_a_text(run, tmp_path, capsys):
-    folder, config = run
-    (tmp_path / "more.txt").write_text(" ".join(reversed(WORDS * 8)))
-    command = f"--checkpoint {folder} --data.path {tmp_path / 'more.txt'}"
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
+    command = f"""--checkpoint {runs[name]} --data.source text --data.path {TEXTS / "text.txt"}
+        --data.cache_dir {tmp_path} --batch_size 4"""
     assert evaluate.main(command.split()) == 0
     loss, perplexity, count = re.search(
-        r"loss ([\d.]+) nats a token, perplexity ([\d.]+), ([\d,]+) tokens",
+        r"step 0: loss ([\d.]+) nats a token, perplexity ([\d.]+), ([\d,]+) tokens",
         capsys.readouterr().out,
     ).groups()
-    tokenizer = Tokenizer(folder / "tokenizer.json")
-    ids = [
-        tokenizer.end_of_text,
-        *tokenizer.encode((tmp_path / "more.txt").read_text()),
-    ]
-    assert int(count) == len(ids) - 1
-    assert (len(ids) - 1) % 32  # the last window is not whole
-    parts = [log_likelihoods(config, ids[i : i + 33]) for i in range(0, len(ids) - 1, 32)]
-    expected = -float(np.concatenate(parts).mean())
-    assert float(loss) == pytest.approx(expected, abs=2e-4)
-    assert float(perplexity) == pytest.approx(math.exp(expected), rel=1e-3)
+    expected = EXPECTED[name]
+    assert int(count) == expected["tokens"]
+    assert int(count) % 32  # the last window is not whole
+    assert float(loss) == pytest.approx(expected["loss"], abs=6e-5)  # four digits are printed
+    assert float(perplexity) == pytest.approx(math.exp(expected["loss"]), abs=6e-3)
 
 
-def test_hellaswag_is_the_likeliest_ending_by_the_character(run, tmp_path, capsys):
-    folder, config = run
-    tokenizer = Tokenizer(folder / "tokenizer.json")
-    rng = np.random.default_rng(1)
-    lines, by_character, by_sum = [], [], []
-    for i in range(6):
-        endings = [" ".join(rng.choice(WORDS, n)) for n in (2, 7, 4, 9)]
-        question = dict(activity_label="Cat", ctx_a="the  cat [x]", ctx_b="saw", endings=endings)
-        context = tokenizer.encode("Cat: the cat Saw")
-        scores = [
-            log_likelihoods(config, tokenizer.encode(f"Cat: the cat Saw {e}"))[len(context) - 1 :]
-            for e in endings
-        ]
-        by_character.append(
-            int(np.argmax([s.sum() / len(e) for s, e in zip(scores, endings, strict=True)]))
-        )
-        by_sum.append(int(np.argmax([s.sum() for s in scores])))
-        label = by_character[-1] if i < 4 else (by_character[-1] + 1) % 4
-        lines.append(question | {"label": str(label)})
-    assert by_character != by_sum
-    acc = np.mean([int(q["label"]) == s for q, s in zip(lines, by_sum, strict=True)])
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_hellaswag_equals_the_harness_on_hugging_face(runs, name, tmp_path, capsys):
+    lines = (TEXTS / "hellaswag.jsonl").read_text("utf-8").splitlines()
+    questions = list(map(json.loads, lines))
+    expected = EXPECTED[name]["toy_hellaswag"]
+    scores = np.array(expected["replies"])
+    characters = np.array([[len(evaluate._clean(e)) for e in q["endings"]] for q in questions])
+    found = {"acc": scores.argmax(-1), "acc_norm": (scores / characters).argmax(-1)}
+    labels = np.array([int(question["label"]) for question in questions])
+    for metric, answers in found.items():
+        assert (answers == labels).mean() == pytest.approx(expected["metrics"][metric])
+    # The file's own labels tell a model without training nothing: others, which tell acc from
+    # acc_norm and a wrong order of the endings from the right one.
+    labels = np.where(np.arange(6) < 4, found["acc_norm"], (found["acc"] + 1) % 4)
     path = tmp_path / "hellaswag.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    assert evaluate.main(["--checkpoint", str(folder), "--hellaswag", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert f"acc_norm {4 / 6:.4f}, acc {acc:.4f}, 6 questions" in out
+    lines = [json.dumps(q | {"label": str(n)}) for q, n in zip(questions, labels, strict=True)]
+    path.write_text("\n".join(lines))
+    for limit in (6, 4):
+        words = f"--checkpoint {runs[name]} --hellaswag {path} --limit {limit} --batch_size 5"
+        assert evaluate.main(words.split()) == 0
+        acc, norm = ((found[k] == labels)[:limit].mean() for k in ("acc", "acc_norm"))
+        assert acc != norm
+        said = f"HellaSwag acc_norm {norm:.4f}, acc {acc:.4f}, {limit} questions"
+        assert said in capsys.readouterr().out
 
 
-def test_generate_writes_every_prompt_and_sample_and_tells_the_speed(run, tmp_path, capsys):
-    folder, _ = run
-    (tmp_path / "prompts.txt").write_text("the cat\na rat saw the mat\n")
-    command = f"--checkpoint {folder} --prompts {tmp_path / 'prompts.txt'} --tokens 5 --samples 2"
-    assert generate.main(command.split()) == 0
+def test_generate_writes_every_prompt_and_sample_and_tells_the_speed(runs, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("the cat\n\n  \na café\u2028in the snow\n", "utf-8")
+    command = f"""--checkpoint {runs["xlstm"]} --prompts {tmp_path / "prompts.txt"} --tokens 11
+        --samples 3 --batch_size 4 --temperature"""
+    assert generate.main([*command.split(), "1"]) == 0
     out, err = capsys.readouterr()
-    assert re.findall("--- (prompt . sample .|prompt ., sample .)", out) == [
-        f"prompt {p}, sample {s}" for p in (1, 2) for s in (1, 2)
+    assert re.findall(r"^--- prompt (\d), sample (\d)\n(?:the cat|a café\u2028in)", out, re.M) == [
+        (p, s) for p in "12" for s in "123"
     ]
-    assert out.count("\nthe cat") == out.count("\na rat saw the mat") == 2
     assert re.search(r"^[\d,]+ tokens/s \(12 tokens in .*, 4 at once", err)
-    assert generate.main(f"--checkpoint {folder} --prompt the --tokens 99".split()) == 2
-    assert "exceed model.max_seq_len=64" in capsys.readouterr().err
+    # Greedy texts of a batch are those of one prompt alone, but for the words between them.
+    assert generate.main([*command.split(), "0"]) == 0
+    texts = re.split(r"--- prompt ., sample .\n", capsys.readouterr().out)
+    command = f"--checkpoint {runs['xlstm']} --tokens 11 --temperature 0 --prompt".split()
+    assert generate.main([*command, "the cat"]) == 0
+    assert texts[1:] == [capsys.readouterr().out] * 3 + [texts[4]] * 3
+
+
+def test_the_tokens_that_llama_3_puts_before_and_after_a_text(runs, capsys, tmp_path, monkeypatch):
+    names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    library = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("eht")}, []))
+    library.add_special_tokens(names)
+    library.post_processor = processors.TemplateProcessing(
+        single=f"{names[0]} $A", special_tokens=[(names[0], 3)]
+    )
+    shutil.copytree(runs["gpt2"], tmp_path / "run")
+    library.save(str(tmp_path / "run" / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "run" / "tokenizer.json")
+    assert (tokenizer.prefix, tokenizer.ends) == ([3], {3, 4, 5})
+    assert tokenizer.encode("the") == [2, 1, 0]
+    seen = []
+
+    def stream(graph, params, rows, config, top_p):
+        seen.extend(rows)
+        return iter(np.array([[2], [5], [1]]))
+
+    monkeypatch.setattr("jaxllm.sample.stream", stream)
+    assert generate.main(f"--checkpoint {tmp_path / 'run'} --prompt the --tokens 4".split()) == 0
+    assert seen == [[3, 2, 1, 0]]
+    assert capsys.readouterr().out == "thet\n"
+
+
+def test_a_prompt_that_is_too_long_is_refused(runs, capsys):
+    assert generate.main(f"--checkpoint {runs['llama3']} --prompt the --tokens 99".split()) == 2
+    assert "exceed model.max_seq_len=48" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ("", "--checkpoint"),
-        ("--checkpoint {run} --step 9", "no checkpoint of step 9; it has 3"),
+        ("--checkpoint {run} --step 9", "no checkpoint of step 9; it has 0"),
+        ("--checkpoint {run}/../theirs", "make one of it with python -m jaxllm.convert"),
         ("--checkpoint {run} --data.sorce text", "did you mean data.source"),
         ("--checkpoint {run} --train.steps 3", "unknown argument --train.steps"),
-        ("--checkpoint {run} --data.path nowhere.txt", "nowhere.txt"),
+        ("--checkpoint {run} --data.source text --data.path nowhere.txt", "nowhere.txt"),
         ("--checkpoint {run} --batch_size 0", "--batch_size=0"),
-        ("--checkpoint {run} --hellaswag {run}/text.txt", "line 1 is no question"),
+        ("--checkpoint {run} --hellaswag {run}/config.yaml", "line 1 is no question"),
+        ("--checkpoint {run} --limit 3", "--limit is read with --hellaswag and --tasks, not"),
+        ("--checkpoint {run} --hellaswag x --data.path y", "--data.path is read with data, not"),
     ],
 )
-def test_bad_input_is_one_line(run, capsys, arguments, named):
-    assert evaluate.main(arguments.format(run=run[0]).split()) == 2
+def test_bad_input_is_one_line(runs, capsys, arguments, named):
+    assert evaluate.main(arguments.format(run=runs["gpt2"]).split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert named in err
+
+
+def test_a_device_without_memory_is_told(runs, capsys, monkeypatch):
+    def full(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr("jaxllm.sample.put_model", full)
+    assert generate.main(f"--checkpoint {runs['gpt2']} --prompt the --tokens 9".split()) == 1
+    assert capsys.readouterr().err == (
+        "error: the device is out of memory; lower --batch_size or --tokens\n"
+    )
+
+
+def test_texts_without_a_tokenizer(runs, capsys, tmp_path):
+    shutil.copytree(runs["gpt2"], tmp_path / "run")
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    assert generate.main(f"--checkpoint {tmp_path / 'run'} --prompt the".split()) == 2
+    assert "tokenizer.json is missing" in capsys.readouterr().err

@@ -1,20 +1,25 @@
 """Damaged and random input gives an error line or a result: no traceback, no hang."""
 
 import contextlib
+import gc
 import json
+import shutil
 import struct
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllm import cli, report
+from jaxllm.checkpoint import Checkpoints
 from jaxllm.config import CONFIG_DIR, Config, load
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
+from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.metrics import read_metrics
 
@@ -33,6 +38,13 @@ scalars = st.one_of(
     st.floats(),
     st.text(max_size=20),
     st.sampled_from(["1e400", "-1", "0", "{}", "[1, 2]", "~", "gpt2", ".nan", "1_000", "0x10"]),
+)
+
+
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
 )
 
 
@@ -134,15 +146,10 @@ def test_metrics_files(content):
         assert all(isinstance(row["step"], int) for row in read_metrics(path))
 
 
-anything = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=5,
-)
 known = st.sampled_from(["loss", "val_loss", "lr", "sample", "skips", "peak_memory_gib"])
 
 
-@bounded
+@settings(bounded, max_examples=40)
 @given(
     rows=st.lists(st.dictionaries(known, anything), max_size=5),
     step=st.integers(),
@@ -158,6 +165,95 @@ def test_reports(rows, step, about, config):
         (run / "run.json").write_text(json.dumps(about))
         with contextlib.suppress(InputError):
             report.write([run, run], run / "x.html")
+
+
+@st.composite
+def damaged(draw, content):
+    """Bytes that were a good file: cut off, some of them others, or a stretch of them twice."""
+    at = draw(st.integers(0, len(content)))
+    kind = draw(st.sampled_from(["cut", "changed", "doubled", "zeros"]))
+    if kind == "cut":
+        return content[:at]
+    if kind == "doubled":
+        return content[: at + 10] + content[at:]
+    new = draw(st.binary(min_size=1, max_size=8)) if kind == "changed" else b"\0" * 20
+    return (content[:at] + new + content[at + len(new) :])[: len(content)]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A folder with a parquet file, a tokenizer.json and a checkpoint."""
+    folder = tmp_path_factory.mktemp("good")
+    texts = [f"text {i} of a document" for i in range(20)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
+    train_tokenizer(texts, 260, folder / "tokenizer.json")
+    checkpoints = Checkpoints(folder / "checkpoints", 1)
+    checkpoints.save(1, STATE, {"samples": 8, "data_fingerprint": ""}, 2.0)
+    checkpoints.close()
+    return folder
+
+
+STATE = {"a": np.arange(300.0, dtype=np.float32), "b": np.int32(1)}
+
+
+@bounded
+@given(data=st.data())
+def test_parquet(good, data):
+    content = data.draw(damaged((good / "a.parquet").read_bytes()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.parquet"
+        path.write_bytes(content)
+        with contextlib.suppress(InputError):
+            for piece in Source("parquet", [("a.parquet", path)], "text").pieces():
+                assert isinstance(piece.text, str)
+
+
+@bounded
+@given(data=st.data())
+def test_tokenizers(good, data):
+    page = json.loads((good / "tokenizer.json").read_text())
+    if data.draw(st.booleans()):
+        part = page  # a value somewhere in it becomes another
+        while isinstance(part, dict) and part:
+            key = data.draw(st.sampled_from(list(part)))
+            if not isinstance(part[key], dict) or data.draw(st.booleans()):
+                part[key] = data.draw(anything)
+                break
+            part = part[key]
+        content = json.dumps(page).encode()
+    else:
+        content = data.draw(damaged((good / "tokenizer.json").read_bytes()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        path.write_bytes(content)
+        with contextlib.suppress(InputError):
+            tokenizer = Tokenizer(path)
+            ids = tokenizer.encode("text of a document")
+            assert all(0 <= i < tokenizer.vocab_size for i in ids)
+            assert isinstance(tokenizer.decode(ids), str)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
+def test_checkpoints(good):
+    files = sorted(p for p in (good / "checkpoints" / "1").rglob("*") if p.is_file())
+
+    @settings(bounded, max_examples=20)
+    @given(st.data())
+    def check(data):
+        path = data.draw(st.sampled_from(files))
+        content = data.draw(damaged(path.read_bytes()))
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "checkpoints"
+            shutil.copytree(good / "checkpoints", copy)
+            (copy / path.relative_to(good / "checkpoints")).write_bytes(content)
+            checkpoints = Checkpoints(copy, 1)
+            with contextlib.suppress(InputError):
+                step = checkpoints.newest()
+                checkpoints.samples(step, 10, "")
+                assert checkpoints.restore(step, STATE)["a"].shape == STATE["a"].shape
+
+    check()
+    gc.collect()  # what Orbax left is told now and not in another test
 
 
 def test_the_strategies_reach_what_is_right():

@@ -58,7 +58,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path, capsys):
     page = Page(text)
     assert all(link.startswith("#") for link in page.links)  # within the page
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert page.tags.count("svg") == 5  # all but MFU, which no row has
+    assert page.tags.count("svg") == 6  # all but MFU, which no row has
     for word in ("4.8000", "3.2500", "40.5 GiB", "40,960", SAMPLE, "type: <gpt2>", "updates skip"):
         assert word in page.text, word
     for word in (ABOUT["model"], ABOUT["device"], ABOUT["started"], "attention", "0.12"):
@@ -71,9 +71,19 @@ def test_runs_lie_over_one_another(tmp_path, capsys):
     runs = [a_run(tmp_path / "one", 20), a_run(tmp_path / "two", 30, slope=0.02)]
     assert report.main([*map(str, runs), "--out", str(tmp_path / "x.html")]) == 0
     page = Page((tmp_path / "x.html").read_text())
-    assert page.tags.count("svg") == 5
+    assert page.tags.count("svg") == 6
     assert "one" in page.text
     assert "What differssettingonetwotrain.steps2030two"[:-3] in page.text  # and nothing else
+
+
+def test_only_a_report_is_overwritten(tmp_path, capsys):
+    run, out = a_run(tmp_path / "one", 20), tmp_path / "weights"
+    out.write_bytes(b"\x93precious")
+    assert report.main([str(run), "--out", str(out)]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+    assert out.read_bytes() == b"\x93precious"
+    report.write([run], tmp_path / "x.html")
+    report.write([run], tmp_path / "x.html")
 
 
 def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
@@ -125,7 +135,7 @@ def test_a_browser_shows_it_light_and_dark_wide_and_narrow(browser, tmp_path, ru
         shown, _ = browser.picture()
         assert browser.complaints() == []
         assert browser.ask("document.documentElement.scrollWidth") == width  # only tables scroll
-        assert browser.ask("document.querySelectorAll('svg').length") == 5
+        assert browser.ask("document.querySelectorAll('svg').length") == 6
         paper = shown[2, 2]
         assert (paper.max() < 0.2) if dark else (paper.min() > 0.9)
         box = browser.ask(

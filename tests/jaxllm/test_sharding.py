@@ -61,6 +61,12 @@ def test_moments_lie_like_their_parameters_and_buffers_are_donated(result, model
     assert result[model][mesh]["donated"]
 
 
+def test_greedy_text_is_the_same_on_four_devices(result):
+    one, four = result["greedy"]["one"], result["greedy"]["all"]
+    assert one == four
+    assert len({token for tokens in one for token in tokens}) > 8
+
+
 def test_fsdp_and_tensor_split_the_parameters(result):
     for model, mesh in (("gpt2", "fsdp"), ("llama3", "fsdp"), ("vlstm", "tensor")):
         assert result[model][mesh]["part_held"] < 0.30

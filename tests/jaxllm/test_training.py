@@ -1,3 +1,5 @@
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from flax import nnx
 
 from jaxllm import guard, sample
 from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
-from jaxllm.metrics import RunLog, read_metrics
+from jaxllm.metrics import RunLog, peak_memory, read_metrics
 from jaxllm.sharding import make_mesh
 from jaxllm.training import IGNORE, Trainer
 
@@ -83,31 +85,46 @@ def test_the_step_contains_every_kernel_forward_and_backward(model_type):
         assert name in text, name
 
 
-POISON = 249  # a batch that begins with this token is given a loss that is not finite
+# What a batch that begins with this token does to its loss.
+NAN, INFINITE, BAD_GRADIENT, SPIKE = 249, 248, 247, 246
 
 
 class Poisoned(Trainer):
     def _loss_sum(self, params, batch):
         loss, count = super()._loss_sum(params, batch)
-        return loss * jnp.where(batch["tokens"][0, 0] == POISON, jnp.nan, 1), count
+        first = batch["tokens"][0, 0]
+        factor = jnp.where(first == NAN, jnp.nan, jnp.where(first == INFINITE, jnp.inf, 1))
+        factor = jnp.where(first == SPIKE, 1.5, factor)
+        weight = jax.tree.leaves(params)[0].ravel()[0]
+        # sqrt has the slope infinity at 0, where it is finite
+        slope = jnp.sqrt(
+            jnp.where(first == BAD_GRADIENT, weight - jax.lax.stop_gradient(weight), 1)
+        )
+        return loss * factor + slope - 1, count
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_counted():
-    plain = make(GPT2Config(**SHAPE, **FP32, kernels="xla"))
+def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
+    plain = make(GPT2Config(**SHAPE, **FP32, kernels="xla"), skip_spikes=4.0)
     t = Poisoned(plain.config, plain.mesh)
     step = t.trace_train_step().lower().compile()
-    good, bad = random_batch(1), random_batch(2)
-    good["tokens"][0, 0], bad["tokens"][0, 0] = 0, POISON
-    state, skips = t.init(), []
-    for batch in (good, bad, bad, good, bad):
+    state, skips, loss = t.init(), [], 0.0
+    order = (0, NAN, INFINITE, 0, BAD_GRADIENT, SPIKE, SPIKE, 0)
+    for i, first in enumerate(order):
+        batch = random_batch(i)
+        batch["tokens"][0, 0] = first
+        if i == 6:  # of two spikes the first finds no full window to be judged by
+            noise = np.random.default_rng(0).normal(0, 0.1, guard.WINDOW)
+            losses = jnp.asarray(loss / 1.5 + noise, jnp.float32)
+            state = state._replace(watch=guard.Watch(losses, state.watch.skips))
         before = jax.tree.map(np.array, state)  # copies: the step takes the buffers
         state, metrics = step(state, t.put_batch(batch))
+        loss = float(metrics["loss"])
         skips.append(int(metrics["skips"]))
         same = jax.tree.map(np.array_equal, before[1:3], state[1:3])
-        assert all(jax.tree.leaves(same)) == (batch is bad)
+        assert all(jax.tree.leaves(same)) == bool(skips[-1]), first
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-    assert skips == [0, 1, 2, 0, 1]
-    assert int(state.step) == 5
+    assert skips == [0, 1, 2, 0, 1, 0, 1, 0]
+    assert int(state.step) == len(order)
 
 
 def test_spikes_are_judged_by_the_losses_in_the_window():
@@ -158,6 +175,31 @@ def test_greedy_samples_follow_the_full_forward_pass():
         logits = forward(params, jnp.array([seen + [0] * (32 - len(seen))]))
         seen.append(int(jnp.argmax(logits[0, len(seen) - 1, :250])))
     assert got == seen[3:]
+
+
+def test_the_fullest_device_tells_the_memory(monkeypatch):
+    class Device:
+        def __init__(self, gib):
+            self.memory_stats = lambda: gib and {"peak_bytes_in_use": gib * 2**30}
+
+    for told, wanted in (((3, 5, None), 5), ((None,), None)):
+        monkeypatch.setattr(jax, "local_devices", lambda told=told: [Device(g) for g in told])
+        assert peak_memory() == wanted
+
+
+def test_nobody_has_to_read_what_a_run_says(tmp_path, monkeypatch):
+    class Gone:
+        def write(self, _):
+            raise BrokenPipeError
+
+        isatty = lambda self: False
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
+    log.train(1, loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
+    log.sample(1, "text")
+    log.close()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
 
 
 def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):

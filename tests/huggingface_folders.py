@@ -1,0 +1,64 @@
+"""Hugging Face folders of the fixtures' models, for tests and for fixtures/make_scores.py."""
+
+import json
+from pathlib import Path
+
+from safetensors.numpy import load_file, save_file
+
+FIXTURES = Path(__file__).resolve().parent / "fixtures"
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=67,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    hidden_size=16,
+    head_dim=8,
+    intermediate_size=24,
+    max_position_embeddings=48,
+    rms_norm_eps=1e-5,
+)
+SCALING = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
+)
+PAGES = {  # config.json as transformers writes it, as far as it matters
+    "gpt2": dict(
+        model_type="gpt2",
+        vocab_size=67,
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        n_inner=40,
+        n_positions=48,
+        activation_function="gelu_new",
+    ),
+    "llama3": LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, **SCALING)),
+    "llama3_tied": LLAMA | dict(tie_word_embeddings=True, rope_theta=10000.0, rope_scaling=None),
+    "xlstm": dict(
+        model_type="xlstm",
+        vocab_size=67,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_heads=2,
+        ffn_proj_factor=4.0,
+        chunk_size=16,
+        eps=0.0,
+    ),
+}
+
+
+def fixture(name):
+    return load_file(FIXTURES / f"{name}.safetensors")
+
+
+def weights_of(name):
+    stored = fixture(name)
+    return {k: v for k, v in stored.items() if f"grad.{k}" in stored}
+
+
+def folder_of(folder, name, tensors=None, **page):
+    """A Hugging Face folder of one file."""
+    folder.mkdir(parents=True)
+    save_file(weights_of(name) if tensors is None else tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(PAGES[name] | page))
+    return folder

@@ -1,0 +1,86 @@
+"""Run by test_train.py: trains, kills the process at random moments, resumes it; prints JSON.
+
+python killed_runs.py FOLDER KILLS SEED STEPS -- WORDS OF train.py
+
+The processes are forks of this one, which has imported everything and started nothing: a life
+costs two seconds instead of ten.  FOLDER/run_0, run_1, ... are runs that came to their end.
+"""
+
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+
+def life(words: list[str], log: Path, out_dir: Path, rng: random.Random | None) -> bool:
+    """One process: True if it came to its end, False if it was killed (never without rng)."""
+    pid = os.fork()
+    if pid == 0:
+        output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        import train
+
+        os._exit(train.main(words))
+    # Half of the kills come at any moment, half while a checkpoint is being written.
+    in_save = rng is not None and rng.random() < 0.5
+    end = time.monotonic() + (rng.uniform(0, 5) if rng and not in_save else 120)
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert status == 0, log.read_text()
+            return True
+        if in_save and saving(out_dir):
+            time.sleep(rng.uniform(0, 0.1))
+            break
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert rng is not None, f"hangs: {log.read_text()}"
+    return False
+
+
+def saving(out_dir: Path) -> bool:
+    """Whether a checkpoint is begun and not complete."""
+    return any((out_dir / "checkpoints").glob("*tmp*"))
+
+
+def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> None:
+    rng, log, done, in_save, runs = random.Random(seed), folder / "log", 0, 0, []
+    out_dir = folder / "run_0"
+    while not runs or done < kills:
+        # Killed very early it has no config.yaml yet, and is not a run to resume.
+        more = ["--resume"] if (out_dir / "config.yaml").exists() else []
+        more += ["--train.steps", str(steps), "--out_dir", str(out_dir)]
+        # Killed after its last checkpoint it is at its end.
+        ended = (out_dir / "checkpoints" / str(steps)).exists() or life(
+            [*words, *more], log, out_dir, rng if done < kills else None
+        )
+        if ended:
+            runs.append(str(out_dir))
+            out_dir = folder / f"run_{len(runs)}"
+        else:
+            done += 1
+            in_save += saving(out_dir)
+    print(json.dumps({"kills": done, "in_save": in_save, "runs": runs}))
+
+
+if __name__ == "__main__":
+    os.chdir(REPO)
+    # One compilation for all lives.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(sys.argv[1]) / "compiled")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    warnings.simplefilter("ignore")  # JAX does not like forks of a process that runs something
+    for name in ("train", "grain", "matplotlib.figure", "tensorboardX.summary"):
+        importlib.import_module(name)
+    for name in ("checkpoint", "data", "profiling", "report", "training"):
+        importlib.import_module(f"jaxllm.{name}")
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[6:])

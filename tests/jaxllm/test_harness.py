@@ -1,0 +1,95 @@
+"""lm-evaluation-harness on a run: the numbers of its own "hf" model (fixtures/evaluation)."""
+
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from evaluation_run import EXPECTED, TEXTS, run_of
+from huggingface_folders import FIXTURES
+
+from jaxllm import evaluate
+from jaxllm.errors import InputError
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
+# The harness and what it imports warn of their own future.
+pytestmark = pytest.mark.filterwarnings("ignore")
+TASKS = ["toy_choice", "toy_rolling", "toy_write"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(TEXTS)  # the tasks name their data relative to the working directory
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_metrics_scores_and_texts_equal_hugging_face(name, tmp_path):
+    from jaxllm.harness import RunLM, TaskManager
+
+    with jax.default_matmul_precision("highest"):  # a GPU would take TF32
+        found = lm_eval.simple_evaluate(
+            model=RunLM(run_of(name, tmp_path), batch_size=3),
+            tasks=TASKS,
+            task_manager=TaskManager(include_path="tasks", include_defaults=False),
+            bootstrap_iters=0,
+        )
+    for task in TASKS:
+        expected = EXPECTED[name][task]
+        for metric, number in expected["metrics"].items():
+            assert found["results"][task][f"{metric},none"] == pytest.approx(number, rel=1e-5)
+        samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
+        for sample, replies in zip(samples, expected["replies"], strict=True):
+            ours = [r[0] if isinstance(r, tuple) else r for r in sample["filtered_resps"]]
+            if task == "toy_write":
+                assert ours == replies
+            else:
+                np.testing.assert_allclose(ours, replies, rtol=1e-5)
+
+
+def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
+    from jaxllm import harness
+
+    run = run_of("gpt2", tmp_path)
+    capsys.readouterr()
+    words = f"--checkpoint {run} --tasks toy_choice --include_path tasks --out {tmp_path}/all.json"
+    assert evaluate.main(words.split()) == 0
+    out = capsys.readouterr().out
+    accuracy = EXPECTED["gpt2"]["toy_choice"]["metrics"]["acc"]
+    assert re.search(rf"\|toy_choice\|.*\|acc +\|.*\| *{accuracy:.2g}\|", out), out
+    page = json.loads((tmp_path / "all.json").read_text())
+    assert page["results"]["toy_choice"]["acc,none"] == accuracy
+    manager = functools.partial(harness.TaskManager, include_defaults=False)  # the others: seconds
+    monkeypatch.setattr(harness, "TaskManager", manager)
+    for change, named in (
+        ("--tasks nothing --include_path tasks", "--tasks nothing is no task"),
+        ("--tasks toy_choice", "--tasks toy_choice is no task"),
+        ("--tasks toy_choice --include_path none", "--include_path none is not a folder"),
+    ):
+        assert evaluate.main(["--checkpoint", str(run), *change.split()]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {named}")
+
+
+def test_the_task_in_the_readme_runs(tmp_path, capsys, monkeypatch):
+    run = run_of("gpt2", tmp_path)
+    fenced = (FIXTURES.parents[1] / "README.md").read_text(encoding="utf-8").split("```")[1::2]
+    texts = {language: text for language, _, text in (block.partition("\n") for block in fenced)}
+    (tmp_path / "my_tasks").mkdir()
+    (tmp_path / "my_tasks" / "capitals.yaml").write_text(texts["yaml"])
+    (tmp_path / "my_tasks" / "capitals.jsonl").write_text(texts["json"])
+    monkeypatch.chdir(tmp_path)
+    words = f"--checkpoint {run} --tasks capitals --include_path my_tasks --batch_size 2"
+    assert evaluate.main(words.split()) == 0
+    assert re.search(r"\|capitals\|.*\|acc +\|", capsys.readouterr().out)
+
+
+def test_settings_of_generation_that_are_not_known_are_refused():
+    from jaxllm.harness import _choice
+
+    config, stops, top_p = _choice({"until": "x", "do_sample": False, "temperature": 0.7}, 3)
+    assert (config.tokens, config.temperature, config.seed, stops, top_p) == (256, 0, 3, ["x"], 1)
+    assert _choice({"max_new_tokens": 5, "temperature": 0.7}, 0)[0].temperature == 0.7
+    with pytest.raises(InputError, match="num_beams is not supported"):
+        _choice({"num_beams": 4}, 0)
