@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 
 Backend = Literal["auto", "mosaic", "xla"]
-Gpu = Literal["sm_80", "sm_90", "sm_90a"]  # 80 or newer, 90 or newer (TMA), exactly 9.0 (wgmma)
+Gpu = Literal["sm_80", "sm_90", "sm_90a"]  # 8.0 or newer; 9.0 (TMA, 227 KB) or newer; 9.0 (wgmma)
 
 log = logging.getLogger("pallas_kernels")
 
@@ -34,6 +34,7 @@ class Decision(NamedTuple):
     why: str
 
 
+_SMEM = 227 * 1024  # bytes that a block may have from 9.0 on, but for consumer Blackwell
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # in the order taken, with how often
 _silenced = False
@@ -91,6 +92,10 @@ def device_lacks(gpu: Gpu) -> str | None:
     if have < need or (gpu == "sm_90a" and have != need):
         exactly = "" if gpu == "sm_90a" else " or newer"
         return f"the GPU has compute capability {have}, the kernel needs {need}{exactly}"
+    # Kernels that stream through TMA fill an SM; consumer Blackwell (12.0) has TMA but 99 KB.
+    smem = getattr(jax.devices()[0], "shared_memory_per_block_optin", _SMEM)
+    if gpu != "sm_80" and smem < _SMEM:
+        return f"the GPU has {smem // 1024} KB of shared memory for a block, the kernel needs 227"
     return None
 
 

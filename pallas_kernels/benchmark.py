@@ -28,14 +28,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import pallas_kernels
 from pallas_kernels import backend
 from pallas_kernels.benchmark_cases import CASES, A, Case
+from pallas_kernels.benchmark_report import draw, table, text
 
 _CALLS = 12
 _L2 = 100e6  # bytes; below, an H100's second-level cache (50 MB) serves part of a repeated call
@@ -299,11 +298,11 @@ def run(ops, out: Path) -> dict:
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=len(todo))
         for case, sizes in todo:
-            bar.update(task, description=f"{case.op} {_text(sizes)}")
+            bar.update(task, description=f"{case.op} {text(sizes)}")
             records = measure(case, sizes, result["ceilings"], known)
             for r in records if result["ceilings"] else ():  # minutes in all: show what is there
                 ms = ", ".join(f"{name} {t:.4f} ms" for name, t in r["ms"].items())
-                bar.console.print(f"{r['op']} {_text(sizes)} {r['direction']}: {ms}", markup=False)
+                bar.console.print(f"{r['op']} {text(sizes)} {r['direction']}: {ms}", markup=False)
             result["records"] += records
             (out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
             bar.advance(task)
@@ -313,94 +312,9 @@ def run(ops, out: Path) -> dict:
         console.print(f"Not measured: {result['not_measured']}.", soft_wrap=True)
     for r in result["records"]:
         for name, why in r["failed"].items() if r["direction"] == "forward" else ():
-            console.print(f"{r['op']} {_text(r['sizes'])}: {name} failed, {why}", markup=False)
+            console.print(f"{r['op']} {text(r['sizes'])}: {name} failed, {why}", markup=False)
     console.print(f"Wrote {out}/benchmark.json and {out}/roofline.png", soft_wrap=True)
     return result
-
-
-def table(result: dict):
-    """The records as a rich table."""
-    tops = result["ceilings"]
-    title = f"{result['device']}, JAX {result['versions']['jax']}"
-    if tops:
-        title += ", copy {copy_TB_per_s:.2f} TB/s, matmul {matmul_TFLOP_per_s:.0f} TFLOP/s".format(
-            **tops
-        )
-    view = Table(title=title, caption="*: partly served by the cache   error: relative, RMS")
-    view.add_column("op")
-    view.add_column("shape")
-    view.add_column("direction")
-    view.add_column("runs")
-    for name in ("ms", "rate", "of ceiling", "XLA ms", "x XLA", "x cuDNN", "error", "XLA's"):
-        view.add_column(name, justify="right")
-    for r in result["records"]:
-        mine = r["ms"].get("mosaic")
-        times = lambda rival, r=r, mine=mine: (
-            f"{r['ms'][rival] / mine:.2f}" if mine and rival in r["ms"] else "-"
-        )
-        view.add_row(
-            " ".join(filter(None, (r["op"], r["variant"]))),
-            _text(r["sizes"]),
-            r["direction"],
-            r["runs"],
-            f"{mine:.4f}" if mine else "-",
-            f"{r['rate']['mosaic']:.3g} {r['unit']}" if mine else "-",
-            f"{r['of_ceiling']['mosaic']:.0%}{'*' * r['in_cache']}" if mine else "-",
-            f"{r['ms']['xla']:.4f}" if "xla" in r["ms"] else "-",
-            times("xla"),
-            times("cudnn"),
-            f"{r['error']['mosaic']:.1e}" if "mosaic" in r["error"] else "-",
-            f"{r['error']['xla']:.1e}" if "xla" in r["error"] else "-",
-        )
-    return view
-
-
-def draw(result: dict, path: Path) -> None:
-    """Left the roofline, a colour for each op; right every record's share of its ceiling."""
-    records = [r for r in result["records"] if r["ms"]]
-    figure = Figure(figsize=(16, max(6, 0.2 * len(records))), layout="constrained")
-    roof, bars = figure.subplots(1, 2)
-    figure.suptitle(f"{result['device']}, JAX {result['versions']['jax']}")
-    roof.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
-    bars.set(xlabel="of the copy or matmul ceiling", xlim=(0, 1.1))
-    if result["not_measured"]:
-        roof.set_title(f"Not measured: {result['not_measured']}", fontsize=8, wrap=True)
-    else:
-        copy, matmul = result["ceilings"].values()
-        x = np.geomspace(0.1, 1e4, 200)
-        roof.plot(x, np.minimum(copy * x, matmul), color="black", label="ceilings")
-    rivals = {"mosaic": "o", "xla": "x", "cudnn": "+"}
-    for i, op in enumerate(dict.fromkeys(r["op"] for r in records)):
-        for name, marker in rivals.items():
-            mine = [r for r in records if r["op"] == op and name in r["ms"] and r["flops"]]
-            roof.scatter(
-                [r["flops"] / r["bytes"] for r in mine],
-                [r["flops"] / r["ms"][name] / 1e9 for r in mine],
-                marker=marker,
-                color=f"C{i}",
-                label=op if name == "mosaic" else None,
-            )
-    for name, marker in rivals.items():
-        rows = [i for i, r in enumerate(records) if name in r["ms"]]
-        shares = [records[i]["of_ceiling"][name] for i in rows]
-        if name == "mosaic":
-            bars.barh(rows, shares, color="lightgrey")
-        bars.scatter(shares, rows, marker=marker, label=name)
-    bars.set_yticks(
-        range(len(records)),
-        [f"{r['op']} {r['variant']} {_text(r['sizes'])} {r['direction']}" for r in records],
-        fontsize=7,
-    )
-    bars.invert_yaxis()
-    bars.axvline(1, color="black")
-    if records:
-        roof.legend()
-        bars.legend()
-    figure.savefig(path, dpi=120)
-
-
-def _text(sizes: dict[str, int]) -> str:
-    return " ".join(f"{axis}{n}" for axis, n in sizes.items())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,15 +12,12 @@ accurate).  The mean in two parts and r are saved, 12 bytes for a row: recomputi
 two more rounds of reductions.  Every element is read once and written once in each direction.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import backend as _backend
-from pallas_kernels import mosaic, rows
+from pallas_kernels import mosaic, row_plan, rows
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 
@@ -37,10 +34,10 @@ def layer_norm(
 
     weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.
     """
-    rows.check_shapes(x, weight, bias)
+    row_plan.check_shapes(x, weight, bias)
     if not _backend.use_kernel("layer_norm", backend, why_not(x, weight, bias, eps=eps), "sm_90"):
         return layer_norm_reference(x, weight, bias, eps=eps)
-    return _norm(eps, x, None, weight, bias)[0]
+    return rows.norm(_NORM, eps, x, None, weight, bias)[0]
 
 
 def add_layer_norm(
@@ -56,11 +53,11 @@ def add_layer_norm(
 
     The residual may be wider than x (a float32 residual stream under bf16 layers).
     """
-    rows.check_shapes(x, weight, bias, residual)
+    row_plan.check_shapes(x, weight, bias, residual)
     reason = why_not(x, weight, bias, residual, eps=eps)
     if not _backend.use_kernel("add_layer_norm", backend, reason, "sm_90"):
         return add_layer_norm_reference(x, residual, weight, bias, eps=eps)
-    return _norm(eps, x, residual, weight, bias)
+    return rows.norm(_NORM, eps, x, residual, weight, bias)
 
 
 def layer_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
@@ -81,7 +78,7 @@ def add_layer_norm_reference(x, residual, weight=None, bias=None, *, eps=1e-5):
     return layer_norm_reference(s, weight, bias, eps=eps).astype(x.dtype), s
 
 
-why_not = rows.why_not
+why_not = row_plan.why_not
 
 
 def _normalise(p, x, eps):
@@ -104,22 +101,4 @@ def _differentiate(p, x, g, mean, r, shift):
     return n, lambda c: p.spread(r) * (g(c) - p.spread(mean_g) - n(c) * p.spread(mean_gn))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(eps, x, residual, weight, bias):
-    return _save(eps, x, residual, weight, bias)[0]
-
-
-def _save(eps, x, residual, weight, bias):
-    name = "layer_norm_forward" if residual is None else "add_layer_norm_forward"
-    (y, s), stats = rows.forward(name, _normalise, 3, eps, x, residual, weight, bias)
-    return (y, s), (x if s is None else s, stats, weight, bias)
-
-
-def _gradients(_, saved, cotangents):
-    (dy, ds), (x, stats, weight, bias) = cotangents, saved
-    name = "layer_norm_backward" if ds is None else "add_layer_norm_backward"
-    dx, dw, db = rows.backward(name, _differentiate, x, stats, dy, ds, weight, bias)
-    return dx.astype(dy.dtype), None if ds is None else dx, dw, db
-
-
-_norm.defvjp(_save, _gradients)
+_NORM = rows.Norm("layer_norm", _normalise, _differentiate, statistics=3)

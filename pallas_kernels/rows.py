@@ -6,16 +6,12 @@ all that matters is to keep enough copies in flight.  Each block is persistent: 
 `programs`-th tile of rows, with several tiles on their way through TMA, overwrites the tile in
 shared memory with its result, and lets TMA write that back while it works on the next one.
 
-A row lies in shared memory as blocks of up to 256 columns.  Registers hold (4, block) arrays, one
-line for each warp: in a *narrow* row the four lines are the same columns of four rows, so that a
-mean is five shuffles; in a *wide* row they are four blocks of one row, and the four warps meet in
-shared memory.  Everything else is the same code.  Columns and rows that are missing at the edge are
-filled with zeros by TMA on the way in and dropped on the way out.
-
-Weights may be one row (C,) for all, or one for each of H heads; a program works for one head only.
+How rows are cut into tiles, lines and registers is in row_plan.py.  Weights may be one row (C,) for
+all, or one for each of H heads; a program works for one head only.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,192 +21,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.row_plan import LINES, Plan, plan
 
-LINES = 4  # lines of a register array: the warps of a warpgroup
-SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU they run on
-MAX_COLS = 8192
-
-_SMEM = 220 * 1024  # of 227 KB; the rest is for barriers and the scratch of reductions
 _SUM_COLS = 32  # columns that one block of the sum over programs takes
 
-# Tiles by direction and width: the first line whose width is enough.  Measured on an H100 80GB HBM3
-# with JAX 0.11.2: layer norm, bfloat16 rows, float32 weight and bias, as shares of C = 2.94 TB/s (a
-# copy in the same run).  In brackets what else was tried: (rows, slots, blocks on an SM).
-_TILES = {
-    "forward": [  # columns, wide, rows, slots, blocks on an SM
-        (1024, False, 4, 2, 8),  # 32768x768: 0.91  [(8,4,2) 0.86, (8,2,6) 0.84, (16,4,2) 0.85]
-        (2048, True, 2, 3, 5),  # 4096x1600: 0.94  [(2,4,2) 0.68, (2,4,4) 0.87, (2,2,6) 0.88]
-        (4096, True, 2, 2, 3),  # 16384x4096: 0.92  [before awaiting the weights last 0.90;
-        #                           then (1,2,4) 0.88, (1,4,3) 0.85, (1,5,2) 0.84]
-        (MAX_COLS, True, 1, 4, 1),  # 8192x8192: 0.95  [(1,8,1) 0.90, (2,4,1) 0.85, (1,2,2) 0.80]
-    ],
-    "backward": [
-        (1024, False, 4, 4, 2),  # 32768x768: 0.87  [(4,6,2) 0.86, (8,3,2) 0.88, (4,4,3) 0.87]
-        (4096, True, 1, 4, 2),  # 16384x4096: 0.98  [2 rows 0.02 less]; 4096x1600, which has to take
-        #                           2 rows: 0.72  [(2,2,4) 0.72, (4,2,3) 0.65, narrow 0.59]
-        (MAX_COLS, True, 1, 2, 2),  # 8192x8192: 0.83  [(1,5,1) 0.79, (1,4,1) 0.77]
-    ],
-}
-_SHORT = 2048  # elements up to which narrow tiles of short rows grow
+
+class Norm(NamedTuple):
+    """A norm of the rows of x, as functions of x(chunk), a register array of some columns.
+
+    normalise(plan, x, eps) returns the statistics, one number for each line, and n(chunk).
+    differentiate(plan, x, g, *statistics), with g(chunk) = weight dy, returns n(chunk), dx(chunk).
+    """
+
+    name: str
+    normalise: Callable
+    differentiate: Callable
+    statistics: int  # how many
 
 
-class Plan(NamedTuple):
-    """How a (rows, heads, cols) array is cut up; `rows` are those of each head."""
-
-    rows: int
-    heads: int
-    cols: int  # columns that count
-    width: int  # columns of the arrays that the kernel is given
-    block: int  # columns of a line
-    blocks: int  # blocks of a row in shared memory, those past `width` included
-    wide: bool
-    tile: int  # rows of one TMA copy
-    slots: int  # tiles of one program in shared memory
-    programs: int  # persistent programs for each head
-
-    @property
-    def tiles(self) -> int:
-        return mosaic.cdiv(self.rows, self.tile)
-
-    @property
-    def groups(self) -> int:
-        """Sets of rows in a tile that are worked on together: one wide row or four narrow ones."""
-        return self.tile if self.wide else self.tile // LINES
-
-    @property
-    def chunks(self) -> range:
-        """Register arrays that such a set needs."""
-        return range(self.blocks // LINES if self.wide else self.blocks)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (LINES, self.block)
-
-    @property
-    def layout(self) -> plgpu.Layout:
-        return mosaic.warp_rows(self.block // 32)
-
-    @property
-    def view_shape(self) -> tuple[int, ...]:
-        """(rows, heads, width) as (rows, heads, width / block, block), the form that TMA copies."""
-        block = min(self.block, self.width)
-        return (self.rows, self.heads, self.width // block, block)
-
-    def view(self, x):
-        """Pads the columns where TMA needs it, which is for few widths, and splits them."""
-        x = mosaic.pad_axis(x, x.ndim - 1, self.width) if x.shape[-1] != self.width else x
-        return x.reshape(*x.shape[:-1], *self.view_shape[2:])
-
-    def unview(self, x):
-        return x.reshape(*x.shape[:-2], self.width)[..., : self.cols]
-
-    def lines(self, smem, group, chunk):
-        if self.wide:
-            return smem.at[group, pl.ds(chunk * LINES, LINES)]
-        return smem.at[pl.ds(group * LINES, LINES), chunk]
-
-    def weight(self, smem, chunk):
-        """Columns of a chunk of an (blocks, block) weight, the same in every row."""
-        if self.wide:
-            return mosaic.load(smem.at[pl.ds(chunk * LINES, LINES)], self.layout)
-        return self.spread(mosaic.load(smem.at[chunk], self.layout.reduce(0)), axis=1)
-
-    def mean(self, f):
-        """Row means of f(chunk), or of every member of a tuple: one number for each line."""
-        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), map(f, self.chunks))
-        return jax.tree.map(self._line_mean, total)
-
-    def _line_mean(self, x):
-        sums = jnp.sum(x, axis=1)
-        if self.wide:  # the four lines are of one row
-            sums = plgpu.layout_cast(
-                jnp.broadcast_to(jnp.sum(sums), (LINES,)), self.layout.reduce(1)
-            )
-        return sums / self.cols
-
-    def spread(self, line, axis=0):
-        """One number for each line (axis 0) or column (axis 1) as a full register array."""
-        return mosaic.along(line, self.shape, axis)
-
-    def inside(self, x, chunk):
-        """x with zeros in the columns that only fill up the last block."""
-        if self.cols == self.blocks * self.block:
-            return x
-        column = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
-        if self.wide:
-            line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
-            column = column + (line + chunk * LINES) * self.block
-        else:
-            column = column + chunk * self.block
-        return jnp.where(column < self.cols, x, 0.0)
-
-    def zeros(self):
-        return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def norm(kind: Norm, eps, x, residual, weight, bias):
+    """(y, s): y = n weight + bias for the rows of x, or of s = x + residual (else s is None)."""
+    return _save(kind, eps, x, residual, weight, bias)[0]
 
 
-def why_not(x, weight, bias, residual=None, *, eps) -> str | None:
-    """Why the kernels cannot normalise the rows of x, or None."""
-    if reason := mosaic.unsupported_dtype(x=x, residual=residual, weight=weight, bias=bias):
-        return reason
-    if reason := mosaic.empty(x=x):
-        return reason
-    if x.shape[-1] > MAX_COLS:
-        return f"C={x.shape[-1]} is more than {MAX_COLS}"
-    s = x if residual is None else residual
-    streams = x.dtype.itemsize + s.dtype.itemsize * (1 if residual is None else 2)
-    row = 2 * streams + (0 if weight is None else weight.dtype.itemsize)
-    if row * (x.shape[-1] + -x.shape[-1] % 1024) > _SMEM and x.shape[-1] > 4096:
-        return f"two rows of C={x.shape[-1]} for the backward pass do not fit into shared memory"
-    if eps <= 0:
-        return f"eps={eps} is not positive"
-    if residual is not None and residual.dtype != jnp.promote_types(x.dtype, residual.dtype):
-        return f"residual is {residual.dtype}, narrower than x ({x.dtype})"
-    return None
+def _save(kind, eps, x, residual, weight, bias):
+    (y, s), stats = _forward(kind, eps, x, residual, weight, bias)
+    return (y, s), (x if s is None else s, stats, weight, bias)
 
 
-def check_shapes(x, weight, bias, residual=None):
-    """ValueError unless weight and bias are (C,) or (H, C) for x (..., H, C)."""
-    for name, w in (("weight", weight), ("bias", bias)):
-        if w is not None and w.shape != x.shape[x.ndim - w.ndim :]:
-            raise ValueError(f"{name} has shape {w.shape}, not that of the last axes of {x.shape}")
-        if w is not None and w.ndim not in (1, 2):
-            raise ValueError(f"{name} has {w.ndim} axes, not 1 or 2")
-    if weight is not None and bias is not None and weight.ndim != bias.ndim:
-        raise ValueError(f"weight has shape {weight.shape} but bias has {bias.shape}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual has shape {residual.shape}, x has {x.shape}")
+def _gradients(kind, _, saved, cotangents):
+    (dy, ds), (x, stats, weight, bias) = cotangents, saved
+    dx, dw, db = _backward(kind, x, stats, dy, ds, weight, bias)
+    return dx.astype(dy.dtype), None if ds is None else dx, dw, db
 
 
-def plan(direction, shape, streams, weights) -> Plan:
-    """Chooses the tiles for arrays (rows, heads, cols) that are read row by row, and weights."""
-    rows, heads, cols = shape
-    if cols <= 256:
-        width = cols + -cols % 8  # TMA wants strides of 16 bytes
-        block = next(b for b in (64, 128, 256) if b >= cols)
-    else:
-        # Past 4096 so that a row fills its buffer: two rows at a time would not fit (see below).
-        width = cols + -cols % (64 if cols <= 4096 else 1024)
-        widest = 512 // streams["x"].dtype.itemsize  # a vector of 16 bytes in each lane
-        block = next(b for b in (256, 128, 64) if width % b == 0 and b <= widest)
-    blocks = mosaic.cdiv(width, block)
-    _, wide, tile, slots, per_sm = next(t for t in _TILES[direction] if t[0] >= width)
-    if wide:
-        blocks += -blocks % LINES
-    row = blocks * block * sum(a.dtype.itemsize for a in streams.values())
-    fixed = blocks * block * sum(a.dtype.itemsize for a in weights.values())
-    # A copy of one row to global memory is not clipped at the row's end, a box of several is.
-    least = LINES if not wide else 1 if width == blocks * block else 2
-    tile = max(tile, least)
-    while not wide and 2 * tile * blocks * block <= _SHORT:
-        tile *= 2
-    while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
-        # Narrow tiles keep their height: those of the backward pass may not be the higher ones.
-        if tile > least and (wide or per_sm <= 2):
-            tile //= 2
-        else:
-            per_sm -= 1
-    programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
-    return Plan(rows, heads, cols, width, block, blocks, wide, tile, min(slots, room), programs)
+norm.defvjp(_save, _gradients)
 
 
 def _flatten(x, weight, bias, arrays):
@@ -315,16 +161,15 @@ def _kernel(body, name, p: Plan, out_type, scratch_types):
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # traced and lowered once for all layers
-def forward(name, normalise, n_stats, eps, x, residual, weight, bias):
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
+def _forward(kind, eps, x, residual, weight, bias):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
-    normalise(plan, x, eps) is given x(chunk) and returns `n_stats` statistics, one number for each
-    line, and n(chunk).  residual, weight and bias may be None.
-    Returns y in x's dtype, s in the residual's dtype (or None), and the statistics as float32
-    (heads, sets of rows, 4).
+    residual, weight and bias may be None.  Returns y in x's dtype, s in the residual's dtype (or
+    None), and the statistics as float32 (heads, sets of rows, 4).
     """
-    shape = x.shape
+    shape, n_stats = x.shape, kind.statistics
+    name = f"{kind.name}_forward" if residual is None else f"add_{kind.name}_forward"
     x, residual, weight, bias = _flatten(x, weight, bias, (x, residual))
     arrays = _given(x=x, residual=residual, weight=weight, bias=bias)
     streams, weights = _given(x=x, residual=residual), _given(weight=weight, bias=bias)
@@ -349,7 +194,7 @@ def forward(name, normalise, n_stats, eps, x, residual, weight, bias):
                         s = s.astype(residual.dtype)  # y is the norm of the s that is returned
                         mosaic.store(at("residual", c), s)
                         data[c] = s.astype(jnp.float32)
-                values, n = normalise(p, data.__getitem__, eps)
+                values, n = kind.normalise(p, data.__getitem__, eps)
                 for ref, value in zip(stat_refs.values(), values, strict=True):
                     mosaic.store(ref.at[head, tile * p.groups + group], value)
                 for c in p.chunks:
@@ -374,14 +219,14 @@ def forward(name, normalise, n_stats, eps, x, residual, weight, bias):
     return (y, s[0] if s else None), tuple(out[len(streams) :])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def backward(name, differentiate, x, stats, dy, ds, weight, bias):
-    """Gradients of `forward` in one pass over memory, and a small one over the programs' sums.
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(kind, x, stats, dy, ds, weight, bias):
+    """Gradients of `_forward` in one pass over memory, and a small one over the programs' sums.
 
-    differentiate(plan, x, g, *stats) is given x(chunk), g(chunk) = weight dy and the statistics,
-    and returns n(chunk) and dx(chunk).  If there was a residual, x is s and ds its own gradient.
+    If there was a residual, x is s and ds its own gradient.
     Returns dx (+ ds) in x's dtype, dweight and dbias in theirs (or None).
     """
+    name = f"{kind.name}_backward" if ds is None else f"add_{kind.name}_backward"
     shape, original = x.shape, _given(weight=weight, bias=bias)
     x, dy, ds, weight, bias = _flatten(x, weight, bias, (x, dy, ds))
     arrays = _given(x=x, dy=dy, ds=ds, weight=weight)
@@ -414,7 +259,7 @@ def backward(name, differentiate, x, stats, dy, ds, weight, bias):
                 dy = g = functools.partial(load, "dy")
                 if weight is not None:
                     g = lambda c, dy=dy: dy(c) * p.weight(buffer["weight"], c)
-                n, dx = differentiate(p, functools.partial(load, "x"), g, *values[group])
+                n, dx = kind.differentiate(p, functools.partial(load, "x"), g, *values[group])
                 for c in p.chunks:
                     if weight is not None:
                         total["weight"][c] += dy(c) * n(c)

@@ -134,6 +134,15 @@ def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):
     assert backend.device_lacks.__wrapped__(gpu) == lacks
 
 
+@pytest.mark.parametrize(("gpu", "lacks"), [("sm_80", False), ("sm_90", True)])
+def test_a_gpu_with_little_shared_memory(monkeypatch, gpu, lacks):
+    device = SimpleNamespace(compute_capability="12.0", shared_memory_per_block_optin=99 * 1024)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    why = "the GPU has 99 KB of shared memory for a block, the kernel needs 227"
+    assert backend.device_lacks.__wrapped__(gpu) == (why if lacks else None)
+
+
 def test_a_cpu_lacks_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert backend.device_lacks.__wrapped__("sm_80") == "the platform is cpu, not gpu"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, normal
 
-from pallas_kernels import rows
+from pallas_kernels import row_plan
 from pallas_kernels.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
@@ -20,9 +20,9 @@ f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 @pytest.fixture
 def one_block(monkeypatch):
     """One persistent block for each head: it takes all tiles and reuses its buffers."""
-    monkeypatch.setattr(rows, "SMS", 1)
-    tiles = {d: [(*t[:4], 1) for t in lines] for d, lines in rows._TILES.items()}
-    monkeypatch.setattr(rows, "_TILES", tiles)
+    monkeypatch.setattr(row_plan, "SMS", 1)
+    tiles = {d: [(*t[:4], 1) for t in lines] for d, lines in row_plan._TILES.items()}
+    monkeypatch.setattr(row_plan, "_TILES", tiles)
 
 
 def parameters(*shape, dtype=f32):
