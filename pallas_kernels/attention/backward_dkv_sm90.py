@@ -30,6 +30,7 @@ from pallas_kernels.attention.masks_sm90 import (
     logits,
     same_segment,
     segment_spans,
+    take,
     visible,
 )
 
@@ -75,10 +76,10 @@ def backward_dkv(
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dkv(q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest):
-        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         (dk_ref, dv_ref, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
          kv_bars, q_full, do_full, free, done, *rest) = rest  # fmt: skip
-        k_ids_smem, q_ids_smem, *rest = rest if packed else (None, None, *rest)
+        (k_ids_smem, q_ids_smem), rest = take(rest, 2, packed)
         # dK and dV leave through the buffers of K and V, unless the next item's are on their way.
         dk_smem, dv_smem = rest if grid < items else (k_smem, v_smem)
         wg = lax.axis_index("wg")
@@ -269,7 +270,8 @@ def backward_dkv(
 
     args = ()
     if packed:
-        args = (*segments, segment_spans(*reversed(segments), visits, block))
+        q_ids, k_ids = segments
+        args = (q_ids, k_ids, segment_spans(k_ids, q_ids, visits, block))
     smem = lambda n: plgpu.SMEM(
         (n, split, ROWS, cols), dtype, transforms=mosaic.wgmma_tiles(cols, dtype)
     )

@@ -49,6 +49,7 @@ from pallas_kernels.attention.masks_sm90 import (
     logits,
     same_segment,
     segment_spans,
+    take,
     visible,
 )
 
@@ -113,14 +114,14 @@ def _backward_dq(
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
-        dlse_ref, *rest = rest if has_dlse else (None, *rest)
-        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
+        (dlse_ref,), rest = take(rest, 1, has_dlse)
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         dq_ref, delta_ref, *rest = rest
         # dQ leaves through the buffer of O, unless the next item's O is on its way into that.
         q_smem, do_smem, o_smem, dq_smem, *rest = rest if grid < items else (*rest[:3], *rest[2:])
         (k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
          q_bars, k_full, v_full, k_free, v_free, *rest) = rest  # fmt: skip
-        q_ids_smem, k_ids_smem = rest if packed else (None, None)
+        (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
         v_slot_of = lambda n: lax.rem(n, jnp.int32(v_stages))
@@ -292,7 +293,8 @@ def _backward_dq(
 
     args = [dlse] if has_dlse else []
     if packed:
-        args += [*segments, segment_spans(*segments, visits, block, lead)]
+        q_ids, k_ids = segments
+        args += [q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead)]
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((wgs, ROWS), jnp.float32)
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)

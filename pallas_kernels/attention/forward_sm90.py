@@ -31,6 +31,7 @@ from pallas_kernels.attention.masks_sm90 import (
     logits,
     same_segment,
     segment_spans,
+    take,
     visible,
 )
 
@@ -165,11 +166,11 @@ def forward(
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_forward(q_ref, k_ref, v_ref, *rest):
-        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         o_ref, lse_ref, q_smem, *rest = rest
         o_smem, *rest = (q_smem, *rest) if o_in_q else rest
-        (k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn, *rest) = rest
-        q_ids_smem, k_ids_smem = rest if packed else (None, None)
+        k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
+        (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
@@ -362,8 +363,8 @@ def forward(
 
     args = ()
     if packed:
-        ids = pad_segments(segments, lengths)
-        args = (*ids, segment_spans(*ids, visits, block, lead))
+        q_ids, k_ids = pad_segments(segments, lengths)
+        args = (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((wgs, ROWS), (stages, bkv))]
