@@ -73,7 +73,10 @@ def backward(
     """
     if segments is not None:
         segments = pad_segments(segments, lengths)
-        lse = jnp.where(lse == -jnp.inf, 1e30, lse)  # a row that sees no key: P = exp(-1e30) = 0
+        # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
+        blind = lse == -jnp.inf
+        lse = jnp.where(blind, 1e30, lse)
+        dlse = None if dlse is None else jnp.where(blind, 0, dlse)
     static = dict(
         lengths=lengths, causal=causal, scale=scale, sms=sms, window=window, softcap=softcap
     )
