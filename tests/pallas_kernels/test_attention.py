@@ -14,9 +14,10 @@ from pallas_kernels.attention import (
     attention_reference,
     backward_sm90,
     forward_sm90,
+    masks_sm90,
     why_not,
 )
-from pallas_kernels.attention.masks_sm90 import Visits, segment_spans
+from pallas_kernels.attention.masks_sm90 import Visits
 
 attention_module = sys.modules["pallas_kernels.attention"]  # the package's name is the function's
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
@@ -152,6 +153,7 @@ def test_visited_tiles_are_those_with_something_to_see(t, s, size, by_keys, wind
 def test_tiles_of_other_segments_are_left_out():
     rows, columns = packed([128, 256], length=300), packed([128, 256], length=384)
     visits = Visits((300, 384), False, None, 128)
+    segment_spans = jax.jit(masks_sm90.segment_spans, static_argnums=(2, 3))
     spans = segment_spans(rows, columns, visits, 64)
     np.testing.assert_array_equal(
         spans, [[[0, 1, 0, 1], [0, 1, 0, 1], [1, 2, 1, 2], [1, 2, 1, 2], [2, 3, 2, 3]]]
