@@ -42,6 +42,7 @@ from pallas_kernels.attention.forward_sm90 import (
     pad_segments,
     registers,
     rows_to,
+    some_rows_see_nothing,
     work_items,
 )
 from pallas_kernels.attention.masks_sm90 import (
@@ -75,6 +76,7 @@ def backward(
     """
     if segments is not None:
         segments = pad_segments(segments, lengths)
+    if some_rows_see_nothing(window, segments is not None):
         # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
         blind = lse == -jnp.inf
         lse = jnp.where(blind, 1e30, lse)

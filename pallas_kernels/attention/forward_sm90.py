@@ -79,6 +79,11 @@ def stat_rows(t: int) -> int:
     return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
 
 
+def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
+    """Rows without any key: of segments, or past T, under a window of less than their number."""
+    return packed or (window is not None and window < ROWS)
+
+
 def sm_count() -> int:
     """Blocks of the kernels' persistent grids: one for each SM (132 on an H100 or H200)."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
@@ -309,7 +314,7 @@ def forward(
                     o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
                     plgpu.wait_smem_to_gmem(0)  # the block before has left o_smem
                     inverse = 1 / l
-                    if packed:  # a row may see no key: zeros, and lse = m + log 0 = -inf
+                    if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
                         inverse = jnp.where(l > 0, inverse, 0)
                     o_smem[wg] = (o * rows_to(inverse, o.shape)).astype(dtype)
                     lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
