@@ -3,6 +3,10 @@
 A block owns keys and streams the tiles of queries that see them, head after head of the group, so
 the gradient of a kv head sums inside the block.  S and dP are computed transposed: P^T and dS^T are
 then already where a wgmma takes them, in registers.
+
+A head dimension of 256 leaves a warpgroup registers for one of dK and dV.  There two warpgroups
+share 64 keys: one computes S, P and dV, the other dP, dS and dK, with P (fp32) handed over through
+shared memory.
 """
 
 import functools
@@ -27,10 +31,12 @@ from pallas_kernels.attention.forward_sm90 import (
 )
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
+    WGMMA,
     Visits,
     logits,
     same_segment,
     segment_spans,
+    take,
     visible,
 )
 
@@ -52,9 +58,9 @@ def backward_dkv(
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
     wgs, bq, stages, persistent, section = tile or dkv_tiles(d)
-    # dK and dV of a head dimension of 256 fill two warpgroups: each has half of the columns.
-    split = 2 if d > 128 else 1
-    cols, block = d // split, wgs // split * ROWS
+    shared = d > 128  # two warpgroups share the keys
+    sets = 1 if shared else wgs  # of 64 keys
+    block = sets * ROWS
     blocks = mosaic.cdiv(s_len, block)
     items = blocks * b * kv_heads
     grid = min(sms, items) if persistent else items
@@ -62,7 +68,7 @@ def backward_dkv(
     offset = visits.offset
     packed = segments is not None
     # dK and dV of one step can run under the next one where P and dS have registers to wait in.
-    lazy = d <= 64 and wgs <= 2
+    lazy = shared or (d <= 64 and wgs <= 2)
 
     pair_bytes = 4 * t * d * group  # Q and dO of a kv head
     order = item_order(blocks, b * kv_heads, pair_bytes, section)
@@ -76,15 +82,17 @@ def backward_dkv(
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dkv(q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest):
-        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         dk_ref, dv_ref, *rest = rest if joint is None else (rest[0], *rest)
         (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
-         kv_bars, q_full, do_full, free, done, *rest) = rest  # fmt: skip
-        k_ids_smem, q_ids_smem, *rest = rest if packed else (None, None, *rest)
-        # dK and dV leave through the buffers of K and V, unless the next item's are on their way.
-        dk_smem, dv_smem = rest if grid < items else (k_smem, v_smem)
+         k_bars, v_bars, q_full, do_full, free, *rest) = rest  # fmt: skip
+        (k_ids_smem, q_ids_smem), rest = take(rest, 2, packed)
+        (p_smem, p_full, p_free), rest = take(rest, 3, shared)
+        # dV and dK leave through the buffers of K and V (of two warpgroups that share keys each is
+        # the only reader of one), unless the next item's are on their way.
+        dv_smem, dk_smem = rest if grid < items else (k_smem, v_smem)
         wg = lax.axis_index("wg")
-        mine, part = (wg, 0) if split == 1 else (wg // split, wg % split)  # keys, columns
+        mine = 0 if shared else wg
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
         @pl.when(wg < wgs)
@@ -93,24 +101,21 @@ def backward_dkv(
 
             def load_kv(item):
                 key0, (batch, kv_head) = where(item)
-                rows, bar = pl.ds(key0 + mine * ROWS, ROWS), kv_bars.at[mine]
-                for c in range(split):
-                    for ref, begin, smem in ((k_ref, k_first, k_smem), (v_ref, v_first, v_smem)):
-                        at = (batch, rows, begin + kv_head, pl.ds(c * cols, cols))
-                        plgpu.copy_gmem_to_smem(ref.at[at], smem.at[mine, c], bar)
+                rows = pl.ds(key0 + mine * ROWS, ROWS)
+                k, v = (
+                    ref.at[batch, rows, first + kv_head]
+                    for ref, first in ((k_ref, k_first), (v_ref, v_first))
+                )
+                plgpu.copy_gmem_to_smem(k, k_smem.at[mine], k_bars.at[mine])
+                plgpu.copy_gmem_to_smem(v, v_smem.at[mine], v_bars.at[mine])
                 if packed:
-                    plgpu.copy_gmem_to_smem(k_ids_ref.at[batch, rows], k_ids_smem.at[mine], bar)
+                    ids = k_ids_ref.at[batch, rows]
+                    plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[mine], k_bars.at[mine])
 
             def differentiate(item, n0):
                 """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
                 key0, (batch, kv_head) = where(item)
                 k0 = key0 + mine * ROWS
-                here = lambda first: (
-                    batch,
-                    pl.ds(k0, ROWS),
-                    first + kv_head,
-                    pl.ds(part * cols, cols),
-                )
                 limits, same = limits_of(key0, batch, spans_ref)
                 base, high = visits.seen(key0, key0 + block, *limits)
                 steps = high - base  # of each query head
@@ -143,18 +148,11 @@ def backward_dkv(
                     column = lambda ref: lax.broadcast_in_dim(
                         plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), [1]
                     )
+                    across = lambda acc, rows, tile: plgpu.wgmma(
+                        acc, rows.at[mine], tile.at[slot].transpose((1, 0))
+                    )
 
-                    def matmuls(s_acc, dp_acc):
-                        across = lambda acc, rows, tile: [
-                            plgpu.wgmma(acc, rows.at[mine, c], tile.at[slot, c].transpose((1, 0)))
-                            for c in range(split)
-                        ]
-                        across(s_acc, k_smem, q_smem)
-                        plgpu.barrier_wait(do_full.at[slot])
-                        across(dp_acc, v_smem, do_smem)
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=split)
-                        if lazy and not begins:
-                            release(n - 1)
+                    def p_of(s):  # -> P, d logits / d (scale S)
                         x, slope = logits(s, scale, softcap)
                         if masked and packed:
                             q_ids = plgpu.load(q_ids_smem.at[slot], layout=COL, optimized=False)
@@ -162,24 +160,64 @@ def backward_dkv(
                         if masked:
                             q0 = (base + r) * bq + offset
                             x = visible(x, q0, k0, causal=causal, window=window, transposed=True)
-                        p = jnp.exp2(x - column(lse_smem) * LOG2E)
-                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot, part])
+                        return jnp.exp2(x - column(lse_smem) * LOG2E), slope
+
+                    def release_before():  # the step before is done
+                        if lazy and not begins:
+                            release(n - 1)
+
+                    def dv_and_dk(s_acc, dp_acc):
+                        across(s_acc, k_smem, q_smem)
+                        plgpu.barrier_wait(do_full.at[slot])
+                        across(dp_acc, v_smem, do_smem)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        release_before()
+                        p, slope = p_of(s)
+                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                         ds = p * (dp - column(delta_smem))
                         ds = (ds if slope is None else ds * slope).astype(dtype)
-                        plgpu.wgmma(dk_acc, ds, q_smem.at[slot, part])
+                        plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
                         if not lazy:
                             plgpu.wgmma_wait(0)
                             release(n)
 
+                    def only_dv(s_acc):
+                        across(s_acc, k_smem, q_smem)
+                        s = s_acc[...]
+                        release_before()
+                        p, slope = p_of(s)
+                        plgpu.barrier_wait(p_free)
+                        p_smem[...] = p if slope is None else p * slope
+                        plgpu.barrier_arrive(p_full)
+                        plgpu.barrier_wait(do_full.at[slot])
+                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
+
+                    def only_dk(dp_acc):
+                        plgpu.barrier_wait(do_full.at[slot])
+                        across(dp_acc, v_smem, do_smem)
+                        dp = dp_acc[...]
+                        release_before()
+                        plgpu.barrier_wait(p_full)
+                        p = plgpu.load(p_smem, layout=WGMMA)
+                        ds = (p * (dp - column(delta_smem))).astype(dtype)
+                        plgpu.barrier_arrive(p_free)
+                        plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+
                     acc = plgpu.ACC((ROWS, bq), jnp.float32)
-                    pl.run_scoped(matmuls, acc, acc)
+                    if not shared:
+                        pl.run_scoped(dv_and_dk, acc, acc)
+                    else:
+                        pl.run_scoped(only_dv if dk_acc is None else only_dk, acc)
 
                 def all_heads(dk_acc, dv_acc):
-                    plgpu.barrier_wait(kv_bars.at[mine])
                     k_ids = None
-                    if packed:
-                        k_ids = plgpu.load(k_ids_smem.at[mine], layout=ROW, optimized=False)
+                    if dv_acc is not None:
+                        plgpu.barrier_wait(k_bars.at[mine])
+                        if packed:
+                            k_ids = plgpu.load(k_ids_smem.at[mine], layout=ROW, optimized=False)
+                    if dk_acc is not None:
+                        plgpu.barrier_wait(v_bars.at[mine])
 
                     @pl.loop(0, group)
                     def _(g):
@@ -207,34 +245,58 @@ def backward_dkv(
                             pass_by(n_head + last, n_head + steps)
 
                     pl.when(item + grid < items)(lambda: load_kv(item + grid))
-                    return dk_acc[...], dv_acc[...]
+
+                def store_dk(dk):
+                    store(dk * scale, dk_smem, dk_ref.at[batch, pl.ds(k0, ROWS), k_first + kv_head])
+
+                def store_dv(dv):
+                    store(dv, dv_smem, dv_ref.at[batch, pl.ds(k0, ROWS), v_first + kv_head])
+
+                def store(x, smem, target):
+                    smem[mine] = x.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(smem.at[mine], target)
+
+                def both(dk_acc, dv_acc):
+                    all_heads(dk_acc, dv_acc)
+                    dk, dv = dk_acc[...], dv_acc[...]
+                    plgpu.wait_smem_to_gmem(0)  # the block before has left
+                    store_dk(dk)
+                    store_dv(dv)
+
+                def one(dk_acc, dv_acc):
+                    all_heads(dk_acc, dv_acc)
+                    if dk_acc is not None:
+                        store_dk(dk_acc[...])
+                    else:
+                        store_dv(dv_acc[...])
 
                 @pl.when(k0 < s_len)
                 def _():
-                    acc = plgpu.ACC((ROWS, cols), jnp.float32)
-                    dk, dv = pl.run_scoped(all_heads, acc, acc)
-                    plgpu.wait_smem_to_gmem(0)  # the block before has left
-                    if split > 1:  # the other half's matmuls are done with K and V too
-                        plgpu.barrier_arrive(done)
-                        plgpu.barrier_wait(done)
-                    dk_smem[mine, part] = (dk * scale).astype(dtype)
-                    dv_smem[mine, part] = dv.astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(dk_smem.at[mine, part], dk_ref.at[here(k_first)])
-                    plgpu.copy_smem_to_gmem(dv_smem.at[mine, part], dv_ref.at[here(v_first)])
+                    acc = plgpu.ACC((ROWS, d), jnp.float32)
+                    if not shared:
+                        pl.run_scoped(both, acc, acc)
+                    else:
+                        pl.when(wg == 0)(lambda: pl.run_scoped(lambda x: one(None, x), acc))
+                        pl.when(wg == 1)(lambda: pl.run_scoped(lambda x: one(x, None), acc))
 
                 if blocks * block - s_len >= ROWS:
 
                     @pl.when(k0 >= s_len)  # nothing but padding
                     def _():
-                        plgpu.barrier_wait(kv_bars.at[mine])
+                        plgpu.barrier_wait(k_bars.at[mine])
+                        plgpu.barrier_wait(v_bars.at[mine])
                         pl.when(item + grid < items)(lambda: load_kv(item + grid))
                         pass_by(n0, n0 + group * steps)
 
                 return n0 + group * steps
 
             first_load = lambda: load_kv(lax.axis_index("block"))
-            first_load() if split == 1 else pl.when(part == 0)(first_load)
+            if shared:
+                pl.when(wg == 0)(first_load)
+                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
+            else:
+                first_load()
             work_items(items, grid, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
@@ -255,16 +317,13 @@ def backward_dkv(
                     at = pl.ds((base + lax.rem(i, steps)) * bq, bq)
                     rows, stats = (batch, at, head), (batch, head, at)
                     pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for c in range(split):
-                        tile = (*rows, pl.ds(c * cols, cols))
-                        plgpu.copy_gmem_to_smem(q_ref.at[tile], q_smem.at[slot, c], q_full.at[slot])
-                        into = do_smem.at[slot, c]
-                        plgpu.copy_gmem_to_smem(do_ref.at[tile], into, do_full.at[slot])
-                    for ref, smem, full in (
-                        (lse_ref, lse_smem, q_full),
-                        (delta_ref, delta_smem, do_full),
+                    for ref, smem, here, full in (
+                        (q_ref, q_smem, rows, q_full),
+                        (do_ref, do_smem, rows, do_full),
+                        (lse_ref, lse_smem, stats, q_full),
+                        (delta_ref, delta_smem, stats, do_full),
                     ):
-                        plgpu.copy_gmem_to_smem(ref.at[stats], smem.at[slot], full.at[slot])
+                        plgpu.copy_gmem_to_smem(ref.at[here], smem.at[slot], full.at[slot])
                     if packed:
                         ids = q_ids_ref.at[batch, at]
                         plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[slot], q_full.at[slot])
@@ -275,15 +334,14 @@ def backward_dkv(
 
     args = []
     if packed:
-        args = [*segments, segment_spans(*reversed(segments), visits, block)]
+        q_ids, k_ids = segments
+        args = [q_ids, k_ids, segment_spans(k_ids, q_ids, visits, block)]
     args += [joint] if heads else []
-    smem = lambda n: plgpu.SMEM(
-        (n, split, ROWS, cols), dtype, transforms=mosaic.wgmma_tiles(cols, dtype)
-    )
+    smem = lambda n: plgpu.SMEM((n, ROWS, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((stages, bq), jnp.float32)
+    handed = plgpu.SMEM((ROWS, bq), jnp.float32, transforms=mosaic.wgmma_tiles(bq, jnp.float32))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     like = jax.ShapeDtypeStruct(k.shape, dtype)
-    sets = wgs // split
     return plgpu.kernel(
         attention_backward_dkv,
         out_type=() if heads else (like, like),
@@ -291,12 +349,13 @@ def backward_dkv(
             *[smem(sets)] * 2,
             *[smem(stages)] * 2,
             *[stat] * 2,
-            plgpu.Barrier(num_arrivals=2 * split + packed, num_barriers=sets),
-            ring(num_arrivals=split + 1 + packed),
-            ring(num_arrivals=split + 1),
+            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sets),
+            plgpu.Barrier(num_barriers=sets),
+            ring(num_arrivals=2 + packed),
+            ring(num_arrivals=2),
             ring(num_arrivals=wgs),
-            plgpu.Barrier(num_arrivals=wgs),
             *[plgpu.SMEM(x, jnp.int32) for x in ((sets, ROWS), (stages, bq)) if packed],
+            *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
             *[smem(sets)] * (2 if grid < items else 0),
         ],
         grid=(grid,),

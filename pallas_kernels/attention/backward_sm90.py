@@ -12,7 +12,9 @@ Both work in the arrangement of the forward kernel: computing warpgroups with 64
 warpgroup that only loads, P and dS handed to the tensor core in registers.  This file has the dQ
 kernel, backward_dkv_sm90.py the other one.
 
-As in the forward kernel, tiles that no row of a block sees are never loaded (masks_sm90.py).
+At a head dimension of 256 dQ alone fills a warpgroup's registers.  There two of them share the
+rows of a block: one computes S and P, the other dP, dS and dQ, with P (fp32) handed over through
+shared memory.  Tiles that no row of a block sees are never loaded (masks_sm90.py).
 
 Tried: one fused kernel with five matmuls, as in FlashAttention-3: dS through shared memory, dQ
 added to fp32 in global memory by TMA.  At B1 T16384 16/16 D128 on an H100 it takes 4.7 ms where
@@ -41,6 +43,7 @@ from pallas_kernels.attention.forward_sm90 import (
     pad_segments,
     registers,
     rows_to,
+    some_rows_see_nothing,
     work_items,
 )
 from pallas_kernels.attention.masks_sm90 import (
@@ -50,6 +53,7 @@ from pallas_kernels.attention.masks_sm90 import (
     logits,
     same_segment,
     segment_spans,
+    take,
     visible,
 )
 
@@ -58,7 +62,7 @@ def dq_tiles(head_dim: int) -> Tiles:
     # H100, B4 T4096 32/8: D64 0.73 ms, two warpgroups 0.76, not persistent 0.80.  D128, by section:
     # one head at a time 1.27 ms, 4 MiB 1.33, 32 MiB 1.42, all 1.49; persistent 1.43.
     if head_dim > 128:
-        return Tiles(1, 64, 2, False, 0)  # as much as shared memory and registers hold
+        return Tiles(2, 64, 2, False, 0)  # as much as shared memory and registers hold
     return Tiles(3, 64, 3, True, None) if head_dim <= 64 else Tiles(2, 64, 2, False, 0)
 
 
@@ -73,7 +77,11 @@ def backward(
     """
     if segments is not None:
         segments = pad_segments(segments, lengths)
-        lse = jnp.where(lse == -jnp.inf, 1e30, lse)  # a row that sees no key: P = exp(-1e30) = 0
+    if some_rows_see_nothing(window, segments is not None):
+        # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
+        blind = lse == -jnp.inf
+        lse = jnp.where(blind, 1e30, lse)
+        dlse = None if dlse is None else jnp.where(blind, 0, dlse)
     static = dict(
         lengths=lengths,
         causal=causal,
@@ -103,8 +111,10 @@ def _backward_dq(
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
     wgs, bkv, stages, persistent, section = tile or dq_tiles(d)
-    v_stages = stages if d <= 128 else 1  # as many as shared memory holds
-    block = wgs * ROWS
+    shared = d > 128  # two warpgroups share the rows
+    v_stages = 1 if shared else stages  # as many as shared memory holds
+    sets = 1 if shared else wgs  # of 64 rows
+    block = sets * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
     grid = min(sms, items) if persistent else items
@@ -125,15 +135,17 @@ def _backward_dq(
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
-        dlse_ref, *rest = rest if has_dlse else (None, *rest)
-        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
+        (dlse_ref,), rest = take(rest, 1, has_dlse)
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         dq_ref, delta_ref, *rest = rest
         # dQ leaves through the buffer of O, unless the next item's O is on its way into that.
         q_smem, do_smem, o_smem, dq_smem, *rest = rest if grid < items else (*rest[:3], *rest[2:])
         (k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
          q_bars, k_full, v_full, k_free, v_free, *rest) = rest  # fmt: skip
-        q_ids_smem, k_ids_smem = rest if packed else (None, None)
+        (q_ids_smem, k_ids_smem), rest = take(rest, 2, packed)
+        (p_smem, p_full, p_free), _ = take(rest, 3, shared)
         wg = lax.axis_index("wg")
+        mine = 0 if shared else wg
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
         v_slot_of = lambda n: lax.rem(n, jnp.int32(v_stages))
 
@@ -143,29 +155,29 @@ def _backward_dq(
 
             def load_rows(item):
                 row, (batch, head) = where(item)
-                rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
+                rows = pl.ds(jnp.maximum(row + mine * ROWS, 0), ROWS)
                 loads = [(q_ref, q_smem), (do_ref, do_smem), (o_ref, o_smem)]
                 stats = [(lse_ref, lse_smem)] + [(dlse_ref, dlse_smem)] * has_dlse
+                bar = q_bars.at[mine]
                 for ref, smem in loads:
-                    plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem.at[wg], q_bars.at[wg])
+                    plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem.at[mine], bar)
                 for ref, smem in stats:
-                    plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.at[wg], q_bars.at[wg])
+                    plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.at[mine], bar)
                 if packed:
-                    ids = q_ids_ref.at[batch, rows]
-                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[wg], q_bars.at[wg])
+                    plgpu.copy_gmem_to_smem(q_ids_ref.at[batch, rows], q_ids_smem.at[mine], bar)
 
             def differentiate(item, n0):
                 """One block of queries, from the diagonal downwards as in the forward kernel."""
                 row, (batch, head) = where(item)
-                q0 = row + wg * ROWS
+                q0 = row + mine * ROWS
                 rows = pl.ds(q0, ROWS)
                 limits, same = limits_of(row, batch, spans_ref)
                 low, high = visits.seen(row, row + block, *limits)
-                mine = visits.seen(q0, q0 + ROWS, *limits)
+                own = visits.seen(q0, q0 + ROWS, *limits)
                 whole = visits.whole(q0, q0 + ROWS, *same)
                 top, end = n0 + high, n0 + high - low  # step n takes the tile top - 1 - n
                 # This warpgroup's steps, and those without a mask inside them.
-                first, last = top - mine[1], top - mine[0]
+                first, last = top - own[1], top - own[0]
                 unmasked = jnp.clip(top - whole[1], first + 1, last)
                 edge = last
                 if window is not None or packed:
@@ -189,14 +201,11 @@ def _backward_dq(
                 def step(dq_acc, lse2, delta, q_ids, n, masked, begins):
                     slot, v_slot = slot_of(n), v_slot_of(n)
                     plgpu.barrier_wait(k_full.at[slot])
+                    scores = lambda acc: plgpu.wgmma(
+                        acc, q_smem.at[mine], k_smem.at[slot].transpose((1, 0))
+                    )
 
-                    def matmuls(s_acc, dp_acc):
-                        plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
-                        plgpu.barrier_wait(v_full.at[v_slot])
-                        plgpu.wgmma(dp_acc, do_smem.at[wg], v_smem.at[v_slot].transpose((1, 0)))
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        if not begins:  # dQ += dS K of the step before is done too
-                            free_keys(n - 1)
+                    def p_of(s):  # -> P, d logits / d (scale S)
                         x, slope = logits(s, scale, softcap)
                         if masked and packed:
                             k_ids = plgpu.load(k_ids_smem.at[slot], layout=COL, optimized=False)
@@ -205,29 +214,69 @@ def _backward_dq(
                             k0 = (top - 1 - n) * bkv
                             keys = s_len if ragged else None
                             x = visible(x, q0 + offset, k0, causal=causal, window=window, keys=keys)
-                        p = jnp.exp2(x - rows_to(lse2, s.shape))
-                        dp = dp_acc[...]
+                        return jnp.exp2(x - rows_to(lse2, s.shape)), slope
+
+                    def start_dp(acc):
+                        plgpu.barrier_wait(v_full.at[v_slot])
+                        plgpu.wgmma(acc, do_smem.at[mine], v_smem.at[v_slot].transpose((1, 0)))
+
+                    def free_before():  # dQ += dS K of the step before is done
+                        if not begins:
+                            free_keys(n - 1)
+
+                    def add_dq(p, slope, dp):
                         plgpu.barrier_arrive(v_free.at[v_slot])
-                        ds = p * (dp - rows_to(delta, s.shape))
+                        ds = p * (dp - rows_to(delta, p.shape))
                         ds = (ds if slope is None else ds * slope).astype(dtype)
                         plgpu.wgmma(dq_acc, ds, k_smem.at[slot])  # runs on under the next step
 
+                    def all_of_it(s_acc, dp_acc):
+                        scores(s_acc)
+                        start_dp(dp_acc)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        free_before()
+                        p, slope = p_of(s)
+                        add_dq(p, slope, dp_acc[...])
+
+                    def only_p(s_acc):
+                        scores(s_acc)
+                        p, slope = p_of(s_acc[...])
+                        free_keys(n)
+                        plgpu.barrier_wait(p_free)
+                        p_smem[...] = p if slope is None else p * slope
+                        plgpu.barrier_arrive(p_full)
+
+                    def only_dq(dp_acc):
+                        start_dp(dp_acc)
+                        dp = dp_acc[...]
+                        free_before()
+                        plgpu.barrier_wait(p_full)
+                        p = plgpu.load(p_smem, layout=WGMMA)
+                        plgpu.barrier_arrive(p_free)
+                        add_dq(p, None, dp)
+
                     acc = plgpu.ACC((ROWS, bkv), jnp.float32)
-                    pl.run_scoped(matmuls, acc, acc)
+                    if not shared:
+                        pl.run_scoped(all_of_it, acc, acc)
+                    else:
+                        pl.run_scoped(only_p if dq_acc is None else only_dq, acc)
 
                 def all_steps_of(dq_acc):
-                    plgpu.barrier_wait(q_bars.at[wg])
-                    stat = lambda ref: plgpu.load(ref.at[wg], layout=ROW, optimized=False)
-                    tile_of = lambda ref: plgpu.load(ref.at[wg], layout=WGMMA).astype(jnp.float32)
+                    plgpu.barrier_wait(q_bars.at[mine])
+                    stat = lambda ref: plgpu.load(ref.at[mine], layout=ROW, optimized=False)
+                    tile_of = lambda ref: plgpu.load(ref.at[mine], layout=WGMMA).astype(jnp.float32)
                     lse2 = stat(lse_smem) * LOG2E
                     q_ids = stat(q_ids_smem) if packed else None
-                    delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
-                    if has_dlse:
-                        delta = delta - stat(dlse_smem)
-                    plgpu.wait_smem_to_gmem(1)  # the block before has left delta_smem
-                    delta_smem[wg] = delta
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(delta_smem.at[wg], delta_ref.at[batch, head, rows])
+                    delta = None
+                    if dq_acc is not None:
+                        delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
+                        if has_dlse:
+                            delta = delta - stat(dlse_smem)
+                        plgpu.wait_smem_to_gmem(1)  # the block before has left delta_smem
+                        delta_smem[mine] = delta
+                        plgpu.commit_smem()
+                        here = delta_ref.at[batch, head, rows]
+                        plgpu.copy_smem_to_gmem(delta_smem.at[mine], here)
 
                     do_step = functools.partial(step, dq_acc, lse2, delta, q_ids)
                     go = lambda lo, hi, masked: pl.loop(lo, hi)(
@@ -242,33 +291,45 @@ def _backward_dq(
                     go(start, edge, False)
                     if window is not None or packed:
                         go(edge, last, True)
+
+                def all_rows(dq_acc):
+                    pass_by(n0, first)
+                    all_steps_of(dq_acc)
                     dq = dq_acc[...]
                     free_keys(last - 1)
                     pl.when(item + grid < items)(lambda: load_rows(item + grid))
-                    return dq
+                    plgpu.wait_smem_to_gmem(1)  # the block before has left dq_smem
+                    dq_smem[mine] = (dq * scale).astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[batch, rows, head])
+                    if window is not None:
+                        pass_by(last, end)
 
                 @pl.when(q0 >= 0)
                 def _():
-                    pass_by(n0, first)
-                    dq = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
-                    plgpu.wait_smem_to_gmem(1)  # the block before has left dq_smem
-                    dq_smem[wg] = (dq * scale).astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq_ref.at[batch, rows, head])
-                    if window is not None:
-                        pass_by(last, end)
+                    with_dq = lambda: pl.run_scoped(all_rows, plgpu.ACC((ROWS, d), jnp.float32))
+                    if not shared:
+                        with_dq()
+                    else:
+                        pl.when(wg == 0)(lambda: all_steps_of(None))
+                        pl.when(wg == 1)(with_dq)
 
                 if lead:
 
                     @pl.when(q0 < 0)  # nothing but padding
                     def _():
-                        plgpu.barrier_wait(q_bars.at[wg])
+                        plgpu.barrier_wait(q_bars.at[mine])
                         pl.when(item + grid < items)(lambda: load_rows(item + grid))
                         pass_by(n0, end)
 
                 return end
 
-            load_rows(lax.axis_index("block"))
+            first_load = lambda: load_rows(lax.axis_index("block"))
+            if shared:
+                pl.when(wg == 0)(first_load)
+                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
+            else:
+                first_load()
             work_items(items, grid, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
@@ -304,10 +365,12 @@ def _backward_dq(
 
     args = [dlse] if has_dlse else []
     if packed:
-        args += [*segments, segment_spans(*segments, visits, block, lead)]
+        q_ids, k_ids = segments
+        args += [q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead)]
     args += [joint] if heads else []  # stands where dq_ref would as a result
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
-    stat = plgpu.SMEM((wgs, ROWS), jnp.float32)
+    stat = plgpu.SMEM((sets, ROWS), jnp.float32)
+    handed = plgpu.SMEM((ROWS, bkv), jnp.float32, transforms=mosaic.wgmma_tiles(bkv, jnp.float32))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     return plgpu.kernel(
         attention_backward_dq,
@@ -316,16 +379,17 @@ def _backward_dq(
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[
-            *[smem(wgs, ROWS)] * (4 if grid < items else 3),
+            *[smem(sets, ROWS)] * (4 if grid < items else 3),
             smem(stages, bkv),
             smem(v_stages, bkv),
             *[stat] * 3,
-            plgpu.Barrier(num_arrivals=4 + has_dlse + packed, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=4 + has_dlse + packed, num_barriers=sets),
             ring(num_arrivals=1 + packed),
             plgpu.Barrier(num_barriers=v_stages),
             ring(num_arrivals=wgs),
-            plgpu.Barrier(num_arrivals=wgs, num_barriers=v_stages),
-            *[plgpu.SMEM(x, jnp.int32) for x in ((wgs, ROWS), (stages, bkv)) if packed],
+            plgpu.Barrier(num_arrivals=sets, num_barriers=v_stages),
+            *[plgpu.SMEM(x, jnp.int32) for x in ((sets, ROWS), (stages, bkv)) if packed],
+            *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
         ],
         grid=(grid,),
         grid_names=("block",),

@@ -31,6 +31,7 @@ from pallas_kernels.attention.masks_sm90 import (
     logits,
     same_segment,
     segment_spans,
+    take,
     visible,
 )
 
@@ -76,6 +77,11 @@ def stat_rows(t: int) -> int:
     nothing clips at the end of the row.
     """
     return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
+
+
+def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
+    """Rows without any key: of segments, or past T, under a window of less than their number."""
+    return packed or (window is not None and window < ROWS)
 
 
 def sm_count() -> int:
@@ -168,6 +174,9 @@ def forward(
     # O leaves through the buffer of Q where shared memory has no room for another.
     o_in_q = d > 128 and grid == items
     ragged, packed = s_len % bkv != 0, segments is not None
+    # Steps after the first one may need the mask: the diagonal may cross two tiles, segments may
+    # begin and end anywhere, and so may the window.
+    mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
@@ -182,11 +191,11 @@ def forward(
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_forward(q_ref, k_ref, v_ref, *rest):
-        q_ids_ref, k_ids_ref, spans_ref, *rest = rest if packed else (None, None, None, *rest)
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         o_ref, lse_ref, q_smem, *rest = rest
         o_smem, *rest = (q_smem, *rest) if o_in_q else rest
-        (k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn, *rest) = rest
-        q_ids_smem, k_ids_smem = rest if packed else (None, None)
+        k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
+        (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
@@ -240,22 +249,29 @@ def forward(
                         plgpu.barrier_wait(v_full.at[slot_of(n)])
                         plgpu.barrier_arrive(v_free.at[slot_of(n)])
 
-                def softmax(s, n, m, l, masked):
-                    """Takes the scores of step n; frees its tile of keys."""
-                    factor = scale2
-                    if softcap is not None:
-                        s, factor = logits(s, scale, softcap)[0], 1.0
-                    if masked and packed:
+                def mask(s, n):
+                    if packed:
                         stat = functools.partial(plgpu.load, optimized=False)
                         q_ids = stat(q_ids_smem.at[wg], layout=ROW)
                         k_ids = stat(k_ids_smem.at[slot_of(n)], layout=COL)
                         s = same_segment(s, q_ids, k_ids)
                         plgpu.commit_smem()  # read with plain loads: done before TMA writes there
-                    plgpu.barrier_arrive(k_free.at[slot_of(n)])
-                    if masked:
-                        k0 = (top - 1 - n) * bkv
-                        keys = s_len if ragged else None
-                        s = visible(s, q0 + offset, k0, causal=causal, window=window, keys=keys)
+                    k0, keys = (top - 1 - n) * bkv, s_len if ragged else None
+                    return visible(s, q0 + offset, k0, causal=causal, window=window, keys=keys)
+
+                def softmax(s, n, m, l, masked):
+                    """Takes the scores of step n; frees its tile of keys."""
+                    factor = scale2
+                    if softcap is not None:
+                        s, factor = logits(s, scale, softcap)[0], 1.0
+                    if not packed:
+                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
+                    if masked is True:
+                        s = mask(s, n)
+                    elif masked is not False:
+                        s = lax.cond(masked, lambda s: mask(s, n), lambda s: s, s)
+                    if packed:
+                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
                     m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
                     alpha = jnp.exp2(m - m_new)
                     p = jnp.exp2(s * factor - rows_to(m_new, s.shape))
@@ -266,8 +282,9 @@ def forward(
                     next_turn()
                     return s_acc[...]
 
-                def step(o_acc, n, carry, masked):
+                def step(o_acc, n, carry):
                     p, m, l = carry
+                    masked = ((n < unmasked) | (n >= edge)) if mixed else False
                     slot, before = slot_of(n), slot_of(n - 1)
                     plgpu.barrier_wait(k_full.at[slot])
                     my_turn()
@@ -294,17 +311,8 @@ def forward(
                     row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
                     begin_masked = causal or ragged or packed
                     carry = softmax(s, first, row(LOWEST), row(0), begin_masked)[:3]
-                    masked = functools.partial(step, o_acc, masked=True)
-                    plain = functools.partial(step, o_acc, masked=False)
-                    start = first + 1
-                    # The diagonal may cross two tiles, and segments may begin and end anywhere.
-                    if packed or (causal and (offset % ROWS or bkv % ROWS)):
-                        carry = lax.fori_loop(start, unmasked, masked, carry)
-                        start = unmasked
-                    carry = lax.fori_loop(start, edge, plain, carry)
-                    if window is not None or packed:
-                        carry = lax.fori_loop(edge, last, masked, carry)
-                    p, m, l = carry
+                    body = functools.partial(step, o_acc)
+                    p, m, l = lax.fori_loop(first + 1, last, body, carry)
                     if packed:
                         plgpu.commit_smem()  # the queries' ids were read
                     pl.when(item + grid < items)(lambda: load_q(item + grid))
@@ -323,7 +331,7 @@ def forward(
                     o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
                     plgpu.wait_smem_to_gmem(0)  # the block before has left o_smem
                     inverse = 1 / l
-                    if packed:  # a row may see no key: zeros, and lse = m + log 0 = -inf
+                    if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
                         inverse = jnp.where(l > 0, inverse, 0)
                     o_smem[wg] = (o * rows_to(inverse, o.shape)).astype(dtype)
                     lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
@@ -379,8 +387,8 @@ def forward(
 
     args = ()
     if packed:
-        ids = pad_segments(segments, lengths)
-        args = (*ids, segment_spans(*ids, visits, block, lead))
+        q_ids, k_ids = pad_segments(segments, lengths)
+        args = (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((wgs, ROWS), (stages, bkv))]

@@ -10,7 +10,7 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -37,8 +37,8 @@ class Visits(NamedTuple):
         return s - t
 
     @property
-    def count(self) -> int:
-        """Tiles in all."""
+    def tiles(self) -> int:
+        """In all."""
         return mosaic.cdiv(self.lengths[0 if self.by_keys else 1], self.size)
 
     def seen(self, first, end, low, high):
@@ -77,7 +77,7 @@ class Visits(NamedTuple):
         spans: reads the block's numbers of `segment_spans`; None without segments.
         """
         if spans is None:
-            return (0, self.count), (0, self.count)
+            return (0, self.tiles), (0, self.tiles)
         return (spans(0), spans(1)), (spans(2), spans(3))
 
 
@@ -140,3 +140,8 @@ def same_segment(s, row_ids, column_ids):
     """s with -inf where a row's id is not the column's."""
     along = lambda ids, axis: mosaic.along(ids, s.shape, axis)
     return jnp.where(along(row_ids, 0) == along(column_ids, 1), s, -jnp.inf)
+
+
+def take(refs, n: int, present: bool) -> tuple[list[Any], list[Any]]:
+    """(n refs that only some calls have, or n times None; the refs after them)."""
+    return (list(refs[:n]), list(refs[n:])) if present else ([None] * n, list(refs))
