@@ -89,8 +89,12 @@ def _cell_backward(call, saved, cotangents):
     rows = functools.partial(rows, packed=call.packed, sms=call.sms)
     q, k, v, g, c, n, norm, sign = saved
     dh, dc_last, dn_last = cotangents
-    seen = dict(row=g.row + jnp.log2(norm), col=g.col, start=g.start)
-    carried = g.carried * norm
+    # Where forget gates are closed g.row is large and the sum rounds 1 / N.  All of a row then has
+    # to be divided by that N: what cancels in the gates' gradients is far larger than they are.
+    row = g.row + jnp.log2(norm)
+    rounded = jnp.exp2(row - g.row)
+    carried, sign = g.carried * rounded, sign * norm / rounded
+    seen = dict(row=row, col=g.col, start=g.start)
     dc, dc0, c_dc = states(q, dh, carried, g.decay, dc_last, c, reverse=True, saturate=False)
     dq, dot = rows(dh, v, k, c, seen | dict(scale=carried, sign=sign), mode="dq", along=n, y=q)
 
