@@ -38,7 +38,9 @@ from pallas_kernels.vlstm.states_sm90 import (
 )
 
 SMEM = 224 * 1024  # bytes of a block's shared memory that its big buffers may take
-TEAMS = 3  # chunks that a block of 64-row tiles works on at a time (d64 of the benchmark: 6% over 2)
+TEAMS = (
+    3  # chunks that a block of 64-row tiles works on at a time (d64 of the benchmark: 6% over 2)
+)
 
 # Vectors that a mode reads: of its own rows, and of the columns of W.
 Mode = Literal["forward", "dq", "dk", "dv"]

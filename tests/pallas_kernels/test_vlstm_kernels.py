@@ -89,9 +89,8 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
 
 
 SMALL = [  # (B, T, H, DQK, DV), of the inputs, options
-    ((1, 72, 1, 64, 128), {"state": True}, {"return_state": True}),
+    ((1, 72, 1, 128, 192), {"state": True}, {"return_state": True}),
     ((1, 130, 1, 128, 128), {"dtype": FP16}, {"gate": "sigmoid", "normalize": False}),
-    ((1, 80, 1, 64, 64), {}, {"segment_ids": jnp.asarray(FOUR[:1])}),
 ]
 LARGE = [
     ((2, 1000, 3, 64, 64), {}, {}),
@@ -99,23 +98,27 @@ LARGE = [
     ((1, 500, 2, 192, 320), {}, {}),
     ((1, 777, 2, 256, 512), {"state": True, "dtype": FP16}, {"return_state": True}),
     ((1, 1024, 2, 256, 512), {}, {}),
+    ((2, 80, 2, 256, 256), {}, {"segment_ids": jnp.asarray(FOUR)}),
 ]
 
 
 @pytest.mark.parametrize(("shape", "of_inputs", "options"), SMALL + LARGE * ON_GPU)
-def test_vlstm_matches_float64(shape, of_inputs, options):
+def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
     check_op(flat(vlstm), xla, *inputs(*shape, **of_inputs), kernels=KERNELS, **options)
 
 
 @pytest.mark.parametrize("dtype", [FP16] + [BF16] * ON_GPU)
-def test_extreme_gates(dtype, monkeypatch):
+def test_extreme_gates_and_documents(dtype, monkeypatch):
     """Gates past xLSTM's caps in two thirds of the places; three chunks for two teams."""
     if not ON_GPU:
         monkeypatch.setattr(rows_sm90, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 64, 64, dtype)
-    some = jnp.arange(135)[None, :, None] % 3 > 0
-    i, f = jnp.where(some, 15 * jnp.sign(i), i), jnp.where(some, 30 * jnp.sign(f), f)
-    check_op(flat(vlstm), xla, q, k, v, i, f, kernels=KERNELS)
+    some = np.arange(135)[None, :, None] % 3 > 0
+    i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
+    ids = jnp.asarray(np.repeat([[4, 1, 2]], [70, 1, 64], axis=1))
+    check_op(
+        flat(vlstm), xla, q, k, v, jnp.asarray(i), jnp.asarray(f), segment_ids=ids, kernels=KERNELS
+    )
 
 
 def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
