@@ -176,14 +176,18 @@ def rows(
                     """Y X^T, from the last tile to the first, of which Y then stays in place."""
 
                     def run(acc):
-                        for tile in reversed(range(tiles)):
+                        @pl.loop(0, tiles)
+                        def _(step):
                             plgpu.barrier_wait(y_here)
-                            step = n + tiles - 1 - tile
-                            multiply(acc, out_mine, step, transpose=True)
+                            multiply(acc, out_mine, n + step, transpose=True)
                             plgpu.wgmma_wait(0)
-                            release(step)
-                            if tile:
-                                fetch_y(tile - 1)
+                            release(n + step)
+
+                            @pl.when(step < tiles - 1)
+                            def _():
+                                plgpu.commit_smem()  # all four warps have multiplied
+                                fetch_y(tiles - 2 - step)
+
                         return acc[...]
 
                     return pl.run_scoped(run, acc)
@@ -367,23 +371,19 @@ def rows(
                         push_x(n + tile, tiles - 1 - tile)
 
                     n += tiles
+                every = parts if mode == "dq" else parts + 1  # dq takes all states before x
+
+                @pl.loop(0, tiles)
+                def _(tile):
+                    push_states(n + tile * every, tile)
+                    if mode != "dq":
+                        push_x(n + tile * every + parts, tile)
+
                 if mode == "dq":
 
                     @pl.loop(0, tiles)
                     def _(tile):
-                        push_states(n + tile * parts, tile)
-
-                    @pl.loop(0, tiles)
-                    def _(tile):
                         push_x(n + tiles * parts + tile, tile)
-
-                else:
-
-                    @pl.loop(0, tiles)
-                    def _(tile):
-                        step = n + tile * (parts + 1)
-                        push_states(step, tile)
-                        push_x(step + parts, tile)
 
                 return n0 + steps
 
