@@ -286,10 +286,6 @@ def rows(
                 else:  # the shift has to be known before W, and the state has a part in it
                     w = m * decays()
                     dot = sum_rows(w * y_times_x(n))
-                    # Kept in half the registers while the state's part is computed: float16 of
-                    # the row's largest value is 8 times as precise as the bfloat16 that W becomes.
-                    top = jnp.maximum(jnp.max(jnp.abs(w), axis=1), 1e-30)
-                    w = (w * down(1 / top)).astype(jnp.float16)
                     n, through = n + tiles, []
                     for tile in range(tiles):
                         if tile:
@@ -303,8 +299,7 @@ def rows(
                         n += parts
                     plgpu.barrier_arrive(a_free.at[team])
                     shift = row["sign"] * dot
-                    w = w.astype(jnp.float32) * down(top) + decays() * down(shift)
-                    w = w.astype(dtype)
+                    w = (w + decays() * down(shift)).astype(dtype)
                     for tile, part in enumerate(through):
                         part = (part + down(shift) * along_tile(tile)) * down(row["scale"])
                         finish(tile, part, w, n + tile)
