@@ -1,6 +1,7 @@
 """Mosaic GPU kernels for training language models, each with a jnp reference beside it."""
 
 from pallas_kernels.attention import attention
+from pallas_kernels.attention.qkv import attention_qkv
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.encoder import encoder
 from pallas_kernels.gelu import gelu
@@ -16,6 +17,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "attention_qkv",
     "cross_entropy",
     "encoder",
     "gelu",

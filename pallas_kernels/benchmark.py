@@ -49,6 +49,8 @@ def array(spec: A, sizes: dict[str, int], seed: int) -> jax.Array:
         return jnp.asarray(np.resize(rng.standard_normal(2**20).astype(spec.dtype), shape))
     if kind == "arange":
         return jnp.asarray(np.resize(np.arange(shape[-1], dtype=spec.dtype), shape))
+    if kind == "documents":
+        return jnp.broadcast_to(jnp.arange(shape[-1], dtype=spec.dtype) // sizes[below], shape)
     # Zipf's law with exponent 1: the share of the id r is about 1 / (r log V), as in real text.
     u = rng.random(shape)
     ids = sizes[below] * u if kind == "uniform" else sizes[below] ** u - 1
@@ -171,9 +173,15 @@ def counted_flops(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
     return {name: (low.cost_analysis() or {}).get("flops") for name, low in lowered.items()}
 
 
-def on_xla(case: Case, **options) -> Callable:
+def public(case: Case, **options) -> Callable:
+    """The public op, of the case's arrays in their order."""
     op = getattr(pallas_kernels, case.op)
-    return functools.partial(op, **{**case.options, **options}, backend="xla")
+    options = {**case.options, **options}
+    return lambda *inputs: op(**dict(zip(case.arrays, inputs, strict=True)), **options)
+
+
+def on_xla(case: Case, **options) -> Callable:
+    return public(case, **options, backend="xla")
 
 
 class Truth:
@@ -211,13 +219,12 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
 
     known: errors by op and small sizes, filled here.
     """
-    public = functools.partial(getattr(pallas_kernels, case.op), **case.options)
     backend.forget()
-    jax.eval_shape(public, *structs(case, sizes))
+    jax.eval_shape(public(case), *structs(case, sizes))
     decision = next(d for d in backend.decisions() if d.op == case.op)
     ops = {"xla": on_xla(case)}
     if decision.runs == "mosaic":
-        ops = {"mosaic": functools.partial(public, backend="mosaic")} | ops
+        ops = {"mosaic": public(case, backend="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)
     ms, errors, failed = {}, {}, {}

@@ -13,12 +13,14 @@ class A:
 
     axes: str
     dtype: str = "bfloat16"
-    fill: str = "normal"  # or "arange"; "uniform V" and "zipf V": integers below the size V
+    # "normal"; "arange"; "uniform V" and "zipf V": integers below the size V; "documents L": the
+    # ids of documents of length L, packed one after the other.
+    fill: str = "normal"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op with its arrays in the order of its signature, at several sizes."""
+    """One op with its arrays, by the names in its signature, at several sizes."""
 
     op: str
     arrays: dict[str, A]
@@ -43,8 +45,11 @@ _GATED = _shapes("N C", (8192, 14336), (32768, 3072))
 _X, _W = A("N C"), A("C", "float32")
 
 
-def _cudnn(q, k, v, *, causal):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+def _cudnn(q, k, v, *, causal, window=None):
+    local = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, local_window_size=local, implementation="cudnn"
+    )
 
 
 def _norm(op: str, bias: bool, add: bool) -> Case:
@@ -54,16 +59,24 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
     return Case(op, arrays, _NORMS, {"N": 128, "C": 1024}, reads=("x", "weight"), writes=writes)
 
 
-def _attention(sizes, *, causal=True, xla=True, cudnn=_cudnn) -> Case:
+def _attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options) -> Case:
+    """pairs: of a query and a key that it sees, from the sizes."""
+    arrays = {"q": A("B T H D"), "k": A("B T K D"), "v": A("B T K D")}
+    small = {"B": 1, "T": 384, "H": 4, "K": 2}
+    if packed:
+        arrays |= {"segment_ids": A("B T", "int32", "documents L")}
+        small |= {"L": 150}
+    pairs = pairs or (lambda n: n["T"] ** 2 / 2)
     return Case(
         "attention",
-        {"q": A("B T H D"), "k": A("B T K D"), "v": A("B T K D")},
+        arrays,
         sizes,
-        {"B": 1, "T": 384, "H": 4, "K": 2},
-        options={"causal": causal},
-        variant="" if causal else "full",
-        flops=lambda n: 4 * n["B"] * n["H"] * n["T"] ** 2 * n["D"] / (2 if causal else 1),
-        cudnn=cudnn,
+        small,
+        reads=tuple(arrays)[3:],
+        options={"causal": True} | options,
+        variant=variant,
+        flops=lambda n: 4 * n["B"] * n["H"] * n["D"] * pairs(n),
+        cudnn=None if packed else _cudnn,
         xla=xla,
     )
 
@@ -120,10 +133,27 @@ CASES = (
         flops=lambda n: 2 * n["N"] * n["C"] * n["V"],
         backward=2,
     ),
-    _attention(_shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128))),
-    _attention(_shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128)), xla=False),
-    _attention(_shapes(_ATTENTION, (8, 2048, 16, 16, 96), (2, 4096, 8, 8, 256)), xla=False),
-    _attention(_shapes(_ATTENTION, (4, 4096, 32, 8, 128)), causal=False, xla=False),
+    _attention("", _shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128)), xla=True),
+    _attention("", _shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128))),
+    _attention("", _shapes(_ATTENTION, (8, 2048, 16, 16, 96), (2, 4096, 8, 8, 256))),
+    _attention(
+        "full",
+        _shapes(_ATTENTION, (4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64)),
+        pairs=lambda n: n["T"] ** 2,
+        causal=False,
+    ),
+    _attention(
+        "window 1024",
+        _shapes(_ATTENTION, (1, 16384, 16, 16, 128)),
+        pairs=lambda n: 1024 * (n["T"] - 512),
+        window=1024,
+    ),
+    _attention(
+        "packed",
+        _shapes("B T H K D L", (1, 16384, 16, 16, 128, 2048), (4, 4096, 32, 8, 128, 1000)),
+        pairs=lambda n: n["T"] * n["L"] / 2,
+        packed=True,
+    ),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
 )

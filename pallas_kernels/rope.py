@@ -112,16 +112,38 @@ def why_not(q, k, positions) -> str | None:
     return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
 
 
+def rotate_in_place(x, heads: int, positions, theta, scaling, *, backward=False):
+    """x (B, T, P, D) with its first heads rotated (layout "half"), backward by the negative angles.
+
+    Inside a program in which x is not used again nothing is copied.
+    """
+    return _rotate("half", theta, scaling, (x,), positions, backward=backward, in_place=heads)[0]
+
+
+def why_not_in_place(x, positions) -> str | None:
+    """Why `rotate_in_place` cannot take this call, or None."""
+    n, rows = x.shape[0] * x.shape[1], _tile(x.shape[3] // 2, x.dtype.itemsize, False).rows
+    if n % rows:
+        return f"{n} positions are no multiple of {rows}"
+    return why_not(x, x, positions)
+
+
 def _check(q, k, positions, layout):
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:
         raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
     if d % 2:
         raise ValueError(f"D={d} is odd; RoPE rotates pairs")
-    if positions.shape not in ((t,), (b, t)):
-        raise ValueError(f"positions {positions.shape} are neither ({t},) nor ({b}, {t})")
+    check_positions(q, positions)
     if layout not in ("half", "interleaved"):
         raise ValueError(f"layout={layout!r} is not one of half, interleaved")
+
+
+def check_positions(x, positions):
+    """Raises ValueError unless there is one position for each of x's rows, (B, T) or (T,)."""
+    b, t = x.shape[:2]
+    if positions.shape not in ((t,), (b, t)):
+        raise ValueError(f"positions {positions.shape} are neither ({t},) nor ({b}, {t})")
 
 
 class _Tile(NamedTuple):
@@ -156,15 +178,18 @@ def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
     return _Tile(4 * rows, width, one, None)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward"))
-def _rotate(layout, theta, scaling, q, k, positions, *, backward):
-    """The kernel: q and k rotated by their angles, or by the negative angles."""
-    b, t, _, d = q.shape
+@functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward", "in_place"))
+def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
+    """The kernel: every array (B, T, heads, D) rotated by its angles, or by the negative angles.
+
+    in_place: so many heads of the one array are rotated where they are, the others stay.
+    """
+    b, t, _, d = arrays[0].shape
     n = b * t
     interleaved = layout == "interleaved"
-    tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), interleaved)
+    tile = _tile(d // 2, max(x.dtype.itemsize for x in arrays), interleaved)
     split = (d // 2, 2) if interleaved else (2, d // 2)
-    flat = [x.reshape(n, x.shape[2], *split) for x in (q, k)]
+    flat = [x.reshape(n, x.shape[2], *split) for x in arrays]
     if positions.ndim == 1 and t % tile.rows == 0:  # one row of positions serves every batch row
         period = t
     else:
@@ -173,8 +198,10 @@ def _rotate(layout, theta, scaling, q, k, positions, *, backward):
     # of their own and are put in place afterwards: only the remainder is copied.
     whole, rest = divmod(n, tile.rows)
     ends = [mosaic.pad_axis(x[whole * tile.rows :], 0, tile.rows) for x in (*flat, positions)]
+    count = len(flat)
     shape = (tile.rows, tile.pairs)
-    groups = math.gcd(q.shape[2], k.shape[2], _GROUPS)
+    heads = [in_place or x.shape[1] for x in flat]
+    groups = math.gcd(*heads, _GROUPS)
 
     def second():  # of its pair; Mosaic knows it for each register, so that choosing costs nothing
         return plgpu.broadcasted_iota(jnp.int32, (*shape, 2), 2, layout=tile.both) == 1
@@ -196,7 +223,7 @@ def _rotate(layout, theta, scaling, q, k, positions, *, backward):
     def block(freq_ref, sources, targets, row, position_row):
         rows = pl.ds(row, tile.rows)
         columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
-        position_ref = sources[2].at[pl.ds(position_row, tile.rows)]
+        position_ref = sources[count].at[pl.ds(position_row, tile.rows)]
         position = mosaic.load(position_ref, tile.one.reduce(1))
         freq = mosaic.load(freq_ref.at[columns], tile.one.reduce(0))
         angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
@@ -210,10 +237,10 @@ def _rotate(layout, theta, scaling, q, k, positions, *, backward):
                 turned = a * cos - b * sin, b * cos + a * sin
                 store_pairs(y_ref, rows, head + i, columns, *turned)
 
-        for x_ref, y_ref in zip(sources[:2], targets, strict=True):
-            heads = x_ref.shape[1] // groups
-            first = lax.axis_index("group") * heads
-            loops, left = divmod(heads, _HEADS_IN_FLIGHT)
+        for x_ref, y_ref, of_all in zip(sources[:count], targets, heads, strict=True):
+            of_group = of_all // groups
+            first = lax.axis_index("group") * of_group
+            loops, left = divmod(of_group, _HEADS_IN_FLIGHT)
 
             @pl.loop(0, loops)
             def _(i, x_ref=x_ref, y_ref=y_ref, first=first):
@@ -225,39 +252,49 @@ def _rotate(layout, theta, scaling, q, k, positions, *, backward):
     def body(freq_ref, *refs):
         i = lax.axis_index("row")
         row = i * tile.rows
+        sources, refs = refs[: count + 1], refs[count + 1 :]
         if not rest:
             position_row = row if period == n else row % period
-            block(freq_ref, refs[:3], refs[3:], row, position_row)
+            block(freq_ref, sources, sources[:1] if in_place else refs, row, position_row)
             return
+        end_sources, refs = refs[: count + 1], refs[count + 1 :]
         if whole:
-            pl.when(i < whole)(lambda: block(freq_ref, refs[:3], refs[6:8], row, row))
-        pl.when(i == whole)(lambda: block(freq_ref, refs[3:6], refs[8:], 0, 0))
+            pl.when(i < whole)(lambda: block(freq_ref, sources, refs[:count], row, row))
+        pl.when(i == whole)(lambda: block(freq_ref, end_sources, refs[count:], 0, 0))
 
     body.__name__ = "rope_backward" if backward else "rope_forward"
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*flat, *ends[:2])]
-    results = plgpu.kernel(
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*flat, *(ends[:count] if rest else ()))]
+    call = plgpu.kernel(
         body,
-        out_type=out if rest else out[:2],
+        out_type=[] if in_place else out,
         grid=(whole + bool(rest), d // 2 // tile.pairs, groups),
         grid_names=("row", "column", "group"),
-    )(frequencies(d, theta, scaling), *flat, positions, *(ends if rest else []))
+    )
+    frequency = frequencies(d, theta, scaling)
+    if in_place:
+        assert not rest
+        ref = jax.new_ref(flat[0])
+        call(frequency, ref, positions)
+        results = [jax.freeze(ref)]
+    else:
+        results = call(frequency, *flat, positions, *(ends if rest else []))
     if rest:
         results = [
             y.at[whole * tile.rows :].set(end[:rest])
-            for y, end in zip(results[:2], results[2:], strict=True)
+            for y, end in zip(results[:count], results[count:], strict=True)
         ]
-    return results[0].reshape(q.shape), results[1].reshape(k.shape)
+    return tuple(y.reshape(x.shape) for x, y in zip(arrays, results, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rope(layout, theta, scaling, q, k, positions):
-    return _rotate(layout, theta, scaling, q, k, positions, backward=False)
+    return _rotate(layout, theta, scaling, (q, k), positions, backward=False)
 
 
 _rope.defvjp(
     lambda *args: (_rope(*args), args[-1]),
     lambda layout, theta, scaling, positions, dy: (
-        *_rotate(layout, theta, scaling, *dy, positions, backward=True),
+        *_rotate(layout, theta, scaling, dy, positions, backward=True),
         None,
     ),
 )

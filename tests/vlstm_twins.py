@@ -25,7 +25,7 @@ def states(x, y, weight, decay, first, other=None, *, reverse=False, saturate=Tr
 
 
 def rows(
-    a, b, x, chunk_states, vectors, *, mode, scale=1.0, along=None, y=None,
+    a, b, x, chunk_states, vectors, *, mode, along=None, y=None,
     normalize=True, packed=False, sms=0,
 ):  # fmt: skip
     of = vectors
@@ -38,29 +38,31 @@ def rows(
     if packed:
         visible &= seen(position) >= seeing(of["start"])
     d = jnp.exp2(jnp.where(visible, seeing(of["row"]) + seen(of["col"]), -jnp.inf))
-    m = _einsum("bhnld,bhnmd->bhnlm", a, b) * d
+    w = _einsum("bhnld,bhnmd->bhnlm", a, b) * d
     turned = mode in ("dq", "dk")
     through = _einsum("bhnld,bhnxd->bhnlx" if turned else "bhnld,bhndx->bhnlx", a, chunk_states)
-    stats = ()
+    inner, stats = of["scale"], ()
+    if turned:
+        y = _chunks(y, count, size)
+        logits = _einsum("bhnld,bhnmd->bhnlm", y, x)
     if mode == "forward":
-        w, inner = scale * m, scale * of["carried"]
-        norm, slope = of["one"], jnp.zeros_like(of["one"])
+        norm, sign = of["one"], jnp.zeros_like(of["one"])
         if normalize:
             l = jnp.sum(w, -1) + inner * jnp.sum(a.astype(w.dtype) * along[..., None, :], -1)
             above = jnp.abs(l) > of["one"]
             norm = 1 / jnp.where(above, jnp.abs(l), of["one"])
-            slope = jnp.where(above, -jnp.sign(l) * norm, 0)
-        w, inner, stats = row(norm) * w, norm * inner, (norm, slope)
-    else:
-        w = m * seeing(of["factor"]) + (d * seeing(of["shift"]) if turned else 0)
-        inner = of["scale"]
-    through = row(inner) * through
-    if turned:
-        through += row(of["extra"] if mode == "dq" else inner) * along[..., None, :]
-    out = through + _einsum("bhnlm,bhnmx->bhnlx", w.astype(x.dtype), x)
-    if turned:
-        dot = lambda z: jnp.sum(z * _chunks(y, count, size), -1)
-        stats = (dot(out), dot(through)) if mode == "dk" else (dot(out),)
+            sign = jnp.where(above, -jnp.sign(l), 0)
+        w, inner, stats = row(norm) * w, norm * inner, (norm, sign)
+    if mode == "dq":
+        dot = jnp.sum(w * logits, -1) + inner * jnp.sum(through * y, -1)
+        shift, stats = of["sign"] * dot, (dot,)
+        w += d * row(shift)
+        through += row(shift) * along[..., None, :]
+    if mode == "dk":
+        w += d * column(of["shift"])
+        through += along[..., None, :]
+        stats = jnp.sum(w * logits, -1), inner * jnp.sum(through * y, -1)
+    out = row(inner) * through + _einsum("bhnlm,bhnmx->bhnlx", w.astype(x.dtype), x)
     out = jnp.moveaxis(out, 1, 3)
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length].astype(x.dtype), *stats
 

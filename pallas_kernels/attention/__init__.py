@@ -8,6 +8,7 @@ P again from it (Dao et al. 2022, "FlashAttention").
 
 The kernels are in forward_sm90.py and backward_sm90.py; this file has the op, its jnp reference,
 what ties the two directions together, and cuDNN as the stand-in where the kernels cannot run.
+qkv.py has the op for q, k and v in one array.
 """
 
 import functools
@@ -23,6 +24,7 @@ from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
 from pallas_kernels.attention import backward_sm90, forward_sm90
 
+WIDTHS = (64, 96, 128, 256)  # head dimensions of the kernels
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
 
@@ -54,7 +56,7 @@ def attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     backend="mosaic" with what the kernel lacks.
     """
-    _check(q, k, v, causal, window, softcap)
+    check(q, k, v, causal, window, softcap)
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
@@ -65,26 +67,28 @@ def attention(
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
     t, s = q.shape[1], k.shape[1]
-    # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
-    padded = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
-    call = _Call((t, s), causal, _scale(scale, q), forward_sm90.sm_count())
-    out, lse = _attention(*padded, call, return_lse)
-    out, lse = out[:, :t], lse[:, :, :t]
+    if window is not None and window >= s:
+        window = None  # every key is in it
+    if segment_ids is not None:
+        segment_ids = _pair(segment_ids, t, s)
+    call = Call((t, s), causal, scale_of(scale, q), forward_sm90.sm_count(), window, softcap)
+    # TMA copies into wgmma's layout move groups of 8 rows, and the kernels have four widths: other
+    # lengths and head dimensions cost padded copies.
+    padded = (_pad(x) for x in (q, k, v))
+    out, lse = _attention(*padded, segment_ids, call, return_lse)
+    out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
     return (out, lse) if return_lse else out
 
 
 def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None):
     """Why the kernel cannot take this call, or None."""
-    for name, x in (("window", window), ("segment_ids", segment_ids), ("softcap", softcap)):
-        if x is not None:
-            return f"{name} is not in the kernel yet"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype"
-    if q.shape[-1] not in (64, 128):
-        return f"the head dimension D={q.shape[-1]} is not 64 or 128"
-    if _scale(scale, q) <= 0:
+    if q.shape[-1] > WIDTHS[-1]:
+        return f"the head dimension D={q.shape[-1]} is over {WIDTHS[-1]}"
+    if scale_of(scale, q) <= 0:
         return f"scale={scale} is not positive"
     return mosaic.empty(q=q, k=k)
 
@@ -115,14 +119,15 @@ def _cudnn(q, k, v, causal, scale, window):
         q,
         k,
         v,
-        scale=_scale(scale, q),
+        scale=scale_of(scale, q),
         is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
 
 
-def _check(q, k, v, causal, window, softcap):
+def check(q, k, v, causal, window, softcap):
+    """Raises ValueError for shapes or options that contradict each other."""
     (b, t, h, d), (bk, s, kv, dk) = q.shape, k.shape
     if k.shape != v.shape:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
@@ -138,8 +143,19 @@ def _check(q, k, v, causal, window, softcap):
         raise ValueError(f"softcap={softcap} must be positive")
 
 
-def _scale(scale, q) -> float:
+def scale_of(scale, q) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def _pair(segment_ids, t, s):
+    """(ids of the queries, ids of the keys)."""
+    pair = isinstance(segment_ids, tuple)
+    return segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
+
+
+def _pad(x):
+    width = next(width for width in WIDTHS if width >= x.shape[-1])
+    return mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, width)
 
 
 # ---- reference -------------------------------------------------------------------------------
@@ -162,10 +178,9 @@ def attention_reference(
     if window is not None:
         mask &= q_ids - k_ids < window
     if segment_ids is not None:
-        pair = isinstance(segment_ids, tuple)
-        q_seg, k_seg = segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
+        q_seg, k_seg = _pair(segment_ids, t, s)
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
-    out, lse = _reference(q, k, v, mask[:, None, None], _scale(scale, q), softcap)
+    out, lse = _reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
     return (out, lse) if return_lse else out
 
 
@@ -229,32 +244,36 @@ _reference.defvjp(_reference_forward, _reference_backward)
 # ---- the kernels' two directions -------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What is static in a call of the kernels."""
 
     lengths: tuple[int, int]  # T and S without padding
     causal: bool
     scale: float
     sms: int
+    window: int | None
+    softcap: float | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attention(q, k, v, call, with_lse):
-    return forward_sm90.forward(q, k, v, **call._asdict())
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q, k, v, segments, call, with_lse):
+    return forward_sm90.forward(q, k, v, segments, **call._asdict())
 
 
-def _attention_forward(q, k, v, call, with_lse):
+def _attention_forward(q, k, v, segments, call, with_lse):
+    results = _attention(q, k, v, segments, call, with_lse)
     # Under jax.checkpoint a policy can keep these by name and spare a second forward.
-    out, lse = (checkpoint_name(x, "attention") for x in _attention(q, k, v, call, with_lse))
-    return (out, lse), (q, k, v, out, lse)
+    out, lse = (checkpoint_name(x, "attention") for x in results)
+    return (out, lse), (q, k, v, segments, out, lse)
 
 
 def _attention_backward(call, with_lse, saved, cotangents):
-    q, k, v, out, lse = saved
+    q, k, v, segments, out, lse = saved
     dout, dlse = cotangents
     if not with_lse:
         dlse = None  # an array of zeros: not worth reading
-    return backward_sm90.backward(q, k, v, out, lse, dout, dlse, **call._asdict())
+    grads = backward_sm90.backward(q, k, v, out, lse, dout, dlse, segments, **call._asdict())
+    return *grads, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -9,8 +9,17 @@ The dQ kernel owns queries and streams keys, the dK/dV kernel owns keys and stre
 matmuls where one fused kernel would do five, but no sum crosses blocks, so the result is the same
 bit for bit in every run.  The gradient of a kv head sums over its query heads inside the block.
 Both work in the arrangement of the forward kernel: computing warpgroups with 64 rows each, one
-warpgroup that only loads, P and dS handed to the tensor core in registers.  The dK/dV kernel
-computes S and dP transposed, so that P^T and dS^T are already where a wgmma takes them.
+warpgroup that only loads, P and dS handed to the tensor core in registers.  This file has the dQ
+kernel, backward_dkv_sm90.py the other one.
+
+At a head dimension of 256 dQ alone fills a warpgroup's registers.  There two of them share the
+rows of a block: one computes S and P, the other dP, dS and dQ, with P (fp32) handed over through
+shared memory.  Tiles that no row of a block sees are never loaded (masks_sm90.py).
+
+Tried: one fused kernel with five matmuls, as in FlashAttention-3: dS through shared memory, dQ
+added to fp32 in global memory by TMA.  At B1 T16384 16/16 D128 on an H100 it takes 4.7 ms where
+blocks add in any order and 5.2 ms where semaphores order them, and 0.12 ms for delta before it and
+the cast of dQ after it; these two kernels take 5.3 ms, and less than it at the shorter shapes.
 """
 
 import functools
@@ -22,183 +31,305 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.attention.backward_dkv_sm90 import backward_dkv
 from pallas_kernels.attention.forward_sm90 import (
     COL,
-    LOG2E,
     ROW,
     ROWS,
-    WGMMA,
+    STATIC,
     Tiles,
+    heads_of,
     item_order,
+    pad_segments,
     registers,
     rows_to,
-    visible,
+    some_rows_see_nothing,
     work_items,
+)
+from pallas_kernels.attention.masks_sm90 import (
+    LOG2E,
+    WGMMA,
+    Visits,
+    logits,
+    same_segment,
+    segment_spans,
+    take,
+    visible,
 )
 
 
 def dq_tiles(head_dim: int) -> Tiles:
     # H100, B4 T4096 32/8: D64 0.73 ms, two warpgroups 0.76, not persistent 0.80.  D128, by section:
     # one head at a time 1.27 ms, 4 MiB 1.33, 32 MiB 1.42, all 1.49; persistent 1.43.
+    if head_dim > 128:
+        return Tiles(2, 64, 2, False, 0)  # as much as shared memory and registers hold
     return Tiles(3, 64, 3, True, None) if head_dim <= 64 else Tiles(2, 64, 2, False, 0)
 
 
-def dkv_tiles(head_dim: int) -> Tiles:
-    # H100, B4 T4096 32/8: D64 1.11 ms, with two stages 1.17.  D128, by section: 32 MiB 1.65 ms,
-    # 16 MiB 1.80, all 1.64 (but 3.13, not 3.07, at B1 T16384 16/16); persistent 1.97.
-    return Tiles(2, 64, 3, True, None) if head_dim <= 64 else Tiles(2, 64, 2, False, 32)
-
-
-def backward(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms):
+def backward(
+    q, k, v, out, lse, dout, dlse, segments=None, *, lengths, causal, scale, sms, window=None,
+    softcap=None, heads=None,
+):  # fmt: skip
     """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, stat_rows(T)) fp32.
 
-    lengths: the true T and S, as in `forward`.  Rows of dout past T must be zero.
+    lengths, segments: as in `forward`.  Rows of dout past T must be zero.
+    heads: q, k and v are the same array; its gradient is one array too, the only result.
     """
-    static = dict(lengths=lengths, causal=causal, scale=scale, sms=sms)
-    dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, **static)
-    dk, dv = _backward_dkv(q, k, v, lse, dout, delta, **static)
-    return dq, dk, dv
+    if segments is not None:
+        segments = pad_segments(segments, lengths)
+    if some_rows_see_nothing(window, segments is not None):
+        # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
+        blind = lse == -jnp.inf
+        lse = jnp.where(blind, 1e30, lse)
+        dlse = None if dlse is None else jnp.where(blind, 0, dlse)
+    static = dict(
+        lengths=lengths,
+        causal=causal,
+        scale=scale,
+        sms=sms,
+        window=window,
+        softcap=softcap,
+        heads=heads,
+    )
+    if heads is None:
+        dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
+        return dq, *backward_dkv(q, k, v, lse, dout, delta, segments, **static)
+    joint = jax.empty_ref(jax.typeof(q))  # each kernel writes its own heads of it
+    (delta,) = _backward_dq(q, k, v, out, lse, dout, dlse, segments, joint, **static)
+    backward_dkv(q, k, v, lse, dout, delta, segments, joint, **static)
+    return jax.freeze(joint)
 
 
-@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile", "sms"))
-def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, tile=None):
-    """(dq like q, delta (B, H, stat_rows(T)) fp32)."""
-    b, _, h, d = q.shape
+@functools.partial(jax.jit, static_argnames=STATIC)
+def _backward_dq(
+    q, k, v, out, lse, dout, dlse, segments, joint=None, *, lengths, causal, scale, sms,
+    window=None, softcap=None, heads=None, tile=None,
+):  # fmt: skip
+    """(dq like q, delta (B, H, stat_rows(T)) fp32); with a ref `joint`, dq is written there."""
+    b, _, _, d = q.shape
+    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
-    group, dtype = h // k.shape[2], q.dtype
+    group, dtype = h // kv_heads, q.dtype
     wgs, bkv, stages, persistent, section = tile or dq_tiles(d)
-    block = wgs * ROWS
+    shared = d > 128  # two warpgroups share the rows
+    v_stages = 1 if shared else stages  # as many as shared memory holds
+    sets = 1 if shared else wgs  # of 64 rows
+    block = sets * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
     grid = min(sms, items) if persistent else items
-    offset = s_len - t
-    all_steps = mosaic.cdiv(s_len, bkv)
-    ragged = s_len % bkv != 0
-    has_dlse = dlse is not None
+    lead = (blocks * block - t) // ROWS * ROWS  # the block that is not full is the first one
+    visits = Visits(lengths, causal, window, bkv)
+    offset = visits.offset
+    ragged, has_dlse, packed = s_len % bkv != 0, dlse is not None, segments is not None
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
     order = item_order(blocks, b * h, pair_bytes, section)
 
-    def where(item):  # -> block of queries, (batch, head); the longest causal blocks first
+    def where(item):  # -> first row of the block, (batch, head); the longest causal blocks first
         level, pair = order(item)
-        return (blocks - 1 - level if causal else level), (pair // h, pair % h)
+        return (blocks - 1 - level) * block - lead, (pair // h, pair % h)
 
-    def steps_of(q_end):
-        if not causal:
-            return jnp.int32(all_steps)
-        return jnp.clip((q_end + offset + bkv - 1) // bkv, 1, all_steps)
+    def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
+        mine = lax.div(row + lead, jnp.int32(block))
+        return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
-        dlse_ref, dq_ref, delta_ref, *rest = rest if has_dlse else (None, *rest)
+        (dlse_ref,), rest = take(rest, 1, has_dlse)
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
+        dq_ref, delta_ref, *rest = rest
         # dQ leaves through the buffer of O, unless the next item's O is on its way into that.
         q_smem, do_smem, o_smem, dq_smem, *rest = rest if grid < items else (*rest[:3], *rest[2:])
         (k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
-         q_bars, k_full, v_full, k_free, v_free) = rest  # fmt: skip
+         q_bars, k_full, v_full, k_free, v_free, *rest) = rest  # fmt: skip
+        (q_ids_smem, k_ids_smem), rest = take(rest, 2, packed)
+        (p_smem, p_full, p_free), _ = take(rest, 3, shared)
         wg = lax.axis_index("wg")
+        mine = 0 if shared else wg
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
+        v_slot_of = lambda n: lax.rem(n, jnp.int32(v_stages))
 
         @pl.when(wg < wgs)
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
 
             def load_rows(item):
-                qi, (batch, head) = where(item)
-                rows = pl.ds(qi * block + wg * ROWS, ROWS)
+                row, (batch, head) = where(item)
+                rows = pl.ds(jnp.maximum(row + mine * ROWS, 0), ROWS)
                 loads = [(q_ref, q_smem), (do_ref, do_smem), (o_ref, o_smem)]
                 stats = [(lse_ref, lse_smem)] + [(dlse_ref, dlse_smem)] * has_dlse
+                bar = q_bars.at[mine]
                 for ref, smem in loads:
-                    plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem.at[wg], q_bars.at[wg])
+                    plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem.at[mine], bar)
                 for ref, smem in stats:
-                    plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.at[wg], q_bars.at[wg])
+                    plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.at[mine], bar)
+                if packed:
+                    plgpu.copy_gmem_to_smem(q_ids_ref.at[batch, rows], q_ids_smem.at[mine], bar)
 
             def differentiate(item, n0):
                 """One block of queries, from the diagonal downwards as in the forward kernel."""
-                qi, (batch, head) = where(item)
-                q0 = qi * block + wg * ROWS
+                row, (batch, head) = where(item)
+                q0 = row + mine * ROWS
                 rows = pl.ds(q0, ROWS)
-                steps = steps_of((qi + 1) * block)
-                first = n0 + steps - steps_of(q0 + ROWS)
-                unmasked = (
-                    n0 + steps - jnp.minimum((q0 + offset + 1) // bkv, n0 + steps - 1 - first)
-                )
-                end = n0 + steps
+                limits, same = limits_of(row, batch, spans_ref)
+                low, high = visits.seen(row, row + block, *limits)
+                own = visits.seen(q0, q0 + ROWS, *limits)
+                whole = visits.whole(q0, q0 + ROWS, *same)
+                top, end = n0 + high, n0 + high - low  # step n takes the tile top - 1 - n
+                # This warpgroup's steps, and those without a mask inside them.
+                first, last = top - own[1], top - own[0]
+                unmasked = jnp.clip(top - whole[1], first + 1, last)
+                edge = last
+                if window is not None or packed:
+                    edge = jnp.clip(top - whole[0], unmasked, last)
 
                 def pass_by(lo, hi):  # steps in which the block's other warpgroups work
                     @pl.loop(lo, hi)
                     def _(n):
-                        for full, free in ((k_full, k_free), (v_full, v_free)):
-                            plgpu.barrier_wait(full.at[slot_of(n)])
-                            plgpu.barrier_arrive(free.at[slot_of(n)])
+                        for full, free, slot in (
+                            (k_full, k_free, slot_of(n)),
+                            (v_full, v_free, v_slot_of(n)),
+                        ):
+                            plgpu.barrier_wait(full.at[slot])
+                            plgpu.barrier_arrive(free.at[slot])
 
-                def step(dq_acc, lse2, delta, n, masked, begins):
-                    slot = slot_of(n)
+                def free_keys(n):
+                    if packed:
+                        plgpu.commit_smem()  # the ids were read with plain loads
+                    plgpu.barrier_arrive(k_free.at[slot_of(n)])
+
+                def step(dq_acc, lse2, delta, q_ids, n, masked, begins):
+                    slot, v_slot = slot_of(n), v_slot_of(n)
                     plgpu.barrier_wait(k_full.at[slot])
+                    scores = lambda acc: plgpu.wgmma(
+                        acc, q_smem.at[mine], k_smem.at[slot].transpose((1, 0))
+                    )
 
-                    def matmuls(s_acc, dp_acc):
-                        plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
-                        plgpu.barrier_wait(v_full.at[slot])
-                        plgpu.wgmma(dp_acc, do_smem.at[wg], v_smem.at[slot].transpose((1, 0)))
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        if not begins:  # dQ += dS K of the step before is done too
-                            plgpu.barrier_arrive(k_free.at[slot_of(n - 1)])
+                    def p_of(s):  # -> P, d logits / d (scale S)
+                        x, slope = logits(s, scale, softcap)
+                        if masked and packed:
+                            k_ids = plgpu.load(k_ids_smem.at[slot], layout=COL, optimized=False)
+                            x = same_segment(x, q_ids, k_ids)
                         if masked:
-                            k0 = (end - 1 - n) * bkv
+                            k0 = (top - 1 - n) * bkv
                             keys = s_len if ragged else None
-                            s = visible(s, q0 + offset, k0, causal=causal, keys=keys)
-                        p = jnp.exp2(s * (scale * LOG2E) - rows_to(lse2, s.shape))
-                        dp = dp_acc[...]
-                        plgpu.barrier_arrive(v_free.at[slot])
-                        ds = (p * (dp - rows_to(delta, s.shape))).astype(dtype)
+                            x = visible(x, q0 + offset, k0, causal=causal, window=window, keys=keys)
+                        return jnp.exp2(x - rows_to(lse2, s.shape)), slope
+
+                    def start_dp(acc):
+                        plgpu.barrier_wait(v_full.at[v_slot])
+                        plgpu.wgmma(acc, do_smem.at[mine], v_smem.at[v_slot].transpose((1, 0)))
+
+                    def free_before():  # dQ += dS K of the step before is done
+                        if not begins:
+                            free_keys(n - 1)
+
+                    def add_dq(p, slope, dp):
+                        plgpu.barrier_arrive(v_free.at[v_slot])
+                        ds = p * (dp - rows_to(delta, p.shape))
+                        ds = (ds if slope is None else ds * slope).astype(dtype)
                         plgpu.wgmma(dq_acc, ds, k_smem.at[slot])  # runs on under the next step
 
+                    def all_of_it(s_acc, dp_acc):
+                        scores(s_acc)
+                        start_dp(dp_acc)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        free_before()
+                        p, slope = p_of(s)
+                        add_dq(p, slope, dp_acc[...])
+
+                    def only_p(s_acc):
+                        scores(s_acc)
+                        p, slope = p_of(s_acc[...])
+                        free_keys(n)
+                        plgpu.barrier_wait(p_free)
+                        p_smem[...] = p if slope is None else p * slope
+                        plgpu.barrier_arrive(p_full)
+
+                    def only_dq(dp_acc):
+                        start_dp(dp_acc)
+                        dp = dp_acc[...]
+                        free_before()
+                        plgpu.barrier_wait(p_full)
+                        p = plgpu.load(p_smem, layout=WGMMA)
+                        plgpu.barrier_arrive(p_free)
+                        add_dq(p, None, dp)
+
                     acc = plgpu.ACC((ROWS, bkv), jnp.float32)
-                    pl.run_scoped(matmuls, acc, acc)
+                    if not shared:
+                        pl.run_scoped(all_of_it, acc, acc)
+                    else:
+                        pl.run_scoped(only_p if dq_acc is None else only_dq, acc)
 
                 def all_steps_of(dq_acc):
-                    plgpu.barrier_wait(q_bars.at[wg])
-                    row = lambda ref: plgpu.load(ref.at[wg], layout=ROW, optimized=False)
-                    tile_of = lambda ref: plgpu.load(ref.at[wg], layout=WGMMA).astype(jnp.float32)
-                    lse2 = row(lse_smem) * LOG2E
-                    delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
-                    if has_dlse:
-                        delta = delta - row(dlse_smem)
-                    plgpu.wait_smem_to_gmem(1)  # the block before has left delta_smem
-                    delta_smem[wg] = delta
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(delta_smem.at[wg], delta_ref.at[batch, head, rows])
+                    plgpu.barrier_wait(q_bars.at[mine])
+                    stat = lambda ref: plgpu.load(ref.at[mine], layout=ROW, optimized=False)
+                    tile_of = lambda ref: plgpu.load(ref.at[mine], layout=WGMMA).astype(jnp.float32)
+                    lse2 = stat(lse_smem) * LOG2E
+                    q_ids = stat(q_ids_smem) if packed else None
+                    delta = None
+                    if dq_acc is not None:
+                        delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
+                        if has_dlse:
+                            delta = delta - stat(dlse_smem)
+                        plgpu.wait_smem_to_gmem(1)  # the block before has left delta_smem
+                        delta_smem[mine] = delta
+                        plgpu.commit_smem()
+                        here = delta_ref.at[batch, head, rows]
+                        plgpu.copy_smem_to_gmem(delta_smem.at[mine], here)
 
-                    do_step = functools.partial(step, dq_acc, lse2, delta)
-                    do_step(first, causal or ragged, begins=True)
+                    do_step = functools.partial(step, dq_acc, lse2, delta, q_ids)
+                    go = lambda lo, hi, masked: pl.loop(lo, hi)(
+                        lambda n: do_step(n, masked, begins=False)
+                    )
+                    do_step(first, causal or ragged or packed, begins=True)
                     start = first + 1
-                    if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two tiles
-                        pl.loop(start, unmasked)(lambda n: do_step(n, True, begins=False))
+                    # The diagonal may cross two tiles, and segments may begin and end anywhere.
+                    if packed or (causal and (offset % ROWS or bkv % ROWS)):
+                        go(start, unmasked, True)
                         start = unmasked
-                    pl.loop(start, end)(lambda n: do_step(n, False, begins=False))
-                    dq = dq_acc[...]
-                    plgpu.barrier_arrive(k_free.at[slot_of(end - 1)])
-                    pl.when(item + grid < items)(lambda: load_rows(item + grid))
-                    return dq
+                    go(start, edge, False)
+                    if window is not None or packed:
+                        go(edge, last, True)
 
-                @pl.when(q0 < t)
-                def _():
+                def all_rows(dq_acc):
                     pass_by(n0, first)
-                    dq = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
+                    all_steps_of(dq_acc)
+                    dq = dq_acc[...]
+                    free_keys(last - 1)
+                    pl.when(item + grid < items)(lambda: load_rows(item + grid))
                     plgpu.wait_smem_to_gmem(1)  # the block before has left dq_smem
-                    dq_smem[wg] = (dq * scale).astype(dtype)
+                    dq_smem[mine] = (dq * scale).astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq_ref.at[batch, rows, head])
+                    plgpu.copy_smem_to_gmem(dq_smem.at[mine], dq_ref.at[batch, rows, head])
+                    if window is not None:
+                        pass_by(last, end)
 
-                if blocks * block - t >= ROWS:
+                @pl.when(q0 >= 0)
+                def _():
+                    with_dq = lambda: pl.run_scoped(all_rows, plgpu.ACC((ROWS, d), jnp.float32))
+                    if not shared:
+                        with_dq()
+                    else:
+                        pl.when(wg == 0)(lambda: all_steps_of(None))
+                        pl.when(wg == 1)(with_dq)
 
-                    @pl.when(q0 >= t)  # nothing but padding
+                if lead:
+
+                    @pl.when(q0 < 0)  # nothing but padding
                     def _():
-                        plgpu.barrier_wait(q_bars.at[wg])
+                        plgpu.barrier_wait(q_bars.at[mine])
                         pl.when(item + grid < items)(lambda: load_rows(item + grid))
                         pass_by(n0, end)
 
                 return end
 
-            load_rows(lax.axis_index("block"))
+            first_load = lambda: load_rows(lax.axis_index("block"))
+            if shared:
+                pl.when(wg == 0)(first_load)
+                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
+            else:
+                first_load()
             work_items(items, grid, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
@@ -207,238 +338,62 @@ def _backward_dq(q, k, v, out, lse, dout, dlse, *, lengths, causal, scale, sms, 
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
             def load(item, n0):
-                qi, (batch, head) = where(item)
-                steps = steps_of((qi + 1) * block)
+                row, (batch, head) = where(item)
+                limits, _ = limits_of(row, batch, spans_ref)
+                low, high = visits.seen(row, row + block, *limits)
 
-                @pl.loop(n0, n0 + steps)
-                def _(n):
-                    slot = slot_of(n)
-                    keys = (batch, pl.ds((n0 + steps - 1 - n) * bkv, bkv), head // group)
-                    for ref, smem, full, free in (
-                        (k_ref, k_smem, k_full, k_free),
-                        (v_ref, v_smem, v_full, v_free),
+                @pl.loop(0, high - low)
+                def _(i):
+                    n, slot = n0 + i, slot_of(n0 + i)
+                    at = pl.ds((high - 1 - i) * bkv, bkv)
+                    for ref, begin, smem, full, free, count in (
+                        (k_ref, k_first, k_smem, k_full, k_free, stages),
+                        (v_ref, v_first, v_smem, v_full, v_free, v_stages),
                     ):
-                        pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                        plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+                        keys = ref.at[batch, at, begin + head // group]
+                        at_slot = lax.rem(n, jnp.int32(count))
+                        wait = functools.partial(plgpu.barrier_wait, free.at[at_slot])
+                        pl.when(n >= count)(wait)
+                        plgpu.copy_gmem_to_smem(keys, smem.at[at_slot], full.at[at_slot])
+                    if packed:
+                        ids = k_ids_ref.at[batch, at]
+                        plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], k_full.at[slot])
 
-                return n0 + steps
+                return n0 + high - low
 
             work_items(items, grid, load)
 
+    args = [dlse] if has_dlse else []
+    if packed:
+        q_ids, k_ids = segments
+        args += [q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead)]
+    args += [joint] if heads else []  # stands where dq_ref would as a result
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
-    stat = plgpu.SMEM((wgs, ROWS), jnp.float32)
+    stat = plgpu.SMEM((sets, ROWS), jnp.float32)
+    handed = plgpu.SMEM((ROWS, bkv), jnp.float32, transforms=mosaic.wgmma_tiles(bkv, jnp.float32))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     return plgpu.kernel(
         attention_backward_dq,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
+            *([] if heads else [jax.ShapeDtypeStruct(q.shape, dtype)]),
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[
-            *[smem(wgs, ROWS)] * (4 if grid < items else 3),
-            *[smem(stages, bkv)] * 2,
+            *[smem(sets, ROWS)] * (4 if grid < items else 3),
+            smem(stages, bkv),
+            smem(v_stages, bkv),
             *[stat] * 3,
-            plgpu.Barrier(num_arrivals=4 + has_dlse, num_barriers=wgs),
-            *[ring()] * 2,
-            *[ring(num_arrivals=wgs)] * 2,
-        ],
-        grid=(grid,),
-        grid_names=("block",),
-        num_threads=wgs + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, out, lse, dout, *([dlse] if has_dlse else []))
-
-
-@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile", "sms"))
-def _backward_dkv(q, k, v, lse, dout, delta, *, lengths, causal, scale, sms, tile=None):
-    """(dk, dv) like (k, v)."""
-    b, _, h, d = q.shape
-    t, s_len = lengths
-    kv_heads, dtype = k.shape[2], q.dtype
-    group = h // kv_heads
-    wgs, bq, stages, persistent, section = tile or dkv_tiles(d)
-    block = wgs * ROWS
-    blocks = mosaic.cdiv(s_len, block)
-    items = blocks * b * kv_heads
-    grid = min(sms, items) if persistent else items
-    offset = s_len - t
-    q_tiles = mosaic.cdiv(t, bq)
-    # dK and dV of one step can run under the next one where P and dS have registers to wait in.
-    lazy = d <= 64 and wgs <= 2
-
-    pair_bytes = 4 * t * d * group  # Q and dO of a kv head
-    order = item_order(blocks, b * kv_heads, pair_bytes, section)
-
-    def where(item):  # -> first key, (batch, kv head); the first keys are seen by most queries
-        level, pair = order(item)
-        return level * block, (pair // kv_heads, pair % kv_heads)
-
-    def first_tile(k0):  # the first tile of queries that see key k0 or a later one
-        return jnp.clip((k0 - offset) // bq, 0, q_tiles - 1) if causal else jnp.int32(0)
-
-    def attention_backward_dkv(
-        q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, dk_ref, dv_ref,
-        k_smem, v_smem, dk_smem, dv_smem, q_smem, do_smem, lse_smem, delta_smem,
-        kv_bars, q_full, do_full, free,
-    ):  # fmt: skip
-        wg = lax.axis_index("wg")
-        slot_of = lambda n: lax.rem(n, jnp.int32(stages))
-
-        @pl.when(wg < wgs)
-        def _compute():
-            plgpu.set_max_registers(registers(wgs)[0], action="increase")
-
-            def load_kv(item):
-                key0, (batch, kv_head) = where(item)
-                here = (batch, pl.ds(key0 + wg * ROWS, ROWS), kv_head)
-                plgpu.copy_gmem_to_smem(k_ref.at[here], k_smem.at[wg], kv_bars.at[wg])
-                plgpu.copy_gmem_to_smem(v_ref.at[here], v_smem.at[wg], kv_bars.at[wg])
-
-            def differentiate(item, n0):
-                """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
-                key0, (batch, kv_head) = where(item)
-                k0 = key0 + wg * ROWS
-                here = (batch, pl.ds(k0, ROWS), kv_head)
-                base = first_tile(key0)
-                steps = q_tiles - base  # of each query head
-                first = first_tile(k0) - base  # the queries before are all before this key
-                unmasked = (k0 + ROWS - 1 - offset + bq - 1) // bq - base if causal else 0
-                unmasked = jnp.clip(unmasked, first + 1, steps)
-
-                def pass_by(lo, hi):  # steps in which the block's other warpgroups work
-                    @pl.loop(lo, hi)
-                    def _(n):
-                        plgpu.barrier_wait(q_full.at[slot_of(n)])
-                        plgpu.barrier_wait(do_full.at[slot_of(n)])
-                        plgpu.barrier_arrive(free.at[slot_of(n)])
-
-                def release(n):
-                    plgpu.commit_smem()  # the statistics were read with plain loads
-                    plgpu.barrier_arrive(free.at[slot_of(n)])
-
-                def step(dk_acc, dv_acc, n_head, r, masked, begins):
-                    """Query tile base + r of the head whose steps begin at n_head."""
-                    n = n_head + r
-                    slot = slot_of(n)
-                    plgpu.barrier_wait(q_full.at[slot])
-                    column = lambda ref: lax.broadcast_in_dim(
-                        plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), [1]
-                    )
-
-                    def matmuls(s_acc, dp_acc):
-                        plgpu.wgmma(s_acc, k_smem.at[wg], q_smem.at[slot].transpose((1, 0)))
-                        plgpu.barrier_wait(do_full.at[slot])
-                        plgpu.wgmma(dp_acc, v_smem.at[wg], do_smem.at[slot].transpose((1, 0)))
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        if lazy and not begins:
-                            release(n - 1)
-                        if masked:
-                            q0 = (base + r) * bq + offset
-                            s = visible(s, q0, k0, causal=causal, transposed=True)
-                        p = jnp.exp2(s * (scale * LOG2E) - column(lse_smem) * LOG2E)
-                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                        ds = (p * (dp - column(delta_smem))).astype(dtype)
-                        plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
-                        if not lazy:
-                            plgpu.wgmma_wait(0)
-                            release(n)
-
-                    acc = plgpu.ACC((ROWS, bq), jnp.float32)
-                    pl.run_scoped(matmuls, acc, acc)
-
-                def all_heads(dk_acc, dv_acc):
-                    plgpu.barrier_wait(kv_bars.at[wg])
-
-                    @pl.loop(0, group)
-                    def _(g):
-                        n_head = n0 + g * steps
-                        pass_by(n_head, n_head + first)
-                        do_step = functools.partial(step, dk_acc, dv_acc, n_head)
-                        do_step(first, causal, begins=True)
-                        start = first + 1
-                        if causal and (offset % ROWS or bq % ROWS):
-                            pl.loop(start, unmasked)(lambda r: do_step(r, True, begins=False))
-                            start = unmasked
-                        pl.loop(start, steps)(lambda r: do_step(r, False, begins=False))
-                        if lazy:
-                            plgpu.wgmma_wait(0)
-                            release(n_head + steps - 1)
-
-                    pl.when(item + grid < items)(lambda: load_kv(item + grid))
-                    return dk_acc[...], dv_acc[...]
-
-                @pl.when(k0 < s_len)
-                def _():
-                    acc = plgpu.ACC((ROWS, d), jnp.float32)
-                    dk, dv = pl.run_scoped(all_heads, acc, acc)
-                    plgpu.wait_smem_to_gmem(0)  # the block before has left
-                    dk_smem[wg] = (dk * scale).astype(dtype)
-                    dv_smem[wg] = dv.astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(dk_smem.at[wg], dk_ref.at[here])
-                    plgpu.copy_smem_to_gmem(dv_smem.at[wg], dv_ref.at[here])
-
-                if blocks * block - s_len >= ROWS:
-
-                    @pl.when(k0 >= s_len)  # nothing but padding
-                    def _():
-                        plgpu.barrier_wait(kv_bars.at[wg])
-                        pl.when(item + grid < items)(lambda: load_kv(item + grid))
-                        pass_by(n0, n0 + group * steps)
-
-                return n0 + group * steps
-
-            load_kv(lax.axis_index("block"))
-            work_items(items, grid, differentiate)
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(wg == wgs)
-        def _load():
-            plgpu.set_max_registers(registers(wgs)[1], action="decrease")
-
-            def load(item, n0):
-                key0, (batch, kv_head) = where(item)
-                base = first_tile(key0)
-                steps = q_tiles - base
-
-                @pl.loop(0, group * steps)
-                def _(i):
-                    n, slot = n0 + i, slot_of(n0 + i)
-                    head, at = kv_head * group + i // steps, pl.ds((base + i % steps) * bq, bq)
-                    rows, stats = (batch, at, head), (batch, head, at)
-                    pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for ref, index, smem, full in (
-                        (q_ref, rows, q_smem, q_full),
-                        (lse_ref, stats, lse_smem, q_full),
-                        (do_ref, rows, do_smem, do_full),
-                        (delta_ref, stats, delta_smem, do_full),
-                    ):
-                        plgpu.copy_gmem_to_smem(ref.at[index], smem.at[slot], full.at[slot])
-
-                return n0 + group * steps
-
-            work_items(items, grid, load)
-
-    smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
-    stat = plgpu.SMEM((stages, bq), jnp.float32)
-    ring = functools.partial(plgpu.Barrier, num_barriers=stages)
-    like = jax.ShapeDtypeStruct(k.shape, dtype)
-    return plgpu.kernel(
-        attention_backward_dkv,
-        out_type=(like, like),
-        scratch_types=[
-            *[smem(wgs, ROWS)] * 4,
-            *[smem(stages, bq)] * 2,
-            *[stat] * 2,
-            plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
-            *[ring(num_arrivals=2)] * 2,
+            plgpu.Barrier(num_arrivals=4 + has_dlse + packed, num_barriers=sets),
+            ring(num_arrivals=1 + packed),
+            plgpu.Barrier(num_barriers=v_stages),
             ring(num_arrivals=wgs),
+            plgpu.Barrier(num_arrivals=sets, num_barriers=v_stages),
+            *[plgpu.SMEM(x, jnp.int32) for x in ((sets, ROWS), (stages, bkv)) if packed],
+            *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
         ],
         grid=(grid,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, lse, dout, delta)
+    )(q, k, v, out, lse, dout, *args)

@@ -10,11 +10,11 @@ query rows each, and one that only issues TMA copies of key and value tiles into
 
 so its own O += P V runs under its softmax, and the other warpgroups' matmuls too: `turn` barriers
 let the warpgroups issue their matmuls one after the other, which keeps their softmaxes apart.
-P never leaves the registers: it is the register operand of the second wgmma.
+P never leaves the registers: it is the register operand of the second wgmma.  Which tiles a block
+visits, and which of them need a mask, is in masks_sm90.py.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -24,10 +24,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.attention.masks_sm90 import (
+    LOG2E,
+    WGMMA,
+    Visits,
+    logits,
+    same_segment,
+    segment_spans,
+    take,
+    visible,
+)
 
-WGMMA = plgpu.Layout.WGMMA
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
-LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 ROWS = 64  # rows of one wgmma: queries (or keys, in the backward) of one warpgroup
 
@@ -47,26 +55,15 @@ class Tiles(NamedTuple):
 def tiles(head_dim: int) -> Tiles:
     # H100, B32 T1024 12/12 D64: 0.165 ms, not persistent 0.184.  B1 T16384 16/16 D128: 1.56 ms,
     # persistent 1.72; two 64-key tiles instead of one of 128 cost 9 to 12% there.
-    return Tiles(3, 128, 2, True, None) if head_dim <= 64 else Tiles(2, 128, 2, False, 16)
+    if head_dim <= 64:
+        return Tiles(3, 128, 2, True, None)
+    # 256 columns of O leave registers and shared memory for 64 keys.
+    return Tiles(2, 128 if head_dim <= 128 else 64, 2, False, 16)
 
 
 def registers(wgs: int) -> tuple[int, int]:
     """Registers of a computing thread and of a loading one (65,536 in all, steps of 8)."""
     return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
-
-
-def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
-    """s with -inf where query q0 + i may not see key k0 + j; i is s's row, or its column."""
-    q_axis = 1 if transposed else 0
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=WGMMA)
-    q, k = q0 + iota(q_axis), k0 + iota(1 - q_axis)
-    if keys is not None:
-        s = jnp.where(k < keys, s, -jnp.inf)
-    if causal:
-        s = jnp.where(q >= k, s, -jnp.inf)
-    if window is not None:
-        s = jnp.where(q - k < window, s, -jnp.inf)
-    return s
 
 
 def rows_to(vector, shape):
@@ -80,6 +77,11 @@ def stat_rows(t: int) -> int:
     nothing clips at the end of the row.
     """
     return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
+
+
+def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
+    """Rows without any key: of segments, or past T, under a window of less than their number."""
+    return packed or (window is not None and window < ROWS)
 
 
 def sm_count() -> int:
@@ -117,27 +119,64 @@ def work_items(items: int, blocks: int, body) -> None:
         lax.fori_loop(0, share, lambda i, n: body(mine + i * blocks, n), jnp.int32(0))
 
 
-@functools.partial(jax.jit, static_argnames=("lengths", "causal", "scale", "tile", "sms"))
-def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Tiles | None = None):
-    """(out like q, lse (B, H, stat_rows(T)) fp32, natural log).
+def pad_segments(segments, lengths):
+    """Ids of queries and keys as the kernels copy them: int32, whole tiles of every kernel."""
+    return tuple(
+        mosaic.pad_axis(ids[:, :n].astype(jnp.int32), 1, stat_rows(1))
+        for ids, n in zip(segments, lengths, strict=True)
+    )
+
+
+class Heads(NamedTuple):
+    """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
+
+    q: int  # H, which come first
+    kv: int  # K, first those of k, then those of v
+
+
+def heads_of(q, k, heads: Heads | None) -> tuple[int, int, int, int]:
+    """(H, K, first head of k, first head of v)."""
+    if heads is None:
+        return q.shape[2], k.shape[2], 0, 0
+    return heads.q, heads.kv, heads.q, heads.q + heads.kv
+
+
+STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "heads", "tile")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def forward(
+    q, k, v, segments=None, *, lengths, causal: bool, scale: float, sms: int,
+    window: int | None = None, softcap: float | None = None, heads: Heads | None = None,
+    tile: Tiles | None = None,
+):  # fmt: skip
+    """(out (B, T, H, D), lse (B, H, stat_rows(T)) fp32, natural log).
 
     lengths: the true T and S; the axes themselves are padded to multiples of 8, because a TMA copy
     into wgmma's layout moves groups of 8 rows.  Rows past T mean nothing.
+    segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
+    heads: q, k and v are the same array, which holds all three.
     """
-    b, _, h, d = q.shape
+    b, rows, _, d = q.shape
+    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
-    group, dtype = h // k.shape[2], q.dtype
+    group, dtype = h // kv_heads, q.dtype
     wgs, bkv, stages, persistent, section = tile or tiles(d)
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
     grid = min(sms, items) if persistent else items
-    offset = s_len - t  # query i stands at position i + offset of the keys
     # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
     # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
     lead = (blocks * block - t) // ROWS * ROWS
-    all_steps = mosaic.cdiv(s_len, bkv)
-    ragged = s_len % bkv != 0
+    visits = Visits(lengths, causal, window, bkv)
+    offset = visits.offset
+    # O leaves through the buffer of Q where shared memory has no room for another.
+    o_in_q = d > 128 and grid == items
+    ragged, packed = s_len % bkv != 0, segments is not None
+    # Steps after the first one may need the mask: the diagonal may cross two tiles, segments may
+    # begin and end anywhere, and so may the window.
+    mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
@@ -147,15 +186,16 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
         level, pair = order(item)
         return (blocks - 1 - level) * block - lead, (pair // h, pair % h)
 
-    def steps_of(q_end):  # key tiles that the queries before q_end can see
-        if not causal:
-            return jnp.int32(all_steps)
-        return jnp.clip((q_end + offset + bkv - 1) // bkv, 1, all_steps)
+    def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
+        mine = lax.div(row + lead, jnp.int32(block))
+        return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
-    def attention_forward(
-        q_ref, k_ref, v_ref, o_ref, lse_ref,
-        q_smem, o_smem, k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn,
-    ):  # fmt: skip
+    def attention_forward(q_ref, k_ref, v_ref, *rest):
+        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
+        o_ref, lse_ref, q_smem, *rest = rest
+        o_smem, *rest = (q_smem, *rest) if o_in_q else rest
+        k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
+        (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
@@ -167,6 +207,9 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                 row, (batch, head) = where(item)
                 rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
                 plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[wg], q_bars.at[wg])
+                if packed:
+                    ids = q_ids_ref.at[batch, rows]
+                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[wg], q_bars.at[wg])
 
             def my_turn():
                 if wgs > 1:
@@ -179,19 +222,22 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
             def attend(item, n0):
                 """One block of queries; its steps are n0, n0 + 1, ... of this kernel block.
 
-                Step n0 + i takes key tile steps - 1 - i: from the diagonal downwards, so that the
+                Step n takes key tile top - 1 - n: from the diagonal downwards, so that the causal
                 mask is a matter of the first steps alone.
                 """
                 row, (batch, head) = where(item)
                 q0 = row + wg * ROWS
-                steps = steps_of(row + block)
-                # This warpgroup's first step (the others may see further), and its first step
-                # without a mask: its tile's last key is visible to the first query.
-                first = n0 + steps - steps_of(q0 + ROWS)
-                unmasked = (
-                    n0 + steps - jnp.minimum((q0 + offset + 1) // bkv, n0 + steps - 1 - first)
-                )
-                end = n0 + steps
+                limits, same = limits_of(row, batch, spans_ref)
+                low, high = visits.seen(row, row + block, *limits)
+                mine = visits.seen(q0, q0 + ROWS, *limits)
+                whole = visits.whole(q0, q0 + ROWS, *same)
+                top, end = n0 + high, n0 + high - low
+                # This warpgroup's steps (the others may see further), those without a mask inside.
+                first, last = top - mine[1], top - mine[0]
+                unmasked = jnp.clip(top - whole[1], first + 1, last)
+                edge = last
+                if window is not None or packed:
+                    edge = jnp.clip(top - whole[0], unmasked, last)
 
                 def pass_by(lo, hi):  # steps in which the block's other warpgroups work
                     @pl.loop(lo, hi)
@@ -203,14 +249,32 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                         plgpu.barrier_wait(v_full.at[slot_of(n)])
                         plgpu.barrier_arrive(v_free.at[slot_of(n)])
 
+                def mask(s, n):
+                    if packed:
+                        stat = functools.partial(plgpu.load, optimized=False)
+                        q_ids = stat(q_ids_smem.at[wg], layout=ROW)
+                        k_ids = stat(k_ids_smem.at[slot_of(n)], layout=COL)
+                        s = same_segment(s, q_ids, k_ids)
+                        plgpu.commit_smem()  # read with plain loads: done before TMA writes there
+                    k0, keys = (top - 1 - n) * bkv, s_len if ragged else None
+                    return visible(s, q0 + offset, k0, causal=causal, window=window, keys=keys)
+
                 def softmax(s, n, m, l, masked):
-                    if masked:
-                        k0 = (end - 1 - n) * bkv
-                        keys = s_len if ragged else None
-                        s = visible(s, q0 + offset, k0, causal=causal, keys=keys)
-                    m_new = jnp.maximum(m, jnp.max(s, axis=1) * scale2)
+                    """Takes the scores of step n; frees its tile of keys."""
+                    factor = scale2
+                    if softcap is not None:
+                        s, factor = logits(s, scale, softcap)[0], 1.0
+                    if not packed:
+                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
+                    if masked is True:
+                        s = mask(s, n)
+                    elif masked is not False:
+                        s = lax.cond(masked, lambda s: mask(s, n), lambda s: s, s)
+                    if packed:
+                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
+                    m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
                     alpha = jnp.exp2(m - m_new)
-                    p = jnp.exp2(s * scale2 - rows_to(m_new, s.shape))
+                    p = jnp.exp2(s * factor - rows_to(m_new, s.shape))
                     return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
                 def first_scores(s_acc):
@@ -218,8 +282,9 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                     next_turn()
                     return s_acc[...]
 
-                def step(o_acc, n, carry, masked):
+                def step(o_acc, n, carry):
                     p, m, l = carry
+                    masked = ((n < unmasked) | (n >= edge)) if mixed else False
                     slot, before = slot_of(n), slot_of(n - 1)
                     plgpu.barrier_wait(k_full.at[slot])
                     my_turn()
@@ -232,7 +297,6 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
 
                     s = pl.run_scoped(issue, plgpu.ACC((ROWS, bkv), jnp.float32))
-                    plgpu.barrier_arrive(k_free.at[slot])
                     p, m, l, alpha = softmax(s, n, m, l, masked)
                     o = o_acc[...]  # waits for O += P V
                     plgpu.barrier_arrive(v_free.at[before])
@@ -244,22 +308,21 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                     plgpu.barrier_wait(k_full.at[slot_of(first)])
                     my_turn()
                     s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
-                    plgpu.barrier_arrive(k_free.at[slot_of(first)])
                     row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
-                    p, m, l, _ = softmax(s, first, row(LOWEST), row(0), masked=causal or ragged)
-                    start = first + 1
-                    if causal and (offset % ROWS or bkv % ROWS):  # the diagonal crosses two tiles
-                        body = functools.partial(step, o_acc, masked=True)
-                        p, m, l = lax.fori_loop(start, unmasked, body, (p, m, l))
-                        start = unmasked
-                    body = functools.partial(step, o_acc, masked=False)
-                    p, m, l = lax.fori_loop(start, end, body, (p, m, l))
+                    begin_masked = causal or ragged or packed
+                    carry = softmax(s, first, row(LOWEST), row(0), begin_masked)[:3]
+                    body = functools.partial(step, o_acc)
+                    p, m, l = lax.fori_loop(first + 1, last, body, carry)
+                    if packed:
+                        plgpu.commit_smem()  # the queries' ids were read
                     pl.when(item + grid < items)(lambda: load_q(item + grid))
-                    last = slot_of(end - 1)
-                    plgpu.barrier_wait(v_full.at[last])
-                    plgpu.wgmma(o_acc, p, v_smem.at[last])
+                    slot = slot_of(last - 1)
+                    plgpu.barrier_wait(v_full.at[slot])
+                    plgpu.wgmma(o_acc, p, v_smem.at[slot])
                     o = o_acc[...]
-                    plgpu.barrier_arrive(v_free.at[last])
+                    plgpu.barrier_arrive(v_free.at[slot])
+                    if window is not None:
+                        pass_by(last, end)
                     return o, m, l
 
                 @pl.when(q0 >= 0)
@@ -267,7 +330,10 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
                     pass_by(n0, first)
                     o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
                     plgpu.wait_smem_to_gmem(0)  # the block before has left o_smem
-                    o_smem[wg] = (o * rows_to(1 / l, o.shape)).astype(dtype)
+                    inverse = 1 / l
+                    if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
+                        inverse = jnp.where(l > 0, inverse, 0)
+                    o_smem[wg] = (o * rows_to(inverse, o.shape)).astype(dtype)
                     lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
                     plgpu.commit_smem()
                     rows = pl.ds(q0, ROWS)
@@ -296,47 +362,57 @@ def forward(q, k, v, *, lengths, causal: bool, scale: float, sms: int, tile: Til
 
             def load(item, n0):
                 row, (batch, head) = where(item)
-                steps = steps_of(row + block)
+                limits, _ = limits_of(row, batch, spans_ref)
+                low, high = visits.seen(row, row + block, *limits)
+                end = n0 + high - low
 
-                @pl.loop(n0, n0 + steps)
+                @pl.loop(n0, end)
                 def _(n):
                     slot = slot_of(n)
-                    keys = (batch, pl.ds((n0 + steps - 1 - n) * bkv, bkv), head // group)
-                    for ref, smem, full, free in (
-                        (k_ref, k_smem, k_full, k_free),
-                        (v_ref, v_smem, v_full, v_free),
+                    at = pl.ds((n0 + high - 1 - n) * bkv, bkv)
+                    for ref, begin, smem, full, free in (
+                        (k_ref, k_first, k_smem, k_full, k_free),
+                        (v_ref, v_first, v_smem, v_full, v_free),
                     ):
+                        keys = ref.at[batch, at, begin + head // group]
                         pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                        plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], full.at[slot])
+                        plgpu.copy_gmem_to_smem(keys, smem.at[slot], full.at[slot])
+                        if packed and ref is k_ref:
+                            ids = k_ids_ref.at[batch, at]
+                            plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], full.at[slot])
 
-                return n0 + steps
+                return end
 
             work_items(items, grid, load)
 
+    args = ()
+    if packed:
+        q_ids, k_ids = pad_segments(segments, lengths)
+        args = (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
+    ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((wgs, ROWS), (stages, bkv))]
     return plgpu.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((b, rows, h, d), dtype),
             jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
         ),
         scratch_types=[
-            smem(wgs, ROWS),
-            smem(wgs, ROWS),
-            smem(stages, bkv),
-            smem(stages, bkv),
+            *[smem(wgs, ROWS)] * (1 if o_in_q else 2),
+            *[smem(stages, bkv)] * 2,
             plgpu.SMEM((wgs, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=wgs),
-            ring(),
+            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=wgs),
+            ring(num_arrivals=1 + packed),
             ring(),
             ring(num_arrivals=wgs),
             ring(num_arrivals=wgs),
             plgpu.Barrier(num_barriers=wgs),
+            *ids_smem * packed,
         ],
         grid=(grid,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v)
+    )(q, k, v, *args)

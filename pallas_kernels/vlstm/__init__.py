@@ -53,7 +53,7 @@ def vlstm(
 
     Operands of matmuls have q's dtype, sums, gates and states are float32 (float64 for float64);
     float16 saturates at 65504.  Memory is linear in T; for the backward pass the kernels save the
-    arguments, h and the states between chunks, the XLA form only the arguments.
+    arguments and the states between chunks, the XLA form only the arguments.
     Raises NotImplementedError under backend="mosaic" with what the kernels lack, ValueError for
     shapes, gate or chunk_size.
     """
@@ -66,11 +66,10 @@ def vlstm(
         segment_ids=segment_ids,
         initial_state=initial_state,
         return_state=return_state,
-        eps=eps,
     )
-    if _backend.use_kernel("vlstm", backend, why_not(q, k, v, i, f, **options), "sm_90a"):
+    if _backend.use_kernel("vlstm", backend, why_not(q, k, v, i, f, eps=eps), "sm_90a"):
         return cell_sm90.chunkwise(q, k, v, i, f, **options)
-    return reference.chunkwise(q, k, v, i, f, chunk_size=chunk_size, **options)
+    return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
 
 
 def vlstm_step(
@@ -93,7 +92,7 @@ def vlstm_step(
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
 
 
-def why_not(q, k, v, i, f, *, eps=0.0, **options) -> str | None:
+def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
     """Why the kernel cannot take this call, or None."""
     if eps != 0:
         return f"eps={eps} is not 0: only then h does not depend on the stabiliser"

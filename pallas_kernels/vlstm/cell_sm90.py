@@ -1,7 +1,8 @@
-"""The vLSTM on tensor cores: what the two kernels of chunks_sm90.py are given, both directions."""
+"""The vLSTM on tensor cores: what the kernels `states` and `rows` are given, both directions."""
 
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention.forward_sm90 import sm_count
-from pallas_kernels.vlstm import chunks_sm90, reference
+from pallas_kernels.vlstm import reference
 from pallas_kernels.vlstm.gates import forget_gradient, gates, running
+from pallas_kernels.vlstm.rows_sm90 import rows
+from pallas_kernels.vlstm.states_sm90 import states
 
 
 class Call(NamedTuple):
@@ -21,36 +24,31 @@ class Call(NamedTuple):
     normalize: bool
     packed: bool  # several documents in a sequence
     sms: int
-    kernels: Any  # that has `states` and `rows`: chunks_sm90, or its jnp twin in the tests
+    kernels: tuple  # (states, rows), or their jnp twins in the tests
+
+
+def edge(dqk: int, dv: int) -> int:
+    """Positions of a chunk, and the edge of all tiles."""
+    return 128 if dqk % 128 == dv % 128 == 0 else 64
 
 
 @functools.partial(
     jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "return_state", "eps", "kernels"),
+    static_argnames=("gate", "normalize", "return_state", "kernels"),
 )
 def chunkwise(
-    q,
-    k,
-    v,
-    i,
-    f,
-    *,
-    gate="exp",
-    normalize=True,
-    segment_ids=None,
-    initial_state=None,
-    return_state=False,
-    eps=0.0,
-    kernels=chunks_sm90,
-):
-    """`reference.chunkwise` on the kernels, for eps = 0."""
+    q, k, v, i, f, *,
+    gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
+    kernels=(states, rows),
+):  # fmt: skip
+    """`reference.chunkwise` on the kernels (for eps = 0)."""
     length = q.shape[1]
     packed = segment_ids is not None
     starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
     wide = mosaic.stat_dtype(q.dtype)
     i, lf = (jnp.swapaxes(x, 1, 2) for x in reference._log_gates(i, f, gate, wide))
     c, n, m = reference._state(initial_state, q, v)
-    size = chunks_sm90.edge(q.shape[-1], v.shape[-1])
+    size = edge(q.shape[-1], v.shape[-1])
     # The kernels hold every m constant; these factors are 1, with the gradients of e^m and e^-m.
     hold, scale = lax.stop_gradient, jnp.exp(m - lax.stop_gradient(m))
     c, n = c * scale[..., None, None], n * scale[..., None]
@@ -72,49 +70,48 @@ def _cell(q, k, v, i, lf, c, n, m, starts, call):
 
 
 def _cell_forward(q, k, v, i, lf, c0, n0, m0, starts, call):
-    g = gates(i, lf, m0, starts, call.size)
-    c, c_last = call.kernels.states(k, v, g.admit, g.decay, c0)
+    states, rows = call.kernels
+    g, s = gates(i, lf, m0, starts, call.size), q.shape[-1] ** -0.5
+    c, c_last = states(k, v, g.admit, g.decay, c0)
     n, n_last = running(g.decay, _weighted_sums(g.admit, k), n0)
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
-    h, norm, slope = call.kernels.rows(
-        q, k, v, c, dict(row=g.row, col=g.col, carried=g.carried, one=one, start=g.start),
-        mode="forward", along=n, scale=q.shape[-1] ** -0.5,
-        normalize=call.normalize, packed=call.packed, sms=call.sms,
+    g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
+    h, norm, sign = rows(
+        q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start),
+        mode="forward", along=n, normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
-    g = g._replace(m=g.m_last)  # the rows' m is not needed again
-    return (h, c_last, n_last), (q, k, v, h, g, c, n, norm, slope)
+    return (h, c_last, n_last), (q, k, v, g, c, n, norm, sign)
 
 
 def _cell_backward(call, saved, cotangents):
-    q, k, v, h, g, c, n, norm, slope = saved
+    states, rows = call.kernels
+    rows = functools.partial(rows, packed=call.packed, sms=call.sms)
+    q, k, v, g, c, n, norm, sign = saved
     dh, dc_last, dn_last = cotangents
-    s = q.shape[-1] ** -0.5
-    static = dict(packed=call.packed, sms=call.sms)
+    # Where forget gates are closed g.row is large and the sum rounds 1 / N.  All of a row then has
+    # to be divided by that N: what cancels in the gates' gradients is far larger than they are.
+    row = g.row + jnp.log2(norm)
+    rounded = jnp.exp2(row - g.row)
+    carried, sign = g.carried * rounded, sign * norm / rounded
+    seen = dict(row=row, col=g.col, start=g.start)
+    dc, dc0, c_dc = states(q, dh, carried, g.decay, dc_last, c, reverse=True, saturate=False)
+    dq, dot = rows(dh, v, k, c, seen | dict(scale=carried, sign=sign), mode="dq", along=n, y=q)
 
-    wide = lambda x: x.astype(g.row.dtype)
-    dot = jnp.swapaxes(jnp.sum(wide(dh) * wide(h), -1), 1, 2)
-    dot = jnp.pad(dot, [(0, 0), (0, 0), (0, norm.shape[2] * call.size - dot.shape[2])])
-    dl = s * slope * dot.reshape(norm.shape)  # of the scaled q . n
-    carried = s * g.carried * norm
-    dc, dc0, c_dc = call.kernels.states(
-        q, dh, carried, g.decay, dc_last, c, reverse=True, saturate=False
-    )
-    extra = g.carried * dl
-    dn, dn0 = running(g.decay, _weighted_sums(extra, q), dn_last, reverse=True)
+    shift = sign * dot
+    dn, dn0 = running(g.decay, _weighted_sums(carried * shift, q), dn_last, reverse=True)
+    seen |= dict(scale=g.admit, shift=shift)
+    dk, inside, outside = rows(v, dh, q, dc, seen, mode="dk", along=dn, y=k)
+    (dv,) = rows(k, q, dh, dc, seen, mode="dv")
 
-    rows = dict(row=g.row, col=g.col, factor=s * norm, shift=dl, start=g.start)
-    of_q = rows | dict(scale=carried, extra=extra)
-    of_k = rows | dict(scale=g.admit)
-    dq, q_dq = call.kernels.rows(dh, v, k, c, of_q, mode="dq", along=n, y=q, **static)
-    dk, k_dk, k_in = call.kernels.rows(v, dh, q, dc, of_k, mode="dk", along=dn, y=k, **static)
-    (dv,) = call.kernels.rows(k, q, dh, dc, of_k, mode="dv", **static)
-
-    dg = jnp.sum(k_in, -1)
+    di = inside + outside  # k . dk
+    # q . dq: h does not change with the length of q where l divides it, and is linear in q else.
+    q_dq = jnp.where(sign == 0, dot, 0)
+    dg = jnp.sum(outside, -1)
     dg += g.decay * (jnp.sum(c_dc, (-2, -1)) + jnp.sum(n * dn, -1))
-    dlf = forget_gradient(q_dq - k_dk, dg, g.start, g.in_last)
+    dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
     flat = lambda x: x.reshape(*x.shape[:2], -1)[:, :, : call.length]
-    return dq, dk, dv, flat(k_dk), flat(dlf), dc0, dn0, jnp.zeros_like(g.m_last), None
+    return dq, dk, dv, flat(di), flat(dlf), dc0, dn0, jnp.zeros_like(g.m_last), None
 
 
 _cell.defvjp(_cell_forward, _cell_backward)

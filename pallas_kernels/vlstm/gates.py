@@ -60,7 +60,9 @@ def gates(i, lf, m, starts, size: int) -> Gates:
         log_d = b[..., :, None] - b[..., None, :] + i[..., None, :]
         top = jnp.max(jnp.where(seen, log_d, -jnp.inf), -1)
     g = b[..., -1]
-    a = jnp.where(in_last, g[..., None] - b + i, -jnp.inf)
+    # Not g - b, which is rounded as large b are: the sum of what comes after each position.
+    after = jnp.pad(lf[..., 1:], [(0, 0)] * (lf.ndim - 1) + [(0, 1)])
+    a = jnp.where(in_last, _suffix_sums(after) + i, -jnp.inf)
     a_max = jnp.max(a, -1)
 
     # m after chunk k is max(g + m before, a_max): composed pairwise, in log2(N) steps.
@@ -93,7 +95,7 @@ def gates(i, lf, m, starts, size: int) -> Gates:
 def forget_gradient(db, dg, start, in_last):
     """Gradient of lf (B,H,N,L), from those of b (B,H,N,L) and of the chunks' g (B,H,N)."""
     if start is None:
-        return _accumulate(jnp.add, db[..., ::-1], 0.0)[..., ::-1] + dg[..., None]
+        return _suffix_sums(db) + dg[..., None]
     position = jnp.arange(db.shape[-1])
     reaches = (position <= position[:, None]) & (position >= start[..., None])  # b of t has lf of j
     dlf = jnp.sum(jnp.where(reaches, db[..., :, None], 0), -2)
@@ -119,6 +121,10 @@ def _chunks(x, size, fill):
     """(B,H,T) -> (B,H,N,L); positions past T take `fill`."""
     x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % size)], constant_values=fill)
     return x.reshape(*x.shape[:2], -1, size)
+
+
+def _suffix_sums(x):
+    return _accumulate(jnp.add, x[..., ::-1], 0.0)[..., ::-1]
 
 
 def _accumulate(combine, x, empty):

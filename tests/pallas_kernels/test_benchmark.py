@@ -77,6 +77,11 @@ def test_zipf_ids_fall_like_one_over_the_rank():
     np.testing.assert_allclose(counts[9], 200_000 * np.log(11 / 10) / np.log(50304), rtol=0.1)
 
 
+def test_documents_are_packed_one_after_the_other():
+    ids = benchmark.array(A("B T", "int32", "documents L"), {"B": 2, "T": 7, "L": 3}, 0)
+    np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 1, 2]] * 2)
+
+
 def test_a_record_holds_rates_shares_of_the_ceiling_and_errors(times):
     tops = {"copy_TB_per_s": 1e-5, "matmul_TFLOP_per_s": 1.0}
     with kernels_run_here():

@@ -1,7 +1,6 @@
-"""The vLSTM on tensor cores.  Its oracle is `twin`: the same cell on jnp twins of the kernels,
-which in float64 must be the recurrent form with all its gradients to 1e-9 and in bf16 rounds where
-any such kernel must: h before the row sums of dh h, the weights and their gradients before their
-matmuls, and with them k . dk and q . dq, of which the gates' gradients are made."""
+"""The vLSTM on tensor cores, held against the XLA form in the same dtype.  The jnp twins of its two
+kernels hold what is around them: in float64 the cell built on them must be the recurrent form with
+all its gradients to 1e-9."""
 
 import functools
 
@@ -14,11 +13,12 @@ import vlstm_twins
 from kernel_checks import ON_GPU, check_op, normal
 
 from pallas_kernels import backend, vlstm
-from pallas_kernels.vlstm import cell_sm90, chunks_sm90, reference
+from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90
 
 assert attention_interpreter
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
 BF16, FP16 = jnp.bfloat16, jnp.float16
+TWINS = vlstm_twins.states, vlstm_twins.rows
 FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
 
 
@@ -27,7 +27,7 @@ def _one_sm(monkeypatch):
     """Interpreted, one block takes all chunks, one after the other, as those of a full grid do."""
     if not ON_GPU:
         monkeypatch.setattr(cell_sm90, "sm_count", lambda: 1)
-        monkeypatch.setattr(chunks_sm90, "TEAMS", 1)
+        monkeypatch.setattr(rows_sm90, "TEAMS", 1)
 
 
 def flat(form):
@@ -39,7 +39,11 @@ def flat(form):
     return call
 
 
-twin = flat(functools.partial(cell_sm90.chunkwise, kernels=vlstm_twins))
+@flat
+def xla(q, k, v, i, f, **options):
+    """In chunks of the kernels' size: it rounds as many states as they do."""
+    size = cell_sm90.edge(q.shape[-1], v.shape[-1])
+    return vlstm(q, k, v, i, f, chunk_size=size, backend="xla", **options)
 
 
 def inputs(b, t, h, dqk, dv, dtype=BF16, mean=1.0, state=False):
@@ -79,7 +83,7 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
             y, pull = jax.vjp(form, *arrays)
             return y, pull(jax.tree.map(lambda x: normal(20, x.shape, x.dtype), y))
 
-        actual = run(functools.partial(cell_sm90.chunkwise, kernels=vlstm_twins), arrays)
+        actual = run(functools.partial(cell_sm90.chunkwise, kernels=TWINS), arrays)
         expected = run(reference.recurrent, arrays)
         for (path, a), e in zip(
             jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
@@ -89,9 +93,8 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
 
 
 SMALL = [  # (B, T, H, DQK, DV), of the inputs, options
-    ((1, 72, 1, 64, 128), {"state": True}, {"return_state": True}),
+    ((1, 72, 1, 128, 192), {"state": True}, {"return_state": True}),
     ((1, 130, 1, 128, 128), {"dtype": FP16}, {"gate": "sigmoid", "normalize": False}),
-    ((1, 80, 1, 64, 64), {}, {"segment_ids": jnp.asarray(FOUR[:1])}),
 ]
 LARGE = [
     ((2, 1000, 3, 64, 64), {}, {}),
@@ -99,23 +102,27 @@ LARGE = [
     ((1, 500, 2, 192, 320), {}, {}),
     ((1, 777, 2, 256, 512), {"state": True, "dtype": FP16}, {"return_state": True}),
     ((1, 1024, 2, 256, 512), {}, {}),
+    ((2, 80, 2, 256, 256), {}, {"segment_ids": jnp.asarray(FOUR)}),
 ]
 
 
 @pytest.mark.parametrize(("shape", "of_inputs", "options"), SMALL + LARGE * ON_GPU)
-def test_vlstm_matches_float64(shape, of_inputs, options):
-    check_op(flat(vlstm), twin, *inputs(*shape, **of_inputs), kernels=KERNELS, **options)
+def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
+    check_op(flat(vlstm), xla, *inputs(*shape, **of_inputs), kernels=KERNELS, **options)
 
 
 @pytest.mark.parametrize("dtype", [FP16] + [BF16] * ON_GPU)
-def test_extreme_gates(dtype, monkeypatch):
+def test_extreme_gates_and_documents(dtype, monkeypatch):
     """Gates past xLSTM's caps in two thirds of the places; three chunks for two teams."""
     if not ON_GPU:
-        monkeypatch.setattr(chunks_sm90, "TEAMS", 2)
+        monkeypatch.setattr(rows_sm90, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 64, 64, dtype)
-    some = jnp.arange(135)[None, :, None] % 3 > 0
-    i, f = jnp.where(some, 15 * jnp.sign(i), i), jnp.where(some, 30 * jnp.sign(f), f)
-    check_op(flat(vlstm), twin, q, k, v, i, f, kernels=KERNELS)
+    some = np.arange(135)[None, :, None] % 3 > 0
+    i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
+    ids = jnp.asarray(np.repeat([[4, 1, 2]], [70, 1, 64], axis=1))
+    check_op(
+        flat(vlstm), xla, q, k, v, jnp.asarray(i), jnp.asarray(f), segment_ids=ids, kernels=KERNELS
+    )
 
 
 def test_auto_takes_the_kernels_on_hopper_and_says_why_not():

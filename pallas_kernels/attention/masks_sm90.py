@@ -1,0 +1,147 @@
+"""What a query sees, for all three kernels: the tiles that a block visits, the mask inside a tile.
+
+A block owns rows (of queries; in the dK/dV kernel of keys) and tiles of columns stream past it.
+It visits one range of them, the others are never loaded.  Inside that range lies another one whose
+tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 128, 64-key tiles:
+
+    tile 0      tile 1         tile 2         tile 3             tile 4
+    not loaded  window's edge  seen whole     diagonal: masked   not loaded
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+
+WGMMA = plgpu.Layout.WGMMA
+LOG2E = math.log2(math.e)
+
+
+class Visits(NamedTuple):
+    """Which tiles of columns the rows of a kernel visit."""
+
+    lengths: tuple[int, int]  # T and S
+    causal: bool
+    window: int | None
+    size: int  # columns of a tile
+    by_keys: bool = False  # rows are keys and columns queries, not the other way round
+
+    @property
+    def offset(self) -> int:
+        """Query i stands at position i + offset of the keys."""
+        t, s = self.lengths
+        return s - t
+
+    @property
+    def tiles(self) -> int:
+        """In all."""
+        return mosaic.cdiv(self.lengths[0 if self.by_keys else 1], self.size)
+
+    def seen(self, first, end, low, high):
+        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none."""
+        size, offset = self.size, self.offset
+        if self.by_keys:
+            if self.causal:
+                low = jnp.clip((first - offset) // size, low, high - 1)
+            if self.window is not None:
+                high = jnp.clip((end + self.window - 2 - offset) // size + 1, low + 1, high)
+        else:
+            if self.causal:
+                high = jnp.clip((end + offset + size - 1) // size, low + 1, high)
+            if self.window is not None:
+                low = jnp.clip((first + offset - self.window + 1) // size, low, high - 1)
+        return low, high
+
+    def whole(self, first, end, low, high):
+        """Those of which each of the rows sees each column; low >= high where there are none."""
+        size, offset = self.size, self.offset
+        if self.by_keys:
+            if self.causal:
+                low = jnp.maximum(low, (end - 1 - offset + size - 1) // size)
+            if self.window is not None:
+                high = jnp.minimum(high, (first + self.window - offset) // size)
+        else:
+            if self.causal:
+                high = jnp.minimum(high, (first + offset + 1) // size)
+            if self.window is not None:
+                low = jnp.maximum(low, (end - 1 + offset - self.window + size) // size)
+        return low, high
+
+    def limits(self, spans=None):
+        """What segments leave to a block of rows: (tiles to see, tiles without other segments).
+
+        spans: reads the block's numbers of `segment_spans`; None without segments.
+        """
+        if spans is None:
+            return (0, self.tiles), (0, self.tiles)
+        return (spans(0), spans(1)), (spans(2), spans(3))
+
+
+def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
+    """For each block of rows (first, end, whole_first, whole_end): (B, blocks, 4) int32.
+
+    Tiles first ... end - 1 may hold columns of the rows' segments, by the ranges of ids: exact
+    where documents are packed one after the other, never too narrow, and one tile at least.  Tiles
+    whole_first ... whole_end - 1 hold nothing but the one segment that all of the rows are of.
+    rows, columns: ids, (B, n) int32.  lead: rows of the first block that do not exist.
+    """
+
+    def ranges(ids, n, size):
+        tiles = mosaic.cdiv(n, size)
+        limits = jnp.iinfo(jnp.int32)
+        real = jnp.arange(tiles * size) < n
+        ids = jnp.pad(ids[:, :n], ((0, 0), (0, tiles * size - n)))
+        reduce = lambda f, fill: f(jnp.where(real, ids, fill).reshape(-1, tiles, size), axis=2)
+        return reduce(jnp.min, limits.max)[:, :, None], reduce(jnp.max, limits.min)[:, :, None]
+
+    n, m = reversed(visits.lengths) if visits.by_keys else visits.lengths
+    rows = jnp.pad(rows[:, :n], ((0, 0), (lead, 0)), mode="edge")
+    low, high = ranges(rows, n + lead, block)
+    least, most = (x.mT for x in ranges(columns, m, visits.size))
+    meet = (low <= most) & (high >= least)
+    same = (low == most) & (high == least) & (low == high)
+    first = lambda x: jnp.argmax(x, axis=2)
+    end = lambda x: jnp.where(x.any(2), x.shape[2] - jnp.argmax(x[:, :, ::-1], axis=2), 0)
+    # Where other segments lie between them, as unsorted ids may have it, none is whole.
+    whole = jnp.where(same.sum(2) == end(same) - first(same), end(same), 0)
+    start = first(meet)
+    stop = jnp.maximum(end(meet), start + 1)
+    return jnp.stack([start, stop, first(same), whole], axis=2).astype(jnp.int32)
+
+
+def logits(s, scale, softcap):
+    """Scores -> (logits in base 2, d logits / d (scale s) or None for 1)."""
+    if softcap is None:
+        return s * (scale * LOG2E), None
+    # tanh of the hardware is good to 2^-11, which is 0.02 in logits of 50.
+    tanh = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2E * scale / softcap)))
+    return tanh * (softcap * LOG2E), 1 - tanh * tanh
+
+
+def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
+    """s with -inf where query q0 + i may not see key k0 + j; i is s's row, or its column."""
+    q_axis = 1 if transposed else 0
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=WGMMA)
+    q, k = q0 + iota(q_axis), k0 + iota(1 - q_axis)
+    if keys is not None:
+        s = jnp.where(k < keys, s, -jnp.inf)
+    if causal:
+        s = jnp.where(q >= k, s, -jnp.inf)
+    if window is not None:
+        s = jnp.where(q - k < window, s, -jnp.inf)
+    return s
+
+
+def same_segment(s, row_ids, column_ids):
+    """s with -inf where a row's id is not the column's."""
+    along = lambda ids, axis: mosaic.along(ids, s.shape, axis)
+    return jnp.where(along(row_ids, 0) == along(column_ids, 1), s, -jnp.inf)
+
+
+def take(refs, n: int, present: bool) -> tuple[list[Any], list[Any]]:
+    """(n refs that only some calls have, or n times None; the refs after them)."""
+    return (list(refs[:n]), list(refs[n:])) if present else ([None] * n, list(refs))

@@ -1,0 +1,64 @@
+import functools
+
+import attention_interpreter  # before jax starts
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_checks import ON_GPU, check_op, normal
+
+from pallas_kernels import attention, attention_qkv, rope
+from pallas_kernels.attention import backward_sm90, forward_sm90
+
+KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
+ROPE = ("rope_forward", "rope_backward")
+BF16 = jnp.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _few_warpgroups(monkeypatch):
+    if not ON_GPU and not attention_interpreter.ENOUGH_THREADS:
+        for module, name in ((forward_sm90, "tiles"), (backward_sm90, "dq_tiles")):
+            tiles = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda d, f=tiles: f(d)._replace(wgs=2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "theta", "options"),
+    [  # (B, T, D), (H, K)
+        ((1, 72, 64), (2, 2), None, {}),
+        ((2, 80, 64), (3, 1), 500.0, {"window": 50}),
+        ((1, 64, 128), (2, 1), 1e4, {"softcap": 5.0}),
+    ]
+    + [((2, 1000, 128), (12, 3), 1e4, {}), ((4, 1024, 64), (12, 12), None, {})] * ON_GPU,
+)
+def test_it_matches_float64(shape, heads, theta, options):
+    (b, t, d), (h, kv) = shape, heads
+    op = lambda qkv, positions, backend="xla": attention_qkv(
+        qkv, h, positions=positions, theta=theta, backend=backend, **options
+    )
+    qkv, positions = normal(0, (b, t, h + 2 * kv, d), BF16), jnp.arange(t) + 3
+    check_op(op, op, qkv, positions, kernels=KERNELS + (ROPE if theta else ()))
+
+
+@pytest.mark.parametrize("t", [16, 20])  # in one array; taken apart, as 20 is no multiple of 8
+def test_the_kernels_say_so_in_the_lowered_program(t):
+    qkv = jnp.zeros((1, t, 4, 64), BF16)
+    f = functools.partial(attention_qkv, n_heads=2, backend="mosaic")
+    text = jax.jit(f).trace(qkv).lower(lowering_platforms=("cuda",)).as_text()
+    assert "attention_forward" in text
+    assert ("stablehlo.slice" in text) == (t == 20)
+
+
+def test_it_is_rope_and_attention_of_its_parts():
+    qkv, ids = normal(0, (2, 24, 8, 16)), jnp.arange(24) // 9 + jnp.zeros((2, 1), int)
+    q, k, v = jnp.split(qkv, (4, 6), axis=2)
+    q, k = rope(q, k, jnp.arange(24), theta=100.0)
+    expected = attention(q, k, v, segment_ids=ids, window=7)
+    actual = attention_qkv(qkv, 4, positions=jnp.arange(24), theta=100.0, segment_ids=ids, window=7)
+    assert jnp.array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("n_heads", [4, 5, 6, 8])
+def test_heads_that_do_not_add_up_are_an_error(n_heads):
+    with pytest.raises(ValueError, match=f"qkv has 9 heads: not n_heads={n_heads} and twice"):
+        attention_qkv(jnp.zeros((1, 8, 9, 64)), n_heads)
