@@ -79,15 +79,20 @@ def add_rms_norm_reference(x, residual, weight=None, bias=None, *, eps=1e-5):
 why_not = row_plan.why_not
 
 
-def _normalise(p, x, eps):
-    r = lax.rsqrt(p.mean(lambda c: jnp.square(x(c))) + eps)
-    return (r,), lambda c: x(c) * p.spread(r)
+def _statistics(p, x, eps):
+    return (lax.rsqrt(p.mean(lambda c: jnp.square(x(c))) + eps),)
 
 
-def _differentiate(p, x, g, r):
-    n = lambda c: x(c) * p.spread(r)
-    mean_gn = p.mean(lambda c: g(c) * n(c))
-    return n, lambda c: p.spread(r) * (g(c) - n(c) * p.spread(mean_gn))
+def _normalise(p, x, r):
+    return x * p.spread(r)
 
 
-_NORM = rows.Norm("rms_norm", _normalise, _differentiate, statistics=1)
+def _averaged(n, g):
+    return (g * n,)
+
+
+def _differentiate(p, n, g, means, r):
+    return p.spread(r) * g - n * p.spread(r * means[0])
+
+
+_NORM = rows.Norm("rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1)
