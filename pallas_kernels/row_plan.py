@@ -163,9 +163,10 @@ class Plan(NamedTuple):
         return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
 
-def why_not(x, weight, bias, residual=None, *, eps) -> str | None:
+def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
     """Why the kernels cannot normalise the rows of x, or None."""
-    if reason := mosaic.unsupported_dtype(x=x, residual=residual, weight=weight, bias=bias):
+    arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
+    if reason := mosaic.unsupported_dtype(**arrays):
         return reason
     if reason := mosaic.empty(x=x):
         return reason
@@ -183,15 +184,18 @@ def why_not(x, weight, bias, residual=None, *, eps) -> str | None:
     return None
 
 
-def check_shapes(x, weight, bias, residual=None):
-    """ValueError unless weight and bias are (C,) or (H, C) for x (..., H, C)."""
-    for name, w in (("weight", weight), ("bias", bias)):
-        if w is not None and w.shape != x.shape[x.ndim - w.ndim :]:
+def check_shapes(x, weight, bias, residual=None, x_bias=None):
+    """ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
+    weights = {"weight": weight, "bias": bias, "x_bias": x_bias}
+    weights = {name: w for name, w in weights.items() if w is not None}
+    for name, w in weights.items():
+        if w.shape != x.shape[x.ndim - w.ndim :]:
             raise ValueError(f"{name} has shape {w.shape}, not that of the last axes of {x.shape}")
-        if w is not None and w.ndim not in (1, 2):
+        if w.ndim not in (1, 2):
             raise ValueError(f"{name} has {w.ndim} axes, not 1 or 2")
-    if weight is not None and bias is not None and weight.ndim != bias.ndim:
-        raise ValueError(f"weight has shape {weight.shape} but bias has {bias.shape}")
+    if len({w.ndim for w in weights.values()}) > 1:
+        shapes = ", ".join(f"{name} {w.shape}" for name, w in weights.items())
+        raise ValueError(f"all must be of one row or all of a row for each head: {shapes}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {residual.shape}, x has {x.shape}")
 

@@ -45,31 +45,36 @@ class Norm(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def norm(kind: Norm, eps, x, residual, weight, bias):
-    """(y, s): y = n weight + bias for the rows of x, or of s = x + residual (else s is None)."""
-    return _save(kind, eps, x, residual, weight, bias)[0]
+def norm(kind: Norm, eps, x, residual, weight, bias, x_bias=None):
+    """(y, s): y = n weight + bias for the rows of x, or of s = x + residual (else s is None).
+
+    With x_bias, which only goes with a residual, s = (x + x_bias) + residual.
+    """
+    return _save(kind, eps, x, residual, weight, bias, x_bias)[0]
 
 
-def _save(kind, eps, x, residual, weight, bias):
+def _save(kind, eps, x, residual, weight, bias, x_bias):
+    if x_bias is not None:
+        x = x + x_bias.astype(x.dtype)  # by XLA, within the matmul that makes x
     (y, s), stats = _forward(kind, eps, x, residual, weight, bias)
-    return (y, s), (x if s is None else s, stats, weight, bias)
+    return (y, s), (x if s is None else s, stats, weight, bias, x_bias)
 
 
 def _gradients(kind, _, saved, cotangents):
-    (dy, ds), (x, stats, weight, bias) = cotangents, saved
-    dx, dw, db = _backward(kind, x, stats, dy, ds, weight, bias)
-    return dx.astype(dy.dtype), None if ds is None else dx, dw, db
+    (dy, ds), (x, stats, *weights) = cotangents, saved
+    dx, *dweights = _backward(kind, x, stats, dy, ds, *weights)
+    return dx.astype(dy.dtype), None if ds is None else dx, *dweights
 
 
 norm.defvjp(_save, _gradients)
 
 
-def _flatten(x, weight, bias, arrays):
-    """Every array of x's shape as (rows, heads, cols), and weight and bias as (heads, cols)."""
-    heads = next((w.shape[0] for w in (weight, bias) if w is not None and w.ndim == 2), 1)
+def _flatten(x, weights, arrays):
+    """Every array of x's shape as (rows, heads, cols), and the weights as (heads, cols)."""
+    heads = next((w.shape[0] for w in weights if w is not None and w.ndim == 2), 1)
     shape = (x.size // (heads * x.shape[-1]), heads, x.shape[-1])
     arrays = [a if a is None else a.reshape(shape) for a in arrays]
-    return *arrays, *(w if w is None else w.reshape(shape[1:]) for w in (weight, bias))
+    return *arrays, *(w if w is None else w.reshape(shape[1:]) for w in weights)
 
 
 def _given(**arrays):
@@ -180,7 +185,7 @@ def _forward(kind, eps, x, residual, weight, bias):
     """
     shape = x.shape
     name = f"{kind.name}_forward" if residual is None else f"add_{kind.name}_forward"
-    x, residual, weight, bias = _flatten(x, weight, bias, (x, residual))
+    x, residual, weight, bias = _flatten(x, (weight, bias), (x, residual))
     arrays = _given(x=x, residual=residual, weight=weight, bias=bias)
     streams, weights = _given(x=x, residual=residual), _given(weight=weight, bias=bias)
     # pyrefly: ignore[missing-attribute]
@@ -220,8 +225,8 @@ def _forward(kind, eps, x, residual, weight, bias):
         if not scratch:
             tile, head = lax.axis_index("program"), lax.axis_index("head")
             rows_of = lambda ref: ref.at[pl.ds(tile * p.tile, p.tile), head]
-            rows = [{k: rows_of(refs[k]) for k in streams} for refs in (source, result)]
-            work(tile, *rows, {k: source[k].at[head] for k in weights}, stat_refs)
+            taken, made = ({k: rows_of(refs[k]) for k in streams} for refs in (source, result))
+            work(tile, taken, made, {k: source[k].at[head] for k in weights}, stat_refs)
             return
         buffer, bars = scratch
         _fetch_weights(p, source, buffer, weights, bars["weight_bar"])
@@ -246,18 +251,19 @@ def _forward(kind, eps, x, residual, weight, bias):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(kind, x, stats, dy, ds, weight, bias):
+def _backward(kind, x, stats, dy, ds, weight, bias, x_bias):
     """Gradients of `_forward` in one pass over memory, and a small one over the programs' sums.
 
-    If there was a residual, x is s and ds its own gradient.
-    Returns dx (+ ds) in x's dtype, dweight and dbias in theirs (or None).
+    If there was a residual, x is s and ds its own gradient.  The gradient of x_bias is the sum of
+    dx + ds over the rows, which XLA would have to read once more.
+    Returns dx (+ ds) in x's dtype; those of weight, bias and x_bias in theirs (or None).
     """
     name = f"{kind.name}_backward" if ds is None else f"add_{kind.name}_backward"
-    shape, original = x.shape, _given(weight=weight, bias=bias)
-    x, dy, ds, weight, bias = _flatten(x, weight, bias, (x, dy, ds))
+    shape, original = x.shape, _given(weight=weight, bias=bias, x_bias=x_bias)
+    x, dy, ds, weight, bias, x_bias = _flatten(x, (weight, bias, x_bias), (x, dy, ds))
     arrays = _given(x=x, dy=dy, ds=ds, weight=weight)
     streams, weights = _given(x=x, dy=dy, ds=ds), _given(weight=weight)
-    sums = _given(weight=weight, bias=bias)
+    sums = _given(weight=weight, bias=bias, x_bias=x_bias)
     # pyrefly: ignore[missing-attribute]
     p = plan("backward", x.shape, streams, weights)
     assert all(a.shape[1] >= p.tiles * p.groups for a in stats), "a set without statistics"
@@ -323,6 +329,8 @@ def _backward(kind, x, stats, dy, ds, weight, bias):
                     d = kind.differentiate(p, n, g, means[group], *values[group])
                     if ds is not None:
                         d = d + mosaic.load(at("ds", group, c), p.layout)
+                    if x_bias is not None:
+                        total["x_bias"][c] += d
                     mosaic.store(at("x", group, c), d)
             return ahead, total
 
@@ -349,7 +357,7 @@ def _backward(kind, x, stats, dy, ds, weight, bias):
     )(*(p.view(a) for a in arrays.values()), *stats)
     dw = dict(zip(sums, _sum_programs(name, p, sums, out[1:]), strict=True))
     dw = {k: a.reshape(original[k].shape) for k, a in dw.items()}
-    return p.unview(out[0]).reshape(shape), dw.get("weight"), dw.get("bias")
+    return p.unview(out[0]).reshape(shape), *map(dw.get, ("weight", "bias", "x_bias"))
 
 
 def _row_means(p: Plan, sums, slot, meeting):

@@ -92,6 +92,21 @@ def test_add_layer_norm_matches_float64(shape, dtype, residual):
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "residual"), [((12, 768), bf16, bf16), ((5, 1280), f16, f32)]
+)
+def test_a_bias_before_the_residual(one_block, shape, dtype, residual):
+    check_op(
+        add_layer_norm,
+        add_layer_norm_reference,
+        normal(0, shape, dtype),
+        normal(3, shape, residual),
+        *parameters(shape[-1]),
+        normal(4, shape[-1:]),
+        kernels=ADD_KERNELS,
+    )
+
+
 def test_refusals_and_errors_name_the_reason():
     x = jnp.ones((4, 64))
     with pytest.raises(NotImplementedError, match="weight is int32, not float32, bfloat16 or"):
@@ -100,6 +115,12 @@ def test_refusals_and_errors_name_the_reason():
         layer_norm(jnp.ones((2, 8200)), backend="mosaic")
     with pytest.raises(NotImplementedError, match="residual is bfloat16, narrower than x"):
         add_layer_norm(x, x.astype(bf16), backend="mosaic")
+    with pytest.raises(NotImplementedError, match="x_bias is int32, not float32, bfloat16 or"):
+        add_layer_norm(x, x, x_bias=jnp.ones(64, jnp.int32), backend="mosaic")
+    with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not that of the last axes"):
+        add_layer_norm(x, x, x_bias=jnp.ones(32))
+    with pytest.raises(ValueError, match=r"each head: weight \(64,\), x_bias \(4, 64\)"):
+        add_layer_norm(x, x, jnp.ones(64), x_bias=x)
     with pytest.raises(ValueError, match=r"weight has shape \(32,\), not that of the last axes"):
         layer_norm(x, jnp.ones(32))
 
