@@ -68,7 +68,7 @@ def dq_tiles(head_dim: int) -> Tiles:
     # one head at a time 1.27 ms, 4 MiB 1.33, 32 MiB 1.42, all 1.49; persistent 1.43.
     if head_dim > 128:
         return Tiles(2, 64, 2, False, 0)  # as much as shared memory and registers hold
-    return Tiles(3, 64, 3, True, None) if head_dim <= 64 else Tiles(2, 64, 2, False, 0)
+    return Tiles(3, 64, 3, True, 16) if head_dim <= 64 else Tiles(2, 64, 2, False, 0)
 
 
 def backward(

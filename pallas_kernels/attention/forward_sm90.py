@@ -58,7 +58,7 @@ def tiles(head_dim: int) -> Tiles:
     # H100, B32 T1024 12/12 D64: 0.165 ms, not persistent 0.184.  B1 T16384 16/16 D128: 1.56 ms,
     # persistent 1.72; two 64-key tiles instead of one of 128 cost 9 to 12% there.
     if head_dim <= 64:
-        return Tiles(3, 128, 2, True, None)
+        return Tiles(3, 128, 2, True, 16)
     # 256 columns of O leave registers and shared memory for 64 keys.
     return Tiles(2, 128 if head_dim <= 128 else 64, 2, False, 16)
 
@@ -92,7 +92,11 @@ def sm_count() -> int:
 
 
 def section_pairs(pairs: int, pair_bytes: int, section: int | None) -> int:
-    return pairs if section is None else max(1, min(pairs, (section << 20) // pair_bytes))
+    """Of how many pairs a section of that many MiB consists; all sections are about as long."""
+    if section is None:
+        return pairs
+    fit = max(1, (section << 20) // pair_bytes)
+    return mosaic.cdiv(pairs, mosaic.cdiv(pairs, fit))
 
 
 def item_order(levels: int, pairs: int, section: int):
