@@ -142,10 +142,8 @@ def block_costs(visits: Visits, first_rows, block: int) -> tuple[int, ...]:
 
     128 more for what no other work of the block runs under.  What segments leave out is not known.
     """
-    with jax.ensure_compile_time_eval():
-        low, high = visits.seen(first_rows, first_rows + block, 0, visits.tiles)
-        columns = (high - low) * visits.size + 128
-    return tuple(np.broadcast_to(columns, first_rows.shape).tolist())
+    low, high = visits.seen(first_rows, first_rows + block, 0, visits.tiles)
+    return tuple(np.broadcast_to((high - low) * visits.size + 128, first_rows.shape).tolist())
 
 
 def work_items(plan_ref, begin, body) -> None:
