@@ -39,16 +39,18 @@ from pallas_kernels.attention.forward_sm90 import (
     ROWS,
     STATIC,
     Tiles,
-    block_costs,
-    divide,
     heads_of,
-    item_order,
     pad_segments,
-    plan,
     registers,
     rows_to,
-    section_pairs,
     some_rows_see_nothing,
+)
+from pallas_kernels.attention.items_sm90 import (
+    block_costs,
+    divide,
+    item_order,
+    plan,
+    section_pairs,
     work_items,
 )
 from pallas_kernels.attention.masks_sm90 import (

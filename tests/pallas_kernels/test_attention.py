@@ -14,6 +14,7 @@ from pallas_kernels.attention import (
     attention_reference,
     backward_sm90,
     forward_sm90,
+    items_sm90,
     masks_sm90,
     why_not,
 )
@@ -175,7 +176,7 @@ def test_tiles_of_other_segments_are_left_out():
 @pytest.mark.parametrize("section", [1, 22, 64, 384])
 def test_every_item_is_planned_once_and_blocks_are_done_together(section):
     costs, pairs, blocks = (1152, 1024, 768, 640, 384, 256), 384, 132  # B32 T1024 12/12 D64
-    table = forward_sm90.plan(costs, pairs, section, blocks)
+    table = items_sm90.plan(costs, pairs, section, blocks)
     count, items = table[:, 0], table[:, 1:]
     there = np.arange(items.shape[1]) < count[:, None]
     np.testing.assert_array_equal(np.sort(items[there]), np.arange(len(costs) * pairs))
@@ -190,9 +191,9 @@ def test_every_item_is_planned_once_and_blocks_are_done_together(section):
 def test_cost_of_a_block_is_what_it_visits():
     visits = Visits((300, 300), True, None, 64)
     rows = np.array([192, 64, -64])
-    assert forward_sm90.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
+    assert items_sm90.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
     full = Visits((300, 300), False, None, 64)
-    assert forward_sm90.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
+    assert items_sm90.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
 
 
 # ---- the reference, against mathematics written otherwise ------------------------------------
