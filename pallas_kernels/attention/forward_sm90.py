@@ -19,11 +19,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.attention.items_sm90 import (
+    block_costs,
+    divide,
+    item_order,
+    plan,
+    section_pairs,
+    work_items,
+)
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
     WGMMA,
@@ -46,17 +55,18 @@ class Tiles(NamedTuple):
     wgs: int  # computing warpgroups of a block, 64 rows each
     step: int  # columns of one step: keys, or queries in the dK/dV kernel
     stages: int  # steps in flight
-    # True: a block for each SM, which takes several work items and loads the next rows early.
-    # False: a block for each item, which the hardware hands out.
+    # True: a block for each SM, which takes several work items and loads the next one's rows while
+    # it works on this one's.  False: a block for each item, which the hardware hands out.
     persistent: bool
     section: int | None  # MiB of streamed operands of the heads worked on at a time; None: all
 
 
 def tiles(head_dim: int) -> Tiles:
-    # H100, B32 T1024 12/12 D64: 0.165 ms, not persistent 0.184.  B1 T16384 16/16 D128: 1.56 ms,
+    # H100, B32 T1024 12/12 D64: 0.153 ms; 0.164 with the next queries loaded at the end of an item,
+    # 0.184 if not persistent (all of these without sections).  B1 T16384 16/16 D128: 1.56 ms,
     # persistent 1.72; two 64-key tiles instead of one of 128 cost 9 to 12% there.
     if head_dim <= 64:
-        return Tiles(3, 128, 2, True, None)
+        return Tiles(3, 128, 2, True, 16)
     # 256 columns of O leave registers and shared memory for 64 keys.
     return Tiles(2, 128 if head_dim <= 128 else 64, 2, False, 16)
 
@@ -87,36 +97,6 @@ def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
 def sm_count() -> int:
     """Blocks of the kernels' persistent grids: one for each SM (132 on an H100 or H200)."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
-
-
-def item_order(levels: int, pairs: int, pair_bytes: int, section: int | None):
-    """item -> (level, pair): which block of rows (0: the longest) of which (batch, head).
-
-    Longest first, so that the short blocks fill the gaps at the end; but one section of the pairs
-    after the other, so that what the running blocks stream stays in the L2 cache (50 MB).
-    """
-    section = pairs if section is None else max(1, min(pairs, (section << 20) // pair_bytes))
-
-    def decode(item):
-        start = item // (section * levels) * section  # the first pair of the section
-        width = jnp.minimum(section, pairs - start)  # the last section may be a narrow one
-        rest = item - start * levels
-        return rest // width, start + rest % width
-
-    return decode
-
-
-def work_items(items: int, blocks: int, body) -> None:
-    """n = body(item, n) for this block's share of the items 0, 1, ... (the longest first).
-
-    With as many blocks as items there is one each, and the hardware hands them out.
-    """
-    mine = lax.axis_index("block")
-    if blocks == items:
-        body(mine, jnp.int32(0))
-    else:
-        share = (items - mine + blocks - 1) // blocks
-        lax.fori_loop(0, share, lambda i, n: body(mine + i * blocks, n), jnp.int32(0))
 
 
 def pad_segments(segments, lengths):
@@ -165,14 +145,15 @@ def forward(
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
-    grid = min(sms, items) if persistent else items
+    persistent = persistent and items > sms
+    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
     # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
     # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
     lead = (blocks * block - t) // ROWS * ROWS
     visits = Visits(lengths, causal, window, bkv)
     offset = visits.offset
     # O leaves through the buffer of Q where shared memory has no room for another.
-    o_in_q = d > 128 and grid == items
+    o_in_q = d > 128 and not persistent
     ragged, packed = s_len % bkv != 0, segments is not None
     # Steps after the first one may need the mask: the diagonal may cross two tiles, segments may
     # begin and end anywhere, and so may the window.
@@ -180,17 +161,20 @@ def forward(
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    order = item_order(blocks, b * h, pair_bytes, section)
+    section = section_pairs(b * h, pair_bytes, section)
+    order = item_order(blocks, b * h, section)
+    first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
 
-    def where(item):  # -> first row of the block, (batch, head); the longest causal blocks first
-        level, pair = order(item)
-        return (blocks - 1 - level) * block - lead, (pair // h, pair % h)
+    def where(item):  # -> first row of the block, (batch, head)
+        level, pair = divide(item, b * h) if persistent else order(item)
+        return first_row(level), divide(pair, h)
 
     def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(row + lead, jnp.int32(block))
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_forward(q_ref, k_ref, v_ref, *rest):
+        (plan_ref,), rest = take(rest, 1, persistent)
         (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         o_ref, lse_ref, q_smem, *rest = rest
         o_smem, *rest = (q_smem, *rest) if o_in_q else rest
@@ -203,13 +187,14 @@ def forward(
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
 
-            def load_q(item):
+            def load_q(item, side):
                 row, (batch, head) = where(item)
                 rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[wg], q_bars.at[wg])
+                at = side * wgs + wg
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[at], q_bars.at[at])
                 if packed:
                     ids = q_ids_ref.at[batch, rows]
-                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[wg], q_bars.at[wg])
+                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[at], q_bars.at[at])
 
             def my_turn():
                 if wgs > 1:
@@ -219,12 +204,15 @@ def forward(
                 if wgs > 1:
                     plgpu.barrier_arrive(turn.at[lax.rem(wg + 1, jnp.int32(wgs))])
 
-            def attend(item, n0):
+            def attend(item, following, side, n0):
                 """One block of queries; its steps are n0, n0 + 1, ... of this kernel block.
 
                 Step n takes key tile top - 1 - n: from the diagonal downwards, so that the causal
                 mask is a matter of the first steps alone.
                 """
+                if following is not None:
+                    pl.when(following >= 0)(lambda: load_q(following, 1 - side))
+                at = side * wgs + wg  # this item's queries
                 row, (batch, head) = where(item)
                 q0 = row + wg * ROWS
                 limits, same = limits_of(row, batch, spans_ref)
@@ -252,7 +240,7 @@ def forward(
                 def mask(s, n):
                     if packed:
                         stat = functools.partial(plgpu.load, optimized=False)
-                        q_ids = stat(q_ids_smem.at[wg], layout=ROW)
+                        q_ids = stat(q_ids_smem.at[at], layout=ROW)
                         k_ids = stat(k_ids_smem.at[slot_of(n)], layout=COL)
                         s = same_segment(s, q_ids, k_ids)
                         plgpu.commit_smem()  # read with plain loads: done before TMA writes there
@@ -278,7 +266,7 @@ def forward(
                     return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
                 def first_scores(s_acc):
-                    plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot_of(first)].transpose((1, 0)))
+                    plgpu.wgmma(s_acc, q_smem.at[at], k_smem.at[slot_of(first)].transpose((1, 0)))
                     next_turn()
                     return s_acc[...]
 
@@ -290,7 +278,7 @@ def forward(
                     my_turn()
 
                     def issue(s_acc):
-                        plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
+                        plgpu.wgmma(s_acc, q_smem.at[at], k_smem.at[slot].transpose((1, 0)))
                         plgpu.barrier_wait(v_full.at[before])
                         plgpu.wgmma(o_acc, p, v_smem.at[before])
                         next_turn()
@@ -304,7 +292,7 @@ def forward(
                     return p, m, l
 
                 def all_steps_of(o_acc):
-                    plgpu.barrier_wait(q_bars.at[wg])
+                    plgpu.barrier_wait(q_bars.at[at])
                     plgpu.barrier_wait(k_full.at[slot_of(first)])
                     my_turn()
                     s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
@@ -315,7 +303,6 @@ def forward(
                     p, m, l = lax.fori_loop(first + 1, last, body, carry)
                     if packed:
                         plgpu.commit_smem()  # the queries' ids were read
-                    pl.when(item + grid < items)(lambda: load_q(item + grid))
                     slot = slot_of(last - 1)
                     plgpu.barrier_wait(v_full.at[slot])
                     plgpu.wgmma(o_acc, p, v_smem.at[slot])
@@ -344,23 +331,21 @@ def forward(
 
                     @pl.when(q0 < 0)  # nothing but padding
                     def _():
-                        plgpu.barrier_wait(q_bars.at[wg])
-                        pl.when(item + grid < items)(lambda: load_q(item + grid))
+                        plgpu.barrier_wait(q_bars.at[at])
                         pass_by(n0, end)
 
                 return end
 
-            load_q(lax.axis_index("block"))
             if wgs > 1:
                 pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
-            work_items(items, grid, attend)
+            work_items(plan_ref, lambda item: load_q(item, 0), attend)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
         def _load():
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
-            def load(item, n0):
+            def load(item, _following, _side, n0):
                 row, (batch, head) = where(item)
                 limits, _ = limits_of(row, batch, spans_ref)
                 low, high = visits.seen(row, row + block, *limits)
@@ -383,15 +368,18 @@ def forward(
 
                 return end
 
-            work_items(items, grid, load)
+            work_items(plan_ref, lambda _item: None, load)
 
     args = ()
+    if persistent:
+        costs = block_costs(visits, first_row(np.arange(blocks)), block)
+        args = (plan(costs, b * h, section, sms),)
     if packed:
         q_ids, k_ids = pad_segments(segments, lengths)
-        args = (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
+        args += (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
-    ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((wgs, ROWS), (stages, bkv))]
+    ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((sides * wgs, ROWS), (stages, bkv))]
     return plgpu.kernel(
         attention_forward,
         out_type=(
@@ -399,10 +387,11 @@ def forward(
             jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
         ),
         scratch_types=[
-            *[smem(wgs, ROWS)] * (1 if o_in_q else 2),
+            smem(sides * wgs, ROWS),
+            *[smem(wgs, ROWS)] * (not o_in_q),
             *[smem(stages, bkv)] * 2,
             plgpu.SMEM((wgs, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sides * wgs),
             ring(num_arrivals=1 + packed),
             ring(),
             ring(num_arrivals=wgs),
@@ -410,7 +399,7 @@ def forward(
             plgpu.Barrier(num_barriers=wgs),
             *ids_smem * packed,
         ],
-        grid=(grid,),
+        grid=(sms if persistent else items,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",
