@@ -38,40 +38,28 @@ def gates(i, lf, m, starts, size: int) -> Gates:
     chunks = lambda x, fill: _chunks(x, size, fill)
     # A closed input gate and an open forget gate: padding leaves the state as it is.
     i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf, 0)
-    seen = jnp.tril(jnp.ones((size, size), bool))
+    position = jnp.arange(size, dtype=jnp.int32)
     in_last = continues = jnp.ones((), bool)
-    keeps, start = continues, None
+    keeps, start, began = continues, None, ()
     if starts is not None:
-        document = jnp.cumsum(chunks(starts[:, None], False), -1)  # counted from 0 in each chunk
-        seen = seen & (document[..., :, None] == document[..., None, :])
-        in_last, continues = document == document[..., -1:], document == 0
-        keeps = continues[..., -1]
-        start = jnp.min(jnp.where(seen, jnp.arange(size), size), -1).astype(jnp.int32)
-        start = jnp.broadcast_to(start, i.shape)
+        began = (jnp.where(chunks(starts[:, None], False), position, -1),)
 
-    # b: sum of log forget gates since the chunk or the document began.  With documents a masked
-    # sum, not a difference of running sums: a closed gate in one cannot blur the next.
-    # top: the largest logarithm of D in a row.
-    if starts is None:
-        b = _accumulate(jnp.add, lf, 0.0)
-        top = b + _accumulate(jnp.maximum, i - b, -jnp.inf)
-    else:
-        b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)
-        log_d = b[..., :, None] - b[..., None, :] + i[..., None, :]
-        top = jnp.max(jnp.where(seen, log_d, -jnp.inf), -1)
-    g = b[..., -1]
+    # b: sum of log forget gates since the chunk or the document began.  No difference of running
+    # sums: a closed gate in one document cannot blur the next.
+    # top: the largest logarithm of D in a row, and so in the last row that of `admit`.
+    b, top, *began = _running_maps(lf, i, *began)
+    if starts is not None:
+        began = began[0]  # where the latest document of the chunk began, -1: before the chunk
+        continues, start = began < 0, jnp.broadcast_to(jnp.maximum(began, 0), i.shape)
+        in_last, keeps = position >= began[..., -1:], continues[..., -1]
+    g, a_max = b[..., -1], top[..., -1]
     # Not g - b, which is rounded as large b are: the sum of what comes after each position.
     after = jnp.pad(lf[..., 1:], [(0, 0)] * (lf.ndim - 1) + [(0, 1)])
     a = jnp.where(in_last, _suffix_sums(after) + i, -jnp.inf)
-    a_max = jnp.max(a, -1)
 
-    # m after chunk k is max(g + m before, a_max): composed pairwise, in log2(N) steps.
-    m0 = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))  # the state is empty: its m is 0
-    shift, least = lax.associative_scan(
-        lambda x, y: (x[0] + y[0], jnp.maximum(x[1] + y[0], y[1])),
-        (jnp.where(keeps, g, -jnp.inf), m0),
-        axis=2,
-    )
+    # m after chunk k is max(g + m before, a_max), and where the state is emptied m before is 0.
+    m0 = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))
+    shift, least = _running_maps(jnp.where(keeps, g, -jnp.inf), m0)
     m_after = jnp.maximum(shift + m[..., None], least)
     m_last = m_after[..., -1]
     m_after = hold(m_after)
@@ -102,21 +90,6 @@ def forget_gradient(db, dg, start, in_last):
     return dlf + jnp.where(in_last, dg[..., None], 0)
 
 
-def running(decay, change, first, *, reverse=False):
-    """s[k+1] = decay[k] s[k] + change[k] -> (s[0..N-1], s[N]); with reverse from the end on.
-
-    decay: (B,H,N), change: (B,H,N,D), first: (B,H,D).
-    """
-    if reverse:
-        s, last = running(decay[:, :, ::-1], change[:, :, ::-1], first)
-        return s[:, :, ::-1], last
-    total, summed = lax.associative_scan(
-        lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1]), (decay[..., None], change), axis=2
-    )
-    after = total * first[:, :, None] + summed
-    return jnp.concatenate([first[:, :, None], after[:, :, :-1]], 2), after[:, :, -1]
-
-
 def _chunks(x, size, fill):
     """(B,H,T) -> (B,H,N,L); positions past T take `fill`."""
     x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % size)], constant_values=fill)
@@ -124,20 +97,46 @@ def _chunks(x, size, fill):
 
 
 def _suffix_sums(x):
-    return _accumulate(jnp.add, x[..., ::-1], 0.0)[..., ::-1]
+    return _running(lambda later, x: (later[0] + x[0],), (x,), (0.0,), reverse=True)[0]
 
 
-def _accumulate(combine, x, empty):
-    """Running sums (or maxima) along the last axis, a multiple of 8 long.
+def _running_maps(shift, least, began=None):
+    """m -> max(m + shift, least) of every position composed from the first to each, along the last
+    axis: (shifts, leasts).  Where began >= 0 it starts anew; its running maximum comes third."""
 
-    In two steps, of 8 terms and of the rest, of which XLA makes one small kernel each: 16 to 24
-    terms a position, where a masked L x L sum has L.
+    def compose(before, x):
+        (s0, m0, *p0), (s, m, *p) = before, x
+        shifted, moved = s0 + s, jnp.maximum(m0 + s, m)
+        if not p:
+            return shifted, moved
+        anew = p[0] >= 0
+        shifted, moved = jnp.where(anew, s, shifted), jnp.where(anew, m, moved)
+        return shifted, moved, jnp.maximum(p0[0], p[0])
+
+    if began is None:
+        return _running(compose, (shift, least), (0.0, -jnp.inf))
+    return _running(compose, (shift, least, began), (0.0, -jnp.inf, -1))
+
+
+def _running(combine, x, empty, reverse=False):
+    """combine(what lies before, x) of all x up to each position of the last axis.
+
+    In steps of up to 8 terms, of which XLA makes one small kernel each: 16 terms a position for 64
+    of them, where a masked L x L sum has L and a binary tree has 6 kernels.
     """
-    empty = jnp.asarray(empty, x.dtype)
-    for stride, terms in ((1, 8), (8, x.shape[-1] // 8)):
-        shifted = [
-            lax.pad(x, empty, [(0, 0, 0)] * (x.ndim - 1) + [(stride * n, -stride * n, 0)])
-            for n in range(terms)
-        ]
-        x = lax.optimization_barrier(functools.reduce(combine, shifted))
+    length, stride = x[0].shape[-1], 1
+    while stride < length:
+
+        def shifted(n, stride=stride, x=x):
+            ends = (-stride * n, stride * n) if reverse else (stride * n, -stride * n)
+            pads = lambda a: [(0, 0, 0)] * (a.ndim - 1) + [(*ends, 0)]
+            return tuple(
+                lax.pad(a, jnp.asarray(e, a.dtype), pads(a))
+                for a, e in zip(x, empty, strict=True)
+            )  # fmt: skip
+
+        terms = min(8, -(-length // stride))
+        x = functools.reduce(lambda x, n: combine(shifted(n), x), range(1, terms), x)
+        x = lax.optimization_barrier(x)
+        stride *= 8
     return x
