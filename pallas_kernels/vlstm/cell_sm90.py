@@ -48,10 +48,10 @@ def chunkwise(
     packed = segment_ids is not None
     starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
     wide = mosaic.stat_dtype(q.dtype)
-    i, lf = (jnp.swapaxes(x, 1, 2) for x in reference._log_gates(i, f, gate, wide))
+    i, lf = reference._log_gates(i, f, gate, wide)
     size = edge(q.shape[-1], v.shape[-1])
     # The kernels hold every m constant; these factors are 1, with the gradients of e^m and e^-m.
-    hold, first, m = lax.stop_gradient, None, jnp.zeros(i.shape[:2], wide)
+    hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
         c, n, m = (x.astype(wide) for x in initial_state)
         scale = jnp.exp(m - hold(m))
@@ -118,7 +118,7 @@ def _cell_backward(call, saved, cotangents):
     dg = jnp.sum(outside, -1)
     dg += g.decay * (jnp.sum(c_dc, (-2, -1)) + jnp.sum(n * dn, -1))
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
-    flat = lambda x: x.reshape(*x.shape[:2], -1)[:, :, : call.length]
+    flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
     return dq, dk, dv, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
 
 

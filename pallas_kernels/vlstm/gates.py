@@ -1,7 +1,7 @@
 """Everything of the vLSTM that is one number a position or a chunk, for the kernels: plain jnp.
 
 The formulas are those of `reference.chunkwise`, in float32 and with m held constant.
-Axes: B batch, H heads, N chunks, L positions of a chunk.
+Axes: B batch, T time, H heads, N chunks, L positions of a chunk.
 """
 
 import functools
@@ -32,51 +32,48 @@ class Gates(NamedTuple):
 
 
 def gates(i, lf, m, starts, size: int) -> Gates:
-    """i, lf: (B,H,T) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool,
-    where another document begins, or None."""
-    hold = lax.stop_gradient
-    chunks = lambda x, fill: _chunks(x, size, fill)
-    # A closed input gate and an open forget gate: padding leaves the state as it is.
-    i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf, 0)
-    position = jnp.arange(size, dtype=jnp.int32)
-    in_last = continues = jnp.ones((), bool)
-    keeps, start, began = continues, None, ()
-    if starts is not None:
-        began = (jnp.where(chunks(starts[:, None], False), position, -1),)
+    """i, lf: (B,T,H) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool,
+    where another document begins, or None.
 
-    # b: sum of log forget gates since the chunk or the document began.  No difference of running
-    # sums: a closed gate in one document cannot blur the next.
-    # top: the largest logarithm of D in a row, and so in the last row that of `admit`.
-    b, top, *began = _running_maps(lf, i, *began)
+    Computed as (B,N,L,H), and turned as the last step: XLA transposes for nothing there.
+    """
+    hold = lax.stop_gradient
+    # A closed input gate and an open forget gate: padding leaves the state as it is.
+    i, lf = _chunks(jnp.maximum(i, CLOSED), size, CLOSED), _chunks(lf, size, 0)
+    position = jnp.arange(size, dtype=jnp.int32)[:, None]
+    in_last = continues = jnp.ones((1, 1, size, 1), bool)
+    start, began = None, ()
+    if starts is not None:
+        began = (jnp.where(_chunks(starts[..., None], size, False), position, -1),)
+    b, top, after, *began = _within(lf, i, *began)
     if starts is not None:
         began = began[0]  # where the latest document of the chunk began, -1: before the chunk
-        continues, start = began < 0, jnp.broadcast_to(jnp.maximum(began, 0), i.shape)
-        in_last, keeps = position >= began[..., -1:], continues[..., -1]
-    g, a_max = b[..., -1], top[..., -1]
-    # Not g - b, which is rounded as large b are: the sum of what comes after each position.
-    after = jnp.pad(lf[..., 1:], [(0, 0)] * (lf.ndim - 1) + [(0, 1)])
-    a = jnp.where(in_last, _suffix_sums(after) + i, -jnp.inf)
+        continues, in_last = began < 0, position >= began[:, :, -1:]
+        start = jnp.broadcast_to(jnp.maximum(began, 0), i.shape)
+    keeps, g, a_max = continues[:, :, -1], b[:, :, -1], top[:, :, -1]
 
     # m after chunk k is max(g + m before, a_max), and where the state is emptied m before is 0.
-    m0 = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))
-    shift, least = _running_maps(jnp.where(keeps, g, -jnp.inf), m0)
-    m_after = jnp.maximum(shift + m[..., None], least)
-    m_last = m_after[..., -1]
+    least = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))
+    shift, least = _over_chunks(jnp.where(keeps, g, -jnp.inf), least)
+    m_after = jnp.maximum(shift + m[:, None], least)
+    m_last = m_after[:, -1]
     m_after = hold(m_after)
-    m_before = jnp.concatenate([hold(m)[..., None], m_after[..., :-1]], -1)
+    m_before = jnp.concatenate([hold(m)[:, None], m_after[:, :-1]], 1)
 
-    from_state = b + jnp.where(continues, m_before[..., None], 0)
+    from_state = b + jnp.where(continues, m_before[:, :, None], 0)
     m = jnp.maximum(jnp.maximum(from_state, top), FLOOR)
+    a = jnp.where(in_last, after + i, -jnp.inf)
+    turn = lambda x: jnp.moveaxis(x, -1, 1)
     return Gates(
-        row=(b - m) * LOG2E,
-        col=(i - b) * LOG2E,
-        carried=jnp.exp(jnp.where(continues, from_state - m, -jnp.inf)),
-        admit=jnp.exp(a - m_after[..., None]),
-        decay=jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf)),
-        m=m,
+        row=turn((b - m) * LOG2E),
+        col=turn((i - b) * LOG2E),
+        carried=turn(jnp.exp(jnp.where(continues, from_state - m, -jnp.inf))),
+        admit=turn(jnp.exp(a - m_after[:, :, None])),
+        decay=turn(jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))),
+        m=turn(m),
         m_last=m_last,
-        start=start,
-        in_last=in_last if start is not None else None,
+        start=None if start is None else turn(start),
+        in_last=None if start is None else turn(in_last),
     )
 
 
@@ -91,52 +88,87 @@ def forget_gradient(db, dg, start, in_last):
 
 
 def _chunks(x, size, fill):
-    """(B,H,T) -> (B,H,N,L); positions past T take `fill`."""
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % size)], constant_values=fill)
-    return x.reshape(*x.shape[:2], -1, size)
+    """(B,T,H) -> (B,N,L,H); positions past T take `fill`."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)], constant_values=fill)
+    return x.reshape(x.shape[0], -1, size, x.shape[2])
+
+
+EMPTY = 0.0, -jnp.inf, -1  # what _compose leaves as it is
+
+
+def _compose(before, x):
+    """The map m -> max(m + shift, least) after another one: (shift, least) of both.
+
+    A third number, began, is at least 0 where x starts anew; of both it is the maximum.
+    """
+    (s0, m0, *p0), (s, m, *p) = before, x
+    shift, least = s0 + s, jnp.maximum(m0 + s, m)
+    if not p:
+        return shift, least
+    anew = p[0] >= 0
+    return jnp.where(anew, s, shift), jnp.where(anew, m, least), jnp.maximum(p0[0], p[0])
+
+
+def _within(lf, i, *began):
+    """Within each chunk of (B,N,L,H): b, top, after, and where the latest document began.
+
+    b: sum of log forget gates since the chunk or the document began.  No difference of running
+    sums: a closed gate in one document cannot blur the next.
+    top: the largest logarithm of D in a row, and so in the last row that of `admit`.
+    after: the sum of what comes after a position.  Not b of the last one minus b, which is rounded
+    as large b are.
+
+    In two steps of sqrt(L) terms, of which XLA makes a kernel each.
+    """
+    length = lf.shape[2]
+    width = math.ceil(math.sqrt(length))
+    x = [
+        jnp.pad(z, [(0, 0), (0, 0), (0, width), (0, 0)], constant_values=empty)
+        for z, empty in zip((lf, i, *began), EMPTY, strict=False)
+    ]
+    x = lax.optimization_barrier(_windows(x, 2, 1, width))
+    after = jnp.zeros((), lf.dtype)
+    for n in range(1, length // width + 1):
+        after += _shifted(x[:1], 2, -n * width)[0]
+    b, top, *began = (z[:, :, :length] for z in _windows(x, 2, width, -(-length // width)))
+    return lax.optimization_barrier((b, top, after[:, :, :length], *began))
+
+
+def _over_chunks(shift, least):
+    """The maps of all chunks up to each, composed, along axis 1.
+
+    The last step, for up to 16 chunks the only one, XLA does again in each kernel that uses it.
+    """
+    x, stride = (shift, least), 1
+    while stride < shift.shape[1]:
+        if stride > 1:
+            x = lax.optimization_barrier(x)
+        x, stride = _windows(x, 1, stride, 16), stride * 16
+    return x
+
+
+def _windows(x, axis, stride, terms):
+    """Each element with `terms` - 1 before it, `stride` apart, composed."""
+    before = (_shifted(x, axis, stride * n) for n in range(1, terms))
+    return functools.reduce(lambda x, y: _compose(y, x), before, tuple(x))
+
+
+def _shifted(x, axis, n):
+    """x[position - n], and nothing from outside."""
+
+    def one(z, empty):
+        widths = [(0, 0, 0)] * z.ndim
+        widths[axis] = (n, -n, 0)
+        return lax.pad(z, jnp.asarray(empty, z.dtype), widths)
+
+    return tuple(one(z, empty) for z, empty in zip(x, EMPTY, strict=False))
 
 
 def _suffix_sums(x):
-    return _running(lambda later, x: (later[0] + x[0],), (x,), (0.0,), reverse=True)[0]
-
-
-def _running_maps(shift, least, began=None):
-    """m -> max(m + shift, least) of every position composed from the first to each, along the last
-    axis: (shifts, leasts).  Where began >= 0 it starts anew; its running maximum comes third."""
-
-    def compose(before, x):
-        (s0, m0, *p0), (s, m, *p) = before, x
-        shifted, moved = s0 + s, jnp.maximum(m0 + s, m)
-        if not p:
-            return shifted, moved
-        anew = p[0] >= 0
-        shifted, moved = jnp.where(anew, s, shifted), jnp.where(anew, m, moved)
-        return shifted, moved, jnp.maximum(p0[0], p[0])
-
-    if began is None:
-        return _running(compose, (shift, least), (0.0, -jnp.inf))
-    return _running(compose, (shift, least, began), (0.0, -jnp.inf, -1))
-
-
-def _running(combine, x, empty, reverse=False):
-    """combine(what lies before, x) of all x up to each position of the last axis.
-
-    In steps of up to 8 terms, of which XLA makes one small kernel each: 16 terms a position for 64
-    of them, where a masked L x L sum has L and a binary tree has 6 kernels.
-    """
-    length, stride = x[0].shape[-1], 1
-    while stride < length:
-
-        def shifted(n, stride=stride, x=x):
-            ends = (-stride * n, stride * n) if reverse else (stride * n, -stride * n)
-            pads = lambda a: [(0, 0, 0)] * (a.ndim - 1) + [(*ends, 0)]
-            return tuple(
-                lax.pad(a, jnp.asarray(e, a.dtype), pads(a))
-                for a, e in zip(x, empty, strict=True)
-            )  # fmt: skip
-
-        terms = min(8, -(-length // stride))
-        x = functools.reduce(lambda x, n: combine(shifted(n), x), range(1, terms), x)
+    """Sums along the last axis from each element to the last, like `_within`."""
+    length = x.shape[-1]
+    width = math.ceil(math.sqrt(length))
+    for stride, terms in ((1, width), (width, -(-length // width))):
+        x = sum((_shifted((x,), -1, -stride * n)[0] for n in range(1, terms)), x)
         x = lax.optimization_barrier(x)
-        stride *= 8
     return x

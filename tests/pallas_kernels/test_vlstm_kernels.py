@@ -13,7 +13,7 @@ import vlstm_twins
 from kernel_checks import ON_GPU, check_op, normal
 
 from pallas_kernels import backend, vlstm
-from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90
+from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90, states_sm90
 
 assert attention_interpreter
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
@@ -123,6 +123,24 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
     check_op(
         flat(vlstm), xla, q, k, v, jnp.asarray(i), jnp.asarray(f), segment_ids=ids, kernels=KERNELS
     )
+
+
+def test_chunks_walked_in_segments(monkeypatch):
+    """Seven chunks in segments of 2, 2, 2 and 1, with documents and states in and out."""
+    monkeypatch.setattr(states_sm90, "LEAST", 1)
+    monkeypatch.setattr(cell_sm90, "sm_count", lambda: 4)
+    assert states_sm90.segments(1, 7, 4) == 4
+    ids = jnp.asarray(np.repeat([[4, 1, 2]], [150, 50, 248], axis=1))
+    options = {"segment_ids": ids, "return_state": True, "kernels": (*KERNELS, "vlstm_join")}
+    check_op(flat(vlstm), xla, *inputs(1, 448, 1, 64, 64, state=True), **options)
+
+
+def test_segments_fill_idle_sms_only():
+    segments = lambda *a: states_sm90.segments(*a, sms=132)
+    assert segments(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
+    assert segments(45, 512) == 1  # a second walk costs what two segments win
+    assert segments(8, 23) == 1  # so few chunks are walked along sooner than joined
+    assert segments(4, 1024) == 33
 
 
 def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
