@@ -22,6 +22,7 @@ from pallas_kernels import mosaic
 
 WGMMA = plgpu.Layout.WGMMA
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
+TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # a column's sum is in four lanes, not in all warps
 ROWS = 64  # rows of one wgmma, and of one computing warpgroup
 LEAST = 8  # chunks of a segment: with fewer, three kernels take longer than one
 
@@ -43,9 +44,9 @@ def fewer_registers(wgs):
         plgpu.set_max_registers({2: 24, 3: 32}[wgs], action="decrease")
 
 
-def segments(blocks: int, count: int, sms: int) -> int:
+def segments(blocks: int, count: int, at_once: int) -> int:
     """Into how many segments the chunks are cut; 1 unless that wins more than the first walk."""
-    most = min(sms // blocks, count // LEAST)
+    most = min(at_once // blocks, count // LEAST)
     return mosaic.cdiv(count, mosaic.cdiv(count, most)) if most > 2 else 1
 
 
@@ -65,7 +66,8 @@ def states(
     """
     heads, size = x.shape[2], weight.shape[-1]
     blocks = x.shape[0] * heads * (x.shape[-1] // size) * (y.shape[-1] // size)
-    cuts = segments(blocks, decay.shape[-1], sms)
+    at_once = sms * (2 if size == ROWS else 1)  # blocks; registers and shared memory decide
+    cuts = segments(blocks, decay.shape[-1], at_once)
     walk = functools.partial(
         _walk, x, y, weight, vector, decay, cuts=cuts, reverse=reverse, saturate=saturate
     )
@@ -127,12 +129,19 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                 plgpu.commit_smem()
                 pl.when(n + 1 < steps)(lambda: load_other(n + 1))
 
+            def sum_columns(chunk, slot):
+                # Read once more: the sum over rows of `x` takes 136 registers of a block of 64-row
+                # tiles and all four warps, this one 113, with which an SM runs two.
+                x = load(x_smem.at[slot, wg], layout=TURNED).astype(jnp.float32)
+                vector = load(vector_ref.at[b, h, chunk], layout=TURNED.reduce(1))
+                return jnp.sum(x * mosaic.along(vector, x.shape, 0), axis=0)
+
             def walk(acc):
                 acc[...] = mosaic.zeros((ROWS, size), WGMMA)
-                sums = mosaic.zeros((ROWS,), COL)
+                sums = mosaic.zeros((ROWS,), TURNED.reduce(0))
                 if begins:
                     acc[...] = load(first_refs[0].at[b, h, segment, *here], layout=WGMMA)
-                    sums = load(first_refs[1].at[b, h, segment, mine], layout=COL)
+                    sums = load(first_refs[1].at[b, h, segment, mine], layout=TURNED.reduce(0))
                 if dots:
                     load_other(0)
 
@@ -140,7 +149,6 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                     chunk, slot = chunk_of(n), slot_of(n)
                     decay = decay_ref[b, h, chunk]
                     weight = load(weight_ref.at[b, h, chunk], layout=ROW)
-                    vector = load(vector_ref.at[b, h, chunk], layout=ROW)
                     state = acc[...]
                     if keep:
                         plgpu.wait_smem_to_gmem(0)  # the state before has left out_smem
@@ -161,11 +169,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                     plgpu.commit_smem()
                     plgpu.wgmma(acc, scaled_smem.at[wg].transpose((1, 0)), y_smem.at[slot])
                     sums = lax.cond(
-                        y0 == 0,
-                        lambda: (
-                            sums * decay + jnp.sum(x * mosaic.along(vector, x.shape, 0), axis=0)
-                        ),
-                        lambda: sums,
+                        y0 == 0, lambda: sums * decay + sum_columns(chunk, slot), lambda: sums
                     )
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
