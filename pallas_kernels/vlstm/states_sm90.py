@@ -203,11 +203,12 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                 plgpu.copy_gmem_to_smem(part, y_smem.at[slot], full.at[slot])
 
     swizzled = functools.partial(mosaic.wgmma_tiles, dtype=dtype)
-    of_head = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct((batch, heads, *shape), dtype)
+    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
+    before = jax.ShapeDtypeStruct((batch, heads, count, dx, dy), dtype)
     return plgpu.kernel(
         vlstm_states,
         out_type=(
-            *[of_head(count, dx, dy, dtype=dtype), of_head(count, dx)] * keep,
+            *[before, of_head(count, dx)] * keep,
             *[of_head(ends, dx, dy), of_head(ends, dx)] * (ends > 0),
             *[of_head(count, y_tiles, dx)] * dots,
         ),
