@@ -22,7 +22,7 @@ from pallas_kernels import mosaic
 
 WGMMA = plgpu.Layout.WGMMA
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
-TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # a column's sum is in four lanes, not in all warps
+TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # in which a turned square is loaded
 ROWS = 64  # rows of one wgmma, and of one computing warpgroup
 LEAST = 8  # chunks of a segment: with fewer, three kernels take longer than one
 
@@ -98,7 +98,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
         out_refs, rest = rest[: 2 * keep], rest[2 * keep :]
         last_refs, rest = rest[: 2 * (ends > 0)], rest[2 * (ends > 0) :]
         dots_refs, rest = rest[:dots], rest[dots:]
-        x_smem, y_smem, scaled_smem, out_smem, full, free, *of_other = rest
+        x_smem, y_smem, vectors_smem, scaled_smem, out_smem, full, free, *of_other = rest
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         pair, segment, tile = block // tiles // walked, block // tiles % walked, block % tiles
         b, h = pair // heads, pair % heads
@@ -129,26 +129,27 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                 plgpu.commit_smem()
                 pl.when(n + 1 < steps)(lambda: load_other(n + 1))
 
-            def sum_columns(chunk, slot):
-                # Read once more: the sum over rows of `x` takes 136 registers of a block of 64-row
-                # tiles and all four warps, this one 113, with which an SM runs two.
-                x = load(x_smem.at[slot, wg], layout=TURNED).astype(jnp.float32)
-                vector = load(vector_ref.at[b, h, chunk], layout=TURNED.reduce(1))
-                return jnp.sum(x * mosaic.along(vector, x.shape, 0), axis=0)
+            def sum_columns(slot):
+                # Read once more, turned: a column's sum then is in 4 lanes and not in all warps.
+                square = x_smem.at[slot, wg].transpose((1, 0))
+                x = plgpu.load(square, layout=TURNED).astype(jnp.float32)
+                vector = load(vectors_smem.at[slot, 1], layout=TURNED.reduce(0))
+                return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
 
             def walk(acc):
                 acc[...] = mosaic.zeros((ROWS, size), WGMMA)
-                sums = mosaic.zeros((ROWS,), TURNED.reduce(0))
+                sums = mosaic.zeros((ROWS,), TURNED.reduce(1))
                 if begins:
                     acc[...] = load(first_refs[0].at[b, h, segment, *here], layout=WGMMA)
-                    sums = load(first_refs[1].at[b, h, segment, mine], layout=TURNED.reduce(0))
+                    sums = load(first_refs[1].at[b, h, segment, mine], layout=TURNED.reduce(1))
                 if dots:
                     load_other(0)
 
-                def step(n, sums):
+                def step(n, carry):
+                    decay, sums = carry
                     chunk, slot = chunk_of(n), slot_of(n)
-                    decay = decay_ref[b, h, chunk]
-                    weight = load(weight_ref.at[b, h, chunk], layout=ROW)
+                    # One chunk ahead: from global memory it takes as long as the matmul.
+                    ahead = decay_ref[b, h, chunk_of(jnp.minimum(n + 1, steps - 1))]
                     state = acc[...]
                     if keep:
                         plgpu.wait_smem_to_gmem(0)  # the state before has left out_smem
@@ -164,18 +165,19 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                         multiply_other(n, state)
                     acc[...] = state * decay
                     plgpu.barrier_wait(full.at[slot])
+                    weight = load(vectors_smem.at[slot, 0], layout=ROW)
                     x = plgpu.load(x_smem.at[slot, wg], layout=WGMMA).astype(jnp.float32)
                     scaled_smem[wg] = (x * mosaic.along(weight, x.shape, 0)).astype(dtype)
                     plgpu.commit_smem()
                     plgpu.wgmma(acc, scaled_smem.at[wg].transpose((1, 0)), y_smem.at[slot])
-                    sums = lax.cond(
-                        y0 == 0, lambda: sums * decay + sum_columns(chunk, slot), lambda: sums
-                    )
+                    sums = lax.cond(y0 == 0, lambda: sums * decay + sum_columns(slot), lambda: sums)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
-                    return sums
+                    return ahead, sums
 
-                return lax.fori_loop(0, steps, step, sums), acc[...]
+                carry = decay_ref[b, h, chunk_of(0)], sums
+                _, sums = lax.fori_loop(0, steps, step, carry)
+                return sums, acc[...]
 
             sums, state = pl.run_scoped(walk, plgpu.ACC((ROWS, size), jnp.float32))
             if ends:
@@ -194,13 +196,18 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
 
             @pl.loop(0, steps)
             def _(n):
-                slot, at = slot_of(n), pl.ds(chunk_of(n) * size, size)
+                chunk, slot = chunk_of(n), slot_of(n)
+                at = pl.ds(chunk * size, size)
                 pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 for w in range(wgs):
                     part = x_ref.at[b, at, h, pl.ds(x0 + w * ROWS, ROWS)]
                     plgpu.copy_gmem_to_smem(part, x_smem.at[slot, w], full.at[slot])
                 part = y_ref.at[b, at, h, pl.ds(y0, size)]
                 plgpu.copy_gmem_to_smem(part, y_smem.at[slot], full.at[slot])
+                for place, ref in enumerate((weight_ref, vector_ref)):
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[b, h, chunk], vectors_smem.at[slot, place], full.at[slot]
+                    )
 
     swizzled = functools.partial(mosaic.wgmma_tiles, dtype=dtype)
     of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
@@ -215,9 +222,10 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
         scratch_types=[
             plgpu.SMEM((stages, wgs, size, ROWS), dtype, transforms=swizzled(ROWS)),
             plgpu.SMEM((stages, size, size), dtype, transforms=swizzled(size)),
+            plgpu.SMEM((stages, 2, size), jnp.float32),
             plgpu.SMEM((wgs, size, ROWS), dtype, transforms=swizzled(ROWS)),
             plgpu.SMEM((wgs, ROWS, size), dtype, transforms=swizzled(size)),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=wgs + 1),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=wgs + 3),
             plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
             *[plgpu.SMEM((wgs, ROWS, size), dtype, transforms=swizzled(size))] * dots,
             *[plgpu.Barrier(num_barriers=wgs)] * dots,
@@ -226,7 +234,8 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # No sum here crosses warps, and all of shared memory is taken.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(x, y, weight, vector, decay, *(first or ()), *[other] * dots)
 
 
