@@ -61,9 +61,25 @@ def joined(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Float[Arra
     ).reshape(*arrays[0].shape[:-1], -1)
     weights = [constrain(layer.weight[...].astype(x.dtype), None, "tensor") for layer in layers]
     weight = constrain(side_by_side(weights), None, "tensor")
-    y = jnp.matmul(x, weight, preferred_element_type=dtype or x.dtype)
+    y = x @ weight if dtype is None else _matmul(x, weight, dtype)
     biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
     return y + side_by_side(biases) if biases else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x, weight, dtype):
+    """x @ weight in dtype, whose gradient is rounded to x's like that of every other layer.
+
+    JAX by itself would multiply float32 with bf16, for which XLA keeps x in float32 until then.
+    """
+    return jnp.matmul(x, weight, preferred_element_type=dtype)
+
+
+def _matmul_backward(dtype, operands, dy):
+    return jax.vjp(jnp.matmul, *operands)[1](dy.astype(operands[0].dtype))
+
+
+_matmul.defvjp(lambda x, weight, dtype: (_matmul(x, weight, dtype), (x, weight)), _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
