@@ -172,6 +172,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                     plgpu.wgmma(acc, scaled_smem.at[wg].transpose((1, 0)), y_smem.at[slot])
                     sums = lax.cond(y0 == 0, lambda: sums * decay + sum_columns(slot), lambda: sums)
                     plgpu.wgmma_wait(0)
+                    plgpu.commit_smem()  # all four warps have read x and its vector
                     plgpu.barrier_arrive(free.at[slot])
                     return ahead, sums
 
