@@ -72,8 +72,14 @@ def use_kernel(
         if not told and decision.runs != "mosaic":
             level = logging.INFO if jax.default_backend() == "cpu" else logging.WARNING
             log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
-        _decisions[decision] = _decisions.get(decision, 0) + 1
+    tell(decision)
     return decision.runs == "mosaic"
+
+
+def tell(decision: Decision) -> None:
+    """Records a decision for `explain()`; `use_kernel` does so by itself."""
+    if not _silenced:
+        _decisions[decision] = _decisions.get(decision, 0) + 1
 
 
 @functools.cache

@@ -7,9 +7,12 @@ z sigmoid(2 u), which takes fewer instructions and keeps its digits where tanh i
 backward pass recomputes the sigmoid from z, so nothing but z is saved.  Both directions move bytes
 only: z is read once and y written once (backward: z and dy read, dx written).
 
-The bias is added by XLA, which does that within the matmul that makes x.  Its gradient, the sum of
-dx over all rows, is taken while dx is in registers: XLA would read dx once more, which costs a
-third of the backward kernel's time.
+With a bias, x is what a matmul has made, and cuBLASLt can add the bias and take the GELU while the
+product is in registers: XLA asks it to where it finds the formula written out in x's dtype right
+behind the matmul.  So the forward pass in bf16 is that formula, and no kernel: it saves a pass over
+x, 0.4 of GPT-2 124M's 57.4 ms a step on an H100.  The gradient of the bias, the sum of dx over all
+rows, is taken while dx is in registers: XLA would read dx once more, which costs a third of the
+backward kernel's time.
 """
 
 import math
@@ -45,9 +48,12 @@ def gelu(
         raise ValueError(f"bias has shape {bias.shape}, not {x.shape[-1:]}, x's last axis")
     if not _backend.use_kernel("gelu", backend, why_not(x, bias)):
         return gelu_reference(x, bias)
-    return (
-        _gelu(x) if bias is None else _gelu_of_sum(x.reshape(-1, bias.size), bias).reshape(x.shape)
-    )
+    if bias is None:
+        return _gelu(x)
+    if x.dtype == jnp.bfloat16:
+        why = "forward, bf16 with a bias: cuBLASLt takes it in the matmul before"
+        _backend.tell(_backend.Decision("gelu", "xla", why))
+    return _gelu_of_sum(x.reshape(-1, bias.size), bias).reshape(x.shape)
 
 
 def gelu_reference(x, bias=None):
@@ -150,7 +156,13 @@ def _gelu_of_sum(x, bias):
 
 def _forward_of_sum(x, bias):
     z = x + bias.astype(x.dtype)
-    return _gelu(z), (z, jnp.zeros((), bias.dtype))
+    y = _in_the_matmul(z) if x.dtype == jnp.bfloat16 else _gelu(z)
+    return y, (z, jnp.zeros((), bias.dtype))
+
+
+def _in_the_matmul(z):
+    """The formula in z's dtype, in the order in which XLA looks for it behind a matmul."""
+    return z * (0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * (z * z * z)))))
 
 
 def _backward_of_sum(saved, dy):
