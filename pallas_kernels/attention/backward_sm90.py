@@ -52,6 +52,7 @@ from pallas_kernels.attention.items_sm90 import (
     plan,
     section_pairs,
     work_items,
+    worth_planning,
 )
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
@@ -68,9 +69,10 @@ from pallas_kernels.attention.masks_sm90 import (
 def dq_tiles(head_dim: int) -> Tiles:
     # H100, B4 T4096 32/8: D64 0.73 ms, two warpgroups 0.76, not persistent 0.80.  D128, by section:
     # one head at a time 1.27 ms, 4 MiB 1.33, 32 MiB 1.42, all 1.49; persistent 1.43.
-    if head_dim > 128:
-        return Tiles(2, 64, 2, False, 0)  # as much as shared memory and registers hold
-    return Tiles(3, 64, 3, True, 16) if head_dim <= 64 else Tiles(2, 64, 2, False, 0)
+    # B8 T2048 16/16 D96: 0.268 ms, not persistent 0.301.
+    if head_dim <= 96:
+        return Tiles(3 if head_dim <= 64 else 2, 64, 3, True, 16)
+    return Tiles(2, 64, 2, False, 0)  # at 256 as much as shared memory and registers hold
 
 
 def backward(
@@ -121,15 +123,16 @@ def _backward_dq(
     shared = d > 128  # two warpgroups share the rows
     v_stages = 1 if shared else stages  # as many as shared memory holds
     sets = 1 if shared else wgs  # of 64 rows
+    packed = segments is not None
     block = sets * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
-    persistent = persistent and items > sms
+    persistent = persistent and worth_planning(blocks, items, sms, packed)
     sides = 2 if persistent else 1  # buffers of Q and dO: of this item and of the next one
     lead = (blocks * block - t) // ROWS * ROWS  # the block that is not full is the first one
     visits = Visits(lengths, causal, window, bkv)
     offset = visits.offset
-    ragged, has_dlse, packed = s_len % bkv != 0, dlse is not None, segments is not None
+    ragged, has_dlse = s_len % bkv != 0, dlse is not None
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
     section = section_pairs(b * h, pair_bytes, section)

@@ -32,6 +32,7 @@ from pallas_kernels.attention.items_sm90 import (
     plan,
     section_pairs,
     work_items,
+    worth_planning,
 )
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
@@ -62,13 +63,12 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int) -> Tiles:
-    # H100, B32 T1024 12/12 D64: 0.153 ms; 0.164 with the next queries loaded at the end of an item,
-    # 0.184 if not persistent (all of these without sections).  B1 T16384 16/16 D128: 1.56 ms,
-    # persistent 1.72; two 64-key tiles instead of one of 128 cost 9 to 12% there.
-    if head_dim <= 64:
-        return Tiles(3, 128, 2, True, 16)
-    # 256 columns of O leave registers and shared memory for 64 keys.
-    return Tiles(2, 128 if head_dim <= 128 else 64, 2, False, 16)
+    # H100, B32 T1024 12/12 D64: 0.141 ms, without sections 0.159 (and if not persistent 0.184).
+    # B8 T2048 16/16 D96: 0.203 ms, not persistent 0.228.  D128: B4 T4096 32/8 0.805 ms, not
+    # persistent 0.856; B1 T16384 16/16 1.512 and 1.537.
+    if head_dim <= 128:
+        return Tiles(3 if head_dim <= 64 else 2, 128, 2, True, 16)
+    return Tiles(2, 64, 2, False, 16)  # 256 columns of O leave registers for 64 keys
 
 
 def registers(wgs: int) -> tuple[int, int]:
@@ -142,19 +142,18 @@ def forward(
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
     wgs, bkv, stages, persistent, section = tile or tiles(d)
+    packed = segments is not None
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
-    persistent = persistent and items > sms
+    persistent = persistent and worth_planning(blocks, items, sms, packed)
     sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
     # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
     # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
     lead = (blocks * block - t) // ROWS * ROWS
     visits = Visits(lengths, causal, window, bkv)
     offset = visits.offset
-    # O leaves through the buffer of Q where shared memory has no room for another.
-    o_in_q = d > 128 and not persistent
-    ragged, packed = s_len % bkv != 0, segments is not None
+    ragged = s_len % bkv != 0
     # Steps after the first one may need the mask: the diagonal may cross two tiles, segments may
     # begin and end anywhere, and so may the window.
     mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
@@ -176,9 +175,10 @@ def forward(
     def attention_forward(q_ref, k_ref, v_ref, *rest):
         (plan_ref,), rest = take(rest, 1, persistent)
         (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
-        o_ref, lse_ref, q_smem, *rest = rest
-        o_smem, *rest = (q_smem, *rest) if o_in_q else rest
-        k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
+        # O leaves through the buffer of its own queries: another one would not fit beside those of
+        # the next queries at D = 128, and at D = 64 it gains less than 1%.
+        o_ref, lse_ref, qo_smem, k_smem, v_smem, lse_smem, *rest = rest
+        q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
         (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
@@ -191,7 +191,7 @@ def forward(
                 row, (batch, head) = where(item)
                 rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
                 at = side * wgs + wg
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[at], q_bars.at[at])
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], qo_smem.at[at], q_bars.at[at])
                 if packed:
                     ids = q_ids_ref.at[batch, rows]
                     plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[at], q_bars.at[at])
@@ -210,8 +210,6 @@ def forward(
                 Step n takes key tile top - 1 - n: from the diagonal downwards, so that the causal
                 mask is a matter of the first steps alone.
                 """
-                if following is not None:
-                    pl.when(following >= 0)(lambda: load_q(following, 1 - side))
                 at = side * wgs + wg  # this item's queries
                 row, (batch, head) = where(item)
                 q0 = row + wg * ROWS
@@ -226,6 +224,11 @@ def forward(
                 edge = last
                 if window is not None or packed:
                     edge = jnp.clip(top - whole[0], unmasked, last)
+
+                def load_following():
+                    if following is not None:
+                        plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
+                        pl.when(following >= 0)(lambda: load_q(following, 1 - side))
 
                 def pass_by(lo, hi):  # steps in which the block's other warpgroups work
                     @pl.loop(lo, hi)
@@ -266,7 +269,7 @@ def forward(
                     return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
                 def first_scores(s_acc):
-                    plgpu.wgmma(s_acc, q_smem.at[at], k_smem.at[slot_of(first)].transpose((1, 0)))
+                    plgpu.wgmma(s_acc, qo_smem.at[at], k_smem.at[slot_of(first)].transpose((1, 0)))
                     next_turn()
                     return s_acc[...]
 
@@ -278,7 +281,7 @@ def forward(
                     my_turn()
 
                     def issue(s_acc):
-                        plgpu.wgmma(s_acc, q_smem.at[at], k_smem.at[slot].transpose((1, 0)))
+                        plgpu.wgmma(s_acc, qo_smem.at[at], k_smem.at[slot].transpose((1, 0)))
                         plgpu.barrier_wait(v_full.at[before])
                         plgpu.wgmma(o_acc, p, v_smem.at[before])
                         next_turn()
@@ -299,6 +302,7 @@ def forward(
                     row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
                     begin_masked = causal or ragged or packed
                     carry = softmax(s, first, row(LOWEST), row(0), begin_masked)[:3]
+                    load_following()
                     body = functools.partial(step, o_acc)
                     p, m, l = lax.fori_loop(first + 1, last, body, carry)
                     if packed:
@@ -316,15 +320,14 @@ def forward(
                 def _():
                     pass_by(n0, first)
                     o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
-                    plgpu.wait_smem_to_gmem(0)  # the block before has left o_smem
                     inverse = 1 / l
                     if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
                         inverse = jnp.where(l > 0, inverse, 0)
-                    o_smem[wg] = (o * rows_to(inverse, o.shape)).astype(dtype)
+                    qo_smem[at] = (o * rows_to(inverse, o.shape)).astype(dtype)
                     lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
                     plgpu.commit_smem()
                     rows = pl.ds(q0, ROWS)
-                    plgpu.copy_smem_to_gmem(o_smem.at[wg], o_ref.at[batch, rows, head])
+                    plgpu.copy_smem_to_gmem(qo_smem.at[at], o_ref.at[batch, rows, head])
                     plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows])
 
                 if lead:
@@ -332,6 +335,7 @@ def forward(
                     @pl.when(q0 < 0)  # nothing but padding
                     def _():
                         plgpu.barrier_wait(q_bars.at[at])
+                        load_following()
                         pass_by(n0, end)
 
                 return end
@@ -388,7 +392,6 @@ def forward(
         ),
         scratch_types=[
             smem(sides * wgs, ROWS),
-            *[smem(wgs, ROWS)] * (not o_in_q),
             *[smem(stages, bkv)] * 2,
             plgpu.SMEM((wgs, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sides * wgs),
