@@ -167,8 +167,8 @@ def _in_the_matmul(z):
 
 def _backward_of_sum(saved, dy):
     z, like_bias = saved
-    dx, dbias = _backward_rows(z.reshape(-1, z.shape[-1]), dy.reshape(-1, z.shape[-1]))
-    return dx.reshape(z.shape), dbias.astype(like_bias.dtype)
+    dx, dbias = _backward_rows(z, dy)
+    return dx, dbias.astype(like_bias.dtype)
 
 
 _gelu_of_sum.defvjp(_forward_of_sum, _backward_of_sum)

@@ -26,7 +26,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -45,15 +44,7 @@ from pallas_kernels.attention.forward_sm90 import (
     rows_to,
     some_rows_see_nothing,
 )
-from pallas_kernels.attention.items_sm90 import (
-    block_costs,
-    divide,
-    item_order,
-    plan,
-    section_pairs,
-    work_items,
-    worth_planning,
-)
+from pallas_kernels.attention.items_sm90 import share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
     WGMMA,
@@ -119,29 +110,26 @@ def _backward_dq(
     h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
-    wgs, bkv, stages, persistent, section = tile or dq_tiles(d)
+    tile = tile or dq_tiles(d)
+    wgs, bkv, stages = tile[:3]
     shared = d > 128  # two warpgroups share the rows
     v_stages = 1 if shared else stages  # as many as shared memory holds
     sets = 1 if shared else wgs  # of 64 rows
     packed = segments is not None
     block = sets * ROWS
     blocks = mosaic.cdiv(t, block)
-    items = blocks * b * h
-    persistent = persistent and worth_planning(blocks, items, sms, packed)
-    sides = 2 if persistent else 1  # buffers of Q and dO: of this item and of the next one
     lead = (blocks * block - t) // ROWS * ROWS  # the block that is not full is the first one
     visits = Visits(lengths, causal, window, bkv)
     offset = visits.offset
     ragged, has_dlse = s_len % bkv != 0, dlse is not None
 
-    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    section = section_pairs(b * h, pair_bytes, section)
-    order = item_order(blocks, b * h, section)
     first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
-
-    def where(item):  # -> first row of the block, (batch, head)
-        level, pair = divide(item, b * h) if persistent else order(item)
-        return first_row(level), divide(pair, h)
+    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
+    items = share_out(
+        visits, block, first_row, (b, h), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
+    )
+    where, persistent = items.where, items.persistent
+    sides = 2 if persistent else 1  # buffers of Q and dO: of this item and of the next one
 
     def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(row + lead, jnp.int32(block))
@@ -381,10 +369,7 @@ def _backward_dq(
 
             work_items(plan_ref, lambda _item: None, load)
 
-    args = []
-    if persistent:
-        costs = block_costs(visits, first_row(np.arange(blocks)), block)
-        args += [plan(costs, b * h, section, sms)]
+    args = [items.table] if persistent else []
     args += [dlse] if has_dlse else []
     if packed:
         q_ids, k_ids = segments
@@ -414,7 +399,7 @@ def _backward_dq(
             *[plgpu.SMEM(x, jnp.int32) for x in ((sets, ROWS), (stages, bkv)) if packed],
             *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
         ],
-        grid=(sms if persistent else items,),
+        grid=(items.grid,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

@@ -19,21 +19,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.items_sm90 import (
-    block_costs,
-    divide,
-    item_order,
-    plan,
-    section_pairs,
-    work_items,
-    worth_planning,
-)
+from pallas_kernels.attention.items_sm90 import share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
     WGMMA,
@@ -141,13 +132,11 @@ def forward(
     h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
-    wgs, bkv, stages, persistent, section = tile or tiles(d)
+    tile = tile or tiles(d)
+    wgs, bkv, stages = tile[:3]
     packed = segments is not None
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
-    items = blocks * b * h
-    persistent = persistent and worth_planning(blocks, items, sms, packed)
-    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
     # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
     # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
     lead = (blocks * block - t) // ROWS * ROWS
@@ -159,14 +148,13 @@ def forward(
     mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
-    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    section = section_pairs(b * h, pair_bytes, section)
-    order = item_order(blocks, b * h, section)
     first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
-
-    def where(item):  # -> first row of the block, (batch, head)
-        level, pair = divide(item, b * h) if persistent else order(item)
-        return first_row(level), divide(pair, h)
+    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
+    items = share_out(
+        visits, block, first_row, (b, h), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
+    )
+    where, persistent = items.where, items.persistent
+    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
 
     def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(row + lead, jnp.int32(block))
@@ -374,10 +362,7 @@ def forward(
 
             work_items(plan_ref, lambda _item: None, load)
 
-    args = ()
-    if persistent:
-        costs = block_costs(visits, first_row(np.arange(blocks)), block)
-        args = (plan(costs, b * h, section, sms),)
+    args = (items.table,) if persistent else ()
     if packed:
         q_ids, k_ids = pad_segments(segments, lengths)
         args += (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
@@ -402,7 +387,7 @@ def forward(
             plgpu.Barrier(num_barriers=wgs),
             *ids_smem * packed,
         ],
-        grid=(sms if persistent else items,),
+        grid=(items.grid,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

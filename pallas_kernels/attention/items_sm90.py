@@ -7,6 +7,8 @@ block should wait for the busiest one, and a block should know its next item ear
 
 import functools
 import heapq
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,39 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention.masks_sm90 import Visits
+
+
+class Items(NamedTuple):
+    """The items of a kernel, and how its grid comes by them."""
+
+    grid: int  # blocks of the kernel
+    table: np.ndarray | None  # what `plan` gives each block; None: one item a block
+    where: Callable  # item -> (first row of the block, (batch, head))
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block takes several items, and loads the next one's rows meanwhile."""
+        return self.table is not None
+
+
+def share_out(visits: Visits, block: int, first_row, pairs, tile, *, sms, pair_bytes, packed):
+    """The Items of blocks of `block` rows, which begin at first_row(level), the longest at 0.
+
+    pairs: (batch, heads).  tile: the kernel's Tiles.  pair_bytes: of what streams past a pair.
+    """
+    blocks, (batch, heads) = mosaic.cdiv(visits.rows, block), pairs
+    pairs = batch * heads
+    section = section_pairs(pairs, pair_bytes, tile.section)
+    order, table = item_order(blocks, pairs, section), None
+    if tile.persistent and worth_planning(blocks, blocks * pairs, sms, packed):
+        costs = block_costs(visits, first_row(np.arange(blocks)), block)
+        table = plan(costs, pairs, section, sms)
+
+    def where(item):
+        level, pair = order(item) if table is None else divide(item, pairs)
+        return first_row(level), divide(pair, heads)
+
+    return Items(blocks * pairs if table is None else sms, table, where)
 
 
 def section_pairs(pairs: int, pair_bytes: int, section: int | None) -> int:

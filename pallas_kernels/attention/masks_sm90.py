@@ -38,6 +38,11 @@ class Visits(NamedTuple):
         return s - t
 
     @property
+    def rows(self) -> int:
+        """Rows of a pair (batch, head): T, or S by keys."""
+        return self.lengths[1 if self.by_keys else 0]
+
+    @property
     def tiles(self) -> int:
         """In all."""
         return mosaic.cdiv(self.lengths[0 if self.by_keys else 1], self.size)
