@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import guard, sharding
 from jaxllm.config import Config
-from jaxllm.models import MODELS
+from jaxllm.models import create
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.optim import learning_rate, make_optimizer
 
 IGNORE = -100  # label of a position that takes no part in the loss
@@ -44,9 +45,8 @@ class Trainer:
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         self.state_shardings = self._state_shardings(self.abstract_params)
 
-    def _make_model(self) -> nnx.Module:
-        config = self.config.model
-        return MODELS[config.type](config, rngs=nnx.Rngs(self.config.train.seed))
+    def _make_model(self) -> LanguageModel:
+        return create(self.config.model, seed=self.config.train.seed)
 
     def _state_shardings(self, params: nnx.State) -> TrainState:
         whole = NamedSharding(self.mesh, sharding.P())
@@ -128,7 +128,6 @@ class Trainer:
 
     def _loss_sum(self, params, batch) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(self.graph, params)
-        # pyrefly: ignore[missing-attribute]
         loss = model.loss(batch["tokens"], batch["labels"])
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
