@@ -124,14 +124,11 @@ def _forward(tokens, wte, wpe, dtype):
     again is read from the cache.
     """
     width = wte.shape[1]
-    wte, wpe = _pad(wte), _pad(wpe)
-    # pyrefly: ignore[missing-attribute]
-    (b, t), (v, c) = tokens.shape, wte.shape
+    tables = [_pad(table) for table in (wte, wpe) if table is not None]
+    (b, t), (v, c) = tokens.shape, tables[0].shape
     batch = min(_BATCH, b)
     blocks = mosaic.cdiv(b, batch) * t
     slab = _SLAB if c % _SLAB == 0 else c
-    tables = [wte] if wpe is None else [wte, wpe]
-    # pyrefly: ignore[missing-attribute]
     tile, loads, layout = _columns(slab, dtype, *(table.dtype for table in tables))
 
     def encoder_forward(tokens_ref, wte_ref, *refs):
@@ -165,7 +162,6 @@ def _forward(tokens, wte, wpe, dtype):
 def _backward(tokens, dy, v, wte_dtype, positions, wpe_dtype):
     """dwte (v, C) and dwpe (positions, C), which is None for positions = 0."""
     (b, t), width = tokens.shape, dy.shape[-1]
-    # pyrefly: ignore[missing-attribute]
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
     dwte, *dwpe = _vocabulary(runs, dy, _sums(runs, dy), v, wte_dtype, positions and t, wpe_dtype)
@@ -184,12 +180,8 @@ def _runs(tokens, v):
     keys = jnp.clip(tokens, 0, v - 1).astype(jnp.uint16 if v <= 1 << 16 else jnp.uint32)
     ids, order = lax.sort((keys, place), num_keys=1, is_stable=True)
     differ = ids[1:] != ids[:-1]
-    is_end = jnp.stack(
-        [
-            jnp.pad(differ, (1, 0), constant_values=True),
-            jnp.pad(differ, (0, 1), constant_values=True),
-        ]
-    )
+    first_and_last = [jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1))]
+    is_end = jnp.stack(first_and_last)
     # One scatter for both ends; what is no end goes past the array, each to a place of its own.
     row = ids.astype(jnp.int32)
     at = jnp.where(
@@ -288,10 +280,8 @@ def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
             @pl.loop(0, _VOCAB)
             def _(i):
                 row = block + i * blocks
-                start, stop = (
-                    ends_ref[jnp.minimum(row, v - 1)],
-                    ends_ref[jnp.minimum(v + row, 2 * v - 1)],
-                )
+                start = ends_ref[jnp.minimum(row, v - 1)]
+                stop = ends_ref[jnp.minimum(v + row, 2 * v - 1)]
 
                 @pl.when((stop - start > 1) & (row < v))
                 def _():
@@ -317,9 +307,9 @@ def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
     )(order, ends, dy, sums)
 
 
-def _pad(x):
+def _pad(x: jax.Array) -> jax.Array:
     """Rows of fewer than 128 columns, one for each thread, are padded to 128."""
-    return mosaic.pad_axis(x, x.ndim - 1, 128) if x is not None and x.shape[-1] < 128 else x
+    return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

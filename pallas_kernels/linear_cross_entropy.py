@@ -179,7 +179,7 @@ def _local(labels, v, vocab_size, vocab_axis):
 
 
 @functools.partial(jax.jit, static_argnames=("real", "softcap", "write"))
-def _rows(z, labels, scale, valid=None, given=(), *, real=None, softcap, write):
+def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
     """Statistics of rows of logits, and their gradient in their place.  One block for each row.
 
     z (n, V), V a multiple of 128; labels (n,): a column, or -1; scale (n,): what dz is multiplied
@@ -231,7 +231,6 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=None, softcap, write):
 
         def statistics():
             if rest:  # under way while the others are
-                # pyrefly: ignore[bad-argument-type]
                 mine = jnp.where(group == groups - 1, valid, 0)  # the others count none of it
                 x = load(tiles * tile, rest, rest_layout, mine)
 
@@ -387,9 +386,8 @@ def _run(x, weight, labels, o: _Options, differentiate: bool):
             pair = (x_part, dz) if o.transposed else (dz, x_part)
             more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
             dw = more if dw is None else dw + more
-    if not differentiate:
+    if dw is None:  # nor dx
         return loss
-    # pyrefly: ignore[unsupported-operation]
     dw = dw[:, :v] if o.transposed else dw[:v]
     return loss, jnp.concatenate(dx), dw
 
