@@ -1,11 +1,16 @@
 """Layouts, tiles and small loads and stores that the Mosaic GPU kernels share."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPS = 4  # warps in a warpgroup of 128 threads
+WGMMA = plgpu.Layout.WGMMA  # of the result of a wgmma, and of its left operand in registers
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
+ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
+LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is an instruction
 
 
 def warp_rows(vec: int) -> plgpu.Layout:
@@ -28,6 +33,19 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(cols * itemsize * 8)
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def registers(wgs: int) -> tuple[int, int]:
+    """Registers of a computing thread and of a loading one, of blocks with one loading warpgroup.
+
+    wgs: computing warpgroups.  65,536 for all threads of an SM, in steps of 8 for a thread.
+    """
+    return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
+
+
+def sm_count() -> int:
+    """Blocks of persistent grids: one for each SM (132 on an H100 or H200)."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
 def load(ref, layout) -> jax.Array:

@@ -6,9 +6,10 @@ Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 202
 h reads kv head h // (H / K).  Only the log-sum-exp of each row is saved; the backward pass computes
 P again from it (Dao et al. 2022, "FlashAttention").
 
-The kernels are in forward_sm90.py and backward_sm90.py; this file has the op, its jnp reference,
-what ties the two directions together, and cuDNN as the stand-in where the kernels cannot run.
-qkv.py has the op for q, k and v in one array.
+The kernels are in forward_sm90.py, backward_sm90.py (dQ) and backward_dkv_sm90.py, what a query
+sees in masks_sm90.py, which block works on what in items_sm90.py.  This file has the op, its jnp
+reference, what ties the two directions together, and cuDNN as the stand-in where the kernels cannot
+run.  qkv.py has the op for q, k and v in one array.
 """
 
 import functools
@@ -71,7 +72,7 @@ def attention(
         window = None  # every key is in it
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
-    call = Call((t, s), causal, scale_of(scale, q), forward_sm90.sm_count(), window, softcap)
+    call = Call((t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap)
     # TMA copies into wgmma's layout move groups of 8 rows, and the kernels have four widths: other
     # lengths and head dimensions cost padded copies.
     padded = (_pad(x) for x in (q, k, v))

@@ -18,19 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.forward_sm90 import (
-    COL,
-    ROW,
-    ROWS,
-    STATIC,
-    Tiles,
-    heads_of,
-    registers,
-)
-from pallas_kernels.attention.items_sm90 import share_out, work_items
+from pallas_kernels.attention.forward_sm90 import STATIC, heads_of
+from pallas_kernels.attention.items_sm90 import Tiles, share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
-    LOG2E,
-    WGMMA,
     Visits,
     logits,
     same_segment,
@@ -38,6 +28,7 @@ from pallas_kernels.attention.masks_sm90 import (
     take,
     visible,
 )
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along, registers
 
 
 def dkv_tiles(head_dim: int) -> Tiles:
@@ -155,8 +146,8 @@ def backward_dkv(
                     n = n_head + r
                     slot = slot_of(n)
                     plgpu.barrier_wait(q_full.at[slot])
-                    column = lambda ref: lax.broadcast_in_dim(
-                        plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), [1]
+                    column = lambda ref: along(
+                        plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), 1
                     )
                     across = lambda acc, rows, tile: plgpu.wgmma(
                         acc, rows, tile.at[slot].transpose((1, 0))

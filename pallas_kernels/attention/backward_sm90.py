@@ -33,21 +33,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.attention.backward_dkv_sm90 import backward_dkv
 from pallas_kernels.attention.forward_sm90 import (
-    COL,
-    ROW,
-    ROWS,
     STATIC,
-    Tiles,
     heads_of,
     pad_segments,
-    registers,
-    rows_to,
     some_rows_see_nothing,
 )
-from pallas_kernels.attention.items_sm90 import share_out, work_items
+from pallas_kernels.attention.items_sm90 import Tiles, share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
-    LOG2E,
-    WGMMA,
     Visits,
     logits,
     same_segment,
@@ -55,6 +47,7 @@ from pallas_kernels.attention.masks_sm90 import (
     take,
     visible,
 )
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along, registers
 
 
 def dq_tiles(head_dim: int) -> Tiles:
@@ -219,7 +212,7 @@ def _backward_dq(
                             k0 = (top - 1 - n) * bkv
                             keys = s_len if ragged else None
                             x = visible(x, q0 + offset, k0, causal=causal, window=window, keys=keys)
-                        return jnp.exp2(x - rows_to(lse2, s.shape)), slope
+                        return jnp.exp2(x - along(lse2, s.shape, 0)), slope
 
                     def start_dp(acc):
                         plgpu.barrier_wait(v_full.at[v_slot])
@@ -231,7 +224,7 @@ def _backward_dq(
 
                     def add_dq(p, slope, dp):
                         plgpu.barrier_arrive(v_free.at[v_slot])
-                        ds = p * (dp - rows_to(delta, p.shape))
+                        ds = p * (dp - along(delta, p.shape, 0))
                         ds = (ds if slope is None else ds * slope).astype(dtype)
                         plgpu.wgmma(dq_acc, ds, k_smem.at[slot])  # runs on under the next step
 

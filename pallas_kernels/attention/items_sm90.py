@@ -18,6 +18,18 @@ from pallas_kernels import mosaic
 from pallas_kernels.attention.masks_sm90 import Visits
 
 
+class Tiles(NamedTuple):
+    """How a kernel is cut up."""
+
+    wgs: int  # computing warpgroups of a block, 64 rows each
+    step: int  # columns of one step: keys, or queries in the dK/dV kernel
+    stages: int  # steps in flight
+    # True: a block for each SM, which takes several work items and loads the next one's rows while
+    # it works on this one's.  False: a block for each item, which the hardware hands out.
+    persistent: bool
+    section: int | None  # MiB of streamed operands of the heads worked on at a time; None: all
+
+
 class Items(NamedTuple):
     """The items of a kernel, and how its grid comes by them."""
 
@@ -31,12 +43,15 @@ class Items(NamedTuple):
         return self.table is not None
 
 
-def share_out(visits: Visits, block: int, first_row, pairs, tile, *, sms, pair_bytes, packed):
+def share_out(
+    visits: Visits, block: int, first_row: Callable, batch_heads: tuple[int, int],
+    tile: Tiles, *, sms: int, pair_bytes: int, packed: bool,
+) -> Items:  # fmt: skip
     """The Items of blocks of `block` rows, which begin at first_row(level), the longest at 0.
 
-    pairs: (batch, heads).  tile: the kernel's Tiles.  pair_bytes: of what streams past a pair.
+    pair_bytes: of what streams past a pair.  packed: there are segments.
     """
-    blocks, (batch, heads) = mosaic.cdiv(visits.rows, block), pairs
+    blocks, (batch, heads) = mosaic.cdiv(visits.rows, block), batch_heads
     pairs = batch * heads
     section = section_pairs(pairs, pair_bytes, tile.section)
     order, table = item_order(blocks, pairs, section), None

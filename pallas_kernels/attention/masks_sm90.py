@@ -9,7 +9,6 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,9 +16,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-
-WGMMA = plgpu.Layout.WGMMA
-LOG2E = math.log2(math.e)
+from pallas_kernels.mosaic import LOG2E, WGMMA
 
 
 class Visits(NamedTuple):

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend as _backend
+from pallas_kernels import mosaic
 from pallas_kernels.attention import (
     WIDTHS,
     Call,
@@ -71,7 +72,7 @@ def attention_qkv(
         _backend.use_kernel("rope", backend, None)
     _backend.use_kernel("attention", backend, None, "sm_90a")
     window = None if window is not None and window >= t else window
-    call = Call((t, t), True, scale_of(scale, qkv), forward_sm90.sm_count(), window, softcap)
+    call = Call((t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
     return _attention_qkv(qkv, positions, segments, heads, (theta, scaling), call)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.forward_sm90 import sm_count
 from pallas_kernels.vlstm import reference
 from pallas_kernels.vlstm.gates import forget_gradient, gates
 from pallas_kernels.vlstm.rows_sm90 import rows
@@ -59,7 +58,7 @@ def chunkwise(
     # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
     q, k, v = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
     given = first is not None
-    call = Call(length, size, normalize, packed, given, return_state, sm_count(), kernels)
+    call = Call(length, size, normalize, packed, given, return_state, mosaic.sm_count(), kernels)
     h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
     h = h[:, :length]
     if not return_state:

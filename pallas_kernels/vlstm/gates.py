@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LOG2E = math.log2(math.e)
-CLOSED = -1e30  # an input gate that lets nothing in; finite, so that no inf - inf can arise
+from pallas_kernels.mosaic import LOG2E
+from pallas_kernels.vlstm.reference import CLOSED
+
 FLOOR = 0.9 * math.log(jnp.finfo(jnp.float32).tiny)  # of m, so that e^-m is finite
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, normal
 
-from pallas_kernels import backend
+from pallas_kernels import backend, mosaic
 from pallas_kernels.attention import (
     attention,
     attention_reference,
@@ -28,7 +28,7 @@ BF16, FP16 = jnp.bfloat16, jnp.float16
 @pytest.fixture(autouse=True)
 def _few_sms(monkeypatch):
     """Blocks take several work items each, as those of a full grid do."""
-    monkeypatch.setattr(forward_sm90, "sm_count", lambda: 16 if ON_GPU else 2)
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 2)
     if not ON_GPU:
         if not attention_interpreter.ENOUGH_THREADS:
             for module, name in ((forward_sm90, "tiles"), (backward_sm90, "dq_tiles")):
