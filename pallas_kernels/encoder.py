@@ -90,7 +90,7 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     ) or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
 
 
-def _columns(c: int, *dtypes, most=1024):
+def _columns(c: int, *dtypes):
     """How rows of c >= 128 columns are cut into loads: (columns of a load, loads, layout).
 
     The last load of a row ends at the end of the row, so it may overlap the one before.
@@ -99,7 +99,7 @@ def _columns(c: int, *dtypes, most=1024):
     choices = [
         (128 * vec * k, vec)
         for vec in (1, 2, 4, 8)
-        for k in range(1, most // (128 * vec) + 1)
+        for k in range(1, 1024 // (128 * vec) + 1)
         if vec <= widest and c % vec == 0 and 128 * vec * k <= c
     ]
     # As few columns twice as possible; a load costs about as much as 64 columns more.

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
-from pallas_kernels.cross_entropy import cross_entropy_reference
+from pallas_kernels.cross_entropy import LOWEST, cross_entropy_reference, judge, online
 
 # Bytes for the logits of a chunk and the copies of the weight, and the least tokens of a chunk:
 # every chunk reads and writes all of dW.  Measured on an H100, forward and backward, bf16 with
@@ -45,7 +45,6 @@ _LEAST_TOKENS = 2048
 _GROUPS = 4
 _UNROLL = 6
 _TILES = ((112 * 1024, 128), (None, 256))  # bytes of a row, columns
-_LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
 
 
 class _Options(NamedTuple):
@@ -142,8 +141,7 @@ def linear_cross_entropy_reference(
         picked = jnp.where(column == local[..., None], z, 0).sum(-1)
         total = jnp.exp(z - top[..., None]).sum(-1)
         total, picked = lax.psum((total, picked), vocab_axis)
-        loss = (jnp.log(total) - (picked - top)) * _judge(labels, vocab_size, ignore_index)
-        loss = jnp.where(labels == ignore_index, 0, loss)
+        loss = judge(jnp.log(total) - (picked - top), labels, vocab_size, ignore_index)
     return _reduce(loss.sum(), labels, ignore_index, reduction)
 
 
@@ -160,12 +158,6 @@ def _reduce(total, labels, ignore_index, reduction):
     if reduction == "sum":
         return total
     return total / jnp.maximum((labels != ignore_index).sum(), 1).astype(total.dtype)
-
-
-def _judge(labels, vocab_size, ignore_index):
-    """1 for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
-    known = (labels >= 0) & (labels < vocab_size)
-    return jnp.where(labels == ignore_index, 0.0, jnp.where(known, 1.0, jnp.nan))
 
 
 def _local(labels, v, vocab_size, vocab_axis):
@@ -234,15 +226,7 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
                 mine = jnp.where(group == groups - 1, valid, 0)  # the others count none of it
                 x = load(tiles * tile, rest, rest_layout, mine)
 
-            def online(state, *xs):
-                old, total = state
-                top = functools.reduce(jnp.maximum, xs, old)
-                total = total * jnp.exp(old - top)
-                for x in xs:
-                    total += jnp.exp(x - top)
-                return top, total
-
-            lowest = plgpu.layout_cast(jnp.full((4, tile), _LOWEST, jnp.float32), layout)
+            lowest = plgpu.layout_cast(jnp.full((4, tile), LOWEST, jnp.float32), layout)
             state = lax.fori_loop(
                 0,
                 whole,
@@ -357,7 +341,7 @@ def _run(x, weight, labels, o: _Options, differentiate: bool):
     v = w.shape[1] if o.transposed else w.shape[0]
     w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
-    scale = _judge(labels, o.vocab_size, o.ignore_index)
+    scale = judge(1.0, labels, o.vocab_size, o.ignore_index)
     loss, dx, dw = jnp.float32(0), [], None
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
