@@ -1,8 +1,8 @@
 """Checkpoints through Orbax: asynchronous, complete or absent, the newest n and the best kept.
 
 A checkpoint holds the training state as a flat {name: array} (names like
-`params.blocks.0.attention.wq.value`) and a JSON page about it: configuration, data fingerprint and
-position, validation loss, versions.
+`params.blocks.0.attention.q.weight.value`) and a JSON page about it: configuration, data
+fingerprint and position, every array's shape and dtype.  The validation loss is Orbax's metric.
 """
 
 import contextlib
