@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_four_devices_compute_what_one_does(result, model, mesh):
     one, four = result[model]["one"], result[model][mesh]
-    assert one["losses"][0] > one["losses"][-1] - 1  # finite
+    assert np.isfinite(one["losses"]).all()  # to assert_allclose NaN is close to NaN
     np.testing.assert_allclose(four["losses"], one["losses"], rtol=2e-5)
     np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
 
