@@ -1,7 +1,6 @@
 import functools
 import sys
 
-import attention_interpreter  # before jax starts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +11,6 @@ from pallas_kernels import backend, mosaic
 from pallas_kernels.attention import (
     attention,
     attention_reference,
-    backward_sm90,
-    forward_sm90,
     items_sm90,
     masks_sm90,
     why_not,
@@ -29,11 +26,6 @@ BF16, FP16 = jnp.bfloat16, jnp.float16
 def _few_sms(monkeypatch):
     """Blocks take several work items each, as those of a full grid do."""
     monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 2)
-    if not ON_GPU:
-        if not attention_interpreter.ENOUGH_THREADS:
-            for module, name in ((forward_sm90, "tiles"), (backward_sm90, "dq_tiles")):
-                tiles = getattr(module, name)
-                monkeypatch.setattr(module, name, lambda d, f=tiles: f(d)._replace(wgs=2))
 
 
 def inputs(b, t, s, h, k, d, dtype=BF16, scale=1.0):

@@ -4,7 +4,6 @@ all its gradients to 1e-9."""
 
 import functools
 
-import attention_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, nor
 from pallas_kernels import backend, mosaic, vlstm
 from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90, states_sm90
 
-assert attention_interpreter
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
 BF16, FP16 = jnp.bfloat16, jnp.float16
 TWINS = vlstm_twins.states, vlstm_twins.rows
