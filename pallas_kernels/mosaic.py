@@ -61,6 +61,16 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def grid(**axes: int) -> dict:
+    """grid and grid_names for plgpu.kernel, from the blocks along each axis, the last one fastest.
+
+    CUDA has at most 65,535 blocks along every axis but the fastest one: an axis of more becomes it.
+    """
+    long = [name for name, blocks in axes.items() if blocks > 65_535]
+    names = sorted(axes, key=lambda name: name in long)  # stable: what is not long keeps its place
+    return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
+
+
 def stat_dtype(dtype) -> jnp.dtype:
     """float32 for statistics and sums, float64 where the data are (the references' truth)."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -267,8 +267,7 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     call = plgpu.kernel(
         body,
         out_type=[] if in_place else out,
-        grid=(whole + bool(rest), d // 2 // tile.pairs, groups),
-        grid_names=("row", "column", "group"),
+        **mosaic.grid(row=whole + bool(rest), column=d // 2 // tile.pairs, group=groups),
     )
     frequency = frequencies(d, theta, scaling)
     if in_place:
