@@ -85,6 +85,21 @@ def along(vector, shape, axis: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
+def check_axes(axes: str, **arrays) -> None:
+    """Raises ValueError unless every array has as many axes as `axes` names ("B T H D")."""
+    names = axes.split()
+    for name, x in arrays.items():
+        if x.ndim != len(names):
+            raise ValueError(f"{name} has shape {x.shape}, it needs {len(names)} axes: {axes}")
+
+
+def check_whole_numbers(**arrays) -> None:
+    """Raises ValueError for an array of floats, which a kernel would cut to whole numbers."""
+    for name, x in arrays.items():
+        if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
+            raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype, as int32")
+
+
 def unsupported_dtype(**arrays) -> str | None:
     """Why kernels cannot take these arrays for their dtypes, or None."""
     for name, x in arrays.items():
