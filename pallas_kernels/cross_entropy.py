@@ -48,8 +48,11 @@ def cross_entropy(
     than 128 columns.  Any other number of them is taken in place; an odd one costs 2-byte loads.
     Raises ValueError for shapes that do not fit, NotImplementedError under backend="mosaic".
     """
+    if not logits.ndim:
+        raise ValueError("logits has shape (), it needs the axis of the vocabulary")
     v = logits.shape[-1]
     vocab_size = v if vocab_size is None else vocab_size
+    mosaic.check_whole_numbers(labels=labels)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {labels.shape}, logits {logits.shape} need {logits.shape[:-1]}"

@@ -59,9 +59,14 @@ def encoder(
     are, nothing is cast beforehand.  A token outside the vocabulary is taken as the nearest one
     inside it (the data loader rejects it).  The gradients have the dtypes of the tables and are
     sums in float32, the same bits in every run.  Tables of fewer than 128 columns are copied.
-    Raises ValueError for more than wpe's positions, NotImplementedError under backend="mosaic".
+    Raises ValueError for tokens and tables that do not fit, NotImplementedError under "mosaic".
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
+    mosaic.check_axes("B T", tokens=tokens)
+    mosaic.check_whole_numbers(tokens=tokens)
+    mosaic.check_axes("rows C", wte=wte, **({} if wpe is None else {"wpe": wpe}))
+    if wpe is not None and wpe.shape[1] != wte.shape[1]:
+        raise ValueError(f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}: not one width")
     if wpe is not None and tokens.shape[1] > wpe.shape[0]:
         raise ValueError(
             f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe: shorten the"

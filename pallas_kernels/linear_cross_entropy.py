@@ -83,15 +83,22 @@ def linear_cross_entropy(
     A vocabulary that is no multiple of 128 costs the kernel a padded copy of the weight.
     Raises ValueError for shapes that do not fit, NotImplementedError under backend="mosaic".
     """
+    mosaic.check_axes("C V" if transposed else "V C", weight=weight)
+    mosaic.check_whole_numbers(labels=labels)
     v, c = weight.shape[::-1] if transposed else weight.shape
     parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
     vocab_size = v * parts if vocab_size is None else vocab_size
-    if x.shape[-1] != c:
-        raise ValueError(f"weight has {c} features (shape {weight.shape}), x has {x.shape[-1]}")
+    if x.shape[-1:] != (c,):
+        have = x.shape[-1] if x.ndim else "no axis"
+        raise ValueError(f"weight has {c} features (shape {weight.shape}), x has {have}")
     if labels.shape != x.shape[:-1]:
         raise ValueError(f"labels have shape {labels.shape}, x {x.shape} needs {x.shape[:-1]}")
     if not 1 <= vocab_size <= v * parts:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} is not positive")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk} is not at least 1 token")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
     options = dict(

@@ -79,6 +79,16 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def grid(**axes: int) -> dict:
+    """grid and grid_names for plgpu.kernel, from the blocks along each axis, the last one fastest.
+
+    CUDA has at most 65,535 blocks along every axis but the fastest one: an axis of more becomes it.
+    """
+    long = [name for name, blocks in axes.items() if blocks > 65_535]
+    names = sorted(axes, key=lambda name: name in long)  # stable: what is not long keeps its place
+    return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
+
+
 def stat_dtype(dtype) -> jnp.dtype:
     """float32 for statistics and sums, float64 where the data are (the references' truth)."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -91,6 +101,21 @@ def cdiv(a: int, b: int) -> int:
 def along(vector, shape, axis: int) -> jax.Array:
     """Broadcasts a vector that runs along `axis` to a two-dimensional shape, inside a kernel."""
     return lax.broadcast_in_dim(vector, shape, [axis])
+
+
+def check_axes(axes: str, **arrays) -> None:
+    """Raises ValueError unless every array has as many axes as `axes` names ("B T H D")."""
+    names = axes.split()
+    for name, x in arrays.items():
+        if x.ndim != len(names):
+            raise ValueError(f"{name} has shape {x.shape}, it needs {len(names)} axes: {axes}")
+
+
+def check_whole_numbers(**arrays) -> None:
+    """Raises ValueError for an array of floats, which a kernel would cut to whole numbers."""
+    for name, x in arrays.items():
+        if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
+            raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype, as int32")
 
 
 def unsupported_dtype(**arrays) -> str | None:

@@ -166,8 +166,7 @@ def _kernel(body, name, p: Plan, out_type, scratch_types):
         body,
         out_type=out_type,
         scratch_types=scratch_types,
-        grid=(p.programs, p.heads),
-        grid_names=("program", "head"),
+        **mosaic.grid(program=p.programs, head=p.heads),
         num_threads=p.parts,
         thread_name="part",
         # Every lane overwrites what it alone has read; between warps and copies stand the barriers
@@ -420,7 +419,6 @@ def _sum_programs(name, p: Plan, sums, parts):
     out = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((p.heads, cols), w.dtype) for w in sums.values()],
-        grid=(cols // _SUM_COLS, p.heads, len(parts)),
-        grid_names=("column", "head", "which"),
+        **mosaic.grid(column=cols // _SUM_COLS, head=p.heads, which=len(parts)),
     )(*(a.reshape(p.heads, n, cols) for a in parts))
     return [a[:, : p.cols] for a in out]

@@ -51,8 +51,9 @@ def attention_qkv(
     scaling: as in `rope`; scale, window, segment_ids, softcap: as in `attention`.
     Raises ValueError for heads that do not add up, and what `rope` and `attention` raise.
     """
+    mosaic.check_axes("B T P D", qkv=qkv)
     n_kv, left = divmod(qkv.shape[2] - n_heads, 2)
-    if left or n_kv < 1 or n_heads % n_kv:
+    if left or n_kv < 1 or n_heads < 1 or n_heads % n_kv:
         raise ValueError(
             f"qkv has {qkv.shape[2]} heads: not n_heads={n_heads} and twice a divisor of it"
         )
@@ -66,7 +67,7 @@ def attention_qkv(
             q, k = rope(q, k, positions, theta=theta, scaling=scaling, backend=backend)
         # pyrefly: ignore[bad-return]
         return attention(q, k, v, segment_ids=segment_ids, **options, backend=backend)
-    check(qkv, qkv, qkv, True, window, softcap)
+    check(qkv, qkv, qkv, True, window, softcap, segment_ids)
     if theta is not None:
         check_positions(qkv, positions)
         _backend.use_kernel("rope", backend, None)

@@ -357,6 +357,10 @@ def test_a_policy_can_spare_the_second_forward():
     assert forwards(policies.save_only_these_names("attention")) == 1
 
 
+def one(*shape):
+    return jnp.ones(shape, jnp.int32)
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
@@ -364,8 +368,21 @@ def test_a_policy_can_spare_the_second_forward():
         ((1, 9, 8, 2, 2, 64), {}, "T=9 queries are more than S=8 keys"),
         ((1, 8, 8, 2, 2, 64), {"causal": False, "window": 3}, "window=3 needs causal=True"),
         ((1, 8, 8, 2, 2, 64), {"softcap": 0.0}, "softcap=0.0 must be positive"),
+        (
+            (2, 8, 8, 2, 2, 64),
+            {"segment_ids": one(1, 8)},
+            r"shapes \(\(1, 8\),\), not \(\(2, 8\),\)",
+        ),
+        (
+            (2, 8, 9, 2, 2, 64),
+            {"segment_ids": one(2, 8)},
+            r"shapes \(\(2, 8\),\), not \(\(2, 9\),\)",
+        ),
+        ((1, 8, 9, 2, 2, 64), {"segment_ids": (one(1, 9),) * 2}, r"not \(\(1, 8\), \(1, 9\)\)"),
+        ((1, 9, 8, 2, 2, 64), {"segment_ids": one(1, 8), "causal": False}, "segment_ids of both"),
+        ((1, 8, 8, 2, 2, 64), {"segment_ids": one(1, 8) + 0.5}, "segment_ids is float32: cast"),
     ],
 )
 def test_contradictions_are_errors(shape, options, message):
     with pytest.raises(ValueError, match=message):
-        attention(*inputs(*shape), **options)
+        attention(*inputs(*shape), backend="mosaic", **options)
