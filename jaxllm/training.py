@@ -17,7 +17,7 @@ from jaxllm import guard, sharding
 from jaxllm.config import Config
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
-from jaxllm.optim import learning_rate, make_optimizer
+from jaxllm.optim import global_norm, learning_rate, make_optimizer
 
 IGNORE = -100  # label of a position that takes no part in the loss
 
@@ -157,7 +157,7 @@ class Trainer:
             (loss, grads), _ = jax.lax.scan(add, zero, split)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        norm = optax.tree.norm(grads)
+        norm = global_norm(grads)
         good, watch = guard.judge(state.watch, loss, norm, self.config.train.skip_spikes)
         params, opt_state = guard.choose(good, (params, opt_state), (state.params, state.opt_state))
         metrics = {

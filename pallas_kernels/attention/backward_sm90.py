@@ -84,21 +84,20 @@ def backward(
         softcap=softcap,
         heads=heads,
     )
+    dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
     if heads is None:
-        dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
         return dq, *backward_dkv(q, k, v, lse, dout, delta, segments, **static)
-    joint = jax.empty_ref(jax.typeof(q))  # each kernel writes its own heads of it
-    (delta,) = _backward_dq(q, k, v, out, lse, dout, dlse, segments, joint, **static)
+    joint = jax.new_ref(dq)  # no copy: the second kernel writes its own heads of it
     backward_dkv(q, k, v, lse, dout, delta, segments, joint, **static)
     return jax.freeze(joint)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def _backward_dq(
-    q, k, v, out, lse, dout, dlse, segments, joint=None, *, lengths, causal, scale, sms,
-    window=None, softcap=None, heads=None, tile=None,
+    q, k, v, out, lse, dout, dlse, segments, *, lengths, causal, scale, sms, window=None,
+    softcap=None, heads=None, tile=None,
 ):  # fmt: skip
-    """(dq like q, delta (B, H, stat_rows(T)) fp32); with a ref `joint`, dq is written there."""
+    """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
     b, _, _, d = q.shape
     h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
@@ -367,7 +366,6 @@ def _backward_dq(
     if packed:
         q_ids, k_ids = segments
         args += [q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead)]
-    args += [joint] if heads else []  # stands where dq_ref would as a result
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((sets, ROWS), jnp.float32)
     handed = plgpu.SMEM((ROWS, bkv), jnp.float32, transforms=mosaic.wgmma_tiles(bkv, jnp.float32))
@@ -375,7 +373,7 @@ def _backward_dq(
     return plgpu.kernel(
         attention_backward_dq,
         out_type=(
-            *([] if heads else [jax.ShapeDtypeStruct(q.shape, dtype)]),
+            jax.ShapeDtypeStruct(q.shape, dtype),
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[
