@@ -1,6 +1,7 @@
 """The command line of train.py: from words to a checked configuration and a directory."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -39,7 +40,7 @@ def read(argv: list[str]) -> Arguments:
     if words.resume:
         return Arguments(_resumed_config(words, overrides), words.out_dir, True)
     if words.out_dir is not None:
-        _check_free(words.out_dir)
+        check_free(words.out_dir)
     config = configs.load(words.config, overrides)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return Arguments(
@@ -54,14 +55,17 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see --help")
 
 
-def exit_status(run: Callable[[], None], lower: str) -> int:
-    """Runs a command: 0 done, 1 out of the device's memory, 2 bad input, 130 interrupted.
+def exit_status(
+    run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
+) -> int:
+    """Runs a command: its own status (None: 0 done), 1 failed on the way, 2 bad input, 130 Ctrl-C.
 
-    lower: the options that take memory, for the message.
+    memory: what helps if the device is out of it.  interrupted: a line on what Ctrl-C left.
     """
+    status = 0
     try:
-        with memory_errors(f"lower {lower}"):
-            run()
+        with memory_errors(memory):
+            status = run() or 0
         sys.stdout.flush()
     except InputError as error:
         error_line(str(error))
@@ -70,11 +74,12 @@ def exit_status(run: Callable[[], None], lower: str) -> int:
         error_line(str(error))
         return 1
     except KeyboardInterrupt:
-        print("", file=sys.stderr)
+        logging.disable()  # Orbax would tell the checkpoint that it has to give up
+        print(interrupted, file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe has gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return status
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -109,7 +114,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     return arguments, overrides
 
 
-def _check_free(out_dir: Path) -> None:
+def check_free(out_dir: Path) -> None:
+    """Raises InputError if a run is there."""
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"out_dir {out_dir} is a file")
     if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):

@@ -29,7 +29,7 @@ READ_WITH = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(*_read(argv)), "--batch_size")
+    return exit_status(lambda: _run(*_read(argv)), memory="lower --batch_size")
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
@@ -144,10 +144,10 @@ def hellaswag(args: argparse.Namespace) -> str:
     tokenizer = open_tokenizer(weights)
     rows = []  # (ids, tokens of the ending)
     for context, endings, _ in questions:
-        begins = len(tokenizer.encode(context))
+        begins = len(tokenizer.prompt(context))
         for ending in endings:
-            ids = tokenizer.encode(f"{context} {ending}")
-            rows.append((tokenizer.prefix + ids, max(len(ids) - begins, 1)))
+            ids = tokenizer.prompt(f"{context} {ending}")
+            rows.append((ids, max(len(ids) - begins, 1)))
     scores = Scorer(weights, args.batch_size or 16)(rows)
     scores = np.reshape([score for score, _ in scores], (-1, ENDINGS))
     characters = np.array([[len(e) for e in endings] for _, endings, _ in questions])

@@ -14,7 +14,7 @@ from jaxllm.errors import InputError
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(_read(argv)), "--batch_size or --tokens")
+    return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size or --tokens")
 
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
 
     weights = sample.open_run(args.checkpoint, args.step)
     tokenizer = sample.open_tokenizer(weights)
-    ids = [tokenizer.prefix + tokenizer.encode(prompt) for prompt in prompts]
+    ids = [tokenizer.prompt(text) for text in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
             raise InputError(f"the prompt {prompt!r} has no tokens; give at least one character")

@@ -3,7 +3,6 @@
 The page is one HTML file without any link: it can be sent, and opened without a network.
 """
 
-import argparse
 import contextlib
 import html
 import io
@@ -16,8 +15,9 @@ from statistics import median
 
 import yaml
 
+from jaxllm.cli import Parser, exit_status
 from jaxllm.errors import InputError
-from jaxllm.metrics import error_line, read_metrics, write_whole
+from jaxllm.metrics import read_metrics, write_whole
 
 DOCTYPE = "<!doctype html>"
 INK = "#010203"  # stands for the page's text colour until the picture is in the page
@@ -298,22 +298,21 @@ def write(folders: list[Path], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jaxllm.report", description=__doc__)
+    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> None:
+    parser = Parser(prog="python -m jaxllm.report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's directory")
     parser.add_argument("--out", type=Path, help="default: report.html in the first directory")
     words = parser.parse_args(argv)
     out = words.out or words.folders[0] / "report.html"
     try:
         write(words.folders, out)
-    except InputError as e:
-        error_line(str(e))
-        return 2
     except OSError as e:
-        error_line(f"cannot write {out}: {e.strerror}")
-        return 2
+        raise InputError(f"cannot write {out}: {e.strerror}; change --out") from e
     print(out)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 """python -m jaxllm.data: `prepare` turns text into shards, `train-tokenizer` trains a BPE."""
 
-import argparse
 import sys
+from argparse import Namespace
 from pathlib import Path
 
+from jaxllm.cli import Parser, exit_status
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source, find_files, stdlib_files
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxllm.data", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m jaxllm.data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    text = argparse.ArgumentParser(add_help=False)
+    text = Parser(add_help=False)
     text.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
     text.add_argument("--path", help="file, folder or quoted glob (not for stdlib)")
     text.add_argument("--text-column", default="text", help="of jsonl and parquet (%(default)s)")
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: Namespace) -> None:
     stdlib = args.source == "stdlib"
     files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
     source = Source(args.source, files, args.text_column)
@@ -67,16 +68,10 @@ def _run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit status: 0 done, 2 bad input, 130 interrupted."""
-    args = _parser().parse_args(argv)
-    try:
-        _run(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: run it again, `prepare` goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(
+        lambda: _run(_parser().parse_args(argv)),
+        interrupted="interrupted: run it again, `prepare` goes on from here",
+    )
 
 
 if __name__ == "__main__":

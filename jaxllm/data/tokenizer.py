@@ -58,6 +58,10 @@ class Tokenizer:
         """Returns the ids of a text, without any special token."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def prompt(self, text: str) -> list[int]:
+        """Returns the ids of a text to go on from: behind `prefix`, as the model met its texts."""
+        return self.prefix + self.encode(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
