@@ -54,7 +54,13 @@ class Run:
             " model.remat=block"
         )
         if config.mesh.distributed:
-            jax.distributed.initialize()  # finds the others in the cluster's environment
+            try:
+                jax.distributed.initialize()  # finds the others in the cluster's environment
+            except (ValueError, RuntimeError) as e:
+                raise InputError(
+                    f"mesh.distributed=true finds no other hosts ({e}); start it on each of them"
+                    " by Slurm or another cluster that JAX knows, or set mesh.distributed=false"
+                ) from e
         self.world, self.rank = jax.process_count(), jax.process_index()
         self.say = print if self.rank == 0 else lambda *_, **__: None
         self.mesh = sharding.make_mesh(config.mesh)

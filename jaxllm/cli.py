@@ -39,13 +39,10 @@ def read(argv: list[str]) -> Arguments:
     words, overrides = _parse(argv)
     if words.resume:
         return Arguments(_resumed_config(words, overrides), words.out_dir, True)
-    if words.out_dir is not None:
-        check_free(words.out_dir)
-    config = configs.load(words.config, overrides)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Arguments(
-        config, words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}", False
-    )
+    out_dir = words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}"
+    check_free(out_dir)
+    return Arguments(configs.load(words.config, overrides), out_dir, False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,7 +88,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME_OR_PATH", help="a file, or a name in configs/")
-    parser.add_argument("--out_dir", type=Path, metavar="DIR", help="default runs/<config>-<time>")
+    parser.add_argument("--out_dir", metavar="DIR", help="default: runs/<config>-<time>")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
     )
@@ -107,6 +104,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
             if value is None or (value.startswith("--") and "." in value):
                 raise InputError(f"--{key} needs a value")
         overrides[key] = value
+    if arguments.out_dir == "":
+        raise InputError("--out_dir is empty; name a directory, or leave it out")
+    arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
     if arguments.resume and arguments.out_dir is None:
         raise InputError("--resume needs --out_dir, the directory of the run to go on with")
     if arguments.config is None and not arguments.resume:
@@ -115,9 +115,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
 
 
 def check_free(out_dir: Path) -> None:
-    """Raises InputError if a run is there."""
+    """Raises InputError if a run is there, or cannot be."""
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"out_dir {out_dir} is a file")
+    there = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise InputError(f"out_dir {out_dir} cannot be made: {there} {why}; name another")
     if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
         raise InputError(
             f"out_dir {out_dir} already holds a run; add --resume to go on with it, or name another"

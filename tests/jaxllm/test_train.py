@@ -348,11 +348,22 @@ def _same_environment(monkeypatch):
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
         (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
+        (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
+        (["--config", "llama3_small", "--out_dir", ""], "--out_dir is empty"),
     ],
 )
 def test_bad_command_lines(words, message, capsys, monkeypatch):
     monkeypatch.chdir(REPO)
     assert message in error_of(capsys, *words)
+
+
+def test_hosts_that_no_cluster_names(tiny, tmp_path, capsys, monkeypatch):
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    message = error_of(capsys, "--config", tiny, "--mesh.distributed", "true")
+    assert "mesh.distributed=true finds no other hosts (coordinator_address should" in message
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
