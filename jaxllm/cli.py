@@ -118,14 +118,19 @@ def check_free(out_dir: Path) -> None:
     """Raises InputError if a run is there, or cannot be."""
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"out_dir {out_dir} is a file")
-    there = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        why = "may not be written to" if there.is_dir() else "is a file"
-        raise InputError(f"out_dir {out_dir} cannot be made: {there} {why}; name another")
+    check_writable(out_dir, "out_dir ")
     if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
         raise InputError(
             f"out_dir {out_dir} already holds a run; add --resume to go on with it, or name another"
         )
+
+
+def check_writable(folder: Path, name: str = "") -> None:
+    """Raises InputError if a folder cannot be made where it is to be."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise InputError(f"{name}{folder} cannot be made: {there} {why}; name another")
 
 
 def _resumed_config(words: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:

@@ -66,7 +66,7 @@ class DataConfig(Section):
     tokenizer: str | None = Field(
         None, description="a tokenizer.json; null: train a byte-level BPE on the data, once"
     )
-    tokenizer_vocab_size: Annotated[int, Field(ge=257)] = Field(
+    tokenizer_vocab_size: Annotated[int, Field(ge=257, le=2**22)] = Field(
         4096, description="entries of the tokenizer that is trained"
     )
     cache_dir: str | None = Field(None, description="null: $XDG_CACHE_HOME/jaxllm")

@@ -13,7 +13,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxllm.cli import Parser, exit_status
+from jaxllm.cli import Parser, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
 
 
@@ -52,6 +52,7 @@ def convert(source: Path, out: Path, step: int | None = None, dtype: str | None 
     source = source.expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
+    check_writable(out)
     weights = open_weights(source)
     if isinstance(weights, RunWeights):
         if step is not None:

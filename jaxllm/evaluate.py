@@ -63,6 +63,8 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
+    if args.tasks is not None and not all(args.tasks.split(",")):
+        raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
     overrides, words = {}, iter(rest)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
@@ -107,12 +109,13 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     )
     print(f"data: {data.description}", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
-    size = round_up(args.batch_size or config.train.batch_size, mesh.size)
+    starts = range(0, len(data.val) - 1, length)
+    size = min(args.batch_size or config.train.batch_size, len(starts))
+    size = round_up(size, mesh.size)
     total, count = 0.0, 0
     with jax.set_mesh(mesh):
         graph, params = put_model(weights, mesh)
         loss_sum = jax.jit(lambda params, x, y: nnx.merge(graph, params).loss(x, y))
-        starts = range(0, len(data.val) - 1, length)
         for n, first in enumerate(range(0, len(starts), size)):
             if n == args.batches:
                 break

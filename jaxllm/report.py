@@ -79,7 +79,7 @@ class Loaded:
                 self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
                 self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
             except (ValueError, TypeError, AttributeError, RecursionError) as e:
-                raise InputError(f"{folder / 'run.json'} is damaged: {e}") from e
+                raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every row that has the key."""

@@ -44,6 +44,10 @@ def _parser() -> Parser:
 
 def _run(args: Namespace) -> None:
     stdlib = args.source == "stdlib"
+    if stdlib and args.path is not None:
+        raise InputError(f"--path={args.path} is not read with --source=stdlib; leave one out")
+    if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
+        raise InputError(f"--out={args.out} lies in --path={args.path}, whose files are read")
     files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
     source = Source(args.source, files, args.text_column)
     if args.command == "prepare":
@@ -60,7 +64,9 @@ def _run(args: Namespace) -> None:
         raise InputError(f"{args.out} exists: choose another --out")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer((piece.text for piece in source.pieces()), args.vocab_size, args.out)
+        train_tokenizer(
+            (piece.text for piece in source.pieces()), args.vocab_size, args.out, key="--vocab-size"
+        )
     except OSError as error:
         raise InputError(f"cannot write {args.out}: {error}") from error
     print(f"{args.out}: {Tokenizer(args.out).vocab_size:,} entries")

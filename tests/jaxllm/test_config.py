@@ -58,7 +58,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"data.shuffle": "maybe"}, "data.shuffle='maybe': must be true or false"),
         (
             {"model.type": "gpt2"},
-            "model.n_kv_heads in llama3_small.yaml is a key of model.type=lla",
+            "model.n_kv_heads in llama3_small.yaml is a key of model.type",
         ),
         ({"optimizer.b1": "1"}, "optimizer.b1=1.0: must be less than 1"),
         ({"optimizer.b2": "1"}, "optimizer.b2=1.0: must be less than 1"),
