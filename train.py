@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxllm import cli
 from jaxllm.config import Config
 from jaxllm.errors import InputError, RunError
-from jaxllm.metrics import RunLog, SilentLog, peak_flops, read_metrics, write_whole
+from jaxllm.metrics import RunLog, SilentLog, peak_flops, read_metrics, say, write_whole
 from jaxllm.process import Alone, StopSignals, check_kernels, memory_errors, set_xla_flags
 
 
@@ -62,7 +62,7 @@ class Run:
                     " by Slurm or another cluster that JAX knows, or set mesh.distributed=false"
                 ) from e
         self.world, self.rank = jax.process_count(), jax.process_index()
-        self.say = print if self.rank == 0 else lambda *_, **__: None
+        self.say = say if self.rank == 0 else lambda text: None
         self.mesh = sharding.make_mesh(config.mesh)
         sharding.check_model(config.model, self.mesh)
         sharding.check_batch(config.train, self.mesh)
@@ -239,7 +239,7 @@ class Run:
         with memory_errors(self.lower):
             self.step_program = traced.lower().compile()
         seconds = time.perf_counter() - clock
-        self.say(f"compiled in {seconds:.1f} s, writing to {self.out_dir}", flush=True)
+        self.say(f"compiled in {seconds:.1f} s, writing to {self.out_dir}")
         self.evaluate = self.trainer.eval_step()
 
     def _open_log(self) -> RunLog | SilentLog:

@@ -1,6 +1,7 @@
 """The command line of train.py: from words to a checked configuration and a directory."""
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -74,8 +75,14 @@ def exit_status(
         logging.disable()  # Orbax would tell the checkpoint that it has to give up
         print(interrupted, file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has gone: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        if error.errno == errno.ENOSPC:
+            error_line(f"{error.filename or 'standard output'} cannot be written: {error.strerror}")
+            return 1
+        # Else the reader of a pipe has gone: `| head`.
     return status
 
 

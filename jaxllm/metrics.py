@@ -112,8 +112,7 @@ class RunLog:
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False)
         else:
-            with contextlib.suppress(OSError):  # a pipe that nobody reads, a file on a full disk
-                print(text, flush=True)
+            say(text)
 
     def draw(self) -> None:
         """Draws loss.png from metrics.jsonl."""
@@ -251,6 +250,12 @@ def _keep_until(path: Path, step: int) -> None:
         return
     kept = [r for r in read_metrics(path) if r["step"] <= step]
     write_whole(path, "".join(json.dumps(r) + "\n" for r in kept).encode())
+
+
+def say(text: str) -> None:
+    """Prints a line, if it can: not into a pipe that nobody reads, nor a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:

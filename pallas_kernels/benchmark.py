@@ -305,7 +305,6 @@ def run(ops, out: Path) -> dict:
             " (the errors are those of the jnp forms)"
         )
     known = {}
-    out.mkdir(parents=True, exist_ok=True)
     chosen = [case for case in CASES if not ops or case.op in ops]
     todo = [(case, sizes) for case in chosen for sizes in case.sizes]
     with Progress(console=console, transient=True) as bar:
@@ -340,6 +339,11 @@ def main(argv: list[str] | None = None) -> int:
         if op not in names:
             print(f"error: {op!r} is not one of {', '.join(names)}", file=sys.stderr)
             return 2
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        print(f"error: --out {arguments.out} cannot be made: {e.strerror}", file=sys.stderr)
+        return 2
     result = run(arguments.op, arguments.out)
     return int(any("mosaic" in r["failed"] for r in result["records"]))
 
