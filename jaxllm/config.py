@@ -83,7 +83,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, how much, how often."""
 
-    steps: Count = Field(description="optimizer steps")
+    steps: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="optimizer steps")
     batch_size: Count = Field(description="sequences of one step, over all devices")
     seq_len: Count = Field(description="tokens of one sequence")
     grad_accum: Count = Field(1, description="parts in which the batch is computed, one by one")

@@ -6,7 +6,10 @@ import math
 import os
 import sys
 import time
+from collections import deque
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,6 +47,7 @@ class RunLog:
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         _keep_until(self.path, start)
         self.file = self.path.open("ab", buffering=0)
+        self.seconds = deque[float](maxlen=20)  # of the last steps
         self.unwritten = b""  # rows that found the disk full
         self.board: Board | None = Board(out_dir / "tensorboard", start)
         self.console = Console()
@@ -72,6 +76,7 @@ class RunLog:
     ) -> None:
         """One step done: `seconds` is its time; skips: updates skipped in a row."""
         speed = self.tokens / seconds
+        self.seconds.append(seconds)
         row = {
             "step": step,
             "loss": loss,
@@ -93,7 +98,8 @@ class RunLog:
             self.bar.update(self.task, completed=step, news=news)
         else:
             self.say(
-                f"step {step}/{self.steps}  {news}  left {(self.steps - step) * seconds:.0f} s"
+                f"step {step}/{self.steps}  {news}"
+                f"  left {timedelta(seconds=round((self.steps - step) * median(self.seconds)))}"
             )
 
     def evaluation(self, step: int, val_loss: float) -> None:

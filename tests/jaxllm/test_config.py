@@ -60,6 +60,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
             {"model.type": "gpt2"},
             "model.n_kv_heads in llama3_small.yaml is a key of model.type",
         ),
+        ({"train.steps": str(2**31)}, "train.steps=2147483648: must be less than 2147483648"),
         ({"optimizer.b1": "1"}, "optimizer.b1=1.0: must be less than 1"),
         ({"optimizer.b2": "1"}, "optimizer.b2=1.0: must be less than 1"),
         ({"train.seed": "4294967296"}, "train.seed=4294967296: must be less than 4294967296"),
