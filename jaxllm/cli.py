@@ -94,8 +94,15 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="NAME_OR_PATH", help="a file, or a name in configs/")
-    parser.add_argument("--out_dir", metavar="DIR", help="default: runs/<config>-<time>")
+    parser.add_argument(
+        "--config",
+        metavar="NAME_OR_PATH",
+        help="a YAML file, or one of "
+        + ", ".join(sorted(path.stem for path in configs.CONFIG_DIR.glob("*.yaml"))),
+    )
+    parser.add_argument(
+        "--out_dir", metavar="DIR", help="of the run (default: runs/<config>-<time>)"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
     )

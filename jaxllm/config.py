@@ -69,7 +69,11 @@ class DataConfig(Section):
     tokenizer_vocab_size: Annotated[int, Field(ge=257, le=2**22)] = Field(
         4096, description="entries of the tokenizer that is trained"
     )
-    cache_dir: str | None = Field(None, description="null: $XDG_CACHE_HOME/jaxllm")
+    cache_dir: str | None = Field(
+        None,
+        description="where trained tokenizers and encoded text are kept; null: jaxllm in"
+        " $XDG_CACHE_HOME or ~/.cache",
+    )
     shuffle: bool = Field(True, description="a new random order of the samples each epoch")
     prefetch: Natural = Field(8, description="batches read ahead; 0: none")
 
@@ -112,13 +116,17 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    learning_rate: Positive = Field(description="at its peak")
+    learning_rate: Positive = Field(description="its peak, which the warm-up reaches")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="after the warm-up; wsd: constant, then a linear fall at the end"
     )
     warmup_steps: Natural = Field(0, description="steps of linear rise: (step + 1) / warmup")
-    final_fraction: Fraction = Field(0.1, description="learning rate at the end, of the peak")
-    decay_fraction: Fraction = Field(0.2, description="wsd: the part of the steps that falls")
+    final_fraction: Fraction = Field(
+        0.1, description="learning rate at the end, as a part of the peak"
+    )
+    decay_fraction: Fraction = Field(
+        0.2, description="wsd: the part of all steps in which it falls"
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="on matrices only")
     b1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
     b2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
@@ -268,9 +276,13 @@ def help_text() -> str:
     lines, seen = [], {}
     for model_type in MODEL_CONFIGS:
         for key, field in keys(model_type).items():
-            seen.setdefault(key, (field, []))[1].append(model_type)
-    for key, (field, models) in seen.items():
-        default = "" if field.is_required() else f" (default {_shown(field)})"
+            # A key may mean something else, or have another default, in another model.
+            kind = (key, _type_name(field.annotation), field.description, field.default)
+            kind = (key,) if key == "model.type" else kind
+            seen.setdefault(kind, (field, []))[1].append(model_type)
+    for (key, *_), (field, models) in seen.items():
+        required = field.is_required() or key == "model.type"
+        default = "" if required else f" (default {_shown(field)})"
         only = (
             ""
             if len(models) == len(MODEL_CONFIGS) or key == "model.type"
@@ -399,6 +411,8 @@ def _sentence(message: str) -> str:
 
 def _shown(field) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, bool):
+        return str(value).lower()
     return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
 
 

@@ -49,15 +49,28 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
-    parser.add_argument("--step", type=int, help="its checkpoint (default: the newest)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of its checkpoint (default: the newest)"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hellaswag", type=Path, metavar="FILE", help="its JSON lines")
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    parser.add_argument("--batch_size", type=int, help="sequences at once (the run's, or 16)")
-    parser.add_argument("--batches", type=int, help="of data: only the first so many")
-    parser.add_argument("--limit", type=int, help="of HellaSwag, of each task: so many questions")
-    parser.add_argument("--shots", type=int, help="of tasks: solved examples before a question")
-    parser.add_argument("--include_path", type=Path, metavar="DIR", help="of tasks: your own, YAML")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        metavar="N",
+        help="sequences at once (default: the run's for its loss, else 16)",
+    )
+    parser.add_argument("--batches", type=int, metavar="N", help="of the data: only the first N")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="of HellaSwag or of each task: the first N questions"
+    )
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="of tasks: solved examples before each question"
+    )
+    parser.add_argument(
+        "--include_path", type=Path, metavar="DIR", help="of tasks: a folder with your own, as YAML"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="of tasks: all results, as JSON")
     args, rest = parser.parse_known_args(argv)
     for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):

@@ -331,9 +331,19 @@ def run(ops, out: Path) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     names = sorted({case.op for case in CASES})
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("op", nargs="*", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder for results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks"),
+        metavar="DIR",
+        help="folder for results (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     for op in arguments.op:
         if op not in names:

@@ -12,13 +12,18 @@ from jaxllm.errors import InputError
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m jaxllm.data", description=__doc__)
+    parser = Parser(prog="python -m jaxllm.data", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True)
 
     text = Parser(add_help=False)
     text.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
     text.add_argument("--path", help="file, folder or quoted glob (not for stdlib)")
-    text.add_argument("--text-column", default="text", help="of jsonl and parquet (%(default)s)")
+    text.add_argument(
+        "--text-column",
+        default="text",
+        metavar="NAME",
+        help="of jsonl and parquet (default: %(default)s)",
+    )
 
     command = commands.add_parser(
         "prepare",
@@ -28,10 +33,18 @@ def _parser() -> Parser:
     command.add_argument("--tokenizer", required=True, help="a tokenizer.json")
     command.add_argument("--out", required=True, type=Path, help="folder of the shards")
     command.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, help="tokens per shard (%(default)s)"
+        "--shard-tokens",
+        type=int,
+        default=100_000_000,
+        metavar="N",
+        help="tokens per shard (default: %(default)s)",
     )
     command.add_argument(
-        "--val-fraction", type=float, default=0.01, help="documents held out (%(default)s)"
+        "--val-fraction",
+        type=float,
+        default=0.01,
+        metavar="X",
+        help="part of the documents held out for validation (default: %(default)s)",
     )
 
     command = commands.add_parser(
