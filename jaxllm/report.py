@@ -196,16 +196,17 @@ def summary(run: Loaded) -> dict[str, str]:
         return form.format(choose(values)) if values else ""
 
     steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
-
+    wanted = run.settings().get("train.steps", "")
+    wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
     return {
         "model": str(run.about.get("model", "")),
-        "steps": f"{steps:,}",
+        "steps": f"{steps:,}{wanted}",
         "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
-        "loss": number("loss", "{:.4f}"),
-        "best validation": number("val_loss", "{:.4f}", min),
+        "loss of the last step": number("loss", "{:.4f}"),
+        "best validation loss": number("val_loss", "{:.4f}", min),
         "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),
         "MFU, median": number("mfu", "{:.1%}", median),
-        "memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
+        "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
         "updates skipped": number("skips", "{}", len),
         "device": str(run.about.get("device", "")),
         "started": str(run.about.get("started", "")),
