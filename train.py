@@ -4,7 +4,6 @@ Reads the configuration, builds data, model and the compiled step, loops, logs a
 """
 
 import contextlib
-import logging
 import shutil
 import signal
 import sys
@@ -15,33 +14,32 @@ from pathlib import Path
 from jaxllm import cli
 from jaxllm.config import Config
 from jaxllm.errors import InputError, RunError
-from jaxllm.metrics import RunLog, SilentLog, error_line, peak_flops, write_whole
-from jaxllm.process import StopSignals, check_kernels, memory_errors, set_xla_flags
+from jaxllm.metrics import RunLog, SilentLog, peak_flops, read_metrics, say, write_whole
+from jaxllm.process import Alone, StopSignals, check_kernels, memory_errors, set_xla_flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    try:
-        arguments = cli.read(sys.argv[1:] if argv is None else argv)
-        set_xla_flags(arguments.config.train.deterministic)
-        run = Run(*arguments)
+    """Runs the command line; returns 0: done, 1: it failed, 2: bad input, 128 + the signal that
+    stopped it."""
+    return cli.exit_status(
+        lambda: _run(sys.argv[1:] if argv is None else argv),
+        memory="lower train.batch_size, or set model.remat=block",
+    )
+
+
+def _run(argv: list[str]) -> int:
+    arguments = cli.read(argv)
+    set_xla_flags(arguments.config.train.deterministic)
+    with Alone(arguments.out_dir) as alone:
+        run = Run(*arguments, alone)
         with StopSignals() as stop:
             return run.loop(stop)
-    except InputError as e:
-        error_line(str(e))
-        return 2
-    except RunError as e:
-        error_line(str(e))
-        return 1
-    except KeyboardInterrupt:  # before the first step, or a second one
-        logging.disable()  # Orbax would tell the checkpoint that it has to give up
-        return 130
 
 
 class Run:
     """One run of training: built, checked and compiled by the constructor, driven by `loop`."""
 
-    def __init__(self, config: Config, out_dir: Path, resume: bool):
+    def __init__(self, config: Config, out_dir: Path, resume: bool, alone: Alone):
         # JAX takes seconds to import: a wrong command line is told before that.
         import jax
 
@@ -56,13 +54,21 @@ class Run:
             " model.remat=block"
         )
         if config.mesh.distributed:
-            jax.distributed.initialize()  # finds the others in the cluster's environment
+            try:
+                jax.distributed.initialize()  # finds the others in the cluster's environment
+            except (ValueError, RuntimeError) as e:
+                raise InputError(
+                    f"mesh.distributed=true finds no other hosts ({e}); start it on each of them"
+                    " by Slurm or another cluster that JAX knows, or set mesh.distributed=false"
+                ) from e
         self.world, self.rank = jax.process_count(), jax.process_index()
-        self.say = print if self.rank == 0 else lambda *_, **__: None
+        self.say = say if self.rank == 0 else lambda text: None
         self.mesh = sharding.make_mesh(config.mesh)
         sharding.check_model(config.model, self.mesh)
         sharding.check_batch(config.train, self.mesh)
         check_kernels(config)
+        if resume and self.rank == 0:  # Checkpoints deletes what another's save has not finished
+            alone.take()
         self.checkpoints = Checkpoints(out_dir / "checkpoints", config.train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
@@ -83,12 +89,12 @@ class Run:
         self.start, self.samples = 0, 0
         if newest is not None:
             self.start = newest
-            self.samples = self.checkpoints.samples(
-                newest, config.train.steps, self.dataset.fingerprint
-            )
+            self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
+            self._check_unfinished()
         self.tokens = config.train.batch_size * config.train.seq_len
         self._introduce()
         if newest is not None:
+            self.say(f"resume   from the checkpoint of step {newest} in {out_dir}")
             self.state = self.checkpoints.restore(self.start, self.trainer.abstract_state())
         elif weights:
             from jaxllm.pretrained import load_params
@@ -99,6 +105,9 @@ class Run:
         else:
             self.state = self.trainer.init()
         self._compile()
+        if not resume and self.rank == 0:  # here the first file is written
+            alone.take()
+            cli.check_free(out_dir)
         try:
             self.log = self._open_log()
         except OSError as e:
@@ -113,6 +122,8 @@ class Run:
             train.batch_size, self.rank, self.world, start_sample=self.samples
         )
         try:
+            if self.start == train.steps:
+                self._complete()
             waiting = None  # the step before is logged while the devices work on the next
             trace = StepTrace(self.config.profile.steps, self.out_dir / "profile")
             clock = time.perf_counter()
@@ -162,6 +173,31 @@ class Run:
             batches.close()
             self.log.close()
 
+    def _check_unfinished(self) -> None:
+        """Raises InputError for a run that has all of its steps and its report.
+
+        One that was killed after its last checkpoint lacks the report, or has one of before.
+        """
+        steps, report = self.config.train.steps, self.out_dir / "report.html"
+        metrics = self.out_dir / "metrics.jsonl"
+        reported = report.exists() and not (
+            metrics.exists() and metrics.stat().st_mtime_ns > report.stat().st_mtime_ns
+        )
+        if self.start > steps or (self.start == steps and reported):
+            raise InputError(
+                f"{self.out_dir} is at step {self.start} of train.steps={steps}; raise"
+                " --train.steps to go on"
+            )
+
+    def _complete(self) -> None:
+        """Does what is done after the last step and a run killed there lacks."""
+        rows = read_metrics(self.out_dir / "metrics.jsonl")
+        there = {key for row in rows if row["step"] == self.start for key in row}
+        if "val_loss" not in there:
+            self._validate(self.start)
+        if "sample" not in there:
+            self._sample(self.start)
+
     def _introduce(self) -> None:
         import jax
 
@@ -203,7 +239,7 @@ class Run:
         with memory_errors(self.lower):
             self.step_program = traced.lower().compile()
         seconds = time.perf_counter() - clock
-        self.say(f"compiled in {seconds:.1f} s, writing to {self.out_dir}", flush=True)
+        self.say(f"compiled in {seconds:.1f} s, writing to {self.out_dir}")
         self.evaluate = self.trainer.eval_step()
 
     def _open_log(self) -> RunLog | SilentLog:
@@ -318,7 +354,7 @@ class Run:
         if tokenizer is None:
             self.log.say("no sample: the data came without a tokenizer (data.tokenizer)")
             return
-        prompt = tokenizer.encode(config.prompt)
+        prompt = tokenizer.prompt(config.prompt)
         if not prompt:
             self.log.say("no sample: sample.prompt is empty")
             return

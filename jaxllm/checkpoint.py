@@ -70,10 +70,10 @@ class Checkpoints:
                 f"a checkpoint in {self.directory} is damaged ({_short(e)}); delete its folder"
             ) from e
 
-    def samples(self, step: int, steps: int, fingerprint: str) -> int:
+    def samples(self, step: int, fingerprint: str) -> int:
         """Samples that the run of `step` had taken; where to resume in the data.
 
-        Raises InputError if it was no run of more than `step` steps on the data of `fingerprint`.
+        Raises InputError if it was no run on the data of `fingerprint`.
         """
         run, saved = self.directory.parent, self.about(step)
         data, samples = saved.get("data_fingerprint"), saved.get("samples")
@@ -86,10 +86,6 @@ class Checkpoints:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {fingerprint},"
                 f" was {data}): another corpus, tokenizer or Python version"
-            )
-        if step >= steps:
-            raise InputError(
-                f"{run} is at step {step} of train.steps={steps}; raise --train.steps to go on"
             )
         if not isinstance(samples, int) or samples < 0:
             raise self._damaged(step, ValueError(f"samples={samples!r}"))

@@ -1,6 +1,8 @@
 """The command line of train.py: from words to a checked configuration and a directory."""
 
 import argparse
+import errno
+import logging
 import os
 import sys
 import time
@@ -38,13 +40,10 @@ def read(argv: list[str]) -> Arguments:
     words, overrides = _parse(argv)
     if words.resume:
         return Arguments(_resumed_config(words, overrides), words.out_dir, True)
-    if words.out_dir is not None:
-        _check_free(words.out_dir)
-    config = configs.load(words.config, overrides)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Arguments(
-        config, words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}", False
-    )
+    out_dir = words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}"
+    check_free(out_dir)
+    return Arguments(configs.load(words.config, overrides), out_dir, False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,14 +53,17 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see --help")
 
 
-def exit_status(run: Callable[[], None], lower: str) -> int:
-    """Runs a command: 0 done, 1 out of the device's memory, 2 bad input, 130 interrupted.
+def exit_status(
+    run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
+) -> int:
+    """Runs a command: its own status (None: 0 done), 1 failed on the way, 2 bad input, 130 Ctrl-C.
 
-    lower: the options that take memory, for the message.
+    memory: what helps if the device is out of it.  interrupted: a line on what Ctrl-C left.
     """
+    status = 0
     try:
-        with memory_errors(f"lower {lower}"):
-            run()
+        with memory_errors(memory):
+            status = run() or 0
         sys.stdout.flush()
     except InputError as error:
         error_line(str(error))
@@ -70,11 +72,18 @@ def exit_status(run: Callable[[], None], lower: str) -> int:
         error_line(str(error))
         return 1
     except KeyboardInterrupt:
-        print("", file=sys.stderr)
+        logging.disable()  # Orbax would tell the checkpoint that it has to give up
+        print(interrupted, file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has gone: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        if error.errno == errno.ENOSPC:
+            error_line(f"{error.filename or 'standard output'} cannot be written: {error.strerror}")
+            return 1
+        # Else the reader of a pipe has gone: `| head`.
+    return status
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -85,8 +94,15 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="NAME_OR_PATH", help="a file, or a name in configs/")
-    parser.add_argument("--out_dir", type=Path, metavar="DIR", help="default runs/<config>-<time>")
+    parser.add_argument(
+        "--config",
+        metavar="NAME_OR_PATH",
+        help="a YAML file, or one of "
+        + ", ".join(sorted(path.stem for path in configs.CONFIG_DIR.glob("*.yaml"))),
+    )
+    parser.add_argument(
+        "--out_dir", metavar="DIR", help="of the run (default: runs/<config>-<time>)"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
     )
@@ -102,6 +118,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
             if value is None or (value.startswith("--") and "." in value):
                 raise InputError(f"--{key} needs a value")
         overrides[key] = value
+    if arguments.out_dir == "":
+        raise InputError("--out_dir is empty; name a directory, or leave it out")
+    arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
     if arguments.resume and arguments.out_dir is None:
         raise InputError("--resume needs --out_dir, the directory of the run to go on with")
     if arguments.config is None and not arguments.resume:
@@ -109,13 +128,23 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     return arguments, overrides
 
 
-def _check_free(out_dir: Path) -> None:
+def check_free(out_dir: Path) -> None:
+    """Raises InputError if a run is there, or cannot be."""
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"out_dir {out_dir} is a file")
+    check_writable(out_dir, "out_dir ")
     if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
         raise InputError(
             f"out_dir {out_dir} already holds a run; add --resume to go on with it, or name another"
         )
+
+
+def check_writable(folder: Path, name: str = "") -> None:
+    """Raises InputError if a folder cannot be made where it is to be."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise InputError(f"{name}{folder} cannot be made: {there} {why}; name another")
 
 
 def _resumed_config(words: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:

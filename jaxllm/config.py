@@ -24,6 +24,7 @@ from jaxllm.model_config import (
     Natural,
     Positive,
     Section,
+    Seed,
     VLSTMConfig,
     divides,
     round_up,
@@ -65,10 +66,14 @@ class DataConfig(Section):
     tokenizer: str | None = Field(
         None, description="a tokenizer.json; null: train a byte-level BPE on the data, once"
     )
-    tokenizer_vocab_size: Annotated[int, Field(ge=257)] = Field(
+    tokenizer_vocab_size: Annotated[int, Field(ge=257, le=2**22)] = Field(
         4096, description="entries of the tokenizer that is trained"
     )
-    cache_dir: str | None = Field(None, description="null: $XDG_CACHE_HOME/jaxllm")
+    cache_dir: str | None = Field(
+        None,
+        description="where trained tokenizers and encoded text are kept; null: jaxllm in"
+        " $XDG_CACHE_HOME or ~/.cache",
+    )
     shuffle: bool = Field(True, description="a new random order of the samples each epoch")
     prefetch: Natural = Field(8, description="batches read ahead; 0: none")
 
@@ -82,11 +87,11 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, how much, how often."""
 
-    steps: Count = Field(description="optimizer steps")
+    steps: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="optimizer steps")
     batch_size: Count = Field(description="sequences of one step, over all devices")
     seq_len: Count = Field(description="tokens of one sequence")
     grad_accum: Count = Field(1, description="parts in which the batch is computed, one by one")
-    seed: Natural = Field(0, description="seed of the weights and of the data order")
+    seed: Seed = Field(0, description="seed of the weights and of the data order")
     log_every: Count = Field(1, description="steps between two log lines")
     eval_every: Natural = Field(100, description="steps between two evaluations; 0: at the end")
     eval_batches: Count = Field(8, description="validation batches of one evaluation")
@@ -111,16 +116,20 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    learning_rate: Positive = Field(description="at its peak")
+    learning_rate: Positive = Field(description="its peak, which the warm-up reaches")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="after the warm-up; wsd: constant, then a linear fall at the end"
     )
     warmup_steps: Natural = Field(0, description="steps of linear rise: (step + 1) / warmup")
-    final_fraction: Fraction = Field(0.1, description="learning rate at the end, of the peak")
-    decay_fraction: Fraction = Field(0.2, description="wsd: the part of the steps that falls")
+    final_fraction: Fraction = Field(
+        0.1, description="learning rate at the end, as a part of the peak"
+    )
+    decay_fraction: Fraction = Field(
+        0.2, description="wsd: the part of all steps in which it falls"
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="on matrices only")
-    b1: Fraction = Field(0.9, description="decay of the first moment")
-    b2: Fraction = Field(0.95, description="decay of the second moment")
+    b1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
+    b2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
     clip_norm: Annotated[float, Field(ge=0)] = Field(
         1.0, description="largest global norm of the gradient; 0: no clipping"
@@ -154,19 +163,32 @@ class SampleConfig(Section):
     every: Natural = Field(0, description="steps between two samples; 0: at the end")
     temperature: Annotated[float, Field(ge=0)] = Field(0.8, description="0: the likeliest token")
     top_k: Natural = Field(50, description="choose among the k likeliest; 0: among all")
-    seed: Natural = Field(0, description="seed of the choice")
+    seed: Seed = Field(0, description="seed of the choice")
+
+    @model_validator(mode="after")
+    def _check(self):
+        if any("\ud800" <= c <= "\udfff" for c in self.prompt):
+            raise ValueError(f"prompt={self.prompt!r} is not UTF-8")
+        return self
 
 
 class ProfileConfig(Section):
     """A trace of a few steps."""
 
-    steps: Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] | None = Field(
+    steps: str | None = Field(
         None, description="10:15 traces the steps 10 to 14 and prints their ten largest kernels"
     )
 
     @model_validator(mode="after")
     def _check(self):
-        if self.steps and int(self.steps.split(":")[0]) >= int(self.steps.split(":")[1]):
+        if self.steps is None:
+            return self
+        if not re.fullmatch(r"[1-9]\d{0,17}:[1-9]\d{0,17}", self.steps, re.ASCII):
+            raise ValueError(
+                f"steps={self.steps!r} is not FIRST:END; 10:15 traces the steps 10 to 14"
+            )
+        first, end = map(int, self.steps.split(":"))
+        if first >= end:
             raise ValueError(f"steps={self.steps!r} is empty; the end must exceed the first step")
         return self
 
@@ -188,6 +210,11 @@ class Config(Section):
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} exceeds"
                 f" model.max_seq_len={self.model.max_seq_len}"
+            )
+        if self.profile.steps and int(self.profile.steps.split(":")[1]) - 1 > self.train.steps:
+            raise ValueError(
+                f"profile.steps={self.profile.steps} ends after train.steps={self.train.steps};"
+                f" its end is at most {self.train.steps + 1}"
             )
         return self
 
@@ -217,9 +244,9 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
         raise InputError(f"model.type={kind!r} is not one of {', '.join(MODEL_CONFIGS)}")
     known = keys(kind)
     for key in _flatten(raw):
-        _check_known(key, known, f" in {path.name}")
+        _check_known(key, known, f" in {path.name}", kind)
     for key, text in (overrides or {}).items():
-        _check_known(key, known, "")
+        _check_known(key, known, "", kind)
         _set(raw, key, _parse(key, text, known[key].annotation))
     try:
         return Config.model_validate(raw)
@@ -249,9 +276,13 @@ def help_text() -> str:
     lines, seen = [], {}
     for model_type in MODEL_CONFIGS:
         for key, field in keys(model_type).items():
-            seen.setdefault(key, (field, []))[1].append(model_type)
-    for key, (field, models) in seen.items():
-        default = "" if field.is_required() else f" (default {_shown(field)})"
+            # A key may mean something else, or have another default, in another model.
+            kind = (key, _type_name(field.annotation), field.description, field.default)
+            kind = (key,) if key == "model.type" else kind
+            seen.setdefault(kind, (field, []))[1].append(model_type)
+    for (key, *_), (field, models) in seen.items():
+        required = field.is_required() or key == "model.type"
+        default = "" if required else f" (default {_shown(field)})"
         only = (
             ""
             if len(models) == len(MODEL_CONFIGS) or key == "model.type"
@@ -297,8 +328,14 @@ def _find(name_or_path: str) -> Path:
     raise InputError(f"no configuration {name_or_path}{hint}")
 
 
-def _check_known(key: str, known: dict, where: str) -> None:
+def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
     if key not in known:
+        others = [other for other in MODEL_CONFIGS if key in keys(other)]
+        if others:
+            raise InputError(
+                f"{key}{where} is a key of model.type={' and '.join(others)}, not of {model_type};"
+                " leave it out"
+            )
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"unknown key {key}{where}{hint}")
@@ -353,13 +390,29 @@ def _one_line(e: ValidationError) -> str:
     return f"{key}={error['input']!r}: {message}"
 
 
+_WORDS = (  # pydantic's, which speaks to programmers, and ours
+    ("Input should be ", "must be "),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("a valid integer", "a whole number"),
+    ("a valid number", "a number"),
+    ("a valid string", "text"),
+    ("a valid boolean", "true or false"),
+    ("an object", "a section with keys"),
+)
+
+
 def _sentence(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:] if message.startswith("Input") else message
+    message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    for theirs, ours in _WORDS:
+        message = message.replace(theirs, ours)
+    return message
 
 
 def _shown(field) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, bool):
+        return str(value).lower()
     return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
 
 

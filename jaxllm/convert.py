@@ -13,13 +13,13 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxllm.cli import Parser
+from jaxllm.cli import Parser, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
-from jaxllm.metrics import error_line
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: could not be written, 2: bad input."""
+    """Runs the command line; returns 0: done, 1: could not be written, 2: bad input,
+    130: interrupted."""
     parser = Parser(
         prog="python -m jaxllm.convert",
         description=__doc__.partition(": ")[2],
@@ -33,16 +33,12 @@ def main(argv: list[str] | None = None) -> int:
         choices=["float32", "bfloat16"],
         help="of the Hugging Face tensors written (default: float32, which loses nothing)",
     )
-    try:
+
+    def run() -> None:
         args = parser.parse_args(argv)
         convert(args.source, args.out, args.step, args.dtype)
-    except (InputError, RunError) as error:
-        error_line(str(error))
-        return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_status(run, interrupted="interrupted: nothing was written")
 
 
 def convert(source: Path, out: Path, step: int | None = None, dtype: str | None = None) -> None:
@@ -56,6 +52,7 @@ def convert(source: Path, out: Path, step: int | None = None, dtype: str | None 
     source = source.expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
+    check_writable(out)
     weights = open_weights(source)
     if isinstance(weights, RunWeights):
         if step is not None:

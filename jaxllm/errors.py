@@ -1,10 +1,10 @@
-"""The two exceptions that train.py turns into one line and an exit status."""
+"""The two exceptions that a command turns into one line and an exit status (cli.exit_status)."""
 
 
 class InputError(ValueError):
     """Bad input: a key, a value, a file.  One line that names the value, the limit and the fix.
 
-    train.py prints it as `error: ...` and exits with status 2.
+    It is printed as `error: ...`, and the command exits with status 2.
     """
 
 

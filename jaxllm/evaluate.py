@@ -29,7 +29,7 @@ READ_WITH = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(*_read(argv)), "--batch_size")
+    return exit_status(lambda: _run(*_read(argv)), memory="lower --batch_size")
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
@@ -49,20 +49,35 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
-    parser.add_argument("--step", type=int, help="its checkpoint (default: the newest)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of its checkpoint (default: the newest)"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hellaswag", type=Path, metavar="FILE", help="its JSON lines")
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    parser.add_argument("--batch_size", type=int, help="sequences at once (the run's, or 16)")
-    parser.add_argument("--batches", type=int, help="of data: only the first so many")
-    parser.add_argument("--limit", type=int, help="of HellaSwag, of each task: so many questions")
-    parser.add_argument("--shots", type=int, help="of tasks: solved examples before a question")
-    parser.add_argument("--include_path", type=Path, metavar="DIR", help="of tasks: your own, YAML")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        metavar="N",
+        help="sequences at once (default: the run's for its loss, else 16)",
+    )
+    parser.add_argument("--batches", type=int, metavar="N", help="of the data: only the first N")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="of HellaSwag or of each task: the first N questions"
+    )
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="of tasks: solved examples before each question"
+    )
+    parser.add_argument(
+        "--include_path", type=Path, metavar="DIR", help="of tasks: a folder with your own, as YAML"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="of tasks: all results, as JSON")
     args, rest = parser.parse_known_args(argv)
     for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
+    if args.tasks is not None and not all(args.tasks.split(",")):
+        raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
     overrides, words = {}, iter(rest)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
@@ -105,14 +120,16 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     data = open_dataset(
         config.data, seq_len=length, seed=config.train.seed, vocab_size=config.model.vocab_size
     )
-    print(f"data: {data.description}", file=sys.stderr)
+    where = config.data.val_path or config.data.path or config.data.source
+    print(f"data: {data.val_tokens:,} validation tokens of {where}", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
-    size = round_up(args.batch_size or config.train.batch_size, mesh.size)
+    starts = range(0, len(data.val) - 1, length)
+    size = min(args.batch_size or config.train.batch_size, len(starts))
+    size = round_up(size, mesh.size)
     total, count = 0.0, 0
     with jax.set_mesh(mesh):
         graph, params = put_model(weights, mesh)
         loss_sum = jax.jit(lambda params, x, y: nnx.merge(graph, params).loss(x, y))
-        starts = range(0, len(data.val) - 1, length)
         for n, first in enumerate(range(0, len(starts), size)):
             if n == args.batches:
                 break
@@ -144,10 +161,10 @@ def hellaswag(args: argparse.Namespace) -> str:
     tokenizer = open_tokenizer(weights)
     rows = []  # (ids, tokens of the ending)
     for context, endings, _ in questions:
-        begins = len(tokenizer.encode(context))
+        begins = len(tokenizer.prompt(context))
         for ending in endings:
-            ids = tokenizer.encode(f"{context} {ending}")
-            rows.append((tokenizer.prefix + ids, max(len(ids) - begins, 1)))
+            ids = tokenizer.prompt(f"{context} {ending}")
+            rows.append((ids, max(len(ids) - begins, 1)))
     scores = Scorer(weights, args.batch_size or 16)(rows)
     scores = np.reshape([score for score, _ in scores], (-1, ENDINGS))
     characters = np.array([[len(e) for e in endings] for _, endings, _ in questions])

@@ -14,7 +14,7 @@ from jaxllm.errors import InputError
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
-    return exit_status(lambda: _run(_read(argv)), "--batch_size or --tokens")
+    return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size or --tokens")
 
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
@@ -24,27 +24,61 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
-    parser.add_argument("--step", type=int, help="its checkpoint (default: the newest)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of its checkpoint (default: the newest)"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="what the text goes on from")
     what.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a prompt on each line that is not blank"
     )
-    parser.add_argument("--tokens", type=int, default=200, help="to write (%(default)s)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)"
-    )
-    parser.add_argument("--top_k", type=int, default=50, help="0: choose among all (%(default)s)")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="choose among the likeliest that reach it (1: all)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice (%(default)s)")
-    parser.add_argument("--samples", type=int, default=1, help="texts of each prompt (%(default)s)")
-    parser.add_argument(
-        "--batch_size", type=int, default=32, help="texts computed at once (%(default)s)"
+        "--tokens", type=int, default=200, metavar="N", help="most to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="STRING", help="end before it; repeatable"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0: always the likeliest token; higher: more random (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top_k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="choose among the K likeliest tokens; 0: among all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="choose among the likeliest whose probabilities reach P (default: 1, all)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the choice (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts of each prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=32,
+        metavar="N",
+        help="texts computed at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="STRING",
+        help="end a text before it; repeatable",
     )
     args = parser.parse_args(argv)
     for name, least, most in (
@@ -79,7 +113,7 @@ def _run(args: argparse.Namespace) -> None:
 
     weights = sample.open_run(args.checkpoint, args.step)
     tokenizer = sample.open_tokenizer(weights)
-    ids = [tokenizer.prefix + tokenizer.encode(prompt) for prompt in prompts]
+    ids = [tokenizer.prompt(text) for text in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
             raise InputError(f"the prompt {prompt!r} has no tokens; give at least one character")

@@ -56,8 +56,8 @@ class RunLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """Ids, behind those that the tokenizer puts before a text unless told not to."""
-        prefix = [] if add_special_tokens is False else self.tokenizer.prefix
-        return prefix + self.tokenizer.encode(string)
+        encode = self.tokenizer.encode if add_special_tokens is False else self.tokenizer.prompt
+        return encode(string)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_) -> list[tuple[float, bool]]:
         rows = [(context + answer, len(answer)) for _, context, answer in requests]

@@ -6,7 +6,10 @@ import math
 import os
 import sys
 import time
+from collections import deque
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,6 +47,7 @@ class RunLog:
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         _keep_until(self.path, start)
         self.file = self.path.open("ab", buffering=0)
+        self.seconds = deque[float](maxlen=20)  # of the last steps
         self.unwritten = b""  # rows that found the disk full
         self.board: Board | None = Board(out_dir / "tensorboard", start)
         self.console = Console()
@@ -72,6 +76,7 @@ class RunLog:
     ) -> None:
         """One step done: `seconds` is its time; skips: updates skipped in a row."""
         speed = self.tokens / seconds
+        self.seconds.append(seconds)
         row = {
             "step": step,
             "loss": loss,
@@ -93,7 +98,8 @@ class RunLog:
             self.bar.update(self.task, completed=step, news=news)
         else:
             self.say(
-                f"step {step}/{self.steps}  {news}  left {(self.steps - step) * seconds:.0f} s"
+                f"step {step}/{self.steps}  {news}"
+                f"  left {timedelta(seconds=round((self.steps - step) * median(self.seconds)))}"
             )
 
     def evaluation(self, step: int, val_loss: float) -> None:
@@ -112,8 +118,7 @@ class RunLog:
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False)
         else:
-            with contextlib.suppress(OSError):  # a pipe that nobody reads, a file on a full disk
-                print(text, flush=True)
+            say(text)
 
     def draw(self) -> None:
         """Draws loss.png from metrics.jsonl."""
@@ -251,6 +256,12 @@ def _keep_until(path: Path, step: int) -> None:
         return
     kept = [r for r in read_metrics(path) if r["step"] <= step]
     write_whole(path, "".join(json.dumps(r) + "\n" for r in kept).encode())
+
+
+def say(text: str) -> None:
+    """Prints a line, if it can: not into a pipe that nobody reads, nor a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:

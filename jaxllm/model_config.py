@@ -9,6 +9,7 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Section(BaseModel):
@@ -39,10 +40,10 @@ class RopeScaling(Section):
 
 class _Model(Section):
     vocab_size: Count = Field(description="token ids the model knows")
-    n_layers: Count = Field(description="blocks")
-    n_heads: Count = Field(description="(query) heads")
+    n_layers: Count = Field(description="number of blocks (layers)")
+    n_heads: Count = Field(description="number of heads (of queries)")
     d_model: Count = Field(description="width of the residual stream")
-    max_seq_len: Count = Field(description="longest sequence")
+    max_seq_len: Count = Field(description="longest sequence, in tokens")
     compute_dtype: Dtype = Field("bfloat16", description="dtype of matmuls and activations")
     residual_dtype: Dtype = Field("bfloat16", description="dtype of the residual stream")
     kernels: Literal["auto", "mosaic", "xla"] = Field(
@@ -86,7 +87,7 @@ class Llama3Config(_Model):
     """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
 
     type: Literal["llama3"] = Field("llama3", description="the architecture")
-    n_kv_heads: Count = Field(description="key and value heads, a divisor of n_heads")
+    n_kv_heads: Count = Field(description="number of key and value heads, a divisor of n_heads")
     d_ff: Count = Field(description="feed-forward width")
     d_head: Count | None = Field(None, description="head dimension; null: d_model / n_heads")
     rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")

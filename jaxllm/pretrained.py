@@ -95,6 +95,12 @@ def open_weights(directory: str | Path) -> Weights:
         return HuggingFaceWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
         return RunWeights(directory)
+    if not directory.exists():
+        raise InputError(f"{directory} does not exist: a run's directory or a Hugging Face folder")
+    for run in list(directory.absolute().parents)[:2]:
+        inside = directory.absolute().is_relative_to(run / "checkpoints")
+        if inside and (run / "config.yaml").is_file():
+            raise InputError(f"{directory} is inside of a run's directory; name that: {run}")
     raise InputError(
         f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
         f" directory (config.yaml, checkpoints){pickle_in(directory)}"

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from jaxllm.config import Config
 from jaxllm.errors import InputError, RunError
@@ -38,6 +39,33 @@ class StopSignals:
     def __exit__(self, *_):
         for s, handler in self.before.items():
             signal.signal(s, handler)
+
+
+class Alone:
+    """Keeps other processes that train out of a run's directory, until it is left or dies."""
+
+    def __init__(self, out_dir: Path):
+        self.out_dir, self.stack = out_dir, contextlib.ExitStack()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stack.close()
+
+    def take(self) -> None:
+        """From now on; makes the directory.  Raises InputError."""
+        from jaxllm.data.cache import lock
+
+        try:
+            self.stack.enter_context(lock(self.out_dir / ".lock", wait=False))
+        except BlockingIOError as e:
+            raise InputError(
+                f"another process trains in out_dir {self.out_dir}; wait for its end, or name"
+                " another"
+            ) from e
+        except OSError as e:
+            raise InputError(f"cannot write to out_dir {self.out_dir}: {e.strerror}") from e
 
 
 def check_kernels(config: Config) -> None:

@@ -3,7 +3,6 @@
 The page is one HTML file without any link: it can be sent, and opened without a network.
 """
 
-import argparse
 import contextlib
 import html
 import io
@@ -16,8 +15,9 @@ from statistics import median
 
 import yaml
 
+from jaxllm.cli import Parser, exit_status
 from jaxllm.errors import InputError
-from jaxllm.metrics import error_line, read_metrics, write_whole
+from jaxllm.metrics import read_metrics, write_whole
 
 DOCTYPE = "<!doctype html>"
 INK = "#010203"  # stands for the page's text colour until the picture is in the page
@@ -79,7 +79,7 @@ class Loaded:
                 self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
                 self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
             except (ValueError, TypeError, AttributeError, RecursionError) as e:
-                raise InputError(f"{folder / 'run.json'} is damaged: {e}") from e
+                raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every row that has the key."""
@@ -196,16 +196,17 @@ def summary(run: Loaded) -> dict[str, str]:
         return form.format(choose(values)) if values else ""
 
     steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
-
+    wanted = run.settings().get("train.steps", "")
+    wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
     return {
         "model": str(run.about.get("model", "")),
-        "steps": f"{steps:,}",
+        "steps": f"{steps:,}{wanted}",
         "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
-        "loss": number("loss", "{:.4f}"),
-        "best validation": number("val_loss", "{:.4f}", min),
+        "loss of the last step": number("loss", "{:.4f}"),
+        "best validation loss": number("val_loss", "{:.4f}", min),
         "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),
         "MFU, median": number("mfu", "{:.1%}", median),
-        "memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
+        "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
         "updates skipped": number("skips", "{}", len),
         "device": str(run.about.get("device", "")),
         "started": str(run.about.get("started", "")),
@@ -298,22 +299,23 @@ def write(folders: list[Path], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jaxllm.report", description=__doc__)
+    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> None:
+    parser = Parser(prog="python -m jaxllm.report", description=__doc__.partition("\n\n")[2])
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's directory")
-    parser.add_argument("--out", type=Path, help="default: report.html in the first directory")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: report.html in the first directory"
+    )
     words = parser.parse_args(argv)
     out = words.out or words.folders[0] / "report.html"
     try:
         write(words.folders, out)
-    except InputError as e:
-        error_line(str(e))
-        return 2
     except OSError as e:
-        error_line(f"cannot write {out}: {e.strerror}")
-        return 2
+        raise InputError(f"cannot write {out}: {e.strerror}; change --out") from e
     print(out)
-    return 0
 
 
 if __name__ == "__main__":

@@ -305,7 +305,6 @@ def run(ops, out: Path) -> dict:
             " (the errors are those of the jnp forms)"
         )
     known = {}
-    out.mkdir(parents=True, exist_ok=True)
     chosen = [case for case in CASES if not ops or case.op in ops]
     todo = [(case, sizes) for case in chosen for sizes in case.sizes]
     with Progress(console=console, transient=True) as bar:
@@ -332,14 +331,29 @@ def run(ops, out: Path) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     names = sorted({case.op for case in CASES})
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("op", nargs="*", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder for results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks"),
+        metavar="DIR",
+        help="folder for results (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     for op in arguments.op:
         if op not in names:
             print(f"error: {op!r} is not one of {', '.join(names)}", file=sys.stderr)
             return 2
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        print(f"error: --out {arguments.out} cannot be made: {e.strerror}", file=sys.stderr)
+        return 2
     result = run(arguments.op, arguments.out)
     return int(any("mosaic" in r["failed"] for r in result["records"]))
 

@@ -1,23 +1,29 @@
 """python -m jaxllm.data: `prepare` turns text into shards, `train-tokenizer` trains a BPE."""
 
-import argparse
 import sys
+from argparse import Namespace
 from pathlib import Path
 
+from jaxllm.cli import Parser, exit_status
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source, find_files, stdlib_files
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxllm.data", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m jaxllm.data", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True)
 
-    text = argparse.ArgumentParser(add_help=False)
+    text = Parser(add_help=False)
     text.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
     text.add_argument("--path", help="file, folder or quoted glob (not for stdlib)")
-    text.add_argument("--text-column", default="text", help="of jsonl and parquet (%(default)s)")
+    text.add_argument(
+        "--text-column",
+        default="text",
+        metavar="NAME",
+        help="of jsonl and parquet (default: %(default)s)",
+    )
 
     command = commands.add_parser(
         "prepare",
@@ -27,10 +33,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokenizer", required=True, help="a tokenizer.json")
     command.add_argument("--out", required=True, type=Path, help="folder of the shards")
     command.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, help="tokens per shard (%(default)s)"
+        "--shard-tokens",
+        type=int,
+        default=100_000_000,
+        metavar="N",
+        help="tokens per shard (default: %(default)s)",
     )
     command.add_argument(
-        "--val-fraction", type=float, default=0.01, help="documents held out (%(default)s)"
+        "--val-fraction",
+        type=float,
+        default=0.01,
+        metavar="X",
+        help="part of the documents held out for validation (default: %(default)s)",
     )
 
     command = commands.add_parser(
@@ -41,8 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: Namespace) -> None:
     stdlib = args.source == "stdlib"
+    if stdlib and args.path is not None:
+        raise InputError(f"--path={args.path} is not read with --source=stdlib; leave one out")
+    if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
+        raise InputError(f"--out={args.out} lies in --path={args.path}, whose files are read")
     files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
     source = Source(args.source, files, args.text_column)
     if args.command == "prepare":
@@ -59,7 +77,9 @@ def _run(args: argparse.Namespace) -> None:
         raise InputError(f"{args.out} exists: choose another --out")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer((piece.text for piece in source.pieces()), args.vocab_size, args.out)
+        train_tokenizer(
+            (piece.text for piece in source.pieces()), args.vocab_size, args.out, key="--vocab-size"
+        )
     except OSError as error:
         raise InputError(f"cannot write {args.out}: {error}") from error
     print(f"{args.out}: {Tokenizer(args.out).vocab_size:,} entries")
@@ -67,16 +87,10 @@ def _run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit status: 0 done, 2 bad input, 130 interrupted."""
-    args = _parser().parse_args(argv)
-    try:
-        _run(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: run it again, `prepare` goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(
+        lambda: _run(_parser().parse_args(argv)),
+        interrupted="interrupted: run it again, `prepare` goes on from here",
+    )
 
 
 if __name__ == "__main__":

@@ -109,10 +109,13 @@ def _prepare(
         source.kind, source.text_column, files, tokenizer.digest, shard_tokens, val_fraction
     )
     path = out / "prepare.json"
-    state: dict[str, Any] = {"job": job, "done": False, "pieces": 0, "train": [0, 0], "val": [0, 0]}
+    fresh: dict[str, Any] = {"job": job, "done": False, "pieces": 0, "train": [0, 0], "val": [0, 0]}
+    state = fresh
     if path.exists():
         state = json.loads(path.read_text())
-        if state["job"] != job:
+        if state["job"] != job and not state["done"] and state["pieces"] == 0:
+            state = fresh  # of bad input that was told before anything was encoded
+        elif state["job"] != job:
             raise InputError(
                 f"{out} holds shards of other data or options: choose another --out or delete it"
             )

@@ -44,7 +44,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> list[t
     nothing; `key` is the configuration's name for `path`.
     """
     if not path:
-        raise InputError(f"data.source={kind} needs {key}: a file, a folder or a glob")
+        raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
     root = Path(path).expanduser()
     if root.is_file():
         return [(root.name, root)]
@@ -156,10 +156,12 @@ class Source:
                     raise InputError(f"{path}:{number} is no JSON: {error}") from error
                 text = value.get(self.text_column) if isinstance(value, dict) else None
                 if not isinstance(text, str):
-                    keys = list(value) if isinstance(value, dict) else type(value).__name__
+                    has = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+                    if isinstance(value, dict) and self.text_column in value:
+                        has = f"{type(text).__name__} there"
                     raise InputError(
-                        f"{path}:{number} has no text under {self.text_column!r} (it has {keys}); "
-                        "set data.text_column"
+                        f"{path}:{number} has no text under {self.text_column!r} (it has {has}); "
+                        "name the column of the text with text_column"
                     )
                 if text:
                     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
@@ -175,8 +177,8 @@ class Source:
                 schema = file.schema_arrow
                 if self.text_column not in schema.names:
                     raise InputError(
-                        f"{path} has no column {self.text_column!r} (it has {schema.names}); "
-                        "set data.text_column"
+                        f"{path} has no column {self.text_column!r} (it has"
+                        f" {', '.join(schema.names)}); name the column of the text with text_column"
                     )
                 kind = schema.field(self.text_column).type
                 if pyarrow.types.is_dictionary(kind):  # a pandas category

@@ -16,6 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 _SEPARATORS = (END_OF_TEXT, "<|begin_of_text|>", "<|end_of_text|>", "</s>", "<eos>")
 _ENDS = (*_SEPARATORS, "<|eot_id|>")  # also Llama 3's end of an answer
 _SMALLEST = 257  # every byte, and the end of text
+_LARGEST = 1 << 22  # the library makes room for all at once, and aborts where there is none
 
 
 class Tokenizer:
@@ -58,6 +59,10 @@ class Tokenizer:
         """Returns the ids of a text, without any special token."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def prompt(self, text: str) -> list[int]:
+        """Returns the ids of a text to go on from: behind `prefix`, as the model met its texts."""
+        return self.prefix + self.encode(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -68,15 +73,18 @@ class Tokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: Path, *, key: str = "data.tokenizer_vocab_size"
+) -> None:
     """Trains GPT-2's kind of byte-level BPE, every byte encodable, and saves its tokenizer.json.
 
     A small text may yield fewer than `vocab_size` entries. The end of text has id 0.
+    key: the option's name of `vocab_size`, for the error.
     """
-    if vocab_size < _SMALLEST:
+    if not _SMALLEST <= vocab_size <= _LARGEST:
         raise InputError(
-            f"data.tokenizer_vocab_size={vocab_size} is too small: a byte-level BPE takes at "
-            f"least {_SMALLEST} (every byte, and the end of text)"
+            f"{key}={vocab_size} is not from {_SMALLEST} (every byte, and the end of text)"
+            f" to {_LARGEST}"
         )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

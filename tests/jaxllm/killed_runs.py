@@ -60,8 +60,8 @@ def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> N
         # Killed very early it has no config.yaml yet, and is not a run to resume.
         more = ["--resume"] if (out_dir / "config.yaml").exists() else []
         more += ["--train.steps", str(steps), "--out_dir", str(out_dir)]
-        # Killed after its last checkpoint it is at its end.
-        ended = (out_dir / "checkpoints" / str(steps)).exists() or life(
+        # Killed after its report it is at its end.
+        ended = (out_dir / "report.html").exists() or life(
             [*words, *more], log, out_dir, rng if done < kills else None
         )
         if ended:

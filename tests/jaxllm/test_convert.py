@@ -348,4 +348,4 @@ def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, ca
     # A folder of the converter holds no moments and no place in the data: nothing to resume.
     converted = Checkpoints(tmp_path / "ours" / "checkpoints", 1)
     with pytest.raises(InputError, match="init_from"):
-        converted.samples(0, 60, "")
+        converted.samples(0, "")

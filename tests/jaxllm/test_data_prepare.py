@@ -199,6 +199,8 @@ def test_one_process_at_a_time(data, capsys):
         ({"shard-tokens": 0}, "--shard-tokens 0"),
         ({"val-fraction": 1.0}, "--val-fraction 1.0"),
         ({"out": "/dev/null/x"}, "cannot write to /dev/null/x"),
+        ({"source": "stdlib"}, "is not read with --source=stdlib"),
+        ({"out": "data/x"}, "/data, whose files are read"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(data, capsys, options, message):
@@ -228,6 +230,7 @@ def test_a_partial_file_that_is_gone_is_told(data, capsys, monkeypatch):
 def test_documents_without_text(data, capsys):
     (data / "empty.jsonl").write_text('{"body": ""}\n')
     assert "the data is empty" in error_of(capsys, command(data, path=data / "empty.jsonl"))
+    assert main(command(data)) == 0  # into the same folder, which holds nothing yet
 
 
 def test_the_bar_on_a_terminal(data, monkeypatch):
@@ -255,3 +258,7 @@ def test_train_tokenizer(data, capsys):
     assert main(argv) == 0
     assert Tokenizer(data / "new/tokenizer.json").vocab_size == 290
     assert "exists" in error_of(capsys, argv)
+    for size in (256, 10**17):
+        assert f"--vocab-size={size} is not from 257" in error_of(
+            capsys, [*argv, f"--vocab-size={size}", f"--out={data / 'other.json'}"]
+        )

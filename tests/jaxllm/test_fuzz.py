@@ -248,7 +248,7 @@ def test_checkpoints(good):
             checkpoints = Checkpoints(copy, 1)
             with contextlib.suppress(InputError):
                 step = checkpoints.newest()
-                checkpoints.samples(step, 10, "")
+                checkpoints.samples(step, "")
                 assert checkpoints.restore(step, STATE)["a"].shape == STATE["a"].shape
 
     check()

@@ -1,5 +1,8 @@
 """Generation with caches against the full forward pass, and the command on a run's directory."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,7 +129,7 @@ def test_text_decodes_only_its_last_tokens():
     ("arguments", "named"),
     [
         ("--prompt x", "--checkpoint"),
-        ("--checkpoint nowhere --prompt x", "nowhere is neither"),
+        ("--checkpoint nowhere --prompt x", "nowhere does not exist"),
         ("--checkpoint nowhere --prompts missing.txt", "missing.txt"),
         ("--checkpoint nowhere --prompt x --top_p 1.5", "--top_p=1.5"),
         ("--checkpoint nowhere --prompt x --temperature nan", "--temperature=nan"),
@@ -143,3 +146,19 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, named):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert named in err
+
+
+def test_an_output_on_a_full_disk_is_told_and_a_training_goes_on_without():
+    code = """import sys
+from jaxllm import cli, metrics
+sys.exit(cli.exit_status(lambda: metrics.say("on its way") or print("the text")))"""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    error = "error: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, error)

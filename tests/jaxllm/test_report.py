@@ -61,7 +61,14 @@ def test_a_page_needs_nothing_but_itself(tmp_path, capsys):
     assert page.tags.count("svg") == 6  # all but MFU, which no row has
     for word in ("4.8000", "3.2500", "40.5 GiB", "40,960", SAMPLE, "type: <gpt2>", "updates skip"):
         assert word in page.text, word
-    for word in (ABOUT["model"], ABOUT["device"], ABOUT["started"], "attention", "0.12"):
+    for word in (
+        ABOUT["model"],
+        ABOUT["device"],
+        ABOUT["started"],
+        "attention",
+        "0.12",
+        "20 of 20",
+    ):
         assert word in page.text, word
     assert "MFU" not in page.text
     assert report.INK not in text

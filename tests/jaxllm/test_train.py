@@ -19,7 +19,9 @@ import yaml
 import train
 from jaxllm import config as configs
 from jaxllm.checkpoint import Checkpoints
+from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.metrics import read_metrics
+from jaxllm.process import Alone
 from jaxllm.sharding import make_mesh
 from jaxllm.training import Trainer
 from pallas_kernels import backend
@@ -346,11 +348,22 @@ def _same_environment(monkeypatch):
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
         (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
+        (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
+        (["--config", "llama3_small", "--out_dir", ""], "--out_dir is empty"),
     ],
 )
 def test_bad_command_lines(words, message, capsys, monkeypatch):
     monkeypatch.chdir(REPO)
     assert message in error_of(capsys, *words)
+
+
+def test_hosts_that_no_cluster_names(tiny, tmp_path, capsys, monkeypatch):
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    message = error_of(capsys, "--config", tiny, "--mesh.distributed", "true")
+    assert "mesh.distributed=true finds no other hosts (coordinator_address should" in message
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
@@ -399,6 +412,36 @@ class TestOfAFinishedRun:
 
     def test_it_has_no_steps_left(self, copy, capsys):
         assert "raise --train.steps" in error_of(capsys, "--resume", "--out_dir", copy)
+
+    def test_killed_after_its_last_checkpoint_it_gets_what_it_lacks(
+        self, straight, copy, capsys, monkeypatch
+    ):
+        lines = (copy / "metrics.jsonl").read_text().splitlines()
+        lines = [x for x in lines if json.loads(x)["step"] < STEPS or "loss" in json.loads(x)]
+        (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+        (copy / "loss.png").unlink()
+        os.utime(copy / "report.html", (0, 0))  # of a stop before
+        prompts, prompt = [], Tokenizer.prompt
+        monkeypatch.setattr(
+            Tokenizer, "prompt", lambda self, text: prompts.append(text) or prompt(self, text)
+        )
+        status = train.main(["--resume", "--out_dir", str(copy)])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        assert prompts == ["the "]  # behind what the tokenizer puts before a text
+        rows = [r for r in read_metrics(copy / "metrics.jsonl") if r["step"] == STEPS]
+        wanted = [r for r in read_metrics(straight[0] / "metrics.jsonl") if r["step"] == STEPS]
+        assert rows == wanted
+        assert (copy / "loss.png").exists()
+        assert f"step {STEPS}</figcaption>" in (copy / "report.html").read_text()
+        assert "raise --train.steps" in error_of(capsys, "--resume", "--out_dir", copy)
+
+    def test_another_process_trains_there(self, copy, capsys):
+        more = ["--train.steps", "70"]
+        with Alone(copy) as alone:
+            alone.take()
+            message = error_of(capsys, "--resume", "--out_dir", copy, *more)
+        assert "another process trains in out_dir" in message
 
     def test_it_stays_the_model_that_it_is(self, copy, capsys):
         more = ["--train.steps", "70", "--model.n_layers", "3"]

@@ -164,3 +164,6 @@ def test_an_unknown_op_is_an_error_of_one_line(capsys, tmp_path):
     assert captured.err.startswith("error: 'gleu' is not one of add_layer_norm, ")
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "x").exists()
+    (tmp_path / "file").touch()
+    assert benchmark.main(["gelu", "--out", str(tmp_path / "file")]) == 2
+    assert "file cannot be made: File exists" in capsys.readouterr().err
