@@ -65,3 +65,14 @@ def test_gelu_counts_the_elements_of_its_forward_kernel():
     x = jax.ShapeDtypeStruct((2**15, *bias.shape), jnp.float32)
     with pytest.raises(NotImplementedError, match="counts to 2147483647"):
         jax.eval_shape(lambda x, b: gelu(x, b, backend="mosaic"), x, bias)
+
+
+def test_tiles_of_the_backward_pass_may_be_higher_than_those_forward():
+    x, s = (jax.ShapeDtypeStruct((31, 2047), dtype) for dtype in (jnp.float16, jnp.float32))
+    w = jax.ShapeDtypeStruct((2047,), jnp.float16)
+
+    def both(x, s, w):
+        y, pull = jax.vjp(lambda *a: add_rms_norm(*a, x_bias=a[2], backend="mosaic"), x, s, w)
+        return pull(y)
+
+    assert [a.shape for a in jax.eval_shape(both, x, s, w)] == [x.shape, s.shape, w.shape]
