@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 import jax
+from jax import lax
 
 Backend = Literal["auto", "mosaic", "xla"]
 Gpu = Literal["sm_80", "sm_90", "sm_90a"]  # 8.0 or newer; 9.0 (TMA, 227 KB) or newer; 9.0 (wgmma)
@@ -55,6 +56,8 @@ def use_kernel(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is not one of auto, mosaic, xla")
+    if backend != "xla":
+        reason = shard_map_lacks() or reason
     if backend == "mosaic":
         if reason is not None:
             raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
@@ -80,6 +83,20 @@ def tell(decision: Decision) -> None:
     """Records a decision for `explain()`; `use_kernel` does so by itself."""
     if not _silenced:
         _decisions[decision] = _decisions.get(decision, 0) + 1
+
+
+def shard_map_lacks() -> str | None:
+    """Why no kernel can run where JAX traces now, or None.
+
+    The results of kernels carry no types of varying axes: `shard_map` would take the part of a
+    weight's gradient that one device made for the whole, and not sum it.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    # Only where shard_map checks such types has the index of a device one.
+    index = jax.eval_shape(lambda: lax.axis_index(axes)) if axes else None
+    if getattr(index, "manual_axis_type", None) is None:
+        return None
+    return "the shard_map around it checks types that vary, pass it check_vma=False"
 
 
 @functools.cache

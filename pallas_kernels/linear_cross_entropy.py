@@ -340,9 +340,17 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     z = z.reshape(n, 4, part)
+    if given:
+        # Not new_ref and freeze: jax.checkpoint drops a call between them that returns nothing.
+        z = pl.run_state(lambda ref: call(ref, labels, scale, *bound, *given))(z)
+        return (z.reshape(n, v),)
     z = jax.new_ref(z) if write else z
-    out = call(z, labels, scale, *bound, *given)
-    return (jax.freeze(z).reshape(n, v) if write else None, *out)
+    out = call(z, labels, scale, *bound)
+    if not write:
+        return None, *out
+    # Tied together, as jax.checkpoint would drop a call whose statistics nobody wants.
+    z, out = lax.optimization_barrier((jax.freeze(z), out))
+    return z.reshape(n, v), *out
 
 
 def _run(x, weight, labels, o: _Options, differentiate: bool):

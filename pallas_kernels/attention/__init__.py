@@ -62,7 +62,7 @@ def attention(
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
-    by_cudnn = cudnn_why_not(q, k, **more, **options) is None
+    by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
     otherwise = "cudnn" if by_cudnn else "xla"
     if not _backend.use_kernel("attention", backend, reason, "sm_90a", otherwise):
         if backend == "auto" and by_cudnn:
@@ -98,8 +98,9 @@ def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, 
 
 
 def cudnn_why_not(
-    q, k, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None, return_lse=False
-):
+    q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None,
+    return_lse=False,
+):  # fmt: skip
     """Why cuDNN's flash attention cannot stand in for the kernel, or None.
 
     It keeps the users of other NVIDIA GPUs, and calls that the kernel lacks, from T x S matrices.
@@ -107,8 +108,8 @@ def cudnn_why_not(
     if lack := _backend.device_lacks("sm_80"):
         return lack
     widest = 128 if _backend.device_lacks("sm_90") else 256
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
-        return f"q is {q.dtype} and k {k.dtype}, not both bfloat16 or float16"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}, not all bfloat16 or float16"
     if q.shape[-1] > widest or q.shape[-1] % 8:
         return f"the head dimension D={q.shape[-1]} is no multiple of 8 up to {widest}"
     if causal and q.shape[1] != k.shape[1]:
@@ -230,7 +231,7 @@ def _grouped(x, kv_heads):
 def _reference_forward(q, k, v, mask, scale, softcap):
     b, t, h, _ = q.shape
     x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
-    top = jnp.max(x, axis=-1, keepdims=True)
+    top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # there may be no key at all
     top = jnp.where(top == -jnp.inf, 0, top)  # a row without any visible key
     p = jnp.exp(x - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
@@ -244,18 +245,18 @@ def _reference_backward(scale, softcap, saved, cotangents):
     q, k, v, mask, out, lse = saved
     dout, dlse = cotangents
     dtype, wide = q.dtype, mosaic.stat_dtype(q.dtype)
-    b, t, h, _ = q.shape
-    per_head = lambda x: x.reshape(b, k.shape[2], -1, t, 1)
+    (b, t, h, d), kv = q.shape, k.shape[2]
+    per_head = lambda x: x.reshape(b, kv, h // kv, t, 1)
     delta = jnp.einsum("bthd,bthd->bht", dout.astype(wide), out.astype(wide)) - dlse
-    q, dout = _grouped(q, k.shape[2]), _grouped(dout, k.shape[2])
+    q, dout = _grouped(q, kv), _grouped(dout, kv)
     x, slope = _logits(q, k, mask, scale, softcap)
     p = jnp.where(mask, jnp.exp(x - per_head(jnp.where(lse == -jnp.inf, 0, lse))), 0)
     ds = jnp.where(mask, p * (_einsum("btkgd,bskd->bkgts", dout, v) - per_head(delta)), 0)
     ds = (ds if slope is None else ds * slope).astype(dtype)
     dq = (_einsum("bkgts,bskd->btkgd", ds, k) * scale).astype(dtype)
-    dk = (_einsum("bkgts,btkgd->bskd", ds, q) * scale).astype(dtype)
-    dv = _einsum("bkgts,btkgd->bskd", p.astype(dtype), dout).astype(dtype)
-    return dq.reshape(b, t, h, -1), dk, dv, None
+    dk = (_einsum("bkgts,btkgd->bskd", ds, q) * scale).astype(k.dtype)
+    dv = _einsum("bkgts,btkgd->bskd", p.astype(dtype), dout).astype(v.dtype)
+    return dq.reshape(b, t, h, d), dk, dv, None
 
 
 _reference.defvjp(_reference_forward, _reference_backward)

@@ -61,6 +61,7 @@ def attention_qkv(
     options = dict(scale=scale, window=window, softcap=softcap)
     positions = jnp.arange(t) if positions is None else positions
     runs = backend == "mosaic" or (backend == "auto" and not _backend.device_lacks("sm_90a"))
+    runs = runs and not _backend.shard_map_lacks()
     if not runs or _why_apart(qkv, positions if theta else None, **options):
         q, k, v = (qkv[:, :, i:j] for i, j in ((0, -2 * n_kv), (-2 * n_kv, -n_kv), (-n_kv, None)))
         if theta is not None:

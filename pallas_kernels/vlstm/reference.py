@@ -117,7 +117,7 @@ def chunkwise(
         """(B,T,H,...) -> (N,B,H,L,...); positions past T take `fill`."""
         widths = [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, widths, constant_values=fill)
-        x = x.reshape(batch, -1, size, *x.shape[2:])
+        x = x.reshape(batch, mosaic.cdiv(length, size), size, *x.shape[2:])
         return jnp.moveaxis(x, (1, 3), (0, 2))
 
     @jax.checkpoint
@@ -185,7 +185,7 @@ def chunkwise(
         h = _matmul(dtype, scale[..., None] * p, v)
         h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
         h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
-        h = h.reshape(batch, -1, *h.shape[3:])[:, :length]
+        h = h.reshape(batch, h.shape[1] * size, *h.shape[3:])[:, :length]
         return _round(h, dtype), state
 
     h, state = form(q, k, v, i, f, _state(initial_state, q, v))

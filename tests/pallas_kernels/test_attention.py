@@ -319,6 +319,27 @@ def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, ru
     assert len(calls) == (runs == "cudnn")
 
 
+def test_other_dtypes_of_v_are_not_for_cudnn_and_get_gradients_in_their_own(monkeypatch):
+    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
+    q, k, v = inputs(1, 8, 8, 2, 1, 8)
+    v = v.astype(jnp.float32)
+    backend.forget()
+    grads = jax.grad(lambda *a: attention(*a).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+    assert backend.decisions()[0].runs == "xla"  # JAX refuses it cuDNN
+    assert [g.dtype for g in grads] == [BF16, BF16, jnp.float32]
+
+
+@pytest.mark.parametrize(("b", "t", "s"), [(0, 8, 8), (1, 0, 8), (1, 8, 0), (1, 0, 0)])
+def test_attention_without_elements(b, t, s):
+    arrays = inputs(b, t, s, 2, 1, 8)
+    f = functools.partial(attention, causal=False, return_lse=True)
+    (out, lse), pull = jax.vjp(f, *arrays)
+    np.testing.assert_array_equal(out, np.zeros((b, t, 2, 8)))  # no key is seen
+    np.testing.assert_array_equal(lse, np.full((b, 2, t), -np.inf))
+    for a, g in zip(arrays, pull((out, jnp.zeros_like(lse))), strict=True):
+        np.testing.assert_array_equal(g, np.zeros(a.shape))
+
+
 @pytest.mark.skipif(not ON_GPU, reason="cuDNN runs on a GPU")
 @pytest.mark.parametrize(("d", "options"), [(96, {}), (256, {}), (64, {"window": 50})])
 def test_cudnn_computes_what_the_reference_does(d, options, monkeypatch):

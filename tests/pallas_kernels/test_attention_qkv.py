@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from kernel_checks import ON_GPU, check_op, normal
 
-from pallas_kernels import attention, attention_qkv, mosaic, rope
+from pallas_kernels import attention, attention_qkv, linear_cross_entropy, mosaic, rope
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 ROPE = ("rope_forward", "rope_backward")
@@ -57,3 +57,20 @@ def test_it_is_rope_and_attention_of_its_parts():
 def test_heads_that_do_not_add_up_are_an_error(n_heads):
     with pytest.raises(ValueError, match=f"qkv has 9 heads: not n_heads={n_heads} and twice"):
         attention_qkv(jnp.zeros((1, 8, 9, 64)), n_heads)
+
+
+def test_checkpoint_runs_the_kernels_that_write_in_place_again():
+    """JAX dropped them: the gradients were those of q and k that RoPE had not turned."""
+    x, weight, labels = (
+        jnp.ones((1, 8, 3, 64), jnp.bfloat16),
+        jnp.ones((128, 64)),
+        jnp.zeros(8, int),
+    )
+    rotated = lambda x: attention_qkv(x, 1, theta=1e4, backend="mosaic").astype(jnp.float32).sum()
+    head = lambda x: linear_cross_entropy(x.reshape(-1, 64)[:8], weight, labels, backend="mosaic")
+    for op, kernel in (
+        (rotated, "rope_forward"),
+        (head, "linear_cross_entropy_statistics_and_gradient"),
+    ):
+        again = jax.jit(jax.grad(jax.checkpoint(op))).trace(x).lower(lowering_platforms=("cuda",))
+        assert kernel in again.as_text()

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import backend, gelu
+from pallas_kernels import attention_qkv, backend, encoder, gelu
 from pallas_kernels.backend import Decision, use_kernel
 
 
@@ -146,3 +147,30 @@ def test_a_gpu_with_little_shared_memory(monkeypatch, gpu, lacks):
 def test_a_cpu_lacks_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert backend.device_lacks.__wrapped__("sm_80") == "the platform is cpu, not gpu"
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [
+        (lambda x, **o: gelu(x, **o), {"gelu"}),
+        (lambda x, **o: attention_qkv(x, 1, theta=1e4, softcap=5.0, **o), {"rope", "attention"}),
+        # Took an unsummed gradient of the table for the whole one.
+        (lambda x, **o: encoder(jnp.zeros((2, 8), int), x.reshape(-1, 64), None, **o), {"encoder"}),
+    ],
+)
+def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, names):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    specs = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("d"))
+    x = jnp.ones((2, 8, 3, 64), jnp.bfloat16)
+    for check in (False, True):
+        for asked in ("auto", "mosaic", "xla"):
+            backend.forget()
+            f = jax.shard_map(lambda x, b=asked: op(x, backend=b), check_vma=check, **specs)
+            if check and asked == "mosaic":
+                with pytest.raises(NotImplementedError, match="pass it check_vma=False"):
+                    jax.eval_shape(f, x)
+                continue
+            jax.eval_shape(f, x)
+            runs = "xla" if check or asked == "xla" else "mosaic"
+            assert {d.op for d in backend.decisions()} == names
+            assert {d.runs for d in backend.decisions()} == {runs}

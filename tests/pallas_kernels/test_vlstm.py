@@ -314,6 +314,13 @@ def test_an_input_gate_may_be_closed_entirely():
     assert all(np.isfinite(x).all() for x in gradients)
 
 
+@pytest.mark.parametrize(("batch", "length"), [(0, 3), (2, 0)])
+def test_without_elements(batch, length):
+    args = inputs(batch, length, 1, 2, 2)
+    _, gradients = with_gradients(functools.partial(vlstm, chunk_size=2), *args)
+    assert [g.shape for g in gradients] == [x.shape for x in args]
+
+
 def test_memory_of_training_is_linear_in_length():
     def temporary(length):
         args = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(1, length, 1, 16, 16)]
