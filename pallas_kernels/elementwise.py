@@ -87,11 +87,5 @@ def elementwise(tile, *arrays, name, outputs=1):
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
     )(*flat, *ends)
     if rest:
-        # Without it XLA's dynamic-slice fusion may take an update and the kernel for one, whose own
-        # result it needs: "a cycle is detected", as with 6144 elements in JAX 0.11.2.
-        results = lax.optimization_barrier(tuple(results))
-        results = [
-            y.at[whole * _BLOCK :].set(end[:rest])
-            for y, end in zip(results[:outputs], results[outputs:], strict=True)
-        ]
+        results = mosaic.put_ends(results, whole * _BLOCK, rest)
     return tuple(y.reshape(x.shape) for y in results)

@@ -45,7 +45,6 @@ _LEAST_TOKENS = 2048
 _GROUPS = 4
 _UNROLL = 6
 _TILES = ((112 * 1024, 128), (None, 256))  # bytes of a row, columns
-_MAX_SOFTCAP = 100  # its tanh is good to 1e-7: at 1000 the loss errs by 2e-5
 
 
 class _Options(NamedTuple):
@@ -155,9 +154,11 @@ def linear_cross_entropy_reference(
 
 def why_not(x, weight, softcap=None) -> str | None:
     """Why the kernel cannot take this call, or None."""
-    if softcap is not None and softcap > _MAX_SOFTCAP:
-        return f"softcap={softcap} is over {_MAX_SOFTCAP}, which costs the logits digits"
-    return mosaic.unsupported_dtype(x=x, weight=weight) or mosaic.empty(x=x, weight=weight)
+    return (
+        mosaic.lossy_softcap(softcap)
+        or mosaic.unsupported_dtype(x=x, weight=weight)
+        or mosaic.empty(x=x, weight=weight)
+    )
 
 
 def _logits(x, weight, transposed):

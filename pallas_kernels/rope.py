@@ -280,11 +280,7 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     else:
         results = call(frequency, *flat, positions, *(ends if rest else []))
     if rest:
-        results = lax.optimization_barrier(tuple(results))  # as in elementwise.py
-        results = [
-            y.at[whole * tile.rows :].set(end[:rest])
-            for y, end in zip(results[:count], results[count:], strict=True)
-        ]
+        results = mosaic.put_ends(results, whole * tile.rows, rest)
     return tuple(y.reshape(x.shape) for x, y in zip(arrays, results, strict=True))
 
 
