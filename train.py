@@ -15,7 +15,7 @@ from jaxllm import cli
 from jaxllm.config import Config
 from jaxllm.errors import InputError, RunError
 from jaxllm.metrics import RunLog, SilentLog, peak_flops, read_metrics, say, write_whole
-from jaxllm.process import Alone, StopSignals, check_kernels, memory_errors, set_xla_flags
+from jaxllm.process import StopSignals, alone, check_kernels, memory_errors, set_xla_flags
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,16 +30,19 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = cli.read(argv)
     set_xla_flags(arguments.config.train.deterministic)
-    with Alone(arguments.out_dir) as alone:
-        run = Run(*arguments, alone)
+    with contextlib.ExitStack() as held:
+        run = Run(*arguments, held)
         with StopSignals() as stop:
             return run.loop(stop)
 
 
 class Run:
-    """One run of training: built, checked and compiled by the constructor, driven by `loop`."""
+    """One run of training: built, checked and compiled by the constructor, driven by `loop`.
 
-    def __init__(self, config: Config, out_dir: Path, resume: bool, alone: Alone):
+    held: takes the lock of the run's directory, once there is something to keep others from.
+    """
+
+    def __init__(self, config: Config, out_dir: Path, resume: bool, held: contextlib.ExitStack):
         # JAX takes seconds to import: a wrong command line is told before that.
         import jax
 
@@ -68,7 +71,7 @@ class Run:
         sharding.check_batch(config.train, self.mesh)
         check_kernels(config)
         if resume and self.rank == 0:  # Checkpoints deletes what another's save has not finished
-            alone.take()
+            held.enter_context(alone(out_dir))
         self.checkpoints = Checkpoints(out_dir / "checkpoints", config.train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
@@ -106,7 +109,7 @@ class Run:
             self.state = self.trainer.init()
         self._compile()
         if not resume and self.rank == 0:  # here the first file is written
-            alone.take()
+            held.enter_context(alone(out_dir))
             cli.check_free(out_dir)
         try:
             self.log = self._open_log()
@@ -125,7 +128,7 @@ class Run:
             if self.start == train.steps:
                 self._complete()
             waiting = None  # the step before is logged while the devices work on the next
-            trace = StepTrace(self.config.profile.steps, self.out_dir / "profile")
+            trace = StepTrace(self.config.profile.span, self.out_dir / "profile")
             clock = time.perf_counter()
             for step in range(self.start + 1, train.steps + 1):
                 if trace.begins(step):

@@ -54,6 +54,10 @@ __all__ = [
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
+SMALLEST_BPE = 257  # entries of a byte-level BPE: every byte, and the end of text
+LARGEST_BPE = 2**22  # its library makes room for all at once, and aborts where there is none
+
+
 class DataConfig(Section):
     """Where the text comes from."""
 
@@ -66,7 +70,7 @@ class DataConfig(Section):
     tokenizer: str | None = Field(
         None, description="a tokenizer.json; null: train a byte-level BPE on the data, once"
     )
-    tokenizer_vocab_size: Annotated[int, Field(ge=257, le=2**22)] = Field(
+    tokenizer_vocab_size: Annotated[int, Field(ge=SMALLEST_BPE, le=LARGEST_BPE)] = Field(
         4096, description="entries of the tokenizer that is trained"
     )
     cache_dir: str | None = Field(
@@ -187,10 +191,16 @@ class ProfileConfig(Section):
             raise ValueError(
                 f"steps={self.steps!r} is not FIRST:END; 10:15 traces the steps 10 to 14"
             )
-        first, end = map(int, self.steps.split(":"))
+        first, end = self.span
         if first >= end:
             raise ValueError(f"steps={self.steps!r} is empty; the end must exceed the first step")
         return self
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(first step, the step after the last); (0, 0): none."""
+        first, _, end = (self.steps or "0:0").partition(":")
+        return int(first), int(end)
 
 
 class Config(Section):
@@ -211,7 +221,7 @@ class Config(Section):
                 f"train.seq_len={self.train.seq_len} exceeds"
                 f" model.max_seq_len={self.model.max_seq_len}"
             )
-        if self.profile.steps and int(self.profile.steps.split(":")[1]) - 1 > self.train.steps:
+        if self.profile.span[1] - 1 > self.train.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} ends after train.steps={self.train.steps};"
                 f" its end is at most {self.train.steps + 1}"
@@ -277,9 +287,9 @@ def help_text() -> str:
     for model_type in MODEL_CONFIGS:
         for key, field in keys(model_type).items():
             # A key may mean something else, or have another default, in another model.
-            kind = (key, _type_name(field.annotation), field.description, field.default)
-            kind = (key,) if key == "model.type" else kind
-            seen.setdefault(kind, (field, []))[1].append(model_type)
+            meaning = (_type_name(field.annotation), field.description, field.default)
+            same = (key,) if key == "model.type" else (key, *meaning)
+            seen.setdefault(same, (field, []))[1].append(model_type)
     for (key, *_), (field, models) in seen.items():
         required = field.is_required() or key == "model.type"
         default = "" if required else f" (default {_shown(field)})"

@@ -41,31 +41,24 @@ class StopSignals:
             signal.signal(s, handler)
 
 
-class Alone:
-    """Keeps other processes that train out of a run's directory, until it is left or dies."""
+@contextlib.contextmanager
+def alone(out_dir: Path) -> Iterator[None]:
+    """Makes a run's directory and keeps other processes that train out of it, until this dies.
 
-    def __init__(self, out_dir: Path):
-        self.out_dir, self.stack = out_dir, contextlib.ExitStack()
+    Raises InputError.
+    """
+    from jaxllm.data.cache import lock
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.stack.close()
-
-    def take(self) -> None:
-        """From now on; makes the directory.  Raises InputError."""
-        from jaxllm.data.cache import lock
-
+    with contextlib.ExitStack() as held:
         try:
-            self.stack.enter_context(lock(self.out_dir / ".lock", wait=False))
+            held.enter_context(lock(out_dir / ".lock", wait=False))
         except BlockingIOError as e:
             raise InputError(
-                f"another process trains in out_dir {self.out_dir}; wait for its end, or name"
-                " another"
+                f"another process trains in out_dir {out_dir}; wait for its end, or name another"
             ) from e
         except OSError as e:
-            raise InputError(f"cannot write to out_dir {self.out_dir}: {e.strerror}") from e
+            raise InputError(f"cannot write to out_dir {out_dir}: {e.strerror}") from e
+        yield
 
 
 def check_kernels(config: Config) -> None:

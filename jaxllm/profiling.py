@@ -7,14 +7,14 @@ import jax
 
 
 class StepTrace:
-    """Traces the steps first ... end - 1 of "first:end" into a folder; None: nothing.
+    """Traces the steps first ... end - 1 of span = (first, end) into a folder; (0, 0): nothing.
 
     `begins(step)` and `ends(step)` tell the loop when to wait for the device; between them lies
     `start()` and `stop()`.
     """
 
-    def __init__(self, steps: str | None, folder: Path):
-        self.first, self.end = map(int, steps.split(":")) if steps else (0, 0)
+    def __init__(self, span: tuple[int, int], folder: Path):
+        self.first, self.end = span
         self.folder = folder
 
     def begins(self, step: int) -> bool:

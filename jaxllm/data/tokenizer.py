@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxllm.config import LARGEST_BPE, SMALLEST_BPE
 from jaxllm.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -15,8 +16,6 @@ END_OF_TEXT = "<|endoftext|>"
 # llm.c's shards, begins each document with it); others.
 _SEPARATORS = (END_OF_TEXT, "<|begin_of_text|>", "<|end_of_text|>", "</s>", "<eos>")
 _ENDS = (*_SEPARATORS, "<|eot_id|>")  # also Llama 3's end of an answer
-_SMALLEST = 257  # every byte, and the end of text
-_LARGEST = 1 << 22  # the library makes room for all at once, and aborts where there is none
 
 
 class Tokenizer:
@@ -81,10 +80,10 @@ def train_tokenizer(
     A small text may yield fewer than `vocab_size` entries. The end of text has id 0.
     key: the option's name of `vocab_size`, for the error.
     """
-    if not _SMALLEST <= vocab_size <= _LARGEST:
+    if not SMALLEST_BPE <= vocab_size <= LARGEST_BPE:
         raise InputError(
-            f"{key}={vocab_size} is not from {_SMALLEST} (every byte, and the end of text)"
-            f" to {_LARGEST}"
+            f"{key}={vocab_size} is not from {SMALLEST_BPE} (every byte, and the end of text)"
+            f" to {LARGEST_BPE}"
         )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

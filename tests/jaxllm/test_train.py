@@ -1,4 +1,4 @@
-"""The trainer, by running it: a straight run, killed and stopped runs that go on, bad input."""
+"""The trainer, by running it: a straight run, killed and stopped runs that go on."""
 
 import json
 import os
@@ -15,74 +15,18 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from training_runs import REPO, STEPS, command, error_of, run
 
 import train
 from jaxllm import config as configs
 from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.metrics import read_metrics
-from jaxllm.process import Alone
+from jaxllm.process import alone
 from jaxllm.sharding import make_mesh
 from jaxllm.training import Trainer
-from pallas_kernels import backend
 
-REPO = Path(__file__).resolve().parents[2]
-STEPS = 60
-TINY = {
-    "model": {
-        "type": "llama3",
-        "vocab_size": 320,
-        "n_layers": 2,
-        "n_heads": 2,
-        "n_kv_heads": 1,
-        "d_model": 64,
-        "d_ff": 128,
-        "max_seq_len": 32,
-    },
-    "data": {"source": "text", "tokenizer_vocab_size": 320},
-    "train": {
-        "steps": STEPS,
-        "batch_size": 8,
-        "seq_len": 32,
-        "eval_every": 20,
-        "eval_batches": 2,
-        "checkpoint_every": 5,
-    },
-    "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
-    "sample": {"prompt": "the ", "tokens": 8, "every": 30},
-}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Path of a tiny configuration on a tiny corpus."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rng = np.random.default_rng(0)
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "rat", "run"]
-    for i in range(8):
-        text = " ".join(rng.choice(words, 3000))
-        (folder / f"{i}.txt").write_text(text)
-    content = json.loads(json.dumps(TINY))
-    content["data"].update(path=str(folder / "*.txt"), cache_dir=str(folder / "cache"))
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-def command(tiny, out_dir, *more):
-    return [sys.executable, "train.py", "--config", str(tiny), "--out_dir", str(out_dir), *more]
-
-
-def run(tiny, out_dir, *more, **env):
-    return subprocess.run(
-        command(tiny, out_dir, *more),
-        cwd=REPO,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+pytestmark = pytest.mark.usefixtures("same_environment")
 
 
 def run_until(tiny, out_dir, step, signal_number, *more):
@@ -315,89 +259,6 @@ def test_two_processes_train_as_one(tiny, straight, tmp_path):
     assert got[STEPS] == pytest.approx(wanted[STEPS], rel=0.05)
 
 
-def error_of(capsys, *argv):
-    status = train.main([str(a) for a in argv])
-    captured = capsys.readouterr()
-    assert status == 2, captured.out + captured.err
-    # Before it the data may have said that it trains a tokenizer; after it comes nothing.
-    lines = captured.err.strip().splitlines()
-    assert lines[-1].startswith("error: "), captured.err
-    assert "Traceback" not in captured.err
-    return lines[-1]
-
-
-@pytest.fixture(autouse=True)
-def _same_environment(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--config is missing"),
-        (["--config", "nothing"], "no configuration nothing"),
-        (["--resume"], "--resume needs --out_dir"),
-        (["--config", "llama3_small", "--train.step", "3"], "did you mean train.steps?"),
-        (["--config", "llama3_small", "--train.steps"], "--train.steps needs a value"),
-        (["--config", "llama3_small", "--train.steps", "--train.seed", "1"], "needs a value"),
-        (["--config", "llama3_small", "12"], "unexpected argument 12"),
-        (["--config", "llama3_small", "--train.batch_size", "0"], "train.batch_size=0"),
-        (["--config", "llama3_small", "--train.seq_len", "512"], "exceeds model.max_seq_len=256"),
-        (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
-        (["--config", "llama3_small", "--mesh.tensor", "7"], "set mesh.data=-1 and divisors of"),
-        (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
-        (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
-        (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
-        (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
-        (["--config", "llama3_small", "--out_dir", ""], "--out_dir is empty"),
-    ],
-)
-def test_bad_command_lines(words, message, capsys, monkeypatch):
-    monkeypatch.chdir(REPO)
-    assert message in error_of(capsys, *words)
-
-
-def test_hosts_that_no_cluster_names(tiny, tmp_path, capsys, monkeypatch):
-    def initialize():
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    message = error_of(capsys, "--config", tiny, "--mesh.distributed", "true")
-    assert "mesh.distributed=true finds no other hosts (coordinator_address should" in message
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
-def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
-    message = error_of(
-        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"
-    )
-    assert "model.kernels=mosaic cannot run here: the platform is cpu, not gpu" in message
-    assert not (tmp_path / "x").exists()
-
-
-def test_mosaic_is_refused_where_an_op_has_no_kernel(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
-    one_wide_head = "--model.d_model 320 --model.n_heads 1 --model.n_kv_heads 1".split()
-    command = ["--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"]
-    message = error_of(capsys, *command, *one_wide_head)
-    assert "model.kernels=mosaic cannot run: attention has no Mosaic kernel" in message
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_vocabulary_that_is_too_small_is_refused(tiny, tmp_path, capsys):
-    message = error_of(
-        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.vocab_size", "200"
-    )
-    assert "200" in message
-    assert not (tmp_path / "x").exists()
-
-
-def test_data_that_is_too_short_is_refused(tiny, tmp_path, capsys):
-    (tmp_path / "short.txt").write_text("the cat")
-    message = error_of(capsys, "--config", tiny, "--data.path", tmp_path / "short.txt")
-    assert "token" in message
-
-
 class TestOfAFinishedRun:
     @pytest.fixture
     def copy(self, straight, tmp_path):
@@ -438,8 +299,7 @@ class TestOfAFinishedRun:
 
     def test_another_process_trains_there(self, copy, capsys):
         more = ["--train.steps", "70"]
-        with Alone(copy) as alone:
-            alone.take()
+        with alone(copy):
             message = error_of(capsys, "--resume", "--out_dir", copy, *more)
         assert "another process trains in out_dir" in message
 

@@ -1,0 +1,76 @@
+"""Bad input of train.py: one line, exit status 2, nothing written."""
+
+import jax
+import pytest
+from training_runs import REPO, error_of
+
+from pallas_kernels import backend
+
+pytestmark = pytest.mark.usefixtures("same_environment")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--config is missing"),
+        (["--config", "nothing"], "no configuration nothing"),
+        (["--resume"], "--resume needs --out_dir"),
+        (["--config", "llama3_small", "--train.step", "3"], "did you mean train.steps?"),
+        (["--config", "llama3_small", "--train.steps"], "--train.steps needs a value"),
+        (["--config", "llama3_small", "--train.steps", "--train.seed", "1"], "needs a value"),
+        (["--config", "llama3_small", "12"], "unexpected argument 12"),
+        (["--config", "llama3_small", "--train.batch_size", "0"], "train.batch_size=0"),
+        (["--config", "llama3_small", "--train.seq_len", "512"], "exceeds model.max_seq_len=256"),
+        (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
+        (["--config", "llama3_small", "--mesh.tensor", "7"], "set mesh.data=-1 and divisors of"),
+        (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
+        (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
+        (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
+        (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
+        (["--config", "llama3_small", "--out_dir", ""], "--out_dir is empty"),
+    ],
+)
+def test_bad_command_lines(words, message, capsys, monkeypatch):
+    monkeypatch.chdir(REPO)
+    assert message in error_of(capsys, *words)
+
+
+def test_hosts_that_no_cluster_names(tiny, tmp_path, capsys, monkeypatch):
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    message = error_of(capsys, "--config", tiny, "--mesh.distributed", "true")
+    assert "mesh.distributed=true finds no other hosts (coordinator_address should" in message
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
+def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
+    message = error_of(
+        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"
+    )
+    assert "model.kernels=mosaic cannot run here: the platform is cpu, not gpu" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_mosaic_is_refused_where_an_op_has_no_kernel(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
+    one_wide_head = "--model.d_model 320 --model.n_heads 1 --model.n_kv_heads 1".split()
+    command = ["--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"]
+    message = error_of(capsys, *command, *one_wide_head)
+    assert "model.kernels=mosaic cannot run: attention has no Mosaic kernel" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tiny, tmp_path, capsys):
+    message = error_of(
+        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.vocab_size", "200"
+    )
+    assert "200" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_data_that_is_too_short_is_refused(tiny, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("the cat")
+    message = error_of(capsys, "--config", tiny, "--data.path", tmp_path / "short.txt")
+    assert "token" in message

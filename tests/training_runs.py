@@ -1,0 +1,61 @@
+"""Runs of train.py that tests start: what they train, and what they tell."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import train
+
+REPO = Path(__file__).resolve().parents[1]
+STEPS = 60
+TINY = {
+    "model": {
+        "type": "llama3",
+        "vocab_size": 320,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "d_model": 64,
+        "d_ff": 128,
+        "max_seq_len": 32,
+    },
+    "data": {"source": "text", "tokenizer_vocab_size": 320},
+    "train": {
+        "steps": STEPS,
+        "batch_size": 8,
+        "seq_len": 32,
+        "eval_every": 20,
+        "eval_batches": 2,
+        "checkpoint_every": 5,
+    },
+    "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
+    "sample": {"prompt": "the ", "tokens": 8, "every": 30},
+}
+
+
+def command(tiny, out_dir, *more):
+    return [sys.executable, "train.py", "--config", str(tiny), "--out_dir", str(out_dir), *more]
+
+
+def run(tiny, out_dir, *more, **env):
+    return subprocess.run(
+        command(tiny, out_dir, *more),
+        cwd=REPO,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def error_of(capsys, *argv):
+    status = train.main([str(a) for a in argv])
+    captured = capsys.readouterr()
+    assert status == 2, captured.out + captured.err
+    # Before it the data may have said that it trains a tokenizer; after it comes nothing.
+    lines = captured.err.strip().splitlines()
+    assert lines[-1].startswith("error: "), captured.err
+    assert "Traceback" not in captured.err
+    return lines[-1]
