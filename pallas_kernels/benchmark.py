@@ -3,24 +3,29 @@
     python -m pallas_kernels.benchmark                      every op
     python -m pallas_kernels.benchmark gelu rope --out DIR  some, results in DIR
 
-Time is the GPU time of a call's kernels (CUPTI), the median of 12 calls.  Bytes count each input
-once and each output once, whatever a kernel really moves; causal attention counts half the square,
-its backward pass 2.5 times the forward pass.  The ceilings are measured in the same run: a copy
-(read plus written) and an 8192^3 bfloat16 matmul.  The backward pass of a kernel is timed with what
-its forward pass saved; that of XLA starts from the inputs and may recompute what it likes.  Errors
-are relative, root mean square, against float64, the worst of the outputs or gradients, at smaller
-sizes.  What is run is the table in benchmark_cases.py: an op joins with one entry.  All ops take
-several minutes, most of it compiling; benchmark.json is written after each case.
+Time is the GPU time of a call's kernels (CUPTI), the median of 12 calls: three turns of four, in
+which an op and its rivals take turns, since a GPU under load lowers its clock.  Bytes count each
+input once and each output once, whatever a kernel really moves; causal attention counts half the
+square, its backward pass 2.5 times the forward pass.  The ceilings are measured in the same run: a
+copy (read plus written) and an 8192^3 bfloat16 matmul.  The backward pass of a kernel is timed with
+what its forward pass saved; that of XLA starts from the inputs and may recompute what it likes.
+Errors are relative, root mean square, against float64, the worst of the outputs or gradients, at
+smaller sizes.  What is run is the table in benchmark_cases.py: an op joins with one entry.
+Everything is compiled and held against float64 first, on all cores, which takes minutes; then the
+GPU belongs to one program at a time.  benchmark.json is written after each case.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
+import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +41,7 @@ from pallas_kernels import backend
 from pallas_kernels.benchmark_cases import CASES, A, Case
 from pallas_kernels.benchmark_report import draw, table, text
 
-_CALLS = 12
+_CALLS, _TURNS = 4, 3
 _L2 = 100e6  # bytes; below, an H100's second-level cache (50 MB) serves part of a repeated call
 
 
@@ -100,27 +105,53 @@ def both(op: Callable, dy, *inputs):
     return y, back(dy)
 
 
-def gpu_ms(f: Callable, *args) -> float:
-    """Median GPU milliseconds of the kernels of jit(f)."""
-    f = jax.jit(f)
+def gpu_ms(f: Callable, *args) -> list[float]:
+    """GPU milliseconds of the kernels of each of a few calls of a jitted or compiled function."""
     jax.block_until_ready(f(*args))
     _, times = profiler.measure(f, iterations=_CALLS)(*args)
     if times is None:
         raise RuntimeError("CUPTI saw no kernel")
-    return statistics.median(times)
+    return times
 
 
-def time_op(case: Case, op: Callable, dy, inputs, keep: bool) -> dict[str, float]:
-    """GPU milliseconds in each direction; keep: the backward pass gets what the forward saved."""
-    ms = {"forward": gpu_ms(op, *inputs)}
+def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.stages.Compiled]:
+    """A program for each direction; keep: the backward pass gets what "saved" makes."""
+    compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
+    dy = jax.eval_shape(op, *inputs)
+    programs = {"forward": compiled(op, *inputs)}
     if case.flops:
-        ms["forward+backward"] = gpu_ms(functools.partial(both, op), dy, *inputs)
+        programs["forward+backward"] = compiled(functools.partial(both, op), dy, *inputs)
     elif keep:
-        saved = jax.jit(lambda *a: pull(op, *a)[1])(*inputs)
-        ms["backward"] = gpu_ms(lambda saved, dy: saved(dy), saved, dy)
+        saved = jax.jit(lambda *a: pull(op, *a)[1]).trace(*inputs)
+        programs["saved"] = saved.lower().compile()
+        programs["backward"] = compiled(lambda saved, dy: saved(dy), saved.out_info, dy)
     else:
-        ms["backward"] = gpu_ms(lambda *a: both(op, *a)[1], dy, *inputs)
-    return ms
+        programs["backward"] = compiled(lambda *a: both(op, *a)[1], dy, *inputs)
+    return programs
+
+
+def time_ops(programs: dict[str, dict], dy, inputs) -> tuple[dict[str, dict], dict[str, str]]:
+    """GPU milliseconds of each op's directions, and why an op has none; they take turns."""
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in programs}
+    failed, saved = {}, {}
+    for name in [*programs] * _TURNS:
+        if name in failed:
+            continue
+        try:
+            for direction, program in programs[name].items():
+                if direction == "saved":
+                    if name not in saved:
+                        saved[name] = program(*inputs)
+                    continue
+                args = inputs if direction == "forward" else (dy, *inputs)
+                if direction == "backward" and name in saved:
+                    args = saved[name], dy
+                times[name].setdefault(direction, []).extend(gpu_ms(program, *args))
+        except Exception as e:  # out of memory: go on
+            failed[name] = _line(e)
+    done = {name: t for name, t in times.items() if name not in failed}
+    median = statistics.median
+    return {name: {d: median(x) for d, x in t.items()} for name, t in done.items()}, failed
 
 
 def ceilings() -> dict[str, float]:
@@ -129,15 +160,19 @@ def ceilings() -> dict[str, float]:
     x = array(spec, sizes, 0)
     copy = jax.jit(jnp.copy)  # not always a kernel, so that only the clock on the wall sees it
     y = copy(x).block_until_ready()
-    start = time.perf_counter()
-    for _ in range(_CALLS):
+    start, calls = time.perf_counter(), _CALLS * _TURNS
+    for _ in range(calls):
         y = copy(x)
     y.block_until_ready()
-    seconds = min((time.perf_counter() - start) / _CALLS, gpu_ms(jnp.negative, x) / 1e3)
+    seconds = (time.perf_counter() - start) / calls
+    seconds = min(seconds, statistics.median(gpu_ms(jax.jit(jnp.negative), x)) / 1e3)
     a = x[:8192, :8192] + 0
     return {
         "copy_TB_per_s": 2 * x.nbytes / seconds / 1e12,
-        "matmul_TFLOP_per_s": 2 * 8192**3 / gpu_ms(jnp.matmul, a, a) / 1e9,
+        "matmul_TFLOP_per_s": 2
+        * 8192**3
+        / statistics.median(gpu_ms(jax.jit(jnp.matmul), a, a))
+        / 1e9,
     }
 
 
@@ -222,38 +257,84 @@ def decided(case: Case, sizes: dict[str, int]) -> backend.Decision:
     return next(d for d in backend.decisions() if d.op == op)
 
 
-def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, known) -> list[dict]:
-    """One record for each direction; without `tops` (no GPU) only what needs no clock.
+def _line(e: Exception) -> str:
+    return f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
 
-    known: errors by op and small sizes, filled here.
-    """
-    decision = decided(case, sizes)
-    ops = {"xla": on_xla(case)}
-    if decision.runs == "mosaic":
-        ops = {"mosaic": public(case, backend="mosaic")} | ops
-    if case.cudnn and tops:
-        ops["cudnn"] = functools.partial(case.cudnn, **case.options)
-    ms, errors, failed = {}, {}, {}
-    with backend.silenced():
-        truth = functools.cache(lambda: Truth(case, small(case, sizes)))
-        inputs = arrays(case, sizes) if tops else []
-        dy = cotangents(on_xla(case), inputs) if tops else None
-        for name, op in ops.items():
-            key = (name, case.op, case.variant, *small(case, sizes).items())
-            try:
-                if key not in known:
-                    known[key] = truth().errors(op)
-                errors[name] = known[key]
-                if tops and (case.xla or name != "xla"):
-                    ms[name] = time_op(case, op, dy, inputs, keep=name == "mosaic")
-            except Exception as e:  # a rival without this shape, or out of memory: go on
-                failed[name] = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
-        moved = bytes_moved(case, sizes)
-        if case.flops:
-            forward = case.flops(sizes)
-            flops = {"forward": forward, "forward+backward": (1 + case.backward) * forward}
-        else:
-            flops = counted_flops(case, sizes)
+
+def attempt(f: Callable, ops: dict[str, Callable]) -> tuple[dict, dict[str, str]]:
+    """f of each op, and why some have none: a rival without this shape, or out of memory."""
+    results, failed = {}, {}
+    for name, op in ops.items():
+        try:
+            results[name] = f(op)
+        except Exception as e:
+            failed[name] = _line(e)
+    return results, failed
+
+
+@dataclasses.dataclass
+class Job:
+    """A case at its sizes: what runs it, and what the threads make of it before it is timed."""
+
+    case: Case
+    sizes: dict[str, int]
+    decision: backend.Decision
+    ops: dict[str, Callable]
+    errors: Future  # attempt(Truth.errors), shared by the sizes that have the same small ones
+    programs: Future  # attempt(compile_op)
+    flops: Future
+
+
+def prepare(todo: list[tuple[Case, dict, backend.Decision]], gpu: bool, pool) -> list[Job]:
+    """Jobs under way in `pool`."""
+    checks, jobs = {}, []
+    for case, sizes, decision in todo:
+        ops = {"xla": on_xla(case)}
+        if decision.runs == "mosaic":
+            ops = {"mosaic": public(case, backend="mosaic")} | ops
+        if case.cudnn and gpu:
+            ops["cudnn"] = functools.partial(case.cudnn, **case.options)
+        key = (*ops, case.op, case.variant, *small(case, sizes).items())
+        if key not in checks:
+            checks[key] = pool.submit(_check, case, small(case, sizes), ops)
+        timed = {name: op for name, op in ops.items() if gpu and (case.xla or name != "xla")}
+        compiled = pool.submit(_compile, case, structs(case, sizes), timed)
+        flops = pool.submit(_count, case, sizes)
+        jobs.append(Job(case, sizes, decision, ops, checks[key], compiled, flops))
+    return jobs
+
+
+def _check(case: Case, sizes: dict[str, int], ops) -> tuple[dict, dict[str, str]]:
+    truth = functools.cache(lambda: Truth(case, sizes))
+    return attempt(lambda op: truth().errors(op), ops)
+
+
+def _compile(case: Case, inputs, ops) -> tuple[dict, dict[str, str]]:
+    mosaic = ops.get("mosaic")
+    return attempt(lambda op: compile_op(case, op, inputs, keep=op is mosaic), ops)
+
+
+def _count(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
+    if not case.flops:
+        return counted_flops(case, sizes)
+    forward = case.flops(sizes)
+    return {"forward": forward, "forward+backward": (1 + case.backward) * forward}
+
+
+def measure(job: Job, tops: dict[str, float] | None) -> list[dict]:
+    """One record for each direction; without `tops` (no GPU) only what needs no clock."""
+    case, sizes, decision = job.case, job.sizes, job.decision
+    errors, failed = job.errors.result()
+    programs, not_compiled = job.programs.result()
+    failed = not_compiled | failed
+    ms = {}
+    if tops:
+        inputs = arrays(case, sizes)
+        dy = cotangents(on_xla(case), inputs)
+        right = {name: p for name, p in programs.items() if name not in failed}
+        ms, not_timed = time_ops(right, dy, inputs)
+        failed |= not_timed
+    moved, flops = bytes_moved(case, sizes), job.flops.result()
     records = []
     for direction in flops:
         amount, unit, top = moved[direction], "TB/s", "copy_TB_per_s"
@@ -304,20 +385,31 @@ def run(ops, out: Path) -> dict:
             f"times, rates and ceilings, because the platform is {jax.default_backend()}, not gpu"
             " (the errors are those of the jnp forms)"
         )
-    known = {}
     chosen = [case for case in CASES if not ops or case.op in ops]
-    todo = [(case, sizes) for case in chosen for sizes in case.sizes]
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(todo))
-        for case, sizes in todo:
-            bar.update(task, description=f"{case.op} {text(sizes)}")
-            records = measure(case, sizes, result["ceilings"], known)
-            for r in records if result["ceilings"] else ():  # minutes in all: show what is there
-                ms = ", ".join(f"{name} {t:.4f} ms" for name, t in r["ms"].items())
-                bar.console.print(f"{r['op']} {text(sizes)} {r['direction']}: {ms}", markup=False)
-            result["records"] += records
-            (out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
-            bar.advance(task)
+    todo = [(case, sizes, decided(case, sizes)) for case in chosen for sizes in case.sizes]
+    gpu, pool = result["ceilings"] is not None, ThreadPoolExecutor(os.cpu_count())
+    with Progress(console=console, transient=True) as bar, backend.silenced():
+        try:
+            jobs = prepare(todo, gpu, pool)
+            parts = {id(f): f for job in jobs for f in (job.errors, job.programs, job.flops)}
+            task = bar.add_task("compiling, errors", total=len(parts))
+            for done in as_completed(parts.values()):
+                bar.advance(task)
+                done.result()
+            task = bar.add_task("", total=len(jobs))
+            for job in jobs:
+                bar.update(task, description=f"{job.case.op} {text(job.sizes)}")
+                records = measure(job, result["ceilings"])
+                for r in records if gpu else ():  # show what is there
+                    ms = ", ".join(f"{name} {t:.4f} ms" for name, t in r["ms"].items())
+                    bar.console.print(
+                        f"{r['op']} {text(r['sizes'])} {r['direction']}: {ms}", markup=False
+                    )
+                result["records"] += records
+                (out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
+                bar.advance(task)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     draw(result, out / "roofline.png")
     console.print(table(result))
     if result["not_measured"]:

@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,22 @@ def fresh():
 def times(monkeypatch):
     """As if there were a GPU on which each call took two milliseconds."""
     monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
-    monkeypatch.setattr(benchmark, "gpu_ms", lambda f, *args: 2.0)
+    monkeypatch.setattr(benchmark, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
+
+
+class Now:
+    """A pool of no threads: the kernels are interpreted in this one."""
+
+    def submit(self, f, *args):
+        done = Future()
+        done.set_result(f(*args))
+        return done
+
+
+def measured(case, tops):
+    with kernels_run_here():
+        todo = [(case, SIZES, benchmark.decided(case, SIZES))]
+        return benchmark.measure(*benchmark.prepare(todo, True, Now()), tops)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.variant}")
@@ -85,8 +101,7 @@ def test_documents_are_packed_one_after_the_other():
 
 def test_a_record_holds_rates_shares_of_the_ceiling_and_errors(times):
     tops = {"copy_TB_per_s": 1e-5, "matmul_TFLOP_per_s": 1.0}
-    with kernels_run_here():
-        forward, backward = benchmark.measure(GELU, SIZES, tops, {})
+    forward, backward = measured(GELU, tops)
     assert forward["runs"] == "mosaic"
     assert forward["ms"] == {"mosaic": 2.0, "xla": 2.0}
     assert forward["bytes"] == 2 * 2 * 4 * 1024
@@ -105,8 +120,7 @@ def test_matmul_ops_are_held_against_the_matmul_ceiling(times):
         "gelu", {"x": X}, (SIZES,), {"N": 2}, flops=lambda n: n["N"] * 10**9, cudnn=jax.nn.relu
     )
     tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 8.0}
-    with kernels_run_here():
-        forward, both = benchmark.measure(case, SIZES, tops, {})
+    forward, both = measured(case, tops)
     assert both["direction"] == "forward+backward"
     np.testing.assert_allclose(forward["of_ceiling"]["cudnn"], 4e9 / 2e-3 / 1e12 / 8)
     np.testing.assert_allclose(both["of_ceiling"]["mosaic"], 3.5 * 4e9 / 2e-3 / 1e12 / 8)
@@ -119,8 +133,7 @@ def test_a_rival_that_fails_is_named_and_the_others_are_measured(times):
 
     case = Case("gelu", {"x": X}, (SIZES,), {"N": 2}, cudnn=rival)
     tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
-    with kernels_run_here():
-        forward, _ = benchmark.measure(case, SIZES, tops, {})
+    forward, _ = measured(case, tops)
     assert forward["failed"] == {"cudnn": "ValueError: no such shape"}
     assert set(forward["ms"]) == {"mosaic", "xla"}
 
@@ -145,8 +158,7 @@ def test_a_run_without_a_gpu_says_what_it_cannot_measure(tmp_path, capsys, monke
 
 def test_the_table_and_the_picture_show_what_was_measured(times, tmp_path):
     tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
-    with kernels_run_here():
-        records = benchmark.measure(GELU, SIZES, tops, {})
+    records = measured(GELU, tops)
     records[0]["ms"]["xla"] = 5.0
     result = {"device": "D", "versions": {"jax": "1"}, "ceilings": tops, "not_measured": None}
     view = benchmark.table(result | {"records": records})
