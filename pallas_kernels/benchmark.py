@@ -10,22 +10,18 @@ square, its backward pass 2.5 times the forward pass.  The ceilings are measured
 copy (read plus written) and an 8192^3 bfloat16 matmul.  The backward pass of a kernel is timed with
 what its forward pass saved; that of XLA starts from the inputs and may recompute what it likes.
 Errors are relative, root mean square, against float64, the worst of the outputs or gradients, at
-smaller sizes.  What is run is the table in benchmark_cases.py: an op joins with one entry.
-Everything is compiled and held against float64 first, on all cores, which takes minutes; then the
-GPU belongs to one program at a time.  benchmark.json is written after each case.
+smaller sizes.  What is run is the table in benchmark_cases.py: an op joins with one entry.  All ops
+take several minutes, most of it compiling; benchmark.json is written after each case.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
-import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -272,69 +268,37 @@ def attempt(f: Callable, ops: dict[str, Callable]) -> tuple[dict, dict[str, str]
     return results, failed
 
 
-@dataclasses.dataclass
-class Job:
-    """A case at its sizes: what runs it, and what the threads make of it before it is timed."""
+def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, known) -> list[dict]:
+    """One record for each direction; without `tops` (no GPU) only what needs no clock.
 
-    case: Case
-    sizes: dict[str, int]
-    decision: backend.Decision
-    ops: dict[str, Callable]
-    errors: Future  # attempt(Truth.errors), shared by the sizes that have the same small ones
-    programs: Future  # attempt(compile_op)
-    flops: Future
-
-
-def prepare(todo: list[tuple[Case, dict, backend.Decision]], gpu: bool, pool) -> list[Job]:
-    """Jobs under way in `pool`."""
-    checks, jobs = {}, []
-    for case, sizes, decision in todo:
-        ops = {"xla": on_xla(case)}
-        if decision.runs == "mosaic":
-            ops = {"mosaic": public(case, backend="mosaic")} | ops
-        if case.cudnn and gpu:
-            ops["cudnn"] = functools.partial(case.cudnn, **case.options)
+    known: errors by ops and small sizes, filled here.
+    """
+    decision = decided(case, sizes)
+    ops = {"xla": on_xla(case)}
+    if decision.runs == "mosaic":
+        ops = {"mosaic": public(case, backend="mosaic")} | ops
+    if case.cudnn and tops:
+        ops["cudnn"] = functools.partial(case.cudnn, **case.options)
+    with backend.silenced():
         key = (*ops, case.op, case.variant, *small(case, sizes).items())
-        if key not in checks:
-            checks[key] = pool.submit(_check, case, small(case, sizes), ops)
-        timed = {name: op for name, op in ops.items() if gpu and (case.xla or name != "xla")}
-        compiled = pool.submit(_compile, case, structs(case, sizes), timed)
-        flops = pool.submit(_count, case, sizes)
-        jobs.append(Job(case, sizes, decision, ops, checks[key], compiled, flops))
-    return jobs
-
-
-def _check(case: Case, sizes: dict[str, int], ops) -> tuple[dict, dict[str, str]]:
-    truth = functools.cache(lambda: Truth(case, sizes))
-    return attempt(lambda op: truth().errors(op), ops)
-
-
-def _compile(case: Case, inputs, ops) -> tuple[dict, dict[str, str]]:
-    mosaic = ops.get("mosaic")
-    return attempt(lambda op: compile_op(case, op, inputs, keep=op is mosaic), ops)
-
-
-def _count(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
-    if not case.flops:
-        return counted_flops(case, sizes)
-    forward = case.flops(sizes)
-    return {"forward": forward, "forward+backward": (1 + case.backward) * forward}
-
-
-def measure(job: Job, tops: dict[str, float] | None) -> list[dict]:
-    """One record for each direction; without `tops` (no GPU) only what needs no clock."""
-    case, sizes, decision = job.case, job.sizes, job.decision
-    errors, failed = job.errors.result()
-    programs, not_compiled = job.programs.result()
-    failed = not_compiled | failed
-    ms = {}
-    if tops:
-        inputs = arrays(case, sizes)
-        dy = cotangents(on_xla(case), inputs)
-        right = {name: p for name, p in programs.items() if name not in failed}
-        ms, not_timed = time_ops(right, dy, inputs)
-        failed |= not_timed
-    moved, flops = bytes_moved(case, sizes), job.flops.result()
+        if key not in known:
+            known[key] = attempt(Truth(case, small(case, sizes)).errors, ops)
+        errors, failed = known[key]
+        ms = {}
+        if tops:
+            inputs, mosaic = arrays(case, sizes), ops.get("mosaic")
+            timed = {name: op for name, op in ops.items() if case.xla or name != "xla"}
+            timed = {name: op for name, op in timed.items() if name not in failed}
+            compiled = lambda op: compile_op(case, op, inputs, keep=op is mosaic)
+            programs, not_compiled = attempt(compiled, timed)
+            ms, not_timed = time_ops(programs, cotangents(on_xla(case), inputs), inputs)
+            failed = failed | not_compiled | not_timed
+        moved = bytes_moved(case, sizes)
+        if case.flops:
+            forward = case.flops(sizes)
+            flops = {"forward": forward, "forward+backward": (1 + case.backward) * forward}
+        else:
+            flops = counted_flops(case, sizes)
     records = []
     for direction in flops:
         amount, unit, top = moved[direction], "TB/s", "copy_TB_per_s"
@@ -385,31 +349,20 @@ def run(ops, out: Path) -> dict:
             f"times, rates and ceilings, because the platform is {jax.default_backend()}, not gpu"
             " (the errors are those of the jnp forms)"
         )
+    known = {}
     chosen = [case for case in CASES if not ops or case.op in ops]
-    todo = [(case, sizes, decided(case, sizes)) for case in chosen for sizes in case.sizes]
-    gpu, pool = result["ceilings"] is not None, ThreadPoolExecutor(os.cpu_count())
-    with Progress(console=console, transient=True) as bar, backend.silenced():
-        try:
-            jobs = prepare(todo, gpu, pool)
-            parts = {id(f): f for job in jobs for f in (job.errors, job.programs, job.flops)}
-            task = bar.add_task("compiling, errors", total=len(parts))
-            for done in as_completed(parts.values()):
-                bar.advance(task)
-                done.result()
-            task = bar.add_task("", total=len(jobs))
-            for job in jobs:
-                bar.update(task, description=f"{job.case.op} {text(job.sizes)}")
-                records = measure(job, result["ceilings"])
-                for r in records if gpu else ():  # show what is there
-                    ms = ", ".join(f"{name} {t:.4f} ms" for name, t in r["ms"].items())
-                    bar.console.print(
-                        f"{r['op']} {text(r['sizes'])} {r['direction']}: {ms}", markup=False
-                    )
-                result["records"] += records
-                (out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
-                bar.advance(task)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    todo = [(case, sizes) for case in chosen for sizes in case.sizes]
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(todo))
+        for case, sizes in todo:
+            bar.update(task, description=f"{case.op} {text(sizes)}")
+            records = measure(case, sizes, result["ceilings"], known)
+            for r in records if result["ceilings"] else ():  # minutes in all: show what is there
+                ms = ", ".join(f"{name} {t:.4f} ms" for name, t in r["ms"].items())
+                bar.console.print(f"{r['op']} {text(sizes)} {r['direction']}: {ms}", markup=False)
+            result["records"] += records
+            (out / "benchmark.json").write_text(json.dumps(result, indent=1) + "\n")
+            bar.advance(task)
     draw(result, out / "roofline.png")
     console.print(table(result))
     if result["not_measured"]:

@@ -1,5 +1,4 @@
 import json
-from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -30,19 +29,9 @@ def times(monkeypatch):
     monkeypatch.setattr(benchmark, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
 
 
-class Now:
-    """A pool of no threads: the kernels are interpreted in this one."""
-
-    def submit(self, f, *args):
-        done = Future()
-        done.set_result(f(*args))
-        return done
-
-
 def measured(case, tops):
     with kernels_run_here():
-        todo = [(case, SIZES, benchmark.decided(case, SIZES))]
-        return benchmark.measure(*benchmark.prepare(todo, True, Now()), tops)
+        return benchmark.measure(case, SIZES, tops, {})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.variant}")
