@@ -90,8 +90,8 @@ NAN, INFINITE, BAD_GRADIENT, SPIKE = 249, 248, 247, 246
 
 
 class Poisoned(Trainer):
-    def _loss_sum(self, params, batch):
-        loss, count = super()._loss_sum(params, batch)
+    def _loss_sum(self, params, batch, scale=1.0):
+        loss, count = super()._loss_sum(params, batch, scale)
         first = batch["tokens"][0, 0]
         factor = jnp.where(first == NAN, jnp.nan, jnp.where(first == INFINITE, jnp.inf, 1))
         factor = jnp.where(first == SPIKE, 1.5, factor)

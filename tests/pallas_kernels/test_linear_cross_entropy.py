@@ -26,10 +26,24 @@ def labels_for(n, vocab_size, ignored=()):
 @pytest.mark.parametrize(
     ("n", "c", "v", "dtype", "weight_dtype", "options"),
     [
-        (3, 64, 13952, jnp.bfloat16, jnp.float32, {}),  # a whole step, more tiles and a rest
+        (
+            3,
+            64,
+            13952,
+            jnp.bfloat16,
+            jnp.float32,
+            dict(scale=3e-5),
+        ),  # a whole step, more tiles, a rest
         (5, 32, 1280, jnp.bfloat16, jnp.bfloat16, dict(vocab_size=1201, transposed=True, chunk=3)),
-        (4, 48, 4000, jnp.float16, jnp.float32, dict(softcap=2.0, vocab_size=300, chunk=2)),
-        (3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum")),
+        (
+            4,
+            48,
+            4000,
+            jnp.float16,
+            jnp.float32,
+            dict(softcap=2.0, vocab_size=300, chunk=2, scale=0.3),
+        ),
+        (3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum", scale=3e-5)),
         (1, 1, 1, jnp.float32, jnp.float32, {}),
     ],
 )
@@ -46,6 +60,26 @@ def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, opti
         kernels=KERNELS,
         **options,
     )
+
+
+def test_a_small_scale_costs_no_digits():
+    """A float16 dz of 3e-5 x a probability would be subnormal."""
+    weight, labels = normal(1, (256, 16)), labels_for(4, 250, ignored=[2])
+
+    @jax.value_and_grad
+    def run(weight, x, scale):
+        options = dict(reduction="sum", backend="mosaic", scale=scale)
+        return linear_cross_entropy(x, weight, labels, **options)
+
+    small = jnp.float32(2**-15)
+    with kernels_run_here():
+        for dtype in (jnp.bfloat16, jnp.float16):
+            x, one = normal(0, (4, 16), dtype), jnp.float32(1)
+            loss, dw = jax.block_until_ready(jax.jit(run)(weight, x, one))
+            scaled = jax.block_until_ready(jax.jit(run)(weight, x, small))
+            np.testing.assert_allclose(scaled[0], loss * small, rtol=1e-6)
+            atol = 1e-6 * float(small * jnp.abs(dw).max())
+            np.testing.assert_allclose(scaled[1], dw * small, rtol=0, atol=atol, err_msg=str(dtype))
 
 
 def test_linear_cross_entropy_of_rows_longer_than_the_cache_has_room_for():
@@ -72,6 +106,12 @@ def test_linear_cross_entropy_against_log_softmax():
         options = dict(vocab_size=40, softcap=4.0, reduction=reduction, backend="xla")
         actual = linear_cross_entropy(x, weight, labels, **options)
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
+        loss = lambda s, options=options: linear_cross_entropy(
+            x, weight, labels, scale=s, **options
+        )
+        actual, slope = jax.value_and_grad(loss)(0.5)
+        np.testing.assert_allclose(actual, expected / 2, rtol=1e-5)
+        assert slope == 0  # a scale gets no gradient
 
 
 def test_linear_cross_entropy_of_ignored_and_wrong_labels():
