@@ -7,8 +7,8 @@
 The (N, V) logits are the largest array of a training step (3 GB for 32768 tokens of GPT-2), so only
 those of some thousand tokens exist at a time.  As the loss is one number, its gradient is known but
 for a factor once a chunk's logits are: the forward pass makes dx and dW too (three matmuls, none
-twice) and the backward pass only scales them, as in Liger (Hsu et al. 2024).  A factor known before,
-`scale`, goes into dz: where nothing follows the loss, the backward pass has nothing to do.
+twice) and the backward pass only scales them, as in Liger (Hsu et al. 2024).  A factor known before
+goes into dz (`scale`): where nothing follows the loss, nothing is left to do.
 
 The matmuls are XLA's, which run at the ceiling.  Ours is the kernel between them: one block reads a
 row of logits from memory, takes its maximum and sum, reads it again from the second-level cache and
@@ -79,7 +79,8 @@ def linear_cross_entropy(
     the logits are real (default: all).  softcap: logits are cap tanh(z / cap), None: not.  A label
     outside [0, vocab_size) that is not ignore_index makes loss and gradients NaN.
     scale: the result is multiplied by it; it gets no gradient.  To divide a sum by a count here
-    rather than afterwards spares a pass over the weight's gradient.
+    rather than afterwards spares a pass over the weight's gradient.  dz is rounded after it, as in
+    the plain gradient of the product: a power of two changes no digit.
     vocab_axis: inside `shard_map` (check_vma=False), the mesh axis over which the vocabulary is
     split: weight is this device's part, vocab_size and labels count over all; the loss is that of
     all parts, the gradient of x this part's share, which shard_map sums.
