@@ -56,7 +56,10 @@ def encoder(
     dtype=None,
     tied: bool = False,
     backend: _backend.Backend = "auto",
-) -> Float[Array, "batch time width"] | tuple[Array, Array]:
+) -> (
+    Float[Array, "batch time width"]
+    | tuple[Float[Array, "batch time width"], Float[Array, "vocab width"]]
+):
     """Token embedding plus position embedding, added in float32, returned in `dtype`.
 
     dtype: of the result (default: wte's).  Float32 tables with a bfloat16 result are read as they

@@ -43,18 +43,24 @@ class Embedding(nnx.Module):
         self.dtype, self.backend = dtype, backend
 
     def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "..."] | None = None,
-        *,
-        tied: bool = False,
-    ) -> Float[Array, "B T C"] | tuple[Float[Array, "B T C"], Float[Array, "V C"]]:
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
+    ) -> Float[Array, "B T C"]:
         """positions (T,) or (B, T), 0 ... T-1 if None; they have no effect without wpe.
 
-        tied: returns (y, wte) for a tied head that uses this wte: on one device both gradients of
-        wte are then made in one array.
         Raises ValueError if T exceeds the learned positions.
         """
+        return self._embed(tokens, positions, tied=False)[0]
+
+    def with_table(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "V C"]]:
+        """(y, wte): if a tied head uses this wte, both its gradients are made in one array.
+
+        Over several devices they lie differently, and are made apart and summed.
+        """
+        return self._embed(tokens, positions, tied=one_device())
+
+    def _embed(self, tokens, positions, *, tied: bool):
         wte, wpe, per_sequence = self.wte[...], None, None
         if self.wpe is not None:
             wpe = self.wpe[...]
@@ -68,16 +74,14 @@ class Embedding(nnx.Module):
                 wpe = wpe[positions]
         # Each device looks up its own tokens in the whole table; the gradient is summed over all.
         dtype = self.dtype if per_sequence is None else jnp.float32  # rounded once, after the sum
-        handed = tied and one_device()  # over several, a device has no share of the head's gradient
         op = per_device(
-            partial(encoder, dtype=dtype, tied=handed, backend=self.backend),
+            partial(encoder, dtype=dtype, tied=tied, backend=self.backend),
             in_specs=(P(BATCH, None), P(), P()),
             out_specs=P(BATCH, None, None),
         )
         y = op(tokens, wte, wpe)
-        y, wte = y if handed else (y, wte)
-        y = y if per_sequence is None else (y + per_sequence).astype(self.dtype)
-        return (y, wte) if tied else y
+        y, wte = y if tied else (y, wte)
+        return y if per_sequence is None else (y + per_sequence).astype(self.dtype), wte
 
     def logits(self, x: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
         """x wte^T: the tied head; dtype: of the result, None: of x."""

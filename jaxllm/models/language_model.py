@@ -126,7 +126,7 @@ class LanguageModel(nnx.Module):
         """
         head = self.head
         if head is None:
-            embedded, weight = self.embedding(tokens, positions, tied=True)
+            embedded, weight = self.embedding.with_table(tokens, positions)
         else:
             embedded, weight = self.embedding(tokens, positions), head.weight[...]
         hidden = self._after(embedded, positions, segment_ids)
