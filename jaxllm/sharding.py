@@ -63,22 +63,27 @@ def check_batch(train: TrainConfig, mesh: Mesh) -> None:
         )
 
 
+def one_device() -> bool:
+    """Whether the mesh set by `jax.set_mesh` is of one device, or there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.size == 1
+
+
 def per_device(op: Callable, in_specs, out_specs) -> Callable:
     """`op` on each device's own part under the mesh set by `jax.set_mesh`; `op` itself without one.
 
     Gradients of inputs that a device holds whole (P()) are summed over the mesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if one_device():
         return op
+    mesh = jax.sharding.get_abstract_mesh()
     # check_vma=False: the backward passes of the kernels carry no types of varying axes.
     return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def constrain(x: jax.Array, *axes) -> jax.Array:
     """Says how an activation lies on the mesh; nothing without one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if one_device():
         return x
     return jax.lax.with_sharding_constraint(x, P(*axes))
 

@@ -126,16 +126,16 @@ class Trainer:
 
         return run
 
-    def _loss_sum(self, params, batch) -> tuple[jax.Array, jax.Array]:
+    def _loss_sum(self, params, batch, scale=1.0) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(self.graph, params)
-        loss = model.loss(batch["tokens"], batch["labels"])
+        loss = model.loss(batch["tokens"], batch["labels"], scale=scale)
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
 
         def mean_loss(params, part):  # its part of the whole batch's mean
-            return self._loss_sum(params, part)[0] / count
+            return self._loss_sum(params, part, 1 / count)[0]
 
         grad = jax.value_and_grad(mean_loss)
         parts = self.config.train.grad_accum

@@ -14,6 +14,9 @@ places of one token are neighbours, and two kernels sum them in that order:
   2. each row of the vocabulary adds up its run: the sums of its whole tiles and the places before
      and after them.  All of dwte (V, C) is written, each row once, zeros included; that takes most
      of the time.  Other blocks of the same kernel sum dwpe.
+
+Where the table is the head as well (tied), its gradient as the head, all of (V, C), comes in, and
+kernel 2 adds the rows that occur to it in place and touches no other.
 """
 
 import functools
@@ -51,14 +54,22 @@ def encoder(
     wpe: Float[Array, "positions width"] | None,
     *,
     dtype=None,
+    tied: bool = False,
     backend: _backend.Backend = "auto",
-) -> Float[Array, "batch time width"]:
+) -> (
+    Float[Array, "batch time width"]
+    | tuple[Float[Array, "batch time width"], Float[Array, "vocab width"]]
+):
     """Token embedding plus position embedding, added in float32, returned in `dtype`.
 
     dtype: of the result (default: wte's).  Float32 tables with a bfloat16 result are read as they
     are, nothing is cast beforehand.  A token outside the vocabulary is taken as the nearest one
     inside it (the data loader rejects it).  The gradients have the dtypes of the tables and are
     sums in float32, the same bits in every run.  Tables of fewer than 128 columns are copied.
+    tied: returns (result, wte): whoever uses wte again, as a head, takes this one.  What it gets as
+    a gradient is then the array to which the embedding's rows are added in place, where two
+    gradients would each be written whole and summed.  Where the columns are no multiple of 128 that
+    array is copied; for 16-bit tables each of the two is rounded.
     Raises ValueError for tokens and tables that do not fit, NotImplementedError under "mosaic".
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
@@ -73,11 +84,11 @@ def encoder(
             " sequence or enlarge wpe"
         )
     if not _backend.use_kernel("encoder", backend, why_not(tokens, wte, wpe, dtype)):
-        return encoder_reference(tokens, wte, wpe, dtype=dtype)
-    return _encoder(tokens.astype(jnp.int32), wte, wpe, dtype)
+        return encoder_reference(tokens, wte, wpe, dtype=dtype, tied=tied)
+    return _encoder(tokens.astype(jnp.int32), wte, wpe, dtype, tied)
 
 
-def encoder_reference(tokens, wte, wpe, *, dtype=None):
+def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
     """The formula in jnp, in float32 (float64 for float64)."""
     stat = mosaic.stat_dtype(wte.dtype)
     tokens = jnp.clip(tokens, 0, wte.shape[0] - 1)
@@ -85,7 +96,8 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None):
     y = wte.astype(stat)[tokens]
     if wpe is not None:
         y += wpe[: tokens.shape[1]].astype(stat)
-    return y.astype(wte.dtype if dtype is None else dtype)
+    y = y.astype(wte.dtype if dtype is None else dtype)
+    return (y, wte) if tied else y
 
 
 def why_not(tokens, wte, wpe, dtype) -> str | None:
@@ -95,10 +107,11 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     ) or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
 
 
-def _columns(c: int, *dtypes):
+def _columns(c: int, *dtypes, overlap: bool = True):
     """How rows of c >= 128 columns are cut into loads: (columns of a load, loads, layout).
 
-    The last load of a row ends at the end of the row, so it may overlap the one before.
+    The last load of a row ends at the end of the row, so it may overlap the one before, or
+    `overlap` is False and c a multiple of 128.
     """
     widest = 16 // max(jnp.dtype(d).itemsize for d in dtypes)
     choices = [
@@ -106,6 +119,7 @@ def _columns(c: int, *dtypes):
         for vec in (1, 2, 4, 8)
         for k in range(1, 1024 // (128 * vec) + 1)
         if vec <= widest and c % vec == 0 and 128 * vec * k <= c
+        if overlap or c % (128 * vec * k) == 0
     ]
     # As few columns twice as possible; a load costs about as much as 64 columns more.
     tile, vec = min(choices, key=lambda x: (mosaic.cdiv(c, x[0]) * (x[0] + 64), -x[1]))
@@ -163,13 +177,19 @@ def _forward(tokens, wte, wpe, dtype):
     return y[..., :width]
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _backward(tokens, dy, v, wte_dtype, positions, wpe_dtype):
-    """dwte (v, C) and dwpe (positions, C), which is None for positions = 0."""
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _backward(tokens, dy, table, v, wte_dtype, positions, wpe_dtype):
+    """dwte (v, C) and dwpe (positions, C), which is None for positions = 0.
+
+    table: what dwte is added to (v, C), in its place, or None.
+    """
     (b, t), width = tokens.shape, dy.shape[-1]
+    if table is not None:  # no load may overlap another: it would add again
+        dy, table = (mosaic.pad_axis(x, x.ndim - 1, 128) for x in (dy, table))
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
-    dwte, *dwpe = _vocabulary(runs, dy, _sums(runs, dy), v, wte_dtype, positions and t, wpe_dtype)
+    sums = _sums(runs, dy)
+    dwte, *dwpe = _vocabulary(runs, dy, sums, table, v, wte_dtype, positions and t, wpe_dtype)
     dwpe = jnp.pad(dwpe[0][:, :width], ((0, positions - t), (0, 0))) if dwpe else None
     return dwte[:, :width], dwpe
 
@@ -239,12 +259,15 @@ def _sums(runs, dy):
     )(ids, order, dy)
 
 
-def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
-    """[dwte (v, C), dwpe (positions, C)].  A block writes one position or `_VOCAB` rows of dwte."""
+def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
+    """[dwte (v, C), dwpe (positions, C)].  A block writes one position or `_VOCAB` rows of dwte.
+
+    With a table, dwte is added to it, and rows that do not occur are neither read nor written.
+    """
     _, order, ends = runs
     n, c = dy.shape
     blocks = mosaic.cdiv(v, _VOCAB)
-    tile, loads, layout = _columns(c, dy.dtype, dtype, jnp.float32)
+    tile, loads, layout = _columns(c, dy.dtype, dtype, jnp.float32, overlap=table is None)
 
     def encoder_backward_vocabulary(*refs):
         block, dy_ref, dwpe_ref = lax.axis_index("block"), refs[2], refs[-1]
@@ -266,13 +289,18 @@ def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
         counts = [ends_ref[v + row] - start for row, start in zip(safe, starts, strict=True)]
         places = [order_ref[start] for start in starts]
 
+        def put(row, columns, total):
+            at = dwte_ref.at[row, columns]
+            mosaic.store(at, total if table is None else mosaic.load(at, layout) + total)
+
         def body(columns):
             # Most tokens of a vocabulary occur once or not at all in a batch, so all rows of the
             # block load their first place together (an absent token some place, unused).
             firsts = [mosaic.load(dy_ref.at[place, columns], layout) for place in places]
             for row, count in zip(rows, counts, strict=True):  # meanwhile the zeros
+                absent = (count == 0) & (row < v) if table is None else False
 
-                @pl.when((count == 0) & (row < v))
+                @pl.when(absent)
                 def _(row=row):
                     mosaic.store(dwte_ref.at[row, columns], mosaic.zeros((tile,), layout))
 
@@ -280,7 +308,7 @@ def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
 
                 @pl.when((count == 1) & (row < v))
                 def _(row=row, first=first):
-                    mosaic.store(dwte_ref.at[row, columns], first)
+                    put(row, columns, first)
 
             @pl.loop(0, _VOCAB)
             def _(i):
@@ -299,17 +327,24 @@ def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
                     total = _sum(load, start, head, 4, mosaic.zeros((tile,), layout), place)
                     total = _sum(load_sum, head // _TILE, tail // _TILE, 4, total)
                     total = _sum(load, tail, stop, 4, total, place)
-                    mosaic.store(dwte_ref.at[row, columns], total)
+                    put(row, columns, total)
 
-        _for_columns(c, tile, loads, body)
+        work = table is None or functools.reduce(jnp.maximum, counts) > 0
+        pl.when(work)(lambda: _for_columns(c, tile, loads, body))
 
-    return plgpu.kernel(
+    out = [jax.ShapeDtypeStruct((v, c), dtype)]
+    out += [jax.ShapeDtypeStruct((positions, c), wpe_dtype)] if positions else []
+    call = plgpu.kernel(
         encoder_backward_vocabulary,
-        out_type=[jax.ShapeDtypeStruct((v, c), dtype)]
-        + ([jax.ShapeDtypeStruct((positions, c), wpe_dtype)] if positions else []),
+        out_type=out if table is None else [],
         grid=(positions + blocks,),
         grid_names=("block",),
-    )(order, ends, dy, sums)
+    )
+    if table is None:
+        return call(order, ends, dy, sums)
+    # Not new_ref and freeze: jax.checkpoint drops a call between them that returns nothing.
+    state = [table, *(lax.empty(dwpe.shape, dwpe.dtype) for dwpe in out[1:])]
+    return pl.run_state(lambda refs: call(order, ends, dy, sums, *refs))(state)
 
 
 def _pad(x: jax.Array) -> jax.Array:
@@ -317,19 +352,21 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _encoder(tokens, wte, wpe, dtype):
-    return _forward(tokens, wte, wpe, dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _encoder(tokens, wte, wpe, dtype, tied):
+    y = _forward(tokens, wte, wpe, dtype)
+    return (y, wte) if tied else y
 
 
-def _encoder_forward(tokens, wte, wpe, dtype):
-    return _encoder(tokens, wte, wpe, dtype), (tokens, wte, wpe)
+def _encoder_forward(tokens, wte, wpe, dtype, tied):
+    return _encoder(tokens, wte, wpe, dtype, tied), (tokens, wte, wpe)
 
 
-def _encoder_backward(dtype, saved, dy):
+def _encoder_backward(dtype, tied, saved, gradients):
     tokens, wte, wpe = saved  # of the tables only shape and dtype are used
+    dy, table = gradients if tied else (gradients, None)
     positions, wpe_dtype = (0, None) if wpe is None else (wpe.shape[0], wpe.dtype)
-    return None, *_backward(tokens, dy, wte.shape[0], wte.dtype, positions, wpe_dtype)
+    return None, *_backward(tokens, dy, table, wte.shape[0], wte.dtype, positions, wpe_dtype)
 
 
 _encoder.defvjp(_encoder_forward, _encoder_backward)

@@ -7,7 +7,8 @@
 The (N, V) logits are the largest array of a training step (3 GB for 32768 tokens of GPT-2), so only
 those of some thousand tokens exist at a time.  As the loss is one number, its gradient is known but
 for a factor once a chunk's logits are: the forward pass makes dx and dW too (three matmuls, none
-twice) and the backward pass only scales them, as in Liger (Hsu et al. 2024).
+twice) and the backward pass only scales them, as in Liger (Hsu et al. 2024).  A factor known before
+goes into dz (`scale`): where nothing follows the loss, nothing is left to do.
 
 The matmuls are XLA's, which run at the ceiling.  Ours is the kernel between them: one block reads a
 row of logits from memory, takes its maximum and sum, reads it again from the second-level cache and
@@ -66,6 +67,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     transposed: bool = False,
     reduction: Literal["mean", "sum"] = "mean",
+    scale: Float[Array, ""] | float = 1.0,
     vocab_axis: str | None = None,
     chunk: int | None = None,
     backend: _backend.Backend = "auto",
@@ -76,6 +78,9 @@ def linear_cross_entropy(
     gradient has its own dtype, and is summed in float32.  vocab_size: how many leading columns of
     the logits are real (default: all).  softcap: logits are cap tanh(z / cap), None: not.  A label
     outside [0, vocab_size) that is not ignore_index makes loss and gradients NaN.
+    scale: the result is multiplied by it; it gets no gradient.  To divide a sum by a count here
+    rather than afterwards spares a pass over the weight's gradient.  dz is rounded after it, as in
+    the plain gradient of the product: a power of two changes no digit.
     vocab_axis: inside `shard_map` (check_vma=False), the mesh axis over which the vocabulary is
     split: weight is this device's part, vocab_size and labels count over all; the loss is that of
     all parts, the gradient of x this part's share, which shard_map sums.
@@ -110,15 +115,20 @@ def linear_cross_entropy(
     )
     reason = why_not(x, weight, softcap)
     if not _backend.use_kernel("linear_cross_entropy", backend, reason, "sm_90"):
-        return linear_cross_entropy_reference(x, weight, labels, reduction=reduction, **options)
+        return linear_cross_entropy_reference(
+            x, weight, labels, reduction=reduction, scale=scale, **options
+        )
     rows, labels = x.reshape(-1, c), labels.reshape(-1).astype(jnp.int32)
     n = rows.shape[0]
     if chunk is None:
         copies = 4 if weight.dtype == x.dtype else x.dtype.itemsize  # dW in float32, or W in bf16
         most = max(_LEAST_TOKENS, (_BYTES - weight.size * copies) // (v * x.dtype.itemsize))
         chunk = mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # all of one size
-    loss = _linear_cross_entropy(rows, weight, labels, _Options(**options, chunk=chunk))
-    return _reduce(loss, labels, ignore_index, reduction)
+    scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
+    # The smallest normal float16 is 6e-5: there dz would lose digits, and is scaled afterwards.
+    inside, after = (jnp.float32(1), scale) if x.dtype == jnp.float16 else (scale, 1)
+    loss = _linear_cross_entropy(rows, weight, labels, inside, _Options(**options, chunk=chunk))
+    return _reduce(loss, labels, ignore_index, reduction) * after
 
 
 def linear_cross_entropy_reference(
@@ -131,6 +141,7 @@ def linear_cross_entropy_reference(
     softcap=None,
     transposed=False,
     reduction="mean",
+    scale=1.0,
     vocab_axis=None,
 ):
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul does."""
@@ -149,7 +160,8 @@ def linear_cross_entropy_reference(
         total = jnp.exp(z - top[..., None]).sum(-1)
         total, picked = lax.psum((total, picked), vocab_axis)
         loss = judge(jnp.log(total) - (picked - top), labels, vocab_size, ignore_index)
-    return _reduce(loss.sum(), labels, ignore_index, reduction)
+    scale = lax.stop_gradient(jnp.asarray(scale, loss.dtype))
+    return _reduce(loss.sum(), labels, ignore_index, reduction) * scale
 
 
 def why_not(x, weight, softcap=None) -> str | None:
@@ -354,13 +366,13 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
     return z.reshape(n, v), *out
 
 
-def _run(x, weight, labels, o: _Options, differentiate: bool):
-    """The sum of all losses and, if asked for, its gradients dx and dW (float32)."""
+def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
+    """`scale` times the sum of all losses and, if asked for, its gradients dx and dW (float32)."""
     w = weight.astype(x.dtype)
     v = w.shape[1] if o.transposed else w.shape[0]
     w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
-    scale = judge(1.0, labels, o.vocab_size, o.ignore_index)
+    scale = judge(scale, labels, o.vocab_size, o.ignore_index)
     loss, dx, dw = jnp.float32(0), [], None
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
@@ -395,13 +407,13 @@ def _run(x, weight, labels, o: _Options, differentiate: bool):
     return loss, jnp.concatenate(dx), dw
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear_cross_entropy(x, weight, labels, o):
-    return _run(x, weight, labels, o, False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear_cross_entropy(x, weight, labels, scale, o):
+    return _run(x, weight, labels, scale, o, False)
 
 
-def _forward(x, weight, labels, o):
-    loss, dx, dw = _run(x, weight, labels, o, True)
+def _forward(x, weight, labels, scale, o):
+    loss, dx, dw = _run(x, weight, labels, scale, o, True)
     return loss, (dx, dw, jnp.zeros((), weight.dtype))
 
 
@@ -409,7 +421,7 @@ def _backward(o, saved, g):
     dx, dw, like = saved
     # Every device of the axis got its share of the gradient of the one loss that they all hold.
     g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
-    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None
+    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None, None
 
 
 _linear_cross_entropy.defvjp(_forward, _backward)

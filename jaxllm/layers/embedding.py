@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.sharding import BATCH, P, constrain, normal, per_device
+from jaxllm.sharding import BATCH, P, constrain, normal, one_device, per_device
 from pallas_kernels import encoder
 from pallas_kernels.backend import Backend
 
@@ -49,7 +49,19 @@ class Embedding(nnx.Module):
 
         Raises ValueError if T exceeds the learned positions.
         """
-        wpe, per_sequence = None, None
+        return self._embed(tokens, positions, tied=False)[0]
+
+    def with_table(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "V C"]]:
+        """(y, wte): if a tied head uses this wte, both its gradients are made in one array.
+
+        Over several devices they lie differently, and are made apart and summed.
+        """
+        return self._embed(tokens, positions, tied=one_device())
+
+    def _embed(self, tokens, positions, *, tied: bool):
+        wte, wpe, per_sequence = self.wte[...], None, None
         if self.wpe is not None:
             wpe = self.wpe[...]
             if tokens.shape[1] > wpe.shape[0]:
@@ -63,12 +75,13 @@ class Embedding(nnx.Module):
         # Each device looks up its own tokens in the whole table; the gradient is summed over all.
         dtype = self.dtype if per_sequence is None else jnp.float32  # rounded once, after the sum
         op = per_device(
-            partial(encoder, dtype=dtype, backend=self.backend),
+            partial(encoder, dtype=dtype, tied=tied, backend=self.backend),
             in_specs=(P(BATCH, None), P(), P()),
             out_specs=P(BATCH, None, None),
         )
-        y = op(tokens, self.wte[...], wpe)
-        return y if per_sequence is None else (y + per_sequence).astype(self.dtype)
+        y = op(tokens, wte, wpe)
+        y, wte = y if tied else (y, wte)
+        return y if per_sequence is None else (y + per_sequence).astype(self.dtype), wte
 
     def logits(self, x: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
         """x wte^T: the tied head; dtype: of the result, None: of x."""

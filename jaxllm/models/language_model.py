@@ -86,7 +86,10 @@ class LanguageModel(nnx.Module):
         positions (T,) or (B, T): 0 ... T-1 if None; without effect on a vLSTM.  segment_ids: tokens
         of different segments do not see each other.
         """
-        branch, residual = None, self.embedding(tokens, positions)
+        return self._after(self.embedding(tokens, positions), positions, segment_ids)
+
+    def _after(self, embedded, positions, segment_ids):
+        branch, residual = None, embedded
         for block in self.blocks:
             branch, residual = run_block(
                 block, branch, residual, positions, segment_ids, remat=self.config.remat
@@ -107,15 +110,26 @@ class LanguageModel(nnx.Module):
         return self.logits(self.hidden(tokens, **options))
 
     def loss(
-        self, tokens: Int[Array, "B T"], labels: Int[Array, "B T"], **options
+        self,
+        tokens: Int[Array, "B T"],
+        labels: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        scale: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
-        """Cross-entropy summed over all positions but those whose label is -100, in float32.
+        """`scale` x the cross-entropy summed over all labels but those that are -100, in float32.
 
-        The logits are never held: head and loss are one op.  options as in `hidden`.
+        The logits are never held: head and loss are one op, which multiplies its gradients by
+        `scale` (without a gradient itself) as it makes them.  positions, segment_ids: as in
+        `hidden`.
         """
         head = self.head
-        weight = self.embedding.wte[...] if head is None else head.weight[...]
-        hidden = self.hidden(tokens, **options)
+        if head is None:
+            embedded, weight = self.embedding.with_table(tokens, positions)
+        else:
+            embedded, weight = self.embedding(tokens, positions), head.weight[...]
+        hidden = self._after(embedded, positions, segment_ids)
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) > 1:
             weight = weight.astype(hidden.dtype)  # before it is gathered, which halves the bytes
@@ -132,11 +146,12 @@ class LanguageModel(nnx.Module):
             backend=self.config.kernels,
         )
         op = per_device(
-            lambda *arrays: loss(*arrays)[None],  # one number for each part of the batch
-            in_specs=(P(BATCH), P(tensor) if head is None else P(None, tensor), P(BATCH)),
+            # One number for each part of the batch.
+            lambda x, w, labels, scale: loss(x, w, labels, scale=scale)[None],
+            in_specs=(P(BATCH), P(tensor) if head is None else P(None, tensor), P(BATCH), P()),
             out_specs=P(BATCH),
         )
-        return op(hidden, weight, labels).sum()
+        return op(hidden, weight, labels, jnp.asarray(scale)).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
         """Operations of one token in the forward matmuls that have no parameters."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kernel_checks import kernels_run_here
 
 from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig, load
 from jaxllm.errors import InputError
@@ -156,6 +157,31 @@ def test_padding_of_the_vocabulary_takes_no_part(kind):
     head = named_params(params)[path]
     head[...] = head[...].at[(slice(100, None) if kind == "gpt2" else np.s_[:, 100:])].set(7.0)
     assert run(params, labels)[0] == total
+
+
+def test_a_tied_table_gets_the_sum_of_both_gradients():
+    model = create(tiny("gpt2", n_layers=1, d_model=128))
+    tokens, labels = tokens_of(model.config), tokens_of(model.config, 1)
+    model.embedding.backend = "mosaic"
+    graph, params = nnx.split(model)
+
+    def apart(wte, head):
+        merged = nnx.merge(graph, params)
+        merged.embedding.wte, merged.embedding.backend = nnx.Param(wte), "xla"
+        z = (merged.hidden(tokens) @ head.T)[..., : model.config.vocab_size]
+        return -0.5 * jnp.take_along_axis(jax.nn.log_softmax(z), labels[..., None], -1).sum()
+
+    def loss(wte):
+        merged = nnx.merge(graph, params)
+        merged.embedding.wte = nnx.Param(wte)
+        return merged.loss(tokens, labels, scale=0.5)
+
+    wte = model.embedding.wte[...]
+    total, both = jax.jit(jax.value_and_grad(apart, (0, 1)))(wte, wte)
+    with kernels_run_here():
+        actual, grad = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(wte))
+    np.testing.assert_allclose(actual, total, rtol=1e-6)
+    np.testing.assert_allclose(grad, sum(both), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "vlstm"])

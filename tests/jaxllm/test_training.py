@@ -83,6 +83,8 @@ def test_the_step_contains_every_kernel_forward_and_backward(model_type):
     text = make(model).trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
     for name in f"{KERNELS[model_type]} {EVERY}".split():
         assert name in text, name
+    vocabulary = next(x for x in text.splitlines() if "encoder_backward_vocabulary" in x)
+    assert ("output_operand_alias<" in vocabulary) == (model_type == "gpt2")  # its head is tied
 
 
 # What a batch that begins with this token does to its loss.
@@ -90,8 +92,8 @@ NAN, INFINITE, BAD_GRADIENT, SPIKE = 249, 248, 247, 246
 
 
 class Poisoned(Trainer):
-    def _loss_sum(self, params, batch):
-        loss, count = super()._loss_sum(params, batch)
+    def _loss_sum(self, params, batch, scale=1.0):
+        loss, count = super()._loss_sum(params, batch, scale)
         first = batch["tokens"][0, 0]
         factor = jnp.where(first == NAN, jnp.nan, jnp.where(first == INFINITE, jnp.inf, 1))
         factor = jnp.where(first == SPIKE, 1.5, factor)

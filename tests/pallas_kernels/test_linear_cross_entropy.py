@@ -29,7 +29,7 @@ def labels_for(n, vocab_size, ignored=()):
         (3, 64, 13952, jnp.bfloat16, jnp.float32, {}),  # a whole step, more tiles and a rest
         (5, 32, 1280, jnp.bfloat16, jnp.bfloat16, dict(vocab_size=1201, transposed=True, chunk=3)),
         (4, 48, 4000, jnp.float16, jnp.float32, dict(softcap=2.0, vocab_size=300, chunk=2)),
-        (3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum")),
+        (3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum", scale=3e-5)),
         (1, 1, 1, jnp.float32, jnp.float32, {}),
     ],
 )
@@ -46,6 +46,32 @@ def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, opti
         kernels=KERNELS,
         **options,
     )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_small_scale_costs_no_digits(dtype):
+    """bfloat16: none but the reference's, which rounds the same dz; float16: none at all."""
+    x, weight, labels = normal(0, (9, 16), dtype), normal(1, (256, 16)), labels_for(9, 250, [2])
+
+    def run(op, x, weight, scale):
+        loss = lambda weight: op(x, weight, labels, reduction="sum", scale=scale)
+        return jax.value_and_grad(loss)(weight)
+
+    op = functools.partial(linear_cross_entropy, backend="mosaic")
+    kernel = jax.jit(functools.partial(run, op))
+    reference = jax.jit(functools.partial(run, linear_cross_entropy_reference))
+    scale = jnp.float32(3e-5)
+    with kernels_run_here():
+        actual = jax.block_until_ready(kernel(x, weight, scale))
+        if dtype == jnp.float16:  # a dz of 3e-5 x a probability would be subnormal
+            expected = jax.tree.map(lambda a: a * scale, kernel(x, weight, jnp.float32(1)))
+            jax.block_until_ready(expected)
+    if dtype == jnp.bfloat16:
+        expected = reference(x, weight, scale)
+    with jax.enable_x64(True):
+        truth = reference(*(np.asarray(a).astype(np.float64) for a in (x, weight, scale)))
+    for a, e, t in zip(actual, expected, truth, strict=True):
+        assert_error_ratio(a, e, t)
 
 
 def test_linear_cross_entropy_of_rows_longer_than_the_cache_has_room_for():
@@ -72,6 +98,12 @@ def test_linear_cross_entropy_against_log_softmax():
         options = dict(vocab_size=40, softcap=4.0, reduction=reduction, backend="xla")
         actual = linear_cross_entropy(x, weight, labels, **options)
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
+        loss = lambda s, options=options: linear_cross_entropy(
+            x, weight, labels, scale=s, **options
+        )
+        actual, slope = jax.value_and_grad(loss)(0.5)
+        np.testing.assert_allclose(actual, expected / 2, rtol=1e-5)
+        assert slope == 0  # a scale gets no gradient
 
 
 def test_linear_cross_entropy_of_ignored_and_wrong_labels():
