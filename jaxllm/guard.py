@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.language_model import LanguageModel, add_norm, run_block
+from jaxllm.models.language_model import LanguageModel, add, add_norm, run_block
 
 WINDOW = 100  # losses that say what a spike is
 
@@ -61,7 +61,7 @@ def first_not_finite(graph, params, tokens, labels) -> str:
             branch, residual = run_block(
                 block, branch, residual, None, None, remat=model.config.remat
             )
-            outputs[f"blocks.{i}"] = residual if branch is None else residual + branch
+            outputs[f"blocks.{i}"] = add(branch, residual)
         outputs["norm"] = add_norm(model.norm, branch, residual)[0]
         outputs["loss"] = model.loss(tokens, labels)
         return {name: jnp.isfinite(x).all() for name, x in outputs.items()}

@@ -214,14 +214,20 @@ def _relative(actual, truth) -> float:
     return float(np.linalg.norm(difference) / (np.linalg.norm(truth) or 1))
 
 
+def decided(case: Case, sizes: dict[str, int]) -> backend.Decision:
+    """What runs the op here."""
+    backend.forget()
+    jax.eval_shape(public(case), *structs(case, sizes))
+    op = case.op.removesuffix("_qkv")  # attention_qkv runs what attention does
+    return next(d for d in backend.decisions() if d.op == op)
+
+
 def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, known) -> list[dict]:
     """One record for each direction; without `tops` (no GPU) only what needs no clock.
 
     known: errors by op and small sizes, filled here.
     """
-    backend.forget()
-    jax.eval_shape(public(case), *structs(case, sizes))
-    decision = next(d for d in backend.decisions() if d.op == case.op)
+    decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
     if decision.runs == "mosaic":
         ops = {"mosaic": public(case, backend="mosaic")} | ops

@@ -52,6 +52,11 @@ def _cudnn(q, k, v, *, causal, window=None):
     )
 
 
+def _cudnn_qkv(qkv, *, n_heads):
+    n_kv = (qkv.shape[2] - n_heads) // 2
+    return _cudnn(*jnp.split(qkv, (n_heads, n_heads + n_kv), axis=2), causal=True)
+
+
 def _norm(op: str, bias: bool, add: bool) -> Case:
     arrays = {"x": _X} | ({"residual": _X} if add else {}) | {"weight": _W}
     arrays |= {"bias": _W} if bias else {}
@@ -153,6 +158,15 @@ CASES = (
         _shapes("B T H K D L", (1, 16384, 16, 16, 128, 2048), (4, 4096, 32, 8, 128, 1000)),
         pairs=lambda n: n["T"] * n["L"] / 2,
         packed=True,
+    ),
+    Case(
+        "attention_qkv",
+        {"qkv": A("B T P D")},
+        _shapes("B T P D", (32, 1024, 36, 64)),
+        {"B": 1, "T": 384},
+        options={"n_heads": 12},
+        flops=lambda n: 2 * n["B"] * n["T"] ** 2 * 12 * n["D"],
+        cudnn=_cudnn_qkv,
     ),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),

@@ -10,10 +10,10 @@ places of one token are neighbours, and two kernels sum them in that order:
 
   1. the sorted places are cut into tiles of 32, and a tile that holds a single token is summed by
      one block.  Text is Zipf: the commonest token alone may fill 5% of the places, which one block
-     would have to sum one after the other.  The same kernel sums dwpe.
+     would have to sum one after the other.
   2. each row of the vocabulary adds up its run: the sums of its whole tiles and the places before
      and after them.  All of dwte (V, C) is written, each row once, zeros included; that takes most
-     of the time.
+     of the time.  Other blocks of the same kernel sum dwpe.
 """
 
 import functools
@@ -34,11 +34,11 @@ from pallas_kernels import mosaic
 #            small     large        the neighbours that were tried
 #   forward  48 / 32   309 / 221    _SLAB 128: 49 / 38, 320 / 245; whole rows: 53 / 34, 315 / 250
 #                                   _BATCH 4: 49 / 35; 2: 53 / 38; 16: as 8
-#   backward 123 / 119 1038 / 1027  _TILE 16: 123 / 119; 64: 123 / 126
-#                                   _VOCAB 2: 126 / 119, 1029 / 1011; 8: 124 / 121, 1050 / 1050
+#   backward 120 / 118 1032 / 1022  dwpe in the first kernel: 124 / 119, 1039 / 1027; so, _TILE 64:
+#                     123 / 126; _VOCAB 2: 126 / 119, 1029 / 1011; 8: 124 / 121, 1050 / 1050
 #
-# Of the small backward pass 25 are XLA's sort and scatter (two radix passes of 8), 25 / 29 the
-# first kernel and 72 / 65 the second, which is within 4% of the copy.
+# Of the small backward pass 25 are XLA's sort and scatter (two radix passes of 8), 2 / 10 the
+# first kernel and 93 / 82 the second.
 _SLAB = 256  # columns for which the forward kernel gathers all tokens before it goes on
 _BATCH = 8  # rows that one block of it gathers
 _TILE = 32  # places of one token that are summed by a block of their own
@@ -168,9 +168,9 @@ def _backward(tokens, dy, v, wte_dtype, positions, wpe_dtype):
     # pyrefly: ignore[missing-attribute]
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
-    sums, *dwpe = _sums(runs, dy, t, wpe_dtype if positions else None)
-    dwte = _vocabulary(runs, dy, sums, v, wte_dtype)[:, :width]
-    return dwte, jnp.pad(dwpe[0][:, :width], ((0, positions - t), (0, 0))) if dwpe else None
+    dwte, *dwpe = _vocabulary(runs, dy, _sums(runs, dy), v, wte_dtype, positions and t, wpe_dtype)
+    dwpe = jnp.pad(dwpe[0][:, :width], ((0, positions - t), (0, 0))) if dwpe else None
+    return dwte[:, :width], dwpe
 
 
 def _runs(tokens, v):
@@ -213,58 +213,57 @@ def _sum(load, start, stop, group, total, index=lambda i: i):
     return lax.fori_loop(0, (stop - start + group - 1) // group, step, total)
 
 
-def _sums(runs, dy, t, wpe_dtype):
-    """Sums of the tiles of one token (n // _TILE, C), other tiles undefined; and dwpe (t, C)."""
+def _sums(runs, dy):
+    """Sums of the tiles of one token (n // _TILE, C), other tiles undefined."""
     ids, order, _ = runs
     n, c = dy.shape
     tiles = n // _TILE
-    positions = 0 if wpe_dtype is None else t
+    if not tiles:
+        return jnp.zeros((1, c), jnp.float32)
     tile, loads, layout = _columns(c, dy.dtype, jnp.float32)
 
-    def encoder_backward_sums(ids_ref, order_ref, dy_ref, sums_ref, *dwpe_ref):
-        block = lax.axis_index("block")
+    def encoder_backward_sums(ids_ref, order_ref, dy_ref, sums_ref):
+        first = lax.axis_index("block") * _TILE
 
-        def position_sum(columns):
-            load = lambda i: mosaic.load(dy_ref.at[i * t + block, columns], layout)
-            total = _sum(load, 0, n // t, min(8, n // t), mosaic.zeros((tile,), layout))
-            mosaic.store(dwpe_ref[0].at[block, columns], total)
+        def tile_sum(columns):
+            load = lambda place: mosaic.load(dy_ref.at[place, columns], layout)
+            zeros, place = mosaic.zeros((tile,), layout), lambda i: order_ref[i]
+            total = _sum(load, first, first + _TILE, 8, zeros, place)
+            mosaic.store(sums_ref.at[lax.axis_index("block"), columns], total)
 
-        if positions:
-            pl.when(block < positions)(lambda: _for_columns(c, tile, loads, position_sum))
+        same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
+        pl.when(same)(lambda: _for_columns(c, tile, loads, tile_sum))
 
-        @pl.when(block >= positions)
-        def _():
-            first = (block - positions) * _TILE
-
-            def tile_sum(columns):
-                load = lambda place: mosaic.load(dy_ref.at[place, columns], layout)
-                zeros, place = mosaic.zeros((tile,), layout), lambda i: order_ref[i]
-                total = _sum(load, first, first + _TILE, 8, zeros, place)
-                mosaic.store(sums_ref.at[block - positions, columns], total)
-
-            same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
-            pl.when(same)(lambda: _for_columns(c, tile, loads, tile_sum))
-
-    shapes = [jax.ShapeDtypeStruct((max(tiles, 1), c), jnp.float32)]
-    if positions:
-        shapes.append(jax.ShapeDtypeStruct((positions, c), wpe_dtype))
-    if not positions + tiles:
-        return [jnp.zeros((1, c), jnp.float32)]
     return plgpu.kernel(
-        encoder_backward_sums, out_type=shapes, grid=(positions + tiles,), grid_names=("block",)
+        encoder_backward_sums,
+        out_type=jax.ShapeDtypeStruct((tiles, c), jnp.float32),
+        grid=(tiles,),
+        grid_names=("block",),
     )(ids, order, dy)
 
 
-def _vocabulary(runs, dy, sums, v, dtype):
-    """dwte (v, C).  A block writes `_VOCAB` rows."""
+def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
+    """[dwte (v, C), dwpe (positions, C)].  A block writes one position or `_VOCAB` rows of dwte."""
     _, order, ends = runs
-    c = dy.shape[1]
+    n, c = dy.shape
     blocks = mosaic.cdiv(v, _VOCAB)
     tile, loads, layout = _columns(c, dy.dtype, dtype, jnp.float32)
 
-    def encoder_backward_vocabulary(order_ref, ends_ref, dy_ref, sums_ref, dwte_ref):
+    def encoder_backward_vocabulary(*refs):
+        block, dy_ref, dwpe_ref = lax.axis_index("block"), refs[2], refs[-1]
+
+        def position_sum(columns):
+            load = lambda i: mosaic.load(dy_ref.at[i * positions + block, columns], layout)
+            batch, zeros = n // positions, mosaic.zeros((tile,), layout)
+            mosaic.store(dwpe_ref.at[block, columns], _sum(load, 0, batch, min(8, batch), zeros))
+
+        if positions:
+            pl.when(block < positions)(lambda: _for_columns(c, tile, loads, position_sum))
+        pl.when(block >= positions)(lambda: vocabulary(block - positions, *refs[:5]))
+
+    def vocabulary(block, order_ref, ends_ref, dy_ref, sums_ref, dwte_ref):
         # Rows far apart: the first ones of a vocabulary are the commonest, one after the other.
-        rows = [lax.axis_index("block") + i * blocks for i in range(_VOCAB)]
+        rows = [block + i * blocks for i in range(_VOCAB)]
         safe = [jnp.minimum(row, v - 1) for row in rows]
         starts = [ends_ref[row] for row in safe]
         counts = [ends_ref[v + row] - start for row, start in zip(safe, starts, strict=True)]
@@ -288,7 +287,7 @@ def _vocabulary(runs, dy, sums, v, dtype):
 
             @pl.loop(0, _VOCAB)
             def _(i):
-                row = lax.axis_index("block") + i * blocks
+                row = block + i * blocks
                 start, stop = (
                     ends_ref[jnp.minimum(row, v - 1)],
                     ends_ref[jnp.minimum(v + row, 2 * v - 1)],
@@ -311,8 +310,9 @@ def _vocabulary(runs, dy, sums, v, dtype):
 
     return plgpu.kernel(
         encoder_backward_vocabulary,
-        out_type=jax.ShapeDtypeStruct((v, c), dtype),
-        grid=(blocks,),
+        out_type=[jax.ShapeDtypeStruct((v, c), dtype)]
+        + ([jax.ShapeDtypeStruct((positions, c), wpe_dtype)] if positions else []),
+        grid=(positions + blocks,),
         grid_names=("block",),
     )(order, ends, dy, sums)
 

@@ -45,6 +45,7 @@ def add_layer_norm(
     residual: Float[Array, "... C"],
     weight: Weight = None,
     bias: Weight = None,
+    x_bias: Weight = None,
     *,
     eps: float = 1e-5,
     backend: _backend.Backend = "auto",
@@ -52,12 +53,14 @@ def add_layer_norm(
     """(layer_norm(s), s) for s = x + residual, rounded to its dtype first; y is in x's dtype.
 
     The residual may be wider than x (a float32 residual stream under bf16 layers).
+    x_bias, shaped like weight and bias, is added to x before all this and rounded to its dtype: the
+    bias of the matmul that makes x, whose gradient the backward pass sums in float32.
     """
-    row_plan.check_shapes(x, weight, bias, residual)
-    reason = why_not(x, weight, bias, residual, eps=eps)
+    row_plan.check_shapes(x, weight, bias, residual, x_bias)
+    reason = why_not(x, weight, bias, residual, x_bias, eps=eps)
     if not _backend.use_kernel("add_layer_norm", backend, reason, "sm_90"):
-        return add_layer_norm_reference(x, residual, weight, bias, eps=eps)
-    return rows.norm(_NORM, eps, x, residual, weight, bias)
+        return add_layer_norm_reference(x, residual, weight, bias, x_bias, eps=eps)
+    return rows.norm(_NORM, eps, x, residual, weight, bias, x_bias)
 
 
 def layer_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
@@ -72,7 +75,9 @@ def layer_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
     return y.astype(x.dtype)
 
 
-def add_layer_norm_reference(x, residual, weight=None, bias=None, *, eps=1e-5):
+def add_layer_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *, eps=1e-5):
+    if x_bias is not None:
+        x = x + x_bias.astype(x.dtype)
     # XLA would otherwise normalise the sum before its rounding, and the backward pass has not that.
     s = lax.optimization_barrier(x + residual)
     return layer_norm_reference(s, weight, bias, eps=eps).astype(x.dtype), s
@@ -81,24 +86,26 @@ def add_layer_norm_reference(x, residual, weight=None, bias=None, *, eps=1e-5):
 why_not = row_plan.why_not
 
 
-def _normalise(p, x, eps):
+def _statistics(p, x, eps):
     mean = p.mean(x)
     centred = lambda c: p.inside(x(c) - p.spread(mean), c)
     # The mean of x = 1000 + N(0, 1) is rounded to 3e-5; what it misses is known in this pass.
     missed, square = p.mean(lambda c: (centred(c), jnp.square(centred(c))))
     r = lax.rsqrt(square - jnp.square(missed) + eps)
-    stats = (mean, r, -missed * r)
-    return stats, _normalised(p, x, *stats)
+    return mean, r, -missed * r
 
 
-def _normalised(p, x, mean, r, shift):
-    return lambda c: (x(c) - p.spread(mean)) * p.spread(r) + p.spread(shift)
+def _normalise(p, x, mean, r, shift):
+    return (x - p.spread(mean)) * p.spread(r) + p.spread(shift)
 
 
-def _differentiate(p, x, g, mean, r, shift):
-    n = _normalised(p, x, mean, r, shift)
-    mean_g, mean_gn = p.mean(lambda c: (g(c), g(c) * n(c)))
-    return n, lambda c: p.spread(r) * (g(c) - p.spread(mean_g) - n(c) * p.spread(mean_gn))
+def _averaged(n, g):
+    return g, g * n
 
 
-_NORM = rows.Norm("layer_norm", _normalise, _differentiate, statistics=3)
+def _differentiate(p, n, g, means, mean, r, shift):
+    mean_g, mean_gn = means
+    return p.spread(r) * g - p.spread(r * mean_g) - n * p.spread(r * mean_gn)
+
+
+_NORM = rows.Norm("layer_norm", _statistics, _normalise, _averaged, _differentiate, count=3)

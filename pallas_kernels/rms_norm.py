@@ -44,6 +44,7 @@ def add_rms_norm(
     residual: Float[Array, "... C"],
     weight: Weight = None,
     bias: Weight = None,
+    x_bias: Weight = None,
     *,
     eps: float = 1e-5,
     backend: _backend.Backend = "auto",
@@ -51,12 +52,14 @@ def add_rms_norm(
     """(rms_norm(s), s) for s = x + residual, rounded to its dtype first; y is in x's dtype.
 
     The residual may be wider than x (a float32 residual stream under bf16 layers).
+    x_bias, shaped like weight and bias, is added to x before all this and rounded to its dtype: the
+    bias of the matmul that makes x, whose gradient the backward pass sums in float32.
     """
-    row_plan.check_shapes(x, weight, bias, residual)
-    reason = why_not(x, weight, bias, residual, eps=eps)
+    row_plan.check_shapes(x, weight, bias, residual, x_bias)
+    reason = why_not(x, weight, bias, residual, x_bias, eps=eps)
     if not _backend.use_kernel("add_rms_norm", backend, reason, "sm_90"):
-        return add_rms_norm_reference(x, residual, weight, bias, eps=eps)
-    return rows.norm(_NORM, eps, x, residual, weight, bias)
+        return add_rms_norm_reference(x, residual, weight, bias, x_bias, eps=eps)
+    return rows.norm(_NORM, eps, x, residual, weight, bias, x_bias)
 
 
 def rms_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
@@ -70,7 +73,9 @@ def rms_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
     return y.astype(x.dtype)
 
 
-def add_rms_norm_reference(x, residual, weight=None, bias=None, *, eps=1e-5):
+def add_rms_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *, eps=1e-5):
+    if x_bias is not None:
+        x = x + x_bias.astype(x.dtype)
     # XLA would otherwise normalise the sum before its rounding, and the backward pass has not that.
     s = lax.optimization_barrier(x + residual)
     return rms_norm_reference(s, weight, bias, eps=eps).astype(x.dtype), s
@@ -79,15 +84,20 @@ def add_rms_norm_reference(x, residual, weight=None, bias=None, *, eps=1e-5):
 why_not = row_plan.why_not
 
 
-def _normalise(p, x, eps):
-    r = lax.rsqrt(p.mean(lambda c: jnp.square(x(c))) + eps)
-    return (r,), lambda c: x(c) * p.spread(r)
+def _statistics(p, x, eps):
+    return (lax.rsqrt(p.mean(lambda c: jnp.square(x(c))) + eps),)
 
 
-def _differentiate(p, x, g, r):
-    n = lambda c: x(c) * p.spread(r)
-    mean_gn = p.mean(lambda c: g(c) * n(c))
-    return n, lambda c: p.spread(r) * (g(c) - n(c) * p.spread(mean_gn))
+def _normalise(p, x, r):
+    return x * p.spread(r)
 
 
-_NORM = rows.Norm("rms_norm", _normalise, _differentiate, statistics=1)
+def _averaged(n, g):
+    return (g * n,)
+
+
+def _differentiate(p, n, g, means, r):
+    return p.spread(r) * g - n * p.spread(r * means[0])
+
+
+_NORM = rows.Norm("rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1)

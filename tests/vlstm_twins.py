@@ -7,21 +7,27 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic
 
 
-def states(x, y, weight, decay, first, other=None, *, reverse=False, saturate=True):
+def states(
+    x, y, weight, vector, decay, first=None, other=None, *,
+    reverse=False, saturate=True, last=True, sms=0,
+):  # fmt: skip
     count, size = weight.shape[2:]
     x, y = _chunks(x, count, size), _chunks(y, count, size)
     change = _einsum("bhnlx,bhnly->nbhxy", (weight[..., None] * x).astype(x.dtype), y)
+    vectors = jnp.einsum("bhnl,bhnlx->nbhx", vector, x.astype(vector.dtype), precision="highest")
 
     def step(state, chunk):
-        decay, change, other = chunk
-        dot = jnp.sum(state * other, -1)
-        return decay[..., None, None] * state + change, (state.astype(x.dtype), dot)
+        (state, sums), (decay, change, vector, other) = state, chunk
+        dot, decay = jnp.sum(state * other, -1), decay[..., None]
+        after = decay[..., None] * state + change, decay * sums + vector
+        return after, (state.astype(x.dtype), sums, dot)
 
     others = jnp.zeros_like(change) if other is None else jnp.moveaxis(other, 2, 0)
-    chunks = jnp.moveaxis(decay, 2, 0), change, others
-    last, (before, dots) = jax.lax.scan(step, first, chunks, reverse=reverse)
-    before, dots = jnp.moveaxis(before, 0, 2), jnp.moveaxis(dots, 0, 2)[..., None, :]
-    return (before, last) if other is None else (before, last, dots)
+    first = first or (jnp.zeros_like(change[0]), jnp.zeros_like(vectors[0]))
+    chunks = jnp.moveaxis(decay, 2, 0), change, vectors, others
+    end, parts = jax.lax.scan(step, first, chunks, reverse=reverse)
+    before, sums, dots = (jnp.moveaxis(z, 0, 2) for z in parts)
+    return before, sums, end if last else None, None if other is None else dots[..., None, :]
 
 
 def rows(

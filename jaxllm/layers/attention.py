@@ -54,10 +54,13 @@ class Attention(nnx.Module):
         positions: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
+        *,
+        add_bias: bool = True,
     ) -> Float[Array, "B T C"]:
         """positions (T,) or (B, T), used by RoPE, 0 ... T-1 if None; tokens see their segment.
 
         cache: in generation, what is kept from token to token.
+        add_bias: False leaves the bias of `out` to the op that follows.
         """
         B, T, _ = x.shape
         if self.rope_theta is None:
@@ -71,7 +74,7 @@ class Attention(nnx.Module):
             )(qkv, positions, segment_ids)
         else:
             y = self._generate(x, positions, cache)
-        return self.out(y.reshape(B, T, -1))
+        return self.out(y.reshape(B, T, -1), add_bias=add_bias)
 
     def _attend(self, qkv, positions, segment_ids):
         return attention_qkv(

@@ -48,20 +48,38 @@ class Linear(nnx.Module):
         return y + self.bias[...].astype(y.dtype) if self.bias is not None and add_bias else y
 
 
-def joined(x: Float[Array, "... in"], *layers: Linear) -> Float[Array, "... out"]:
-    """[layer(x) for layer in layers], side by side in one matmul; on a mesh so on every device.
+def joined(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Float[Array, "... out"]:
+    """[layer(x, dtype) for layer in layers], side by side in one matmul; on a mesh so on every
+    device.
 
     The layers' outputs stand beside each other on each device of the tensor axis: with two devices
     q0 k0 v0 q1 k1 v1, of which an op in `per_device` sees its own three.
     """
     parts = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     side_by_side = lambda arrays: jnp.concatenate(
-        [a.astype(x.dtype).reshape(*a.shape[:-1], parts, -1) for a in arrays], axis=-1
+        [a.reshape(*a.shape[:-1], parts, -1) for a in arrays], axis=-1
     ).reshape(*arrays[0].shape[:-1], -1)
     weights = [constrain(layer.weight[...].astype(x.dtype), None, "tensor") for layer in layers]
-    y = x @ constrain(side_by_side(weights), None, "tensor")
-    biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+    weight = constrain(side_by_side(weights), None, "tensor")
+    y = x @ weight if dtype is None else _matmul(x, weight, dtype)
+    biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
     return y + side_by_side(biases) if biases else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x, weight, dtype):
+    """x @ weight in dtype, whose gradient is rounded to x's like that of every other layer.
+
+    JAX by itself would multiply float32 with bf16, for which XLA keeps x in float32 until then.
+    """
+    return jnp.matmul(x, weight, preferred_element_type=dtype)
+
+
+def _matmul_backward(dtype, operands, dy):
+    return jax.vjp(jnp.matmul, *operands)[1](dy.astype(operands[0].dtype))
+
+
+_matmul.defvjp(lambda x, weight, dtype: (_matmul(x, weight, dtype), (x, weight)), _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

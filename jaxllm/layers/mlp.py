@@ -30,14 +30,15 @@ class MLP(nnx.Module):
         self.down = Linear(d_ff, d_model, axes=ROWS, std=out_std or std, bias=True, rngs=rngs)
         self.backend = backend
 
-    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
+        """add_bias: False leaves the bias of `down` to the op that follows."""
         op = per_device(
             partial(gelu, backend=self.backend), in_specs=(WIDE, P("tensor")), out_specs=WIDE
         )
         # The op takes the bias, because its backward pass has the bias' gradient at hand.
         bias = self.up.bias
         assert bias is not None
-        return self.down(op(self.up(x, add_bias=False), bias[...]))
+        return self.down(op(self.up(x, add_bias=False), bias[...]), add_bias=add_bias)
 
 
 class GatedMLP(nnx.Module):

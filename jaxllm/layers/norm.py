@@ -31,12 +31,19 @@ class LayerNorm(nnx.Module):
         return op(x, self.weight[...], self.bias[...]).astype(self.dtype or x.dtype)
 
     def add(
-        self, branch: Float[Array, "B T C"], residual: Float[Array, "B T C"]
+        self,
+        branch: Float[Array, "B T C"],
+        residual: Float[Array, "B T C"],
+        branch_bias: Float[Array, " C"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass."""
+        """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass.
+
+        branch_bias is added to the branch before, in the branch's dtype.
+        """
         op = partial(add_layer_norm, eps=self.eps, backend=self.backend)
-        op = per_device(op, in_specs=(STREAM, STREAM, P(), P()), out_specs=(STREAM, STREAM))
-        y, s = op(branch, residual, self.weight[...], self.bias[...])
+        specs = (STREAM, STREAM, P(), P(), P())
+        op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
+        y, s = op(branch, residual, self.weight[...], self.bias[...], branch_bias)
         return y.astype(self.dtype or branch.dtype), s
 
 
@@ -56,12 +63,19 @@ class RMSNorm(nnx.Module):
         return op(x, self.weight[...]).astype(self.dtype or x.dtype)
 
     def add(
-        self, branch: Float[Array, "B T C"], residual: Float[Array, "B T C"]
+        self,
+        branch: Float[Array, "B T C"],
+        residual: Float[Array, "B T C"],
+        branch_bias: Float[Array, " C"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass."""
+        """(norm(s), s) with s = branch + residual in the residual's dtype, in one pass.
+
+        branch_bias is added to the branch before, in the branch's dtype.
+        """
         op = partial(add_rms_norm, eps=self.eps, backend=self.backend)
-        op = per_device(op, in_specs=(STREAM, STREAM, P()), out_specs=(STREAM, STREAM))
-        y, s = op(branch, residual, self.weight[...])
+        specs = (STREAM, STREAM, P(), P(), P())
+        op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
+        y, s = op(branch, residual, self.weight[...], None, branch_bias)
         return y.astype(self.dtype or branch.dtype), s
 
 

@@ -11,7 +11,7 @@ from jaxllm.models.language_model import LanguageModel, add_norm, block_weights
 
 
 class GPT2Block(nnx.Module):
-    """s += attention(norm_1(s)); s += mlp(norm_2(s))."""
+    """s += attention(norm_1(s)); s += mlp(norm_2(s)); the last bias of each is added with the s."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         C, backend = config.d_model, config.kernels
@@ -23,10 +23,13 @@ class GPT2Block(nnx.Module):
         self.mlp = MLP(C, config.ff_width, backend=backend, **weights)
 
     def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
+        out_bias, down_bias = self.attention.out.bias, self.mlp.down.bias
+        assert out_bias is not None
+        assert down_bias is not None
         y, residual = add_norm(self.norm_1, branch, residual)
-        branch = self.attention(y, segment_ids=segment_ids, cache=cache)
-        y, residual = add_norm(self.norm_2, branch, residual)
-        return self.mlp(y), residual
+        branch = self.attention(y, segment_ids=segment_ids, cache=cache, add_bias=False)
+        y, residual = add_norm(self.norm_2, (branch, out_bias[...]), residual)
+        return (self.mlp(y, add_bias=False), down_bias[...]), residual
 
 
 class GPT2(LanguageModel):

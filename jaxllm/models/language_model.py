@@ -32,7 +32,8 @@ class LanguageModel(nnx.Module):
     block: class of the blocks, made as block(config, rngs=rngs) and called as
         block(branch, residual, positions, segment_ids) -> (branch, residual).  The residual
         stream is branch + residual: the addition is left to the next norm, which does it in the
-        same pass.  Before the first block branch is None.
+        same pass.  A branch may be (x, bias) for x + bias: that norm's backward pass has the bias'
+        gradient at hand.  Before the first block it is None.
     norm: class of the final norm.
     max_seq_len: learned positions are added to the embedding, None: not.
     tied: the head is the token embedding.
@@ -157,7 +158,7 @@ def _run_block(graph, remat, params, branch, residual, positions, segment_ids):
         branch, residual = nnx.merge(graph, params)(*args)
         if remat == "block":
             # What a block receives is what stays in memory: one array rather than two.
-            branch, residual = None, residual + branch.astype(residual.dtype)
+            branch, residual = None, add(branch, residual)
         return branch, residual
 
     if remat == "block":
@@ -175,9 +176,21 @@ _SAVED_DOTS = checkpoint_policies.save_from_both_policies(
 )
 
 
+def add(branch, residual):
+    """branch + residual in the residual's dtype."""
+    if branch is None:
+        return residual
+    x, bias = branch if isinstance(branch, tuple) else (branch, None)
+    x = x if bias is None else x + bias.astype(x.dtype)
+    return residual + x.astype(residual.dtype)
+
+
 def add_norm(norm, branch, residual):
-    """(norm(s), s) of s = branch + residual; branch None: of s = residual."""
-    return (norm(residual), residual) if branch is None else norm.add(branch, residual)
+    """(norm(s), s) of s = branch + residual, in one pass."""
+    if branch is None:
+        return norm(residual), residual
+    x, bias = branch if isinstance(branch, tuple) else (branch, None)
+    return norm.add(x, residual, bias)
 
 
 def zero_columns(weight: nnx.Param, start: int) -> None:

@@ -13,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,9 +26,16 @@ from pallas_kernels.attention.forward_sm90 import (
     STATIC,
     Tiles,
     heads_of,
-    item_order,
     registers,
+)
+from pallas_kernels.attention.items_sm90 import (
+    block_costs,
+    divide,
+    item_order,
+    plan,
+    section_pairs,
     work_items,
+    worth_planning,
 )
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
@@ -44,7 +52,10 @@ from pallas_kernels.attention.masks_sm90 import (
 def dkv_tiles(head_dim: int) -> Tiles:
     # H100, B4 T4096 32/8: D64 1.11 ms, with two stages 1.17.  D128, by section: 32 MiB 1.65 ms,
     # 16 MiB 1.80, all 1.64 (but 3.13, not 3.07, at B1 T16384 16/16); persistent 1.97.
-    return Tiles(2, 64, 3, True, None) if head_dim <= 64 else Tiles(2, 64, 2, False, 32)
+    # B8 T2048 16/16 D96: 0.387 ms, not persistent 0.452.
+    if head_dim <= 96:
+        return Tiles(2, 64, 3, True, 16)
+    return Tiles(2, 64, 2, False, 32)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -60,28 +71,34 @@ def backward_dkv(
     wgs, bq, stages, persistent, section = tile or dkv_tiles(d)
     shared = d > 128  # two warpgroups share the keys
     sets = 1 if shared else wgs  # of 64 keys
+    packed = segments is not None
     block = sets * ROWS
     blocks = mosaic.cdiv(s_len, block)
     items = blocks * b * kv_heads
-    grid = min(sms, items) if persistent else items
+    persistent = persistent and worth_planning(blocks, items, sms, packed)
+    sides = 2 if persistent else 1  # buffers of K and V: of this item and of the next one
     visits = Visits(lengths, causal, window, bq, by_keys=True)
     offset = visits.offset
-    packed = segments is not None
     # dK and dV of one step can run under the next one where P and dS have registers to wait in.
     lazy = shared or (d <= 64 and wgs <= 2)
+    # K and V are in registers where nothing spills then: S and dP read half as much from shared
+    # memory.  H100, D64: B32 T1024 12/12 0.215 ms, otherwise 0.228; B4 T4096 32/8 0.889 and 0.982.
+    in_registers = d <= 64 and not packed and softcap is None
 
     pair_bytes = 4 * t * d * group  # Q and dO of a kv head
-    order = item_order(blocks, b * kv_heads, pair_bytes, section)
+    section = section_pairs(b * kv_heads, pair_bytes, section)
+    order = item_order(blocks, b * kv_heads, section)
 
     def where(item):  # -> first key, (batch, kv head); the first keys are seen by most queries
-        level, pair = order(item)
-        return level * block, (pair // kv_heads, pair % kv_heads)
+        level, pair = divide(item, b * kv_heads) if persistent else order(item)
+        return level * block, divide(pair, kv_heads)
 
     def limits_of(key0, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(key0, jnp.int32(block))
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dkv(q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest):
+        (plan_ref,), rest = take(rest, 1, persistent)
         (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         dk_ref, dv_ref, *rest = rest if joint is None else (rest[0], *rest)
         (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
@@ -90,7 +107,7 @@ def backward_dkv(
         (p_smem, p_full, p_free), rest = take(rest, 3, shared)
         # dV and dK leave through the buffers of K and V (of two warpgroups that share keys each is
         # the only reader of one), unless the next item's are on their way.
-        dv_smem, dk_smem = rest if grid < items else (k_smem, v_smem)
+        dv_smem, dk_smem = rest if persistent else (k_smem, v_smem)
         wg = lax.axis_index("wg")
         mine = 0 if shared else wg
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
@@ -99,21 +116,25 @@ def backward_dkv(
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
 
-            def load_kv(item):
+            def load_kv(item, side):
                 key0, (batch, kv_head) = where(item)
                 rows = pl.ds(key0 + mine * ROWS, ROWS)
+                at = side * sets + mine
                 k, v = (
                     ref.at[batch, rows, first + kv_head]
                     for ref, first in ((k_ref, k_first), (v_ref, v_first))
                 )
-                plgpu.copy_gmem_to_smem(k, k_smem.at[mine], k_bars.at[mine])
-                plgpu.copy_gmem_to_smem(v, v_smem.at[mine], v_bars.at[mine])
+                plgpu.copy_gmem_to_smem(k, k_smem.at[at], k_bars.at[at])
+                plgpu.copy_gmem_to_smem(v, v_smem.at[at], v_bars.at[at])
                 if packed:
                     ids = k_ids_ref.at[batch, rows]
-                    plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[mine], k_bars.at[mine])
+                    plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[at], k_bars.at[at])
 
-            def differentiate(item, n0):
+            def differentiate(item, following, side, n0):
                 """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
+                if following is not None:
+                    pl.when(following >= 0)(lambda: load_kv(following, 1 - side))
+                at = side * sets + mine  # this item's K and V
                 key0, (batch, kv_head) = where(item)
                 k0 = key0 + mine * ROWS
                 limits, same = limits_of(key0, batch, spans_ref)
@@ -140,7 +161,7 @@ def backward_dkv(
                     plgpu.commit_smem()  # the statistics were read with plain loads
                     plgpu.barrier_arrive(free.at[slot_of(n)])
 
-                def step(dk_acc, dv_acc, k_ids, n_head, r, masked, begins):
+                def step(dk_acc, dv_acc, k, v, k_ids, n_head, r, masked, begins):
                     """Query tile base + r of the head whose steps begin at n_head."""
                     n = n_head + r
                     slot = slot_of(n)
@@ -149,7 +170,7 @@ def backward_dkv(
                         plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), [1]
                     )
                     across = lambda acc, rows, tile: plgpu.wgmma(
-                        acc, rows.at[mine], tile.at[slot].transpose((1, 0))
+                        acc, rows, tile.at[slot].transpose((1, 0))
                     )
 
                     def p_of(s):  # -> P, d logits / d (scale S)
@@ -167,9 +188,9 @@ def backward_dkv(
                             release(n - 1)
 
                     def dv_and_dk(s_acc, dp_acc):
-                        across(s_acc, k_smem, q_smem)
+                        across(s_acc, k, q_smem)
                         plgpu.barrier_wait(do_full.at[slot])
-                        across(dp_acc, v_smem, do_smem)
+                        across(dp_acc, v, do_smem)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                         release_before()
                         p, slope = p_of(s)
@@ -183,7 +204,7 @@ def backward_dkv(
                             release(n)
 
                     def only_dv(s_acc):
-                        across(s_acc, k_smem, q_smem)
+                        across(s_acc, k, q_smem)
                         s = s_acc[...]
                         release_before()
                         p, slope = p_of(s)
@@ -195,7 +216,7 @@ def backward_dkv(
 
                     def only_dk(dp_acc):
                         plgpu.barrier_wait(do_full.at[slot])
-                        across(dp_acc, v_smem, do_smem)
+                        across(dp_acc, v, do_smem)
                         dp = dp_acc[...]
                         release_before()
                         plgpu.barrier_wait(p_full)
@@ -213,17 +234,20 @@ def backward_dkv(
                 def all_heads(dk_acc, dv_acc):
                     k_ids = None
                     if dv_acc is not None:
-                        plgpu.barrier_wait(k_bars.at[mine])
+                        plgpu.barrier_wait(k_bars.at[at])
                         if packed:
-                            k_ids = plgpu.load(k_ids_smem.at[mine], layout=ROW, optimized=False)
+                            k_ids = plgpu.load(k_ids_smem.at[at], layout=ROW, optimized=False)
                     if dk_acc is not None:
-                        plgpu.barrier_wait(v_bars.at[mine])
+                        plgpu.barrier_wait(v_bars.at[at])
+                    k, v = k_smem.at[at], v_smem.at[at]
+                    if in_registers:
+                        k, v = plgpu.load(k, layout=WGMMA), plgpu.load(v, layout=WGMMA)
 
                     @pl.loop(0, group)
                     def _(g):
                         n_head = n0 + g * steps
                         pass_by(n_head, n_head + first)
-                        do_step = functools.partial(step, dk_acc, dv_acc, k_ids, n_head)
+                        do_step = functools.partial(step, dk_acc, dv_acc, k, v, k_ids, n_head)
                         go = lambda lo, hi, masked: pl.loop(lo, hi)(
                             lambda r: do_step(r, masked, begins=False)
                         )
@@ -243,8 +267,6 @@ def backward_dkv(
                             release(n_head + last - 1)
                         if window is not None:
                             pass_by(n_head + last, n_head + steps)
-
-                    pl.when(item + grid < items)(lambda: load_kv(item + grid))
 
                 def store_dk(dk):
                     store(dk * scale, dk_smem, dk_ref.at[batch, pl.ds(k0, ROWS), k_first + kv_head])
@@ -284,27 +306,23 @@ def backward_dkv(
 
                     @pl.when(k0 >= s_len)  # nothing but padding
                     def _():
-                        plgpu.barrier_wait(k_bars.at[mine])
-                        plgpu.barrier_wait(v_bars.at[mine])
-                        pl.when(item + grid < items)(lambda: load_kv(item + grid))
+                        plgpu.barrier_wait(k_bars.at[at])
+                        plgpu.barrier_wait(v_bars.at[at])
                         pass_by(n0, n0 + group * steps)
 
                 return n0 + group * steps
 
-            first_load = lambda: load_kv(lax.axis_index("block"))
             if shared:
-                pl.when(wg == 0)(first_load)
                 pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
-            else:
-                first_load()
-            work_items(items, grid, differentiate)
+            begin = lambda item: pl.when(wg < sets)(lambda: load_kv(item, 0))
+            work_items(plan_ref, begin, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
         def _load():
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
-            def load(item, n0):
+            def load(item, _following, _side, n0):
                 key0, (batch, kv_head) = where(item)
                 limits, _ = limits_of(key0, batch, spans_ref)
                 base, high = visits.seen(key0, key0 + block, *limits)
@@ -330,12 +348,15 @@ def backward_dkv(
 
                 return n0 + group * steps
 
-            work_items(items, grid, load)
+            work_items(plan_ref, lambda _item: None, load)
 
     args = []
+    if persistent:
+        costs = block_costs(visits, np.arange(blocks) * block, block)
+        args += [plan(costs, b * kv_heads, section, sms)]
     if packed:
         q_ids, k_ids = segments
-        args = [q_ids, k_ids, segment_spans(k_ids, q_ids, visits, block)]
+        args += [q_ids, k_ids, segment_spans(k_ids, q_ids, visits, block)]
     args += [joint] if heads else []
     smem = lambda n: plgpu.SMEM((n, ROWS, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((stages, bq), jnp.float32)
@@ -346,19 +367,19 @@ def backward_dkv(
         attention_backward_dkv,
         out_type=() if heads else (like, like),
         scratch_types=[
-            *[smem(sets)] * 2,
+            *[smem(sides * sets)] * 2,
             *[smem(stages)] * 2,
             *[stat] * 2,
-            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sets),
-            plgpu.Barrier(num_barriers=sets),
+            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sides * sets),
+            plgpu.Barrier(num_barriers=sides * sets),
             ring(num_arrivals=2 + packed),
             ring(num_arrivals=2),
             ring(num_arrivals=wgs),
-            *[plgpu.SMEM(x, jnp.int32) for x in ((sets, ROWS), (stages, bq)) if packed],
+            *[plgpu.SMEM(x, jnp.int32) for x in ((sides * sets, ROWS), (stages, bq)) if packed],
             *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
-            *[smem(sets)] * (2 if grid < items else 0),
+            *[smem(sets)] * (2 if persistent else 0),
         ],
-        grid=(grid,),
+        grid=(sms if persistent else items,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

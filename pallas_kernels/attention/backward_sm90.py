@@ -26,6 +26,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -39,12 +40,19 @@ from pallas_kernels.attention.forward_sm90 import (
     STATIC,
     Tiles,
     heads_of,
-    item_order,
     pad_segments,
     registers,
     rows_to,
     some_rows_see_nothing,
+)
+from pallas_kernels.attention.items_sm90 import (
+    block_costs,
+    divide,
+    item_order,
+    plan,
+    section_pairs,
     work_items,
+    worth_planning,
 )
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
@@ -61,9 +69,10 @@ from pallas_kernels.attention.masks_sm90 import (
 def dq_tiles(head_dim: int) -> Tiles:
     # H100, B4 T4096 32/8: D64 0.73 ms, two warpgroups 0.76, not persistent 0.80.  D128, by section:
     # one head at a time 1.27 ms, 4 MiB 1.33, 32 MiB 1.42, all 1.49; persistent 1.43.
-    if head_dim > 128:
-        return Tiles(2, 64, 2, False, 0)  # as much as shared memory and registers hold
-    return Tiles(3, 64, 3, True, None) if head_dim <= 64 else Tiles(2, 64, 2, False, 0)
+    # B8 T2048 16/16 D96: 0.268 ms, not persistent 0.301.
+    if head_dim <= 96:
+        return Tiles(3 if head_dim <= 64 else 2, 64, 3, True, 16)
+    return Tiles(2, 64, 2, False, 0)  # at 256 as much as shared memory and registers hold
 
 
 def backward(
@@ -114,32 +123,37 @@ def _backward_dq(
     shared = d > 128  # two warpgroups share the rows
     v_stages = 1 if shared else stages  # as many as shared memory holds
     sets = 1 if shared else wgs  # of 64 rows
+    packed = segments is not None
     block = sets * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
-    grid = min(sms, items) if persistent else items
+    persistent = persistent and worth_planning(blocks, items, sms, packed)
+    sides = 2 if persistent else 1  # buffers of Q and dO: of this item and of the next one
     lead = (blocks * block - t) // ROWS * ROWS  # the block that is not full is the first one
     visits = Visits(lengths, causal, window, bkv)
     offset = visits.offset
-    ragged, has_dlse, packed = s_len % bkv != 0, dlse is not None, segments is not None
+    ragged, has_dlse = s_len % bkv != 0, dlse is not None
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    order = item_order(blocks, b * h, pair_bytes, section)
+    section = section_pairs(b * h, pair_bytes, section)
+    order = item_order(blocks, b * h, section)
+    first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
 
-    def where(item):  # -> first row of the block, (batch, head); the longest causal blocks first
-        level, pair = order(item)
-        return (blocks - 1 - level) * block - lead, (pair // h, pair % h)
+    def where(item):  # -> first row of the block, (batch, head)
+        level, pair = divide(item, b * h) if persistent else order(item)
+        return first_row(level), divide(pair, h)
 
     def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(row + lead, jnp.int32(block))
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
+        (plan_ref,), rest = take(rest, 1, persistent)
         (dlse_ref,), rest = take(rest, 1, has_dlse)
         (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
         dq_ref, delta_ref, *rest = rest
         # dQ leaves through the buffer of O, unless the next item's O is on its way into that.
-        q_smem, do_smem, o_smem, dq_smem, *rest = rest if grid < items else (*rest[:3], *rest[2:])
+        q_smem, do_smem, o_smem, dq_smem, *rest = rest if persistent else (*rest[:3], *rest[2:])
         (k_smem, v_smem, lse_smem, dlse_smem, delta_smem,
          q_bars, k_full, v_full, k_free, v_free, *rest) = rest  # fmt: skip
         (q_ids_smem, k_ids_smem), rest = take(rest, 2, packed)
@@ -153,21 +167,24 @@ def _backward_dq(
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
 
-            def load_rows(item):
+            def load_rows(item, side):
                 row, (batch, head) = where(item)
                 rows = pl.ds(jnp.maximum(row + mine * ROWS, 0), ROWS)
-                loads = [(q_ref, q_smem), (do_ref, do_smem), (o_ref, o_smem)]
+                at = side * sets + mine
+                loads = [(q_ref, q_smem.at[at]), (do_ref, do_smem.at[at])]
+                loads += [(o_ref, o_smem.at[mine])]
                 stats = [(lse_ref, lse_smem)] + [(dlse_ref, dlse_smem)] * has_dlse
                 bar = q_bars.at[mine]
                 for ref, smem in loads:
-                    plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem.at[mine], bar)
+                    plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem, bar)
                 for ref, smem in stats:
                     plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.at[mine], bar)
                 if packed:
                     plgpu.copy_gmem_to_smem(q_ids_ref.at[batch, rows], q_ids_smem.at[mine], bar)
 
-            def differentiate(item, n0):
+            def differentiate(item, following, side, n0):
                 """One block of queries, from the diagonal downwards as in the forward kernel."""
+                at = side * sets + mine  # this item's Q and dO
                 row, (batch, head) = where(item)
                 q0 = row + mine * ROWS
                 rows = pl.ds(q0, ROWS)
@@ -202,7 +219,7 @@ def _backward_dq(
                     slot, v_slot = slot_of(n), v_slot_of(n)
                     plgpu.barrier_wait(k_full.at[slot])
                     scores = lambda acc: plgpu.wgmma(
-                        acc, q_smem.at[mine], k_smem.at[slot].transpose((1, 0))
+                        acc, q_smem.at[at], k_smem.at[slot].transpose((1, 0))
                     )
 
                     def p_of(s):  # -> P, d logits / d (scale S)
@@ -218,7 +235,7 @@ def _backward_dq(
 
                     def start_dp(acc):
                         plgpu.barrier_wait(v_full.at[v_slot])
-                        plgpu.wgmma(acc, do_smem.at[mine], v_smem.at[v_slot].transpose((1, 0)))
+                        plgpu.wgmma(acc, do_smem.at[at], v_smem.at[v_slot].transpose((1, 0)))
 
                     def free_before():  # dQ += dS K of the step before is done
                         if not begins:
@@ -261,15 +278,19 @@ def _backward_dq(
                     else:
                         pl.run_scoped(only_p if dq_acc is None else only_dq, acc)
 
+                def load_following():  # O and the statistics of this item were read
+                    if following is not None:
+                        pl.when(following >= 0)(lambda: load_rows(following, 1 - side))
+
                 def all_steps_of(dq_acc):
                     plgpu.barrier_wait(q_bars.at[mine])
                     stat = lambda ref: plgpu.load(ref.at[mine], layout=ROW, optimized=False)
-                    tile_of = lambda ref: plgpu.load(ref.at[mine], layout=WGMMA).astype(jnp.float32)
+                    tile_of = lambda ref: plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
                     lse2 = stat(lse_smem) * LOG2E
                     q_ids = stat(q_ids_smem) if packed else None
                     delta = None
                     if dq_acc is not None:
-                        delta = jnp.sum(tile_of(do_smem) * tile_of(o_smem), axis=1)
+                        delta = jnp.sum(tile_of(do_smem.at[at]) * tile_of(o_smem.at[mine]), axis=1)
                         if has_dlse:
                             delta = delta - stat(dlse_smem)
                         plgpu.wait_smem_to_gmem(1)  # the block before has left delta_smem
@@ -277,6 +298,7 @@ def _backward_dq(
                         plgpu.commit_smem()
                         here = delta_ref.at[batch, head, rows]
                         plgpu.copy_smem_to_gmem(delta_smem.at[mine], here)
+                        load_following()
 
                     do_step = functools.partial(step, dq_acc, lse2, delta, q_ids)
                     go = lambda lo, hi, masked: pl.loop(lo, hi)(
@@ -297,7 +319,6 @@ def _backward_dq(
                     all_steps_of(dq_acc)
                     dq = dq_acc[...]
                     free_keys(last - 1)
-                    pl.when(item + grid < items)(lambda: load_rows(item + grid))
                     plgpu.wait_smem_to_gmem(1)  # the block before has left dq_smem
                     dq_smem[mine] = (dq * scale).astype(dtype)
                     plgpu.commit_smem()
@@ -319,25 +340,22 @@ def _backward_dq(
                     @pl.when(q0 < 0)  # nothing but padding
                     def _():
                         plgpu.barrier_wait(q_bars.at[mine])
-                        pl.when(item + grid < items)(lambda: load_rows(item + grid))
+                        load_following()
                         pass_by(n0, end)
 
                 return end
 
-            first_load = lambda: load_rows(lax.axis_index("block"))
             if shared:
-                pl.when(wg == 0)(first_load)
                 pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
-            else:
-                first_load()
-            work_items(items, grid, differentiate)
+            begin = lambda item: pl.when(wg < sets)(lambda: load_rows(item, 0))
+            work_items(plan_ref, begin, differentiate)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
         def _load():
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
-            def load(item, n0):
+            def load(item, _following, _side, n0):
                 row, (batch, head) = where(item)
                 limits, _ = limits_of(row, batch, spans_ref)
                 low, high = visits.seen(row, row + block, *limits)
@@ -361,9 +379,13 @@ def _backward_dq(
 
                 return n0 + high - low
 
-            work_items(items, grid, load)
+            work_items(plan_ref, lambda _item: None, load)
 
-    args = [dlse] if has_dlse else []
+    args = []
+    if persistent:
+        costs = block_costs(visits, first_row(np.arange(blocks)), block)
+        args += [plan(costs, b * h, section, sms)]
+    args += [dlse] if has_dlse else []
     if packed:
         q_ids, k_ids = segments
         args += [q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead)]
@@ -379,7 +401,8 @@ def _backward_dq(
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[
-            *[smem(sets, ROWS)] * (4 if grid < items else 3),
+            *[smem(sides * sets, ROWS)] * 2,
+            *[smem(sets, ROWS)] * sides,
             smem(stages, bkv),
             smem(v_stages, bkv),
             *[stat] * 3,
@@ -391,7 +414,7 @@ def _backward_dq(
             *[plgpu.SMEM(x, jnp.int32) for x in ((sets, ROWS), (stages, bkv)) if packed],
             *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
         ],
-        grid=(grid,),
+        grid=(sms if persistent else items,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

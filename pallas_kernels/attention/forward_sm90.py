@@ -19,11 +19,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.attention.items_sm90 import (
+    block_costs,
+    divide,
+    item_order,
+    plan,
+    section_pairs,
+    work_items,
+    worth_planning,
+)
 from pallas_kernels.attention.masks_sm90 import (
     LOG2E,
     WGMMA,
@@ -46,19 +56,19 @@ class Tiles(NamedTuple):
     wgs: int  # computing warpgroups of a block, 64 rows each
     step: int  # columns of one step: keys, or queries in the dK/dV kernel
     stages: int  # steps in flight
-    # True: a block for each SM, which takes several work items and loads the next rows early.
-    # False: a block for each item, which the hardware hands out.
+    # True: a block for each SM, which takes several work items and loads the next one's rows while
+    # it works on this one's.  False: a block for each item, which the hardware hands out.
     persistent: bool
     section: int | None  # MiB of streamed operands of the heads worked on at a time; None: all
 
 
 def tiles(head_dim: int) -> Tiles:
-    # H100, B32 T1024 12/12 D64: 0.165 ms, not persistent 0.184.  B1 T16384 16/16 D128: 1.56 ms,
-    # persistent 1.72; two 64-key tiles instead of one of 128 cost 9 to 12% there.
-    if head_dim <= 64:
-        return Tiles(3, 128, 2, True, None)
-    # 256 columns of O leave registers and shared memory for 64 keys.
-    return Tiles(2, 128 if head_dim <= 128 else 64, 2, False, 16)
+    # H100, B32 T1024 12/12 D64: 0.141 ms, without sections 0.159 (and if not persistent 0.184).
+    # B8 T2048 16/16 D96: 0.203 ms, not persistent 0.228.  D128: B4 T4096 32/8 0.805 ms, not
+    # persistent 0.856; B1 T16384 16/16 1.512 and 1.537.
+    if head_dim <= 128:
+        return Tiles(3 if head_dim <= 64 else 2, 128, 2, True, 16)
+    return Tiles(2, 64, 2, False, 16)  # 256 columns of O leave registers for 64 keys
 
 
 def registers(wgs: int) -> tuple[int, int]:
@@ -87,36 +97,6 @@ def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
 def sm_count() -> int:
     """Blocks of the kernels' persistent grids: one for each SM (132 on an H100 or H200)."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
-
-
-def item_order(levels: int, pairs: int, pair_bytes: int, section: int | None):
-    """item -> (level, pair): which block of rows (0: the longest) of which (batch, head).
-
-    Longest first, so that the short blocks fill the gaps at the end; but one section of the pairs
-    after the other, so that what the running blocks stream stays in the L2 cache (50 MB).
-    """
-    section = pairs if section is None else max(1, min(pairs, (section << 20) // pair_bytes))
-
-    def decode(item):
-        start = item // (section * levels) * section  # the first pair of the section
-        width = jnp.minimum(section, pairs - start)  # the last section may be a narrow one
-        rest = item - start * levels
-        return rest // width, start + rest % width
-
-    return decode
-
-
-def work_items(items: int, blocks: int, body) -> None:
-    """n = body(item, n) for this block's share of the items 0, 1, ... (the longest first).
-
-    With as many blocks as items there is one each, and the hardware hands them out.
-    """
-    mine = lax.axis_index("block")
-    if blocks == items:
-        body(mine, jnp.int32(0))
-    else:
-        share = (items - mine + blocks - 1) // blocks
-        lax.fori_loop(0, share, lambda i, n: body(mine + i * blocks, n), jnp.int32(0))
 
 
 def pad_segments(segments, lengths):
@@ -162,39 +142,43 @@ def forward(
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
     wgs, bkv, stages, persistent, section = tile or tiles(d)
+    packed = segments is not None
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
     items = blocks * b * h
-    grid = min(sms, items) if persistent else items
+    persistent = persistent and worth_planning(blocks, items, sms, packed)
+    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
     # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
     # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
     lead = (blocks * block - t) // ROWS * ROWS
     visits = Visits(lengths, causal, window, bkv)
     offset = visits.offset
-    # O leaves through the buffer of Q where shared memory has no room for another.
-    o_in_q = d > 128 and grid == items
-    ragged, packed = s_len % bkv != 0, segments is not None
+    ragged = s_len % bkv != 0
     # Steps after the first one may need the mask: the diagonal may cross two tiles, segments may
     # begin and end anywhere, and so may the window.
     mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
     pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    order = item_order(blocks, b * h, pair_bytes, section)
+    section = section_pairs(b * h, pair_bytes, section)
+    order = item_order(blocks, b * h, section)
+    first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
 
-    def where(item):  # -> first row of the block, (batch, head); the longest causal blocks first
-        level, pair = order(item)
-        return (blocks - 1 - level) * block - lead, (pair // h, pair % h)
+    def where(item):  # -> first row of the block, (batch, head)
+        level, pair = divide(item, b * h) if persistent else order(item)
+        return first_row(level), divide(pair, h)
 
     def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(row + lead, jnp.int32(block))
         return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
 
     def attention_forward(q_ref, k_ref, v_ref, *rest):
+        (plan_ref,), rest = take(rest, 1, persistent)
         (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
-        o_ref, lse_ref, q_smem, *rest = rest
-        o_smem, *rest = (q_smem, *rest) if o_in_q else rest
-        k_smem, v_smem, lse_smem, q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
+        # O leaves through the buffer of its own queries: another one would not fit beside those of
+        # the next queries at D = 128, and at D = 64 it gains less than 1%.
+        o_ref, lse_ref, qo_smem, k_smem, v_smem, lse_smem, *rest = rest
+        q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
         (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
         wg = lax.axis_index("wg")
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
@@ -203,13 +187,14 @@ def forward(
         def _compute():
             plgpu.set_max_registers(registers(wgs)[0], action="increase")
 
-            def load_q(item):
+            def load_q(item, side):
                 row, (batch, head) = where(item)
                 rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[wg], q_bars.at[wg])
+                at = side * wgs + wg
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], qo_smem.at[at], q_bars.at[at])
                 if packed:
                     ids = q_ids_ref.at[batch, rows]
-                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[wg], q_bars.at[wg])
+                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[at], q_bars.at[at])
 
             def my_turn():
                 if wgs > 1:
@@ -219,12 +204,13 @@ def forward(
                 if wgs > 1:
                     plgpu.barrier_arrive(turn.at[lax.rem(wg + 1, jnp.int32(wgs))])
 
-            def attend(item, n0):
+            def attend(item, following, side, n0):
                 """One block of queries; its steps are n0, n0 + 1, ... of this kernel block.
 
                 Step n takes key tile top - 1 - n: from the diagonal downwards, so that the causal
                 mask is a matter of the first steps alone.
                 """
+                at = side * wgs + wg  # this item's queries
                 row, (batch, head) = where(item)
                 q0 = row + wg * ROWS
                 limits, same = limits_of(row, batch, spans_ref)
@@ -239,6 +225,11 @@ def forward(
                 if window is not None or packed:
                     edge = jnp.clip(top - whole[0], unmasked, last)
 
+                def load_following():
+                    if following is not None:
+                        plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
+                        pl.when(following >= 0)(lambda: load_q(following, 1 - side))
+
                 def pass_by(lo, hi):  # steps in which the block's other warpgroups work
                     @pl.loop(lo, hi)
                     def _(n):
@@ -252,7 +243,7 @@ def forward(
                 def mask(s, n):
                     if packed:
                         stat = functools.partial(plgpu.load, optimized=False)
-                        q_ids = stat(q_ids_smem.at[wg], layout=ROW)
+                        q_ids = stat(q_ids_smem.at[at], layout=ROW)
                         k_ids = stat(k_ids_smem.at[slot_of(n)], layout=COL)
                         s = same_segment(s, q_ids, k_ids)
                         plgpu.commit_smem()  # read with plain loads: done before TMA writes there
@@ -278,7 +269,7 @@ def forward(
                     return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
                 def first_scores(s_acc):
-                    plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot_of(first)].transpose((1, 0)))
+                    plgpu.wgmma(s_acc, qo_smem.at[at], k_smem.at[slot_of(first)].transpose((1, 0)))
                     next_turn()
                     return s_acc[...]
 
@@ -290,7 +281,7 @@ def forward(
                     my_turn()
 
                     def issue(s_acc):
-                        plgpu.wgmma(s_acc, q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
+                        plgpu.wgmma(s_acc, qo_smem.at[at], k_smem.at[slot].transpose((1, 0)))
                         plgpu.barrier_wait(v_full.at[before])
                         plgpu.wgmma(o_acc, p, v_smem.at[before])
                         next_turn()
@@ -304,18 +295,18 @@ def forward(
                     return p, m, l
 
                 def all_steps_of(o_acc):
-                    plgpu.barrier_wait(q_bars.at[wg])
+                    plgpu.barrier_wait(q_bars.at[at])
                     plgpu.barrier_wait(k_full.at[slot_of(first)])
                     my_turn()
                     s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
                     row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
                     begin_masked = causal or ragged or packed
                     carry = softmax(s, first, row(LOWEST), row(0), begin_masked)[:3]
+                    load_following()
                     body = functools.partial(step, o_acc)
                     p, m, l = lax.fori_loop(first + 1, last, body, carry)
                     if packed:
                         plgpu.commit_smem()  # the queries' ids were read
-                    pl.when(item + grid < items)(lambda: load_q(item + grid))
                     slot = slot_of(last - 1)
                     plgpu.barrier_wait(v_full.at[slot])
                     plgpu.wgmma(o_acc, p, v_smem.at[slot])
@@ -329,38 +320,36 @@ def forward(
                 def _():
                     pass_by(n0, first)
                     o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
-                    plgpu.wait_smem_to_gmem(0)  # the block before has left o_smem
                     inverse = 1 / l
                     if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
                         inverse = jnp.where(l > 0, inverse, 0)
-                    o_smem[wg] = (o * rows_to(inverse, o.shape)).astype(dtype)
+                    qo_smem[at] = (o * rows_to(inverse, o.shape)).astype(dtype)
                     lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
                     plgpu.commit_smem()
                     rows = pl.ds(q0, ROWS)
-                    plgpu.copy_smem_to_gmem(o_smem.at[wg], o_ref.at[batch, rows, head])
+                    plgpu.copy_smem_to_gmem(qo_smem.at[at], o_ref.at[batch, rows, head])
                     plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows])
 
                 if lead:
 
                     @pl.when(q0 < 0)  # nothing but padding
                     def _():
-                        plgpu.barrier_wait(q_bars.at[wg])
-                        pl.when(item + grid < items)(lambda: load_q(item + grid))
+                        plgpu.barrier_wait(q_bars.at[at])
+                        load_following()
                         pass_by(n0, end)
 
                 return end
 
-            load_q(lax.axis_index("block"))
             if wgs > 1:
                 pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
-            work_items(items, grid, attend)
+            work_items(plan_ref, lambda item: load_q(item, 0), attend)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == wgs)
         def _load():
             plgpu.set_max_registers(registers(wgs)[1], action="decrease")
 
-            def load(item, n0):
+            def load(item, _following, _side, n0):
                 row, (batch, head) = where(item)
                 limits, _ = limits_of(row, batch, spans_ref)
                 low, high = visits.seen(row, row + block, *limits)
@@ -383,15 +372,18 @@ def forward(
 
                 return end
 
-            work_items(items, grid, load)
+            work_items(plan_ref, lambda _item: None, load)
 
     args = ()
+    if persistent:
+        costs = block_costs(visits, first_row(np.arange(blocks)), block)
+        args = (plan(costs, b * h, section, sms),)
     if packed:
         q_ids, k_ids = pad_segments(segments, lengths)
-        args = (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
+        args += (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
-    ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((wgs, ROWS), (stages, bkv))]
+    ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((sides * wgs, ROWS), (stages, bkv))]
     return plgpu.kernel(
         attention_forward,
         out_type=(
@@ -399,10 +391,10 @@ def forward(
             jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
         ),
         scratch_types=[
-            *[smem(wgs, ROWS)] * (1 if o_in_q else 2),
+            smem(sides * wgs, ROWS),
             *[smem(stages, bkv)] * 2,
             plgpu.SMEM((wgs, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sides * wgs),
             ring(num_arrivals=1 + packed),
             ring(),
             ring(num_arrivals=wgs),
@@ -410,7 +402,7 @@ def forward(
             plgpu.Barrier(num_barriers=wgs),
             *ids_smem * packed,
         ],
-        grid=(grid,),
+        grid=(sms if persistent else items,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

@@ -13,6 +13,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
@@ -42,18 +43,22 @@ class Visits(NamedTuple):
         return mosaic.cdiv(self.lengths[0 if self.by_keys else 1], self.size)
 
     def seen(self, first, end, low, high):
-        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none."""
+        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none.
+
+        Rows: integers of a kernel, or numpy arrays.
+        """
         size, offset = self.size, self.offset
+        clip = np.clip if isinstance(first, np.ndarray) else jnp.clip
         if self.by_keys:
             if self.causal:
-                low = jnp.clip((first - offset) // size, low, high - 1)
+                low = clip((first - offset) // size, low, high - 1)
             if self.window is not None:
-                high = jnp.clip((end + self.window - 2 - offset) // size + 1, low + 1, high)
+                high = clip((end + self.window - 2 - offset) // size + 1, low + 1, high)
         else:
             if self.causal:
-                high = jnp.clip((end + offset + size - 1) // size, low + 1, high)
+                high = clip((end + offset + size - 1) // size, low + 1, high)
             if self.window is not None:
-                low = jnp.clip((first + offset - self.window + 1) // size, low, high - 1)
+                low = clip((first + offset - self.window + 1) // size, low, high - 1)
         return low, high
 
     def whole(self, first, end, low, high):

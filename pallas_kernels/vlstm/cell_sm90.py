@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.attention.forward_sm90 import sm_count
 from pallas_kernels.vlstm import reference
-from pallas_kernels.vlstm.gates import forget_gradient, gates, running
+from pallas_kernels.vlstm.gates import forget_gradient, gates
 from pallas_kernels.vlstm.rows_sm90 import rows
 from pallas_kernels.vlstm.states_sm90 import states
 
@@ -23,6 +23,8 @@ class Call(NamedTuple):
     size: int  # positions of a chunk
     normalize: bool
     packed: bool  # several documents in a sequence
+    first: bool  # a state before the sequence is given
+    last: bool  # the one after it is returned
     sms: int
     kernels: tuple  # (states, rows), or their jnp twins in the tests
 
@@ -46,34 +48,38 @@ def chunkwise(
     packed = segment_ids is not None
     starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
     wide = mosaic.stat_dtype(q.dtype)
-    i, lf = (jnp.swapaxes(x, 1, 2) for x in reference._log_gates(i, f, gate, wide))
-    c, n, m = reference._state(initial_state, q, v)
+    i, lf = reference._log_gates(i, f, gate, wide)
     size = edge(q.shape[-1], v.shape[-1])
     # The kernels hold every m constant; these factors are 1, with the gradients of e^m and e^-m.
-    hold, scale = lax.stop_gradient, jnp.exp(m - lax.stop_gradient(m))
-    c, n = c * scale[..., None, None], n * scale[..., None]
+    hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
+    if initial_state is not None:
+        c, n, m = (x.astype(wide) for x in initial_state)
+        scale = jnp.exp(m - hold(m))
+        first = c * scale[..., None, None], n * scale[..., None]
     # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
     q, k, v = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
-    call = Call(length, size, normalize, packed, sm_count(), kernels)
-    h, c, n = _cell(q, k, v, i, lf, c, n, hold(m), starts, call)
+    given = first is not None
+    call = Call(length, size, normalize, packed, given, return_state, sm_count(), kernels)
+    h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
     h = h[:, :length]
     if not return_state:
         return h
+    c, n = last
     m_last = gates(i, lf, m, starts, size).m_last
     scale = jnp.exp(hold(m_last) - m_last)
     return h, (c * scale[..., None, None], n * scale[..., None], m_last)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(9,))
-def _cell(q, k, v, i, lf, c, n, m, starts, call):
-    return _cell_forward(q, k, v, i, lf, c, n, m, starts, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _cell(q, k, v, i, lf, first, m, starts, call):
+    """(h, last): first and last are states (C, n), or None: zero, and not asked for."""
+    return _cell_forward(q, k, v, i, lf, first, m, starts, call)[0]
 
 
-def _cell_forward(q, k, v, i, lf, c0, n0, m0, starts, call):
+def _cell_forward(q, k, v, i, lf, first, m, starts, call):
     states, rows = call.kernels
-    g, s = gates(i, lf, m0, starts, call.size), q.shape[-1] ** -0.5
-    c, c_last = states(k, v, g.admit, g.decay, c0)
-    n, n_last = running(g.decay, _weighted_sums(g.admit, k), n0)
+    g, s = gates(i, lf, m, starts, call.size), q.shape[-1] ** -0.5
+    c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
@@ -81,25 +87,27 @@ def _cell_forward(q, k, v, i, lf, c0, n0, m0, starts, call):
         q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start),
         mode="forward", along=n, normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
-    return (h, c_last, n_last), (q, k, v, g, c, n, norm, sign)
+    return (h, last), (q, k, v, g, c, n, norm, sign)
 
 
 def _cell_backward(call, saved, cotangents):
     states, rows = call.kernels
     rows = functools.partial(rows, packed=call.packed, sms=call.sms)
     q, k, v, g, c, n, norm, sign = saved
-    dh, dc_last, dn_last = cotangents
+    dh, d_last = cotangents
     # Where forget gates are closed g.row is large and the sum rounds 1 / N.  All of a row then has
     # to be divided by that N: what cancels in the gates' gradients is far larger than they are.
     row = g.row + jnp.log2(norm)
     rounded = jnp.exp2(row - g.row)
     carried, sign = g.carried * rounded, sign * norm / rounded
     seen = dict(row=row, col=g.col, start=g.start)
-    dc, dc0, c_dc = states(q, dh, carried, g.decay, dc_last, c, reverse=True, saturate=False)
     dq, dot = rows(dh, v, k, c, seen | dict(scale=carried, sign=sign), mode="dq", along=n, y=q)
 
     shift = sign * dot
-    dn, dn0 = running(g.decay, _weighted_sums(carried * shift, q), dn_last, reverse=True)
+    dc, dn, d_first, c_dc = states(
+        q, dh, carried, carried * shift, g.decay, d_last, c,
+        reverse=True, saturate=False, last=call.first, sms=call.sms,
+    )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
     dk, inside, outside = rows(v, dh, q, dc, seen, mode="dk", along=dn, y=k)
     (dv,) = rows(k, q, dh, dc, seen, mode="dv")
@@ -110,19 +118,8 @@ def _cell_backward(call, saved, cotangents):
     dg = jnp.sum(outside, -1)
     dg += g.decay * (jnp.sum(c_dc, (-2, -1)) + jnp.sum(n * dn, -1))
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
-    flat = lambda x: x.reshape(*x.shape[:2], -1)[:, :, : call.length]
-    return dq, dk, dv, flat(di), flat(dlf), dc0, dn0, jnp.zeros_like(g.m_last), None
+    flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
+    return dq, dk, dv, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
 
 
 _cell.defvjp(_cell_forward, _cell_backward)
-
-
-def _weighted_sums(weight, x):
-    """Sums over each chunk: (B,H,N,L), (B,T,H,D) -> (B,H,N,D), in float32."""
-    batch, heads, count, size = weight.shape
-    x = mosaic.pad_axis(x, 1, count * size) if x.shape[1] < count * size else x
-    # Heads and their widths as one axis: else XLA writes a transposed float32 copy of x first.
-    x = x.reshape(batch * count, size, -1).astype(weight.dtype)
-    weight = jnp.moveaxis(weight, 1, 3).reshape(batch * count, size, heads)
-    sums = jnp.sum(jnp.repeat(weight, x.shape[-1] // heads, axis=2) * x, 1)
-    return jnp.moveaxis(sums.reshape(batch, count, heads, -1), 2, 1)

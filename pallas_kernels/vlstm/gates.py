@@ -1,7 +1,7 @@
 """Everything of the vLSTM that is one number a position or a chunk, for the kernels: plain jnp.
 
 The formulas are those of `reference.chunkwise`, in float32 and with m held constant.
-Axes: B batch, H heads, N chunks, L positions of a chunk.
+Axes: B batch, T time, H heads, N chunks, L positions of a chunk.
 """
 
 import functools
@@ -32,63 +32,48 @@ class Gates(NamedTuple):
 
 
 def gates(i, lf, m, starts, size: int) -> Gates:
-    """i, lf: (B,H,T) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool,
-    where another document begins, or None."""
+    """i, lf: (B,T,H) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool,
+    where another document begins, or None.
+
+    Computed as (B,N,L,H), and turned as the last step: XLA transposes for nothing there.
+    """
     hold = lax.stop_gradient
-    chunks = lambda x, fill: _chunks(x, size, fill)
     # A closed input gate and an open forget gate: padding leaves the state as it is.
-    i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf, 0)
-    seen = jnp.tril(jnp.ones((size, size), bool))
-    in_last = continues = jnp.ones((), bool)
-    keeps, start = continues, None
+    i, lf = _chunks(jnp.maximum(i, CLOSED), size, CLOSED), _chunks(lf, size, 0)
+    position = jnp.arange(size, dtype=jnp.int32)[:, None]
+    in_last = continues = jnp.ones((1, 1, size, 1), bool)
+    start, began = None, ()
     if starts is not None:
-        document = jnp.cumsum(chunks(starts[:, None], False), -1)  # counted from 0 in each chunk
-        seen = seen & (document[..., :, None] == document[..., None, :])
-        in_last, continues = document == document[..., -1:], document == 0
-        keeps = continues[..., -1]
-        start = jnp.min(jnp.where(seen, jnp.arange(size), size), -1).astype(jnp.int32)
-        start = jnp.broadcast_to(start, i.shape)
+        began = (jnp.where(_chunks(starts[..., None], size, False), position, -1),)
+    b, top, after, *began = _within(lf, i, *began)
+    if starts is not None:
+        began = began[0]  # where the latest document of the chunk began, -1: before the chunk
+        continues, in_last = began < 0, position >= began[:, :, -1:]
+        start = jnp.broadcast_to(jnp.maximum(began, 0), i.shape)
+    keeps, g, a_max = continues[:, :, -1], b[:, :, -1], top[:, :, -1]
 
-    # b: sum of log forget gates since the chunk or the document began.  With documents a masked
-    # sum, not a difference of running sums: a closed gate in one cannot blur the next.
-    # top: the largest logarithm of D in a row.
-    if starts is None:
-        b = _accumulate(jnp.add, lf, 0.0)
-        top = b + _accumulate(jnp.maximum, i - b, -jnp.inf)
-    else:
-        b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)
-        log_d = b[..., :, None] - b[..., None, :] + i[..., None, :]
-        top = jnp.max(jnp.where(seen, log_d, -jnp.inf), -1)
-    g = b[..., -1]
-    # Not g - b, which is rounded as large b are: the sum of what comes after each position.
-    after = jnp.pad(lf[..., 1:], [(0, 0)] * (lf.ndim - 1) + [(0, 1)])
-    a = jnp.where(in_last, _suffix_sums(after) + i, -jnp.inf)
-    a_max = jnp.max(a, -1)
-
-    # m after chunk k is max(g + m before, a_max): composed pairwise, in log2(N) steps.
-    m0 = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))  # the state is empty: its m is 0
-    shift, least = lax.associative_scan(
-        lambda x, y: (x[0] + y[0], jnp.maximum(x[1] + y[0], y[1])),
-        (jnp.where(keeps, g, -jnp.inf), m0),
-        axis=2,
-    )
-    m_after = jnp.maximum(shift + m[..., None], least)
-    m_last = m_after[..., -1]
+    # m after chunk k is max(g + m before, a_max), and where the state is emptied m before is 0.
+    least = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))
+    shift, least = _over_chunks(jnp.where(keeps, g, -jnp.inf), least)
+    m_after = jnp.maximum(shift + m[:, None], least)
+    m_last = m_after[:, -1]
     m_after = hold(m_after)
-    m_before = jnp.concatenate([hold(m)[..., None], m_after[..., :-1]], -1)
+    m_before = jnp.concatenate([hold(m)[:, None], m_after[:, :-1]], 1)
 
-    from_state = b + jnp.where(continues, m_before[..., None], 0)
+    from_state = b + jnp.where(continues, m_before[:, :, None], 0)
     m = jnp.maximum(jnp.maximum(from_state, top), FLOOR)
+    a = jnp.where(in_last, after + i, -jnp.inf)
+    turn = lambda x: jnp.moveaxis(x, -1, 1)
     return Gates(
-        row=(b - m) * LOG2E,
-        col=(i - b) * LOG2E,
-        carried=jnp.exp(jnp.where(continues, from_state - m, -jnp.inf)),
-        admit=jnp.exp(a - m_after[..., None]),
-        decay=jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf)),
-        m=m,
+        row=turn((b - m) * LOG2E),
+        col=turn((i - b) * LOG2E),
+        carried=turn(jnp.exp(jnp.where(continues, from_state - m, -jnp.inf))),
+        admit=turn(jnp.exp(a - m_after[:, :, None])),
+        decay=turn(jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))),
+        m=turn(m),
         m_last=m_last,
-        start=start,
-        in_last=in_last if start is not None else None,
+        start=None if start is None else turn(start),
+        in_last=None if start is None else turn(in_last),
     )
 
 
@@ -102,42 +87,88 @@ def forget_gradient(db, dg, start, in_last):
     return dlf + jnp.where(in_last, dg[..., None], 0)
 
 
-def running(decay, change, first, *, reverse=False):
-    """s[k+1] = decay[k] s[k] + change[k] -> (s[0..N-1], s[N]); with reverse from the end on.
-
-    decay: (B,H,N), change: (B,H,N,D), first: (B,H,D).
-    """
-    if reverse:
-        s, last = running(decay[:, :, ::-1], change[:, :, ::-1], first)
-        return s[:, :, ::-1], last
-    total, summed = lax.associative_scan(
-        lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1]), (decay[..., None], change), axis=2
-    )
-    after = total * first[:, :, None] + summed
-    return jnp.concatenate([first[:, :, None], after[:, :, :-1]], 2), after[:, :, -1]
-
-
 def _chunks(x, size, fill):
-    """(B,H,T) -> (B,H,N,L); positions past T take `fill`."""
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % size)], constant_values=fill)
-    return x.reshape(*x.shape[:2], -1, size)
+    """(B,T,H) -> (B,N,L,H); positions past T take `fill`."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)], constant_values=fill)
+    return x.reshape(x.shape[0], -1, size, x.shape[2])
+
+
+EMPTY = 0.0, -jnp.inf, -1  # what _compose leaves as it is
+
+
+def _compose(before, x):
+    """The map m -> max(m + shift, least) after another one: (shift, least) of both.
+
+    A third number, began, is at least 0 where x starts anew; of both it is the maximum.
+    """
+    (s0, m0, *p0), (s, m, *p) = before, x
+    shift, least = s0 + s, jnp.maximum(m0 + s, m)
+    if not p:
+        return shift, least
+    anew = p[0] >= 0
+    return jnp.where(anew, s, shift), jnp.where(anew, m, least), jnp.maximum(p0[0], p[0])
+
+
+def _within(lf, i, *began):
+    """Within each chunk of (B,N,L,H): b, top, after, and where the latest document began.
+
+    b: sum of log forget gates since the chunk or the document began.  No difference of running
+    sums: a closed gate in one document cannot blur the next.
+    top: the largest logarithm of D in a row, and so in the last row that of `admit`.
+    after: the sum of what comes after a position.  Not b of the last one minus b, which is rounded
+    as large b are.
+
+    In two steps of sqrt(L) terms, of which XLA makes a kernel each.
+    """
+    length = lf.shape[2]
+    width = math.ceil(math.sqrt(length))
+    x = [
+        jnp.pad(z, [(0, 0), (0, 0), (0, width), (0, 0)], constant_values=empty)
+        for z, empty in zip((lf, i, *began), EMPTY, strict=False)
+    ]
+    x = lax.optimization_barrier(_windows(x, 2, 1, width))
+    after = jnp.zeros((), lf.dtype)
+    for n in range(1, length // width + 1):
+        after += _shifted(x[:1], 2, -n * width)[0]
+    b, top, *began = (z[:, :, :length] for z in _windows(x, 2, width, -(-length // width)))
+    return lax.optimization_barrier((b, top, after[:, :, :length], *began))
+
+
+def _over_chunks(shift, least):
+    """The maps of all chunks up to each, composed, along axis 1.
+
+    The last step, for up to 16 chunks the only one, XLA does again in each kernel that uses it.
+    """
+    x, stride = (shift, least), 1
+    while stride < shift.shape[1]:
+        if stride > 1:
+            x = lax.optimization_barrier(x)
+        x, stride = _windows(x, 1, stride, 16), stride * 16
+    return x
+
+
+def _windows(x, axis, stride, terms):
+    """Each element with `terms` - 1 before it, `stride` apart, composed."""
+    before = (_shifted(x, axis, stride * n) for n in range(1, terms))
+    return functools.reduce(lambda x, y: _compose(y, x), before, tuple(x))
+
+
+def _shifted(x, axis, n):
+    """x[position - n], and nothing from outside."""
+
+    def one(z, empty):
+        widths = [(0, 0, 0)] * z.ndim
+        widths[axis] = (n, -n, 0)
+        return lax.pad(z, jnp.asarray(empty, z.dtype), widths)
+
+    return tuple(one(z, empty) for z, empty in zip(x, EMPTY, strict=False))
 
 
 def _suffix_sums(x):
-    return _accumulate(jnp.add, x[..., ::-1], 0.0)[..., ::-1]
-
-
-def _accumulate(combine, x, empty):
-    """Running sums (or maxima) along the last axis, a multiple of 8 long.
-
-    In two steps, of 8 terms and of the rest, of which XLA makes one small kernel each: 16 to 24
-    terms a position, where a masked L x L sum has L.
-    """
-    empty = jnp.asarray(empty, x.dtype)
-    for stride, terms in ((1, 8), (8, x.shape[-1] // 8)):
-        shifted = [
-            lax.pad(x, empty, [(0, 0, 0)] * (x.ndim - 1) + [(stride * n, -stride * n, 0)])
-            for n in range(terms)
-        ]
-        x = lax.optimization_barrier(functools.reduce(combine, shifted))
+    """Sums along the last axis from each element to the last, like `_within`."""
+    length = x.shape[-1]
+    width = math.ceil(math.sqrt(length))
+    for stride, terms in ((1, width), (width, -(-length // width))):
+        x = sum((_shifted((x,), -1, -stride * n)[0] for n in range(1, terms)), x)
+        x = lax.optimization_barrier(x)
     return x

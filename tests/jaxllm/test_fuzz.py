@@ -126,15 +126,20 @@ lines_of_json = st.lists(
 ).map(b"\n".join)
 
 
+def read_texts(kind, content):
+    """All texts of a file of that kind are texts, or an InputError says what is wrong with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"a.{kind}"
+        path.write_bytes(content)
+        with contextlib.suppress(InputError):
+            for piece in Source(kind, [(path.name, path)], "text").pieces():
+                assert isinstance(piece.text, str)
+
+
 @bounded
 @given(content=lines_of_json)
 def test_json_lines(content):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "a.jsonl"
-        path.write_bytes(content)
-        with contextlib.suppress(InputError):
-            for piece in Source("jsonl", [("a.jsonl", path)], "text").pieces():
-                assert isinstance(piece.text, str)
+    read_texts("jsonl", content)
 
 
 @bounded
@@ -199,13 +204,7 @@ STATE = {"a": np.arange(300.0, dtype=np.float32), "b": np.int32(1)}
 @bounded
 @given(data=st.data())
 def test_parquet(good, data):
-    content = data.draw(damaged((good / "a.parquet").read_bytes()))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "a.parquet"
-        path.write_bytes(content)
-        with contextlib.suppress(InputError):
-            for piece in Source("parquet", [("a.parquet", path)], "text").pieces():
-                assert isinstance(piece.text, str)
+    read_texts("parquet", data.draw(damaged((good / "a.parquet").read_bytes())))
 
 
 @bounded

@@ -116,6 +116,9 @@ def test_norms_add_the_residual_in_its_own_dtype(kind):
     close(norm(s), y)
     for actual, expected in zip(norm.add(branch, residual), (y, s), strict=True):
         close(actual, expected)
+    bias = normal(4, 32)
+    for actual, expected in zip(norm.add(branch - bias, residual, bias), (y, s), strict=True):
+        close(actual, expected)
     narrow = kind(32, dtype=jnp.bfloat16)
     y, s = narrow.add(branch.astype(jnp.bfloat16), residual)
     assert (y.dtype, s.dtype) == (jnp.bfloat16, jnp.float32)

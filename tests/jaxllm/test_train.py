@@ -364,9 +364,8 @@ def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
 
 def test_mosaic_is_refused_where_an_op_has_no_kernel(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
-    message = error_of(
-        capsys, "--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"
-    )
+    more = "--model.kernels mosaic --model.d_model 320 --model.n_heads 1 --model.n_kv_heads 1".split()
+    message = error_of(capsys, "--config", tiny, "--out_dir", tmp_path / "x", *more)
     assert "model.kernels=mosaic cannot run: attention has no Mosaic kernel" in message
     assert not (tmp_path / "x").exists()
 

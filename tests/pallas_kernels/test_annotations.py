@@ -9,18 +9,18 @@ from pallas_kernels.benchmark import arrays, small
 from pallas_kernels.benchmark_cases import CASES
 
 
-def checked(case):
-    return jaxtyped(typechecker=beartype)(getattr(pallas_kernels, case.op))
+def call(case, inputs):
+    op = jaxtyped(typechecker=beartype)(getattr(pallas_kernels, case.op))
+    op(**dict(zip(case.arrays, inputs, strict=True)), **case.options, backend="xla")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op + c.variant)
 def test_ops_keep_what_their_annotations_promise(case):
-    inputs = arrays(case, small(case, case.sizes[0]))
-    checked(case)(*inputs, **case.options, backend="xla")
+    call(case, arrays(case, small(case, case.sizes[0])))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op + c.variant)
 def test_annotations_name_the_dtypes(case):
     first, *others = arrays(case, small(case, case.sizes[0]))
     with pytest.raises(TypeCheckError):
-        checked(case)(first.astype(bool), *others, **case.options, backend="xla")
+        call(case, [first.astype(bool), *others])

@@ -15,7 +15,8 @@ BF16 = jnp.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def _few_warpgroups(monkeypatch):
+def _few_warpgroups_and_sms(monkeypatch):
+    monkeypatch.setattr(forward_sm90, "sm_count", lambda: 16 if ON_GPU else 1)
     if not ON_GPU and not attention_interpreter.ENOUGH_THREADS:
         for module, name in ((forward_sm90, "tiles"), (backward_sm90, "dq_tiles")):
             tiles = getattr(module, name)

@@ -39,6 +39,7 @@ def test_every_case_fits_its_op(case):
             lambda *a, op=op: benchmark.both(op, jax.tree.map(jnp.ones_like, op(*a)), *a), *inputs
         )
         assert len(gradients) == floating
+        assert benchmark.decided(case, sizes).runs == ("mosaic" if ON_GPU else "xla")
         assert set(case.reads) | set(case.writes or ()) <= set(case.arrays)
         assert set(case.small) <= set(sizes)
 

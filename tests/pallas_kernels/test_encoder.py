@@ -36,7 +36,7 @@ def test_encoder_matches_float64(batch, time, v, width, positions, table, dtype)
         ),
         wte,
         wpe,
-        kernels=KERNELS,
+        kernels=KERNELS if tokens.size >= 32 else (KERNELS[0], KERNELS[2]),
         dtype=dtype,
     )
 

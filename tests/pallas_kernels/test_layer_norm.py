@@ -21,7 +21,9 @@ f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 def one_block(monkeypatch):
     """One persistent block for each head: it takes all tiles and reuses its buffers."""
     monkeypatch.setattr(row_plan, "SMS", 1)
-    tiles = {d: [(*t[:4], 1) for t in lines] for d, lines in row_plan._TILES.items()}
+    tiles = {
+        d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in row_plan._TILES.items()
+    }
     monkeypatch.setattr(row_plan, "_TILES", tiles)
 
 
@@ -35,6 +37,7 @@ def parameters(*shape, dtype=f32):
         ((2, 3, 7), f16),  # columns padded for TMA's strides
         ((9, 100), f32),  # columns filled up with zeros by TMA
         ((3, 768), bf16),  # narrow: four rows at once, the last tile not full
+        ((8, 768), bf16),  # full tiles: forward without TMA
         ((1, 1601), f32),  # wide: four blocks of a row at once, padded and filled up
     ],
 )
@@ -46,6 +49,11 @@ def test_layer_norm_matches_float64(shape, dtype):
 def test_a_block_that_works_through_many_tiles(one_block):
     x = normal(0, (13, 1280), bf16)
     check_op(layer_norm, layer_norm_reference, x, *parameters(1280), kernels=KERNELS)
+
+
+def test_two_warpgroups_share_a_row(one_block):
+    x = normal(0, (4, 5120), bf16)
+    check_op(layer_norm, layer_norm_reference, x, *parameters(5120), kernels=KERNELS)
 
 
 def test_a_large_offset_does_not_hurt_the_variance(one_block):
@@ -71,7 +79,7 @@ def test_parameters_for_each_head(one_block):
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "residual"),
-    [((2, 3, 768), bf16, bf16), ((3, 1280), bf16, f32), ((3, 40), f32, f32)],
+    [((2, 2, 768), bf16, bf16), ((3, 1280), bf16, f32), ((3, 40), f32, f32)],
 )
 def test_add_layer_norm_matches_float64(shape, dtype, residual):
     check_op(
@@ -84,6 +92,21 @@ def test_add_layer_norm_matches_float64(shape, dtype, residual):
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "residual"), [((12, 768), bf16, bf16), ((5, 1280), f16, f32)]
+)
+def test_a_bias_before_the_residual(one_block, shape, dtype, residual):
+    check_op(
+        add_layer_norm,
+        add_layer_norm_reference,
+        normal(0, shape, dtype),
+        normal(3, shape, residual),
+        *parameters(shape[-1]),
+        normal(4, shape[-1:]),
+        kernels=ADD_KERNELS,
+    )
+
+
 def test_refusals_and_errors_name_the_reason():
     x = jnp.ones((4, 64))
     with pytest.raises(NotImplementedError, match="weight is int32, not float32, bfloat16 or"):
@@ -92,6 +115,12 @@ def test_refusals_and_errors_name_the_reason():
         layer_norm(jnp.ones((2, 8200)), backend="mosaic")
     with pytest.raises(NotImplementedError, match="residual is bfloat16, narrower than x"):
         add_layer_norm(x, x.astype(bf16), backend="mosaic")
+    with pytest.raises(NotImplementedError, match="x_bias is int32, not float32, bfloat16 or"):
+        add_layer_norm(x, x, x_bias=jnp.ones(64, jnp.int32), backend="mosaic")
+    with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not that of the last axes"):
+        add_layer_norm(x, x, x_bias=jnp.ones(32))
+    with pytest.raises(ValueError, match=r"each head: weight \(64,\), x_bias \(4, 64\)"):
+        add_layer_norm(x, x, jnp.ones(64), x_bias=x)
     with pytest.raises(ValueError, match=r"weight has shape \(32,\), not that of the last axes"):
         layer_norm(x, jnp.ones(32))
 

@@ -41,6 +41,13 @@ def test_add_rms_norm_matches_float64():
     check_op(add_rms_norm, add_rms_norm_reference, x, residual, weight, kernels=ADD_KERNELS)
 
 
+def test_a_bias_before_the_residual_and_nothing_else():
+    x, residual, bias = normal(0, (8, 64)), normal(3, (8, 64)), normal(1, (64,))
+    op = lambda x, residual, x_bias, **k: add_rms_norm(x, residual, x_bias=x_bias, **k)
+    reference = lambda x, residual, b, **k: add_rms_norm_reference(x, residual, x_bias=b, **k)
+    check_op(op, reference, x, residual, bias, kernels=ADD_KERNELS)
+
+
 def test_reference_matches_its_definition():
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((3, 50)), rng.standard_normal(50)

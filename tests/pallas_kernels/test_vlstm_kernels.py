@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vlstm_twins
-from kernel_checks import ON_GPU, check_op, normal
+from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
 
 from pallas_kernels import backend, vlstm
-from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90
+from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90, states_sm90
 
 assert attention_interpreter
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
@@ -102,6 +102,7 @@ LARGE = [
     ((1, 500, 2, 192, 320), {}, {}),
     ((1, 777, 2, 256, 512), {"state": True, "dtype": FP16}, {"return_state": True}),
     ((1, 1024, 2, 256, 512), {}, {}),
+    ((1, 8192, 1, 128, 256), {"state": True}, {"return_state": True}),  # in segments
     ((2, 80, 2, 256, 256), {}, {"segment_ids": jnp.asarray(FOUR)}),
 ]
 
@@ -123,6 +124,37 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
     check_op(
         flat(vlstm), xla, q, k, v, jnp.asarray(i), jnp.asarray(f), segment_ids=ids, kernels=KERNELS
     )
+
+
+def test_segments_fill_idle_sms_only():
+    segments = functools.partial(states_sm90.segments, at_once=132)
+    assert segments(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
+    assert segments(45, 512) == 1  # a second walk costs what two segments win
+    assert segments(8, 23) == 1  # so few chunks are walked along sooner than joined
+    assert segments(4, 1024) == 32  # of 32 chunks each
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_chunks_walked_in_segments(reverse, monkeypatch):
+    """Five chunks in segments of 2, 2 and 1, the last one short; one decay empties the state."""
+    monkeypatch.setattr(states_sm90, "LEAST", 1)
+    assert states_sm90.segments(1, 5, 4) == 3
+    x, y = (normal(n, (1, 296, 1, 64), BF16) for n in (0, 1))
+    weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
+    decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]
+    first = normal(5, (1, 1, 64, 64)), normal(6, (1, 1, 64))
+    other = normal(7, (1, 1, 5, 64, 64), BF16)
+    arguments = (x, y, weight, vector, decay, first, other)
+    walk = functools.partial(states_sm90.states, reverse=reverse, sms=2)
+    assert_lowers(walk, arguments, ("vlstm_states", "vlstm_join"))
+    with kernels_run_here():
+        actual = jax.block_until_ready(jax.jit(walk)(*arguments))
+    expected = vlstm_twins.states(*arguments, reverse=reverse)
+    leaves = zip(*(jax.tree.leaves(z) for z in (actual, expected)), strict=True)
+    for name, (a, e) in zip(("S", "s", "last S", "last s", "dots"), leaves, strict=True):
+        error = jnp.abs(a.astype(jnp.float32) - e.astype(jnp.float32)).max()
+        tolerance = 2**-7 if name == "S" else 1e-5  # S may be rounded to the other side
+        assert error <= tolerance * jnp.abs(e).max(), (name, error)
 
 
 def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
