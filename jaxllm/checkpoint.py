@@ -1,12 +1,13 @@
 """Checkpoints through Orbax: asynchronous, complete or absent, the newest n and the best kept.
 
 A checkpoint holds the training state as a flat {name: array} (names like
-`params.blocks.0.attention.wq.value`) and a JSON page about it: configuration, data fingerprint and
-position, validation loss, versions.
+`params.blocks.0.attention.q.weight.value`) and a JSON page about it: configuration, data
+fingerprint and position, every array's shape and dtype.  The validation loss is Orbax's metric.
 """
 
 import contextlib
 import logging
+import shutil
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Checkpoints:
     def manager(self) -> ocp.CheckpointManager:
         """Orbax's manager; made when first needed, since making it makes the directory."""
         if self._manager is None:
+            self._delete_the_unfinished()
             policy = AnyPreservationPolicy(
                 [
                     LatestN(self._keep),
@@ -49,7 +51,6 @@ class Checkpoints:
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=policy,
-                    cleanup_tmp_directories=True,
                     # Without it the metrics would not be written: a resumed run would not know
                     # which checkpoint is the best, and delete it.
                     best_fn=lambda m: m["val_loss"],
@@ -154,7 +155,7 @@ class Checkpoints:
                 metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
             )
         except Exception as e:
-            return self._failed(e)
+            return "; ".join(filter(None, (problem, self._failed(e))))
         return problem
 
     def close(self) -> None:
@@ -163,6 +164,16 @@ class Checkpoints:
             raise RunError(problem)
         if self._manager is not None:
             self._manager.close()
+
+    def _delete_the_unfinished(self) -> None:
+        """Deletes what killed or failed saves left.
+
+        Orbax would do it in a thread of its own; what this meets (a file that just went, for the
+        threads of a failed save still tidy up) then becomes the failure of the next save.
+        """
+        if jax.process_index() == 0:
+            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _finish(self) -> str | None:
         """Waits for the save under way; one line if it failed."""

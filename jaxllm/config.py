@@ -257,7 +257,7 @@ def help_text() -> str:
             if len(models) == len(MODEL_CONFIGS) or key == "model.type"
             else (f" [{', '.join(models)}]")
         )
-        kind = "gpt2|llama3|vlstm" if key == "model.type" else _type_name(field.annotation)
+        kind = "|".join(MODEL_CONFIGS) if key == "model.type" else _type_name(field.annotation)
         lines.append(f"  --{key} {kind}\n      {field.description}{only}{default}")
     return "\n".join(lines)
 

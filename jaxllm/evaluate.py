@@ -66,7 +66,7 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     overrides, words = {}, iter(rest)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
-        if not (word.startswith("--data.")):
+        if not word.startswith("--data."):
             raise InputError(f"unknown argument {word}; see --help")
         value = value if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):

@@ -139,6 +139,12 @@ class HuggingFaceWeights:
         return all(np.array_equal(head[part], table[part]) for part in parts)
 
 
+def pickle_in(folder: Path) -> str:
+    """The end of a refusal that names a pickle in the folder, "" where there is none."""
+    pickles = sorted(p.name for end in ("bin", "pth", "pt") for p in folder.glob(f"*.{end}"))
+    return f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
+
+
 def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     """({file: opened}, {tensor: (file, name in it)}) of the safetensors in a folder."""
     if (folder / INDEX).is_file():
@@ -154,9 +160,7 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]
     else:
         listed, names = {}, sorted(p.name for p in folder.glob("consolidated*.safetensors"))
     if not names:
-        pickles = sorted(p.name for end in ("bin", "pth", "pt") for p in folder.glob(f"*.{end}"))
-        why = f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
-        raise InputError(f"{folder} holds no model.safetensors and no {INDEX}{why}")
+        raise InputError(f"{folder} holds no model.safetensors and no {INDEX}{pickle_in(folder)}")
     files, stored = {}, {}
     for name in names:
         try:

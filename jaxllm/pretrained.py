@@ -16,7 +16,7 @@ from flax import nnx
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError, RunError
-from jaxllm.huggingface import HuggingFaceWeights
+from jaxllm.huggingface import HuggingFaceWeights, pickle_in
 from jaxllm.weights import Place, places
 
 # Settings that weights fit whatever they are (and max_seq_len, without learned positions).
@@ -95,11 +95,9 @@ def open_weights(directory: str | Path) -> Weights:
         return HuggingFaceWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
         return RunWeights(directory)
-    pickles = sorted(p.name for end in ("bin", "pth", "pt") for p in directory.glob(f"*.{end}"))
-    why = f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
     raise InputError(
         f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
-        f" directory (config.yaml, checkpoints){why}"
+        f" directory (config.yaml, checkpoints){pickle_in(directory)}"
     )
 
 

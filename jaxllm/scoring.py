@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxllm.config import MeshConfig, round_up
 from jaxllm.errors import InputError
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.pretrained import RunWeights
 from jaxllm.sample import WIDTHS, most_tokens, put_model
 from jaxllm.sharding import make_mesh
@@ -67,8 +68,7 @@ class Scorer:
 
     def _score(self, params, tokens, labels):
         """(sum of the labels' log-probabilities, all of them the likeliest), (B,) each."""
-        # pyrefly: ignore[missing-attribute]
-        model = nnx.merge(self.graph, params)
+        model: LanguageModel = nnx.merge(self.graph, params)
         hidden = model.hidden(tokens)
 
         def score(part):  # some positions at a time: the logits of all would be gigabytes

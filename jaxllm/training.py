@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import guard, sharding
 from jaxllm.config import Config
-from jaxllm.models import MODELS
-from jaxllm.optim import learning_rate, make_optimizer
+from jaxllm.models import create
+from jaxllm.models.language_model import LanguageModel
+from jaxllm.optim import global_norm, learning_rate, make_optimizer
 
 IGNORE = -100  # label of a position that takes no part in the loss
 
@@ -56,9 +57,8 @@ class Trainer:
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         self.state_shardings = self._state_shardings(self.abstract_params)
 
-    def _make_model(self) -> nnx.Module:
-        config = self.config.model
-        return MODELS[config.type](config, rngs=nnx.Rngs(self.config.train.seed))
+    def _make_model(self) -> LanguageModel:
+        return create(self.config.model, seed=self.config.train.seed)
 
     def _state_shardings(self, params: nnx.State) -> TrainState:
         whole = NamedSharding(self.mesh, sharding.P())
@@ -165,7 +165,6 @@ class Trainer:
 
     def _loss_sum(self, params, batch) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(self.graph, params)
-        # pyrefly: ignore[missing-attribute]
         loss = model.loss(batch["tokens"], batch["labels"])
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
@@ -197,7 +196,7 @@ class Trainer:
             (loss, grads), _ = jax.lax.scan(add, zero, split)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        norm = optax.tree.norm(grads)
+        norm = global_norm(grads)
         good, watch = guard.judge(state.watch, loss, norm, self.config.train.skip_spikes)
         params, opt_state = guard.choose(good, (params, opt_state), (state.params, state.opt_state))
         metrics = {

@@ -88,11 +88,10 @@ def device_lacks(gpu: Gpu) -> str | None:
     platform = jax.default_backend()
     if platform != "gpu":
         return f"the platform is {platform}, not gpu"
-    capability = getattr(jax.devices()[0], "compute_capability", None)
+    capability = str(getattr(jax.devices()[0], "compute_capability", None))
     try:
-        # pyrefly: ignore[bad-argument-type]
         have = float(capability)
-    except (TypeError, ValueError):
+    except ValueError:
         return f"compute capability {capability} is not one of an NVIDIA GPU"
     need = int(gpu[3:5]) / 10
     if have < need or (gpu == "sm_90a" and have != need):

@@ -28,9 +28,8 @@ from pallas_kernels import mosaic
 #
 #   forward  0.269, 0.347, 0.302 (3.06, 3.03, 2.73 TB/s)   unroll 2: 0.277; 8: 0.269
 #   backward 0.575, 0.740, 0.601 (2.87, 2.84, 2.74 TB/s)   unroll 2: 0.581, 0.752, 0.624; 1: 0.588
-_FORWARD_UNROLL = 4
-_BACKWARD_UNROLL = 4
-_LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
+_UNROLL = 4
+LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
 
 
 def cross_entropy(
@@ -49,8 +48,11 @@ def cross_entropy(
     than 128 columns.  Any other number of them is taken in place; an odd one costs 2-byte loads.
     Raises ValueError for shapes that do not fit, NotImplementedError under backend="mosaic".
     """
+    if not logits.ndim:
+        raise ValueError("logits has shape (), it needs the axis of the vocabulary")
     v = logits.shape[-1]
     vocab_size = v if vocab_size is None else vocab_size
+    mosaic.check_whole_numbers(labels=labels)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {labels.shape}, logits {logits.shape} need {logits.shape[:-1]}"
@@ -76,7 +78,7 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
     # A masked sum, not a gather: its gradient is no scatter, and it shards over the vocabulary.
     picked = jnp.where(column == labels[..., None], z, 0).sum(-1)
     loss = jnp.log(jnp.exp(z - top).sum(-1)) - (picked - top[..., 0])
-    return _judge(loss, labels, vocab_size, ignore_index)
+    return judge(loss, labels, vocab_size, ignore_index)
 
 
 def why_not(logits) -> str | None:
@@ -84,12 +86,25 @@ def why_not(logits) -> str | None:
     return mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
 
 
-def _judge(value, labels, vocab_size, ignore_index):
+def judge(value, labels, vocab_size, ignore_index):
     """`value` for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
     ignored = labels == ignore_index
     known = ignored | ((labels >= 0) & (labels < vocab_size))
     # A product, so that the reference's gradient is NaN too where the label is wrong.
     return jnp.where(ignored, 0.0, value * jnp.where(known, 1.0, jnp.nan))
+
+
+def online(state, *xs):
+    """(maximum, sum of exponentials from it) of each lane after more logits.
+
+    Each thread keeps its own: nothing crosses threads until the end of the row.
+    """
+    old, total = state
+    top = functools.reduce(jnp.maximum, xs, old)
+    total = total * jnp.exp(old - top)
+    for x in xs:
+        total += jnp.exp(x - top)
+    return top, total
 
 
 def _tile(v: int, dtype):
@@ -113,9 +128,8 @@ def _forward(logits, labels, vocab_size, ignore_index):
     logits = mosaic.pad_axis(logits, 1, 128) if logits.shape[1] < 128 else logits
     n, v = logits.shape
     tile, layout = _tile(v, logits.dtype)
-    unroll = _FORWARD_UNROLL
-    steps, rest = divmod(vocab_size // tile, unroll)
-    done = (steps * unroll + rest) * tile
+    steps, rest = divmod(vocab_size // tile, _UNROLL)
+    done = (steps * _UNROLL + rest) * tile
 
     def cross_entropy_forward(logits_ref, labels_ref, loss_ref, top_ref, total_ref):
         row = lax.axis_index("row")
@@ -123,23 +137,14 @@ def _forward(logits, labels, vocab_size, ignore_index):
         def load(start):
             return mosaic.load(logits_ref.at[row, pl.ds(start, tile)], layout)
 
-        def online(state, *xs):
-            # Each thread keeps its own maxima and sums: nothing crosses threads until the end.
-            old, total = state
-            top = functools.reduce(jnp.maximum, xs, old)
-            total = total * jnp.exp(old - top)
-            for x in xs:
-                total += jnp.exp(x - top)
-            return top, total
-
         def step(i, state):
-            start = i * (unroll * tile)
-            return online(state, *(load(start + u * tile) for u in range(unroll)))
+            start = i * (_UNROLL * tile)
+            return online(state, *(load(start + u * tile) for u in range(_UNROLL)))
 
-        lowest = plgpu.layout_cast(jnp.full((tile,), _LOWEST, jnp.float32), layout)
+        lowest = plgpu.layout_cast(jnp.full((tile,), LOWEST, jnp.float32), layout)
         state = lax.fori_loop(0, steps, step, (lowest, mosaic.zeros((tile,), layout)))
         if rest:
-            xs = [load((steps * unroll + u) * tile) for u in range(rest)]
+            xs = [load((steps * _UNROLL + u) * tile) for u in range(rest)]
             state = online(state, *xs)
         if done < vocab_size:  # the last columns, with some that were counted or are padding
             start = min(done, v - tile)
@@ -152,7 +157,7 @@ def _forward(logits, labels, vocab_size, ignore_index):
         label = labels_ref[row]
         picked = logits_ref[row, jnp.clip(label, 0, v - 1)].astype(jnp.float32)
         loss = jnp.log(total) - (picked - top)
-        loss_ref[row] = _judge(loss, label, vocab_size, ignore_index)
+        loss_ref[row] = judge(loss, label, vocab_size, ignore_index)
         top_ref[row] = top
         total_ref[row] = total
 
@@ -172,14 +177,13 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
     logits = mosaic.pad_axis(logits, 1, 128) if width < 128 else logits
     n, v = logits.shape
     tile, layout = _tile(v, logits.dtype)
-    unroll = _BACKWARD_UNROLL
-    steps, rest = divmod(vocab_size // tile, unroll)
-    done = (steps * unroll + rest) * tile
+    steps, rest = divmod(vocab_size // tile, _UNROLL)
+    done = (steps * _UNROLL + rest) * tile
 
     def cross_entropy_backward(logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref):
         row = lax.axis_index("row")
         label, top = labels_ref[row], top_ref[row]
-        scale = _judge(dloss_ref[row], label, vocab_size, ignore_index)
+        scale = judge(dloss_ref[row], label, vocab_size, ignore_index)
         factor = scale / total_ref[row]
 
         def write(starts, masked=False):
@@ -195,10 +199,10 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
 
         @pl.loop(0, steps)
         def _(i):
-            write([(i * unroll + u) * tile for u in range(unroll)])
+            write([(i * _UNROLL + u) * tile for u in range(_UNROLL)])
 
         if rest:
-            write([(steps * unroll + u) * tile for u in range(rest)])
+            write([(steps * _UNROLL + u) * tile for u in range(rest)])
 
         # The last tile ends at the end of the row; what it shares with its neighbour it writes
         # again, with the same values.

@@ -59,9 +59,14 @@ def encoder(
     are, nothing is cast beforehand.  A token outside the vocabulary is taken as the nearest one
     inside it (the data loader rejects it).  The gradients have the dtypes of the tables and are
     sums in float32, the same bits in every run.  Tables of fewer than 128 columns are copied.
-    Raises ValueError for more than wpe's positions, NotImplementedError under backend="mosaic".
+    Raises ValueError for tokens and tables that do not fit, NotImplementedError under "mosaic".
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
+    mosaic.check_axes("B T", tokens=tokens)
+    mosaic.check_whole_numbers(tokens=tokens)
+    mosaic.check_axes("rows C", wte=wte, **({} if wpe is None else {"wpe": wpe}))
+    if wpe is not None and wpe.shape[1] != wte.shape[1]:
+        raise ValueError(f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}: not one width")
     if wpe is not None and tokens.shape[1] > wpe.shape[0]:
         raise ValueError(
             f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe: shorten the"
@@ -90,7 +95,7 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     ) or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
 
 
-def _columns(c: int, *dtypes, most=1024):
+def _columns(c: int, *dtypes):
     """How rows of c >= 128 columns are cut into loads: (columns of a load, loads, layout).
 
     The last load of a row ends at the end of the row, so it may overlap the one before.
@@ -99,7 +104,7 @@ def _columns(c: int, *dtypes, most=1024):
     choices = [
         (128 * vec * k, vec)
         for vec in (1, 2, 4, 8)
-        for k in range(1, most // (128 * vec) + 1)
+        for k in range(1, 1024 // (128 * vec) + 1)
         if vec <= widest and c % vec == 0 and 128 * vec * k <= c
     ]
     # As few columns twice as possible; a load costs about as much as 64 columns more.
@@ -124,14 +129,11 @@ def _forward(tokens, wte, wpe, dtype):
     again is read from the cache.
     """
     width = wte.shape[1]
-    wte, wpe = _pad(wte), _pad(wpe)
-    # pyrefly: ignore[missing-attribute]
-    (b, t), (v, c) = tokens.shape, wte.shape
+    tables = [_pad(table) for table in (wte, wpe) if table is not None]
+    (b, t), (v, c) = tokens.shape, tables[0].shape
     batch = min(_BATCH, b)
     blocks = mosaic.cdiv(b, batch) * t
     slab = _SLAB if c % _SLAB == 0 else c
-    tables = [wte] if wpe is None else [wte, wpe]
-    # pyrefly: ignore[missing-attribute]
     tile, loads, layout = _columns(slab, dtype, *(table.dtype for table in tables))
 
     def encoder_forward(tokens_ref, wte_ref, *refs):
@@ -165,7 +167,6 @@ def _forward(tokens, wte, wpe, dtype):
 def _backward(tokens, dy, v, wte_dtype, positions, wpe_dtype):
     """dwte (v, C) and dwpe (positions, C), which is None for positions = 0."""
     (b, t), width = tokens.shape, dy.shape[-1]
-    # pyrefly: ignore[missing-attribute]
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
     dwte, *dwpe = _vocabulary(runs, dy, _sums(runs, dy), v, wte_dtype, positions and t, wpe_dtype)
@@ -184,12 +185,8 @@ def _runs(tokens, v):
     keys = jnp.clip(tokens, 0, v - 1).astype(jnp.uint16 if v <= 1 << 16 else jnp.uint32)
     ids, order = lax.sort((keys, place), num_keys=1, is_stable=True)
     differ = ids[1:] != ids[:-1]
-    is_end = jnp.stack(
-        [
-            jnp.pad(differ, (1, 0), constant_values=True),
-            jnp.pad(differ, (0, 1), constant_values=True),
-        ]
-    )
+    first_and_last = [jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1))]
+    is_end = jnp.stack(first_and_last)
     # One scatter for both ends; what is no end goes past the array, each to a place of its own.
     row = ids.astype(jnp.int32)
     at = jnp.where(
@@ -288,10 +285,8 @@ def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
             @pl.loop(0, _VOCAB)
             def _(i):
                 row = block + i * blocks
-                start, stop = (
-                    ends_ref[jnp.minimum(row, v - 1)],
-                    ends_ref[jnp.minimum(v + row, 2 * v - 1)],
-                )
+                start = ends_ref[jnp.minimum(row, v - 1)]
+                stop = ends_ref[jnp.minimum(v + row, 2 * v - 1)]
 
                 @pl.when((stop - start > 1) & (row < v))
                 def _():
@@ -317,9 +312,9 @@ def _vocabulary(runs, dy, sums, v, dtype, positions, wpe_dtype):
     )(order, ends, dy, sums)
 
 
-def _pad(x):
+def _pad(x: jax.Array) -> jax.Array:
     """Rows of fewer than 128 columns, one for each thread, are padded to 128."""
-    return mosaic.pad_axis(x, x.ndim - 1, 128) if x is not None and x.shape[-1] < 128 else x
+    return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -70,6 +70,8 @@ def why_not(x, bias=None) -> str | None:
         return _elementwise_why_not(x=x)
     if bias.size % 128:
         return f"the width F={bias.size} is no multiple of 128 (with a bias)"
+    if x.dtype != jnp.bfloat16 and (reason := _elementwise_why_not(x=x)):
+        return reason  # the forward kernel's
     return mosaic.unsupported_dtype(x=x, bias=bias) or mosaic.empty(x=x)
 
 
@@ -142,8 +144,7 @@ def _backward_rows(z, dy):
             jax.ShapeDtypeStruct(z.shape, z.dtype),
             jax.ShapeDtypeStruct((blocks, f), jnp.float32),
         ],
-        grid=(blocks, f // width),
-        grid_names=("rows", "panel"),
+        **mosaic.grid(rows=blocks, panel=f // width),
         compiler_params=plgpu.CompilerParams(approx_math=z.dtype.itemsize == 2),
     )(z, dy)
     return dx, sums.sum(0)
@@ -167,8 +168,8 @@ def _in_the_matmul(z):
 
 def _backward_of_sum(saved, dy):
     z, like_bias = saved
-    dx, dbias = _backward_rows(z.reshape(-1, z.shape[-1]), dy.reshape(-1, z.shape[-1]))
-    return dx.reshape(z.shape), dbias.astype(like_bias.dtype)
+    dx, dbias = _backward_rows(z, dy)
+    return dx, dbias.astype(like_bias.dtype)
 
 
 _gelu_of_sum.defvjp(_forward_of_sum, _backward_of_sum)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend as _backend
 from pallas_kernels import mosaic
-from pallas_kernels.cross_entropy import cross_entropy_reference
+from pallas_kernels.cross_entropy import LOWEST, cross_entropy_reference, judge, online
 
 # Bytes for the logits of a chunk and the copies of the weight, and the least tokens of a chunk:
 # every chunk reads and writes all of dW.  Measured on an H100, forward and backward, bf16 with
@@ -45,7 +45,6 @@ _LEAST_TOKENS = 2048
 _GROUPS = 4
 _UNROLL = 6
 _TILES = ((112 * 1024, 128), (None, 256))  # bytes of a row, columns
-_LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
 
 
 class _Options(NamedTuple):
@@ -84,15 +83,22 @@ def linear_cross_entropy(
     A vocabulary that is no multiple of 128 costs the kernel a padded copy of the weight.
     Raises ValueError for shapes that do not fit, NotImplementedError under backend="mosaic".
     """
+    mosaic.check_axes("C V" if transposed else "V C", weight=weight)
+    mosaic.check_whole_numbers(labels=labels)
     v, c = weight.shape[::-1] if transposed else weight.shape
     parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
     vocab_size = v * parts if vocab_size is None else vocab_size
-    if x.shape[-1] != c:
-        raise ValueError(f"weight has {c} features (shape {weight.shape}), x has {x.shape[-1]}")
+    if x.shape[-1:] != (c,):
+        have = x.shape[-1] if x.ndim else "no axis"
+        raise ValueError(f"weight has {c} features (shape {weight.shape}), x has {have}")
     if labels.shape != x.shape[:-1]:
         raise ValueError(f"labels have shape {labels.shape}, x {x.shape} needs {x.shape[:-1]}")
     if not 1 <= vocab_size <= v * parts:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} is not positive")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk} is not at least 1 token")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
     options = dict(
@@ -142,8 +148,7 @@ def linear_cross_entropy_reference(
         picked = jnp.where(column == local[..., None], z, 0).sum(-1)
         total = jnp.exp(z - top[..., None]).sum(-1)
         total, picked = lax.psum((total, picked), vocab_axis)
-        loss = (jnp.log(total) - (picked - top)) * _judge(labels, vocab_size, ignore_index)
-        loss = jnp.where(labels == ignore_index, 0, loss)
+        loss = judge(jnp.log(total) - (picked - top), labels, vocab_size, ignore_index)
     return _reduce(loss.sum(), labels, ignore_index, reduction)
 
 
@@ -162,12 +167,6 @@ def _reduce(total, labels, ignore_index, reduction):
     return total / jnp.maximum((labels != ignore_index).sum(), 1).astype(total.dtype)
 
 
-def _judge(labels, vocab_size, ignore_index):
-    """1 for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
-    known = (labels >= 0) & (labels < vocab_size)
-    return jnp.where(labels == ignore_index, 0.0, jnp.where(known, 1.0, jnp.nan))
-
-
 def _local(labels, v, vocab_size, vocab_axis):
     """Labels as columns of this device's v logits (-1: not among them), and its real columns."""
     if vocab_axis is None:
@@ -179,7 +178,7 @@ def _local(labels, v, vocab_size, vocab_axis):
 
 
 @functools.partial(jax.jit, static_argnames=("real", "softcap", "write"))
-def _rows(z, labels, scale, valid=None, given=(), *, real=None, softcap, write):
+def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
     """Statistics of rows of logits, and their gradient in their place.  One block for each row.
 
     z (n, V), V a multiple of 128; labels (n,): a column, or -1; scale (n,): what dz is multiplied
@@ -231,19 +230,10 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=None, softcap, write):
 
         def statistics():
             if rest:  # under way while the others are
-                # pyrefly: ignore[bad-argument-type]
                 mine = jnp.where(group == groups - 1, valid, 0)  # the others count none of it
                 x = load(tiles * tile, rest, rest_layout, mine)
 
-            def online(state, *xs):
-                old, total = state
-                top = functools.reduce(jnp.maximum, xs, old)
-                total = total * jnp.exp(old - top)
-                for x in xs:
-                    total += jnp.exp(x - top)
-                return top, total
-
-            lowest = plgpu.layout_cast(jnp.full((4, tile), _LOWEST, jnp.float32), layout)
+            lowest = plgpu.layout_cast(jnp.full((4, tile), LOWEST, jnp.float32), layout)
             state = lax.fori_loop(
                 0,
                 whole,
@@ -358,7 +348,7 @@ def _run(x, weight, labels, o: _Options, differentiate: bool):
     v = w.shape[1] if o.transposed else w.shape[0]
     w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
-    scale = _judge(labels, o.vocab_size, o.ignore_index)
+    scale = judge(1.0, labels, o.vocab_size, o.ignore_index)
     loss, dx, dw = jnp.float32(0), [], None
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
@@ -387,9 +377,8 @@ def _run(x, weight, labels, o: _Options, differentiate: bool):
             pair = (x_part, dz) if o.transposed else (dz, x_part)
             more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
             dw = more if dw is None else dw + more
-    if not differentiate:
+    if dw is None:  # nor dx
         return loss
-    # pyrefly: ignore[unsupported-operation]
     dw = dw[:, :v] if o.transposed else dw[:v]
     return loss, jnp.concatenate(dx), dw
 

@@ -1,11 +1,16 @@
 """Layouts, tiles and small loads and stores that the Mosaic GPU kernels share."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPS = 4  # warps in a warpgroup of 128 threads
+WGMMA = plgpu.Layout.WGMMA  # of the result of a wgmma, and of its left operand in registers
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
+ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
+LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is an instruction
 
 
 def warp_rows(vec: int) -> plgpu.Layout:
@@ -28,6 +33,19 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(cols * itemsize * 8)
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def registers(wgs: int) -> tuple[int, int]:
+    """Registers of a computing thread and of a loading one, of blocks with one loading warpgroup.
+
+    wgs: computing warpgroups.  65,536 for all threads of an SM, in steps of 8 for a thread.
+    """
+    return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
+
+
+def sm_count() -> int:
+    """Blocks of persistent grids: one for each SM (132 on an H100 or H200)."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
 def load(ref, layout) -> jax.Array:
@@ -61,6 +79,16 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def grid(**axes: int) -> dict:
+    """grid and grid_names for plgpu.kernel, from the blocks along each axis, the last one fastest.
+
+    CUDA has at most 65,535 blocks along every axis but the fastest one: an axis of more becomes it.
+    """
+    long = [name for name, blocks in axes.items() if blocks > 65_535]
+    names = sorted(axes, key=lambda name: name in long)  # stable: what is not long keeps its place
+    return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
+
+
 def stat_dtype(dtype) -> jnp.dtype:
     """float32 for statistics and sums, float64 where the data are (the references' truth)."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -73,6 +101,21 @@ def cdiv(a: int, b: int) -> int:
 def along(vector, shape, axis: int) -> jax.Array:
     """Broadcasts a vector that runs along `axis` to a two-dimensional shape, inside a kernel."""
     return lax.broadcast_in_dim(vector, shape, [axis])
+
+
+def check_axes(axes: str, **arrays) -> None:
+    """Raises ValueError unless every array has as many axes as `axes` names ("B T H D")."""
+    names = axes.split()
+    for name, x in arrays.items():
+        if x.ndim != len(names):
+            raise ValueError(f"{name} has shape {x.shape}, it needs {len(names)} axes: {axes}")
+
+
+def check_whole_numbers(**arrays) -> None:
+    """Raises ValueError for an array of floats, which a kernel would cut to whole numbers."""
+    for name, x in arrays.items():
+        if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
+            raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype, as int32")
 
 
 def unsupported_dtype(**arrays) -> str | None:

@@ -79,6 +79,8 @@ def rope(
 
 def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> np.ndarray:
     """The d/2 frequencies in radians a position: computed in float64, rounded once to float32."""
+    if not theta > 0:
+        raise ValueError(f"theta={theta} is not positive")
     freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
     if scaling is not None:
         factor, low, high, original = scaling
@@ -129,6 +131,7 @@ def why_not_in_place(x, positions) -> str | None:
 
 
 def _check(q, k, positions, layout):
+    mosaic.check_axes("B T H D", q=q, k=k)
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:
         raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
@@ -267,8 +270,7 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     call = plgpu.kernel(
         body,
         out_type=[] if in_place else out,
-        grid=(whole + bool(rest), d // 2 // tile.pairs, groups),
-        grid_names=("row", "column", "group"),
+        **mosaic.grid(row=whole + bool(rest), column=d // 2 // tile.pairs, group=groups),
     )
     frequency = frequencies(d, theta, scaling)
     if in_place:

@@ -186,6 +186,8 @@ def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
 
 def check_shapes(x, weight, bias, residual=None, x_bias=None):
     """ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
+    if not x.ndim:
+        raise ValueError("x has shape (), it needs the axis C that is normalised")
     weights = {"weight": weight, "bias": bias, "x_bias": x_bias}
     weights = {name: w for name, w in weights.items() if w is not None}
     for name, w in weights.items():

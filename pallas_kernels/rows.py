@@ -13,7 +13,7 @@ all, or one for each of H heads; a program works for one head only.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def _gradients(kind, _, saved, cotangents):
 norm.defvjp(_save, _gradients)
 
 
-def _flatten(x, weights, arrays):
+def _flatten(x, weights, arrays) -> tuple[Any, ...]:
     """Every array of x's shape as (rows, heads, cols), and the weights as (heads, cols)."""
     heads = next((w.shape[0] for w in weights if w is not None and w.ndim == 2), 1)
     shape = (x.size // (heads * x.shape[-1]), heads, x.shape[-1])
@@ -166,8 +166,7 @@ def _kernel(body, name, p: Plan, out_type, scratch_types):
         body,
         out_type=out_type,
         scratch_types=scratch_types,
-        grid=(p.programs, p.heads),
-        grid_names=("program", "head"),
+        **mosaic.grid(program=p.programs, head=p.heads),
         num_threads=p.parts,
         thread_name="part",
         # Every lane overwrites what it alone has read; between warps and copies stand the barriers
@@ -188,7 +187,6 @@ def _forward(kind, eps, x, residual, weight, bias):
     x, residual, weight, bias = _flatten(x, (weight, bias), (x, residual))
     arrays = _given(x=x, residual=residual, weight=weight, bias=bias)
     streams, weights = _given(x=x, residual=residual), _given(weight=weight, bias=bias)
-    # pyrefly: ignore[missing-attribute]
     p = plan("forward", x.shape, streams, weights)
     stats = [jax.ShapeDtypeStruct((p.heads, p.tiles * p.groups, LINES), jnp.float32)] * kind.count
     scratch_types = (
@@ -264,7 +262,6 @@ def _backward(kind, x, stats, dy, ds, weight, bias, x_bias):
     arrays = _given(x=x, dy=dy, ds=ds, weight=weight)
     streams, weights = _given(x=x, dy=dy, ds=ds), _given(weight=weight)
     sums = _given(weight=weight, bias=bias, x_bias=x_bias)
-    # pyrefly: ignore[missing-attribute]
     p = plan("backward", x.shape, streams, weights)
     assert all(a.shape[1] >= p.tiles * p.groups for a in stats), "a set without statistics"
     parts = (p.heads, p.programs + -p.programs % LINES, p.parts * p.blocks, p.block)
@@ -344,7 +341,6 @@ def _backward(kind, x, stats, dy, ds, weight, bias, x_bias):
         body,
         name,
         p,
-        # pyrefly: ignore[missing-attribute]
         [jax.ShapeDtypeStruct(p.view_shape, x.dtype)]
         + [jax.ShapeDtypeStruct(parts, jnp.float32)] * len(sums),
         [
@@ -423,7 +419,6 @@ def _sum_programs(name, p: Plan, sums, parts):
     out = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((p.heads, cols), w.dtype) for w in sums.values()],
-        grid=(cols // _SUM_COLS, p.heads, len(parts)),
-        grid_names=("column", "head", "which"),
+        **mosaic.grid(column=cols // _SUM_COLS, head=p.heads, which=len(parts)),
     )(*(a.reshape(p.heads, n, cols) for a in parts))
     return [a[:, : p.cols] for a in out]

@@ -27,7 +27,7 @@ def kernels_run_here():
     import interpreter_extension
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
-    interpreter_extension.install(relax_barriers=True)
+    interpreter_extension.install()
     # The interpreter is chosen while tracing: nothing traced outside may be reused inside.
     jax.clear_caches()
     try:

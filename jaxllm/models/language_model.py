@@ -180,7 +180,7 @@ def add(branch, residual):
     """branch + residual in the residual's dtype."""
     if branch is None:
         return residual
-    x, bias = branch if isinstance(branch, tuple) else (branch, None)
+    x, bias = _apart(branch)
     x = x if bias is None else x + bias.astype(x.dtype)
     return residual + x.astype(residual.dtype)
 
@@ -189,8 +189,13 @@ def add_norm(norm, branch, residual):
     """(norm(s), s) of s = branch + residual, in one pass."""
     if branch is None:
         return norm(residual), residual
-    x, bias = branch if isinstance(branch, tuple) else (branch, None)
+    x, bias = _apart(branch)
     return norm.add(x, residual, bias)
+
+
+def _apart(branch):
+    """(x, bias) of a branch x + bias, (x, None) of one without."""
+    return branch if isinstance(branch, tuple) else (branch, None)
 
 
 def zero_columns(weight: nnx.Param, start: int) -> None:

@@ -6,9 +6,10 @@ Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 202
 h reads kv head h // (H / K).  Only the log-sum-exp of each row is saved; the backward pass computes
 P again from it (Dao et al. 2022, "FlashAttention").
 
-The kernels are in forward_sm90.py and backward_sm90.py; this file has the op, its jnp reference,
-what ties the two directions together, and cuDNN as the stand-in where the kernels cannot run.
-qkv.py has the op for q, k and v in one array.
+The kernels are in forward_sm90.py, backward_sm90.py (dQ) and backward_dkv_sm90.py, what a query
+sees in masks_sm90.py, which block works on what in items_sm90.py.  This file has the op, its jnp
+reference, what ties the two directions together, and cuDNN as the stand-in where the kernels cannot
+run.  qkv.py has the op for q, k and v in one array.
 """
 
 import functools
@@ -56,7 +57,7 @@ def attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     backend="mosaic" with what the kernel lacks.
     """
-    check(q, k, v, causal, window, softcap)
+    check(q, k, v, causal, window, softcap, segment_ids)
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
@@ -71,7 +72,7 @@ def attention(
         window = None  # every key is in it
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
-    call = Call((t, s), causal, scale_of(scale, q), forward_sm90.sm_count(), window, softcap)
+    call = Call((t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap)
     # TMA copies into wgmma's layout move groups of 8 rows, and the kernels have four widths: other
     # lengths and head dimensions cost padded copies.
     padded = (_pad(x) for x in (q, k, v))
@@ -126,14 +127,16 @@ def _cudnn(q, k, v, causal, scale, window):
     )
 
 
-def check(q, k, v, causal, window, softcap):
+def check(q, k, v, causal, window, softcap, segment_ids=None):
     """Raises ValueError for shapes or options that contradict each other."""
+    mosaic.check_axes("B T H D", q=q)
+    mosaic.check_axes("B S K D", k=k, v=v)
     (b, t, h, d), (bk, s, kv, dk) = q.shape, k.shape
     if k.shape != v.shape:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
     if (b, d) != (bk, dk):
         raise ValueError(f"q has shape {q.shape} and k {k.shape}: B and D must be equal")
-    if h % kv:
+    if not kv or h % kv:
         raise ValueError(f"H={h} query heads are not a multiple of K={kv} kv heads")
     if causal and t > s:
         raise ValueError(f"T={t} queries are more than S={s} keys: pass causal=False or fewer")
@@ -141,6 +144,19 @@ def check(q, k, v, causal, window, softcap):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
+    if segment_ids is not None:
+        _check_segments(segment_ids, b, t, s)
+
+
+def _check_segments(segment_ids, b, t, s):
+    pair, need = isinstance(segment_ids, tuple), ((b, t), (b, s))
+    if not pair and t > s:
+        raise ValueError(f"T={t} queries are more than S={s} keys: pass segment_ids of both")
+    all_ids, need = (segment_ids, need) if pair else ((segment_ids,), need[1:])
+    if (have := tuple(ids.shape for ids in all_ids)) != need:
+        raise ValueError(f"segment_ids have the shapes {have}, not {need}")
+    for ids in all_ids:
+        mosaic.check_whole_numbers(segment_ids=ids)
 
 
 def scale_of(scale, q) -> float:

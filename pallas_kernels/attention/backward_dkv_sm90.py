@@ -13,33 +13,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.forward_sm90 import (
-    COL,
-    ROW,
-    ROWS,
-    STATIC,
-    Tiles,
-    heads_of,
-    registers,
-)
-from pallas_kernels.attention.items_sm90 import (
-    block_costs,
-    divide,
-    item_order,
-    plan,
-    section_pairs,
-    work_items,
-    worth_planning,
-)
+from pallas_kernels.attention.forward_sm90 import STATIC, heads_of
+from pallas_kernels.attention.items_sm90 import Tiles, share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
-    LOG2E,
-    WGMMA,
     Visits,
     logits,
     same_segment,
@@ -47,6 +28,7 @@ from pallas_kernels.attention.masks_sm90 import (
     take,
     visible,
 )
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along, registers
 
 
 def dkv_tiles(head_dim: int) -> Tiles:
@@ -68,15 +50,13 @@ def backward_dkv(
     h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
-    wgs, bq, stages, persistent, section = tile or dkv_tiles(d)
+    tile = tile or dkv_tiles(d)
+    wgs, bq, stages = tile[:3]
     shared = d > 128  # two warpgroups share the keys
     sets = 1 if shared else wgs  # of 64 keys
     packed = segments is not None
     block = sets * ROWS
     blocks = mosaic.cdiv(s_len, block)
-    items = blocks * b * kv_heads
-    persistent = persistent and worth_planning(blocks, items, sms, packed)
-    sides = 2 if persistent else 1  # buffers of K and V: of this item and of the next one
     visits = Visits(lengths, causal, window, bq, by_keys=True)
     offset = visits.offset
     # dK and dV of one step can run under the next one where P and dS have registers to wait in.
@@ -85,13 +65,13 @@ def backward_dkv(
     # memory.  H100, D64: B32 T1024 12/12 0.215 ms, otherwise 0.228; B4 T4096 32/8 0.889 and 0.982.
     in_registers = d <= 64 and not packed and softcap is None
 
+    first_key = lambda level: level * block  # the first keys are seen by most queries
     pair_bytes = 4 * t * d * group  # Q and dO of a kv head
-    section = section_pairs(b * kv_heads, pair_bytes, section)
-    order = item_order(blocks, b * kv_heads, section)
-
-    def where(item):  # -> first key, (batch, kv head); the first keys are seen by most queries
-        level, pair = divide(item, b * kv_heads) if persistent else order(item)
-        return level * block, divide(pair, kv_heads)
+    items = share_out(
+        visits, block, first_key, (b, kv_heads), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
+    )
+    where, persistent = items.where, items.persistent
+    sides = 2 if persistent else 1  # buffers of K and V: of this item and of the next one
 
     def limits_of(key0, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(key0, jnp.int32(block))
@@ -166,8 +146,8 @@ def backward_dkv(
                     n = n_head + r
                     slot = slot_of(n)
                     plgpu.barrier_wait(q_full.at[slot])
-                    column = lambda ref: lax.broadcast_in_dim(
-                        plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), [1]
+                    column = lambda ref: along(
+                        plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), 1
                     )
                     across = lambda acc, rows, tile: plgpu.wgmma(
                         acc, rows, tile.at[slot].transpose((1, 0))
@@ -350,10 +330,7 @@ def backward_dkv(
 
             work_items(plan_ref, lambda _item: None, load)
 
-    args = []
-    if persistent:
-        costs = block_costs(visits, np.arange(blocks) * block, block)
-        args += [plan(costs, b * kv_heads, section, sms)]
+    args = [items.table] if persistent else []
     if packed:
         q_ids, k_ids = segments
         args += [q_ids, k_ids, segment_spans(k_ids, q_ids, visits, block)]
@@ -379,7 +356,7 @@ def backward_dkv(
             *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
             *[smem(sets)] * (2 if persistent else 0),
         ],
-        grid=(sms if persistent else items,),
+        grid=(items.grid,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

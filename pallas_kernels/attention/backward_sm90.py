@@ -26,7 +26,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -34,29 +33,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.attention.backward_dkv_sm90 import backward_dkv
 from pallas_kernels.attention.forward_sm90 import (
-    COL,
-    ROW,
-    ROWS,
     STATIC,
-    Tiles,
     heads_of,
     pad_segments,
-    registers,
-    rows_to,
     some_rows_see_nothing,
 )
-from pallas_kernels.attention.items_sm90 import (
-    block_costs,
-    divide,
-    item_order,
-    plan,
-    section_pairs,
-    work_items,
-    worth_planning,
-)
+from pallas_kernels.attention.items_sm90 import Tiles, share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
-    LOG2E,
-    WGMMA,
     Visits,
     logits,
     same_segment,
@@ -64,6 +47,7 @@ from pallas_kernels.attention.masks_sm90 import (
     take,
     visible,
 )
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along, registers
 
 
 def dq_tiles(head_dim: int) -> Tiles:
@@ -100,48 +84,44 @@ def backward(
         softcap=softcap,
         heads=heads,
     )
+    dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
     if heads is None:
-        dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
         return dq, *backward_dkv(q, k, v, lse, dout, delta, segments, **static)
-    joint = jax.empty_ref(jax.typeof(q))  # each kernel writes its own heads of it
-    (delta,) = _backward_dq(q, k, v, out, lse, dout, dlse, segments, joint, **static)
+    joint = jax.new_ref(dq)  # no copy: the second kernel writes its own heads of it
     backward_dkv(q, k, v, lse, dout, delta, segments, joint, **static)
     return jax.freeze(joint)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def _backward_dq(
-    q, k, v, out, lse, dout, dlse, segments, joint=None, *, lengths, causal, scale, sms,
-    window=None, softcap=None, heads=None, tile=None,
+    q, k, v, out, lse, dout, dlse, segments, *, lengths, causal, scale, sms, window=None,
+    softcap=None, heads=None, tile=None,
 ):  # fmt: skip
-    """(dq like q, delta (B, H, stat_rows(T)) fp32); with a ref `joint`, dq is written there."""
+    """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
     b, _, _, d = q.shape
     h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
-    wgs, bkv, stages, persistent, section = tile or dq_tiles(d)
+    tile = tile or dq_tiles(d)
+    wgs, bkv, stages = tile[:3]
     shared = d > 128  # two warpgroups share the rows
     v_stages = 1 if shared else stages  # as many as shared memory holds
     sets = 1 if shared else wgs  # of 64 rows
     packed = segments is not None
     block = sets * ROWS
     blocks = mosaic.cdiv(t, block)
-    items = blocks * b * h
-    persistent = persistent and worth_planning(blocks, items, sms, packed)
-    sides = 2 if persistent else 1  # buffers of Q and dO: of this item and of the next one
     lead = (blocks * block - t) // ROWS * ROWS  # the block that is not full is the first one
     visits = Visits(lengths, causal, window, bkv)
     offset = visits.offset
     ragged, has_dlse = s_len % bkv != 0, dlse is not None
 
-    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    section = section_pairs(b * h, pair_bytes, section)
-    order = item_order(blocks, b * h, section)
     first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
-
-    def where(item):  # -> first row of the block, (batch, head)
-        level, pair = divide(item, b * h) if persistent else order(item)
-        return first_row(level), divide(pair, h)
+    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
+    items = share_out(
+        visits, block, first_row, (b, h), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
+    )
+    where, persistent = items.where, items.persistent
+    sides = 2 if persistent else 1  # buffers of Q and dO: of this item and of the next one
 
     def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(row + lead, jnp.int32(block))
@@ -231,7 +211,7 @@ def _backward_dq(
                             k0 = (top - 1 - n) * bkv
                             keys = s_len if ragged else None
                             x = visible(x, q0 + offset, k0, causal=causal, window=window, keys=keys)
-                        return jnp.exp2(x - rows_to(lse2, s.shape)), slope
+                        return jnp.exp2(x - along(lse2, s.shape, 0)), slope
 
                     def start_dp(acc):
                         plgpu.barrier_wait(v_full.at[v_slot])
@@ -243,7 +223,7 @@ def _backward_dq(
 
                     def add_dq(p, slope, dp):
                         plgpu.barrier_arrive(v_free.at[v_slot])
-                        ds = p * (dp - rows_to(delta, p.shape))
+                        ds = p * (dp - along(delta, p.shape, 0))
                         ds = (ds if slope is None else ds * slope).astype(dtype)
                         plgpu.wgmma(dq_acc, ds, k_smem.at[slot])  # runs on under the next step
 
@@ -381,15 +361,11 @@ def _backward_dq(
 
             work_items(plan_ref, lambda _item: None, load)
 
-    args = []
-    if persistent:
-        costs = block_costs(visits, first_row(np.arange(blocks)), block)
-        args += [plan(costs, b * h, section, sms)]
+    args = [items.table] if persistent else []
     args += [dlse] if has_dlse else []
     if packed:
         q_ids, k_ids = segments
         args += [q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead)]
-    args += [joint] if heads else []  # stands where dq_ref would as a result
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     stat = plgpu.SMEM((sets, ROWS), jnp.float32)
     handed = plgpu.SMEM((ROWS, bkv), jnp.float32, transforms=mosaic.wgmma_tiles(bkv, jnp.float32))
@@ -397,7 +373,7 @@ def _backward_dq(
     return plgpu.kernel(
         attention_backward_dq,
         out_type=(
-            *([] if heads else [jax.ShapeDtypeStruct(q.shape, dtype)]),
+            jax.ShapeDtypeStruct(q.shape, dtype),
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
         scratch_types=[
@@ -414,7 +390,7 @@ def _backward_dq(
             *[plgpu.SMEM(x, jnp.int32) for x in ((sets, ROWS), (stages, bkv)) if packed],
             *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
         ],
-        grid=(sms if persistent else items,),
+        grid=(items.grid,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

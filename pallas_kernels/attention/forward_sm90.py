@@ -19,24 +19,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.items_sm90 import (
-    block_costs,
-    divide,
-    item_order,
-    plan,
-    section_pairs,
-    work_items,
-    worth_planning,
-)
+from pallas_kernels.attention.items_sm90 import Tiles, share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
-    LOG2E,
-    WGMMA,
     Visits,
     logits,
     same_segment,
@@ -44,22 +33,9 @@ from pallas_kernels.attention.masks_sm90 import (
     take,
     visible,
 )
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along, registers
 
-ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
-ROWS = 64  # rows of one wgmma: queries (or keys, in the backward) of one warpgroup
-
-
-class Tiles(NamedTuple):
-    """How a kernel is cut up."""
-
-    wgs: int  # computing warpgroups of a block, 64 rows each
-    step: int  # columns of one step: keys, or queries in the dK/dV kernel
-    stages: int  # steps in flight
-    # True: a block for each SM, which takes several work items and loads the next one's rows while
-    # it works on this one's.  False: a block for each item, which the hardware hands out.
-    persistent: bool
-    section: int | None  # MiB of streamed operands of the heads worked on at a time; None: all
 
 
 def tiles(head_dim: int) -> Tiles:
@@ -69,15 +45,6 @@ def tiles(head_dim: int) -> Tiles:
     if head_dim <= 128:
         return Tiles(3 if head_dim <= 64 else 2, 128, 2, True, 16)
     return Tiles(2, 64, 2, False, 16)  # 256 columns of O leave registers for 64 keys
-
-
-def registers(wgs: int) -> tuple[int, int]:
-    """Registers of a computing thread and of a loading one (65,536 in all, steps of 8)."""
-    return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
-
-
-def rows_to(vector, shape):
-    return lax.broadcast_in_dim(vector, shape, [0])
 
 
 def stat_rows(t: int) -> int:
@@ -92,11 +59,6 @@ def stat_rows(t: int) -> int:
 def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
     """Rows without any key: of segments, or past T, under a window of less than their number."""
     return packed or (window is not None and window < ROWS)
-
-
-def sm_count() -> int:
-    """Blocks of the kernels' persistent grids: one for each SM (132 on an H100 or H200)."""
-    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
 def pad_segments(segments, lengths):
@@ -141,13 +103,11 @@ def forward(
     h, kv_heads, k_first, v_first = heads_of(q, k, heads)
     t, s_len = lengths
     group, dtype = h // kv_heads, q.dtype
-    wgs, bkv, stages, persistent, section = tile or tiles(d)
+    tile = tile or tiles(d)
+    wgs, bkv, stages = tile[:3]
     packed = segments is not None
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
-    items = blocks * b * h
-    persistent = persistent and worth_planning(blocks, items, sms, packed)
-    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
     # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
     # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
     lead = (blocks * block - t) // ROWS * ROWS
@@ -159,14 +119,13 @@ def forward(
     mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
     scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
 
-    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    section = section_pairs(b * h, pair_bytes, section)
-    order = item_order(blocks, b * h, section)
     first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
-
-    def where(item):  # -> first row of the block, (batch, head)
-        level, pair = divide(item, b * h) if persistent else order(item)
-        return first_row(level), divide(pair, h)
+    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
+    items = share_out(
+        visits, block, first_row, (b, h), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
+    )
+    where, persistent = items.where, items.persistent
+    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
 
     def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
         mine = lax.div(row + lead, jnp.int32(block))
@@ -265,7 +224,7 @@ def forward(
                         plgpu.barrier_arrive(k_free.at[slot_of(n)])
                     m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
                     alpha = jnp.exp2(m - m_new)
-                    p = jnp.exp2(s * factor - rows_to(m_new, s.shape))
+                    p = jnp.exp2(s * factor - along(m_new, s.shape, 0))
                     return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
                 def first_scores(s_acc):
@@ -291,7 +250,7 @@ def forward(
                     p, m, l, alpha = softmax(s, n, m, l, masked)
                     o = o_acc[...]  # waits for O += P V
                     plgpu.barrier_arrive(v_free.at[before])
-                    o_acc[...] = o * rows_to(alpha, o.shape)
+                    o_acc[...] = o * along(alpha, o.shape, 0)
                     return p, m, l
 
                 def all_steps_of(o_acc):
@@ -323,7 +282,7 @@ def forward(
                     inverse = 1 / l
                     if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
                         inverse = jnp.where(l > 0, inverse, 0)
-                    qo_smem[at] = (o * rows_to(inverse, o.shape)).astype(dtype)
+                    qo_smem[at] = (o * along(inverse, o.shape, 0)).astype(dtype)
                     lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
                     plgpu.commit_smem()
                     rows = pl.ds(q0, ROWS)
@@ -374,10 +333,7 @@ def forward(
 
             work_items(plan_ref, lambda _item: None, load)
 
-    args = ()
-    if persistent:
-        costs = block_costs(visits, first_row(np.arange(blocks)), block)
-        args = (plan(costs, b * h, section, sms),)
+    args = (items.table,) if persistent else ()
     if packed:
         q_ids, k_ids = pad_segments(segments, lengths)
         args += (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
@@ -402,7 +358,7 @@ def forward(
             plgpu.Barrier(num_barriers=wgs),
             *ids_smem * packed,
         ],
-        grid=(sms if persistent else items,),
+        grid=(items.grid,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="wg",

@@ -7,6 +7,8 @@ block should wait for the busiest one, and a block should know its next item ear
 
 import functools
 import heapq
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,54 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention.masks_sm90 import Visits
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut up."""
+
+    wgs: int  # computing warpgroups of a block, 64 rows each
+    step: int  # columns of one step: keys, or queries in the dK/dV kernel
+    stages: int  # steps in flight
+    # True: a block for each SM, which takes several work items and loads the next one's rows while
+    # it works on this one's.  False: a block for each item, which the hardware hands out.
+    persistent: bool
+    section: int | None  # MiB of streamed operands of the heads worked on at a time; None: all
+
+
+class Items(NamedTuple):
+    """The items of a kernel, and how its grid comes by them."""
+
+    grid: int  # blocks of the kernel
+    table: np.ndarray | None  # what `plan` gives each block; None: one item a block
+    where: Callable  # item -> (first row of the block, (batch, head))
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block takes several items, and loads the next one's rows meanwhile."""
+        return self.table is not None
+
+
+def share_out(
+    visits: Visits, block: int, first_row: Callable, batch_heads: tuple[int, int],
+    tile: Tiles, *, sms: int, pair_bytes: int, packed: bool,
+) -> Items:  # fmt: skip
+    """The Items of blocks of `block` rows, which begin at first_row(level), the longest at 0.
+
+    pair_bytes: of what streams past a pair.  packed: there are segments.
+    """
+    blocks, (batch, heads) = mosaic.cdiv(visits.rows, block), batch_heads
+    pairs = batch * heads
+    section = section_pairs(pairs, pair_bytes, tile.section)
+    order, table = item_order(blocks, pairs, section), None
+    if tile.persistent and worth_planning(blocks, blocks * pairs, sms, packed):
+        costs = block_costs(visits, first_row(np.arange(blocks)), block)
+        table = plan(costs, pairs, section, sms)
+
+    def where(item):
+        level, pair = order(item) if table is None else divide(item, pairs)
+        return first_row(level), divide(pair, heads)
+
+    return Items(blocks * pairs if table is None else sms, table, where)
 
 
 def section_pairs(pairs: int, pair_bytes: int, section: int | None) -> int:

@@ -9,7 +9,6 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,9 +16,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-
-WGMMA = plgpu.Layout.WGMMA
-LOG2E = math.log2(math.e)
+from pallas_kernels.mosaic import LOG2E, WGMMA
 
 
 class Visits(NamedTuple):
@@ -36,6 +33,11 @@ class Visits(NamedTuple):
         """Query i stands at position i + offset of the keys."""
         t, s = self.lengths
         return s - t
+
+    @property
+    def rows(self) -> int:
+        """Rows of a pair (batch, head): T, or S by keys."""
+        return self.lengths[1 if self.by_keys else 0]
 
     @property
     def tiles(self) -> int:

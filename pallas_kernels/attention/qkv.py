@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend as _backend
+from pallas_kernels import mosaic
 from pallas_kernels.attention import (
     WIDTHS,
     Call,
@@ -50,8 +51,9 @@ def attention_qkv(
     scaling: as in `rope`; scale, window, segment_ids, softcap: as in `attention`.
     Raises ValueError for heads that do not add up, and what `rope` and `attention` raise.
     """
+    mosaic.check_axes("B T P D", qkv=qkv)
     n_kv, left = divmod(qkv.shape[2] - n_heads, 2)
-    if left or n_kv < 1 or n_heads % n_kv:
+    if left or n_kv < 1 or n_heads < 1 or n_heads % n_kv:
         raise ValueError(
             f"qkv has {qkv.shape[2]} heads: not n_heads={n_heads} and twice a divisor of it"
         )
@@ -65,13 +67,13 @@ def attention_qkv(
             q, k = rope(q, k, positions, theta=theta, scaling=scaling, backend=backend)
         # pyrefly: ignore[bad-return]
         return attention(q, k, v, segment_ids=segment_ids, **options, backend=backend)
-    check(qkv, qkv, qkv, True, window, softcap)
+    check(qkv, qkv, qkv, True, window, softcap, segment_ids)
     if theta is not None:
         check_positions(qkv, positions)
         _backend.use_kernel("rope", backend, None)
     _backend.use_kernel("attention", backend, None, "sm_90a")
     window = None if window is not None and window >= t else window
-    call = Call((t, t), True, scale_of(scale, qkv), forward_sm90.sm_count(), window, softcap)
+    call = Call((t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
     return _attention_qkv(qkv, positions, segments, heads, (theta, scaling), call)
 

@@ -57,7 +57,12 @@ def vlstm(
     Raises NotImplementedError under backend="mosaic" with what the kernels lack, ValueError for
     shapes, gate or chunk_size.
     """
+    mosaic.check_axes("B T NH DQK", q=q)
     _check(q, k, v, i, f, gate, initial_state)
+    if segment_ids is not None:
+        if segment_ids.shape != q.shape[:2]:
+            raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
+        mosaic.check_whole_numbers(segment_ids=segment_ids)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")
     options = dict(
@@ -88,6 +93,7 @@ def vlstm_step(
 
     Computed in float32 (float64 for float64); arguments as in `vlstm`, without the axis T.
     """
+    mosaic.check_axes("B NH DQK", q=q)
     _check(q, k, v, i, f, gate, state)
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.forward_sm90 import sm_count
 from pallas_kernels.vlstm import reference
 from pallas_kernels.vlstm.gates import forget_gradient, gates
 from pallas_kernels.vlstm.rows_sm90 import rows
@@ -59,7 +58,7 @@ def chunkwise(
     # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
     q, k, v = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
     given = first is not None
-    call = Call(length, size, normalize, packed, given, return_state, sm_count(), kernels)
+    call = Call(length, size, normalize, packed, given, return_state, mosaic.sm_count(), kernels)
     h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
     h = h[:, :length]
     if not return_state:
@@ -115,8 +114,10 @@ def _cell_backward(call, saved, cotangents):
     di = inside + outside  # k . dk
     # q . dq: h does not change with the length of q where l divides it, and is linear in q else.
     q_dq = jnp.where(sign == 0, dot, 0)
-    dg = jnp.sum(outside, -1)
-    dg += g.decay * (jnp.sum(c_dc, (-2, -1)) + jnp.sum(n * dn, -1))
+    # Added up to L numbers first: sums over L, over DX and of <C, dC> in one kernel.
+    dots = jnp.concatenate([c_dc, (n * dn)[..., None, :]], -2)
+    dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, call.size), axis=3)
+    dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
     flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
     return dq, dk, dv, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None

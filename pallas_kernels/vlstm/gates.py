@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LOG2E = math.log2(math.e)
-CLOSED = -1e30  # an input gate that lets nothing in; finite, so that no inf - inf can arise
+from pallas_kernels.mosaic import LOG2E
+from pallas_kernels.vlstm.reference import CLOSED
+
 FLOOR = 0.9 * math.log(jnp.finfo(jnp.float32).tiny)  # of m, so that e^-m is finite
 
 
@@ -34,46 +35,50 @@ class Gates(NamedTuple):
 def gates(i, lf, m, starts, size: int) -> Gates:
     """i, lf: (B,T,H) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool,
     where another document begins, or None.
-
-    Computed as (B,N,L,H), and turned as the last step: XLA transposes for nothing there.
     """
     hold = lax.stop_gradient
-    # A closed input gate and an open forget gate: padding leaves the state as it is.
-    i, lf = _chunks(jnp.maximum(i, CLOSED), size, CLOSED), _chunks(lf, size, 0)
-    position = jnp.arange(size, dtype=jnp.int32)[:, None]
-    in_last = continues = jnp.ones((1, 1, size, 1), bool)
+    # One kernel makes both; a closed input gate and an open forget gate: padding leaves the state
+    # as it is.
+    widths = [(0, 0), (0, -i.shape[1] % size), (0, 0)]
+    pad = lambda x, fill: jnp.pad(x, widths, constant_values=fill)
+    both = jnp.concatenate([pad(jnp.maximum(i, CLOSED), CLOSED), pad(lf, 0)], 2)
+    i, lf = jnp.split(lax.optimization_barrier(_chunks(both, size)), 2, 1)
+    position = jnp.arange(size, dtype=jnp.int32)
+    in_last = continues = keeps = jnp.ones((1, 1, 1, 1), bool)
     start, began = None, ()
     if starts is not None:
-        began = (jnp.where(_chunks(starts[..., None], size, False), position, -1),)
-    b, top, after, *began = _within(lf, i, *began)
+        began = (jnp.where(_chunks(pad(starts[..., None], False), size), position, -1),)
+    (b, top, after, *began), (g, a_max, *began_last) = _within(lf, i, *began)
     if starts is not None:
-        began = began[0]  # where the latest document of the chunk began, -1: before the chunk
-        continues, in_last = began < 0, position >= began[:, :, -1:]
+        # Where the latest document of the chunk began, -1: before the chunk.
+        began, began_last = began[0], began_last[0][..., None]
+        continues, keeps, in_last = began < 0, began_last < 0, position >= began_last
         start = jnp.broadcast_to(jnp.maximum(began, 0), i.shape)
-    keeps, g, a_max = continues[:, :, -1], b[:, :, -1], top[:, :, -1]
+    keeps = keeps[..., 0]
 
     # m after chunk k is max(g + m before, a_max), and where the state is emptied m before is 0.
     least = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))
     shift, least = _over_chunks(jnp.where(keeps, g, -jnp.inf), least)
-    m_after = jnp.maximum(shift + m[:, None], least)
-    m_last = m_after[:, -1]
+    m_after = jnp.maximum(shift + m[..., None], least)
+    m_last = m_after[..., -1]
+    before = lambda m_after: jnp.concatenate([hold(m)[..., None], m_after[..., :-1]], -1)
     m_after = hold(m_after)
-    m_before = jnp.concatenate([hold(m)[:, None], m_after[:, :-1]], 1)
+    decay = jnp.exp(jnp.where(keeps, g + before(m_after) - m_after, -jnp.inf))
+    m_after, decay = lax.optimization_barrier((m_after, decay))
 
-    from_state = b + jnp.where(continues, m_before[:, :, None], 0)
+    from_state = b + jnp.where(continues, before(m_after)[..., None], 0)
     m = jnp.maximum(jnp.maximum(from_state, top), FLOOR)
     a = jnp.where(in_last, after + i, -jnp.inf)
-    turn = lambda x: jnp.moveaxis(x, -1, 1)
     return Gates(
-        row=turn((b - m) * LOG2E),
-        col=turn((i - b) * LOG2E),
-        carried=turn(jnp.exp(jnp.where(continues, from_state - m, -jnp.inf))),
-        admit=turn(jnp.exp(a - m_after[:, :, None])),
-        decay=turn(jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))),
-        m=turn(m),
+        row=(b - m) * LOG2E,
+        col=(i - b) * LOG2E,
+        carried=jnp.exp(jnp.where(continues, from_state - m, -jnp.inf)),
+        admit=jnp.exp(a - m_after[..., None]),
+        decay=decay,
+        m=m,
         m_last=m_last,
-        start=None if start is None else turn(start),
-        in_last=None if start is None else turn(in_last),
+        start=start,
+        in_last=None if start is None else in_last,
     )
 
 
@@ -87,10 +92,9 @@ def forget_gradient(db, dg, start, in_last):
     return dlf + jnp.where(in_last, dg[..., None], 0)
 
 
-def _chunks(x, size, fill):
-    """(B,T,H) -> (B,N,L,H); positions past T take `fill`."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)], constant_values=fill)
-    return x.reshape(x.shape[0], -1, size, x.shape[2])
+def _chunks(x, size):
+    """(B,T,H) -> (B,H,N,L)."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, x.shape[2]), -1, 1)
 
 
 EMPTY = 0.0, -jnp.inf, -1  # what _compose leaves as it is
@@ -110,7 +114,8 @@ def _compose(before, x):
 
 
 def _within(lf, i, *began):
-    """Within each chunk of (B,N,L,H): b, top, after, and where the latest document began.
+    """Within each chunk of (B,H,N,L): b, top, after, and where the latest document began; then of
+    the chunk's last position b, top, and where it began, (B,H,N).
 
     b: sum of log forget gates since the chunk or the document began.  No difference of running
     sums: a closed gate in one document cannot blur the next.
@@ -118,32 +123,35 @@ def _within(lf, i, *began):
     after: the sum of what comes after a position.  Not b of the last one minus b, which is rounded
     as large b are.
 
-    In two steps of sqrt(L) terms, of which XLA makes a kernel each.
+    In two steps, of L / 4 terms and of 4.  The first is a kernel of its own, the second is done in
+    each kernel that uses it, which XLA does with so few terms only.
     """
-    length = lf.shape[2]
-    width = math.ceil(math.sqrt(length))
+    length = lf.shape[-1]
+    width = length // 4
     x = [
-        jnp.pad(z, [(0, 0), (0, 0), (0, width), (0, 0)], constant_values=empty)
+        jnp.pad(z, [(0, 0), (0, 0), (0, 0), (0, width)], constant_values=empty)
         for z, empty in zip((lf, i, *began), EMPTY, strict=False)
     ]
-    x = lax.optimization_barrier(_windows(x, 2, 1, width))
+    x = lax.optimization_barrier(_windows(x, 3, 1, width))
     after = jnp.zeros((), lf.dtype)
-    for n in range(1, length // width + 1):
-        after += _shifted(x[:1], 2, -n * width)[0]
-    b, top, *began = (z[:, :, :length] for z in _windows(x, 2, width, -(-length // width)))
-    return lax.optimization_barrier((b, top, after[:, :, :length], *began))
+    for n in range(1, 5):
+        after += _shifted(x[:1], 3, -n * width)[0]
+    b, top, *began = (z[..., :length] for z in _windows(x, 3, width, 4))
+    last = (tuple(z[..., length - 1 - n * width] for z in x) for n in range(4))
+    last = functools.reduce(lambda x, y: _compose(y, x), last)
+    return (b, top, after[..., :length], *began), last
 
 
 def _over_chunks(shift, least):
-    """The maps of all chunks up to each, composed, along axis 1.
+    """The maps of all chunks up to each, composed, along the last axis.
 
     The last step, for up to 16 chunks the only one, XLA does again in each kernel that uses it.
     """
     x, stride = (shift, least), 1
-    while stride < shift.shape[1]:
+    while stride < shift.shape[-1]:
         if stride > 1:
             x = lax.optimization_barrier(x)
-        x, stride = _windows(x, 1, stride, 16), stride * 16
+        x, stride = _windows(x, 2, stride, 16), stride * 16
     return x
 
 
@@ -165,10 +173,11 @@ def _shifted(x, axis, n):
 
 
 def _suffix_sums(x):
-    """Sums along the last axis from each element to the last, like `_within`."""
-    length = x.shape[-1]
-    width = math.ceil(math.sqrt(length))
-    for stride, terms in ((1, width), (width, -(-length // width))):
-        x = sum((_shifted((x,), -1, -stride * n)[0] for n in range(1, terms)), x)
-        x = lax.optimization_barrier(x)
-    return x
+    """Sums along the last axis from each element to the last, in two steps like `_within`."""
+    width = x.shape[-1] // 4
+    x = lax.optimization_barrier(_suffix_step(x, 1, width))
+    return _suffix_step(x, width, 4)
+
+
+def _suffix_step(x, stride, terms):
+    return sum((_shifted((x,), -1, -stride * n)[0] for n in range(1, terms)), x)

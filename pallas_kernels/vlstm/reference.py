@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels import mosaic
 
-_CLOSED = -1e30  # an input gate that lets nothing in; finite, so that no inf - inf can arise
+CLOSED = -1e30  # an input gate that lets nothing in; finite, so that no inf - inf can arise
 
 
 def recurrent(
@@ -124,7 +124,7 @@ def chunkwise(
     def form(q, k, v, i, f, state):
         i, lf = _log_gates(i, f, gate, stat)
         # A closed input gate and an open forget gate: padding leaves the state as it is.
-        i, lf = chunks(jnp.maximum(i, _CLOSED), _CLOSED), chunks(lf)
+        i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf)
         q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
         seen = jnp.tril(jnp.ones((size, size), bool))
         in_last = continues = True  # positions of the chunk's last document, of the carried one

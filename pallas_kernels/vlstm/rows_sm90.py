@@ -27,23 +27,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.vlstm.states_sm90 import (
-    COL,
-    ROW,
-    ROWS,
-    WGMMA,
-    fewer_registers,
-    more_registers,
-    narrow,
-)
+from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
+from pallas_kernels.vlstm.states_sm90 import fewer_registers, more_registers, narrow
 
 SMEM = 224 * 1024  # bytes of a block's shared memory that its big buffers may take
-TEAMS = (
-    3  # chunks that a block of 64-row tiles works on at a time (d64 of the benchmark: 6% over 2)
-)
+TEAMS = 3  # chunks that a block of 64-row tiles works on at a time; at DQK = DV = 64 6% over 2
 
-# Vectors that a mode reads: of its own rows, and of the columns of W.
 Mode = Literal["forward", "dq", "dk", "dv"]
+# Vectors that a mode reads, of its own rows and of the columns of W, and how many it writes.
 OF_ROWS = {
     "forward": ("row", "scale", "one"),
     "dq": ("row", "scale", "sign"),

@@ -19,11 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
-WGMMA = plgpu.Layout.WGMMA
-ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # in which a turned square is loaded
-ROWS = 64  # rows of one wgmma, and of one computing warpgroup
 LEAST = 8  # chunks of a segment: with fewer, three kernels take longer than one
 
 
@@ -36,12 +34,12 @@ def narrow(x, dtype, saturate=True):
 
 def more_registers(wgs):
     if wgs > 1:  # 65,536 for all threads; blocks of 256 threads have enough as they are
-        plgpu.set_max_registers({2: 240, 3: 160}[wgs], action="increase")
+        plgpu.set_max_registers(mosaic.registers(wgs)[0], action="increase")
 
 
 def fewer_registers(wgs):
     if wgs > 1:
-        plgpu.set_max_registers({2: 24, 3: 32}[wgs], action="decrease")
+        plgpu.set_max_registers(mosaic.registers(wgs)[1], action="decrease")
 
 
 def segments(blocks: int, count: int, at_once: int) -> int:

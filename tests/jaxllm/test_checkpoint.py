@@ -2,6 +2,7 @@ import contextlib
 import resource
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,3 +110,16 @@ def test_a_last_checkpoint_that_fails_is_an_error(tmp_path):
                 checkpoints.close()
         else:
             assert "the newest complete one is none" in first
+
+
+def test_what_a_killed_save_left_is_deleted_and_may_vanish_meanwhile(tmp_path):
+    rest = tmp_path / "7.orbax-checkpoint-tmp" / "state"
+    rest.mkdir(parents=True)
+    for number in range(2000):
+        (rest / str(number)).touch()
+    one, other = (Checkpoints(tmp_path, keep=1) for _ in range(2))
+    with ThreadPoolExecutor() as pool:  # both delete the same files
+        assert list(pool.map(Checkpoints.newest, (one, other))) == [None, None]
+    assert other.save(8, state(8), ABOUT, None) is None
+    other.close()
+    assert steps(tmp_path) == [8]

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from jaxllm.config import OptimizerConfig
-from jaxllm.optim import learning_rate, make_optimizer
+from jaxllm.optim import global_norm, learning_rate, make_optimizer
 
 
 def rates(steps, **values):
@@ -66,3 +66,10 @@ def test_the_gradient_is_clipped_to_the_global_norm():
 
     assert float(optax.tree.norm(moments(1.0))) == pytest.approx(0.1, rel=1e-5)  # (1 - b1)
     assert float(optax.tree.norm(moments(0.0))) == pytest.approx(10 * np.sqrt(7), rel=1e-5)
+
+
+def test_the_global_norm_takes_every_number_once():
+    shapes = [(), (5,), (3, 4), (2, 3, 4)]
+    tree = [jnp.arange(1.0, 1 + np.prod(shape)).reshape(shape) for shape in shapes]
+    for norm in (global_norm(tree), jax.jit(global_norm)(tree)):
+        assert float(norm) == pytest.approx(float(optax.tree.norm(tree)), rel=1e-6)

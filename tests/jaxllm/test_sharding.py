@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_four_devices_compute_what_one_does(result, model, mesh):
     one, four = result[model]["one"], result[model][mesh]
-    assert one["losses"][0] > one["losses"][-1] - 1  # finite
+    assert np.isfinite(one["losses"]).all()  # to assert_allclose NaN is close to NaN
     np.testing.assert_allclose(four["losses"], one["losses"], rtol=2e-5)
     np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
 
@@ -75,14 +75,14 @@ def test_fsdp_and_tensor_split_the_parameters(result):
 
 def test_kernels_run_on_each_device_s_own_part(result):
     # A kernel under plain jit would be given the gathered, whole batch on every device.
-    queries = {  # (batch, time, heads, head dimension) that attention is given
-        "one": "8x32x4x64",
+    whole = "8x32x4x64"  # (batch, time, heads, head dimension) that attention would be given
+    queries = {
         "data": "2x32x4x64",  # a fourth of the batch
         "tensor": "4x32x2x64",  # half of the batch (fsdp=2), half of the heads
     }
     for mesh, shape in queries.items():
         assert shape in result["kernels"][mesh]
-        for other in set(queries.values()) - {shape}:
+        for other in {whole, *queries.values()} - {shape}:
             assert other not in result["kernels"][mesh]
 
 

@@ -1,19 +1,16 @@
 import functools
 import sys
 
-import attention_interpreter  # before jax starts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, normal
 
-from pallas_kernels import backend
+from pallas_kernels import backend, mosaic
 from pallas_kernels.attention import (
     attention,
     attention_reference,
-    backward_sm90,
-    forward_sm90,
     items_sm90,
     masks_sm90,
     why_not,
@@ -28,12 +25,7 @@ BF16, FP16 = jnp.bfloat16, jnp.float16
 @pytest.fixture(autouse=True)
 def _few_sms(monkeypatch):
     """Blocks take several work items each, as those of a full grid do."""
-    monkeypatch.setattr(forward_sm90, "sm_count", lambda: 16 if ON_GPU else 2)
-    if not ON_GPU:
-        if not attention_interpreter.ENOUGH_THREADS:
-            for module, name in ((forward_sm90, "tiles"), (backward_sm90, "dq_tiles")):
-                tiles = getattr(module, name)
-                monkeypatch.setattr(module, name, lambda d, f=tiles: f(d)._replace(wgs=2))
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 2)
 
 
 def inputs(b, t, s, h, k, d, dtype=BF16, scale=1.0):
@@ -365,6 +357,10 @@ def test_a_policy_can_spare_the_second_forward():
     assert forwards(policies.save_only_these_names("attention")) == 1
 
 
+def one(*shape):
+    return jnp.ones(shape, jnp.int32)
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
@@ -372,8 +368,21 @@ def test_a_policy_can_spare_the_second_forward():
         ((1, 9, 8, 2, 2, 64), {}, "T=9 queries are more than S=8 keys"),
         ((1, 8, 8, 2, 2, 64), {"causal": False, "window": 3}, "window=3 needs causal=True"),
         ((1, 8, 8, 2, 2, 64), {"softcap": 0.0}, "softcap=0.0 must be positive"),
+        (
+            (2, 8, 8, 2, 2, 64),
+            {"segment_ids": one(1, 8)},
+            r"shapes \(\(1, 8\),\), not \(\(2, 8\),\)",
+        ),
+        (
+            (2, 8, 9, 2, 2, 64),
+            {"segment_ids": one(2, 8)},
+            r"shapes \(\(2, 8\),\), not \(\(2, 9\),\)",
+        ),
+        ((1, 8, 9, 2, 2, 64), {"segment_ids": (one(1, 9),) * 2}, r"not \(\(1, 8\), \(1, 9\)\)"),
+        ((1, 9, 8, 2, 2, 64), {"segment_ids": one(1, 8), "causal": False}, "segment_ids of both"),
+        ((1, 8, 8, 2, 2, 64), {"segment_ids": one(1, 8) + 0.5}, "segment_ids is float32: cast"),
     ],
 )
 def test_contradictions_are_errors(shape, options, message):
     with pytest.raises(ValueError, match=message):
-        attention(*inputs(*shape), **options)
+        attention(*inputs(*shape), backend="mosaic", **options)

@@ -1,13 +1,11 @@
 import functools
 
-import attention_interpreter  # before jax starts
 import jax
 import jax.numpy as jnp
 import pytest
 from kernel_checks import ON_GPU, check_op, normal
 
-from pallas_kernels import attention, attention_qkv, rope
-from pallas_kernels.attention import backward_sm90, forward_sm90
+from pallas_kernels import attention, attention_qkv, mosaic, rope
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 ROPE = ("rope_forward", "rope_backward")
@@ -15,12 +13,8 @@ BF16 = jnp.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def _few_warpgroups_and_sms(monkeypatch):
-    monkeypatch.setattr(forward_sm90, "sm_count", lambda: 16 if ON_GPU else 1)
-    if not ON_GPU and not attention_interpreter.ENOUGH_THREADS:
-        for module, name in ((forward_sm90, "tiles"), (backward_sm90, "dq_tiles")):
-            tiles = getattr(module, name)
-            monkeypatch.setattr(module, name, lambda d, f=tiles: f(d)._replace(wgs=2))
+def _few_sms(monkeypatch):
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 1)
 
 
 @pytest.mark.parametrize(

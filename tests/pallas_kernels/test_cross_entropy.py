@@ -76,6 +76,8 @@ def test_cross_entropy_refuses_what_does_not_fit():
     logits = jnp.ones((2, 8))
     with pytest.raises(ValueError, match=r"labels have shape \(3,\), .* need \(2,\)"):
         cross_entropy(logits, jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="labels is float32: cast it to an integer dtype"):
+        cross_entropy(logits, jnp.zeros(2), backend="mosaic")
     with pytest.raises(ValueError, match=r"vocab_size=9 is not in \[1, 8\]"):
         cross_entropy(logits, jnp.zeros(2, jnp.int32), vocab_size=9)
     with pytest.raises(NotImplementedError, match="logits is int32"):

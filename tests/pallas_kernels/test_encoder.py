@@ -67,6 +67,21 @@ def test_encoder_against_one_hot_matmuls():
     assert (dwpe[8] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+@pytest.mark.parametrize(
+    ("tokens", "wte", "wpe", "message"),
+    [
+        (jnp.zeros((2, 4)), (8, 128), (4, 128), "tokens is float32: cast it to an integer dtype"),
+        (jnp.zeros(4, jnp.int32), (8, 128), (4, 128), r"tokens has shape \(4,\), it needs 2 axes"),
+        (jnp.zeros((2, 4), jnp.int32), (8, 256), (4, 128), "wpe has 128 columns, wte has 256"),
+        (jnp.zeros((2, 4), jnp.int32), (8, 128), (4, 1), "wpe has 1 columns, wte has 128"),
+    ],
+)
+def test_encoder_refuses_what_does_not_fit(tokens, wte, wpe, message, backend):
+    with pytest.raises(ValueError, match=message):
+        encoder(tokens, jnp.ones(wte), jnp.ones(wpe), backend=backend)
+
+
 def test_encoder_refuses_a_sequence_longer_than_its_positions():
     with pytest.raises(ValueError, match="5 tokens exceed the 4 positions of wpe"):
         encoder(jnp.zeros((1, 5), jnp.int32), jnp.ones((2, 8)), jnp.ones((4, 8)))

@@ -153,5 +153,13 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
         linear_cross_entropy(x, weight, labels, vocab_size=9)
     with pytest.raises(ValueError, match="reduction='none' is not one of mean, sum"):
         linear_cross_entropy(x, weight, labels, reduction="none")
+    with pytest.raises(ValueError, match=r"softcap=-3.0 is not positive"):
+        linear_cross_entropy(x, weight, labels, softcap=-3.0)
+    with pytest.raises(ValueError, match="chunk=0 is not at least 1 token"):
+        linear_cross_entropy(x, weight, labels, chunk=0)
+    with pytest.raises(ValueError, match="labels is float32: cast it to an integer dtype"):
+        linear_cross_entropy(x, weight, labels.astype(jnp.float32), backend="mosaic")
+    with pytest.raises(ValueError, match=r"weight has shape \(8,\), it needs 2 axes: V C"):
+        linear_cross_entropy(x, weight[0], labels)
     with pytest.raises(NotImplementedError, match="x is int32"):
         linear_cross_entropy(x.astype(jnp.int32), weight, labels, backend="mosaic")

@@ -339,6 +339,8 @@ def test_wrong_arguments_are_named():
         vlstm(q, k, v, i, f[:, :2])
     with pytest.raises(ValueError, match="gate='relu' is not one of exp, sigmoid"):
         vlstm(q, k, v, i, f, gate="relu")
+    with pytest.raises(ValueError, match=r"segment_ids have shape \(1, 2\), not \(1, 3\)"):
+        vlstm(q, k, v, i, f, segment_ids=jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match="chunk_size=0 is not at least 1"):
         vlstm(q, k, v, i, f, chunk_size=0)
     with pytest.raises(ValueError, match="v bfloat16: cast them to one dtype"):

@@ -4,7 +4,6 @@ all its gradients to 1e-9."""
 
 import functools
 
-import attention_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +11,9 @@ import pytest
 import vlstm_twins
 from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
 
-from pallas_kernels import backend, vlstm
+from pallas_kernels import backend, mosaic, vlstm
 from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90, states_sm90
 
-assert attention_interpreter
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
 BF16, FP16 = jnp.bfloat16, jnp.float16
 TWINS = vlstm_twins.states, vlstm_twins.rows
@@ -26,7 +24,7 @@ FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # docume
 def _one_sm(monkeypatch):
     """Interpreted, one block takes all chunks, one after the other, as those of a full grid do."""
     if not ON_GPU:
-        monkeypatch.setattr(cell_sm90, "sm_count", lambda: 1)
+        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
         monkeypatch.setattr(rows_sm90, "TEAMS", 1)
 
 

@@ -1,0 +1,67 @@
+"""Sizes that no CPU could hold: the grids that the kernels would be launched with."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import add_rms_norm, gelu, layer_norm, mosaic, rope
+
+TOKENS = 2**22 + 64
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    """The grid of every kernel that is built from here on, by the kernel's name."""
+    built, kernel = {}, plgpu.kernel
+
+    def record(body, **options):
+        built[body.__name__] = dict(zip(options["grid_names"], options["grid"], strict=True))
+        return kernel(body, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", record)
+    return built
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "kernels"),
+    [
+        (layer_norm, [(TOKENS, 768), (768,)], ["layer_norm_forward", "layer_norm_backward"]),
+        (add_rms_norm, [(TOKENS, 512), (TOKENS, 512), (512,)], ["add_rms_norm_forward"]),
+        (gelu, [(TOKENS, 256), (256,)], ["gelu_backward"]),
+        (
+            lambda q, k, **o: rope(q, k, jnp.arange(2**14), **o),
+            [(TOKENS // 2**14, 2**14, 4, 128), (TOKENS // 2**14, 2**14, 4, 128)],
+            ["rope_forward", "rope_backward"],
+        ),
+    ],
+)
+def test_cuda_can_launch_the_grids_of_many_tokens(grids, op, shapes, kernels):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def both(*arrays):
+        y, pull = jax.vjp(lambda *a: op(*a, backend="mosaic"), *arrays)
+        return pull(y)
+
+    jax.eval_shape(both, *arrays)
+    for name in kernels:
+        *slow, _ = grids[name].values()  # CUDA: 65,535 blocks along all axes but the fastest
+        assert max(slow, default=1) <= 65_535, f"{name} {grids[name]}"
+
+
+def test_axes_of_a_grid_change_places_only_where_they_must():
+    assert mosaic.grid(a=65_535, b=2, c=1) == {
+        "grid": (65_535, 2, 1),
+        "grid_names": ("a", "b", "c"),
+    }
+    assert mosaic.grid(a=65_536, b=2, c=1) == {
+        "grid": (2, 1, 65_536),
+        "grid_names": ("b", "c", "a"),
+    }
+
+
+def test_gelu_counts_the_elements_of_its_forward_kernel():
+    bias = jax.ShapeDtypeStruct((2**16,), jnp.float32)
+    x = jax.ShapeDtypeStruct((2**15, *bias.shape), jnp.float32)
+    with pytest.raises(NotImplementedError, match="counts to 2147483647"):
+        jax.eval_shape(lambda x, b: gelu(x, b, backend="mosaic"), x, bias)
