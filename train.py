@@ -98,7 +98,8 @@ class Run:
         self._introduce()
         if newest is not None:
             self.say(f"resume   from the checkpoint of step {newest} in {out_dir}")
-            self.state = self.checkpoints.restore(self.start, self.trainer.abstract_state())
+            saved = self.trainer.abstract_state().saved()
+            self.state = self.trainer.with_copies(self.checkpoints.restore(self.start, saved))
         elif weights:
             from jaxllm.pretrained import load_params
 
@@ -342,7 +343,7 @@ class Run:
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
         }
-        if problem := self.checkpoints.save(step, self.state, about, val_loss):
+        if problem := self.checkpoints.save(step, self.state.saved(), about, val_loss):
             self.log.say(problem)
 
     def _sample(self, step: int) -> None:

@@ -29,6 +29,13 @@ class TrainState(NamedTuple):
     params: nnx.State  # fp32
     opt_state: optax.OptState
     watch: guard.Watch
+    # The blocks' matrices in the dtype of their matmuls.  The optimizer writes them while it has
+    # the new parameters in registers; to cast those in the next step would read them once more.
+    copies: tuple[jax.Array, ...] = ()
+
+    def saved(self) -> "TrainState":
+        """What a checkpoint holds: all but the copies, which `Trainer.with_copies` makes again."""
+        return self._replace(copies=())
 
 
 class Trainer:
@@ -42,6 +49,11 @@ class Trainer:
         model = nnx.eval_shape(self._make_model)
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
+        dtype = jnp.dtype(config.model.compute_dtype)
+        self.copied = [  # leaf by leaf
+            p.ndim == 2 and p.dtype != dtype and path[0].key == "blocks"
+            for path, p in jax.tree.leaves_with_path(self.abstract_params)
+        ]
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         self.state_shardings = self._state_shardings(self.abstract_params)
 
@@ -60,8 +72,9 @@ class Trainer:
             of_params,
             transform_non_params=lambda _: whole,
         )
+        of_copies = self._matrices(of_params)
         # pyrefly: ignore[bad-argument-type]
-        return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole))
+        return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole), of_copies)
 
     def init(self, params: nnx.State | None = None) -> TrainState:
         """The state before the first step, made on the devices where it stays.
@@ -76,7 +89,31 @@ class Trainer:
 
     def _start(self, params: nnx.State) -> TrainState:
         opt_state = self.optimizer.init(params)
-        return TrainState(jnp.int32(0), params, opt_state, guard.new_watch())
+        return TrainState(
+            jnp.int32(0), params, opt_state, guard.new_watch(), self._make_copies(params)
+        )
+
+    def with_copies(self, saved: TrainState) -> TrainState:
+        """The state of a checkpoint, complete."""
+        make = jax.jit(self._make_copies, out_shardings=self.state_shardings.copies)
+        return saved._replace(copies=make(saved.params))
+
+    def _matrices(self, tree) -> tuple:
+        """The leaves of a tree like the parameters that have a copy."""
+        leaves = jax.tree.leaves(tree)
+        return tuple(leaf for leaf, copied in zip(leaves, self.copied, strict=True) if copied)
+
+    def _make_copies(self, params: nnx.State) -> tuple[jax.Array, ...]:
+        dtype = self.config.model.compute_dtype
+        return tuple(p.astype(dtype) for p in self._matrices(params))
+
+    def _working(self, state: TrainState) -> nnx.State:
+        """The parameters, with the copies where there are any."""
+        leaves, structure = jax.tree.flatten(state.params)
+        copies = iter(state.copies)
+        return jax.tree.unflatten(
+            structure, [next(copies) if c else p for p, c in zip(leaves, self.copied, strict=True)]
+        )
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and for restoring."""
@@ -138,9 +175,11 @@ class Trainer:
             return self._loss_sum(params, part, 1 / count)[0]
 
         grad = jax.value_and_grad(mean_loss)
+        working = self._working(state)
         parts = self.config.train.grad_accum
         if parts == 1:
-            loss, grads = grad(state.params, batch)
+            loss, grads = grad(working, batch)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         else:
             # Part i takes rows i, i + parts, ...: every device then has rows in every part.
             split = jax.tree.map(
@@ -151,7 +190,7 @@ class Trainer:
             )
 
             def add(sums, part):
-                return jax.tree.map(jnp.add, sums, grad(state.params, part)), None
+                return jax.tree.map(jnp.add, sums, grad(working, part)), None
 
             zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
             (loss, grads), _ = jax.lax.scan(add, zero, split)
@@ -166,4 +205,5 @@ class Trainer:
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
             "skips": watch.skips,
         }
-        return TrainState(state.step + 1, params, opt_state, watch), metrics
+        copies = self._make_copies(params)
+        return TrainState(state.step + 1, params, opt_state, watch, copies), metrics

@@ -73,7 +73,7 @@ def final_state(out_dir, step=STEPS):
     """The state as it was saved, put on this process's devices."""
     config = configs.load(str(out_dir / "config.yaml"), {"mesh.fsdp": "1"})
     trainer = Trainer(config, make_mesh(config.mesh))
-    return Checkpoints(out_dir / "checkpoints", 1).restore(step, trainer.abstract_state())
+    return Checkpoints(out_dir / "checkpoints", 1).restore(step, trainer.abstract_state().saved())
 
 
 def test_a_run_leaves_everything_it_promises(straight):
