@@ -66,10 +66,9 @@ def encoder(
     are, nothing is cast beforehand.  A token outside the vocabulary is taken as the nearest one
     inside it (the data loader rejects it).  The gradients have the dtypes of the tables and are
     sums in float32, the same bits in every run.  Tables of fewer than 128 columns are copied.
-    tied: returns (result, wte): whoever uses wte again, as a head, takes this one.  What it gets as
-    a gradient is then the array to which the embedding's rows are added in place, where two
-    gradients would each be written whole and summed.  Where the columns are no multiple of 128 that
-    array is copied; for 16-bit tables each of the two is rounded.
+    tied: returns (result, wte), and who uses wte again, as a head, takes this one: the gradient it
+    gets is then the array to which the embedding's rows are added in place, where otherwise two
+    would be written whole and summed.  Columns that are no multiple of 128 cost a copy of it.
     Raises ValueError for tokens and tables that do not fit, NotImplementedError under "mosaic".
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
@@ -110,8 +109,8 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
 def _columns(c: int, *dtypes, overlap: bool = True):
     """How rows of c >= 128 columns are cut into loads: (columns of a load, loads, layout).
 
-    The last load of a row ends at the end of the row, so it may overlap the one before, or
-    `overlap` is False and c a multiple of 128.
+    The last load of a row ends at the end of the row, so it may overlap the one before; without
+    `overlap` it does not, and c is a multiple of 128.
     """
     widest = 16 // max(jnp.dtype(d).itemsize for d in dtypes)
     choices = [
