@@ -86,9 +86,9 @@ class LanguageModel(nnx.Module):
         positions (T,) or (B, T): 0 ... T-1 if None; without effect on a vLSTM.  segment_ids: tokens
         of different segments do not see each other.
         """
-        return self._after(self.embedding(tokens, positions), positions, segment_ids)
+        return self._from_embedding(self.embedding(tokens, positions), positions, segment_ids)
 
-    def _after(self, embedded, positions, segment_ids):
+    def _from_embedding(self, embedded, positions, segment_ids):
         branch, residual = None, embedded
         for block in self.blocks:
             branch, residual = run_block(
@@ -129,7 +129,7 @@ class LanguageModel(nnx.Module):
             embedded, weight = self.embedding.with_table(tokens, positions)
         else:
             embedded, weight = self.embedding(tokens, positions), head.weight[...]
-        hidden = self._after(embedded, positions, segment_ids)
+        hidden = self._from_embedding(embedded, positions, segment_ids)
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) > 1:
             weight = weight.astype(hidden.dtype)  # before it is gathered, which halves the bytes
