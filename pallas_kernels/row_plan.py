@@ -147,9 +147,10 @@ class Plan(NamedTuple):
         return mosaic.along(line, self.shape, axis)
 
     def inside(self, x, chunk):
-        """x with zeros in the columns that only fill up the last block."""
-        if self.cols == self.parts * self.blocks * self.block:
-            return x
+        """x with zeros in the columns that only fill up the last blocks."""
+        blocks = (self.parts - 1) * self.blocks + (chunk + 1) * LINES if self.wide else chunk + 1
+        if blocks * self.block <= self.cols:
+            return x  # in every part
         column = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
         if self.wide:
             line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
