@@ -15,7 +15,14 @@ from jaxllm import cli
 from jaxllm.config import Config
 from jaxllm.errors import InputError, RunError
 from jaxllm.metrics import RunLog, SilentLog, peak_flops, read_metrics, say, write_whole
-from jaxllm.process import StopSignals, alone, check_kernels, memory_errors, set_xla_flags
+from jaxllm.process import (
+    StopSignals,
+    alone,
+    check_kernels,
+    memory_errors,
+    no_long_pauses,
+    set_xla_flags,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +39,7 @@ def _run(argv: list[str]) -> int:
     set_xla_flags(arguments.config.train.deterministic)
     with contextlib.ExitStack() as held:
         run = Run(*arguments, held)
-        with StopSignals() as stop:
+        with StopSignals() as stop, no_long_pauses():
             return run.loop(stop)
 
 

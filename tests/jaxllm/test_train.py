@@ -1,5 +1,6 @@
 """The trainer, by running it: a straight run, killed and stopped runs that go on."""
 
+import gc
 import json
 import os
 import random
@@ -165,8 +166,10 @@ def test_killed_at_random_moments_it_always_goes_on_bit_for_bit(tiny, straight, 
 @failing
 def test_a_full_disk_ends_no_run(tiny, tmp_path, capsys, monkeypatch):
     save, limits = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    frozen = []  # what the garbage collector no longer looks through while a run trains
 
     def save_or_fill_the_disk(self, step, *more):
+        frozen.append(gc.get_freeze_count())
         if step in (4, 8):  # no file may grow beyond so many bytes, for four steps
             resource.setrlimit(resource.RLIMIT_FSIZE, (600 if step == 4 else limits[0], limits[1]))
         return save(self, step, *more)
@@ -182,6 +185,8 @@ def test_a_full_disk_ends_no_run(tiny, tmp_path, capsys, monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     captured = capsys.readouterr()
     assert status == 0, captured.err
+    assert min(frozen) > 50_000
+    assert gc.get_freeze_count() == 0
     for told in (
         "holds no complete checkpoint: it starts again",
         "the checkpoint of step 4 could not be written",
