@@ -1,13 +1,15 @@
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 import pytest
 from kernel_checks import ON_GPU, kernels_run_here
 
 import pallas_kernels
-from pallas_kernels import backend, benchmark
+from pallas_kernels import backend, benchmark, benchmark_cases
 from pallas_kernels.benchmark_cases import CASES, A, Case
 
 X = A("N C")
@@ -168,3 +170,17 @@ def test_an_unknown_op_is_an_error_of_one_line(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert benchmark.main(["gelu", "--out", str(tmp_path / "file")]) == 2
     assert "file cannot be made: File exists" in capsys.readouterr().err
+
+
+def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch):
+    case = next(c for c in CASES if c.op == "attention")
+    tiny = dict(zip("BTHKD", (1, 64, 2, 1, 64), strict=True))
+    monkeypatch.setattr(benchmark_cases, "CASES", [dataclasses.replace(case, sizes=(tiny,))])
+    with kernels_run_here():
+        peers.attention()
+    rows = {line[2:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert "forward 2  forward+backward 2" in rows["jaxllm"]
+    assert "forward 2  forward+backward 2" in rows["JAX XLA"]
+    if not ON_GPU:  # whether or not they are installed
+        for peer in ("JAX cuDNN", "tokamax mosaic", "tokamax triton", "PyTorch CUDNN"):
+            assert "failed" in rows[peer]

@@ -1,0 +1,306 @@
+"""The peers of docs/benchmarks.md and docs/vlstm.md, timed on this GPU in one run with ours.
+
+    python tests/peers.py attention             ours, JAX (cuDNN, XLA), tokamax, PyTorch
+    python tests/peers.py vlstm                 ours, mlstm_kernels
+    python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
+
+Needs an NVIDIA GPU, and torch, tokamax and mlstm_kernels for their rows; a peer that is not there
+says so in its row.  JAX's calls take turns and are timed by their kernels (CUPTI), as in
+pallas_kernels.benchmark; PyTorch's by CUDA events, launches and gaps included.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others are on this GPU, too
+
+
+def events_ms(f) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(f, warmup=20, rep=100, return_mode="median"))
+
+
+def kernels_ms(f, calls=10) -> float:
+    """GPU time alone of one call."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    f()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(calls):
+            f()
+        torch.cuda.synchronize()
+    return sum(e.self_device_time_total for e in trace.key_averages()) / calls / 1e3
+
+
+def wall_ms(f, *args, calls=10) -> float:
+    import jax
+
+    jax.block_until_ready(f(*args))
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = f(*args)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def show(name: str, **columns: float | str) -> None:
+    cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in columns.items()]
+    print(f"  {name:<28}", "  ".join(cells), flush=True)
+
+
+def attempt(name: str, f) -> None:
+    """A peer's row, or why it has none."""
+    try:
+        show(name, **f())
+    except Exception as e:  # not installed, does not take the shape, out of memory
+        show(name, failed=f"{type(e).__name__}: {str(e).splitlines()[0][:100]}")
+
+
+def attention() -> None:
+    from pallas_kernels import benchmark
+    from pallas_kernels.benchmark_cases import CASES
+    from pallas_kernels.benchmark_report import text
+
+    def tokamax(q, k, v, *, causal, implementation):
+        import tokamax
+
+        return tokamax.dot_product_attention(
+            q, k, v, is_causal=causal, implementation=implementation
+        )
+
+    for case in (c for c in CASES if c.op == "attention" and c.variant in ("", "full")):
+        causal = case.options["causal"]
+        for sizes in case.sizes:
+            print(f"attention {case.variant} {text(sizes)}, ms")
+            inputs = benchmark.arrays(case, sizes)
+            dy = benchmark.cotangents(benchmark.on_xla(case), inputs)
+            ops = {"jaxllm": benchmark.public(case, backend="mosaic")}
+            ops["JAX cuDNN"] = functools.partial(case.cudnn, **case.options)
+            for kind in ("mosaic", "triton"):
+                ops[f"tokamax {kind}"] = functools.partial(
+                    tokamax, causal=causal, implementation=kind
+                )
+            if case.xla:
+                ops["JAX XLA"] = benchmark.on_xla(case)
+            compiled = lambda op, case=case, inputs=inputs: benchmark.compile_op(
+                case, op, inputs, keep=False
+            )
+            programs, failed = benchmark.attempt(compiled, ops)
+            ms, not_timed = benchmark.time_ops(programs, dy, inputs)
+            for name, times in ms.items():
+                show(name, **times)
+            for name, why in (failed | not_timed).items():
+                show(name, failed=why)
+            for kind in ("CUDNN", "FLASH"):
+                attempt(f"PyTorch {kind}", lambda k=kind: torch_attention(k, sizes, causal))  # noqa: B023
+
+
+def torch_attention(kind: str, sizes: dict[str, int], causal: bool) -> dict[str, float]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    b, t, h, k, d = (sizes[axis] for axis in "BTHKD")
+    make = lambda heads: torch.randn(
+        b, heads, t, d, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
+    q, key, v, do = make(h), make(k), make(k), torch.randn_like(make(h))
+    forward = lambda: torch.nn.functional.scaled_dot_product_attention(
+        q, key, v, is_causal=causal, enable_gqa=h != k
+    )
+
+    def both():
+        forward().backward(do, inputs=[q, key, v])
+        q.grad = key.grad = v.grad = None
+
+    with sdpa_kernel(getattr(SDPBackend, f"{kind}_ATTENTION")):
+        return {"forward": events_ms(forward), "forward+backward": events_ms(both)}
+
+
+def vlstm() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import benchmark
+    from pallas_kernels.benchmark_cases import CASES
+    from pallas_kernels.benchmark_report import text
+
+    for case in (c for c in CASES if c.op == "vlstm"):
+        case = dataclasses.replace(case, flops=lambda n: 0.0)  # forward + backward in one program
+        for sizes in case.sizes:
+            print(f"vlstm {text(sizes)}, ms")
+            q, k, v, i, f = benchmark.arrays(case, sizes)
+            inputs = [q, k, v, i - 2, f + 4]  # gates as at the start of training
+            op = benchmark.public(case, backend="mosaic")
+            dy = jax.random.normal(jax.random.key(0), v.shape, jnp.bfloat16)
+            programs = benchmark.compile_op(case, op, inputs, keep=False)
+            for name, args in (("forward", inputs), ("forward+backward", (dy, *inputs))):
+                kernels = statistics.median(benchmark.gpu_ms(programs[name], *args))
+                show(f"jaxllm {name}", clock=wall_ms(programs[name], *args), kernels=kernels)
+            for kind, chunk in (("limit", 64), ("xl", 128)):
+                attempt(
+                    f"mlstm_kernels {kind}_chunk {chunk}",
+                    lambda kind=kind, chunk=chunk: mlstm(kind, chunk, sizes),  # noqa: B023
+                )
+
+
+def mlstm(kind: str, chunk: int, sizes: dict[str, int]) -> dict[str, float]:
+    import importlib
+
+    import torch
+
+    module = importlib.import_module(f"mlstm_kernels.torch.chunkwise.triton_{kind}_chunk")
+    op = getattr(module, f"mlstm_chunkwise__{kind}_chunk")
+    b, t, h, dqk, dv = (sizes[axis] for axis in "B T NH DQK DV".split())
+    make = lambda *last, mean=0.0, dtype=torch.bfloat16: (
+        torch.randn(b, h, t, *last, device="cuda", dtype=dtype) + mean
+    ).requires_grad_()
+    q, k, v, dh = make(dqk), make(dqk), make(dv), make(dv).detach()
+    i, f = make(mean=-2.0, dtype=torch.float32), make(mean=4.0, dtype=torch.float32)
+
+    def forward():
+        return op(q=q, k=k, v=v, i=i, f=f, return_last_states=False, chunk_size=chunk)
+
+    def both():
+        forward().backward(dh, inputs=[q, k, v, i, f])
+        for x in (q, k, v, i, f):
+            x.grad = None
+
+    with torch.no_grad():
+        times = {"forward": events_ms(forward), "kernels": kernels_ms(forward)}
+    return times | {"forward+backward": events_ms(both), "kernels of both": kernels_ms(both)}
+
+
+def torch_model(model: Any):
+    """GPT-2 or Llama as a PyTorch user would write it: (tokens, labels) -> mean loss."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    gpt2, c, h, d = model.type == "gpt2", model.d_model, model.n_heads, model.head_dim
+    kv = h if gpt2 else model.n_kv_heads
+    linear = functools.partial(nn.Linear, bias=gpt2)
+    norm = lambda: (nn.LayerNorm if gpt2 else nn.RMSNorm)(c, eps=model.norm_eps)
+
+    def rotate(x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm_1, self.norm_2 = norm(), norm()
+            self.qkv, self.out = linear(c, (h + 2 * kv) * d), linear(h * d, c)
+            self.up, self.down = linear(c, model.ff_width), linear(model.ff_width, c)
+            self.gate = None if gpt2 else linear(c, model.ff_width)
+
+        def forward(self, x, cos, sin):
+            parts = self.qkv(self.norm_1(x)).split((h * d, kv * d, kv * d), -1)
+            q, k, v = (z.unflatten(-1, (-1, d)).transpose(1, 2) for z in parts)
+            if not gpt2:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=h != kv)
+            x = x + self.out(o.transpose(1, 2).flatten(2))
+            y = self.norm_2(x)
+            if self.gate is None:
+                return x + self.down(F.gelu(self.up(y), approximate="tanh"))
+            return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte = nn.Embedding(model.padded_vocab_size, c)
+            self.wpe = nn.Embedding(model.max_seq_len, c) if gpt2 else None
+            self.blocks = nn.ModuleList(Block() for _ in range(model.n_layers))
+            self.norm = norm()
+            if not gpt2:
+                frequency = model.rope_theta ** (-torch.arange(0, d, 2) / d)
+                angle = torch.outer(torch.arange(model.max_seq_len), frequency)
+                self.register_buffer("cos", angle.cos())
+                self.register_buffer("sin", angle.sin())
+            for p in self.parameters():
+                if p.ndim == 2:
+                    nn.init.normal_(p, std=0.02)
+
+        def forward(self, tokens, labels):
+            t, x, angles = tokens.shape[1], self.wte(tokens), (None, None)
+            if self.wpe is None:
+                angles = self.cos[:t], self.sin[:t]
+            else:
+                x = x + self.wpe.weight[:t]
+            for block in self.blocks:
+                x = block(x, *angles)
+            logits = F.linear(self.norm(x), self.wte.weight)
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    return Model()
+
+
+def train(name: str, batch: int, seq_len: int | None, device="cuda", steps=19) -> dict[str, float]:
+    """tokens/s of PyTorch: autocast to bfloat16, fused AdamW, clip 1.0; the median step."""
+    import torch
+
+    from jaxllm.config import load
+
+    config = load(name)
+    if config.model.type == "vlstm" or not getattr(config.model, "tie_embeddings", True):
+        raise ValueError(f"{name} has no peer here: a GPT-2 or a Llama with a tied head has")
+    model = torch_model(config.model).to(device)
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), o.learning_rate, (o.b1, o.b2), o.eps, o.weight_decay, fused=True
+    )
+    t, compiled = seq_len or config.train.seq_len, torch.compile(model)
+    draw = lambda: torch.randint(0, config.model.vocab_size, (batch, t), device=device)
+    tokens, labels, times = draw(), draw(), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16):
+            loss = compiled(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # waits for the device
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times[4:])
+    result = {"ms": seconds * 1e3, "tokens/s": batch * t / seconds, "first step s": times[0]}
+    if device == "cuda":
+        result["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("attention", "vlstm", "train"))
+    parser.add_argument("config", nargs="?", help="of train: gpt2_124m, llama3_124m, llama3_1b")
+    parser.add_argument("batch", nargs="?", type=int, default=32, help="of train (default 32)")
+    parser.add_argument("--seq_len", type=int, help="of train (default: the configuration's)")
+    a = parser.parse_args()
+    if a.what == "train":
+        if a.config is None:
+            parser.error("train needs a configuration, as gpt2_124m")
+        attempt(f"PyTorch {a.config}", lambda: train(a.config, a.batch, a.seq_len))
+        return 0
+    import jax
+
+    if jax.default_backend() != "gpu":
+        print(f"error: the platform is {jax.default_backend()}, not gpu", file=sys.stderr)
+        return 2
+    attention() if a.what == "attention" else vlstm()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
