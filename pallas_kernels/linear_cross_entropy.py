@@ -106,6 +106,8 @@ def linear_cross_entropy(
         raise ValueError(f"chunk={chunk} is not at least 1 token")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
+    if jnp.shape(scale):
+        raise ValueError(f"scale has shape {jnp.shape(scale)}, it is one number for all tokens")
     options = dict(
         vocab_size=vocab_size,
         ignore_index=ignore_index,

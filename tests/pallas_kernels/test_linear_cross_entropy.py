@@ -189,6 +189,9 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
         linear_cross_entropy(x, weight, labels, softcap=-3.0)
     with pytest.raises(ValueError, match="chunk=0 is not at least 1 token"):
         linear_cross_entropy(x, weight, labels, chunk=0)
+    for backend in ("mosaic", "xla"):  # a scale for each token would weigh them, silently
+        with pytest.raises(ValueError, match=r"scale has shape \(2,\), it is one number"):
+            linear_cross_entropy(x, weight, labels, scale=jnp.ones(2), backend=backend)
     with pytest.raises(ValueError, match="labels is float32: cast it to an integer dtype"):
         linear_cross_entropy(x, weight, labels.astype(jnp.float32), backend="mosaic")
     with pytest.raises(ValueError, match=r"weight has shape \(8,\), it needs 2 axes: V C"):
