@@ -163,6 +163,22 @@ def test_linear_cross_entropy_of_a_split_vocabulary():
         assert_error_ratio(a, e, t)
 
 
+def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
+    """The axis is one of vmap, which one device has too."""
+    x, weight, labels = normal(0, (3, 16)), normal(1, (256, 16)), jnp.array([5, -100, 250])
+    op = functools.partial(linear_cross_entropy, labels=labels, vocab_size=251, scale=0.3)
+    both = lambda op: jax.value_and_grad(lambda x, weight: op(x, weight), (0, 1))
+    loss, (dx, dw) = both(functools.partial(op, backend="xla"))(x, weight)
+    of_part = both(functools.partial(op, vocab_axis="v", backend="mosaic"))
+    with kernels_run_here():
+        run = jax.vmap(of_part, in_axes=(None, 0), axis_name="v")
+        losses, (dxs, dws) = jax.block_until_ready(jax.jit(run)(x, weight.reshape(2, 128, 16)))
+    np.testing.assert_allclose(losses, [loss, loss], rtol=1e-6)
+    # Each part was given a gradient of one for the same loss, whose gradient then is two.
+    np.testing.assert_allclose(dxs.sum(0) / 2, dx, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(dws.reshape(256, 16) / 2, dw, rtol=1e-5, atol=1e-7)
+
+
 def test_linear_cross_entropy_of_a_part_that_is_all_padding():
     z, labels = normal(0, (2, 128)), jnp.array([-1, -1])
     given = (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
