@@ -46,7 +46,7 @@ class StopSignals:
 def no_long_pauses() -> Iterator[None]:
     """Inside, Python's garbage collector leaves alone what was there before.
 
-    That are some 400,000 objects after a step was traced and compiled, through which it would look
+    After a step was traced and compiled these are some 400,000 objects, through which it would look
     for 0.2 s somewhere in the run, longer than many a step, while the GPU has nothing to do.
     """
     gc.collect()

@@ -254,7 +254,8 @@ def decided(case: Case, sizes: dict[str, int]) -> backend.Decision:
 
 
 def _line(e: Exception) -> str:
-    return f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
+    first = str(e).partition("\n")[0]
+    return f"{type(e).__name__}: {first[:200]}"
 
 
 def attempt(f: Callable, ops: dict[str, Callable]) -> tuple[dict, dict[str, str]]:

@@ -341,9 +341,8 @@ def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
     )
     if table is None:
         return call(order, ends, dy, sums)
-    # Not new_ref and freeze: jax.checkpoint drops a call between them that returns nothing.
     state = [table, *(lax.empty(dwpe.shape, dwpe.dtype) for dwpe in out[1:])]
-    return pl.run_state(lambda refs: call(order, ends, dy, sums, *refs))(state)
+    return mosaic.in_place(lambda refs, *arrays: call(*arrays, *refs), state, order, ends, dy, sums)
 
 
 def _pad(x: jax.Array) -> jax.Array:

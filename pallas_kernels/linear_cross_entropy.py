@@ -106,6 +106,8 @@ def linear_cross_entropy(
         raise ValueError(f"chunk={chunk} is not at least 1 token")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
+    if jnp.shape(scale):
+        raise ValueError(f"scale has shape {jnp.shape(scale)}, it is one number for all tokens")
     options = dict(
         vocab_size=vocab_size,
         ignore_index=ignore_index,
@@ -354,8 +356,7 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
     )
     z = z.reshape(n, 4, part)
     if given:
-        # Not new_ref and freeze: jax.checkpoint drops a call between them that returns nothing.
-        z = pl.run_state(lambda ref: call(ref, labels, scale, *bound, *given))(z)
+        z = mosaic.in_place(call, z, labels, scale, *bound, *given)
         return (z.reshape(n, v),)
     z = jax.new_ref(z) if write else z
     out = call(z, labels, scale, *bound)

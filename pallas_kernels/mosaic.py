@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WGMMA = plgpu.Layout.WGMMA  # of the result of a wgmma, and of its left operand in registers
@@ -77,6 +78,20 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, extra)
     return jnp.pad(x, widths)
+
+
+def in_place(call, state, *arrays):
+    """`state`, one array or a list, after call(references to it, *arrays) has written into it.
+
+    Not new_ref and freeze: between them jax.checkpoint drops a call that returns nothing.  JAX has
+    no rule for run_state under vmap: there one member is worked on after the other.
+    """
+
+    @jax.custom_batching.sequential_vmap
+    def run(state, *arrays):
+        return pl.run_state(lambda refs: call(refs, *arrays))(state)
+
+    return run(state, *arrays)
 
 
 def grid(**axes: int) -> dict:

@@ -275,8 +275,8 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     frequency = frequencies(d, theta, scaling)
     if in_place:
         assert not rest
-        # Not new_ref and freeze: jax.checkpoint drops a call between them that returns nothing.
-        results = [pl.run_state(lambda ref: call(frequency, ref, positions))(flat[0])]
+        turn = lambda ref, positions: call(frequency, ref, positions)
+        results = [mosaic.in_place(turn, flat[0], positions)]
     else:
         results = call(frequency, *flat, positions, *(ends if rest else []))
     if rest:

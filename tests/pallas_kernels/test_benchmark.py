@@ -126,6 +126,7 @@ def test_a_rival_that_fails_is_named_and_the_others_are_measured(times):
     tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
     forward, _ = measured(case, tops)
     assert forward["failed"] == {"cudnn": "ValueError: no such shape"}
+    assert benchmark._line(MemoryError()) == "MemoryError: "  # as Python raises it, without a word
     assert set(forward["ms"]) == {"mosaic", "xla"}
 
 

@@ -163,6 +163,22 @@ def test_linear_cross_entropy_of_a_split_vocabulary():
         assert_error_ratio(a, e, t)
 
 
+def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
+    """The axis is one of vmap, which one device has too."""
+    x, weight, labels = normal(0, (3, 16)), normal(1, (256, 16)), jnp.array([5, -100, 250])
+    op = functools.partial(linear_cross_entropy, labels=labels, vocab_size=251, scale=0.3)
+    both = lambda op: jax.value_and_grad(lambda x, weight: op(x, weight), (0, 1))
+    loss, (dx, dw) = both(functools.partial(op, backend="xla"))(x, weight)
+    of_part = both(functools.partial(op, vocab_axis="v", backend="mosaic"))
+    with kernels_run_here():
+        run = jax.vmap(of_part, in_axes=(None, 0), axis_name="v")
+        losses, (dxs, dws) = jax.block_until_ready(jax.jit(run)(x, weight.reshape(2, 128, 16)))
+    np.testing.assert_allclose(losses, [loss, loss], rtol=1e-6)
+    # Each part was given a gradient of one for the same loss, whose gradient then is two.
+    np.testing.assert_allclose(dxs.sum(0) / 2, dx, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(dws.reshape(256, 16) / 2, dw, rtol=1e-5, atol=1e-7)
+
+
 def test_linear_cross_entropy_of_a_part_that_is_all_padding():
     z, labels = normal(0, (2, 128)), jnp.array([-1, -1])
     given = (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
@@ -189,6 +205,9 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
         linear_cross_entropy(x, weight, labels, softcap=-3.0)
     with pytest.raises(ValueError, match="chunk=0 is not at least 1 token"):
         linear_cross_entropy(x, weight, labels, chunk=0)
+    for backend in ("mosaic", "xla"):  # a scale for each token would weigh them, silently
+        with pytest.raises(ValueError, match=r"scale has shape \(2,\), it is one number"):
+            linear_cross_entropy(x, weight, labels, scale=jnp.ones(2), backend=backend)
     with pytest.raises(ValueError, match="labels is float32: cast it to an integer dtype"):
         linear_cross_entropy(x, weight, labels.astype(jnp.float32), backend="mosaic")
     with pytest.raises(ValueError, match=r"weight has shape \(8,\), it needs 2 axes: V C"):
