@@ -283,7 +283,8 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     with backend.silenced():
         key = (*ops, case.op, case.variant, *small(case, sizes).items())
         if key not in known:
-            known[key] = attempt(Truth(case, small(case, sizes)).errors, ops)
+            truth = functools.cache(lambda: Truth(case, small(case, sizes)))
+            known[key] = attempt(lambda op: truth().errors(op), ops)
         errors, failed = known[key]
         ms = {}
         if tops:
