@@ -113,12 +113,13 @@ def _prepare(
     state = fresh
     if path.exists():
         state = json.loads(path.read_text())
-        if state["job"] != job and not state["done"] and state["pieces"] == 0:
+        if state["job"] != job:
+            if state["done"] or state["pieces"]:
+                raise InputError(
+                    f"{out} holds shards of other data or options: choose another --out or delete"
+                    " it"
+                )
             state = fresh  # of bad input that was told before anything was encoded
-        elif state["job"] != job:
-            raise InputError(
-                f"{out} holds shards of other data or options: choose another --out or delete it"
-            )
         if state["done"]:
             return state["tokens"]
     else:
