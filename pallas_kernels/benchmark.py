@@ -110,6 +110,16 @@ def gpu_ms(f: Callable, *args) -> list[float]:
     return times
 
 
+def wall_ms(f: Callable, *args, calls: int) -> float:
+    """Milliseconds on the clock of each of `calls` calls in a row, launches and gaps included."""
+    result = jax.block_until_ready(f(*args))
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = f(*args)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls * 1e3
+
+
 def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.stages.Compiled]:
     """A program for each direction; keep: the backward pass gets what "saved" makes."""
     compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
@@ -128,47 +138,39 @@ def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.st
 
 def time_ops(programs: dict[str, dict], dy, inputs) -> tuple[dict[str, dict], dict[str, str]]:
     """GPU milliseconds of each op's directions, and why an op has none; they take turns."""
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in programs}
-    failed, saved = {}, {}
-    for name in [*programs] * _TURNS:
+    calls, failed = attempt(lambda own: _arguments(own, dy, inputs), programs)
+    times = {name: {direction: [] for direction in own} for name, own in calls.items()}
+    for name in [*times] * _TURNS:
         if name in failed:
             continue
         try:
-            for direction, program in programs[name].items():
-                if direction == "saved":
-                    if name not in saved:
-                        saved[name] = program(*inputs)
-                    continue
-                args = inputs if direction == "forward" else (dy, *inputs)
-                if direction == "backward" and name in saved:
-                    args = saved[name], dy
-                times[name].setdefault(direction, []).extend(gpu_ms(program, *args))
+            for direction, args in calls[name].items():
+                times[name][direction] += gpu_ms(programs[name][direction], *args)
         except Exception as e:  # out of memory: go on
             failed[name] = _line(e)
-    done = {name: t for name, t in times.items() if name not in failed}
-    median = statistics.median
-    return {name: {d: median(x) for d, x in t.items()} for name, t in done.items()}, failed
+            del times[name]
+    return {n: {d: statistics.median(ms) for d, ms in t.items()} for n, t in times.items()}, failed
+
+
+def _arguments(programs: dict, dy, inputs) -> dict[str, tuple]:
+    """What each direction of an op is called with."""
+    args = {d: inputs if d == "forward" else (dy, *inputs) for d in programs if d != "saved"}
+    if "saved" in programs:
+        args["backward"] = programs["saved"](*inputs), dy
+    return args
 
 
 def ceilings() -> dict[str, float]:
     """Copy bandwidth in TB/s (read plus written) and bfloat16 matmul rate in TFLOP/s."""
     spec, sizes = A("N N"), {"N": 2**15}
     x = array(spec, sizes, 0)
-    copy = jax.jit(jnp.copy)  # not always a kernel, so that only the clock on the wall sees it
-    y = copy(x).block_until_ready()
-    start, calls = time.perf_counter(), _CALLS * _TURNS
-    for _ in range(calls):
-        y = copy(x)
-    y.block_until_ready()
-    seconds = (time.perf_counter() - start) / calls
-    seconds = min(seconds, statistics.median(gpu_ms(jax.jit(jnp.negative), x)) / 1e3)
+    median_ms = lambda f, *args: statistics.median(gpu_ms(jax.jit(f), *args))
+    # A copy is not always a kernel, so that only the clock on the wall sees it.
+    ms = min(wall_ms(jax.jit(jnp.copy), x, calls=_CALLS * _TURNS), median_ms(jnp.negative, x))
     a = x[:8192, :8192] + 0
     return {
-        "copy_TB_per_s": 2 * x.nbytes / seconds / 1e12,
-        "matmul_TFLOP_per_s": 2
-        * 8192**3
-        / statistics.median(gpu_ms(jax.jit(jnp.matmul), a, a))
-        / 1e9,
+        "copy_TB_per_s": 2 * x.nbytes / ms / 1e9,
+        "matmul_TFLOP_per_s": 2 * 8192**3 / median_ms(jnp.matmul, a, a) / 1e9,
     }
 
 
@@ -258,12 +260,12 @@ def _line(e: Exception) -> str:
     return f"{type(e).__name__}: {first[:200]}"
 
 
-def attempt(f: Callable, ops: dict[str, Callable]) -> tuple[dict, dict[str, str]]:
-    """f of each op, and why some have none: a rival without this shape, or out of memory."""
+def attempt(f: Callable, rivals: dict[str, Any]) -> tuple[dict, dict[str, str]]:
+    """f of each of them, and why some have none: without this shape, or out of memory."""
     results, failed = {}, {}
-    for name, op in ops.items():
+    for name, rival in rivals.items():
         try:
-            results[name] = f(op)
+            results[name] = f(rival)
         except Exception as e:
             failed[name] = _line(e)
     return results, failed
@@ -289,8 +291,8 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
         ms = {}
         if tops:
             inputs, mosaic = arrays(case, sizes), ops.get("mosaic")
-            timed = {name: op for name, op in ops.items() if case.xla or name != "xla"}
-            timed = {name: op for name, op in timed.items() if name not in failed}
+            skipped = failed if case.xla else {*failed, "xla"}
+            timed = {name: op for name, op in ops.items() if name not in skipped}
             compiled = lambda op: compile_op(case, op, inputs, keep=op is mosaic)
             programs, not_compiled = attempt(compiled, timed)
             ms, not_timed = time_ops(programs, cotangents(on_xla(case), inputs), inputs)

@@ -19,7 +19,8 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others are on this GPU, too
+from pallas_kernels import benchmark, benchmark_cases
+from pallas_kernels.benchmark_report import text
 
 
 def events_ms(f) -> float:
@@ -42,35 +43,18 @@ def kernels_ms(f, calls=10) -> float:
     return sum(e.self_device_time_total for e in trace.key_averages()) / calls / 1e3
 
 
-def wall_ms(f, *args, calls=10) -> float:
-    import jax
-
-    jax.block_until_ready(f(*args))
-    start = time.perf_counter()
-    for _ in range(calls):
-        result = f(*args)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls * 1e3
-
-
 def show(name: str, **columns: float | str) -> None:
     cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in columns.items()]
     print(f"  {name:<28}", "  ".join(cells), flush=True)
 
 
-def attempt(name: str, f) -> None:
-    """A peer's row, or why it has none."""
-    try:
-        show(name, **f())
-    except Exception as e:  # not installed, does not take the shape, out of memory
-        show(name, failed=f"{type(e).__name__}: {str(e).splitlines()[0][:100]}")
+def rows(results: dict[str, dict], failed: dict[str, str]) -> None:
+    """A row of each peer, or why it has none: not installed, not this shape, out of memory."""
+    for name, columns in (results | {n: {"failed": why} for n, why in failed.items()}).items():
+        show(name, **columns)
 
 
 def attention() -> None:
-    from pallas_kernels import benchmark
-    from pallas_kernels.benchmark_cases import CASES
-    from pallas_kernels.benchmark_report import text
-
     def tokamax(q, k, v, *, causal, implementation):
         import tokamax
 
@@ -78,31 +62,24 @@ def attention() -> None:
             q, k, v, is_causal=causal, implementation=implementation
         )
 
-    for case in (c for c in CASES if c.op == "attention" and c.variant in ("", "full")):
+    cases = [c for c in benchmark_cases.CASES if c.op == "attention" and c.variant in ("", "full")]
+    for case, sizes in ((c, sizes) for c in cases for sizes in c.sizes):
+        print(f"attention {case.variant} {text(sizes)}, ms")
         causal = case.options["causal"]
-        for sizes in case.sizes:
-            print(f"attention {case.variant} {text(sizes)}, ms")
-            inputs = benchmark.arrays(case, sizes)
-            dy = benchmark.cotangents(benchmark.on_xla(case), inputs)
-            ops = {"jaxllm": benchmark.public(case, backend="mosaic")}
-            ops["JAX cuDNN"] = functools.partial(case.cudnn, **case.options)
-            for kind in ("mosaic", "triton"):
-                ops[f"tokamax {kind}"] = functools.partial(
-                    tokamax, causal=causal, implementation=kind
-                )
-            if case.xla:
-                ops["JAX XLA"] = benchmark.on_xla(case)
-            compiled = lambda op, case=case, inputs=inputs: benchmark.compile_op(
-                case, op, inputs, keep=False
-            )
-            programs, failed = benchmark.attempt(compiled, ops)
-            ms, not_timed = benchmark.time_ops(programs, dy, inputs)
-            for name, times in ms.items():
-                show(name, **times)
-            for name, why in (failed | not_timed).items():
-                show(name, failed=why)
-            for kind in ("CUDNN", "FLASH"):
-                attempt(f"PyTorch {kind}", lambda k=kind: torch_attention(k, sizes, causal))  # noqa: B023
+        inputs = benchmark.arrays(case, sizes)
+        dy = benchmark.cotangents(benchmark.on_xla(case), inputs)
+        ops = {"jaxllm": benchmark.public(case, backend="mosaic")}
+        ops["JAX cuDNN"] = functools.partial(case.cudnn, **case.options)
+        for kind in ("mosaic", "triton"):
+            ops[f"tokamax {kind}"] = functools.partial(tokamax, causal=causal, implementation=kind)
+        if case.xla:
+            ops["JAX XLA"] = benchmark.on_xla(case)
+        compiled = functools.partial(benchmark.compile_op, case, inputs=inputs, keep=False)
+        programs, failed = benchmark.attempt(compiled, ops)
+        ms, not_timed = benchmark.time_ops(programs, dy, inputs)
+        rows(ms, failed | not_timed)
+        timed = functools.partial(torch_attention, sizes=sizes, causal=causal)
+        rows(*benchmark.attempt(timed, {f"PyTorch {kind}": kind for kind in ("CUDNN", "FLASH")}))
 
 
 def torch_attention(kind: str, sizes: dict[str, int], causal: bool) -> dict[str, float]:
@@ -130,11 +107,7 @@ def vlstm() -> None:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import benchmark
-    from pallas_kernels.benchmark_cases import CASES
-    from pallas_kernels.benchmark_report import text
-
-    for case in (c for c in CASES if c.op == "vlstm"):
+    for case in (c for c in benchmark_cases.CASES if c.op == "vlstm"):
         case = dataclasses.replace(case, flops=lambda n: 0.0)  # forward + backward in one program
         for sizes in case.sizes:
             print(f"vlstm {text(sizes)}, ms")
@@ -145,19 +118,20 @@ def vlstm() -> None:
             programs = benchmark.compile_op(case, op, inputs, keep=False)
             for name, args in (("forward", inputs), ("forward+backward", (dy, *inputs))):
                 kernels = statistics.median(benchmark.gpu_ms(programs[name], *args))
-                show(f"jaxllm {name}", clock=wall_ms(programs[name], *args), kernels=kernels)
-            for kind, chunk in (("limit", 64), ("xl", 128)):
-                attempt(
-                    f"mlstm_kernels {kind}_chunk {chunk}",
-                    lambda kind=kind, chunk=chunk: mlstm(kind, chunk, sizes),  # noqa: B023
-                )
+                clock = benchmark.wall_ms(programs[name], *args, calls=10)
+                show(f"jaxllm {name}", clock=clock, kernels=kernels)
+            variants = {
+                f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in (("limit", 64), ("xl", 128))
+            }
+            rows(*benchmark.attempt(functools.partial(mlstm, sizes=sizes), variants))
 
 
-def mlstm(kind: str, chunk: int, sizes: dict[str, int]) -> dict[str, float]:
+def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
     import importlib
 
     import torch
 
+    kind, chunk = variant
     module = importlib.import_module(f"mlstm_kernels.torch.chunkwise.triton_{kind}_chunk")
     op = getattr(module, f"mlstm_chunkwise__{kind}_chunk")
     b, t, h, dqk, dv = (sizes[axis] for axis in "B T NH DQK DV".split())
@@ -280,6 +254,7 @@ def train(name: str, batch: int, seq_len: int | None, device="cuda", steps=19) -
 
 
 def main() -> int:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is there, too
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -291,7 +266,8 @@ def main() -> int:
     if a.what == "train":
         if a.config is None:
             parser.error("train needs a configuration, as gpt2_124m")
-        attempt(f"PyTorch {a.config}", lambda: train(a.config, a.batch, a.seq_len))
+        timed = functools.partial(train, batch=a.batch, seq_len=a.seq_len)
+        rows(*benchmark.attempt(timed, {f"PyTorch {a.config}": a.config}))
         return 0
     import jax
 
