@@ -89,7 +89,11 @@ def in_place(call, state, *arrays):
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        return pl.run_state(lambda refs: call(refs, *arrays))(state)
+        # Without the barriers XLA's dynamic-slice fusion, in a loop, gives the kernel a slice to
+        # write that is not the one it reads: nothing arrives there, and `state` is overwritten.
+        state = lax.optimization_barrier(state)
+        state = pl.run_state(lambda refs: call(refs, *arrays))(state)
+        return lax.optimization_barrier(state)
 
     return run(state, *arrays)
 

@@ -87,9 +87,9 @@ def backward(
     dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
     if heads is None:
         return dq, *backward_dkv(q, k, v, lse, dout, delta, segments, **static)
-    joint = jax.new_ref(dq)  # no copy: the second kernel writes its own heads of it
-    backward_dkv(q, k, v, lse, dout, delta, segments, joint, **static)
-    return jax.freeze(joint)
+    # No copy: the second kernel writes its own heads of dq.
+    second = lambda joint, *arrays: backward_dkv(*arrays, joint, **static)
+    return mosaic.in_place(second, dq, q, k, v, lse, dout, delta, segments)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)

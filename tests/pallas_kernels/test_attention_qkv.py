@@ -3,7 +3,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_checks import ON_GPU, assert_lowers, check_op, normal
+from kernel_checks import ON_GPU, check_op, normal
 
 from pallas_kernels import attention, attention_qkv, linear_cross_entropy, mosaic, rope
 
@@ -74,8 +74,3 @@ def test_checkpoint_runs_the_kernels_that_write_in_place_again():
     ):
         again = jax.jit(jax.grad(jax.checkpoint(op))).trace(x).lower(lowering_platforms=("cuda",))
         assert kernel in again.as_text()
-
-
-def test_vmap_takes_the_kernels_that_write_in_place():
-    rotated = lambda x: attention_qkv(x, 1, theta=1e4, backend="mosaic").astype(jnp.float32).sum()
-    assert_lowers(jax.vmap(jax.grad(rotated)), (jnp.ones((2, 1, 64, 3, 64), BF16),), ROPE)

@@ -96,20 +96,6 @@ def test_tied_encoder_leaves_the_rows_that_do_not_occur():
     np.testing.assert_array_equal(both, dtable + alone)
 
 
-def test_tied_encoder_under_vmap():
-    tokens, wte, dy = zipf((2, 9), 12), normal(0, (12, 128)), normal(1, (2, 9, 128))
-
-    def gradient(backend, tokens):
-        pull = jax.vjp(lambda wte: encoder(tokens, wte, None, tied=True, backend=backend), wte)[1]
-        return pull((dy, wte))[0]
-
-    both = jnp.stack([tokens, 11 - tokens])
-    expected = jax.vmap(functools.partial(gradient, "xla"))(both)
-    with kernels_run_here():
-        actual = jax.block_until_ready(jax.vmap(functools.partial(gradient, "mosaic"))(both))
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_encoder_against_one_hot_matmuls():
     """The reference itself: embedding is a product with the tokens' one-hot rows."""
     tokens, wte, wpe = zipf((3, 8), 11), normal(0, (11, 4)), normal(1, (9, 4))

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import check_op, normal
+from kernel_checks import check_op, kernels_run_here, normal
 
 from pallas_kernels import row_plan
 from pallas_kernels.layer_norm import (
@@ -63,13 +63,25 @@ def test_a_large_offset_does_not_hurt_the_variance(one_block):
 
 @pytest.mark.parametrize(
     ("which", "shape"),
-    [("weight", (5, 128)), ("bias", (1, 1)), ("neither", (5, 40))],  # one column: y = bias, dx = 0
+    [("weight", (5, 128)), ("bias", (3, 7)), ("neither", (5, 40))],
 )
 def test_parameters_are_optional(which, shape):
     x, (weight, bias) = normal(0, shape), parameters(shape[-1])
     weight, bias = (weight if which == "weight" else None), (bias if which == "bias" else None)
     kernels = KERNELS[: 2 if which == "neither" else 3]
     check_op(layer_norm, layer_norm_reference, x, weight, bias, kernels=kernels)
+
+
+def test_one_column():
+    """y is the bias, dx 0 but for the rounding of dy / sqrt(eps)."""
+    x, bias, dy = normal(0, (3, 1)), normal(1, (1,)), normal(2, (3, 1))
+    run = lambda x, bias: layer_norm(x, None, bias, eps=1e-5, backend="mosaic")
+    with kernels_run_here():
+        y, pull = jax.vjp(run, x, bias)
+        dx, dbias = jax.block_until_ready(pull(dy))
+    np.testing.assert_array_equal(y, jnp.broadcast_to(bias, y.shape))
+    np.testing.assert_allclose(dbias, dy.sum(0), rtol=1e-6)
+    np.testing.assert_allclose(dx, 0, atol=1e-7 / 1e-5**0.5)
 
 
 def test_parameters_for_each_head(one_block):

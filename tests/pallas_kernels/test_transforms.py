@@ -1,0 +1,80 @@
+"""Every op and its gradients, two members at a time: `jax.vmap`, and `jax.lax.map` (a loop).
+
+In a loop XLA joins a kernel with the slices that it reads and writes, which a kernel that writes in
+place must not be: natively it once left zeros.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import ON_GPU, kernels_run_here, normal
+
+import pallas_kernels as ops
+
+BF16 = jnp.bfloat16
+TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
+LABELS = np.array([[5, -100, 250], [1, 2, 3]])
+ROWS, WEIGHT = (2, 5, 128), (2, 128)
+
+CASES = {  # op(*arrays, whole numbers, backend=), the arrays' shapes, whole numbers, dtype
+    "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
+    "add_layer_norm": (ops.add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT], []),
+    "rms_norm": (ops.rms_norm, [ROWS, WEIGHT], []),
+    "add_rms_norm": (ops.add_rms_norm, [ROWS, ROWS, WEIGHT], []),
+    "gelu": (ops.gelu, [ROWS, WEIGHT], []),
+    "swiglu": (ops.swiglu, [ROWS, ROWS], []),
+    "rope": (
+        lambda q, k, **o: ops.rope(q, k, jnp.arange(9), **o),
+        [(2, 1, 9, 2, 64), (2, 1, 9, 1, 64)],
+        [],
+    ),
+    "cross_entropy": (ops.cross_entropy, [(2, 3, 256)], [LABELS]),
+    "linear_cross_entropy": (ops.linear_cross_entropy, [(2, 3, 16), (2, 256, 16)], [LABELS]),
+    "encoder": (
+        lambda wte, wpe, tokens, **o: ops.encoder(tokens, wte, wpe, **o),
+        [(2, 12, 128), (2, 9, 128)],
+        [TOKENS],
+    ),
+    "encoder_tied": (
+        lambda wte, tokens, **o: ops.encoder(tokens, wte, None, tied=True, **o),
+        [(2, 12, 128)],
+        [TOKENS],
+    ),
+    "attention": (ops.attention, [(2, 1, 64, 2, 64), *[(2, 1, 64, 1, 64)] * 2], [], BF16),
+    "attention_qkv": (
+        lambda qkv, **o: ops.attention_qkv(qkv, 2, theta=1e4, **o),
+        [(2, 1, 64, 4, 64)],
+        [],
+        BF16,
+    ),
+    "vlstm": (ops.vlstm, [*[(2, 1, 1, 64, 64)] * 3, *[(2, 1, 1, 64)] * 2], [], BF16),
+}
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["vmap", "map"])
+@pytest.mark.parametrize("name", CASES)
+def test_of_two_members(name, loop):
+    if name == "vlstm" and not ON_GPU:
+        pytest.skip("the interpreter takes a minute for it")
+    op, shapes, whole, *dtype = CASES[name]
+    arrays = [normal(i, shape, *dtype) for i, shape in enumerate(shapes)]
+
+    def results(backend):
+        def of_one(members):
+            arrays, whole = members
+            y, pull = jax.vjp(lambda *a: op(*a, *whole, backend=backend), *arrays)
+            return y, pull(jax.tree.map(jnp.cos, y))
+
+        run = functools.partial(jax.lax.map, of_one) if loop else jax.vmap(of_one)
+        return jax.block_until_ready(jax.jit(run)((arrays, [jnp.asarray(a) for a in whole])))
+
+    expected = results("xla")
+    with kernels_run_here():
+        actual = results("mosaic")
+    tolerance = 3e-2 if dtype else 1e-5
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        a, e = (np.asarray(x, np.float32) for x in (a, e))
+        np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * (1 + np.abs(e).max()))
