@@ -89,9 +89,10 @@ def in_place(call, state, *arrays):
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        # Without the barriers XLA's dynamic-slice fusion, in a loop, gives the kernel a slice to
-        # write that is not the one it reads: nothing arrives there, and `state` is overwritten.
-        state = lax.optimization_barrier(state)
+        # Without the barriers XLA, in a loop, joins the kernel with slices that it reads or that
+        # become of its result, and gives it another array to write than the one it reads: nothing
+        # arrives there, and `state` is overwritten.
+        state, *arrays = lax.optimization_barrier((state, *arrays))
         state = pl.run_state(lambda refs: call(refs, *arrays))(state)
         return lax.optimization_barrier(state)
 
