@@ -161,7 +161,7 @@ def _forward(logits, labels, vocab_size, ignore_index):
         top_ref[row] = top
         total_ref[row] = total
 
-    return plgpu.kernel(
+    return mosaic.kernel(
         cross_entropy_forward,
         out_type=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
         grid=(n,),
@@ -210,7 +210,7 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
         def _(i):
             write([jnp.minimum(done + i * tile, v - tile)], masked=True)
 
-    dlogits = plgpu.kernel(
+    dlogits = mosaic.kernel(
         cross_entropy_backward,
         out_type=jax.ShapeDtypeStruct((n, v), logits.dtype),
         grid=(n,),

@@ -77,7 +77,7 @@ def elementwise(tile, *arrays, name, outputs=1):
         )
 
     body.__name__ = name
-    results = plgpu.kernel(
+    results = mosaic.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((x.size,), x.dtype)] * outputs
         + [jax.ShapeDtypeStruct((_BLOCK,), x.dtype)] * (outputs if rest else 0),

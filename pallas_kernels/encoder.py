@@ -167,7 +167,7 @@ def _forward(tokens, wte, wpe, dtype):
 
         _for_columns(slab, tile, loads, body, first=block // blocks * slab)
 
-    y = plgpu.kernel(
+    y = mosaic.kernel(
         encoder_forward,
         out_type=jax.ShapeDtypeStruct((b, t, c), dtype),
         grid=(c // slab * blocks,),
@@ -250,7 +250,7 @@ def _sums(runs, dy):
         same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
         pl.when(same)(lambda: _for_columns(c, tile, loads, tile_sum))
 
-    return plgpu.kernel(
+    return mosaic.kernel(
         encoder_backward_sums,
         out_type=jax.ShapeDtypeStruct((tiles, c), jnp.float32),
         grid=(tiles,),
@@ -333,7 +333,7 @@ def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
 
     out = [jax.ShapeDtypeStruct((v, c), dtype)]
     out += [jax.ShapeDtypeStruct((positions, c), wpe_dtype)] if positions else []
-    call = plgpu.kernel(
+    call = mosaic.kernel(
         encoder_backward_vocabulary,
         out_type=out if table is None else [],
         grid=(positions + blocks,),

@@ -138,7 +138,7 @@ def _backward_rows(z, dy):
         mosaic.store(sums_ref.at[block, columns], total)
 
     blocks = mosaic.cdiv(n, _ROWS)
-    dx, sums = plgpu.kernel(
+    dx, sums = mosaic.kernel(
         gelu_backward,
         out_type=[
             jax.ShapeDtypeStruct(z.shape, z.dtype),

@@ -342,7 +342,7 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
     )
     bar = plgpu.Barrier(num_arrivals=groups)
     lines = [] if given else [*[plgpu.SMEM((groups, 4), jnp.float32)] * 2, bar]
-    call = plgpu.kernel(
+    call = mosaic.kernel(
         kernel,
         out_type=stats if not given else [],
         grid=(n,),
@@ -358,12 +358,18 @@ def _rows(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
     if given:
         z = mosaic.in_place(call, z, labels, scale, *bound, *given)
         return (z.reshape(n, v),)
-    z = jax.new_ref(z) if write else z
-    out = call(z, labels, scale, *bound)
     if not write:
-        return None, *out
-    # Tied together, as jax.checkpoint would drop a call whose statistics nobody wants.
-    z, out = lax.optimization_barrier((jax.freeze(z), out))
+        return None, *call(z, labels, scale, *bound)
+
+    @jax.custom_batching.sequential_vmap
+    def run(*arrays):
+        z, *others = mosaic.apart(arrays)
+        z = jax.new_ref(z)
+        out = call(z, *others)
+        # Tied together, as jax.checkpoint would drop a call whose statistics nobody wants.
+        return mosaic.apart((jax.freeze(z), out))
+
+    z, out = run(z, labels, scale, *bound)
     return z.reshape(n, v), *out
 
 

@@ -80,23 +80,36 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def kernel(body, **options):
+    """`plgpu.kernel`, under vmap called for one member after the other.
+
+    JAX's own rule puts the members in the grid: natively (0.11.2) the last rows of one were written
+    over the first ones of the next.
+    """
+    return jax.custom_batching.sequential_vmap(plgpu.kernel(body, **options))
+
+
 def in_place(call, state, *arrays):
     """`state`, one array or a list, after call(references to it, *arrays) has written into it.
 
-    Not new_ref and freeze: between them jax.checkpoint drops a call that returns nothing.  JAX has
-    no rule for run_state under vmap: there one member is worked on after the other.
+    Not new_ref and freeze: between them jax.checkpoint drops a call that returns nothing.
     """
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        # Without the barriers XLA, in a loop, joins the kernel with slices that it reads or that
-        # become of its result, and gives it another array to write than the one it reads: nothing
-        # arrives there, and `state` is overwritten.
-        state, *arrays = lax.optimization_barrier((state, *arrays))
-        state = pl.run_state(lambda refs: call(refs, *arrays))(state)
-        return lax.optimization_barrier(state)
+        state, *arrays = apart((state, *arrays))
+        return apart(pl.run_state(lambda refs: call(refs, *arrays))(state))
 
     return run(state, *arrays)
+
+
+def apart(arrays):
+    """`arrays`, around a kernel that writes in place: what goes in, and what comes out.
+
+    In a loop XLA joins a kernel with slices that it reads or that become of its result, and then
+    gives it another array to write than the one it reads: nothing arrives there.
+    """
+    return lax.optimization_barrier(arrays)
 
 
 def grid(**axes: int) -> dict:

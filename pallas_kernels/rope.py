@@ -267,7 +267,7 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
 
     body.__name__ = "rope_backward" if backward else "rope_forward"
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*flat, *(ends[:count] if rest else ()))]
-    call = plgpu.kernel(
+    call = mosaic.kernel(
         body,
         out_type=[] if in_place else out,
         **mosaic.grid(row=whole + bool(rest), column=d // 2 // tile.pairs, group=groups),

@@ -162,7 +162,7 @@ def _stream(p: Plan, step, carry, source, buffer, result, streams, weights, bars
 
 def _kernel(body, name, p: Plan, out_type, scratch_types):
     body.__name__ = name
-    return plgpu.kernel(
+    return mosaic.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch_types,
@@ -420,7 +420,7 @@ def _sum_programs(name, p: Plan, sums, parts):
                 mosaic.store(out.at[head, columns], jnp.sum(values, axis=0))
 
     body.__name__ = f"{name}_sum"
-    out = plgpu.kernel(
+    out = mosaic.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((p.heads, cols), w.dtype) for w in sums.values()],
         **mosaic.grid(column=cols // _SUM_COLS, head=p.heads, which=len(parts)),

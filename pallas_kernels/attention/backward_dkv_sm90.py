@@ -340,7 +340,7 @@ def backward_dkv(
     handed = plgpu.SMEM((ROWS, bq), jnp.float32, transforms=mosaic.wgmma_tiles(bq, jnp.float32))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     like = jax.ShapeDtypeStruct(k.shape, dtype)
-    return plgpu.kernel(
+    return mosaic.kernel(
         attention_backward_dkv,
         out_type=() if heads else (like, like),
         scratch_types=[

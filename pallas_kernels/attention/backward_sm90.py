@@ -370,7 +370,7 @@ def _backward_dq(
     stat = plgpu.SMEM((sets, ROWS), jnp.float32)
     handed = plgpu.SMEM((ROWS, bkv), jnp.float32, transforms=mosaic.wgmma_tiles(bkv, jnp.float32))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
-    return plgpu.kernel(
+    return mosaic.kernel(
         attention_backward_dq,
         out_type=(
             jax.ShapeDtypeStruct(q.shape, dtype),

@@ -340,7 +340,7 @@ def forward(
     smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
     ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((sides * wgs, ROWS), (stages, bkv))]
-    return plgpu.kernel(
+    return mosaic.kernel(
         attention_forward,
         out_type=(
             jax.ShapeDtypeStruct((b, rows, h, d), dtype),

@@ -381,7 +381,7 @@ def rows(
     swizzled = mosaic.wgmma_tiles(size, dtype)
     of_position = jax.ShapeDtypeStruct((batch, heads, count, size), jnp.float32)
     given = vectors | {"along": along}
-    return plgpu.kernel(
+    return mosaic.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((batch, length, heads, dx), dtype),

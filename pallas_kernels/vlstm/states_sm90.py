@@ -211,7 +211,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
     swizzled = functools.partial(mosaic.wgmma_tiles, dtype=dtype)
     of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
     before = jax.ShapeDtypeStruct((batch, heads, count, dx, dy), dtype)
-    return plgpu.kernel(
+    return mosaic.kernel(
         vlstm_states,
         out_type=(
             *[before, of_head(count, dx)] * keep,
@@ -273,7 +273,7 @@ def _join(decay, ends, first, cuts, reverse):
         def _():
             carry(s_ends_ref, s_first_ref, s_out_ref, pl.ds(block * ROWS, ROWS), COL)
 
-    out = plgpu.kernel(
+    out = mosaic.kernel(
         vlstm_join,
         out_type=(
             jax.ShapeDtypeStruct((len(first[0]), cuts, dx * dy), jnp.float32),
