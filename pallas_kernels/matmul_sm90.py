@@ -146,7 +146,7 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
                     here = pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
                     for smem, target in zip(smems, targets, strict=False):
                         plgpu.copy_smem_to_gmem(smem.at[slot], target.at[row_slice, here])
-                    if sums:
+                    if sums_ref is not None:
                         mosaic.store(sums_ref.at[row, here], jnp.sum(total, axis=0))
                     if c:
                         release(n - 1, outputs)
@@ -244,7 +244,8 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
         ],
         grid=(clusters,),
         grid_names=("block",),
-        **({"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("cluster",) if cluster > 1 else (),
         num_threads=4,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
