@@ -65,4 +65,4 @@ def test_matmul_then_the_backward_pass_of_an_activation(op, shape, dtype, plan, 
     ],
 )
 def test_what_the_kernel_does_not_take(shapes, dtypes, reason):
-    assert reason in why_not(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+    assert (why_not(*map(jax.ShapeDtypeStruct, shapes, dtypes)) or "").startswith(reason)
