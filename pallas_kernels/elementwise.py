@@ -40,7 +40,12 @@ def why_not(**arrays) -> str | None:
 
 def sigmoid(z):
     """1 / (1 + exp(-z)) inside a kernel; no digits are lost in either tail."""
-    return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx: one instruction
+    return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
+
+
+def quick_sigmoid(z):
+    """The same through rsqrt, 4 instructions fewer (division's guards), twice the rounding."""
+    return jnp.square(lax.rsqrt(1 + jnp.exp(-z)))
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "outputs"))  # lowered once per shape

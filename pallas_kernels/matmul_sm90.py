@@ -6,14 +6,14 @@ XLA's matmul writes its product, and the kernel after it reads it again; here th
 the accumulator.  Of use where it reads and writes much, as the backward pass of an activation does.
 
 One block stays on each SM and takes tile after tile of 128 x 128.  It has four warpgroups: two that
-compute, and two that only issue TMA copies, of steps of a and b into a ring of `stages` buffers and
-of chunks of the inputs into one of `slots`.  The computing two take turns ("ping-pong"): while one
-has the tensor core for its tile, the other does what comes after the matmul for the tile before.
-Outputs leave through the buffers of the inputs, where a thread overwrites what it alone has read.
+compute, every other tile each, and two that only issue TMA copies, of steps of a and b into a ring
+of `_STAGES` buffers and of chunks of the inputs into a ring of their own.  While one computing
+warpgroup has the tensor core, the other does what comes after the matmul for the tile before
+("ping-pong").  Outputs leave through the buffers of the inputs, where a thread overwrites what it
+alone has read.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,35 +27,41 @@ from pallas_kernels.mosaic import WGMMA
 _TILE = 128  # rows and columns of a tile: 128 accumulators a thread
 _STEP = 64  # of K: 128 bytes, one swizzle
 _CHUNK = 64  # columns of the inputs that are copied at a time
+_PART = 64  # rows of a chunk that are computed at a time: all 128 would spill
 _REGISTERS = 232, 24  # of a computing thread and of a copying one: 65536 for four warpgroups
 
+# Buffers of 32 KB for steps, and of 64 KB in all for chunks; rows of tiles worked on together.  GPU
+# ms on an H100 of the backward pass of SwiGLU in llama3_124m, in llama3_1b, of GELU in gpt2_124m:
+#
+#   stages, slots    124m   1b     stages, slots  GELU    group   124m   1b     GELU
+#   5, 2             0.250  0.493  5, 4           0.362   8       0.250  0.493  0.362
+#   4, 3             0.265  0.524  4, 6           0.357   16      0.253  0.497  0.360
+#   3, 4             0.303         6, 2           0.374   32             0.518
+#   matmul, kernel   0.369  0.582                 0.445
+#
+# Within 2% of it: b by multicast to two blocks; a strict order of the two warpgroups' matmuls.
+_STAGES = 5
+_SLOTS = 4  # of one array; of two arrays half as many
+_GROUP = 8
 
-class Plan(NamedTuple):
-    """How the kernel is cut up."""
 
-    stages: int  # steps of a and b in flight, 32 KB each
-    slots: int  # chunks of the inputs in flight or on their way out, 16 KB for each array
-    group: int  # rows of tiles that are worked on together, column by column
-    turns: bool = True  # a computing warpgroup begins when the other has issued its last wgmma
-    registers: tuple[int, int] = _REGISTERS
-    part: int = 64
-    cluster: int = 1  # blocks, of neighbouring rows of tiles, that get b by one multicast copy
+def linear_why_not(weight, *inputs) -> str | None:
+    """Why the kernel cannot make the backward pass of f(*inputs) @ weight, or None.
 
-
-def why_not(a, b, inputs=()) -> str | None:
-    """Why the kernel cannot take this call, or None."""
-    (n, k), f = a.shape, b.shape[0]
-    for name, x in {"a": a, "b": b, **{f"inputs[{i}]": x for i, x in enumerate(inputs)}}.items():
-        if x.dtype != a.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"{name} is {x.dtype}: all must be bfloat16, or all float16"
-    for name, size, multiple in (("N", n, _TILE), ("F", f, _TILE), ("K", k, _STEP)):
+    inputs: arrays (..., F), weight: (F, C).
+    """
+    x, (f, c) = inputs[0], weight.shape
+    for y in (weight, *inputs):
+        if y.dtype != x.dtype or y.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"weight and inputs are {weight.dtype} and {x.dtype}, not bfloat16 or float16"
+    for name, size, multiple in (("rows", x.size // f, _TILE), ("F", f, _TILE), ("C", c, _STEP)):
         if size == 0 or size % multiple:
             return f"{name}={size} is no multiple of {multiple}"
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "outputs", "sums", "name", "plan", "sms"))
-def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, sms: int):
+@functools.partial(jax.jit, static_argnames=("tile", "outputs", "sums", "name", "sms"))
+def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     """A tuple of `outputs` arrays (N, F) of a's dtype: tile(*inputs, a b^T), computed in float32.
 
     a (N, K), b (F, K), inputs: tuple of arrays (N, F).
@@ -64,40 +70,32 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
     """
     (n, k), f = a.shape, b.shape[0]
     dtype = a.dtype
-    stages, slots, group, turns, registers, part, cluster = plan
     rows, columns, steps, chunks = n // _TILE, f // _TILE, k // _STEP, _TILE // _CHUNK
-    group = min(group, rows)
-    sms = min(sms, rows * columns) // cluster * cluster
-    assert slots >= 2, "a chunk leaves while the next one is computed"
-    assert rows % cluster == 0
-    assert group % cluster == 0
-    clusters, tiles = sms // cluster, rows * columns // cluster  # a cluster takes that many tiles
+    blocks = min(sms, rows * columns)
     buffers = max(len(inputs), outputs)
+    stages, slots = _STAGES, _SLOTS // buffers
 
     def body(a_ref, b_ref, *refs):
         sources, refs = refs[: len(inputs)], refs[len(inputs) :]
         targets, refs = refs[:outputs], refs[outputs:]
         sums_ref, refs = (refs[0], refs[1:]) if sums else (None, refs)
         a_smem, b_smem, *refs = refs
-        smems, (full, free, in_full, in_free, turn, then_turn) = refs[:buffers], refs[buffers:]
+        smems, (full, free, in_full, in_free, turn) = refs[:buffers], refs[buffers:]
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        rank = lax.axis_index("cluster") if cluster > 1 else 0
-        count = lax.div(tiles - 1 - block, jnp.int32(clusters)) + 1  # tiles of this block
+        count = lax.div(rows * columns - 1 - block, jnp.int32(blocks)) + 1  # tiles of this block
         stage_of = lambda n: lax.rem(n, jnp.int32(stages))
         slot_of = lambda n: lax.rem(n, jnp.int32(slots))
 
         def where(i):
-            """(row, column) of this block's i-th tile; `group` rows share a and b in the L2."""
-            tile = block + i * clusters
-            height = group // cluster
-            above = lax.div(tile, jnp.int32(height * columns)) * height
+            """(row, column) of this block's i-th tile; neighbours share a and b in the L2."""
+            tile = block + i * blocks
+            above = lax.div(tile, jnp.int32(_GROUP * columns)) * _GROUP
+            height = jnp.minimum(_GROUP, rows - above)  # the last group may be a low one
             rest = tile - above * columns
-            height = jnp.minimum(height, rows // cluster - above)  # the last group may be a low one
-            return (above + lax.rem(rest, height)) * cluster + rank, lax.div(rest, height)
+            return above + lax.rem(rest, height), lax.div(rest, height)
 
         def compute():
-            plgpu.set_max_registers(registers[0], action="increase")
-            other = 1 - wg
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
 
             def multiply(i, acc):
                 first = i * steps
@@ -107,8 +105,6 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
                     plgpu.barrier_wait(full.at[wg * stages + stage])
                     plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage].transpose((1, 0)))
 
-                if turns:
-                    plgpu.barrier_wait(turn.at[wg])
                 step(first)
 
                 @pl.loop(first + 1, first + steps)
@@ -117,8 +113,6 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
                     plgpu.wgmma_wait(1)
                     plgpu.barrier_arrive(free.at[stage_of(n - 1)])
 
-                if turns:
-                    plgpu.barrier_arrive(turn.at[other])
                 product = acc[...]
                 plgpu.barrier_arrive(free.at[stage_of(first + steps - 1)])
                 return product
@@ -131,13 +125,13 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
                     slot = slot_of(n)
                     plgpu.barrier_wait(in_full.at[wg * slots + slot])
                     total = 0
-                    for r in range(0, _TILE, part):  # fewer rows take fewer registers
-                        some = pl.ds(r, part)
+                    for r in range(0, _TILE, _PART):
+                        some = pl.ds(r, _PART)
                         xs = [
                             plgpu.load(smem.at[slot, some], layout=WGMMA).astype(jnp.float32)
                             for smem in smems[: len(inputs)]
                         ]
-                        ys = tile(*xs, product[r : r + part, c * _CHUNK : (c + 1) * _CHUNK])
+                        ys = tile(*xs, product[r : r + _PART, c * _CHUNK : (c + 1) * _CHUNK])
                         for smem, y in zip(smems, ys, strict=False):
                             smem[slot, some] = y.astype(dtype)
                         if sums:
@@ -163,15 +157,15 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
                     functools.partial(multiply, i), plgpu.ACC((_TILE, _TILE), jnp.float32)
                 )
                 if sums:  # jnp.sum's scratch memory is that of the block
-                    plgpu.barrier_wait(then_turn.at[wg])
+                    plgpu.barrier_wait(turn.at[wg])
                 then(i, product)
                 if sums:
-                    plgpu.barrier_arrive(then_turn.at[other])
+                    plgpu.barrier_arrive(turn.at[1 - wg])
 
             plgpu.wait_smem_to_gmem(0)
 
         def copy_operands():
-            plgpu.set_max_registers(registers[1], action="decrease")
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
 
             @pl.loop(0, count)
             def _(i):
@@ -186,19 +180,10 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
                     pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
                     at = pl.ds(s * _STEP, _STEP)
                     plgpu.copy_gmem_to_smem(a_ref.at[row_slice, at], a_smem.at[stage], bar)
-                    plgpu.copy_gmem_to_smem(
-                        b_ref.at[column_slice, at], b_smem.at[stage], bar,
-                        collective_axes="cluster" if cluster > 1 else None,
-                    )  # fmt: skip
-
-            if cluster > 1:  # stay until the other blocks have said all that they say to this one
-
-                @pl.loop(jnp.maximum(count * steps, stages), count * steps + stages)
-                def _(n):
-                    plgpu.barrier_wait(free.at[stage_of(n)])
+                    plgpu.copy_gmem_to_smem(b_ref.at[column_slice, at], b_smem.at[stage], bar)
 
         def copy_inputs():
-            plgpu.set_max_registers(registers[1], action="decrease")
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
 
             @pl.loop(0, count)
             def _(i):
@@ -212,11 +197,8 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
                     for source, smem in zip(sources, smems, strict=False):
                         plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
-        @pl.when(wg == 0)
-        def _():
-            plgpu.barrier_arrive(turn.at[0])
-            plgpu.barrier_arrive(then_turn.at[0])
-
+        if sums:
+            pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
         pl.when(wg < 2)(compute)
         pl.when(wg == 2)(copy_operands)
         pl.when(wg == 3)(copy_inputs)
@@ -226,26 +208,20 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, plan: Plan, 
     smem = lambda count, cols: plgpu.SMEM(
         (count, _TILE, cols), dtype, transforms=mosaic.wgmma_tiles(cols, dtype)
     )
-    free = plgpu.Barrier(num_barriers=stages)
-    if cluster > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=stages)
-    results = plgpu.kernel(
+    results = mosaic.kernel(
         body,
         out_type=[like] * outputs + [jax.ShapeDtypeStruct((rows, f), jnp.float32)] * sums,
         scratch_types=[
             *[smem(stages, _STEP)] * 2,
             *[smem(slots, _CHUNK)] * buffers,
             plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages),
-            free,
+            plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * slots),
             plgpu.Barrier(num_barriers=slots),
             plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
         ],
-        grid=(clusters,),
+        grid=(blocks,),
         grid_names=("block",),
-        cluster=(cluster,) if cluster > 1 else (),
-        cluster_names=("cluster",) if cluster > 1 else (),
         num_threads=4,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -6,14 +6,20 @@
 Shazeer 2020, "GLU Variants Improve Transformer", equation 5 (the part between the matmuls).  The
 backward pass recomputes s from the gate, and one kernel writes both gradients: 2 reads and 1 write
 an element forward, 3 reads and 2 writes backward.
+
+`swiglu_linear` multiplies the result by a weight.  Its backward pass begins with a matmul, dy W^T,
+whose result only the kernel above needs: there both are one kernel, and dy W^T is never written.
 """
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import backend as _backend
-from pallas_kernels import mosaic
-from pallas_kernels.elementwise import elementwise, sigmoid
+from pallas_kernels import matmul_sm90, mosaic
+from pallas_kernels.elementwise import elementwise, quick_sigmoid, sigmoid
 from pallas_kernels.elementwise import why_not as _elementwise_why_not
 
 
@@ -35,6 +41,31 @@ def swiglu(
     return _swiglu(gate, up)
 
 
+def swiglu_linear(
+    gate: Float[Array, "*rows F"],
+    up: Float[Array, "*rows F"],
+    weight: Float[Array, "F C"],
+    *,
+    backend: _backend.Backend = "auto",
+) -> Float[Array, "*rows C"]:
+    """swiglu(gate, up) @ weight.  Where its kernel cannot take the call: `swiglu`, and a matmul.
+
+    The kernel takes bfloat16 or float16, all of one dtype, rows and F in multiples of 128, C of 64.
+    Raises ValueError for shapes that do not fit, and what `swiglu` raises.
+    """
+    if gate.shape != up.shape or weight.ndim != 2 or gate.shape[-1:] != weight.shape[:1]:
+        shapes = f"gate {gate.shape}, up {up.shape} and weight {weight.shape}"
+        raise ValueError(f"{shapes} do not fit: (..., F), (..., F) and (F, C) do")
+    reason = matmul_sm90.linear_why_not(weight, gate, up)
+    if _backend.use_kernel("swiglu_linear", _backend.unless(reason, backend), reason, "sm_90a"):
+        return _swiglu_linear(gate, up, weight)
+    return swiglu(gate, up, backend=backend) @ weight
+
+
+def swiglu_linear_reference(gate, up, weight):
+    return swiglu_reference(gate, up) @ weight
+
+
 def swiglu_reference(gate, up):
     """The formula in jnp, in float32 (float64 for float64)."""
     dtype = mosaic.stat_dtype(gate.dtype)
@@ -51,7 +82,7 @@ def _forward_tile(gate, up):
     return (gate * sigmoid(gate) * up,)
 
 
-def _backward_tile(gate, up, dy):
+def _backward_tile(gate, up, dy, sigmoid=sigmoid):
     s = sigmoid(gate)
     silu = gate * s
     return dy * up * (s + silu * (1 - s)), dy * silu
@@ -66,3 +97,35 @@ _swiglu.defvjp(
     lambda gate, up: (_swiglu(gate, up), (gate, up)),
     lambda saved, dy: elementwise(_backward_tile, *saved, dy, name="swiglu_backward", outputs=2),
 )
+
+
+_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=quick_sigmoid)
+
+
+@jax.custom_vjp
+def _swiglu_linear(gate, up, weight):
+    return _linear_forward(gate, up, weight)[0]
+
+
+def _linear_forward(gate, up, weight):
+    h = _swiglu(gate, up)
+    return h @ weight, (gate, up, weight, h)
+
+
+def _linear_backward(saved, dy):
+    *inputs, weight, h = saved
+    rows = lambda x: x.reshape(-1, x.shape[-1])
+    gradients = matmul_sm90.matmul_then(
+        rows(dy),
+        weight,
+        tuple(map(rows, inputs)),
+        _AFTER_MATMUL,
+        outputs=2,
+        name="swiglu_linear_backward",
+        sms=mosaic.sm_count(),
+    )
+    d_weight = jnp.matmul(rows(h).T, rows(dy), preferred_element_type=weight.dtype)
+    return *(g.reshape(h.shape) for g in gradients), d_weight
+
+
+_swiglu_linear.defvjp(_linear_forward, _linear_backward)

@@ -42,10 +42,16 @@ class Linear(nnx.Module):
 
         add_bias: False leaves the bias to the op that follows.
         """
+        y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
+        return self.plus_bias(y) if add_bias else y
+
+    def cast(self, x: Float[Array, "..."]) -> Float[Array, "in out"]:
+        """The weight in x's dtype."""
         # Said outright, fsdp gathers the cast weight and never the activations.
-        weight = constrain(self.weight[...].astype(x.dtype), *self.gathered)
-        y = jnp.matmul(x, weight, preferred_element_type=dtype or x.dtype)
-        return y + self.bias[...].astype(y.dtype) if self.bias is not None and add_bias else y
+        return constrain(self.weight[...].astype(x.dtype), *self.gathered)
+
+    def plus_bias(self, y: Float[Array, "... out"]) -> Float[Array, "... out"]:
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 def joined(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Float[Array, "... out"]:

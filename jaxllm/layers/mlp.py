@@ -6,8 +6,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.layers.linear import ROWS, Linear
-from jaxllm.sharding import BATCH, P, per_device
-from pallas_kernels import gelu, swiglu
+from jaxllm.sharding import BATCH, P, one_device, per_device
+from pallas_kernels import gelu, gelu_linear, swiglu, swiglu_linear
 from pallas_kernels.backend import Backend
 
 WIDE = P(BATCH, None, "tensor")  # (B, T, F)
@@ -32,13 +32,17 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
         """add_bias: False leaves the bias of `down` to the op that follows."""
-        op = per_device(
-            partial(gelu, backend=self.backend), in_specs=(WIDE, P("tensor")), out_specs=WIDE
-        )
         # The op takes the bias, because its backward pass has the bias' gradient at hand.
         bias = self.up.bias
         assert bias is not None
-        return self.down(op(self.up(x, add_bias=False), bias[...]), add_bias=add_bias)
+        wide = self.up(x, add_bias=False), bias[...]
+        if one_device():
+            y = gelu_linear(*wide, self.down.cast(x), backend=self.backend)
+            return self.down.plus_bias(y) if add_bias else y
+        op = per_device(
+            partial(gelu, backend=self.backend), in_specs=(WIDE, P("tensor")), out_specs=WIDE
+        )
+        return self.down(op(*wide), add_bias=add_bias)
 
 
 class GatedMLP(nnx.Module):
@@ -60,7 +64,10 @@ class GatedMLP(nnx.Module):
         self.backend = backend
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        wide = self.gate(x), self.up(x)
+        if one_device():
+            return swiglu_linear(*wide, self.down.cast(x), backend=self.backend)
         op = per_device(
             partial(swiglu, backend=self.backend), in_specs=(WIDE, WIDE), out_specs=WIDE
         )
-        return self.down(op(self.gate(x), self.up(x)))
+        return self.down(op(*wide))

@@ -63,7 +63,9 @@ def backward_dkv(
     lazy = shared or (d <= 64 and wgs <= 2)
     # K and V are in registers where nothing spills then: S and dP read half as much from shared
     # memory.  H100, D64: B32 T1024 12/12 0.215 ms, otherwise 0.228; B4 T4096 32/8 0.889 and 0.982.
-    in_registers = d <= 64 and not packed and softcap is None
+    # Not where a head has one step: there ptxas (12.9) gives these registers to dS, though the next
+    # head of the group needs them (wrong dK and dV of T = 64 on an H100).
+    in_registers = d <= 64 and not packed and softcap is None and t > bq
 
     first_key = lambda level: level * block  # the first keys are seen by most queries
     pair_bytes = 4 * t * d * group  # Q and dO of a kv head

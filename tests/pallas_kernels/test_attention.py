@@ -45,6 +45,7 @@ def packed(*cuts, length):
 # Interpreted on a CPU a block of keys takes a quarter of a second, so few blocks there.
 SMALL = [  # (B, T, S, H, K, D), dtype, options
     ((1, 72, 72, 2, 1, 64), BF16, {}),
+    ((1, 64, 64, 2, 1, 64), BF16, {}),
     ((1, 17, 17, 2, 2, 128), FP16, {"causal": False}),
     ((1, 1, 1, 1, 1, 64), BF16, {"return_lse": True}),
     ((1, 70, 137, 1, 1, 128), BF16, {"return_lse": True, "scale": 0.3}),

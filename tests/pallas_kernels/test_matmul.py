@@ -1,68 +1,74 @@
-import functools
-import sys
+"""The kernel under the backward passes of swiglu_linear and gelu_linear."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import ON_GPU, assert_error_ratio, assert_lowers, kernels_run_here, normal
+from kernel_checks import check_op, normal
 
-import pallas_kernels.gelu
-import pallas_kernels.swiglu  # noqa: F401 - the attributes of the package are the functions
-from pallas_kernels.matmul_sm90 import Plan, matmul_then, why_not
+from pallas_kernels import backend, mosaic
+from pallas_kernels.gelu import gelu_linear, gelu_linear_reference
+from pallas_kernels.swiglu import swiglu_linear, swiglu_linear_reference
 
-swiglu, gelu = (sys.modules[f"pallas_kernels.{name}"] for name in ("swiglu", "gelu"))
+BF16, FP16 = jnp.bfloat16, jnp.float16
+
+
+@pytest.fixture(autouse=True)
+def _few_sms(monkeypatch):
+    """Blocks take several tiles each, as those of a full grid do."""
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 2)
+
+
+# Nine rows of tiles: the last group is a low one.  K = 64: one step.
+@pytest.mark.parametrize(
+    ("n", "c", "f", "dtype"), [(1152, 64, 128, BF16), (384, 192, 256, BF16), (128, 448, 128, FP16)]
+)
+def test_swiglu_linear_matches_float64(n, c, f, dtype):
+    gate, up = normal(0, (n, f), dtype, scale=2), normal(1, (n, f), dtype)
+    weight = normal(2, (f, c), dtype, scale=f**-0.5)
+    kernels = ("swiglu_forward", "swiglu_linear_backward")
+    check_op(swiglu_linear, swiglu_linear_reference, gate, up, weight, kernels=kernels)
+
+
+@pytest.mark.parametrize(("n", "c", "f", "dtype"), [(384, 192, 256, BF16), (256, 64, 384, FP16)])
+def test_gelu_linear_matches_float64(n, c, f, dtype):
+    x, bias = normal(0, (2, n // 2, f), dtype, scale=2), normal(1, (f,))
+    weight = normal(2, (f, c), dtype, scale=f**-0.5)
+    kernels = ("gelu_linear_backward",)
+    check_op(gelu_linear, gelu_linear_reference, x, bias, weight, kernels=kernels)
+
+
+@pytest.mark.parametrize("extreme", [1e30, 1e4, 90.0])
+def test_extreme_activations_are_finite(extreme):
+    x = jnp.tile(jnp.array([-extreme, extreme, 1, 0], BF16), (128, 32))
+    up, weight = normal(1, x.shape, BF16), normal(2, (128, 64), BF16)
+    check_op(swiglu_linear, swiglu_linear_reference, x, up, weight, kernels=())
 
 
 @pytest.mark.parametrize(
-    ("op", "shape", "dtype", "plan", "sms"),
+    ("rows", "c", "f", "dtype", "reason"),
     [
-        (swiglu, (384, 192, 256), jnp.bfloat16, Plan(2, 2, 2), 2),  # a low last group of rows
-        (gelu, (256, 192, 256), jnp.float16, Plan(3, 3, 8, turns=False), 1),
-        (swiglu, (256, 64, 256), jnp.float16, Plan(2, 2, 2, cluster=2), 2),  # one step
-        (gelu, (512, 128, 128), jnp.bfloat16, Plan(2, 3, 4, cluster=2), 132),
+        (128, 64, 128, "float32", "weight and inputs are float32 and float32, not bfloat16 or"),
+        (192, 64, 128, "bfloat16", "rows=192 is no multiple of 128"),
+        (128, 64, 192, "bfloat16", "F=192 is no multiple of 128"),
+        (128, 96, 128, "bfloat16", "C=96 is no multiple of 64"),
     ],
 )
-def test_matmul_then_the_backward_pass_of_an_activation(op, shape, dtype, plan, sms):
-    (n, k, f), sums = shape, op is gelu
-    a, b = normal(0, (n, k), dtype), normal(1, (f, k), dtype, scale=k**-0.5)
-    xs = tuple(normal(2 + i, (n, f), dtype, scale=2) for i in range(1 if sums else 2))
-    assert why_not(a, b, xs) is None
-    run = functools.partial(
-        matmul_then, tile=op._backward_tile, outputs=len(xs), sums=sums, name="and_then",
-        plan=plan, sms=sms,
-    )  # fmt: skip
-
-    @jax.jit
-    def reference(a, b, *xs):
-        product = jnp.matmul(a, b.T, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
-        ys = op._backward_tile(*(x.astype(product.dtype) for x in xs), product)
-        rounded = [y.astype(a.dtype) for y in ys]
-        return (*rounded, ys[0].sum(0)) if sums else tuple(rounded)
-
-    assert_lowers(run, (a, b, xs), ["and_then"])
-    with jax.enable_x64(True):
-        wide = [np.asarray(x).astype(np.float64) for x in (a, b, *xs)]
-        truth = [np.asarray(y) for y in reference(*wide)]
-    with kernels_run_here():
-        actual = jax.block_until_ready(run(a, b, xs))
-        if ON_GPU:
-            for x, y in zip(actual, run(a, b, xs), strict=True):
-                assert bool((x == y).all()), "two runs differ"
-    for y, e, t in zip(actual, reference(a, b, *xs), truth, strict=True):
-        assert (y.shape, y.dtype) == (e.shape, e.dtype)
-        assert_error_ratio(y, e, t)
+def test_without_the_kernel_it_is_the_activation_and_a_matmul(rows, c, f, dtype, reason):
+    x, weight = normal(0, (rows, f), dtype), normal(2, (f, c), dtype)
+    backend.forget()
+    run = jax.jit(lambda x, weight: swiglu_linear(x, x, weight, backend="mosaic"))
+    text = run.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
+    assert "swiglu_forward" in text
+    assert [d.op for d in backend.decisions()] == ["swiglu_linear", "swiglu"]
+    y = swiglu_linear(x, x, weight, backend="xla")
+    np.testing.assert_array_equal(y, swiglu_linear_reference(x, x, weight))
 
 
-@pytest.mark.parametrize(
-    ("shapes", "dtypes", "reason"),
-    [
-        (((128, 64), (128, 64)), ("float32", "float32"), "a is float32"),
-        (((128, 64), (128, 64)), ("bfloat16", "float16"), "b is float16"),
-        (((192, 64), (128, 64)), ("bfloat16", "bfloat16"), "N=192 is no multiple of 128"),
-        (((128, 64), (192, 64)), ("bfloat16", "bfloat16"), "F=192 is no multiple of 128"),
-        (((128, 96), (128, 96)), ("bfloat16", "bfloat16"), "K=96 is no multiple of 64"),
-    ],
-)
-def test_what_the_kernel_does_not_take(shapes, dtypes, reason):
-    assert (why_not(*map(jax.ShapeDtypeStruct, shapes, dtypes)) or "").startswith(reason)
+@pytest.mark.parametrize("f", [64, 256])
+def test_shapes_that_do_not_fit_are_an_error(f):
+    x, bias, weight = jnp.ones((2, 128)), jnp.ones(128), jnp.ones((f, 64))
+    with pytest.raises(ValueError, match=rf"weight \({f}, 64\) do not fit"):
+        swiglu_linear(x, x, weight)
+    with pytest.raises(ValueError, match=rf"weight \({f}, 64\) do not fit"):
+        gelu_linear(x, bias, weight)
