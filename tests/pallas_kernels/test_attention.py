@@ -77,9 +77,16 @@ LARGE = [
     ((2, 1500, 1500, 6, 2, 128), BF16, {"softcap": 20.0}),
     ((1, 700, 700, 2, 1, 256), BF16, {"segments": [[333]], "softcap": 20.0}),
 ]
+# One to five steps of a block: what the compiler knows of a loop's length changes what it makes.
+STEPS = [
+    ((1, t, t, heads, 1, d), BF16, {"causal": causal})
+    for t in (40, 64, 128, 192, 256, 320)
+    for heads, d in ((2, 64), (3, 64), (1, 64), (2, 128))
+    for causal in (True, False)
+]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "options"), SMALL + LARGE * ON_GPU)
+@pytest.mark.parametrize(("shape", "dtype", "options"), SMALL + (LARGE + STEPS) * ON_GPU)
 def test_attention_matches_float64(shape, dtype, options):
     options = dict(options)
     if "segments" in options:
