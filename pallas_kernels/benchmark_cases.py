@@ -42,7 +42,7 @@ def _shapes(names: str, *rows) -> tuple[dict[str, int], ...]:
 
 _NORMS = _shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
 _GATED = _shapes("N C", (8192, 14336), (32768, 3072))
-_X, _W = A("N C"), A("C", "float32")
+_X, _WIDE, _W = A("N C"), A("N F"), A("C", "float32")
 
 
 def _cudnn(q, k, v, *, causal, window=None):
@@ -62,6 +62,19 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
     arrays |= {"bias": _W} if bias else {}
     writes = tuple(name for name in arrays if name != "residual")  # the gradient of x is its too
     return Case(op, arrays, _NORMS, {"N": 128, "C": 1024}, reads=("x", "weight"), writes=writes)
+
+
+def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
+    """An activation of arrays (N, F) and the matmul after it."""
+    return Case(
+        op,
+        arrays | {"weight": A("F C")},
+        _shapes("N F C", *sizes),
+        {"N": 128, "F": 256, "C": 64},
+        reads=(*arrays, "weight"),
+        flops=lambda n: 2 * n["N"] * n["F"] * n["C"],
+        backward=2,
+    )
 
 
 def _attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options) -> Case:
@@ -113,6 +126,8 @@ CASES = (
     _norm("add_rms_norm", bias=False, add=True),
     Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),
     Case("swiglu", {"gate": _X, "up": _X}, _GATED, {"N": 64, "C": 1024}, reads=("gate", "up")),
+    _linear("swiglu_linear", {"gate": _WIDE, "up": _WIDE}, (32768, 2048, 768), (8192, 8192, 2048)),
+    _linear("gelu_linear", {"x": _WIDE, "bias": A("F", "float32")}, (32768, 3072, 768)),
     Case(
         "rope",
         {"q": A("B T H D"), "k": A("B T K D"), "positions": A("T", "int32", "arange")},

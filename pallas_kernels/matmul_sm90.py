@@ -120,11 +120,11 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
             def then(i, product):
                 row, column = where(i)
                 row_slice = pl.ds(row * _TILE, _TILE)
+                totals = [0] * chunks
                 for c in range(chunks):
                     n = i * chunks + c
                     slot = slot_of(n)
                     plgpu.barrier_wait(in_full.at[wg * slots + slot])
-                    total = 0
                     for r in range(0, _TILE, _PART):
                         some = pl.ds(r, _PART)
                         xs = [
@@ -135,15 +135,19 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
                         for smem, y in zip(smems, ys, strict=False):
                             smem[slot, some] = y.astype(dtype)
                         if sums:
-                            total += ys[0]
+                            totals[c] += ys[0]
                     plgpu.commit_smem()
                     here = pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
                     for smem, target in zip(smems, targets, strict=False):
                         plgpu.copy_smem_to_gmem(smem.at[slot], target.at[row_slice, here])
-                    if sums_ref is not None:
-                        mosaic.store(sums_ref.at[row, here], jnp.sum(total, axis=0))
                     if c:
                         release(n - 1, outputs)
+                if sums_ref is not None:  # in turn: jnp.sum's scratch memory is that of the block
+                    plgpu.barrier_wait(turn.at[wg])
+                    for c, total in enumerate(totals):
+                        here = pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
+                        mosaic.store(sums_ref.at[row, here], jnp.sum(total, axis=0))
+                    plgpu.barrier_arrive(turn.at[1 - wg])
                 release(i * chunks + chunks - 1, 0)
 
             def release(n, later):  # outputs of chunk n have left, `later` copies may be under way
@@ -156,11 +160,7 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
                 product = pl.run_scoped(
                     functools.partial(multiply, i), plgpu.ACC((_TILE, _TILE), jnp.float32)
                 )
-                if sums:  # jnp.sum's scratch memory is that of the block
-                    plgpu.barrier_wait(turn.at[wg])
                 then(i, product)
-                if sums:
-                    plgpu.barrier_arrive(turn.at[1 - wg])
 
             plgpu.wait_smem_to_gmem(0)
 

@@ -64,9 +64,9 @@ def test_remat_choices_train_alike():
 
 KERNELS = {
     "gpt2": "encoder_forward encoder_backward layer_norm_forward layer_norm_backward"
-    " add_layer_norm_forward add_layer_norm_backward gelu_backward",
+    " add_layer_norm_forward add_layer_norm_backward gelu_linear_backward",
     "llama3": "encoder_forward encoder_backward rms_norm_forward rms_norm_backward"
-    " add_rms_norm_forward add_rms_norm_backward swiglu_forward swiglu_backward rope_forward"
+    " add_rms_norm_forward add_rms_norm_backward swiglu_forward swiglu_linear_backward rope_forward"
     " rope_backward",
 }
 EVERY = "attention_forward attention_backward linear_cross_entropy_statistics_and_gradient"

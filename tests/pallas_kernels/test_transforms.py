@@ -69,7 +69,8 @@ def test_of_two_members(name, loop):
             return y, pull(jax.tree.map(jnp.cos, y))
 
         run = functools.partial(jax.lax.map, of_one) if loop else jax.vmap(of_one)
-        return jax.block_until_ready(jax.jit(run)((arrays, [jnp.asarray(a) for a in whole])))
+        with jax.default_matmul_precision("float32"):  # XLA's matmuls on a GPU: TF32
+            return jax.block_until_ready(jax.jit(run)((arrays, list(map(jnp.asarray, whole)))))
 
     expected = results("xla")
     with kernels_run_here():
