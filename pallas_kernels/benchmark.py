@@ -124,15 +124,21 @@ def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.st
     """A program for each direction; keep: the backward pass gets what "saved" makes."""
     compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
     dy = jax.eval_shape(op, *inputs)
+    floating = [n for n, a in case.arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def written(gradients):  # not those that are another one's too: XLA would copy them
+        named = zip(floating, gradients, strict=True)
+        return [g for name, g in named if case.writes is None or name in case.writes]
+
     programs = {"forward": compiled(op, *inputs)}
     if case.flops:
         programs["forward+backward"] = compiled(functools.partial(both, op), dy, *inputs)
     elif keep:
         saved = jax.jit(lambda *a: pull(op, *a)[1]).trace(*inputs)
         programs["saved"] = saved.lower().compile()
-        programs["backward"] = compiled(lambda saved, dy: saved(dy), saved.out_info, dy)
+        programs["backward"] = compiled(lambda saved, dy: written(saved(dy)), saved.out_info, dy)
     else:
-        programs["backward"] = compiled(lambda *a: both(op, *a)[1], dy, *inputs)
+        programs["backward"] = compiled(lambda *a: written(both(op, *a)[1]), dy, *inputs)
     return programs
 
 
