@@ -79,11 +79,6 @@ def use_kernel(
     return decision.runs == "mosaic"
 
 
-def unless(reason: str | None, backend: Backend) -> Backend:
-    """`backend` of a kernel that other kernels stand in for, so that "mosaic" is no error."""
-    return "auto" if reason and backend == "mosaic" else backend
-
-
 def tell(decision: Decision) -> None:
     """Records a decision for `explain()`; `use_kernel` does so by itself."""
     if not _silenced:

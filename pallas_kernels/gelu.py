@@ -75,8 +75,9 @@ def gelu_linear(
     if bias.shape != x.shape[-1:] or weight.ndim != 2 or weight.shape[:1] != x.shape[-1:]:
         shapes = f"x {x.shape}, bias {bias.shape} and weight {weight.shape}"
         raise ValueError(f"{shapes} do not fit: (..., F), (F,) and (F, C) do")
-    reason = why_not(x, bias) or matmul_sm90.linear_why_not(weight, x)
-    if _backend.use_kernel("gelu_linear", _backend.unless(reason, backend), reason, "sm_90a"):
+    if reason := why_not(x, bias) or matmul_sm90.linear_why_not(weight, x):
+        _backend.tell(_backend.Decision("gelu_linear", "xla", f"gelu and a matmul: {reason}"))
+    elif _backend.use_kernel("gelu_linear", backend, None, "sm_90a"):
         y = _gelu_linear(x.reshape(-1, bias.size), bias, weight)
         return y.reshape(*x.shape[:-1], -1)
     return gelu(x, bias, backend=backend) @ weight

@@ -53,7 +53,7 @@ def linear_why_not(weight, *inputs) -> str | None:
     x, (f, c) = inputs[0], weight.shape
     for y in (weight, *inputs):
         if y.dtype != x.dtype or y.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"weight and inputs are {weight.dtype} and {x.dtype}, not bfloat16 or float16"
+            return f"weight is {weight.dtype}, inputs are {x.dtype}, not bfloat16 or float16"
     for name, size, multiple in (("rows", x.size // f, _TILE), ("F", f, _TILE), ("C", c, _STEP)):
         if size == 0 or size % multiple:
             return f"{name}={size} is no multiple of {multiple}"

@@ -56,8 +56,9 @@ def swiglu_linear(
     if gate.shape != up.shape or weight.ndim != 2 or gate.shape[-1:] != weight.shape[:1]:
         shapes = f"gate {gate.shape}, up {up.shape} and weight {weight.shape}"
         raise ValueError(f"{shapes} do not fit: (..., F), (..., F) and (F, C) do")
-    reason = matmul_sm90.linear_why_not(weight, gate, up)
-    if _backend.use_kernel("swiglu_linear", _backend.unless(reason, backend), reason, "sm_90a"):
+    if reason := matmul_sm90.linear_why_not(weight, gate, up):
+        _backend.tell(_backend.Decision("swiglu_linear", "xla", f"swiglu and a matmul: {reason}"))
+    elif _backend.use_kernel("swiglu_linear", backend, None, "sm_90a"):
         return _swiglu_linear(gate, up, weight)
     return swiglu(gate, up, backend=backend) @ weight
 
