@@ -36,7 +36,7 @@ class MLP(nnx.Module):
         bias = self.up.bias
         assert bias is not None
         wide = self.up(x, add_bias=False), bias[...]
-        if one_device():
+        if one_device():  # over several, summing the gradient of `down` is left to jit
             y = gelu_linear(*wide, self.down.cast(x), backend=self.backend)
             return self.down.plus_bias(y) if add_bias else y
         op = per_device(
@@ -65,7 +65,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         wide = self.gate(x), self.up(x)
-        if one_device():
+        if one_device():  # as above
             return swiglu_linear(*wide, self.down.cast(x), backend=self.backend)
         op = per_device(
             partial(swiglu, backend=self.backend), in_specs=(WIDE, WIDE), out_specs=WIDE
