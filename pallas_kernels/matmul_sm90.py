@@ -39,8 +39,8 @@ _REGISTERS = 232, 24  # of a computing thread and of a copying one: 65536 for fo
 #   3, 4             0.303         6, 2           0.374   32             0.518
 #   matmul, kernel   0.369  0.582                 0.445
 #
-# Within 2% of it: b by multicast to two blocks; a strict order of the two warpgroups' matmuls.  Since
-# then: the sigmoid by rsqrt (0.244, 0.490, 0.338), only the sums of GELU's bias in turn (0.32).
+# Within 2% of it: b by multicast to two blocks; a strict order of the two warpgroups' matmuls.
+# Since then: the sigmoid by rsqrt (0.244, 0.490, 0.338), only GELU's sums in turn (0.32).
 _STAGES = 5
 _SLOTS = 4  # of one array; of two arrays half as many
 _GROUP = 8
