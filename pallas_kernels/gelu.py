@@ -54,9 +54,7 @@ def gelu(
         return gelu_reference(x, bias)
     if bias is None:
         return _gelu(x)
-    if x.dtype == jnp.bfloat16:
-        why = "forward, bf16 with a bias: cuBLASLt takes it in the matmul before"
-        _backend.tell(_backend.Decision("gelu", "xla", why))
+    _tell_of_forward("gelu", x)
     return _gelu_of_sum(x.reshape(-1, bias.size), bias).reshape(x.shape)
 
 
@@ -78,6 +76,7 @@ def gelu_linear(
     if reason := why_not(x, bias) or matmul_sm90.linear_why_not(weight, x):
         _backend.tell(_backend.Decision("gelu_linear", "xla", f"gelu and a matmul: {reason}"))
     elif _backend.use_kernel("gelu_linear", backend, None, "sm_90a"):
+        _tell_of_forward("gelu_linear", x)
         y = _gelu_linear(x.reshape(-1, bias.size), bias, weight)
         return y.reshape(*x.shape[:-1], -1)
     return gelu(x, bias, backend=backend) @ weight
@@ -195,6 +194,12 @@ def _forward_of_sum(x, bias):
 def _in_the_matmul(z):
     """The formula in z's dtype, in the order in which XLA looks for it behind a matmul."""
     return z * (0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * (z * z * z)))))
+
+
+def _tell_of_forward(op, x):
+    if x.dtype == jnp.bfloat16:
+        why = "forward, bf16 with a bias: cuBLASLt takes it in the matmul before"
+        _backend.tell(_backend.Decision(op, "xla", why))
 
 
 def _backward_of_sum(saved, dy):
