@@ -21,7 +21,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,16 @@ def structs(case: Case, sizes: dict[str, int]) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct([sizes[axis] for axis in spec.axes.split()], spec.dtype)
         for spec in case.arrays.values()
     ]
+
+
+def _floating(case: Case) -> list[str]:
+    """The arrays that have a gradient."""
+    return [n for n, a in case.arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)]
+
+
+def _writes(case: Case) -> Sequence[str]:
+    """Those whose gradients the backward pass must write."""
+    return _floating(case) if case.writes is None else case.writes
 
 
 def small(case: Case, sizes: dict[str, int]) -> dict[str, int]:
@@ -124,11 +134,10 @@ def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.st
     """A program for each direction; keep: the backward pass gets what "saved" makes."""
     compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
     dy = jax.eval_shape(op, *inputs)
-    floating = [n for n, a in case.arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)]
 
     def written(gradients):  # not those that are another one's too: XLA would copy them
-        named = zip(floating, gradients, strict=True)
-        return [g for name, g in named if case.writes is None or name in case.writes]
+        named = zip(_floating(case), gradients, strict=True)
+        return [g for name, g in named if name in _writes(case)]
 
     programs = {"forward": compiled(op, *inputs)}
     if case.flops:
@@ -190,9 +199,7 @@ def bytes_moved(case: Case, sizes: dict[str, int]) -> dict[str, int]:
     if case.op == "encoder":  # of the table, the rows that occur
         rows = np.unique(np.asarray(array(case.arrays["tokens"], sizes, 0))).size
         read["wte"] = read["wte"] // sizes["V"] * rows
-    floating = [name for name, a in inputs.items() if jnp.issubdtype(a.dtype, jnp.floating)]
-    writes = floating if case.writes is None else case.writes
-    backward = sum(size[n] for n in case.reads) + outputs + sum(size[n] for n in writes)
+    backward = sum(size[n] for n in case.reads) + outputs + sum(size[n] for n in _writes(case))
     forward = sum(read.values()) + outputs
     return {"forward": forward, "backward": backward, "forward+backward": forward + backward}
 

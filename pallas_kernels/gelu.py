@@ -228,16 +228,9 @@ def _linear_forward(x, bias, weight):
 
 def _linear_backward(saved, dy):
     z, like_bias, weight, y = saved
-    dx, dbias = matmul_sm90.matmul_then(
-        dy,
-        weight,
-        (z,),
-        _AFTER_MATMUL,
-        sums=True,
-        name="gelu_linear_backward",
-        sms=mosaic.sm_count(),
-    )
-    d_weight = jnp.matmul(y.T, dy, preferred_element_type=weight.dtype)
+    options = dict(sums=True, name="gelu_linear_backward")
+    gradients = matmul_sm90.linear_backward((z,), y, weight, dy, _AFTER_MATMUL, **options)
+    dx, dbias, d_weight = gradients
     return dx, dbias.astype(like_bias.dtype), d_weight
 
 

@@ -65,6 +65,15 @@ def linear_why_not(weight, *inputs) -> str | None:
     return None
 
 
+def linear_backward(inputs, h, weight, dy, tile, **options):
+    """Gradients of h @ weight, h = f(*inputs): what `matmul_then` gives, and that of weight.
+
+    inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f.
+    """
+    gradients = matmul_then(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
+    return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("tile", "outputs", "sums", "name", "sms"))
 def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     """A tuple of `outputs` arrays (N, F) of a's dtype: tile(*inputs, a b^T), computed in float32.

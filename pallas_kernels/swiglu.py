@@ -14,7 +14,6 @@ whose result only the kernel above needs: there both are one kernel, and dy W^T 
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import backend as _backend
@@ -59,7 +58,8 @@ def swiglu_linear(
     if reason := matmul_sm90.linear_why_not(weight, gate, up):
         _backend.tell(_backend.Decision("swiglu_linear", "xla", f"swiglu and a matmul: {reason}"))
     elif _backend.use_kernel("swiglu_linear", backend, None, "sm_90a"):
-        return _swiglu_linear(gate, up, weight)
+        rows = (x.reshape(-1, weight.shape[0]) for x in (gate, up))
+        return _swiglu_linear(*rows, weight).reshape(*gate.shape[:-1], -1)
     return swiglu(gate, up, backend=backend) @ weight
 
 
@@ -114,19 +114,9 @@ def _linear_forward(gate, up, weight):
 
 
 def _linear_backward(saved, dy):
-    *inputs, weight, h = saved
-    rows = lambda x: x.reshape(-1, x.shape[-1])
-    gradients = matmul_sm90.matmul_then(
-        rows(dy),
-        weight,
-        tuple(map(rows, inputs)),
-        _AFTER_MATMUL,
-        outputs=2,
-        name="swiglu_linear_backward",
-        sms=mosaic.sm_count(),
-    )
-    d_weight = jnp.matmul(rows(h).T, rows(dy), preferred_element_type=weight.dtype)
-    return *(g.reshape(h.shape) for g in gradients), d_weight
+    gate, up, weight, h = saved
+    options = dict(outputs=2, name="swiglu_linear_backward")
+    return matmul_sm90.linear_backward((gate, up), h, weight, dy, _AFTER_MATMUL, **options)
 
 
 _swiglu_linear.defvjp(_linear_forward, _linear_backward)

@@ -59,7 +59,8 @@ def test_remat_choices_train_alike():
         for seed in range(2):  # the second loss depends on the gradients of the first
             state, metrics = step(state, t.put_batch(random_batch(seed)))
         losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    on_gpu = jax.default_backend() == "gpu"  # float32 matmuls there are TF32
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5 if on_gpu else 1e-6)
 
 
 KERNELS = {

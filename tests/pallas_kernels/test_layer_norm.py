@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import check_op, kernels_run_here, normal
+from kernel_checks import ON_GPU, check_op, kernels_run_here, normal
 
 from pallas_kernels import row_plan
 from pallas_kernels.layer_norm import (
@@ -73,7 +73,7 @@ def test_parameters_are_optional(which, shape):
 
 
 def test_one_column():
-    """y is the bias, dx 0 but for the rounding of dy / sqrt(eps)."""
+    """y is the bias, dx 0, on a GPU (fused multiply and add) but for rounding dy / sqrt(eps)."""
     x, bias, dy = normal(0, (3, 1)), normal(1, (1,)), normal(2, (3, 1))
     run = lambda x, bias: layer_norm(x, None, bias, eps=1e-5, backend="mosaic")
     with kernels_run_here():
@@ -81,7 +81,7 @@ def test_one_column():
         dx, dbias = jax.block_until_ready(pull(dy))
     np.testing.assert_array_equal(y, jnp.broadcast_to(bias, y.shape))
     np.testing.assert_allclose(dbias, dy.sum(0), rtol=1e-6)
-    np.testing.assert_allclose(dx, 0, atol=1e-7 / 1e-5**0.5)
+    np.testing.assert_allclose(dx, 0, atol=1e-7 / 1e-5**0.5 if ON_GPU else 0)
 
 
 def test_parameters_for_each_head(one_block):
