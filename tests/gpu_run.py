@@ -89,7 +89,10 @@ def read_tests(log: str) -> tuple[dict[str, int], dict[str, str]]:
     results = re.findall(
         r"^\[gw\d+\][^\n]*? (PASSED|SKIPPED|FAILED|ERROR) (tests\S*[^\n]*)", log, re.M
     )
-    failed = {name.strip(): "" for result, name in results if result in ("FAILED", "ERROR")}
+    ended = {name.strip(): result for result, name in results}
+    failed = {name: "" for name, result in ended.items() if result in ("FAILED", "ERROR")}
+    begun = (name.strip() for name in re.findall(r"^tests/\S+::.*", log, re.M))
+    failed |= {name: "did not end" for name in begun if name not in ended}
     for name, why in re.findall(r"^(?:FAILED|ERROR) (tests.*?)(?: - (.*))?$", log, re.M):
         failed[name.strip()] = (why or "")[:200]
     count = lambda result: sum(r == result for r, _ in results)

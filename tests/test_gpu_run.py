@@ -111,7 +111,9 @@ def test_what_looks_worse_is_measured_again_and_the_better_counts():
 
 
 def test_what_pytest_printed_is_understood():
-    log = """16 workers [5 items]
+    log = """16 workers [6 items]
+tests/a.py::test_a[x y]
+tests/a.py::test_e
 [gw1] [ 20%] PASSED tests/a.py::test_a[x y]
 [gw10] [ 40%] FAILED tests/a.py::test_b[1-2]
 [gw0] [ 60%] SKIPPED tests/a.py::test_c
@@ -121,10 +123,11 @@ FAILED tests/a.py::test_b[1-2] - AssertionError: no - never
 ERROR tests/c.py
 """
     counts, failed = gpu_run.read_tests(log)
-    assert counts == {"passed": 1, "failed": 3, "skipped": 1}
+    assert counts == {"passed": 1, "failed": 4, "skipped": 1}
     assert failed == {
         "tests/a.py::test_b[1-2]": "AssertionError: no - never",
         "tests/b.py::test_d": "",
+        "tests/a.py::test_e": "did not end",
         "tests/c.py": "",
     }
 
