@@ -1,0 +1,248 @@
+"""All that a GPU has to show, in less than ten minutes on 16 cores: `.ci/gpu`.
+
+    .ci/gpu                   tests, ops, training steps; compares with the figures in docs/gpu
+    .ci/gpu --only ops steps  some of it
+    .ci/gpu --save            and keeps these figures as those of this GPU and this JAX
+
+The tests run natively in as many processes as there are cores.  Then every case of
+pallas_kernels.benchmark and three training steps are measured: they are compiled in many processes
+at once, and timed one after the other when none of them compiles any more.  A figure that is worse
+than the stored one by more than 5%, twice, is a regression.  Exit status: 0, 1 with a regression or
+a failure, 2 for a command that makes no sense.  --out gets the logs, the table and the figures.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gpu_figures
+import gpu_worker
+
+REPO = Path(__file__).resolve().parents[1]
+FIGURES = REPO / "docs" / "gpu"
+UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
+# What is late is stopped, and the rest goes on; "turn": of one process that times.
+SECONDS = {"tests": 330, "compile": 120, "turn": 60, "all": 570}
+PROCESSES = 12  # that compile; each takes 0.5 GiB of the GPU, and one core most of the time
+
+
+def environment(dry: bool) -> dict[str, str]:
+    """Of all processes here: each takes of the GPU's memory what it needs; none runs without."""
+    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ | {"PYTHONPATH": path}
+    return shared | {"JAX_PLATFORMS": "cpu" if dry else "cuda,cpu"}
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kills a process that this one started as the leader of its group, and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_tests(log: Path, dry: bool) -> tuple[dict, dict[str, str]]:
+    """Runs pytest; returns its counts and, by name, why tests failed."""
+    # worksteal: a file of many compilations is spread over all processes.  The fixture of a file
+    # (test_train.py has one of half a minute) is then made in each process that gets a part of it.
+    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(os.cpu_count())]
+    command += ["--dist", "worksteal", "-p", "no:benchmark"]  # a plugin that warns beside xdist
+    command += ["tests/jaxllm/test_optim.py"] if dry else ["tests"]
+    start, late = time.monotonic(), False
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env=environment(dry),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            process.wait(SECONDS["tests"])
+        except subprocess.TimeoutExpired:
+            late = True
+            process.send_signal(signal.SIGINT)  # it still tells which tests failed, and why
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+        finally:
+            end(process)
+    counts, failed = read_tests(log.read_text(errors="replace"))
+    if late:
+        failed["tests"] = f"were stopped after {SECONDS['tests']} s"
+    elif process.returncode and not failed:
+        failed["pytest"] = f"ended with status {process.returncode}: {log}"
+    return counts | {"seconds": time.monotonic() - start}, failed
+
+
+def read_tests(log: str) -> tuple[dict[str, int], dict[str, str]]:
+    """Counts, and why by name of what failed, from what pytest printed, complete or not."""
+    results = re.findall(
+        r"^\[gw\d+\][^\n]*? (PASSED|SKIPPED|FAILED|ERROR) (tests\S*[^\n]*)", log, re.M
+    )
+    ended = {name.strip(): result for result, name in results}
+    failed = {name: "" for name, result in ended.items() if result in ("FAILED", "ERROR")}
+    begun = (name.strip() for name in re.findall(r"^tests/\S+::.*", log, re.M))
+    failed |= {name: "did not end" for name in begun if name not in ended}
+    for name, why in re.findall(r"^(?:FAILED|ERROR) (tests.*?)(?: - (.*))?$", log, re.M):
+        failed[name.strip()] = (why or "")[:200]
+    count = lambda result: sum(r == result for r, _ in results)
+    counts = {"passed": count("PASSED"), "failed": len(failed), "skipped": count("SKIPPED")}
+    return counts, failed
+
+
+class Workers:
+    """Processes of gpu_worker.py: all compile at once, one after the other they measure."""
+
+    def __init__(self, shares: list[list[str]], log: Path, dry: bool):
+        self.figures, self.failed, self.about = {}, {}, {}
+        self.log, self.shares, self.stopped = log, shares, set()
+        script = [sys.executable, str(Path(gpu_worker.__file__))]
+        script += [str(FIGURES), "dry" if dry else "gpu"]
+        env = {"CUDA_VISIBLE_DEVICES": "0"} | environment(dry)
+        with log.open("w") as file:
+            self.processes = [
+                subprocess.Popen(
+                    script + names,
+                    cwd=REPO,
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    text=True,
+                    start_new_session=True,
+                )
+                for names in shares
+            ]
+
+    def run(self, until: float) -> None:
+        """Measures all, or what can be measured in time."""
+        start = time.monotonic()
+        try:
+            ready_by = min(until, start + SECONDS["compile"])
+            with ThreadPoolExecutor(len(self.processes)) as threads:
+                list(threads.map(lambda process: self._listen(process, ready_by), self.processes))
+            print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+            for process, names in zip(self.processes, self.shares, strict=True):
+                with contextlib.suppress(OSError):  # it has ended
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                self._listen(process, min(until, time.monotonic() + SECONDS["turn"]))
+                self._look_for_the_rest(process, names)
+            print(f"measured after {time.monotonic() - start:.0f} s", flush=True)
+        finally:
+            for process in self.processes:
+                end(process)
+                for pipe in (process.stdin, process.stdout):
+                    with contextlib.suppress(OSError):  # nobody reads what was written last
+                        pipe.close()
+
+    def _listen(self, process: subprocess.Popen, until: float) -> None:
+        """Takes what a process says until it is ready or has ended, or is ended when it is late."""
+
+        def stop():
+            self.stopped.add(process)
+            end(process)
+
+        timer = threading.Timer(max(0, until - time.monotonic()), stop)
+        timer.start()
+        for line in process.stdout:
+            said = json.loads(line)
+            if "failed" in said:
+                self.failed[said["failed"]] = said["why"]
+            for unit, figures in said.get("figures", {}).items():
+                self.figures.setdefault(unit, {}).update(figures)
+                for name, figure in figures.items():
+                    print(f"  {name}: {figure:.5g} {unit}", flush=True)
+            if said.get("ready"):
+                self.about = {"device": said["device"], "versions": said["versions"]}
+                break
+        timer.cancel()
+
+    def _look_for_the_rest(self, process: subprocess.Popen, names: list[str]) -> None:
+        """A process that LLVM or the clock has ended could not say what it did not measure."""
+        why = f"its process ended with {process.wait()}"
+        why = "had no time left" if process in self.stopped else why
+        found = [name for figures in self.figures.values() for name in figures]
+        for name in names:
+            if name not in self.failed and not any(gpu_figures.belongs(f, name) for f in found):
+                self.failed[name] = f"{why}: {self.log}"
+
+
+def names(parts: list[str], dry: bool) -> list[str]:
+    """What is measured."""
+    ops = list(gpu_worker.ops())[:: 12 if dry else 1] if "ops" in parts else []
+    return ops + (list(gpu_worker.steps()) if "steps" in parts else [])
+
+
+def shares(measured: list[str]) -> list[list[str]]:
+    """What each process measures.  Neighbours are alike: each goes to another process.
+
+    With nothing to measure one process is left, which tells the device and the versions.
+    """
+    steps = [name for name in measured if name in gpu_worker.steps()]
+    ops = [name for name in measured if name not in steps]
+    n = min(PROCESSES, os.cpu_count() or 1, len(ops))
+    return [ops[i::n] for i in range(n)] + [[name] for name in steps] or [[]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=".ci/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=("tests", "ops", "steps"), metavar="PART")
+    parser.add_argument("--save", action="store_true", help="keep the figures in docs/gpu")
+    parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "gpu", metavar="DIR")
+    parser.add_argument("--dry", action="store_true", help="no GPU: a little of all on the CPU")
+    a = parser.parse_args(argv)
+    if not a.dry and shutil.which("nvidia-smi") is None:
+        print("error: there is no nvidia-smi, so no GPU; --dry runs without", file=sys.stderr)
+        return 2
+    if a.dry and a.save:
+        print("error: --dry measures nothing that --save could keep", file=sys.stderr)
+        return 2
+    parts, out = a.only or ["tests", "ops", "steps"], a.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    tests, failed, start = None, {}, time.monotonic()
+    if "tests" in parts:
+        print(f"tests, at most {SECONDS['tests']} s: {out / 'tests.log'}", flush=True)
+        tests, failed = run_tests(out / "tests.log", a.dry)
+        print(f"{tests}", *failed, sep="\n  ", flush=True)
+    measured = names(parts, a.dry)
+    work = shares(measured)
+    print(f"{len(work)} processes compile: {out / 'measure.log'}", flush=True)
+    workers = Workers(work, out / "measure.log", a.dry)
+    workers.run(start + SECONDS["all"])
+    failed |= workers.failed
+    if not workers.about:
+        print(f"error: no process could use the GPU: {out / 'measure.log'}", file=sys.stderr)
+        return 1
+    about = {**workers.about, "date": time.strftime("%Y-%m-%d"), "tests": tests}
+    file = gpu_figures.path_of(FIGURES, about["device"], about["versions"]["JAX"])
+    before = gpu_figures.read(file)
+    units = tuple(unit for part in parts for unit in UNITS.get(part, ()))
+    rows = gpu_figures.compare(workers.figures, before.get("figures", {}), measured, units)
+    content = gpu_figures.report(about, rows, failed)
+    (out / file.with_suffix(".md").name).write_text(content)
+    now = gpu_figures.merged(before, about, rows, measured)
+    gpu_figures.write(out / file.name, now)
+    if a.save:
+        gpu_figures.write(file, now)
+        file.with_suffix(".md").write_text(gpu_figures.report(now, gpu_figures.rows(now), failed))
+    print("\n" + content)
+    if units and not before:
+        print(f"No figures of this GPU and JAX yet ({file}): run with --save.")
+    return gpu_figures.status(rows, failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""One of the processes of gpu_run.py that measure: it compiles beside the others, times alone.
+
+    gpu_worker.py FIGURES gpu|dry NAME ...
+
+Says what happens in lines of JSON.  When all is compiled, it says "ready" and waits for a line
+on standard input.  A figure that looks worse than the one in FIGURES is measured a second time.
+"""
+
+import ctypes
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import gpu_figures
+
+STEPS = {"gpt2_124m": 32, "llama3_124m": 32, "llama3_1b": 4}  # batch; T is the configuration's
+UNTIMED, TIMED = 6, 30  # steps
+TINY = {"n_layers": "1", "d_model": "64", "n_heads": "2", "vocab_size": "300", "max_seq_len": "32"}
+# XLA chooses their matmuls by timing them: while others compile it would choose worse ones.
+COMPILED_ALONE = ("swiglu_linear", "gelu_linear", "linear_cross_entropy")
+
+Figures = dict[str, dict[str, float]]  # unit -> name -> figure
+
+
+def ops() -> dict[str, tuple]:
+    """The benchmark's cases at each of their sizes, by name."""
+    from pallas_kernels.benchmark_cases import CASES
+    from pallas_kernels.benchmark_report import text
+
+    name = lambda case, sizes: " ".join(filter(None, (case.op, case.variant, text(sizes))))
+    return {name(case, sizes): (case, sizes) for case in CASES for sizes in case.sizes}
+
+
+def prepare_op(name: str, dry: bool) -> Callable[[], Figures]:
+    """Compiles an op and makes its arrays, on the host; returns what times its kernels."""
+    import jax
+
+    from pallas_kernels import benchmark
+
+    case, sizes = ops()[name]
+    op = benchmark.public(case, backend="auto" if dry else "mosaic")
+    if dry:
+        sizes = benchmark.small(case, sizes)
+        benchmark.gpu_ms = lambda f, *args: [benchmark.wall_ms(f, *args, calls=1)]
+    elif (decided := benchmark.decided(case, sizes)).runs != "mosaic":
+        raise NotImplementedError(decided.why)
+    compiled = lambda: benchmark.compile_op(case, op, benchmark.structs(case, sizes), keep=True)
+    programs = None if case.op in COMPILED_ALONE else compiled()
+    with jax.default_device(jax.devices("cpu")[0]):
+        inputs = benchmark.arrays(case, sizes)
+        dy = benchmark.cotangents(benchmark.on_xla(case), inputs)
+
+    def measure():
+        nonlocal programs
+        programs = programs or compiled()
+        there = jax.device_put((dy, inputs), jax.devices()[0])
+        times, failed = benchmark.time_ops({"ours": programs}, *there)
+        if failed:
+            raise RuntimeError(failed["ours"])
+        return {"ms": {f"{name} {direction}": ms for direction, ms in times["ours"].items()}}
+
+    return measure
+
+
+def steps() -> dict[str, tuple[str, int]]:
+    """The training steps that are timed, by name."""
+    from jaxllm.config import load
+
+    name = lambda config, batch: f"{config} B{batch} T{load(config).train.seq_len}"
+    return {name(*step): step for step in STEPS.items()}
+
+
+def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
+    """Traces a training step, as train.py does; returns what trains some steps on random tokens."""
+    import jax
+    import numpy as np
+
+    from jaxllm.config import load
+    from jaxllm.metrics import peak_memory
+    from jaxllm.process import no_long_pauses
+    from jaxllm.sharding import make_mesh
+    from jaxllm.training import Trainer
+    from pallas_kernels import benchmark
+    from pallas_kernels.benchmark_cases import A
+
+    config, batch = steps()[name]
+    overrides = {"train.batch_size": str(2 if dry else batch), "train.grad_accum": "1"}
+    if dry:
+        overrides |= {f"model.{key}": value for key, value in TINY.items()}
+        overrides |= {"train.seq_len": "32"}
+        overrides |= {"model.n_kv_heads": "1", "model.d_ff": "64"} if "llama" in config else {}
+    config = load(config, overrides)
+    train, vocab = config.train, config.model.vocab_size
+    trainer = Trainer(config, make_mesh(config.mesh))
+    lowered = trainer.trace_train_step().lower()
+    sizes = {"B": train.batch_size, "T": train.seq_len + 1, "V": vocab}
+    with jax.default_device(jax.devices("cpu")[0]):
+        tokens = [
+            np.asarray(benchmark.array(A("B T", "int32", "zipf V"), sizes, i)) for i in (0, 1)
+        ]
+    program = state = None
+
+    def measure():
+        nonlocal program, state
+        program = program or lowered.compile()  # XLA chooses matmuls by timing them, see above
+        state = state or trainer.init()
+        seconds, waiting = [], None
+        with no_long_pauses():
+            clock = time.perf_counter()
+            for i in range(UNTIMED + TIMED):
+                rows = tokens[i % 2]
+                batch = trainer.put_batch({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
+                state, metrics = program(state, batch)
+                if waiting is not None:  # one step behind, as in train.py
+                    values = {key: float(value) for key, value in waiting.items()}
+                    seconds.append(time.perf_counter() - clock)
+                    clock = time.perf_counter()
+                waiting = metrics
+        if values["skips"] or not values["loss"] < 2 * np.log(vocab):
+            raise RuntimeError(f"does not train: {values}")
+        speed = train.batch_size * train.seq_len / statistics.median(seconds[UNTIMED:])
+        gib = peak_memory()
+        return {"tokens/s": {name: speed}} | ({"GiB": {name: gib}} if gib else {})
+
+    return measure
+
+
+def measured(measure: Callable[[], Figures], stored: Figures) -> Figures:
+    """What `measure` finds; what looks worse than stored is measured twice, the better counts."""
+    first = measure()
+    rows = gpu_figures.compare(first, stored, [], tuple(first))
+    if not any((row.worse or 0) > gpu_figures.TOLERANCE for row in rows):
+        return first
+    second, best = measure(), {}
+    for unit, figures in first.items():
+        better = max if unit in gpu_figures.HIGHER_IS_BETTER else min
+        best[unit] = {name: better(figure, second[unit][name]) for name, figure in figures.items()}
+    return best
+
+
+def versions() -> dict[str, str]:
+    """Of what makes and runs the programs here; called when something was compiled."""
+    import jax
+    import jaxlib
+    from jax._src import lib
+
+    found = {"JAX": jax.__version__, "jaxlib": jaxlib.__version__}
+
+    def note(name: str, version: Callable[[], str]) -> None:
+        try:
+            found[name] = version()
+        except Exception as e:  # costs no run its figures
+            found[name] = f"unknown ({type(e).__name__})"
+
+    if jax.default_backend() == "gpu":
+        cuda, cudnn = (
+            lib.cuda_versions.cuda_runtime_get_version,
+            lib.cuda_versions.cudnn_get_version,
+        )
+        note("CUDA", lambda: f"{cuda() // 1000}.{cuda() % 1000 // 10}")
+        note("cuDNN", lambda: f"{cudnn() // 10000}.{cudnn() // 100 % 100}.{cudnn() % 100}")
+        note("ptxas", ptxas)
+        note("nvJitLink", nvjitlink)
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        note("driver", lambda: subprocess.check_output(query, text=True).split()[0])
+    return found
+
+
+def ptxas() -> str:
+    """The version of the ptxas that JAX points XLA to, else of that on the path or of CUDA."""
+    from jax._src import lib
+
+    places = [f"{lib.cuda_path}/bin", *os.environ["PATH"].split(":"), "/usr/local/cuda/bin"]
+    path = next(path for place in places if (path := Path(place) / "ptxas").exists())
+    return re.search(r"V([\d.]+)", subprocess.check_output([path, "--version"], text=True))[1]
+
+
+def nvjitlink() -> str:
+    """The version of the library that this process has loaded."""
+    path = re.search(r"/\S*libnvJitLink\S*", Path("/proc/self/maps").read_text())[0]
+    major, minor = ctypes.c_uint(), ctypes.c_uint()
+    ctypes.CDLL(path).nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def main() -> None:
+    # What libraries print goes to the log with all else; here there are only lines of JSON.
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    say = lambda **what: print(json.dumps(what), file=lines, flush=True)
+    folder, dry, names = Path(sys.argv[1]), sys.argv[2] == "dry", sys.argv[3:]
+    prepare = prepare_op
+    if names and names[0] in steps():
+        from jaxllm.process import set_xla_flags
+
+        set_xla_flags(deterministic=True)
+        prepare = prepare_step
+    import jax
+
+    waiting = {}
+
+    def attempt(name: str, f: Callable) -> None:
+        try:
+            f()
+        except Exception as e:  # the others go on
+            traceback.print_exc()
+            say(failed=name, why=f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}")
+
+    for name in names:
+        attempt(name, lambda name=name: waiting.update({name: prepare(name, dry)}))
+    device, found = jax.devices()[0].device_kind, versions()
+    before = gpu_figures.read(gpu_figures.path_of(folder, device, found["JAX"]))
+    say(ready=True, device=device, versions=found)
+    sys.stdin.readline()
+    for name in list(waiting):
+        measure = waiting.pop(name)  # let go afterwards, with its arrays
+        attempt(name, lambda m=measure: say(figures=measured(m, before.get("figures", {}))))
+        del measure
+
+
+if __name__ == "__main__":
+    main()
