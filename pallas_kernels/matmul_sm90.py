@@ -89,8 +89,8 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     blocks = min(sms, rows * columns)
     buffers = max(len(inputs), outputs)
     stages, delay = min(_STAGES, steps), min(_DELAY, steps)
-    ahead = max(_SLOTS // buffers // chunks, 1)  # tiles whose inputs there are buffers for
-    slots = ahead * chunks
+    slots = _SLOTS // buffers
+    ahead = slots // chunks  # tiles whose inputs there are buffers for
 
     def body(a_ref, b_ref, *refs):
         sources, refs = refs[: len(inputs)], refs[len(inputs) :]
@@ -100,10 +100,15 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
         smems, (full, in_full, turn) = refs[:buffers], refs[buffers:]
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         count = lax.div(rows * columns - 1 - block, jnp.int32(blocks)) + 1  # tiles of this block
+        stage_of = lambda i, s: lax.rem(i * steps + s, jnp.int32(stages))
+        slot_of = lambda i, c: lax.rem(i, jnp.int32(ahead)) * chunks + c
 
         def where(i):
-            """(row, column) of this block's i-th tile; neighbours share a and b in the L2."""
-            tile = block + i * blocks
+            """(row, column) of this block's i-th tile; neighbours share a and b in the L2.
+
+            Past the last tile: those of the last.
+            """
+            tile = block + jnp.minimum(i, count - 1) * blocks
             above = lax.div(tile, jnp.int32(_GROUP * columns)) * _GROUP
             height = jnp.minimum(_GROUP, rows - above)  # the last group may be a low one
             rest = tile - above * columns
@@ -111,7 +116,7 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
 
         def copy_step(i, row, column, s):
             """Step s of a and b of the i-th tile."""
-            stage = lax.rem(i * steps + s, jnp.int32(stages))
+            stage = stage_of(i, s)
             bar = full.at[lax.rem(i, jnp.int32(2)) * stages + stage]
             at = pl.ds(s * _STEP, _STEP)
             for ref, smem, first in (a_ref, a_smem, row), (b_ref, b_smem, column):
@@ -126,13 +131,11 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
             for source, smem in zip(sources, smems, strict=False):
                 plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
-        slot_of = lambda i, c: lax.rem(i, jnp.int32(ahead)) * chunks + c
-
         def multiply(i, here, acc):
-            after = where(jnp.minimum(i + 1, count - 1))
+            after = where(i + 1)
 
             def step(s):
-                stage = lax.rem(i * steps + s, jnp.int32(stages))
+                stage = stage_of(i, s)
                 plgpu.barrier_wait(full.at[wg * stages + stage])
                 plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage].transpose((1, 0)))
 
@@ -163,10 +166,10 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
             row, column = here
             row_slice = pl.ds(row * _TILE, _TILE)
             later = i + ahead
-            there = where(jnp.minimum(later, count - 1))
+            there = where(later)
 
-            def refill(c, copies):  # its outputs have left, `copies` of others may be under way
-                plgpu.wait_smem_to_gmem(copies, wait_read_only=True)
+            def refill(c, under_way):  # the buffer of chunk c, after `under_way` stores at most
+                plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
                 pl.when(later < count)(lambda: copy_chunk(later, *there, c))
 
             totals = [0] * chunks
