@@ -28,7 +28,7 @@ from pallas_kernels.mosaic import WGMMA
 _TILE = 128  # rows and columns of a tile: 128 accumulators a thread
 _STEP = 64  # of K: 128 bytes, one swizzle
 _CHUNK = 64  # columns of the inputs that are copied at a time
-_PART = 64  # rows of a chunk that are computed at a time: all 128 would spill
+_PART = 64  # rows of a chunk that are computed at a time: all 128 spill in GELU (ptxas 13.5)
 
 # Buffers of 32 KB for steps, and of 64 KB in all for chunks; rows of tiles worked on together.  GPU
 # ms on an H100 of the backward pass of SwiGLU in llama3_124m, in llama3_1b, of GELU in gpt2_124m:
