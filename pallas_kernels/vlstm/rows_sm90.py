@@ -45,6 +45,21 @@ OF_COLUMNS = {"forward": ("col",), "dq": ("col",), "dk": ("row", "shift"), "dv":
 STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
 
 
+def in_order(mode: Mode, parts: int, tiles: int) -> list[tuple]:
+    """The squares of a chunk in the order of their use: B, X or states (0, 1, 2), row, column."""
+    turned = mode in ("dq", "dk")
+    states = lambda tile: [(2, *((tile, p) if turned else (p, tile)), 0) for p in range(parts)]
+    x = [(1, 0, tile, 0) for tile in range(tiles)]
+    order = [(0, 0, part, 0) for part in range(parts)]
+    if turned:  # for Y X^T
+        order += x[::-1]
+    for tile in range(tiles):
+        order += states(tile)
+        if mode != "dq":  # which takes all states before x
+            order += [x[tile]]
+    return order + x * (mode == "dq")
+
+
 @functools.partial(jax.jit, static_argnames=("mode", "normalize", "packed", "sms"))
 def rows(
     a, b, x, chunk_states, vectors, *, mode: Mode, along=None, y=None,
@@ -73,16 +88,7 @@ def rows(
 
     square = size * size * jnp.dtype(dtype).itemsize
     slots = min(4, SMEM // square - parts - 1)
-    # The squares of a chunk in the order of their use: B 0, X 1 or a state 2, and which.
-    of_state = lambda tile: [(2, *((tile, p) if turned else (p, tile))) for p in range(parts)]
-    order = [(0, 0, part) for part in range(parts)]
-    if turned:  # for Y X^T
-        order += [(1, 0, tile) for tile in reversed(range(tiles))]
-    if mode == "dq":
-        order += [square for tile in range(tiles) for square in of_state(tile)]
-        order += [(1, 0, tile) for tile in range(tiles)]
-    else:
-        order += [square for tile in range(tiles) for square in (*of_state(tile), (1, 0, tile))]
+    order = in_order(mode, parts, tiles)
     steps = len(order)
     items = batch * heads * count
     # Teams of a block: each has a chunk of its own, and its own buffers.  Tiles that dq holds in
@@ -102,7 +108,7 @@ def rows(
         given, rest = dict(zip(names, rest, strict=False)), rest[len(names) :]
         out_ref, *rest = rest
         stat_refs, rest = rest[: STATS[mode]], rest[STATS[mode] :]
-        a_smem, ring, out_smem, a_full, full, free, y_full = rest
+        order_smem, a_smem, ring, out_smem, order_full, a_full, full, free, y_full = rest
         thread = lax.axis_index("wg")
         team, wg = thread // wgs, thread % wgs
         first, apart = lax.axis_index("block") * teams + team, grid * teams
@@ -112,7 +118,7 @@ def rows(
         def push(n):
             """Loads the square of step n, of this chunk of the team or a later one."""
             b, h, chunk = where(first + lax.div(n, jnp.int32(steps)) * apart)
-            kind, i, j = (order_ref[lax.rem(n, jnp.int32(steps)), place] for place in range(3))
+            kind, i, j = (order_smem[lax.rem(n, jnp.int32(steps)), place] for place in range(3))
             squares = [
                 lambda: b_ref.at[b, cut(chunk), h, cut(j)],
                 lambda: x_ref.at[b, cut(chunk), h, cut(j)],
@@ -178,13 +184,21 @@ def rows(
 
         fetch_a(0)
 
+        @pl.when(thread == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(order_ref, order_smem, order_full)
+
+        plgpu.barrier_wait(order_full)
+
         @pl.when(wg == wgs - 1)
         def _():
             pl.loop(0, slots)(push)
 
         @pl.loop(0, mine)
         def _(turn):
-            n0 = turn * steps
+            # B's 0, a 0 that the compiler does not know: where the slots are the same in each
+            # chunk it would compute the addresses of all squares once and keep them.
+            n0 = turn * steps + order_smem[0, 0]
             b, h, chunk = where(first + turn * apart)
             row0 = chunk * size + wg * ROWS
             here = (b, h, chunk, pl.ds(wg * ROWS, ROWS))
@@ -361,9 +375,11 @@ def rows(
             *[of_position] * STATS[mode],
         ),
         scratch_types=[
+            plgpu.SMEM((steps, 4), jnp.int32),
             plgpu.SMEM((teams * wgs, parts, ROWS, size), dtype, transforms=swizzled),
             plgpu.SMEM((teams * slots, size, size), dtype, transforms=swizzled),
             plgpu.SMEM((teams * wgs, ROWS, size), dtype, transforms=swizzled),
+            plgpu.Barrier(),
             plgpu.Barrier(num_barriers=teams * wgs, num_arrivals=parts),
             plgpu.Barrier(num_barriers=teams * slots),
             plgpu.Barrier(num_barriers=teams * slots, num_arrivals=wgs),
@@ -373,7 +389,8 @@ def rows(
         grid_names=("block",),
         num_threads=teams * wgs,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # No sum here crosses warps, and all of shared memory is taken.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(
         jnp.array(order, jnp.int32), a, b, x, chunk_states,
         *[y] * turned, *(given[name] for name in names),
