@@ -110,7 +110,7 @@ def rows(
         stat_refs, rest = rest[: STATS[mode]], rest[STATS[mode] :]
         order_smem, a_smem, ring, out_smem, order_full, a_full, full, free, y_full = rest
         thread = lax.axis_index("wg")
-        team, wg = thread // wgs, thread % wgs
+        team, wg = (thread, 0) if wgs == 1 else (0, thread)
         first, apart = lax.axis_index("block") * teams + team, grid * teams
         mine = (items - first + apart - 1) // apart  # chunks of this team
         slot_of = lambda n: team * slots + lax.rem(n, jnp.int32(slots))
@@ -158,6 +158,7 @@ def rows(
         down = lambda vector: mosaic.along(vector, (ROWS, size), 0)
         across = lambda vector: mosaic.along(vector, (ROWS, size), 1)
         sum_rows = functools.partial(jnp.sum, axis=1)
+        now = lax.optimization_barrier  # or the compiler keeps a product's factors in registers
 
         def multiply(acc, left, n, transpose=False):
             """acc += left times the square of the ring's step n."""
@@ -314,7 +315,7 @@ def rows(
                 stats = ()
 
             elif mode == "dk":
-                w = (m + spread("shift")) * decays()
+                w = now((m + spread("shift")) * decays())
                 inside = sum_rows(w * y_times_x(n))
                 w, n = w.astype(dtype), n + tiles
 
@@ -336,7 +337,7 @@ def rows(
                 stats = inside, outside
 
             else:  # the shift has to be known before W, and the state has a part in it
-                w = m * decays()
+                w = now(m * decays())
                 dot = sum_rows(w * y_times_x(n))
                 n, through = n + tiles, []
                 for tile in range(tiles):
@@ -351,7 +352,7 @@ def rows(
                     n += parts
                 fetch_next_a(turn)
                 shift = row["sign"] * dot
-                w = (w + decays() * down(shift)).astype(dtype)
+                w = now((w + decays() * down(shift)).astype(dtype))
                 for tile, part in enumerate(through):
                     part = (part + down(shift) * along_tile(tile)) * down(row["scale"])
                     finish(tile, part, w, n + tile)
