@@ -45,6 +45,11 @@ OF_COLUMNS = {"forward": ("col",), "dq": ("col",), "dk": ("row", "shift"), "dv":
 STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
 
 
+def divide(n, size):
+    """n // size and n % size of an n that is not negative: half the instructions."""
+    return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
+
+
 def in_order(mode: Mode, parts: int, tiles: int) -> list[tuple]:
     """The squares of a chunk in the order of their use: B, X or states (0, 1, 2), row, column."""
     turned = mode in ("dq", "dk")
@@ -98,7 +103,8 @@ def rows(
     grid = min(mosaic.cdiv(items, teams), sms)
 
     def where(item):
-        return item // count // heads, item // count % heads, item % count
+        pair, chunk = divide(item, count)
+        return *divide(pair, heads), chunk
 
     def cut(n):
         return pl.ds(n * size, size)
@@ -113,12 +119,14 @@ def rows(
         team, wg = (thread, 0) if wgs == 1 else (0, thread)
         first, apart = lax.axis_index("block") * teams + team, grid * teams
         mine = (items - first + apart - 1) // apart  # chunks of this team
-        slot_of = lambda n: team * slots + lax.rem(n, jnp.int32(slots))
+        slot_of = lambda n: team * slots + divide(n, slots)[1]
 
         def push(n):
             """Loads the square of step n, of this chunk of the team or a later one."""
-            b, h, chunk = where(first + lax.div(n, jnp.int32(steps)) * apart)
-            kind, i, j = (order_smem[lax.rem(n, jnp.int32(steps)), place] for place in range(3))
+            turn, step = divide(n, steps)
+            item = first + turn * apart
+            b, h, chunk = where(item)
+            kind, i, j = (order_smem[step, place] for place in range(3))
             squares = [
                 lambda: b_ref.at[b, cut(chunk), h, cut(j)],
                 lambda: x_ref.at[b, cut(chunk), h, cut(j)],
@@ -127,7 +135,7 @@ def rows(
             slot = slot_of(n)
             into = ring.at[slot], full.at[slot]
             copies = [lambda at=at: plgpu.copy_gmem_to_smem(at(), *into) for at in squares]
-            pl.when(n < mine * steps)(lambda: lax.switch(kind, copies))
+            pl.when(item < items)(lambda: lax.switch(kind, copies))
 
         def release(n):
             """Step n is done: the last warpgroup of the team refills the slot after all of them."""
@@ -139,19 +147,19 @@ def rows(
                 plgpu.barrier_wait(free.at[slot])
                 push(n + slots)
 
-        def fetch_a(turn):
-            b, h, chunk = where(first + turn * apart)
+        def fetch_a(item):
+            b, h, chunk = where(item)
 
-            @pl.when(turn < mine)
+            @pl.when(item < items)
             def _():
                 @pl.loop(0, parts)
                 def _(part):
                     source = a_ref.at[b, pl.ds(chunk * size + wg * ROWS, ROWS), h, cut(part)]
                     plgpu.copy_gmem_to_smem(source, a_smem.at[thread, part], a_full.at[thread])
 
-        def fetch_next_a(turn):
+        def fetch_next_a(item):
             plgpu.commit_smem()  # all four warps have read this one
-            fetch_a(turn + 1)
+            fetch_a(item + apart)
 
         out_mine, y_here = out_smem.at[thread], y_full.at[thread]
         acc = plgpu.ACC((ROWS, size), jnp.float32)
@@ -183,7 +191,7 @@ def rows(
 
             return pl.run_scoped(run, acc)
 
-        fetch_a(0)
+        fetch_a(first)
 
         @pl.when(thread == 0)
         def _():
@@ -200,15 +208,16 @@ def rows(
             # B's 0, a 0 that the compiler does not know: where the slots are the same in each
             # chunk it would compute the addresses of all squares once and keep them.
             n0 = turn * steps + order_smem[0, 0]
-            b, h, chunk = where(first + turn * apart)
+            item = first + turn * apart
+            b, h, chunk = where(item)
             row0 = chunk * size + wg * ROWS
             here = (b, h, chunk, pl.ds(wg * ROWS, ROWS))
             load = functools.partial(plgpu.load, optimized=False)
-            row = {name: load(given[name].at[here], layout=ROW) for name in of_rows}
+            of_row = lambda name: load(given[name].at[here], layout=ROW)
 
             def spread(name):
-                if name in row:
-                    return down(row[name])
+                if name in of_rows:
+                    return down(of_row(name))
                 return across(load(given[name].at[b, h, chunk], layout=COL))
 
             def along_tile(tile):
@@ -284,7 +293,7 @@ def rows(
                 def _(tile):
                     step = n + tile * (parts + 1)
                     through = a_times(step, turned) * down(inner)
-                    pl.when(tile == tiles - 1)(lambda: fetch_next_a(turn))
+                    pl.when(tile == tiles - 1)(lambda: fetch_next_a(item))
                     finish(tile, through, w, step + parts)
 
             if turned:
@@ -294,7 +303,7 @@ def rows(
             m, n = a_times(n0, True), n0 + parts
 
             if mode == "forward":
-                w, inner, norm = m * decays(), row["scale"], row["one"]
+                w, inner, norm = m * decays(), of_row("scale"), of_row("one")
                 sign = norm * 0.0
                 if normalize:
 
@@ -311,11 +320,11 @@ def rows(
                 stats = norm, sign
 
             elif mode == "dv":
-                finish_all((m * decays()).astype(dtype), row["scale"], n)
+                finish_all((m * decays()).astype(dtype), of_row("scale"), n)
                 stats = ()
 
             elif mode == "dk":
-                w = now((m + spread("shift")) * decays())
+                w, scale = now((m + spread("shift")) * decays()), of_row("scale")
                 inside = sum_rows(w * y_times_x(n))
                 w, n = w.astype(dtype), n + tiles
 
@@ -327,8 +336,8 @@ def rows(
 
                     step = n + tile * (parts + 1)
                     through = a_times(step, True) + along_tile(tile)
-                    through = through * down(row["scale"])
-                    pl.when(tile == tiles - 1)(lambda: fetch_next_a(turn))
+                    through = through * down(scale)
+                    pl.when(tile == tiles - 1)(lambda: fetch_next_a(item))
                     pl.when(tile > 0)(lambda: plgpu.barrier_wait(y_here))
                     under = lambda: sums + sums_with_y(through)
                     return finish(tile, through, w, step + parts, under)
@@ -337,7 +346,7 @@ def rows(
                 stats = inside, outside
 
             else:  # the shift has to be known before W, and the state has a part in it
-                w = now(m * decays())
+                w, scale = now(m * decays()), of_row("scale")
                 dot = sum_rows(w * y_times_x(n))
                 n, through = n + tiles, []
                 for tile in range(tiles):
@@ -347,14 +356,14 @@ def rows(
                     part = a_times(n, True)
                     if tile:
                         plgpu.barrier_wait(y_here)
-                    dot += row["scale"] * sums_with_y(part)
+                    dot += scale * sums_with_y(part)
                     through.append(part)
                     n += parts
-                fetch_next_a(turn)
-                shift = row["sign"] * dot
+                fetch_next_a(item)
+                shift = of_row("sign") * dot
                 w = now((w + decays() * down(shift)).astype(dtype))
                 for tile, part in enumerate(through):
-                    part = (part + down(shift) * along_tile(tile)) * down(row["scale"])
+                    part = (part + down(shift) * along_tile(tile)) * down(scale)
                     finish(tile, part, w, n + tile)
                 stats = (dot,)
 
