@@ -220,6 +220,10 @@ def rows(
                     return down(of_row(name))
                 return across(load(given[name].at[b, h, chunk], layout=COL))
 
+            def save(*stats):
+                for ref, value in zip(stat_refs, stats, strict=True):
+                    mosaic.store(ref.at[here], value)
+
             def along_tile(tile):
                 return across(load(given["along"].at[b, h, chunk, cut(tile)], layout=COL))
 
@@ -316,12 +320,11 @@ def rows(
                     above = jnp.abs(l) > norm
                     norm = 1 / jnp.where(above, jnp.abs(l), norm)
                     sign = jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
+                save(norm, sign)
                 finish_all(narrow(w * down(norm), dtype), inner * norm, n)
-                stats = norm, sign
 
             elif mode == "dv":
                 finish_all((m * decays()).astype(dtype), of_row("scale"), n)
-                stats = ()
 
             elif mode == "dk":
                 w, scale = now((m + spread("shift")) * decays()), of_row("scale")
@@ -343,7 +346,7 @@ def rows(
                     return finish(tile, through, w, step + parts, under)
 
                 outside = lax.fori_loop(0, tiles, one_tile, mosaic.zeros((ROWS,), ROW))
-                stats = inside, outside
+                save(inside, outside)
 
             else:  # the shift has to be known before W, and the state has a part in it
                 w, scale = now(m * decays()), of_row("scale")
@@ -360,15 +363,12 @@ def rows(
                     through.append(part)
                     n += parts
                 fetch_next_a(item)
+                save(dot)
                 shift = of_row("sign") * dot
                 w = now((w + decays() * down(shift)).astype(dtype))
                 for tile, part in enumerate(through):
                     part = (part + down(shift) * along_tile(tile)) * down(scale)
                     finish(tile, part, w, n + tile)
-                stats = (dot,)
-
-            for ref, value in zip(stat_refs, stats, strict=True):
-                mosaic.store(ref.at[here], value)
 
         plgpu.wait_smem_to_gmem(0)
 
