@@ -118,7 +118,6 @@ def rows(
         thread = lax.axis_index("wg")
         team, wg = (thread, 0) if wgs == 1 else (0, thread)
         first, apart = lax.axis_index("block") * teams + team, grid * teams
-        mine = (items - first + apart - 1) // apart  # chunks of this team
         slot_of = lambda n: team * slots + divide(n, slots)[1]
 
         def push(n):
@@ -203,12 +202,11 @@ def rows(
         def _():
             pl.loop(0, slots)(push)
 
-        @pl.loop(0, mine)
-        def _(turn):
-            # B's 0, a 0 that the compiler does not know: where the slots are the same in each
-            # chunk it would compute the addresses of all squares once and keep them.
-            n0 = turn * steps + order_smem[0, 0]
-            item = first + turn * apart
+        def one_chunk(carry):
+            item, n0 = carry
+            # Where a chunk's slots are those of the one before, the compiler would compute all
+            # addresses before the loop and keep them.
+            n0 = now(n0)
             b, h, chunk = where(item)
             row0 = chunk * size + wg * ROWS
             here = (b, h, chunk, pl.ds(wg * ROWS, ROWS))
@@ -370,6 +368,9 @@ def rows(
                     part = (part + down(shift) * along_tile(tile)) * down(scale)
                     finish(tile, part, w, n + tile)
 
+            return item + apart, n0 + steps
+
+        lax.while_loop(lambda carry: carry[0] < items, one_chunk, (first, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
     kernel.__name__ = kernel.__qualname__ = (
