@@ -62,7 +62,8 @@ def chunkwise(
     # widths that are not multiples of 64.
     q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, 64) for x in (q, k, v))
     given = first is not None
-    call = Call(length, dqk, size, normalize, packed, given, return_state, mosaic.sm_count(), kernels)
+    sms = mosaic.sm_count()
+    call = Call(length, dqk, size, normalize, packed, given, return_state, sms, kernels)
     h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
     h = h[:, :length, :, :dv]
     if not return_state:

@@ -13,11 +13,14 @@ N, backward row[t] contains it.  shift = -sign(l) dh . h where l divides h, else
 compute Y X^T (q k^T, transposed for dk): with it dh . h and the sums of dP * P, of which the gates'
 gradients are made, come from W as it was before it was rounded.
 
-All operands arrive as squares of edge L = 64 or 128 through one ring of buffers, filled by TMA from
-a warpgroup that does nothing else; A stays for the whole chunk.  W never leaves the registers.
+All operands arrive by TMA as squares of edge L = 64 or 128 through one ring of buffers; A stays for
+the whole chunk.  Who computes also loads: where a square has been used, the last warpgroup of those
+that share it orders the one that is `slots` later, past the chunk's end the next chunk's.  W never
+leaves the registers.
 """
 
 import functools
+import os
 from typing import Literal
 
 import jax
@@ -31,6 +34,7 @@ from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 from pallas_kernels.vlstm.states_sm90 import narrow
 
 SMEM = 224 * 1024  # bytes of a block's shared memory that its big buffers may take
+SLOTS = int(os.environ.get("VLSTM_SLOTS", "4"))  # temporary: squares in a team's ring
 TEAMS = 3  # chunks that a block of 64-row tiles works on at a time; at DQK = DV = 64 6% over 2
 
 Mode = Literal["forward", "dq", "dk", "dv"]
@@ -46,23 +50,23 @@ STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
 
 
 def divide(n, size):
-    """n // size and n % size of an n that is not negative: half the instructions."""
+    """n // size and n % size, of an n that is not negative: half the instructions of //, %."""
     return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
 
 
-def in_order(mode: Mode, parts: int, tiles: int) -> list[tuple]:
-    """The squares of a chunk in the order of their use: B, X or states (0, 1, 2), row, column."""
+def in_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, int]]:
+    """A chunk's squares in the order of their use: 0 B, 1 X, 2 states; row; column; 16 bytes."""
     turned = mode in ("dq", "dk")
-    states = lambda tile: [(2, *((tile, p) if turned else (p, tile)), 0) for p in range(parts)]
+    b = [(0, 0, part, 0) for part in range(parts)]
     x = [(1, 0, tile, 0) for tile in range(tiles)]
-    order = [(0, 0, part, 0) for part in range(parts)]
-    if turned:  # for Y X^T
-        order += x[::-1]
-    for tile in range(tiles):
-        order += states(tile)
-        if mode != "dq":  # which takes all states before x
-            order += [x[tile]]
-    return order + x * (mode == "dq")
+    states = [
+        [(2, tile, part, 0) if turned else (2, part, tile, 0) for part in range(parts)]
+        for tile in range(tiles)
+    ]
+    order = b + x[::-1] * turned  # Y X^T starts at the last tile
+    if mode == "dq":
+        return order + sum(states, []) + x
+    return order + sum(([*states[tile], x[tile]] for tile in range(tiles)), [])
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "normalize", "packed", "sms"))
@@ -92,7 +96,7 @@ def rows(
     names = (*of_rows, *of_columns, *["along"] * (along is not None))
 
     square = size * size * jnp.dtype(dtype).itemsize
-    slots = min(4, SMEM // square - parts - 1)
+    slots = min(SLOTS, SMEM // square - parts - 1)
     order = in_order(mode, parts, tiles)
     steps = len(order)
     items = batch * heads * count
@@ -121,7 +125,7 @@ def rows(
         slot_of = lambda n: team * slots + divide(n, slots)[1]
 
         def push(n):
-            """Loads the square of step n, of this chunk of the team or a later one."""
+            """Orders the square of step n, counted over all chunks of the team."""
             turn, step = divide(n, steps)
             item = first + turn * apart
             b, h, chunk = where(item)
@@ -137,7 +141,7 @@ def rows(
             pl.when(item < items)(lambda: lax.switch(kind, copies))
 
         def release(n):
-            """Step n is done: the last warpgroup of the team refills the slot after all of them."""
+            """The square of step n has been used: after the last use another takes its slot."""
             slot = slot_of(n)
             plgpu.barrier_arrive(free.at[slot])
 
@@ -165,7 +169,7 @@ def rows(
         down = lambda vector: mosaic.along(vector, (ROWS, size), 0)
         across = lambda vector: mosaic.along(vector, (ROWS, size), 1)
         sum_rows = functools.partial(jnp.sum, axis=1)
-        now = lax.optimization_barrier  # or the compiler keeps a product's factors in registers
+        now = lax.optimization_barrier  # the compiler keeps factors where it can put off a product
 
         def multiply(acc, left, n, transpose=False):
             """acc += left times the square of the ring's step n."""
@@ -204,8 +208,8 @@ def rows(
 
         def one_chunk(carry):
             item, n0 = carry
-            # Where a chunk's slots are those of the one before, the compiler would compute all
-            # addresses before the loop and keep them.
+            # Where a chunk's slots are those of the one before (steps is a multiple of slots) the
+            # compiler would compute the addresses of all squares once and keep them.
             n0 = now(n0)
             b, h, chunk = where(item)
             row0 = chunk * size + wg * ROWS
