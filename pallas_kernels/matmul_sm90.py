@@ -5,15 +5,16 @@
 XLA's matmul writes its product, and the kernel after it reads it again; here that function works on
 the accumulator.  Of use where it reads and writes much, as the backward pass of an activation does.
 
-One block stays on each SM and takes tile after tile of 128 x 128.  It has four warpgroups: two that
-compute, every other tile each, and two that only issue TMA copies, of steps of a and b into a ring
-of `_STAGES` buffers and of chunks of the inputs into a ring of their own.  While one computing
-warpgroup has the tensor core, the other does what comes after the matmul for the tile before
-("ping-pong").  Outputs leave through the buffers of the inputs, where a thread overwrites what it
-alone has read.
+One block stays on each SM and takes tile after tile of 128 x 128.  Its two warpgroups take every
+other tile each: while one has the tensor core, the other does what comes after the matmul for the
+tile before ("ping-pong").  Steps of a and b come through one ring of `_STAGES` buffers, chunks of
+the inputs through another, both in the order of the tiles.  Who has read a buffer fills it again at
+once, if need be for the other warpgroup's tile: so nobody ever waits for a buffer to be free.
+Outputs leave through the buffers of the inputs, where a thread overwrites what it alone has read.
 """
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,7 @@ from pallas_kernels.mosaic import WGMMA
 _TILE = 128  # rows and columns of a tile: 128 accumulators a thread
 _STEP = 64  # of K: 128 bytes, one swizzle
 _CHUNK = 64  # columns of the inputs that are copied at a time
-_PART = 64  # rows of a chunk that are computed at a time: all 128 would spill
-_REGISTERS = 232, 24  # of a computing thread and of a copying one: 65536 for four warpgroups
+_PART = 64  # rows of a chunk that are computed at a time: all 128 spill in GELU (ptxas 13.5)
 
 # Buffers of 32 KB for steps, and of 64 KB in all for chunks; rows of tiles worked on together.  GPU
 # ms on an H100 of the backward pass of SwiGLU in llama3_124m, in llama3_1b, of GELU in gpt2_124m:
@@ -44,6 +44,7 @@ _REGISTERS = 232, 24  # of a computing thread and of a copying one: 65536 for fo
 _STAGES = 5
 _SLOTS = 4  # of one array; of two arrays half as many
 _GROUP = 8
+_DELAY = int(os.environ.get("MM_DELAY", 1))  # TEMPORARY: matmuls in flight when a step is copied
 
 
 def linear_why_not(weight, *inputs) -> str | None:
@@ -87,135 +88,138 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     rows, columns, steps, chunks = n // _TILE, f // _TILE, k // _STEP, _TILE // _CHUNK
     blocks = min(sms, rows * columns)
     buffers = max(len(inputs), outputs)
-    stages, slots = _STAGES, _SLOTS // buffers
+    stages, delay = min(_STAGES, steps), min(_DELAY, steps)
+    slots = _SLOTS // buffers
+    ahead = slots // chunks  # tiles whose inputs there are buffers for
 
     def body(a_ref, b_ref, *refs):
         sources, refs = refs[: len(inputs)], refs[len(inputs) :]
         targets, refs = refs[:outputs], refs[outputs:]
         sums_ref, refs = (refs[0], refs[1:]) if sums else (None, refs)
         a_smem, b_smem, *refs = refs
-        smems, (full, free, in_full, in_free, turn) = refs[:buffers], refs[buffers:]
+        smems, (full, in_full, turn) = refs[:buffers], refs[buffers:]
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         count = lax.div(rows * columns - 1 - block, jnp.int32(blocks)) + 1  # tiles of this block
-        stage_of = lambda n: lax.rem(n, jnp.int32(stages))
-        slot_of = lambda n: lax.rem(n, jnp.int32(slots))
+        stage_of = lambda i, s: lax.rem(i * steps + s, jnp.int32(stages))
+        slot_of = lambda i, c: lax.rem(i, jnp.int32(ahead)) * chunks + c
 
         def where(i):
-            """(row, column) of this block's i-th tile; neighbours share a and b in the L2."""
-            tile = block + i * blocks
+            """(row, column) of this block's i-th tile; neighbours share a and b in the L2.
+
+            Past the last tile: those of the last.
+            """
+            tile = block + jnp.minimum(i, count - 1) * blocks
             above = lax.div(tile, jnp.int32(_GROUP * columns)) * _GROUP
             height = jnp.minimum(_GROUP, rows - above)  # the last group may be a low one
             rest = tile - above * columns
             return above + lax.rem(rest, height), lax.div(rest, height)
 
-        def compute():
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        def copy_step(i, row, column, s):
+            """Step s of a and b of the i-th tile."""
+            stage = stage_of(i, s)
+            bar = full.at[lax.rem(i, jnp.int32(2)) * stages + stage]
+            at = pl.ds(s * _STEP, _STEP)
+            for ref, smem, first in (a_ref, a_smem, row), (b_ref, b_smem, column):
+                source = ref.at[pl.ds(first * _TILE, _TILE), at]
+                plgpu.copy_gmem_to_smem(source, smem.at[stage], bar)
 
-            def multiply(i, acc):
-                first = i * steps
+        def copy_chunk(i, row, column, c):
+            """Chunk c of the inputs of the i-th tile."""
+            slot = slot_of(i, c)
+            bar = in_full.at[lax.rem(i, jnp.int32(2)) * slots + slot]
+            at = pl.ds(row * _TILE, _TILE), pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
+            for source, smem in zip(sources, smems, strict=False):
+                plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
-                def step(n):
-                    stage = stage_of(n)
-                    plgpu.barrier_wait(full.at[wg * stages + stage])
-                    plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage].transpose((1, 0)))
+        def multiply(i, here, acc):
+            after = where(i + 1)
 
-                step(first)
+            def step(s):
+                stage = stage_of(i, s)
+                plgpu.barrier_wait(full.at[wg * stages + stage])
+                plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage].transpose((1, 0)))
 
-                @pl.loop(first + 1, first + steps)
-                def _(n):
-                    step(n)
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(free.at[stage_of(n - 1)])
+            def refill(s):  # the buffer of step s, with what comes `stages` steps later
+                s += stages
+                over = lax.convert_element_type(s >= steps, jnp.int32)  # 1: in the next tile
+                row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
 
-                product = acc[...]
-                plgpu.barrier_arrive(free.at[stage_of(first + steps - 1)])
-                return product
+                @pl.when(i + over < count)
+                def _():
+                    copy_step(i + over, row, column, s - over * steps)
 
-            def then(i, product):
-                row, column = where(i)
-                row_slice = pl.ds(row * _TILE, _TILE)
-                totals = [0] * chunks
+            for s in range(delay):
+                step(s)
+
+            @pl.loop(delay, steps)
+            def _(s):
+                step(s)
+                plgpu.wgmma_wait(delay)
+                refill(s - delay)
+
+            product = acc[...]
+            for s in range(steps - delay, steps):
+                refill(jnp.int32(s))
+            return product
+
+        def then(i, here, product):
+            row, column = here
+            row_slice = pl.ds(row * _TILE, _TILE)
+            later = i + ahead
+            there = where(later)
+
+            def refill(c, under_way):  # the buffer of chunk c, after `under_way` stores at most
+                plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
+                pl.when(later < count)(lambda: copy_chunk(later, *there, c))
+
+            totals = [0] * chunks
+            for c in range(chunks):
+                slot = slot_of(i, c)
+                plgpu.barrier_wait(in_full.at[wg * slots + slot])
+                for r in range(0, _TILE, _PART):
+                    some = pl.ds(r, _PART)
+                    xs = [
+                        plgpu.load(smem.at[slot, some], layout=WGMMA).astype(jnp.float32)
+                        for smem in smems[: len(inputs)]
+                    ]
+                    ys = tile(*xs, product[r : r + _PART, c * _CHUNK : (c + 1) * _CHUNK])
+                    for smem, y in zip(smems, ys, strict=False):
+                        smem[slot, some] = y.astype(dtype)
+                    if sums:
+                        totals[c] += ys[0]
+                plgpu.commit_smem()
+                at = row_slice, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
+                for smem, target in zip(smems, targets, strict=False):
+                    plgpu.copy_smem_to_gmem(smem.at[slot], target.at[at])
+                if c:
+                    refill(c - 1, outputs)
+            if sums_ref is not None:  # in turn: jnp.sum's scratch memory is that of the block
+                plgpu.barrier_wait(turn.at[wg])
+                for c, total in enumerate(totals):
+                    at = row, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
+                    mosaic.store(sums_ref.at[at], jnp.sum(total, axis=0))
+                plgpu.barrier_arrive(turn.at[1 - wg])
+            refill(chunks - 1, 0)
+
+        @pl.when(wg == 0)
+        def _():
+            if sums:
+                plgpu.barrier_arrive(turn.at[0])
+            first = where(0)
+            pl.loop(0, stages)(lambda s: copy_step(0, *first, s))
+            for i in range(ahead):
                 for c in range(chunks):
-                    n = i * chunks + c
-                    slot = slot_of(n)
-                    plgpu.barrier_wait(in_full.at[wg * slots + slot])
-                    for r in range(0, _TILE, _PART):
-                        some = pl.ds(r, _PART)
-                        xs = [
-                            plgpu.load(smem.at[slot, some], layout=WGMMA).astype(jnp.float32)
-                            for smem in smems[: len(inputs)]
-                        ]
-                        ys = tile(*xs, product[r : r + _PART, c * _CHUNK : (c + 1) * _CHUNK])
-                        for smem, y in zip(smems, ys, strict=False):
-                            smem[slot, some] = y.astype(dtype)
-                        if sums:
-                            totals[c] += ys[0]
-                    plgpu.commit_smem()
-                    here = pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
-                    for smem, target in zip(smems, targets, strict=False):
-                        plgpu.copy_smem_to_gmem(smem.at[slot], target.at[row_slice, here])
-                    if c:
-                        release(n - 1, outputs)
-                if sums_ref is not None:  # in turn: jnp.sum's scratch memory is that of the block
-                    plgpu.barrier_wait(turn.at[wg])
-                    for c, total in enumerate(totals):
-                        here = pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
-                        mosaic.store(sums_ref.at[row, here], jnp.sum(total, axis=0))
-                    plgpu.barrier_arrive(turn.at[1 - wg])
-                release(i * chunks + chunks - 1, 0)
+                    pl.when(i < count)(lambda i=i, c=c: copy_chunk(i, *where(i), c))
 
-            def release(n, later):  # outputs of chunk n have left, `later` copies may be under way
-                plgpu.wait_smem_to_gmem(later, wait_read_only=True)
-                plgpu.barrier_arrive(in_free.at[slot_of(n)])
+        @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
+        def _(j):
+            i = 2 * j + wg
+            here = where(i)
+            acc = plgpu.ACC((_TILE, _TILE), jnp.float32)
+            product = pl.run_scoped(functools.partial(multiply, i, here), acc)
+            then(i, here, product)
 
-            @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
-            def _(j):
-                i = 2 * j + wg
-                product = pl.run_scoped(
-                    functools.partial(multiply, i), plgpu.ACC((_TILE, _TILE), jnp.float32)
-                )
-                then(i, product)
-
-            plgpu.wait_smem_to_gmem(0)
-
-        def copy_operands():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-
-            @pl.loop(0, count)
-            def _(i):
-                row, column = where(i)
-                row_slice, column_slice = pl.ds(row * _TILE, _TILE), pl.ds(column * _TILE, _TILE)
-
-                @pl.loop(0, steps)
-                def _(s):
-                    n = i * steps + s
-                    stage = stage_of(n)
-                    bar = full.at[lax.rem(i, jnp.int32(2)) * stages + stage]
-                    pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
-                    at = pl.ds(s * _STEP, _STEP)
-                    plgpu.copy_gmem_to_smem(a_ref.at[row_slice, at], a_smem.at[stage], bar)
-                    plgpu.copy_gmem_to_smem(b_ref.at[column_slice, at], b_smem.at[stage], bar)
-
-        def copy_inputs():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-
-            @pl.loop(0, count)
-            def _(i):
-                row, column = where(i)
-                for c in range(chunks):
-                    n = i * chunks + c
-                    slot = slot_of(n)
-                    bar = in_full.at[lax.rem(i, jnp.int32(2)) * slots + slot]
-                    pl.when(n >= slots)(lambda slot=slot: plgpu.barrier_wait(in_free.at[slot]))
-                    at = pl.ds(row * _TILE, _TILE), pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
-                    for source, smem in zip(sources, smems, strict=False):
-                        plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
-
-        if sums:
-            pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
-        pl.when(wg < 2)(compute)
-        pl.when(wg == 2)(copy_operands)
-        pl.when(wg == 3)(copy_inputs)
+        plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = name
     like = jax.ShapeDtypeStruct((n, f), dtype)
@@ -229,14 +233,12 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
             *[smem(stages, _STEP)] * 2,
             *[smem(slots, _CHUNK)] * buffers,
             plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages),
-            plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * slots),
-            plgpu.Barrier(num_barriers=slots),
             plgpu.Barrier(num_barriers=2),
         ],
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=4,
+        num_threads=2,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(a, b, *inputs)

@@ -48,8 +48,8 @@ def vlstm(
     eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
     chunk_size: positions that the XLA form handles at once (default: 64 to 256, by DQK and DV).
         Time and memory of a chunk's matrices grow with it, those of the states between chunks
-        shrink; h stays the same.  The kernels take 128 where DQK and DV are multiples of it, else
-        64.
+        shrink; h stays the same.  The kernels pad DQK and DV to multiples of 64 and take 128 where
+        both then are multiples of it, else 64.
 
     Operands of matmuls have q's dtype, sums, gates and states are float32 (float64 for float64);
     float16 saturates at 65504.  Memory is linear in T; for the backward pass the kernels save the
@@ -105,8 +105,8 @@ def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     for name, width, most in (("DQK", q.shape[-1], 256), ("DV", v.shape[-1], 512)):
-        if width % 64 or width > most:
-            return f"{name}={width} is not a multiple of 64 up to {most}"
+        if width % 16 or width > most:
+            return f"{name}={width} is not a multiple of 16 up to {most}"
     return mosaic.empty(q=q, v=v)
 
 

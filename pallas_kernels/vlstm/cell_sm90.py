@@ -19,6 +19,7 @@ class Call(NamedTuple):
     """What is static in a call of the kernels."""
 
     length: int  # T without padding
+    dqk: int  # DQK without padding
     size: int  # positions of a chunk
     normalize: bool
     packed: bool  # several documents in a sequence
@@ -29,8 +30,9 @@ class Call(NamedTuple):
 
 
 def edge(dqk: int, dv: int) -> int:
-    """Positions of a chunk, and the edge of all tiles."""
-    return 128 if dqk % 128 == dv % 128 == 0 else 64
+    """Positions of a chunk, and the edge of all tiles; widths are padded to multiples of 64."""
+    even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
+    return 128 if even else 64
 
 
 @functools.partial(
@@ -43,27 +45,30 @@ def chunkwise(
     kernels=(states, rows),
 ):  # fmt: skip
     """`reference.chunkwise` on the kernels (for eps = 0)."""
-    length = q.shape[1]
+    length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]
     packed = segment_ids is not None
     starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
     wide = mosaic.stat_dtype(q.dtype)
     i, lf = reference._log_gates(i, f, gate, wide)
-    size = edge(q.shape[-1], v.shape[-1])
+    size = edge(dqk, dv)
     # The kernels hold every m constant; these factors are 1, with the gradients of e^m and e^-m.
     hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
         c, n, m = (x.astype(wide) for x in initial_state)
         scale = jnp.exp(m - hold(m))
-        first = c * scale[..., None, None], n * scale[..., None]
-    # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies.
-    q, k, v = (mosaic.pad_axis(x, 1, 8) for x in (q, k, v))
+        c = mosaic.pad_axis(mosaic.pad_axis(c, 2, 64), 3, 64)
+        first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]
+    # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies, as do
+    # widths that are not multiples of 64.
+    q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, 64) for x in (q, k, v))
     given = first is not None
-    call = Call(length, size, normalize, packed, given, return_state, mosaic.sm_count(), kernels)
+    sms = mosaic.sm_count()
+    call = Call(length, dqk, size, normalize, packed, given, return_state, sms, kernels)
     h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
-    h = h[:, :length]
+    h = h[:, :length, :, :dv]
     if not return_state:
         return h
-    c, n = last
+    c, n = last[0][..., :dqk, :dv], last[1][..., :dqk]
     m_last = gates(i, lf, m, starts, size).m_last
     scale = jnp.exp(hold(m_last) - m_last)
     return h, (c * scale[..., None, None], n * scale[..., None], m_last)
@@ -77,7 +82,7 @@ def _cell(q, k, v, i, lf, first, m, starts, call):
 
 def _cell_forward(q, k, v, i, lf, first, m, starts, call):
     states, rows = call.kernels
-    g, s = gates(i, lf, m, starts, call.size), q.shape[-1] ** -0.5
+    g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
     c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)

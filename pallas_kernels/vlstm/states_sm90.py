@@ -11,6 +11,7 @@ a first walk, from zero in all segments at once, gives what each of them adds to
 """
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # in which a turned square is loaded
+LATE = os.environ.get("VLSTM_STATES", "late") == "late"  # temporary: when y is loaded
 LEAST = 8  # chunks of a segment: with fewer, three kernels take longer than one
 
 
@@ -30,16 +32,6 @@ def narrow(x, dtype, saturate=True):
     if dtype == jnp.float16 and saturate:
         x = jnp.clip(x, -65504.0, 65504.0)
     return x.astype(dtype)
-
-
-def more_registers(wgs):
-    if wgs > 1:  # 65,536 for all threads; blocks of 256 threads have enough as they are
-        plgpu.set_max_registers(mosaic.registers(wgs)[0], action="increase")
-
-
-def fewer_registers(wgs):
-    if wgs > 1:
-        plgpu.set_max_registers(mosaic.registers(wgs)[1], action="decrease")
 
 
 def segments(blocks: int, count: int, at_once: int) -> int:
@@ -106,107 +98,120 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
         chunk_of = lambda n: count - 1 - start - n if reverse else start + n
         slot_of = lambda n: lax.rem(n, jnp.int32(stages))
 
-        @pl.when(wg < wgs)
-        def _compute():
-            more_registers(wgs)
-            mine = pl.ds(x0 + wg * ROWS, ROWS)
-            here = (mine, pl.ds(y0, size))
-            load = functools.partial(plgpu.load, optimized=False)
+        mine = pl.ds(x0 + wg * ROWS, ROWS)
+        here = (mine, pl.ds(y0, size))
+        load = functools.partial(plgpu.load, optimized=False)
 
-            def load_other(n):
-                other_smem, other_full = of_other
-                source = other_refs[0].at[b, h, chunk_of(n), *here]
-                plgpu.copy_gmem_to_smem(source, other_smem.at[wg], other_full.at[wg])
+        def load_x(n):
+            """Of step n, the warpgroup's own columns."""
 
-            def multiply_other(n, state):
-                other_smem, other_full = of_other
-                plgpu.barrier_wait(other_full.at[wg])
-                other = plgpu.load(other_smem.at[wg], layout=WGMMA).astype(jnp.float32)
-                dot = jnp.sum(state * other, axis=1)
-                mosaic.store(dots_refs[0].at[b, h, chunk_of(n), tile % y_tiles, mine], dot)
-                plgpu.commit_smem()
-                pl.when(n + 1 < steps)(lambda: load_other(n + 1))
+            @pl.when(n < steps)
+            def _():
+                source = x_ref.at[b, pl.ds(chunk_of(n) * size, size), h, mine]
+                plgpu.copy_gmem_to_smem(source, x_smem.at[slot_of(n), wg], full.at[slot_of(n)])
 
-            def sum_columns(slot):
-                # Read once more, turned: a column's sum then is in 4 lanes and not in all warps.
-                square = x_smem.at[slot, wg].transpose((1, 0))
-                x = plgpu.load(square, layout=TURNED).astype(jnp.float32)
-                vector = load(vectors_smem.at[slot, 1], layout=TURNED.reduce(0))
-                return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
+        def load_shared(n):
+            """Of step n, what all warpgroups read; by the last one."""
 
-            def walk(acc):
-                acc[...] = mosaic.zeros((ROWS, size), WGMMA)
-                sums = mosaic.zeros((ROWS,), TURNED.reduce(1))
-                if begins:
-                    acc[...] = load(first_refs[0].at[b, h, segment, *here], layout=WGMMA)
-                    sums = load(first_refs[1].at[b, h, segment, mine], layout=TURNED.reduce(1))
-                if dots:
-                    load_other(0)
-
-                def step(n, carry):
-                    decay, sums = carry
-                    chunk, slot = chunk_of(n), slot_of(n)
-                    # One chunk ahead: from global memory it takes as long as the matmul.
-                    ahead = decay_ref[b, h, chunk_of(jnp.minimum(n + 1, steps - 1))]
-                    state = acc[...]
-                    if keep:
-                        plgpu.wait_smem_to_gmem(0)  # the state before has left out_smem
-                        out_smem[wg] = narrow(state, dtype, saturate)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(out_smem.at[wg], out_refs[0].at[b, h, chunk, *here])
-
-                        @pl.when(y0 == 0)
-                        def _():
-                            mosaic.store(out_refs[1].at[b, h, chunk, mine], sums)
-
-                    if dots:
-                        multiply_other(n, state)
-                    acc[...] = state * decay
-                    plgpu.barrier_wait(full.at[slot])
-                    weight = load(vectors_smem.at[slot, 0], layout=ROW)
-                    x = plgpu.load(x_smem.at[slot, wg], layout=WGMMA).astype(jnp.float32)
-                    scaled_smem[wg] = (x * mosaic.along(weight, x.shape, 0)).astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.wgmma(acc, scaled_smem.at[wg].transpose((1, 0)), y_smem.at[slot])
-                    sums = lax.cond(y0 == 0, lambda: sums * decay + sum_columns(slot), lambda: sums)
-                    plgpu.wgmma_wait(0)
-                    plgpu.commit_smem()  # all four warps have read x and its vector
-                    plgpu.barrier_arrive(free.at[slot])
-                    return ahead, sums
-
-                carry = decay_ref[b, h, chunk_of(0)], sums
-                _, sums = lax.fori_loop(0, steps, step, carry)
-                return sums, acc[...]
-
-            sums, state = pl.run_scoped(walk, plgpu.ACC((ROWS, size), jnp.float32))
-            if ends:
-                end = segment - (walked - ends)
-
-                @pl.when(end >= 0)
-                def _():
-                    mosaic.store(last_refs[0].at[b, h, end, *here], state)
-                    pl.when(y0 == 0)(lambda: mosaic.store(last_refs[1].at[b, h, end, mine], sums))
-
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(wg == wgs)
-        def _load():
-            fewer_registers(wgs)
-
-            @pl.loop(0, steps)
-            def _(n):
+            @pl.when(n < steps)
+            def _():
                 chunk, slot = chunk_of(n), slot_of(n)
-                at = pl.ds(chunk * size, size)
-                pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                for w in range(wgs):
-                    part = x_ref.at[b, at, h, pl.ds(x0 + w * ROWS, ROWS)]
-                    plgpu.copy_gmem_to_smem(part, x_smem.at[slot, w], full.at[slot])
-                part = y_ref.at[b, at, h, pl.ds(y0, size)]
-                plgpu.copy_gmem_to_smem(part, y_smem.at[slot], full.at[slot])
+                source = y_ref.at[b, pl.ds(chunk * size, size), h, pl.ds(y0, size)]
+                plgpu.copy_gmem_to_smem(source, y_smem.at[slot], full.at[slot])
                 for place, ref in enumerate((weight_ref, vector_ref)):
-                    plgpu.copy_gmem_to_smem(
-                        ref.at[b, h, chunk], vectors_smem.at[slot, place], full.at[slot]
-                    )
+                    into = vectors_smem.at[slot, place]
+                    plgpu.copy_gmem_to_smem(ref.at[b, h, chunk], into, full.at[slot])
+
+        def refill(n):
+            """Loads into the slot of step n what all read, once they have read it."""
+
+            @pl.when(wg == wgs - 1)
+            def _():
+                plgpu.barrier_wait(free.at[slot_of(n)])
+                load_shared(n + stages)
+
+        def load_other(n):
+            other_smem, other_full = of_other
+            source = other_refs[0].at[b, h, chunk_of(n), *here]
+            plgpu.copy_gmem_to_smem(source, other_smem.at[wg], other_full.at[wg])
+
+        def multiply_other(n, state):
+            other_smem, other_full = of_other
+            plgpu.barrier_wait(other_full.at[wg])
+            other = plgpu.load(other_smem.at[wg], layout=WGMMA).astype(jnp.float32)
+            dot = jnp.sum(state * other, axis=1)
+            mosaic.store(dots_refs[0].at[b, h, chunk_of(n), tile % y_tiles, mine], dot)
+            plgpu.commit_smem()
+            pl.when(n + 1 < steps)(lambda: load_other(n + 1))
+
+        def sum_columns(slot):
+            # Read once more, turned: a column's sum then is in 4 lanes and not in all warps.
+            square = x_smem.at[slot, wg].transpose((1, 0))
+            x = plgpu.load(square, layout=TURNED).astype(jnp.float32)
+            vector = load(vectors_smem.at[slot, 1], layout=TURNED.reduce(0))
+            return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
+
+        def walk(acc):
+            acc[...] = mosaic.zeros((ROWS, size), WGMMA)
+            sums = mosaic.zeros((ROWS,), TURNED.reduce(1))
+            if begins:
+                acc[...] = load(first_refs[0].at[b, h, segment, *here], layout=WGMMA)
+                sums = load(first_refs[1].at[b, h, segment, mine], layout=TURNED.reduce(1))
+            if dots:
+                load_other(0)
+
+            def step(n, carry):
+                decay, sums = carry
+                chunk, slot = chunk_of(n), slot_of(n)
+                # One chunk ahead: from global memory it takes as long as the matmul.
+                ahead = decay_ref[b, h, chunk_of(jnp.minimum(n + 1, steps - 1))]
+                state = acc[...]
+                if keep:
+                    plgpu.wait_smem_to_gmem(0)  # the state before has left out_smem
+                    out_smem[wg] = narrow(state, dtype, saturate)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(out_smem.at[wg], out_refs[0].at[b, h, chunk, *here])
+
+                    @pl.when(y0 == 0)
+                    def _():
+                        mosaic.store(out_refs[1].at[b, h, chunk, mine], sums)
+
+                if dots:
+                    multiply_other(n, state)
+                acc[...] = state * decay
+                if LATE:
+                    pl.when(n > 0)(lambda: refill(n - 1))
+                plgpu.barrier_wait(full.at[slot])
+                weight = load(vectors_smem.at[slot, 0], layout=ROW)
+                x = plgpu.load(x_smem.at[slot, wg], layout=WGMMA).astype(jnp.float32)
+                scaled_smem[wg] = (x * mosaic.along(weight, x.shape, 0)).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.wgmma(acc, scaled_smem.at[wg].transpose((1, 0)), y_smem.at[slot])
+                sums = lax.cond(y0 == 0, lambda: sums * decay + sum_columns(slot), lambda: sums)
+                plgpu.commit_smem()  # all four warps have read x and its vectors
+                load_x(n + stages)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot])
+                if not LATE:
+                    refill(n)
+                return ahead, sums
+
+            carry = decay_ref[b, h, chunk_of(0)], sums
+            _, sums = lax.fori_loop(0, steps, step, carry)
+            return sums, acc[...]
+
+        pl.loop(0, stages)(load_x)
+        pl.when(wg == wgs - 1)(lambda: pl.loop(0, stages)(load_shared))
+        sums, state = pl.run_scoped(walk, plgpu.ACC((ROWS, size), jnp.float32))
+        if ends:
+            end = segment - (walked - ends)
+
+            @pl.when(end >= 0)
+            def _():
+                mosaic.store(last_refs[0].at[b, h, end, *here], state)
+                pl.when(y0 == 0)(lambda: mosaic.store(last_refs[1].at[b, h, end, mine], sums))
+
+        plgpu.wait_smem_to_gmem(0)
 
     swizzled = functools.partial(mosaic.wgmma_tiles, dtype=dtype)
     of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
@@ -231,7 +236,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
         ],
         grid=(batch * heads * walked * tiles,),
         grid_names=("block",),
-        num_threads=wgs + 1,
+        num_threads=wgs,
         thread_name="wg",
         # No sum here crosses warps, and all of shared memory is taken.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),

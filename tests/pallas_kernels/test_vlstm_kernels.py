@@ -93,6 +93,8 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
 SMALL = [  # (B, T, H, DQK, DV), of the inputs, options
     ((1, 72, 1, 128, 192), {"state": True}, {"return_state": True}),
     ((1, 130, 1, 128, 128), {"dtype": FP16}, {"gate": "sigmoid", "normalize": False}),
+    ((1, 70, 1, 96, 160), {"state": True}, {"return_state": True}),  # padded to 128, 192
+    ((1, 80, 1, 48, 80), {}, {"segment_ids": jnp.asarray(FOUR[:1])}),  # to 64, 128
 ]
 LARGE = [
     ((2, 1000, 3, 64, 64), {}, {}),
@@ -163,8 +165,8 @@ def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
     for message, changed, options in (
         ("eps=0.1 is not 0", arrays, {"eps": 0.1}),
         ("q is float32, not bfloat16", inputs(1, 8, 1, 64, 64, jnp.float32), {}),
-        ("DQK=96 is not a multiple of 64 up to 256", inputs(1, 8, 1, 96, 64), {}),
-        ("DV=576 is not a multiple of 64 up to 512", inputs(1, 8, 1, 64, 576), {}),
+        ("DQK=100 is not a multiple of 16 up to 256", inputs(1, 8, 1, 100, 64), {}),
+        ("DV=528 is not a multiple of 16 up to 512", inputs(1, 8, 1, 64, 528), {}),
     ):
         with pytest.raises(NotImplementedError, match=message):
             vlstm(*changed, backend="mosaic", **options)
