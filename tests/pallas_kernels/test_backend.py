@@ -1,6 +1,9 @@
 import contextlib
 import ctypes
 import logging
+import re
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -267,3 +270,13 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
             runs = "xla" if check or asked == "xla" else "mosaic"
             assert {d.op for d in backend.decisions()} == names
             assert {d.runs for d in backend.decisions()} == {runs}
+
+
+def test_the_extra_installs_what_is_known_to_be_fast():
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extra = extra["project"]["optional-dependencies"]["cuda13"]
+    pin = re.fullmatch(r"jax\[cuda13\]==(\d+)\.(\d+)\..*", extra[0])
+    assert backend._JAX[0] <= (int(pin[1]), int(pin[2])) <= backend._JAX[1]
+    (major, first), (_, last) = backend._CUDA
+    for line in extra[1:]:
+        assert f">={major}.{first},<{major}.{last + 1};" in line
