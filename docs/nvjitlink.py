@@ -29,7 +29,7 @@ runtime_version { major: 13 minor: 0 } device_description_str: "H100" """
 
 
 def matmul():
-    """a b^T of bfloat16 (N, N): one warpgroup loads, two multiply with 192 accumulators a thread."""
+    """a b^T of bfloat16 (N, N): one warpgroup loads, two multiply, 192 accumulators a thread."""
     import jax
     import jax.numpy as jnp
     from jax import lax
