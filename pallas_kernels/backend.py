@@ -9,16 +9,24 @@ about the shapes, dtypes and options (None: the kernel can take this call).
           a CPU can interpret the kernel and lower it for CUDA
   xla     the jnp form
 
-`explain()` reports every decision that was taken while JAX traced, not a guess.
+`explain()` reports every decision that was taken while JAX traced, not a guess, and on a GPU what
+compiles the kernels: where a compiler lets registers spill, a kernel takes three times as long.
 """
 
 import contextlib
+import ctypes
 import functools
+import importlib.util
 import logging
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import jax
+import jaxlib
 from jax import lax
 
 Backend = Literal["auto", "mosaic", "xla"]
@@ -35,6 +43,20 @@ class Decision(NamedTuple):
     why: str
 
 
+class Compiler(NamedTuple):
+    """What makes the programs of Mosaic kernels, of which release of CUDA."""
+
+    name: Literal["nvJitLink", "ptxas"]
+    cuda: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.cuda[0]}.{self.cuda[1]}"
+
+
+# The first and the last release of CUDA, and of JAX, with which all kernels are known to be fast
+# (tests/pallas_kernels/test_compilers.py).  The extra cuda13 of pyproject.toml keeps to them.
+_CUDA = (13, 0), (13, 5)
+_JAX = (0, 11), (0, 12)
 _SMEM = 227 * 1024  # bytes that a block may have from 9.0 on, but for consumer Blackwell
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # in the order taken, with how often
@@ -76,6 +98,8 @@ def use_kernel(
             level = logging.INFO if jax.default_backend() == "cpu" else logging.WARNING
             log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
     tell(decision)
+    if decision.runs == "mosaic" and jax.default_backend() == "gpu":
+        _warn_of_compiler()
     return decision.runs == "mosaic"
 
 
@@ -121,15 +145,70 @@ def device_lacks(gpu: Gpu) -> str | None:
     return None
 
 
+@functools.cache
+def compiler() -> Compiler | None:
+    """What compiles Mosaic kernels in this process, on a GPU; None where nothing is found.
+
+    jaxlib takes ptxas before 0.12, from then on nvJitLink where it loads, and ptxas elsewhere.
+    """
+    if [int(number) for number in jaxlib.__version__.split(".")[:2]] >= [0, 12]:
+        for release in (13, 12):
+            try:  # pip's is in memory already: JAX loads cuSOLVER, which needs it
+                library = ctypes.CDLL(f"libnvJitLink.so.{release}")
+            except OSError:
+                continue
+            major, minor = ctypes.c_uint(), ctypes.c_uint()
+            if library.nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
+                return Compiler("nvJitLink", (major.value, minor.value))
+    nvidia = importlib.util.find_spec("nvidia")  # pip's CUDA, which XLA takes before the path's
+    places = nvidia.submodule_search_locations if nvidia else None
+    found = [str(path) for place in places or () for path in Path(place).glob("*/bin/ptxas")]
+    ptxas = found[0] if found else shutil.which("ptxas")
+    if ptxas is None:
+        return None
+    said = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"V(\d+)\.(\d+)", said)
+    return version and Compiler("ptxas", (int(version[1]), int(version[2])))
+
+
+def slow_compiler() -> str | None:
+    """Why kernels may be slow for what compiles them, with the cure, or None."""
+    made = compiler()
+    if made is None:  # Mosaic knows one, or ends with an error of its own
+        return None
+    if _CUDA[0] <= made.cuda <= _CUDA[1] and _JAX[0] <= jax.__version_info__[:2] <= _JAX[1]:
+        return None
+    known = ["{}.{} to {}.{}".format(*first, *last) for first, last in (_CUDA, _JAX)]
+    return "known to be fast with CUDA {} and JAX {}: see Install in README.md".format(*known)
+
+
+@functools.cache
+def _warn_of_compiler() -> None:
+    """Once in a process, where the kernels may be slow."""
+    why = slow_compiler()
+    if why is not None:
+        log.warning(
+            "kernels compiled by %s (JAX %s) may be slow; %s", compiler(), jax.__version__, why
+        )
+
+
 def explain() -> str:
-    """One line for each op and way it has run since the start or `forget()`: op, backend, why."""
+    """One line for each op and way it has run since the start or `forget()`: op, backend, why.
+
+    On a GPU, where kernels are among them, a last line tells what compiles these.
+    """
     if not _decisions:
         return "no op has been traced yet"
     width = max(len(d.op) for d in _decisions)
-    return "\n".join(
+    lines = [
         f"{d.op:<{width}}  {d.runs:<6}  {d.why} ({n} call{'s' if n > 1 else ''} traced)"
         for d, n in _decisions.items()
-    )
+    ]
+    if jax.default_backend() == "gpu" and any(d.runs == "mosaic" for d in _decisions):
+        why = slow_compiler()
+        may = f" may be slow; {why}" if why else ""
+        lines.append(f"kernels compiled by {compiler() or 'ptxas'} (JAX {jax.__version__}){may}")
+    return "\n".join(lines)
 
 
 def decisions() -> list[Decision]:

@@ -1,5 +1,9 @@
 import contextlib
+import ctypes
 import logging
+import re
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,12 +14,18 @@ from jax.sharding import AxisType, PartitionSpec
 from pallas_kernels import attention_qkv, backend, encoder, gelu
 from pallas_kernels.backend import Decision, use_kernel
 
+_compiler = backend.compiler  # tests put others in its place
+
 
 @pytest.fixture(autouse=True)
 def fresh():
     backend.forget()
+    _compiler.cache_clear()
+    backend._warn_of_compiler.cache_clear()
     yield
     backend.forget()
+    _compiler.cache_clear()
+    backend._warn_of_compiler.cache_clear()
 
 
 @pytest.fixture
@@ -94,7 +104,7 @@ def test_explain_counts_what_was_traced_not_what_was_called(capable):
         f(jnp.ones(4))
     jax.eval_shape(lambda x: gelu(gelu(x)), jnp.ones(4))
     use_kernel("attention", "auto", "D=7 is odd")
-    assert backend.explain().splitlines() == [
+    assert backend.explain().splitlines()[:3] == [
         "gelu       xla     asked for (1 call traced)",
         "gelu       mosaic  supported (2 calls traced)",
         "attention  xla     D=7 is odd (1 call traced)",
@@ -149,6 +159,92 @@ def test_a_cpu_lacks_a_gpu(monkeypatch):
     assert backend.device_lacks.__wrapped__("sm_80") == "the platform is cpu, not gpu"
 
 
+def on_gpu_compiled_by(monkeypatch, name, cuda, jax_version=jax.__version_info__):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    monkeypatch.setattr(backend, "compiler", lambda: backend.Compiler(name, cuda))
+
+
+@pytest.mark.parametrize("cuda", [(13, 0), (13, 5)])
+@pytest.mark.parametrize("name", ["nvJitLink", "ptxas"])
+def test_explain_tells_what_compiles_the_kernels(capable, caplog, monkeypatch, name, cuda):
+    on_gpu_compiled_by(monkeypatch, name, cuda)
+    use_kernel("op", "auto", None)
+    line = f"kernels compiled by {name} {cuda[0]}.{cuda[1]} (JAX {jax.__version__})"
+    assert backend.explain().splitlines()[1:] == [line]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("cuda", "jax_version"), [((12, 9), (0, 12, 0)), ((13, 6), (0, 12, 0)), ((13, 0), (0, 13, 1))]
+)
+@pytest.mark.parametrize("asked", ["auto", "mosaic"])
+def test_a_compiler_that_may_be_slow_is_told_once(
+    capable, caplog, monkeypatch, cuda, jax_version, asked
+):
+    on_gpu_compiled_by(monkeypatch, "nvJitLink", cuda, jax_version)
+    for op in ("a", "b"):
+        use_kernel(op, "auto", "D=7 is odd")
+    assert "compiled" not in backend.explain() + caplog.text
+    for op in ("a", "b"):
+        use_kernel(op, asked, None)
+    (told,) = [m for m in caplog.messages if "compiled" in m]
+    assert told == (
+        f"kernels compiled by nvJitLink {cuda[0]}.{cuda[1]} (JAX {jax.__version__}) may be slow; "
+        "known to be fast with CUDA 13.0 to 13.5 and JAX 0.11 to 0.12: see Install in README.md"
+    )
+    assert backend.explain().splitlines()[-1] == told
+
+
+def test_a_cpu_asks_for_no_compiler(capable, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(backend, "compiler", lambda: pytest.fail("asked"))
+    use_kernel("op", "auto", None)
+    use_kernel("op", "mosaic", None)
+    assert "compiled" not in backend.explain()
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "loads", "name", "cuda"),
+    [
+        ("0.11.2", 13, "ptxas", (13, 0)),
+        ("0.12.0.1", 13, "nvJitLink", (13, 5)),
+        ("0.13.0.dev1", 12, "nvJitLink", (12, 5)),
+        ("0.12.0.1", None, "ptxas", (13, 0)),
+    ],
+)
+def test_which_compiler_jaxlib_takes(monkeypatch, tmp_path, jaxlib, loads, name, cuda):
+    def load(file):
+        if file != f"libnvJitLink.so.{loads}":
+            raise OSError(file)
+
+        def version(major, minor):
+            major._obj.value, minor._obj.value = loads, 5
+            return 0
+
+        return SimpleNamespace(nvJitLinkVersion=version)
+
+    ptxas = tmp_path / "cu13" / "bin" / "ptxas"
+    ptxas.parent.mkdir(parents=True)
+    ptxas.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    ptxas.chmod(0o755)
+    nvidia = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda _: nvidia)
+    monkeypatch.setattr(backend.jaxlib, "__version__", jaxlib)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert backend.compiler() == backend.Compiler(name, cuda)
+
+
+def test_a_compiler_that_is_not_found_is_no_error(capable, caplog, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(backend, "compiler", lambda: None)
+    use_kernel("op", "auto", None)
+    assert (
+        backend.explain().splitlines()[-1] == f"kernels compiled by ptxas (JAX {jax.__version__})"
+    )
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("op", "names"),
     [
@@ -174,3 +270,13 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
             runs = "xla" if check or asked == "xla" else "mosaic"
             assert {d.op for d in backend.decisions()} == names
             assert {d.runs for d in backend.decisions()} == {runs}
+
+
+def test_the_extra_installs_what_is_known_to_be_fast():
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extra = extra["project"]["optional-dependencies"]["cuda13"]
+    pin = re.fullmatch(r"jax\[cuda13\]==(\d+)\.(\d+)\..*", extra[0])
+    assert backend._JAX[0] <= (int(pin[1]), int(pin[2])) <= backend._JAX[1]
+    (major, first), (_, last) = backend._CUDA
+    for line in extra[1:]:
+        assert f">={major}.{first},<{major}.{last + 1};" in line

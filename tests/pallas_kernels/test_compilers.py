@@ -1,0 +1,66 @@
+"""Every compiler that users meet makes fast programs of the wgmma kernels; no GPU is needed.
+
+JAX 0.11 calls ptxas; 0.12 calls nvJitLink, which compiles as `ptxas -c` does.  So each kernel of
+the benchmark is compiled by every ptxas that PTXAS names, with and without -c (compile_ahead.py):
+none may spill a register, run one wgmma after the other (C7510 to C7514) or ignore setmaxnreg
+(C7504).  .ci/run installs what this needs.  Whoever sets PTXAS wants the test: nothing is skipped.
+"""
+
+import os
+
+import compile_ahead
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    "PTXAS" not in os.environ,
+    reason="PTXAS=path:path names no ptxas to compile with (.ci/run shows how)",
+)
+SPECS = [spec for op in compile_ahead.WGMMA for spec in compile_ahead.specs(op, every=True)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_kernel_spills_or_waits_for_each_wgmma(spec):
+    made = [
+        b for _, some in compile_ahead.builds(spec, "sm_90", compile_ahead.ptxas()) for b in some
+    ]
+    bad = [str(b) for b in made if b.bad()]
+    assert not bad, f"{len(bad)} of {len(made)} programs are slow:\n" + "\n".join(bad)
+
+
+LAUNCH = ".maxntid 384 .minnctapersm 1"
+FAST = "ret;"
+IGNORED = "setmaxnreg.inc.sync.aligned.u32 232; ret;"
+# 64 numbers read before the first one is written, for 32 registers.
+SPILLED = "\n".join(
+    [".reg .u64 %p; .reg .u32 %r<64>; ld.param.u64 %p, [p];"]
+    + [f"ld.volatile.global.u32 %r{i}, [%p+{4 * i}];" for i in range(64)]
+    + [f"st.volatile.global.u32 [%p+{4 * i}], %r{i};" for i in range(64)]
+    + ["ret;"]
+)
+
+
+@pytest.mark.parametrize("relocatable", [False, True])
+@pytest.mark.parametrize("compiler", compile_ahead.ptxas())
+@pytest.mark.parametrize(
+    ("body", "limit", "spills", "codes"),
+    [
+        (FAST, LAUNCH, False, []),
+        (IGNORED, LAUNCH, False, ["C7504"]),
+        (SPILLED, ".maxnreg 32", True, []),
+    ],
+    ids=["fast", "setmaxnreg", "spilled"],
+)
+def test_what_a_compiler_says_is_understood(
+    tmp_path, compiler, relocatable, body, limit, spills, codes
+):
+    ptx = tmp_path / "k.ptx"
+    ptx.write_text(
+        ".version 8.0\n.target sm_90a\n.address_size 64\n"
+        f".visible .entry k(.param .u64 p) {limit} {{\n{body}\n}}\n"
+    )
+    made = compile_ahead.build(compile_ahead.Kernel("k", ptx, None), compiler, relocatable)
+    if not relocatable:  # a whole program obeys setmaxnreg
+        codes = []
+    assert [complaint.split()[0] for complaint in made.complaints] == codes, made
+    assert (made.spilled > 0) == spills
+    assert made.bad() == bool(spills or codes)
