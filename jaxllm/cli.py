@@ -39,11 +39,15 @@ def read(argv: list[str]) -> Arguments:
     """Reads the command line; raises InputError, prints help for --help."""
     words, overrides = _parse(argv)
     if words.resume:
-        return Arguments(_resumed_config(words, overrides), words.out_dir, True)
+        config = _resumed_config(words, overrides)
+        _check_trainable(config)
+        return Arguments(config, words.out_dir, True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}"
     check_free(out_dir)
-    return Arguments(configs.load(words.config, overrides), out_dir, False)
+    config = configs.load(words.config, overrides)
+    _check_trainable(config)
+    return Arguments(config, out_dir, False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -126,6 +130,27 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     if arguments.config is None and not arguments.resume:
         raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
     return arguments, overrides
+
+
+def _check_trainable(config: configs.Config) -> None:
+    """Raises InputError for what is right in a configuration, but not to train with, or is absent.
+
+    Without JAX, which takes seconds to import.
+    """
+    from jaxllm.data.loader import check_paths
+
+    for key in ("compute_dtype", "residual_dtype"):
+        if getattr(config.model, key) == "float16":
+            raise InputError(
+                f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
+                " without loss scaling; train in bfloat16 (or float32)"
+            )
+    weights = config.model.init_from
+    if weights is not None and not Path(weights).expanduser().is_dir():
+        raise InputError(
+            f"model.init_from={weights} does not exist: a run's directory or a Hugging Face folder"
+        )
+    check_paths(config.data)
 
 
 def check_free(out_dir: Path) -> None:

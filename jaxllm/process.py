@@ -90,6 +90,8 @@ def memory_errors(advice: str) -> Iterator[None]:
     """Turns a device that is out of memory into a RunError that says what helps."""
     try:
         yield
+    except MemoryError as e:
+        raise RunError(f"this machine is out of memory; {advice}") from e
     except Exception as e:
         if not out_of_memory(e):
             raise
