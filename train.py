@@ -103,7 +103,8 @@ class Run:
             self._check_unfinished()
         self.tokens = config.train.batch_size * config.train.seq_len
         self._introduce()
-        self.checkpoints.check_room(self.trainer.abstract_state().saved())
+        if self.start < config.train.steps:
+            self.checkpoints.check_room(self.trainer.abstract_state().saved())
         if newest is not None:
             self.say(f"resume   from the checkpoint of step {newest} in {out_dir}")
             saved = self.trainer.abstract_state().saved()

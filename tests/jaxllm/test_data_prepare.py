@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -288,6 +289,12 @@ def test_an_interruption_has_its_status(data, monkeypatch, capsys):
 def test_train_tokenizer(data, capsys):
     argv = ["train-tokenizer", "--source=jsonl", f"--path={data / 'data'}", "--text-column=body"]
     argv += ["--vocab-size=290", f"--out={data / 'new/tokenizer.json'}"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a full disk
+    try:
+        assert "cannot write" in error_of(capsys, argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert main(argv) == 0
     assert Tokenizer(data / "new/tokenizer.json").vocab_size == 290
     assert "exists" in error_of(capsys, argv)
