@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     arguments = cli.read(argv)
+    cli.check_trainable(arguments.config)
     set_xla_flags(arguments.config.train.deterministic)
     with contextlib.ExitStack() as held:
         run = Run(*arguments, held)

@@ -39,15 +39,11 @@ def read(argv: list[str]) -> Arguments:
     """Reads the command line; raises InputError, prints help for --help."""
     words, overrides = _parse(argv)
     if words.resume:
-        config = _resumed_config(words, overrides)
-        _check_trainable(config)
-        return Arguments(config, words.out_dir, True)
+        return Arguments(_resumed_config(words, overrides), words.out_dir, True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}"
     check_free(out_dir)
-    config = configs.load(words.config, overrides)
-    _check_trainable(config)
-    return Arguments(config, out_dir, False)
+    return Arguments(configs.load(words.config, overrides), out_dir, False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,7 +128,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     return arguments, overrides
 
 
-def _check_trainable(config: configs.Config) -> None:
+def check_trainable(config: configs.Config) -> None:
     """Raises InputError for what is right in a configuration, but not to train with, or is absent.
 
     Without JAX, which takes seconds to import.
