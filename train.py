@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     arguments = cli.read(argv)
+    cli.check_trainable(arguments.config)
     set_xla_flags(arguments.config.train.deterministic)
     with contextlib.ExitStack() as held:
         run = Run(*arguments, held)
@@ -103,6 +104,8 @@ class Run:
             self._check_unfinished()
         self.tokens = config.train.batch_size * config.train.seq_len
         self._introduce()
+        if self.start < config.train.steps:
+            self.checkpoints.check_room(self.trainer.abstract_state().saved())
         if newest is not None:
             self.say(f"resume   from the checkpoint of step {newest} in {out_dir}")
             saved = self.trainer.abstract_state().saved()
@@ -277,13 +280,15 @@ class Run:
         """Waits for the last checkpoint; leaves loss.png and report.html."""
         from jaxllm import report
 
-        self.checkpoints.close()
-        self.log.draw()
-        if self.rank == 0:
-            try:
-                report.write([self.out_dir], self.out_dir / "report.html")
-            except (InputError, OSError) as e:  # nothing was logged yet, or the disk is full
-                self.log.say(f"no report.html: {e}")
+        try:
+            self.checkpoints.close()
+        finally:  # a disk without room for a checkpoint may have some for these
+            self.log.draw()
+            if self.rank == 0:
+                try:
+                    report.write([self.out_dir], self.out_dir / "report.html")
+                except (InputError, OSError) as e:  # nothing was logged yet, or the disk is full
+                    self.log.say(f"no report.html: {e}")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.config.train.steps or (every > 0 and step % every == 0)

@@ -2,12 +2,17 @@
 
 A checkpoint holds the training state as a flat {name: array} (names like
 `params.blocks.0.attention.q.weight.value`) and a JSON page about it: configuration, data
-fingerprint and position, every array's shape and dtype.  The validation loss is Orbax's metric.
+fingerprint and position, every array's shape, dtype and checksum.  The validation loss is Orbax's
+metric.
 """
 
 import contextlib
+import functools
 import logging
+import re
 import shutil
+import sys
+from collections.abc import Iterable
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,9 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from jaxllm.checksums import array_checksums, changed, check_seal, sealed
 from jaxllm.errors import InputError, RunError
+from jaxllm.process import out_of_memory
 
 
 class Checkpoints:
@@ -26,6 +33,8 @@ class Checkpoints:
         # Orbax tells every file that it touches; its tasks what failed, each with a traceback.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        if not isinstance(sys.unraisablehook, functools.partial):
+            sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
         self.directory = directory.resolve()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
@@ -97,8 +106,7 @@ class Checkpoints:
             page = self.manager.restore(
                 step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
             )["about"]
-            if not isinstance(page["arrays"], dict):
-                raise ValueError("its JSON page lists no arrays")
+            check_seal(page)
         except Exception as e:
             raise self._damaged(step, e) from e
         return page
@@ -108,8 +116,8 @@ class Checkpoints:
 
         Raises InputError for a checkpoint of another model and for a damaged one.
         """
-        wanted = _flat(abstract_state)
-        saved = self.about(step)["arrays"]
+        wanted, about = _flat(abstract_state), self.about(step)
+        saved = about["arrays"]
         for name, leaf in wanted.items():
             shape = [list(leaf.shape), str(leaf.dtype)]
             if saved.get(name) != shape:
@@ -127,10 +135,25 @@ class Checkpoints:
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             )["state"]
         except Exception as e:
-            raise self._damaged(step, e) from e
+            if out_of_memory(e):
+                raise
+            raise self._damaged(step, e, wanted) from e
+        if name := changed(flat, about.get("checksums", {})):
+            raise self._damaged(step, ValueError("its checksum differs"), [name])
         return jax.tree.unflatten(
             jax.tree.structure(abstract_state), [flat[name] for name in wanted]
         )
+
+    def check_room(self, state) -> None:
+        """Raises InputError where the disk has no room for one checkpoint of a state."""
+        need = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        there = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+        disk = shutil.disk_usage(there)
+        if disk.total and disk.free < need:  # a total of 0: this file system does not tell
+            raise InputError(
+                f"out_dir {self.directory.parent}: its disk has {disk.free / 1e6:,.1f} MB free, one"
+                f" checkpoint takes {need / 1e6:,.1f} MB; free some, or name another"
+            )
 
     def save(self, step: int, state, about: dict[str, Any], val_loss: float | None) -> str | None:
         """Begins to save; returns once the arrays are copied off the devices.
@@ -139,14 +162,17 @@ class Checkpoints:
         (a full disk); complete checkpoints stay as they are.
         """
         flat = _flat(state)
-        about = dict(about, arrays={k: [list(a.shape), str(a.dtype)] for k, a in flat.items()})
+        about = about | {
+            "arrays": {name: [list(a.shape), str(a.dtype)] for name, a in flat.items()},
+            "checksums": array_checksums(flat),
+        }
         problem = self._finish()
         self._saving = step
         try:
             self.manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(about)
+                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(sealed(about))
                 ),
                 metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
             )
@@ -186,22 +212,54 @@ class Checkpoints:
         if failed is not None:
             with contextlib.suppress(Exception):
                 failed.close()  # its threads still write
-        steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
-        kept = max(steps, default=None)  # without a manager, which may meet the threads' last files
+        self._delete_the_unfinished()  # what is left of it would keep the disk full
+        kept = self._before(None)
         return (
             f"the checkpoint of step {self._saving} could not be written ({_short(cause)});"
             f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"
         )
 
-    def _damaged(self, step: int, cause: Exception) -> InputError:
+    def _before(self, step: int | None) -> int | None:
+        """The newest complete checkpoint, or that before a step, by the names of the folders.
+
+        Without a manager, which may meet the last files of a failed save's threads.
+        """
+        steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
+        return max((s for s in steps if step is None or s < step), default=None)
+
+    def _damaged(self, step: int, cause: Exception, names: Iterable[str] = ()) -> InputError:
+        """names: of arrays, one of which the cause may be about."""
+        folder, older = self.directory / str(step), self._before(step)
         return InputError(
-            f"checkpoint {self.directory / str(step)} is damaged ({_short(cause)});"
-            " delete that folder to resume from the one before it"
+            f"checkpoint {folder} is damaged{_named(cause, names)} ({_short(cause)});"
+            + (
+                f" to go on from step {older}, delete that folder and --resume again"
+                if older is not None
+                else " there is none before it: start a new run"
+            )
         )
 
 
+def _named(cause: Exception, names: Iterable[str]) -> str:
+    """ " at NAME" of the array that an error is about, if it is known."""
+    names = list(names)
+    if len(names) > 1:  # TensorStore quotes the path of what it reads
+        quoted = set(re.findall(r"""["']([^"'/]+)/""", str(cause)))
+        names = [name for name in names if name in quoted]
+    return f" at {names[0]}" if names else ""
+
+
 def _short(e: Exception) -> str:
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    words = " ".join(str(e).split())
+    if "No space left on device" in words:
+        return "the disk is full: free some of it"
+    return f"{type(e).__name__}: {words.partition('. See full TensorStore details')[0][:200]}"
+
+
+def _unraisable(before, unraisable) -> None:
+    """Hides what the threads of a failed save tell once for each array, each with a traceback."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        before(unraisable)
 
 
 def _flat(tree) -> dict[str, Any]:

@@ -221,6 +221,12 @@ class Config(Section):
                 f"train.seq_len={self.train.seq_len} exceeds"
                 f" model.max_seq_len={self.model.max_seq_len}"
             )
+        tokens = self.train.batch_size * self.train.seq_len
+        if tokens >= 2**31:  # rows are counted in int32
+            raise ValueError(
+                f"train.batch_size={self.train.batch_size} x train.seq_len={self.train.seq_len} are"
+                f" {tokens} tokens a step; at most {2**31 - 1}"
+            )
         if self.profile.span[1] - 1 > self.train.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} ends after train.steps={self.train.steps};"
@@ -230,7 +236,7 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The complete, resolved configuration; `load` reads it back."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return yaml.dump(self.model_dump(), Dumper=_YamlDumper, sort_keys=False)
 
 
 def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
@@ -241,7 +247,9 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     path = _find(name_or_path)
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as e:
+    except RecursionError as e:
+        raise InputError(f"{path} cannot be read as YAML: it is nested too deep") from e
+    except (yaml.YAMLError, ValueError, OSError) as e:  # of values: bytes, endless numbers
         raise InputError(f"{path} cannot be read as YAML: {' '.join(str(e).split())}") from e
     if not isinstance(raw, dict):
         raise InputError(f"{path} holds {type(raw).__name__}, not sections like model: and train:")
@@ -250,7 +258,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
             raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
     model = raw.get("model", {})
     kind = (overrides or {}).get("model.type", model.get("type"))
-    if kind not in MODEL_CONFIGS:
+    if not isinstance(kind, str) or kind not in MODEL_CONFIGS:
         raise InputError(f"model.type={kind!r} is not one of {', '.join(MODEL_CONFIGS)}")
     known = keys(kind)
     for key in _flatten(raw):
@@ -318,11 +326,27 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _YamlDumper(yaml.SafeDumper):
+    """SafeDumper that quotes a text which the loader would take for a number."""
+
+
+# YAML 1.1 would also take 1_0 for 10, 010 for 8 and 1:30 for 90.
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":int", ":float"))]
+    for first, found in _YamlLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in (
+    ("int", r"^[-+]?(0|[1-9][0-9]*)$"),
+    (
+        "float",
+        r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$|^[-+]?[0-9]+[eE][-+]?[0-9]+$"
+        r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
+    ),
+):
+    for _yaml in (_YamlLoader, _YamlDumper):
+        _yaml.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list("-+.0123456789")
+        )
 
 
 def _find(name_or_path: str) -> Path:
@@ -356,7 +380,7 @@ def _flatten(raw: dict, prefix: str = "") -> list[str]:
     for name, value in raw.items():
         if isinstance(value, dict) and value:
             found += _flatten(value, f"{prefix}{name}.")
-        elif not (prefix == "" and isinstance(value, dict)):
+        elif prefix or name not in Config.model_fields or not isinstance(value, dict):
             found.append(f"{prefix}{name}")
     return found
 
@@ -374,9 +398,12 @@ def _parse(key: str, text: str, annotation):
     if text.lower() in ("null", "none") and type(None) in get_args(annotation):
         return None
     try:
-        return TypeAdapter(annotation).validate_strings(text)
+        value = TypeAdapter(annotation).validate_strings(text)
     except ValidationError as e:
-        raise InputError(f"{key}={text!r}: {_sentence(e.errors()[0]['msg'])}") from e
+        raise InputError(f"{key}={text!r}: {sentence(e.errors()[0]['msg'])}") from e
+    if not isinstance(value, str) and "_" in text:  # pydantic takes 1_0 for 10
+        raise InputError(f"{key}={text!r}: must be a number without _")
+    return value
 
 
 def _section_of(annotation) -> type[Section] | None:
@@ -392,7 +419,7 @@ def _one_line(e: ValidationError) -> str:
     at = [str(p) for p in error["loc"]]
     if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
         del at[1]
-    key, message = ".".join(at), _sentence(error["msg"])
+    key, message = ".".join(at), sentence(error["msg"])
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "value_error":  # our own checks name their values themselves
@@ -412,7 +439,8 @@ _WORDS = (  # pydantic's, which speaks to programmers, and ours
 )
 
 
-def _sentence(message: str) -> str:
+def sentence(message: str) -> str:
+    """pydantic's message in our words."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     for theirs, ours in _WORDS:
         message = message.replace(theirs, ours)

@@ -66,9 +66,15 @@ class HuggingFaceWeights:
         self._check()
 
     def read(self, place: Place) -> dict[str, np.ndarray]:
-        """{our dotted path: contiguous float32 array of its own} of one tensor."""
+        """{our dotted path: contiguous float32 array of its own} of one tensor.
+
+        Raises InputError for one that is damaged or not finite.
+        """
         parts = place.to_ours(self.config, self._read(place)).items()
-        return {name: np.array(part, np.float32, order="C") for name, part in parts}
+        found = {name: np.array(part, np.float32, order="C") for name, part in parts}
+        for x in found.values():
+            check_finite(x, f"{self.folder}: {place.name}")
+        return found
 
     def _read(self, place: Place) -> np.ndarray:
         file, name = self._stored[place.name]
@@ -137,6 +143,13 @@ class HuggingFaceWeights:
         rows = self.config.vocab_size
         parts = [slice(i, min(i + 4096, rows)) for i in range(0, rows, 4096)]  # some MB at a time
         return all(np.array_equal(head[part], table[part]) for part in parts)
+
+
+def check_finite(x: np.ndarray, name: str) -> None:
+    """Raises InputError for a tensor with a NaN or an infinity in it; name: for the message."""
+    for extreme in (x.max(), x.min()):  # no array of flags; a NaN is both
+        if not np.isfinite(extreme):
+            raise InputError(f"{name} holds {extreme}; weights have to be finite")
 
 
 def pickle_in(folder: Path) -> str:
@@ -237,6 +250,7 @@ def _meta_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
             norm_eps=keys.get("norm_eps", 1e-5),
         ),
         path,
+        {"n_layers": "n_layers", "d_model": "dim", "d_head": "head_dim"},
     )
 
 
@@ -274,6 +288,7 @@ def write_tensors(
             for expected in tensors:
                 name, x = next(remaining)
                 assert (name, x.shape) == (expected, shapes[name]), (name, x.shape)
+                check_finite(x, name)
                 file.write(np.ascontiguousarray(x, numpy_dtype).tobytes())
     if len(files) > 1:
         weight_map = {n: f for f, group in zip(names, files, strict=True) for n in group}

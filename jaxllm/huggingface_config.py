@@ -4,12 +4,13 @@ A setting that our models do not have is refused by name.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from jaxllm.config import ModelConfig, round_up
+from jaxllm.config import ModelConfig, round_up, sentence
 from jaxllm.errors import InputError
 from jaxllm.weights import tied
 
@@ -123,19 +124,23 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
         fields |= _llama(keys, fields)
     if name == "xlstm":
         fields |= _xlstm(keys, fields)
-    return validated({"type": kind.ours} | fields, path)
+    theirs = {ours: key for ours, (key, _) in kind.keys.items()}
+    return validated({"type": kind.ours} | fields, path, theirs)
 
 
-def validated(fields: dict[str, Any], path: Path) -> ModelConfig:
-    """The configuration of our settings; `path` is for messages."""
+def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> ModelConfig:
+    """The configuration of our settings; `path` and their names of ours are for messages."""
     try:
         return TypeAdapter(ModelConfig).validate_python(fields)
     except ValidationError as e:
         error = e.errors()[0]
-        key = ".".join(str(part) for part in error["loc"][1:])
-        message = error["msg"].removeprefix("Value error, ")
-        value = f"={error['input']!r}" if key else ""
-        raise InputError(f"{path}: {key}{value}{': ' if key else ''}{message}"[:500]) from e
+        parts = [str(part) for part in error["loc"][1:]]
+        key = ".".join(theirs.get(part, part) for part in parts)
+        message = sentence(error["msg"])
+        if not key:  # one of our own checks, which names our settings
+            message = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), message)
+        value = f"={error['input']!r}: " if key else ""
+        raise InputError(f"{path}: {key}{value}{message}"[:500]) from e
 
 
 class Page:
@@ -203,7 +208,15 @@ def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, the inverse of `model_config`; dtype: of the weights."""
+    """The config.json of a model, the inverse of `model_config`; dtype: of the weights.
+
+    Raises InputError for a model that transformers does not take.
+    """
+    if config.d_model % config.n_heads:
+        raise InputError(
+            f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
+            " transformers refuses such a Llama, so it cannot be written for it"
+        )
     name, kind = next((name, kind) for name, kind in KINDS.items() if kind.ours == config.type)
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # transformers' own defaults may lie outside this vocabulary

@@ -5,8 +5,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+# Beyond any model that one could train, and small enough to be told before it is built.
+Layers = Annotated[int, Field(ge=1, le=4096)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -39,10 +43,10 @@ class RopeScaling(Section):
 
 
 class _Model(Section):
-    vocab_size: Count = Field(description="token ids the model knows")
-    n_layers: Count = Field(description="number of blocks (layers)")
-    n_heads: Count = Field(description="number of heads (of queries)")
-    d_model: Count = Field(description="width of the residual stream")
+    vocab_size: Vocabulary = Field(description="token ids the model knows")
+    n_layers: Layers = Field(description="number of blocks (layers)")
+    n_heads: Width = Field(description="number of heads (of queries)")
+    d_model: Width = Field(description="width of the residual stream")
     max_seq_len: Count = Field(description="longest sequence, in tokens")
     compute_dtype: Dtype = Field("bfloat16", description="dtype of matmuls and activations")
     residual_dtype: Dtype = Field("bfloat16", description="dtype of the residual stream")
@@ -66,7 +70,7 @@ class GPT2Config(_Model):
     """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
 
     type: Literal["gpt2"] = Field("gpt2", description="the architecture")
-    d_ff: Count | None = Field(None, description="feed-forward width; null: 4 d_model")
+    d_ff: Width | None = Field(None, description="feed-forward width; null: 4 d_model")
     norm_eps: Positive = Field(1e-5, description="epsilon of the layer norms")
 
     @property
@@ -87,9 +91,9 @@ class Llama3Config(_Model):
     """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
 
     type: Literal["llama3"] = Field("llama3", description="the architecture")
-    n_kv_heads: Count = Field(description="number of key and value heads, a divisor of n_heads")
-    d_ff: Count = Field(description="feed-forward width")
-    d_head: Count | None = Field(None, description="head dimension; null: d_model / n_heads")
+    n_kv_heads: Width = Field(description="number of key and value heads, a divisor of n_heads")
+    d_ff: Width = Field(description="feed-forward width")
+    d_head: Width | None = Field(None, description="head dimension; null: d_model / n_heads")
     rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's stretching, or null")
     tie_embeddings: bool = Field(False, description="the head is the token embedding")
@@ -117,7 +121,7 @@ class VLSTMConfig(_Model):
     """The mLSTM model of xLSTM 7B (Beck et al. 2025), here called vLSTM."""
 
     type: Literal["vlstm"] = Field("vlstm", description="the architecture")
-    d_ff: Count | None = Field(
+    d_ff: Width | None = Field(
         None, description="feed-forward width; null: 2.667 d_model rounded up to 64"
     )
     gate_soft_cap: Positive = Field(15.0, description="gates are capped as cap tanh(x / cap)")

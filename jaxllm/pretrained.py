@@ -14,9 +14,11 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from jaxllm import config as configs
+from jaxllm.checksums import array_checksums, changed, check_seal, sealed
 from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError, RunError
 from jaxllm.huggingface import HuggingFaceWeights, pickle_in
+from jaxllm.process import out_of_memory
 from jaxllm.weights import Place, places
 
 # Settings that weights fit whatever they are (and max_seq_len, without learned positions).
@@ -51,21 +53,25 @@ class RunWeights:
         items = {_stored(name): np.empty(0, np.float32) for name in names}
         restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in items}
         found = self._restore(_part(items, restore_args))
+        self._verify(found)
         return {name: found[_stored(name)] for name in names}
 
     def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """{our dotted path: array} with the shardings of `abstract`, which names all of them."""
         items = {_stored(name): leaf for name, leaf in abstract.items()}
         found = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
+        self._verify({name: found[name] for name in items})
         return {name: found[_stored(name)] for name in abstract}
 
     def _check(self) -> None:
-        where = f"checkpoint {self.folder / 'checkpoints' / str(self.step)}"
         page = self._restore(ocp.args.JsonRestore(), "about")
-        stored = page.get("arrays") if isinstance(page, dict) else None
-        if not isinstance(stored, dict):
-            raise InputError(f"{where} is damaged: its JSON page lists no arrays")
-        stored = {name: at for name, at in stored.items() if name.startswith("params.")}
+        try:
+            check_seal(page)
+        except ValueError as e:
+            raise self._damaged(str(e)) from e
+        self._checksums = page.get("checksums", {})
+        stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
+        where = f"checkpoint {self._place}"
         for place in places(self.config):
             for name in map(_stored, place.ours):
                 shape = [list(place.our_shape(self.config)), "float32"]
@@ -78,11 +84,24 @@ class RunWeights:
         try:
             return self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as e:
-            words = " ".join(str(e).split())[:200]
-            raise InputError(
-                f"checkpoint {self.folder / 'checkpoints' / str(self.step)} is damaged"
-                f" ({type(e).__name__}: {words})"
-            ) from e
+            if out_of_memory(e):
+                raise
+            raise self._damaged(f"{type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+
+    def _verify(self, arrays: dict[str, Any]) -> None:
+        if name := changed(arrays, self._checksums):
+            raise self._damaged(f"the checksum of {name} differs")
+
+    def _damaged(self, why: str) -> InputError:
+        older = [step for step in self._manager.all_steps() if step < self.step]
+        return InputError(
+            f"checkpoint {self._place} is damaged ({why}); "
+            + (f"the one before it is of step {max(older)}" if older else "none is before it")
+        )
+
+    @property
+    def _place(self) -> Path:
+        return self.folder / "checkpoints" / str(self.step)
 
 
 Weights = HuggingFaceWeights | RunWeights
@@ -147,14 +166,22 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
 def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[str, Any]) -> None:
     """Writes the parameters as checkpoint 0 of a run; about: its JSON page.
 
-    Each tensor is read, written and forgotten before the next.  Raises RunError if the disk fails.
+    Each tensor is read, written and forgotten before the next, and before that once for its
+    checksum, which Orbax writes first.  Raises RunError if the disk fails.
     """
     state = {
         _stored(name): _Unread(weights, place, name)
         for place in places(weights.config)
         for name in place.ours
     }
-    arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()}
+    about = about | {
+        "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()},
+        "checksums": {
+            _stored(name): checksum
+            for place in places(weights.config)
+            for name, checksum in array_checksums(weights.read(place)).items()
+        },
+    }
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # a failed write is told once, as an error
     registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
     try:
@@ -170,7 +197,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
                 0,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state),
-                    about=ocp.args.JsonSave(about | {"arrays": arrays}),
+                    about=ocp.args.JsonSave(sealed(about)),
                 ),
             )
     except InputError:

@@ -90,7 +90,19 @@ def memory_errors(advice: str) -> Iterator[None]:
     """Turns a device that is out of memory into a RunError that says what helps."""
     try:
         yield
+    except MemoryError as e:
+        raise RunError(f"this machine is out of memory; {advice}") from e
     except Exception as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
+        if not out_of_memory(e):
             raise
         raise RunError(f"the device is out of memory; {advice}") from e
+
+
+def out_of_memory(e: Exception) -> bool:
+    """Whether it was a device that had no room: XLA's error is a RuntimeError.
+
+    TensorStore tells a full disk in the same word, but as a ValueError, and our own RunError may
+    quote it.
+    """
+    xla = isinstance(e, RuntimeError) and not isinstance(e, RunError)
+    return xla and "RESOURCE_EXHAUSTED" in str(e)

@@ -1,10 +1,12 @@
 """Layouts, tiles and small loads and stores that the Mosaic GPU kernels share."""
 
 import math
+import os
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -80,12 +82,29 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def _check_interpreter(threads: int) -> None:
+    """Raises RuntimeError where JAX's interpreter would wait for ever."""
+    mode = getattr(jax_config, "pallas_tpu_interpret_mode_context_manager", None)
+    if mode is None or mode.value is None:
+        return
+    # It runs every warpgroup of a block in a thread of XLA's, all at once.  XLA has one for each
+    # core, or $NPROC of them if that is set when JAX first meets its devices.
+    nproc, cores = os.environ.get("NPROC", ""), getattr(os, "sched_getaffinity", None)
+    have = int(nproc) if nproc.isdecimal() else len(cores(0)) if cores else os.cpu_count() or 1
+    if have < threads:
+        raise RuntimeError(
+            f"interpreting {threads} warpgroups of a block needs {threads} threads of XLA, which"
+            f" has {have}: set NPROC=16 in the environment before JAX starts"
+        )
+
+
 def kernel(body, **options):
     """`plgpu.kernel`, under vmap called for one member after the other.
 
     JAX's own rule puts the members in the grid: natively (0.11.2) the last rows of one were written
     over the first ones of the next.
     """
+    _check_interpreter(options.get("num_threads") or 1)
     return jax.custom_batching.sequential_vmap(plgpu.kernel(body, **options))
 
 

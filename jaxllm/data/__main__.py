@@ -72,6 +72,11 @@ def _run(args: Namespace) -> None:
             val_fraction=args.val_fraction,
         )
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
+        if not tokens["val"]:
+            print(
+                "no document is held out for validation: leave data.val_path out, and training"
+                " holds out the end of the tokens"
+            )
         return
     if args.out.exists():
         raise InputError(f"{args.out} exists: choose another --out")

@@ -188,18 +188,28 @@ def open_dataset(config: DataConfig, *, seq_len: int, seed: int, vocab_size: int
     )
 
 
+def check_paths(config: DataConfig) -> None:
+    """Raises InputError for a path without what it should have, before anything slow."""
+    for key in ("path", "val_path"):
+        path = getattr(config, key)
+        if path is not None and config.source == "stdlib":
+            raise InputError(
+                f"data.{key}={path} is not read with data.source=stdlib: set data.source to text, "
+                "jsonl, parquet or shards"
+            )
+        if path is not None:
+            find_files(config.source, path, key=f"data.{key}")
+    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_file():
+        raise InputError(f"data.tokenizer={config.tokenizer} is no file: a tokenizer.json")
+
+
 def _open_text(config: DataConfig, cache: Path, vocab_size: int | None):
     def open_source(path: str | None, key: str) -> Source:
         files = find_files(config.source, path, key=key)
         return Source(config.source, files, config.text_column)
 
+    check_paths(config)
     if config.source == "stdlib":
-        for key in ("path", "val_path"):
-            if getattr(config, key) is not None:
-                raise InputError(
-                    f"data.{key}={getattr(config, key)} is not read with data.source=stdlib: set "
-                    "data.source to text, jsonl, parquet or shards"
-                )
         source = Source("stdlib", stdlib_files())
     else:
         source = open_source(config.path, "data.path")
@@ -282,9 +292,10 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
     if given:
         for key, tokens in (("data.path", train), ("data.val_path", val)):
             if len(tokens) < window:
+                fix = "; leave it out to hold out the end of data.path" * (tokens is val)
                 raise InputError(
                     f"{key} has {len(tokens)} tokens, fewer than the {window} of one window "
-                    "(seq_len + 1)"
+                    f"(seq_len + 1){fix}"
                 )
         return train, val
     if min(len(train), len(val)) >= window:

@@ -152,8 +152,10 @@ class Source:
                     continue
                 try:
                     value = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise InputError(f"{path}:{number} is no JSON: {error}") from error
+                if isinstance(value, dict) and value.get(self.text_column, "") is None:
+                    continue  # as in parquet: this document has no text
                 text = value.get(self.text_column) if isinstance(value, dict) else None
                 if not isinstance(text, str):
                     has = ", ".join(value) if isinstance(value, dict) else type(value).__name__
@@ -200,21 +202,33 @@ class Source:
 
 
 def _place_to_cut(text: str) -> int:
-    """Returns the last place after a line's end and before a visible character, or 0.
+    """Returns a place near the end where GPT-2's, Llama 3's and most other tokenizers separate
+    words whatever follows, or 0: the ids of the pieces are those of the whole.
 
-    There, GPT-2's, Llama 3's and most other tokenizers separate words: the ids of the pieces
-    are those of the whole.
+    It is the last one behind a line's end between two visible characters (of several blanks in a
+    row GPT-2 keeps the last apart if more text follows, Llama 3 joins them), else the last one
+    before a space between two letters.
     """
     end = len(text)
-    while (end := text.rfind("\n", 0, end)) >= 0:
-        if end + 1 < len(text) and not text[end + 1].isspace():
+    while (end := text.rfind("\n", 0, end)) > 0:
+        if not (
+            text[end - 1].isspace() or text[end + 1 : end + 2].isspace() or end + 1 == len(text)
+        ):
             return end + 1
+    end = len(text)
+    while (end := text.rfind(" ", 0, end)) > 0:
+        if text[end - 1].isalpha() and text[end + 1 : end + 2].isalpha():
+            return end
     return 0
 
 
 def is_held_out(document: str, fraction: float) -> bool:
     """Decides by a hash of its name whether a document is for validation."""
+    return hold_out_rank(document) < fraction
+
+
+def hold_out_rank(document: str) -> float:
+    """A hash of a document's name, from 0 to 1."""
     # The prefix is chosen: with it 5.2% of Python 3.12's library is held out, of many kinds;
     # without it pydoc's topics alone (prose, unlike the rest) would be half of the 12% held out.
-    value = int.from_bytes(hashlib.sha256(f"val:{document}".encode()).digest()[:8])
-    return value < fraction * 2.0**64
+    return int.from_bytes(hashlib.sha256(f"val:{document}".encode()).digest()[:8]) / 2.0**64

@@ -95,4 +95,8 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
+    try:  # its own `save` raises Exception on a full disk
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise

@@ -3,13 +3,17 @@ import resource
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.checkpoint import Checkpoints
-from jaxllm.errors import RunError
+from jaxllm.checksums import array_checksums
+from jaxllm.errors import InputError, RunError
+from jaxllm.process import memory_errors
 
 ABOUT = {"samples": 0}
 
@@ -60,6 +64,79 @@ def test_a_full_disk_costs_a_checkpoint_and_no_other(tmp_path):
     after = Checkpoints(tmp_path, keep=1)
     assert after.newest() == 3
     np.testing.assert_array_equal(after.restore(3, state(0))["a"], state(3)["a"])
+
+
+def test_a_full_disk_is_no_device_out_of_memory():
+    with pytest.raises(ValueError, match="No space left"), memory_errors("lower the batch"):
+        raise ValueError('RESOURCE_EXHAUSTED: Error writing "a/0": No space left on device')
+    with pytest.raises(RunError, match="checkpoint"), memory_errors("lower the batch"):
+        raise RunError("the checkpoint of step 3 could not be written (RESOURCE_EXHAUSTED)")
+    with pytest.raises(RunError, match="lower the batch"), memory_errors("lower the batch"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_told(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
+    checkpoints.check_room(state(1))
+    for total, free in ((10**9, 360_003), (0, 0)):
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _, t=total, f=free: SimpleNamespace(total=t, free=f)
+        )
+        if total:
+            with pytest.raises(InputError, match=r"run: its disk has 0\.4 MB free, one checkpoint"):
+                checkpoints.check_room(state(1))
+        else:  # not told by this file system
+            checkpoints.check_room(state(1))
+
+
+def damages(content):
+    middle = len(content) // 2
+    yield content[:middle]
+    for at in (middle, 3 * len(content) // 4):
+        yield content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+def test_damage_is_found_named_and_the_checkpoint_before_it_offered(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "whole", keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, state(step), ABOUT, None)
+    checkpoints.close()
+    files = sorted((tmp_path / "whole" / "2").rglob("*"), key=lambda p: -p.stat().st_size)
+    array, page = files[0], tmp_path / "whole" / "2" / "about" / "metadata"
+    assert array.stat().st_size > 200_000
+    for victim, named in ((array, " at a "), (page, "")):
+        content = victim.read_bytes()
+        for damaged in damages(content):
+            victim.write_bytes(damaged)
+            with pytest.raises(InputError) as error:
+                Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
+            said = str(error.value)
+            assert f"checkpoint {tmp_path / 'whole' / '2'} is damaged{named}" in said
+            assert "to go on from step 1, delete that folder and --resume again" in said
+            assert "bound method" not in said
+        victim.write_bytes(content)
+    for restored in (1, 2):
+        back = Checkpoints(tmp_path / "whole", 2).restore(restored, state(0))
+        np.testing.assert_array_equal(back["a"], state(restored)["a"])
+    shutil.rmtree(tmp_path / "whole" / "1")
+    array.write_bytes(array.read_bytes()[:-99_999])
+    with pytest.raises(InputError, match="there is none before it: start a new run"):
+        Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
+
+
+def test_checksums_see_every_bit_place_and_dtype():
+    x = np.random.default_rng(0).integers(0, 256, 4 * 6 * 8, np.uint8)
+    seen = set()
+    for dtype in (np.float32, jnp.bfloat16, np.int8):
+        whole = np.resize(x, 48 * np.dtype(dtype).itemsize).view(dtype).reshape(6, 8)
+        first = array_checksums({"a": whole, "b": jnp.asarray(whole)})
+        assert first["a"] == first["b"]
+        for at in range(0, whole.nbytes, 7):
+            other = whole.copy()
+            other.view(np.uint8).reshape(-1)[at] ^= 1 << at % 8
+            seen.add(array_checksums({"a": other})["a"])
+        seen |= {first["a"], array_checksums({"a": whole[::-1]})["a"]}
+    assert len(seen) == 3 * 2 + sum(len(range(0, 48 * n, 7)) for n in (4, 2, 1))
 
 
 def steps(folder):

@@ -3,6 +3,7 @@ import pytest
 from jaxllm import config
 from jaxllm.config import CONFIG_DIR, InputError
 
+SMALL = "model: {type: gpt2, vocab_size: 9, n_layers: 1, n_heads: 1, d_model: 8, max_seq_len: 8}\n"
 ALL = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
 
 
@@ -65,6 +66,13 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"optimizer.b2": "1"}, "optimizer.b2=1.0: must be less than 1"),
         ({"train.seed": "4294967296"}, "train.seed=4294967296: must be less than 4294967296"),
         ({"sample.prompt": "a\ud800"}, "prompt='a\\ud800' is not UTF-8"),
+        ({"train.steps": "1_0"}, "train.steps='1_0': must be a number without _"),
+        ({"optimizer.eps": "1_0.5"}, "optimizer.eps='1_0.5': must be a number without _"),
+        ({"train.batch_size": "9" * 23}, "must be less than 2147483648"),
+        ({"train.batch_size": "2000000000"}, "are 512000000000 tokens a step; at most 2147483647"),
+        ({"model.d_model": "2000000000"}, "model.d_model=2000000000: must be at most 1048576"),
+        ({"model.vocab_size": "1000000000000"}, "model.vocab_size=1000000000000: must be at most"),
+        ({"model.n_layers": "1000000000"}, "model.n_layers=1000000000: must be at most 4096"),
         ({"profile.steps": "5"}, "steps='5' is not FIRST:END"),
         ({"profile.steps": "5:402"}, "profile.steps=5:402 ends after train.steps=400; its end is"),
     ],
@@ -87,6 +95,13 @@ def test_bad_values_are_one_line_that_names_key_and_value(overrides, message):
         ("model: {type: gpt2, layers: 3}", "unknown key model.layers in bad.yaml; did you mean"),
         ("model: {type: gpt2}", "model.vocab_size is missing"),
         ("model: {type: gpt2}\ntrains: {steps: 3}", "unknown key trains"),
+        ("model: {type: gpt2}\ntrains: {}", "unknown key trains in bad.yaml; did you mean train"),
+        ("model: {type: [llama3]}", "model.type=['llama3'] is not one of gpt2, llama3, vlstm"),
+        (f"model: {'[' * 3000}", "cannot be read as YAML: it is nested too deep"),
+        (f"model: {{type: gpt2, n_layers: {'9' * 5000}}}", "cannot be read as YAML: Exceeds the"),
+        (SMALL + "train: {steps: 1_0}", "train.steps='1_0': must be a whole number"),
+        (SMALL + "train: {steps: 010}", "train.steps='010': must be a whole number"),
+        (SMALL + "train: {steps: 1:30}", "train.steps='1:30': must be a whole number"),
     ],
 )
 def test_bad_files_are_one_line(text, message, tmp_path):
@@ -96,6 +111,13 @@ def test_bad_files_are_one_line(text, message, tmp_path):
         config.load(str(path))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["1e5", "1_0", "010", "12", "1.5", "no", ".inf", "1:30", "~"])
+def test_a_text_stays_a_text_through_yaml(text, tmp_path):
+    loaded = config.load("llama3_small", {"sample.prompt": text})
+    (tmp_path / "copy.yaml").write_text(loaded.to_yaml())
+    assert config.load(str(tmp_path / "copy.yaml")).sample.prompt == text
 
 
 def test_a_missing_file_names_the_nearest():

@@ -197,8 +197,9 @@ BAD = {
     "untied": (None, {"tie_word_embeddings": True}, "lm_head.weight"),
     "bias": (None, {"attention_bias": True}, "attention_bias"),
     "layers": (None, {"num_hidden_layers": 10**15}, "layers"),
-    "heads": (None, {"num_key_value_heads": 3}, "n_kv_heads"),
-    "type": (None, {"hidden_size": "16"}, "d_model='16'"),
+    "heads": (None, {"num_key_value_heads": 3}, "multiple of num_key_value_heads=3"),
+    "type": (None, {"hidden_size": "16"}, "hidden_size='16': must be a whole number"),
+    "NaN": (edited(**{QUERY: np.full((32, 16), np.nan, np.float32)}), {}, f"{QUERY} holds nan"),
     "null": (None, {"num_attention_heads": None}, "num_attention_heads"),
     "rope": (None, {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
     "model": (None, {"model_type": "mistral"}, "mistral"),
@@ -211,6 +212,42 @@ def test_what_is_not_known_is_refused_by_name(case, tmp_path, capsys):
     tensors = weights_of("llama3")
     folder = folder_of(tmp_path / "theirs", "llama3", change and change(tensors), **page)
     refused(folder, tmp_path / "ours", said, capsys)
+
+
+def test_what_transformers_would_refuse_is_not_written(tmp_path, capsys):
+    name = "model.layers.{}.self_attn.{}_proj.weight"
+    tensors = weights_of("llama3")
+    for i in range(2):  # three heads of 8 in a width of 16
+        for x in "qkvo":
+            key = name.format(i, x)
+            rows = 8 if x in "kv" else 24
+            new = tensors[key].T if x == "o" else tensors[key]
+            new = np.ascontiguousarray(new[:rows])
+            tensors[key] = np.ascontiguousarray(new.T) if x == "o" else new
+    page = dict(num_attention_heads=3, num_key_value_heads=1)
+    folder = folder_of(tmp_path / "theirs", "llama3", tensors, **page)
+    assert run(folder, tmp_path / "ours") == 0
+    capsys.readouterr()
+    refused(
+        tmp_path / "ours", tmp_path / "back", "d_model=16 is not a multiple of model.n_h", capsys
+    )
+
+
+def test_a_changed_byte_in_a_run_is_not_converted(tmp_path, capsys):
+    assert run(folder_of(tmp_path / "theirs", "gpt2"), tmp_path / "ours") == 0
+    files = (tmp_path / "ours" / "checkpoints").rglob("*")
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    told = []
+    for at in range(len(content) // 16, len(content), len(content) // 16):
+        largest.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
+        capsys.readouterr()
+        if run(tmp_path / "ours", tmp_path / f"back{at}") == 0:  # a byte that nothing needs
+            assert_same_tensors(tmp_path / f"back{at}", weights_of("gpt2"))
+        else:
+            told.append(capsys.readouterr().err)
+    assert all("is damaged" in line and "none is before it" in line for line in told)
+    assert any("the checksum of params." in line for line in told)
 
 
 def refused(folder, out, said, capsys):

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -62,6 +63,39 @@ def test_the_shards_hold_the_text_and_open_with_their_tokenizer(data, capsys):
     assert train == [x for x in DOCUMENTS if x in train]
     assert 3 <= len(val) <= 25
     assert f"{dataset.train_tokens:,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+@pytest.mark.parametrize(("kind", "count"), [("jsonl", 2), ("jsonl", 20), ("text", 48)])
+def test_few_documents_have_validation_data_too(data, fraction, kind, count, capsys):
+    folder = data / "few"
+    folder.mkdir()
+    if kind == "jsonl":
+        lines = [json.dumps({"body": text}) + "\n" for text in DOCUMENTS[:count]]
+        (folder / "a.jsonl").write_text("".join(lines))
+    else:
+        for i, text in enumerate(DOCUMENTS[:count]):
+            (folder / f"{i}.txt").write_text(text)
+    options = {"source": kind, "path": folder, "val-fraction": fraction, "shard-tokens": 10**6}
+    assert main(command(data, **options)) == 0
+    assert sorted(contents(data / "out")) == ["train_000000.bin", "val_000000.bin"]
+    assert "held out" not in capsys.readouterr().out
+    tokenizer = Tokenizer(data / "tokenizer.json")
+    few = "val" if fraction < 0.5 else "train"
+    tokens = open_shard(data / "out" / f"{few}_000000.bin")[0]
+    assert tokenizer.decode(tokens).count("<|endoftext|>") <= max(1, count // 10)
+
+
+def test_a_single_document_has_none_and_trains_without(data, capsys):
+    (data / "one.jsonl").write_text(json.dumps({"body": " ".join(DOCUMENTS)}) + "\n")
+    assert main(command(data, path=data / "one.jsonl", **{"val-fraction": 0.99})) == 0
+    assert all(name.startswith("train") for name in contents(data / "out"))
+    assert "leave data.val_path out, and training holds out" in capsys.readouterr().out
+    config = SimpleNamespace(
+        source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
+        cache_dir=str(data / "cache"), shuffle=True, prefetch=0,
+    )  # fmt: skip
+    assert open_dataset(config, seq_len=8, seed=0, vocab_size=300).val_tokens > 8
 
 
 class Killed(BaseException):
@@ -255,6 +289,12 @@ def test_an_interruption_has_its_status(data, monkeypatch, capsys):
 def test_train_tokenizer(data, capsys):
     argv = ["train-tokenizer", "--source=jsonl", f"--path={data / 'data'}", "--text-column=body"]
     argv += ["--vocab-size=290", f"--out={data / 'new/tokenizer.json'}"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a full disk
+    try:
+        assert "cannot write" in error_of(capsys, argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert main(argv) == 0
     assert Tokenizer(data / "new/tokenizer.json").vocab_size == 290
     assert "exists" in error_of(capsys, argv)

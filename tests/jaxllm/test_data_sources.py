@@ -1,10 +1,13 @@
 import codecs
 import json
+import random
 import sysconfig
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
+from tokenizers import pre_tokenizers
 
 from jaxllm.data import sources
 from jaxllm.data.sources import Source, find_files, is_held_out, stdlib_files
@@ -123,6 +126,37 @@ def test_pieces_of_text_are_the_text_and_their_ids_its_ids(tmp_path, monkeypatch
         assert len(pieces) > 5 or block == 1000
 
 
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS = {
+    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "llama3": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(LLAMA_3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WORDS))
+@pytest.mark.parametrize("seed", range(4))
+def test_words_of_the_pieces_are_those_of_the_whole(name, seed, tmp_path, monkeypatch):
+    """Blank lines, lines of blanks, Windows' ends of lines, a line without an end."""
+    parts = ["\n\n", "\n", "\r\n", " ", "  ", "\t", "def", "f", "x1", "):", "'s", "é", "☃", ".\n"]
+    parts = parts[seed % 2 :] + [" word"] * 4
+    text = "".join(random.Random(seed).choices(parts, k=3000)) + "def f" * 50
+    write(tmp_path / "a.txt", text)
+    monkeypatch.setattr(sources, "_PIECE", 64)
+    pieces = [piece.text for piece in read("text", tmp_path / "a.txt")]
+    words = lambda text: [word for word, _ in WORDS[name].pre_tokenize_str(text)]
+    assert "".join(pieces) == text
+    assert sum(map(words, pieces), []) == words(text)
+    assert len(pieces) > 50
+
+
 def test_text_without_a_place_to_cut_is_cut_anyway(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "_PIECE", 10)
     monkeypatch.setattr(sources, "_LONGEST", 20)
@@ -154,11 +188,13 @@ def test_the_standard_library_may_hold_any_bytes(tmp_path):
 
 def test_json_lines(tmp_path):
     lines = ['{"text": "a\\nb", "n": 1}', "", '{"text": ""}', '{"text": "\\ud800c"}']
+    lines += ['{"text": null}', '{"text": "d"}']  # no text, as in parquet
     write(tmp_path / "a.jsonl", "\n".join(lines))
     pieces = read("jsonl", tmp_path / "a.jsonl")
     assert [(p.document, p.text, p.begins) for p in pieces] == [
         ("a.jsonl:1", "a\nb", True),
         ("a.jsonl:4", "?c", True),
+        ("a.jsonl:6", "d", True),
     ]
 
 
@@ -169,6 +205,7 @@ def test_json_lines(tmp_path):
         (b'{"text": "\xff"}', r"a\.jsonl:3 is no JSON"),
         (b'{"body": "a", "n": 1}', r"a\.jsonl:3 has no text under 'text' \(it has body, n\)"),
         (b'{"text": 5}', r"a\.jsonl:3 has no text under 'text' \(it has int there\)"),
+        (b"[" * 100_000, r"a\.jsonl:3 is no JSON: maximum recursion depth"),
         (b'["a"]', r"a\.jsonl:3 has no text under 'text' \(it has list\)"),
     ],
 )

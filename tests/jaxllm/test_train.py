@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -199,6 +200,44 @@ def test_a_full_disk_ends_no_run(tiny, tmp_path, capsys, monkeypatch):
     assert list(losses(tmp_path / "x")) == list(range(1, 13))
     assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() == 12
     assert "Traceback" not in captured.err
+
+
+def test_a_disk_that_is_really_full_ends_no_run_and_one_full_at_the_start_is_told(tiny, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=3m tmpfs {disk}"  # of this command alone, gone with it
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(
+            ["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("this system lets nobody mount a disk")
+
+    def trained(name):
+        words = command(tiny, disk / name, "--train.steps", "20", "--train.keep_checkpoints", "2")
+        return shlex.join([*words, "--sample.tokens", "0", "--train.eval_every", "5"])
+
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{mount}; {trained('a')}; echo status $?;"
+         f"ls {disk}/a {disk}/a/checkpoints; {trained('b')};"
+         f"echo status $?; ls {disk}/b"],
+        cwd=REPO, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    whole, full = done.stdout.split("status", 1)
+    told = "the checkpoint of step 15 could not be written (the disk is full: free some of it);"
+    assert f"{told} the newest complete one is of step 10" in whole
+    assert "step 20/20  validation loss" in whole
+    assert full.startswith(" 1\n")  # its last checkpoint is missing
+    assert {"report.html", "loss.png", "10"} <= set(full.split())
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "the checkpoint of step 20 could not be written (the disk is full" in errors[0]
+    assert "Event loop is closed" not in done.stderr
+    assert "compiled" not in full.partition("status")[0]  # before that
+    assert "its disk has 0." in errors[1]
+    assert "MB free, one checkpoint takes 1.5 MB" in errors[1]
+    assert "status 2" in full
 
 
 def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):

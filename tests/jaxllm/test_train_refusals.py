@@ -1,5 +1,8 @@
 """Bad input of train.py: one line, exit status 2, nothing written."""
 
+import subprocess
+import sys
+
 import jax
 import pytest
 from training_runs import REPO, error_of
@@ -24,6 +27,20 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
         (["--config", "llama3_small", "--mesh.tensor", "7"], "set mesh.data=-1 and divisors of"),
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
+        (
+            ["--config", "llama3_small", "--data.path", "/nothing"],
+            "not read with data.source=stdlib",
+        ),
+        (
+            ["--config", "llama3_small", "--data.tokenizer", "/nothing"],
+            "data.tokenizer=/nothing is",
+        ),
+        (
+            ["--config", "llama3_small", "--model.init_from", "/nothing"],
+            "init_from=/nothing does n",
+        ),
+        (["--config", "llama3_small", "--model.compute_dtype", "float16"], "inference only"),
+        (["--config", "llama3_small", "--model.residual_dtype", "float16"], "train in bfloat16"),
         (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
         (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
         (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
@@ -33,6 +50,29 @@ pytestmark = pytest.mark.usefixtures("same_environment")
 def test_bad_command_lines(words, message, capsys, monkeypatch):
     monkeypatch.chdir(REPO)
     assert message in error_of(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.source", "text", "--data.path", "/nothing"],
+        ["--data.source", "shards", "--data.path", "*", "--data.val_path", "/nothing/*.bin"],
+        ["--data.tokenizer", "/nothing"],
+        ["--model.init_from", "/nothing"],
+    ],
+)
+def test_wrong_paths_are_told_before_jax_is_imported(words):
+    code = (
+        "import sys, train\n"
+        f"assert train.main(['--config', 'llama3_small', *{words!r}]) == 2\n"
+        "assert not {'jax', 'grain', 'flax'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/nothing" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_hosts_that_no_cluster_names(tiny, tmp_path, capsys, monkeypatch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import add_rms_norm, gelu, layer_norm, mosaic, rope
+from pallas_kernels import add_rms_norm, attention, gelu, layer_norm, mosaic, rope
 
 TOKENS = 2**22 + 64
 
@@ -76,3 +76,20 @@ def test_tiles_of_the_backward_pass_may_be_higher_than_those_forward():
         return pull(y)
 
     assert [a.shape for a in jax.eval_shape(both, x, s, w)] == [x.shape, s.shape, w.shape]
+
+
+def test_an_interpreter_that_would_hang_says_so(monkeypatch):
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+    def trace():
+        return jax.eval_shape(lambda q: attention(q, q, q, backend="mosaic"), q)
+
+    monkeypatch.setenv("NPROC", "2")
+    assert trace().shape == q.shape  # to be lowered
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        jax.clear_caches()
+        with pytest.raises(RuntimeError, match="4 threads of XLA, which has 2: set NPROC=16"):
+            trace()
+        monkeypatch.setenv("NPROC", "4")
+        assert trace().shape == q.shape
+    jax.clear_caches()
