@@ -14,7 +14,6 @@ Outputs leave through the buffers of the inputs, where a thread overwrites what 
 """
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,6 @@ _PART = 64  # rows of a chunk that are computed at a time: all 128 spill in GELU
 _STAGES = 5
 _SLOTS = 4  # of one array; of two arrays half as many
 _GROUP = 8
-_DELAY = int(os.environ.get("MM_DELAY", 1))  # TEMPORARY: matmuls in flight when a step is copied
 
 
 def linear_why_not(weight, *inputs) -> str | None:
@@ -88,7 +86,7 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     rows, columns, steps, chunks = n // _TILE, f // _TILE, k // _STEP, _TILE // _CHUNK
     blocks = min(sms, rows * columns)
     buffers = max(len(inputs), outputs)
-    stages, delay = min(_STAGES, steps), min(_DELAY, steps)
+    stages = min(_STAGES, steps)
     slots = _SLOTS // buffers
     ahead = slots // chunks  # tiles whose inputs there are buffers for
 
@@ -148,18 +146,16 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
                 def _():
                     copy_step(i + over, row, column, s - over * steps)
 
-            for s in range(delay):
-                step(s)
+            step(0)
 
-            @pl.loop(delay, steps)
+            @pl.loop(1, steps)
             def _(s):
                 step(s)
-                plgpu.wgmma_wait(delay)
-                refill(s - delay)
+                plgpu.wgmma_wait(1)
+                refill(s - 1)
 
             product = acc[...]
-            for s in range(steps - delay, steps):
-                refill(jnp.int32(s))
+            refill(jnp.int32(steps - 1))
             return product
 
         def then(i, here, product):

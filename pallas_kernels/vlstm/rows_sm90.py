@@ -20,7 +20,6 @@ leaves the registers.
 """
 
 import functools
-import os
 from typing import Literal
 
 import jax
@@ -34,7 +33,6 @@ from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 from pallas_kernels.vlstm.states_sm90 import narrow
 
 SMEM = 224 * 1024  # bytes of a block's shared memory that its big buffers may take
-SLOTS = int(os.environ.get("VLSTM_SLOTS", "4"))  # temporary: squares in a team's ring
 TEAMS = 3  # chunks that a block of 64-row tiles works on at a time; at DQK = DV = 64 6% over 2
 
 Mode = Literal["forward", "dq", "dk", "dv"]
@@ -96,7 +94,7 @@ def rows(
     names = (*of_rows, *of_columns, *["along"] * (along is not None))
 
     square = size * size * jnp.dtype(dtype).itemsize
-    slots = min(SLOTS, SMEM // square - parts - 1)
+    slots = min(4, SMEM // square - parts - 1)
     order = in_order(mode, parts, tiles)
     steps = len(order)
     items = batch * heads * count
