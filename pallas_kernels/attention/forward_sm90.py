@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention.items_sm90 import Tiles, divide, share_out, work_items
+from pallas_kernels.attention.items_sm90 import Tiles, share_out, work_items
 from pallas_kernels.attention.masks_sm90 import (
     Visits,
     logits,
@@ -172,10 +172,10 @@ def forward(
             return batch, head // group, n0 + high, n0 + high - low
 
         def load(ref, step, own, following, end):
-            """Copies the tile of keys (k_ref) or values that `step` takes, which from `end` on is one
-            of the following item: one warp of the last warpgroup in turn does.
+            """Sends for the tile of keys (k_ref) or values of a step, from `end` on of the next item.
 
-            Only that warp waits until all warpgroups have read what was there before.
+            One warp does, of the first warpgroup for keys and of the last for values.  Only it
+            waits until all warpgroups have left the buffer.
             """
             first_head, smem, full, free, count = (
                 (k_first, k_smem, k_full, k_free, stages)
