@@ -172,7 +172,7 @@ def forward(
             return batch, head // group, n0 + high, n0 + high - low
 
         def load(ref, step, own, following, end):
-            """Sends for the tile of keys (k_ref) or values of a step, from `end` on of the next item.
+            """Sends for the keys (k_ref) or values of a step, which from `end` on is of the next item.
 
             One warp does, of the first warpgroup for keys and of the last for values.  Only it
             waits until all warpgroups have left the buffer.

@@ -11,7 +11,6 @@ a first walk, from zero in all segments at once, gives what each of them adds to
 """
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # in which a turned square is loaded
-LATE = os.environ.get("VLSTM_STATES", "late") == "late"  # temporary: when y is loaded
 LEAST = 8  # chunks of a segment: with fewer, three kernels take longer than one
 
 
@@ -179,8 +177,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                 if dots:
                     multiply_other(n, state)
                 acc[...] = state * decay
-                if LATE:
-                    pl.when(n > 0)(lambda: refill(n - 1))
+                pl.when(n > 0)(lambda: refill(n - 1))
                 plgpu.barrier_wait(full.at[slot])
                 weight = load(vectors_smem.at[slot, 0], layout=ROW)
                 x = plgpu.load(x_smem.at[slot, wg], layout=WGMMA).astype(jnp.float32)
@@ -192,8 +189,6 @@ def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate,
                 load_x(n + stages)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
-                if not LATE:
-                    refill(n)
                 return ahead, sums
 
             carry = decay_ref[b, h, chunk_of(0)], sums
