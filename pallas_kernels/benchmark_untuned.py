@@ -1,7 +1,7 @@
 """Shapes that no kernel was tuned for: python -m pallas_kernels.benchmark --untuned.
 
-Drawn by rule: widths from 1 to 8192 that are multiples of nothing, 1 to 100,000 rows, sequences that
-are odd, short or long, head dimensions from 32 to 256, few heads.  Whatever `auto` runs is to take
+Drawn by rule: widths from 1 to 8192 that are multiples of nothing, 1 to 100,000 rows, sequences
+that are odd, short or long, head dimensions from 32 to 256, few heads.  Whatever `auto` runs is to take
 at most 1 / 0.95 of the time of the best of XLA and cuDNN, forward and forward + backward.
 """
 
@@ -52,7 +52,12 @@ def _cases():
     narrow = _shapes(heads, (1, 2050, 10, 2, 64), (2, 3001, 4, 4, 128))
     yield _attention("window 100", narrow, pairs=lambda n: 100 * n["T"], xla=True, window=100)
     cell = "B T NH DQK DV"
-    cells = ((1, 333, 3, 64, 64), (2, 2050, 3, 128, 192), (1, 5001, 1, 128, 128), (16, 129, 5, 64, 128))
+    cells = (
+        (1, 333, 3, 64, 64),
+        (2, 2050, 3, 128, 192),
+        (1, 5001, 1, 128, 128),
+        (16, 129, 5, 64, 128),
+    )
     yield _vlstm(_shapes(cell, *cells))
 
 

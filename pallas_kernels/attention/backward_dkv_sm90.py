@@ -102,284 +102,274 @@ def backward_dkv(
             low, high = visits.seen(key0, key0 + block, *limits_of(key0, batch, spans_ref)[0])
             return batch, kv_head * group, low, high - low
 
-        loader = (wgs - 1, wgs - 1 if shared else 0)
+        do_sender = wgs - 1 if shared else 0  # of two that share keys the second sends for all
 
         def load_step(n, i, g, r, stream, following):
-            """Copies the tiles of step n of this kernel block: i of an item, r of its head g.
+            """Sends for the tiles of step n of this kernel block: i of an item, r of its head g.
 
-            Step r may lie up to `ahead` past the head's last one, and after those of the item's last
-            head come those of the next item.  Only the two warps that copy, of one warpgroup, wait
-            until all have left the buffers.
+            Step r may lie up to `ahead` past the head's last one, and after those of the item's
+            last head come those of the next item.  Two warps do, one for Q and one for dO; only
+            they wait until all warpgroups have left the buffers.
             """
-            total = group * stream[3]
+            q_arrays = (q_ref, lse_ref, q_smem, lse_smem, q_full)
+            do_arrays = (do_ref, delta_ref, do_smem, delta_smem, do_full)
 
-            def copy(g, r, tensor, stats, smem, stats_smem, full, stream, ids):
-                batch, head, base, steps = stream
-                if group > 1:  # no division, which would take longer than the copies
-                    over = jnp.where(steps == 1, r, (r >= steps).astype(jnp.int32))
-                    g, r = g + over, r - over * steps
-                slot, at = slot_of(n), pl.ds((base + r) * bq, bq)
-                pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                bar = full.at[slot]
-                plgpu.copy_gmem_to_smem(tensor.at[batch, at, head + g], smem.at[slot], bar)
-                plgpu.copy_gmem_to_smem(stats.at[batch, head + g, at], stats_smem.at[slot], bar)
-                if ids:
-                    plgpu.copy_gmem_to_smem(q_ids_ref.at[batch, at], q_ids_smem.at[slot], bar)
+            def send(arrays):
+                tile_ref, stats_ref, smem, stats_smem, full = arrays
+
+                def copy(g, r, batch, head, base, steps):
+                    if group > 1:  # no division, which would take longer than the copies
+                        over = jnp.where(steps == 1, r, (r >= steps).astype(jnp.int32))
+                        g, r = g + over, r - over * steps
+                    slot, at = slot_of(n), pl.ds((base + r) * bq, bq)
+                    pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                    bar = full.at[slot]
+                    plgpu.copy_gmem_to_smem(tile_ref.at[batch, at, head + g], smem.at[slot], bar)
+                    stats = stats_ref.at[batch, head + g, at]
+                    plgpu.copy_gmem_to_smem(stats, stats_smem.at[slot], bar)
+                    if packed and arrays is q_arrays:
+                        plgpu.copy_gmem_to_smem(q_ids_ref.at[batch, at], q_ids_smem.at[slot], bar)
+
+                def of_following():
+                    coming = stream_of(following)
+                    pl.when(past < group * coming[3])(lambda: copy(0, past, *coming))
+
+                past = i - group * stream[3]
+                pl.when(past < 0)(lambda: copy(g, r, *stream))
+                if following is not None:
+                    pl.when((past >= 0) & (following >= 0))(of_following)
 
             def by_warp(warp):
-                for mine, arrays in enumerate(
-                    (
-                        (q_ref, lse_ref, q_smem, lse_smem, q_full),
-                        (do_ref, delta_ref, do_smem, delta_smem, do_full),
-                    )
-                ):
+                pl.when((warp == 0) & (wg == wgs - 1))(lambda: send(q_arrays))
+                pl.when((warp == 1) & (wg == do_sender))(lambda: send(do_arrays))
 
-                    @pl.when((warp == mine) & (loader[mine] == wg))
-                    def _(arrays=arrays, ids=packed and mine == 0):
-                        pl.when(i < total)(lambda: copy(g, r, *arrays, stream, ids))
+            plgpu.warp_map(by_warp)
 
-                        def of_following():
-                            coming = stream_of(following)
-                            pl.when(i - total < group * coming[3])(
-                                lambda: copy(0, i - total, *arrays, coming, ids)
-                            )
+        def load_kv(item, side):
+            key0, (batch, kv_head) = where(item)
+            rows = pl.ds(key0 + mine * ROWS, ROWS)
+            at = side * sets + mine
+            k, v = (
+                ref.at[batch, rows, first + kv_head]
+                for ref, first in ((k_ref, k_first), (v_ref, v_first))
+            )
+            plgpu.copy_gmem_to_smem(k, k_smem.at[at], k_bars.at[at])
+            plgpu.copy_gmem_to_smem(v, v_smem.at[at], v_bars.at[at])
+            if packed:
+                ids = k_ids_ref.at[batch, rows]
+                plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[at], k_bars.at[at])
 
-                        if following is not None:
-                            pl.when((i >= total) & (following >= 0))(of_following)
+        def differentiate(item, following, side, n0):
+            """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
+            if following is not None:
+                pl.when(following >= 0)(lambda: load_kv(following, 1 - side))
+            at = side * sets + mine  # this item's K and V
+            key0, (batch, kv_head) = where(item)
+            k0 = key0 + mine * ROWS
+            limits, same = limits_of(key0, batch, spans_ref)
+            stream = stream_of(item)
+            base, steps = stream[2:]  # steps: of each query head
+            total = group * steps
 
-            if loader[0] == loader[1]:
-                pl.when(wg == wgs - 1)(lambda: plgpu.warp_map(by_warp))
-            else:
-                plgpu.warp_map(by_warp)
+            def load_later(g, r):
+                i = g * steps + r + ahead
+                load_step(n0 + i, i, g, r + ahead, stream, following)
 
-        def compute():
-            def load_kv(item, side):
-                key0, (batch, kv_head) = where(item)
-                rows = pl.ds(key0 + mine * ROWS, ROWS)
-                at = side * sets + mine
-                k, v = (
-                    ref.at[batch, rows, first + kv_head]
-                    for ref, first in ((k_ref, k_first), (v_ref, v_first))
-                )
-                plgpu.copy_gmem_to_smem(k, k_smem.at[at], k_bars.at[at])
-                plgpu.copy_gmem_to_smem(v, v_smem.at[at], v_bars.at[at])
-                if packed:
-                    ids = k_ids_ref.at[batch, rows]
-                    plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[at], k_bars.at[at])
+            if persistent:  # of an item of fewer steps than are on their way when it begins
+                pl.loop(total, ahead)(lambda i: load_step(n0 + i, i, 0, i, stream, following))
+            own = visits.seen(k0, k0 + ROWS, *limits)
+            whole = visits.whole(k0, k0 + ROWS, *same)
+            # This warpgroup's steps, and those without a mask inside them.
+            first, last = own[0] - base, own[1] - base
+            unmasked, edge = first + 1, last
+            if causal or packed:
+                unmasked = jnp.clip(whole[0] - base, first + 1, last)
+            if window is not None or packed:
+                edge = jnp.clip(whole[1] - base, unmasked, last)
 
-            def differentiate(item, following, side, n0):
-                """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
-                if following is not None:
-                    pl.when(following >= 0)(lambda: load_kv(following, 1 - side))
-                at = side * sets + mine  # this item's K and V
-                key0, (batch, kv_head) = where(item)
-                k0 = key0 + mine * ROWS
-                limits, same = limits_of(key0, batch, spans_ref)
-                stream = stream_of(item)
-                base, steps = stream[2:]  # steps: of each query head
-                total = group * steps
-
-                def load_later(g, r):
-                    i = g * steps + r + ahead
-                    load_step(n0 + i, i, g, r + ahead, stream, following)
-
-                if persistent:  # of an item of fewer steps than are on their way when it begins
-                    pl.loop(total, ahead)(lambda i: load_step(n0 + i, i, 0, i, stream, following))
-                own = visits.seen(k0, k0 + ROWS, *limits)
-                whole = visits.whole(k0, k0 + ROWS, *same)
-                # This warpgroup's steps, and those without a mask inside them.
-                first, last = own[0] - base, own[1] - base
-                unmasked, edge = first + 1, last
-                if causal or packed:
-                    unmasked = jnp.clip(whole[0] - base, first + 1, last)
-                if window is not None or packed:
-                    edge = jnp.clip(whole[1] - base, unmasked, last)
-
-                def pass_by(g, lo, hi):  # steps in which the block's other warpgroups work
-                    @pl.loop(lo, hi)
-                    def _(r):
-                        n = n0 + g * steps + r
-                        load_later(g, r)
-                        plgpu.barrier_wait(q_full.at[slot_of(n)])
-                        plgpu.barrier_wait(do_full.at[slot_of(n)])
-                        plgpu.barrier_arrive(free.at[slot_of(n)])
-
-                def release(n):
-                    plgpu.commit_smem()  # the statistics were read with plain loads
+            def pass_by(g, lo, hi):  # steps in which the block's other warpgroups work
+                @pl.loop(lo, hi)
+                def _(r):
+                    n = n0 + g * steps + r
+                    load_later(g, r)
+                    plgpu.barrier_wait(q_full.at[slot_of(n)])
+                    plgpu.barrier_wait(do_full.at[slot_of(n)])
                     plgpu.barrier_arrive(free.at[slot_of(n)])
 
-                def step(dk_acc, dv_acc, k, v, k_ids, g, r, masked, begins):
-                    """Query tile base + r of the head g."""
-                    n = n0 + g * steps + r
-                    slot = slot_of(n)
-                    plgpu.barrier_wait(q_full.at[slot])
-                    column = lambda ref: along(
-                        plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), 1
+            def release(n):
+                plgpu.commit_smem()  # the statistics were read with plain loads
+                plgpu.barrier_arrive(free.at[slot_of(n)])
+
+            def step(dk_acc, dv_acc, k, v, k_ids, g, r, masked, begins):
+                """Query tile base + r of the head g."""
+                n = n0 + g * steps + r
+                slot = slot_of(n)
+                plgpu.barrier_wait(q_full.at[slot])
+                column = lambda ref: along(
+                    plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), 1
+                )
+                across = lambda acc, rows, tile: plgpu.wgmma(
+                    acc, rows, tile.at[slot].transpose((1, 0))
+                )
+
+                def p_of(s):  # -> P, d logits / d (scale S)
+                    x, slope = logits(s, scale, softcap)
+                    if masked and packed:
+                        q_ids = plgpu.load(q_ids_smem.at[slot], layout=COL, optimized=False)
+                        x = same_segment(x, k_ids, q_ids)
+                    if masked:
+                        q0 = (base + r) * bq + offset
+                        x = visible(x, q0, k0, causal=causal, window=window, transposed=True)
+                    return jnp.exp2(x - column(lse_smem) * LOG2E), slope
+
+                def release_before():  # the step before is done
+                    if lazy and not begins:
+                        release(n - 1)
+
+                def dv_and_dk(s_acc, dp_acc):
+                    kk, vv = k, v
+                    here = jnp.minimum(at, n + sides * sets)
+                    if not in_registers:
+                        kk = k_smem.at[here]
+                    if not v_in_registers:
+                        vv = v_smem.at[here]
+                    across(s_acc, kk, q_smem)
+                    plgpu.barrier_wait(do_full.at[slot])
+                    across(dp_acc, vv, do_smem)
+                    load_later(g, r)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    release_before()
+                    p, slope = p_of(s)
+                    plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
+                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    ds = p * (dp - column(delta_smem))
+                    ds = (ds if slope is None else ds * slope).astype(dtype)
+                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+                    if not lazy:
+                        plgpu.wgmma_wait(0)
+                        release(n)
+
+                def only_dv(s_acc):
+                    across(s_acc, k, q_smem)
+                    s = s_acc[...]
+                    release_before()
+                    p, slope = p_of(s)
+                    plgpu.barrier_wait(p_free)
+                    p_smem[...] = p if slope is None else p * slope
+                    plgpu.barrier_arrive(p_full)
+                    plgpu.barrier_wait(do_full.at[slot])
+                    plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
+
+                def only_dk(dp_acc):
+                    plgpu.barrier_wait(do_full.at[slot])
+                    across(dp_acc, v, do_smem)
+                    dp = dp_acc[...]
+                    release_before()
+                    load_later(g, r)
+                    plgpu.barrier_wait(p_full)
+                    p = plgpu.load(p_smem, layout=WGMMA)
+                    ds = (p * (dp - column(delta_smem))).astype(dtype)
+                    plgpu.barrier_arrive(p_free)
+                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+
+                acc = plgpu.ACC((ROWS, bq), jnp.float32)
+                if not shared:
+                    pl.run_scoped(dv_and_dk, acc, acc)
+                else:
+                    pl.run_scoped(only_dv if dk_acc is None else only_dk, acc)
+
+            def all_heads(dk_acc, dv_acc):
+                k_ids = None
+                if dv_acc is not None:
+                    plgpu.barrier_wait(k_bars.at[at])
+                    if packed:
+                        k_ids = plgpu.load(k_ids_smem.at[at], layout=ROW, optimized=False)
+                if dk_acc is not None:
+                    plgpu.barrier_wait(v_bars.at[at])
+                k, v = k_smem.at[at], v_smem.at[at]
+                if in_registers:
+                    k = plgpu.load(k, layout=WGMMA)
+                if v_in_registers:
+                    v = plgpu.load(v, layout=WGMMA)
+
+                @pl.loop(0, group)
+                def _(g):
+                    pass_by(g, 0, first)
+                    do_step = functools.partial(step, dk_acc, dv_acc, k, v, k_ids, g)
+                    go = lambda lo, hi, masked: pl.loop(lo, hi)(
+                        lambda r: do_step(r, masked, begins=False)
                     )
-                    across = lambda acc, rows, tile: plgpu.wgmma(
-                        acc, rows, tile.at[slot].transpose((1, 0))
-                    )
+                    if lazy:
+                        do_step(first, causal or packed, begins=True)
+                    start = first + lazy
+                    # The diagonal may cross two tiles, and segments may begin anywhere.
+                    diagonal = causal and (not lazy or offset % ROWS or bq % ROWS)
+                    if packed or diagonal:
+                        go(start, unmasked, True)
+                        start = unmasked
+                    go(start, edge, False)
+                    if window is not None or packed:
+                        go(edge, last, True)
+                    if lazy:
+                        plgpu.wgmma_wait(0)
+                        release(n0 + g * steps + last - 1)
+                    if window is not None:
+                        pass_by(g, last, steps)
 
-                    def p_of(s):  # -> P, d logits / d (scale S)
-                        x, slope = logits(s, scale, softcap)
-                        if masked and packed:
-                            q_ids = plgpu.load(q_ids_smem.at[slot], layout=COL, optimized=False)
-                            x = same_segment(x, k_ids, q_ids)
-                        if masked:
-                            q0 = (base + r) * bq + offset
-                            x = visible(x, q0, k0, causal=causal, window=window, transposed=True)
-                        return jnp.exp2(x - column(lse_smem) * LOG2E), slope
+            def store_dk(dk):
+                store(dk * scale, dk_smem, dk_ref.at[batch, pl.ds(k0, ROWS), k_first + kv_head])
 
-                    def release_before():  # the step before is done
-                        if lazy and not begins:
-                            release(n - 1)
+            def store_dv(dv):
+                store(dv, dv_smem, dv_ref.at[batch, pl.ds(k0, ROWS), v_first + kv_head])
 
-                    def dv_and_dk(s_acc, dp_acc):
-                        kk, vv = k, v
-                        here = jnp.minimum(at, n + sides * sets)
-                        if not in_registers:
-                            kk = k_smem.at[here]
-                        if not v_in_registers:
-                            vv = v_smem.at[here]
-                        across(s_acc, kk, q_smem)
-                        plgpu.barrier_wait(do_full.at[slot])
-                        across(dp_acc, vv, do_smem)
-                        load_later(g, r)
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        release_before()
-                        p, slope = p_of(s)
-                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                        ds = p * (dp - column(delta_smem))
-                        ds = (ds if slope is None else ds * slope).astype(dtype)
-                        plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
-                        if not lazy:
-                            plgpu.wgmma_wait(0)
-                            release(n)
+            def store(x, smem, target):
+                plgpu.commit_smem()  # all warps have read what was there
+                smem[mine] = x.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(smem.at[mine], target)
 
-                    def only_dv(s_acc):
-                        across(s_acc, k, q_smem)
-                        s = s_acc[...]
-                        release_before()
-                        p, slope = p_of(s)
-                        plgpu.barrier_wait(p_free)
-                        p_smem[...] = p if slope is None else p * slope
-                        plgpu.barrier_arrive(p_full)
-                        plgpu.barrier_wait(do_full.at[slot])
-                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
+            def both(dk_acc, dv_acc):
+                all_heads(dk_acc, dv_acc)
+                dk, dv = dk_acc[...], dv_acc[...]
+                plgpu.wait_smem_to_gmem(0)  # the block before has left
+                store_dk(dk)
+                store_dv(dv)
 
-                    def only_dk(dp_acc):
-                        plgpu.barrier_wait(do_full.at[slot])
-                        across(dp_acc, v, do_smem)
-                        dp = dp_acc[...]
-                        release_before()
-                        load_later(g, r)
-                        plgpu.barrier_wait(p_full)
-                        p = plgpu.load(p_smem, layout=WGMMA)
-                        ds = (p * (dp - column(delta_smem))).astype(dtype)
-                        plgpu.barrier_arrive(p_free)
-                        plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+            def one(dk_acc, dv_acc):
+                all_heads(dk_acc, dv_acc)
+                if dk_acc is not None:
+                    store_dk(dk_acc[...])
+                else:
+                    store_dv(dv_acc[...])
 
-                    acc = plgpu.ACC((ROWS, bq), jnp.float32)
-                    if not shared:
-                        pl.run_scoped(dv_and_dk, acc, acc)
-                    else:
-                        pl.run_scoped(only_dv if dk_acc is None else only_dk, acc)
+            @pl.when(k0 < s_len)
+            def _():
+                acc = plgpu.ACC((ROWS, d), jnp.float32)
+                if not shared:
+                    pl.run_scoped(both, acc, acc)
+                else:
+                    pl.when(wg == 0)(lambda: pl.run_scoped(lambda x: one(None, x), acc))
+                    pl.when(wg == 1)(lambda: pl.run_scoped(lambda x: one(x, None), acc))
 
-                def all_heads(dk_acc, dv_acc):
-                    k_ids = None
-                    if dv_acc is not None:
-                        plgpu.barrier_wait(k_bars.at[at])
-                        if packed:
-                            k_ids = plgpu.load(k_ids_smem.at[at], layout=ROW, optimized=False)
-                    if dk_acc is not None:
-                        plgpu.barrier_wait(v_bars.at[at])
-                    k, v = k_smem.at[at], v_smem.at[at]
-                    if in_registers:
-                        k = plgpu.load(k, layout=WGMMA)
-                    if v_in_registers:
-                        v = plgpu.load(v, layout=WGMMA)
+            if blocks * block - s_len >= ROWS:
 
-                    @pl.loop(0, group)
-                    def _(g):
-                        pass_by(g, 0, first)
-                        do_step = functools.partial(step, dk_acc, dv_acc, k, v, k_ids, g)
-                        go = lambda lo, hi, masked: pl.loop(lo, hi)(
-                            lambda r: do_step(r, masked, begins=False)
-                        )
-                        if lazy:
-                            do_step(first, causal or packed, begins=True)
-                        start = first + lazy
-                        # The diagonal may cross two tiles, and segments may begin anywhere.
-                        diagonal = causal and (not lazy or offset % ROWS or bq % ROWS)
-                        if packed or diagonal:
-                            go(start, unmasked, True)
-                            start = unmasked
-                        go(start, edge, False)
-                        if window is not None or packed:
-                            go(edge, last, True)
-                        if lazy:
-                            plgpu.wgmma_wait(0)
-                            release(n0 + g * steps + last - 1)
-                        if window is not None:
-                            pass_by(g, last, steps)
-
-                def store_dk(dk):
-                    store(dk * scale, dk_smem, dk_ref.at[batch, pl.ds(k0, ROWS), k_first + kv_head])
-
-                def store_dv(dv):
-                    store(dv, dv_smem, dv_ref.at[batch, pl.ds(k0, ROWS), v_first + kv_head])
-
-                def store(x, smem, target):
-                    plgpu.commit_smem()  # all warps have read what was there
-                    smem[mine] = x.astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(smem.at[mine], target)
-
-                def both(dk_acc, dv_acc):
-                    all_heads(dk_acc, dv_acc)
-                    dk, dv = dk_acc[...], dv_acc[...]
-                    plgpu.wait_smem_to_gmem(0)  # the block before has left
-                    store_dk(dk)
-                    store_dv(dv)
-
-                def one(dk_acc, dv_acc):
-                    all_heads(dk_acc, dv_acc)
-                    if dk_acc is not None:
-                        store_dk(dk_acc[...])
-                    else:
-                        store_dv(dv_acc[...])
-
-                @pl.when(k0 < s_len)
+                @pl.when(k0 >= s_len)  # nothing but padding
                 def _():
-                    acc = plgpu.ACC((ROWS, d), jnp.float32)
-                    if not shared:
-                        pl.run_scoped(both, acc, acc)
-                    else:
-                        pl.when(wg == 0)(lambda: pl.run_scoped(lambda x: one(None, x), acc))
-                        pl.when(wg == 1)(lambda: pl.run_scoped(lambda x: one(x, None), acc))
+                    plgpu.barrier_wait(k_bars.at[at])
+                    plgpu.barrier_wait(v_bars.at[at])
+                    pl.loop(0, group)(lambda g: pass_by(g, 0, steps))
 
-                if blocks * block - s_len >= ROWS:
+            return n0 + total
 
-                    @pl.when(k0 >= s_len)  # nothing but padding
-                    def _():
-                        plgpu.barrier_wait(k_bars.at[at])
-                        plgpu.barrier_wait(v_bars.at[at])
-                        pl.loop(0, group)(lambda g: pass_by(g, 0, steps))
+        def begin(item):
+            pl.when(wg < sets)(lambda: load_kv(item, 0))
+            stream = stream_of(item)
+            pl.loop(0, ahead)(lambda n: load_step(n, n, 0, n, stream, None))
 
-                return n0 + total
-
-            def begin(item):
-                pl.when(wg < sets)(lambda: load_kv(item, 0))
-                stream = stream_of(item)
-                pl.loop(0, ahead)(lambda n: load_step(n, n, 0, n, stream, None))
-
-            if shared:
-                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
-            work_items(plan_ref, begin, differentiate)
-            plgpu.wait_smem_to_gmem(0)
-
-        compute()
+        if shared:
+            pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
+        work_items(plan_ref, begin, differentiate)
+        plgpu.wait_smem_to_gmem(0)
 
     args = [items.table] if persistent else []
     if packed:

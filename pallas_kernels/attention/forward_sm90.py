@@ -10,9 +10,12 @@ warpgroup
 
 so its own O += P V runs under its softmax, and the other warpgroups' matmuls too: `turn` barriers
 let the warpgroups issue their matmuls one after the other, which keeps their softmaxes apart.
-The last in turn is also the last to be done with a tile, and refills its buffer: no warpgroup is
-there for loads alone, whose registers the others would lack (`setmaxnreg` moves registers from one
-to another, but is ignored where a kernel is compiled relocatably, as jaxlib 0.12 does).  P never leaves the registers: it is the register operand of the second wgmma.  Which tiles a block
+P never leaves the registers: it is the register operand of the second wgmma.
+
+No warpgroup is there for loads alone: its registers would be missed (`setmaxnreg` would hand them
+over, but is ignored where a kernel is compiled relocatably, as jaxlib does from 0.12 on).  While
+the tensor core works on S_i, one warp of the first warpgroup sends for the keys of the next step
+and one of the last for its values, into buffers that all left a step ago.  Which tiles a block
 visits, and which of them need a mask, is in masks_sm90.py.
 """
 
@@ -172,7 +175,7 @@ def forward(
             return batch, head // group, n0 + high, n0 + high - low
 
         def load(ref, step, own, following, end):
-            """Sends for the keys (k_ref) or values of a step, which from `end` on is of the next item.
+            """Sends for the keys (k_ref) or values of a step, from `end` on of the next item.
 
             One warp does, of the first warpgroup for keys and of the last for values.  Only it
             waits until all warpgroups have left the buffer.

@@ -141,12 +141,11 @@ def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
 
     if keys is not None:
         s = jnp.where(places(k0, 1 - q_axis) < keys, s, -jnp.inf)
-    if causal:
-        q, k = places(q0, q_axis), places(k0, 1 - q_axis)
-        s = jnp.where(q >= k, s, -jnp.inf)
-    if window is not None:
-        s = jnp.where(q - k < window, s, -jnp.inf)
-    return s
+    if not causal:  # nor a window
+        return s
+    q, k = places(q0, q_axis), places(k0, 1 - q_axis)
+    s = jnp.where(q >= k, s, -jnp.inf)
+    return s if window is None else jnp.where(q - k < window, s, -jnp.inf)
 
 
 def same_segment(s, row_ids, column_ids):
