@@ -1,8 +1,7 @@
 """Shapes that no kernel was tuned for: python -m pallas_kernels.benchmark --untuned.
 
 Drawn by rule: widths from 1 to 8192 that are multiples of nothing, 1 to 100,000 rows, sequences
-that are odd, short or long, head dimensions from 32 to 256, few heads.  Whatever `auto` runs is to take
-at most 1 / 0.95 of the time of the best of XLA and cuDNN, forward and forward + backward.
+that are odd, short or long, head dimensions from 32 to 256, few heads.
 """
 
 import dataclasses

@@ -174,7 +174,6 @@ def compile_here(spec: str, gpu: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    import pallas_kernels
     from pallas_kernels import benchmark
     from pallas_kernels.benchmark_cases import CASES
 
@@ -190,8 +189,7 @@ def compile_here(spec: str, gpu: str) -> None:
     op, nth, size = spec.split(":")
     case = [case for case in CASES if case.op == op][int(nth)]
 
-    def kernel(*inputs):
-        return getattr(pallas_kernels, op)(*inputs, **case.options, backend="mosaic")
+    kernel = benchmark.public(case, backend="mosaic")
 
     def both(dy, *inputs):
         return benchmark.both(kernel, dy, *inputs)

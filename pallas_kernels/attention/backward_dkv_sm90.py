@@ -62,12 +62,9 @@ def backward_dkv(
     offset = visits.offset
     # dK and dV of one step can run under the next one where P and dS have registers to wait in.
     lazy = shared
-    # K and V are in registers where nothing spills then: S and dP read half as much from shared
-    # memory.  H100, D64: B32 T1024 12/12 0.215 ms, otherwise 0.228; B4 T4096 32/8 0.889 and 0.982.
-    # Not where a head has one step: there ptxas (12.9) gives these registers to dS, though the next
-    # head of the group needs them (wrong dK and dV of T = 64 on an H100).
-    in_registers = d <= 64 and not packed and softcap is None and t > bq
-    v_in_registers = in_registers and group == 1
+    # K and V in registers would spare shared memory half of S and dP (D64: 0.9 of the time), but
+    # ptxas gives these registers away while a later step needs them: wrong dK on an H100, with
+    # ptxas 12.9 for one step a head, with nvJitLink 13.0 for several.
 
     first_key = lambda level: level * block  # the first keys are seen by most queries
     pair_bytes = 4 * t * d * group  # Q and dO of a kv head
@@ -227,15 +224,13 @@ def backward_dkv(
                         release(n - 1)
 
                 def dv_and_dk(s_acc, dp_acc):
-                    kk, vv = k, v
+                    # This minimum changes nothing.  But where the compiler sees that an operand
+                    # stays in place, it holds the descriptors of all its slices in registers.
                     here = jnp.minimum(at, n + sides * sets)
-                    if not in_registers:
-                        kk = k_smem.at[here]
-                    if not v_in_registers:
-                        vv = v_smem.at[here]
-                    across(s_acc, kk, q_smem)
+                    k, v = k_smem.at[here], v_smem.at[here]
+                    across(s_acc, k, q_smem)
                     plgpu.barrier_wait(do_full.at[slot])
-                    across(dp_acc, vv, do_smem)
+                    across(dp_acc, v, do_smem)
                     load_later(g, r)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     release_before()
@@ -287,10 +282,6 @@ def backward_dkv(
                 if dk_acc is not None:
                     plgpu.barrier_wait(v_bars.at[at])
                 k, v = k_smem.at[at], v_smem.at[at]
-                if in_registers:
-                    k = plgpu.load(k, layout=WGMMA)
-                if v_in_registers:
-                    v = plgpu.load(v, layout=WGMMA)
 
                 @pl.loop(0, group)
                 def _(g):

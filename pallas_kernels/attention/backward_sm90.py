@@ -294,7 +294,8 @@ def _backward_dq(
             def all_rows():
                 stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
                 tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
-                lse2 = stat(stats_smem.at[0, wg]) * LOG2E
+                # Behind a barrier, or the product would be rounded with the logits, not before.
+                lse2 = lax.optimization_barrier(stat(stats_smem.at[0, wg]) * LOG2E)
                 q_ids = stat(ids_smem.at[stages + wg]) if packed else None
                 do, out = (tile_of(x).astype(jnp.float32) for x in (do_smem.at[at], o_rows))
                 delta = jnp.sum(do * out, axis=1)

@@ -112,14 +112,12 @@ def forward(
     group, dtype = h // kv_heads, q.dtype
     tile = tile or tiles(d)
     wgs, bkv, stages = tile[:3]
-    # A ring of values is one tile shorter where shared memory has no more.  Values are used a step
-    # after the keys of their number.
-    v_stages = stages if d <= 64 else stages - 1
-    k_ahead, v_ahead = (
-        1,
-        v_stages - 2 if d > 64 else 1,
-    )  # steps before theirs that tiles are sent for
     packed = segments is not None
+    if packed and d > 128:  # shared memory has no more, beside the ids
+        stages = 2
+    # Values are used a step after the keys of their number.
+    v_stages = stages if d <= 64 else 2
+    k_ahead, v_ahead = 1, int(d <= 64)  # steps before theirs that tiles are sent for
     block = wgs * ROWS
     blocks = mosaic.cdiv(t, block)
     # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
