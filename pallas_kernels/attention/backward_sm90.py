@@ -178,34 +178,30 @@ def _backward_dq(
             edge = last
             if window is not None or packed:
                 edge = jnp.clip(top - whole[0], unmasked, last)
-            # The steps end ... stop - 1 are the following item's.
-            stop, place = end, (top, batch, head)
-            if persistent:
-                then = jnp.maximum(following, 0)
-                (then_low, then_high), *_ = tiles_of(then)
-                then_batch, then_head = where(then)[1]
-                stop = end + jnp.where(following >= 0, then_high - then_low, 0)
-                then_place = end + then_high, then_batch, then_head
 
             def load(n, of_k=True, of_v=True):
-                """K and V of step n, if there is one."""
+                """K and V of step n, if there is one: from `end` on of the following item."""
 
-                @pl.when(n < stop)
-                def _():
-                    its_top, its_batch, its_head = place
-                    if persistent:
-                        pick = functools.partial(jnp.where, n < end)
-                        its_top, its_batch, its_head = map(pick, place, then_place)
-                    keys, kv_head = pl.ds((its_top - 1 - n) * bkv, bkv), its_head // group
+                def copy(its_top, batch, head):
+                    keys, kv_head = pl.ds((its_top - 1 - n) * bkv, bkv), head // group
                     if of_k:
-                        slot, k = slot_of(n), k_ref.at[its_batch, keys, k_first + kv_head]
+                        slot, k = slot_of(n), k_ref.at[batch, keys, k_first + kv_head]
                         plgpu.copy_gmem_to_smem(k, kv_smem.at[slot], k_full.at[slot])
                         if packed:
-                            ids = k_ids_ref.at[its_batch, keys]
+                            ids = k_ids_ref.at[batch, keys]
                             plgpu.copy_gmem_to_smem(ids, ids_smem.at[slot], k_full.at[slot])
                     if of_v:
-                        slot, v = v_slot_of(n), v_ref.at[its_batch, keys, v_first + kv_head]
+                        slot, v = v_slot_of(n), v_ref.at[batch, keys, v_first + kv_head]
                         plgpu.copy_gmem_to_smem(v, kv_smem.at[stages + slot], v_full.at[slot])
+
+                def of_following():
+                    (low, high), *_ = tiles_of(following)
+                    its_top, place = end + high, where(following)[1]
+                    pl.when(n < its_top - low)(lambda: copy(its_top, *place))
+
+                pl.when(n < end)(lambda: copy(top, batch, head))
+                if persistent:
+                    pl.when((n >= end) & (following >= 0))(of_following)
 
             def refill(n, bar, **what):  # the slots that all warpgroups have left at step n
                 def by_warp(warp):  # only these two wait until all have left
