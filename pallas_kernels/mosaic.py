@@ -38,6 +38,14 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
+def registers(wgs: int) -> tuple[int, int]:
+    """Registers of a computing thread and of a loading one, of blocks with one loading warpgroup.
+
+    wgs: computing warpgroups.  65,536 for all threads of an SM, in steps of 8 for a thread.
+    """
+    return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
+
+
 def sm_count() -> int:
     """Blocks of persistent grids: one for each SM (132 on an H100 or H200)."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
