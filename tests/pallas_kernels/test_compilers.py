@@ -1,9 +1,10 @@
 """Every compiler that users meet makes fast programs of the wgmma kernels; no GPU is needed.
 
 JAX 0.11 calls ptxas; 0.12 calls nvJitLink, which compiles as `ptxas -c` does.  So each kernel of
-the benchmark but attention's is compiled by every ptxas that PTXAS names, with and without -c (compile_ahead.py):
-none may spill a register, run one wgmma after the other (C7510 to C7514) or ignore setmaxnreg
-(C7504).  .ci/run installs what this needs.  Whoever sets PTXAS wants the test: nothing is skipped.
+the benchmark but attention's is compiled by every ptxas that PTXAS names, with and without -c
+(compile_ahead.py): none may spill a register, run one wgmma after the other (C7510 to C7514) or
+ignore setmaxnreg (C7504).  .ci/run installs what this needs.  Whoever sets PTXAS wants the test:
+nothing is skipped.
 """
 
 import os
