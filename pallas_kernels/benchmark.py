@@ -36,6 +36,7 @@ import pallas_kernels
 from pallas_kernels import backend
 from pallas_kernels.benchmark_cases import CASES, A, Case
 from pallas_kernels.benchmark_report import draw, table, text
+from pallas_kernels.benchmark_untuned import UNTUNED
 
 _CALLS, _TURNS = 4, 3
 _L2 = 100e6  # bytes; below, an H100's second-level cache (50 MB) serves part of a repeated call
@@ -345,7 +346,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     return records
 
 
-def run(ops, out: Path) -> dict:
+def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
     """Measures the named ops (none: all); shows a table, writes benchmark.json and roofline.png."""
     console = Console() if sys.stdout.isatty() else Console(width=170)
     device = jax.devices()[0]
@@ -367,7 +368,7 @@ def run(ops, out: Path) -> dict:
             " (the errors are those of the jnp forms)"
         )
     known = {}
-    chosen = [case for case in CASES if not ops or case.op in ops]
+    chosen = [case for case in cases if not ops or case.op in ops]
     todo = [(case, sizes) for case in chosen for sizes in case.sizes]
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=len(todo))
@@ -406,6 +407,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="folder for results (default: %(default)s)",
     )
+    parser.add_argument("--untuned", action="store_true", help="shapes that nothing was tuned for")
     arguments = parser.parse_args(argv)
     for op in arguments.op:
         if op not in names:
@@ -416,7 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         print(f"error: --out {arguments.out} cannot be made: {e.strerror}", file=sys.stderr)
         return 2
-    result = run(arguments.op, arguments.out)
+    result = run(arguments.op, arguments.out, UNTUNED if arguments.untuned else CASES)
     return int(any("mosaic" in r["failed"] for r in result["records"]))
 
 
