@@ -68,18 +68,15 @@ def use_kernel(
     reason: str | None,
     gpu: Gpu = "sm_80",
     otherwise: Literal["cudnn", "xla"] = "xla",
-    slower: str | None = None,
 ) -> bool:
     """True if `op` has to run on its kernel, False for its jnp form.
 
     reason: why the kernel cannot take this call, or None.  gpu: what the kernel needs.
     otherwise: what the op takes under "auto" in place of its kernel.
-    slower: why that is faster than the kernel for this call, or None; of no effect under "mosaic".
     Raises NotImplementedError under "mosaic" with a reason, ValueError for another backend.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is not one of auto, mosaic, xla")
-    lacking = None
     if backend != "xla":
         reason = shard_map_lacks() or reason
     if backend == "mosaic":
@@ -89,17 +86,15 @@ def use_kernel(
     elif backend == "xla":
         decision = Decision(op, "xla", "asked for")
     else:
-        lacking = device_lacks(gpu) or reason
-        if reason := lacking or slower:
-            decision = Decision(op, otherwise, reason)
-        else:
+        reason = device_lacks(gpu) or reason
+        if reason is None:
             decision = Decision(op, "mosaic", "supported")
+        else:
+            decision = Decision(op, otherwise, reason)
     if not _silenced:
         told = decision in _decisions or decision.why == "asked for"
         if not told and decision.runs != "mosaic":
-            # On a GPU a kernel that cannot run costs speed; one that is slower costs nothing.
-            missed = jax.default_backend() == "gpu" and lacking
-            level = logging.WARNING if missed else logging.INFO
+            level = logging.INFO if jax.default_backend() == "cpu" else logging.WARNING
             log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
     tell(decision)
     if decision.runs == "mosaic" and jax.default_backend() == "gpu":
