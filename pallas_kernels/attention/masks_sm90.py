@@ -8,7 +8,6 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
     not loaded  window's edge  seen whole     diagonal: masked   not loaded
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import LOG2E, WGMMA
+from pallas_kernels.mosaic import COL, LOG2E, ROW
 
 
 class Visits(NamedTuple):
@@ -132,15 +131,21 @@ def logits(s, scale, softcap):
 def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
     """s with -inf where query q0 + i may not see key k0 + j; i is s's row, or its column."""
     q_axis = 1 if transposed else 0
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=WGMMA)
-    q, k = q0 + iota(q_axis), k0 + iota(1 - q_axis)
+
+    # One number for each row or column, and broadcast: as numbers of each element they would all
+    # be in registers.
+    def places(start, axis):
+        n, layout = s.shape[axis], COL if axis else ROW
+        iota = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
+        return mosaic.along(start + iota, s.shape, axis)
+
     if keys is not None:
-        s = jnp.where(k < keys, s, -jnp.inf)
-    if causal:
-        s = jnp.where(q >= k, s, -jnp.inf)
-    if window is not None:
-        s = jnp.where(q - k < window, s, -jnp.inf)
-    return s
+        s = jnp.where(places(k0, 1 - q_axis) < keys, s, -jnp.inf)
+    if not causal:  # nor a window
+        return s
+    q, k = places(q0, q_axis), places(k0, 1 - q_axis)
+    s = jnp.where(q >= k, s, -jnp.inf)
+    return s if window is None else jnp.where(q - k < window, s, -jnp.inf)
 
 
 def same_segment(s, row_ids, column_ids):
