@@ -330,10 +330,9 @@ def test_any_bytes_give_weights_or_an_error(data, tmp_path_factory):
     path.write_bytes(content[: data.draw(st.sampled_from([len(content), header]))])
     try:
         weights = open_weights(folder)
-    except InputError as error:
-        said = str(error)
-    else:
         said = f"{sum(len(weights.read(place)) for place in places(weights.config))} parameters"
+    except InputError as error:  # a NaN is found only when its tensor is read
+        said = str(error)
     assert "\n" not in said
 
 
