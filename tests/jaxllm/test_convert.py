@@ -20,13 +20,13 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from jaxllm import config as configs
-from jaxllm import convert, huggingface, huggingface_config
-from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
 from jaxllm.models import create
-from jaxllm.pretrained import load_params, open_weights
-from jaxllm.weights import Place, places
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.weights import convert, huggingface, huggingface_config
+from jaxllm.weights.places import Place, places
+from jaxllm.weights.pretrained import load_params, open_weights
 
 REPO = Path(__file__).resolve().parents[2]
 
