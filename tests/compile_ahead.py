@@ -84,7 +84,7 @@ class Kernel(NamedTuple):
 
 def specs(op: str, every: bool) -> list[str]:
     """op:case:size of the op's first shape, or of all its shapes; one that is named whole stays."""
-    from pallas_kernels.benchmark_cases import CASES
+    from pallas_kernels.bench.cases import CASES
 
     if ":" in op:
         return [op]
@@ -174,8 +174,8 @@ def compile_here(spec: str, gpu: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels import benchmark
-    from pallas_kernels.benchmark_cases import CASES
+    from pallas_kernels.bench import run
+    from pallas_kernels.bench.cases import CASES
 
     major, minor = int(gpu[3:-1]), int(gpu[-1])
     # sm_90a rather than sm_90, and so on: what Mosaic asks ptxas for.
@@ -189,12 +189,12 @@ def compile_here(spec: str, gpu: str) -> None:
     op, nth, size = spec.split(":")
     case = [case for case in CASES if case.op == op][int(nth)]
 
-    kernel = benchmark.public(case, backend="mosaic")
+    kernel = run.public(case, implementation="mosaic")
 
     def both(dy, *inputs):
-        return benchmark.both(kernel, dy, *inputs)
+        return run.both(kernel, dy, *inputs)
 
-    inputs = benchmark.structs(case, case.sizes[int(size)])
+    inputs = run.structs(case, case.sizes[int(size)])
     arguments = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
         (jax.eval_shape(kernel, *inputs), *inputs),

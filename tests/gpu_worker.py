@@ -31,8 +31,8 @@ Figures = dict[str, dict[str, float]]  # unit -> name -> figure
 
 def ops() -> dict[str, tuple]:
     """The benchmark's cases at each of their sizes, by name."""
-    from pallas_kernels.benchmark_cases import CASES
-    from pallas_kernels.benchmark_report import text
+    from pallas_kernels.bench.cases import CASES
+    from pallas_kernels.bench.report import text
 
     name = lambda case, sizes: " ".join(filter(None, (case.op, case.variant, text(sizes))))
     return {name(case, sizes): (case, sizes) for case in CASES for sizes in case.sizes}
@@ -42,26 +42,26 @@ def prepare_op(name: str, dry: bool) -> Callable[[], Figures]:
     """Compiles an op and makes its arrays, on the host; returns what times its kernels."""
     import jax
 
-    from pallas_kernels import benchmark
+    from pallas_kernels.bench import run
 
     case, sizes = ops()[name]
-    op = benchmark.public(case, backend="auto" if dry else "mosaic")
+    op = run.public(case, implementation=None if dry else "mosaic")
     if dry:
-        sizes = benchmark.small(case, sizes)
-        benchmark.gpu_ms = lambda f, *args: [benchmark.wall_ms(f, *args, calls=1)]
-    elif (decided := benchmark.decided(case, sizes)).runs != "mosaic":
+        sizes = run.small(case, sizes)
+        run.gpu_ms = lambda f, *args: [run.wall_ms(f, *args, calls=1)]
+    elif (decided := run.decided(case, sizes)).runs != "mosaic":
         raise NotImplementedError(decided.why)
-    compiled = lambda: benchmark.compile_op(case, op, benchmark.structs(case, sizes), keep=True)
+    compiled = lambda: run.compile_op(case, op, run.structs(case, sizes), keep=True)
     programs = None if case.op in COMPILED_ALONE else compiled()
     with jax.default_device(jax.devices("cpu")[0]):
-        inputs = benchmark.arrays(case, sizes)
-        dy = benchmark.cotangents(benchmark.on_xla(case), inputs)
+        inputs = run.arrays(case, sizes)
+        dy = run.cotangents(run.on_xla(case), inputs)
 
     def measure():
         nonlocal programs
         programs = programs or compiled()
         there = jax.device_put((dy, inputs), jax.devices()[0])
-        times, failed = benchmark.time_ops({"ours": programs}, *there)
+        times, failed = run.time_ops({"ours": programs}, *there)
         if failed:
             raise RuntimeError(failed["ours"])
         return {"ms": {f"{name} {direction}": ms for direction, ms in times["ours"].items()}}
@@ -83,12 +83,12 @@ def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
     import numpy as np
 
     from jaxllm.config import load
-    from jaxllm.metrics import peak_memory
-    from jaxllm.process import no_long_pauses
     from jaxllm.sharding import make_mesh
-    from jaxllm.training import Trainer
-    from pallas_kernels import benchmark
-    from pallas_kernels.benchmark_cases import A
+    from jaxllm.train.metrics import peak_memory
+    from jaxllm.train.process import no_long_pauses
+    from jaxllm.train.step import Trainer
+    from pallas_kernels.bench import run
+    from pallas_kernels.bench.cases import A
 
     config, batch = steps()[name]
     overrides = {"train.batch_size": str(2 if dry else batch), "train.grad_accum": "1"}
@@ -102,9 +102,7 @@ def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
     lowered = trainer.trace_train_step().lower()
     sizes = {"B": train.batch_size, "T": train.seq_len + 1, "V": vocab}
     with jax.default_device(jax.devices("cpu")[0]):
-        tokens = [
-            np.asarray(benchmark.array(A("B T", "int32", "zipf V"), sizes, i)) for i in (0, 1)
-        ]
+        tokens = [np.asarray(run.array(A("B T", "int32", "zipf V"), sizes, i)) for i in (0, 1)]
     program = state = None
 
     def measure():
@@ -198,7 +196,7 @@ def main() -> None:
     folder, dry, names = Path(sys.argv[1]), sys.argv[2] == "dry", sys.argv[3:]
     prepare = prepare_op
     if names and names[0] in steps():
-        from jaxllm.process import set_xla_flags
+        from jaxllm.train.process import set_xla_flags
 
         set_xla_flags(deterministic=True)
         prepare = prepare_step

@@ -41,7 +41,7 @@ def kernels_run_here():
 
 
 def check_op(op, reference, *arrays, kernels, differentiable=None, seed=0, ratio=RATIO, **options):
-    """Asserts that `op(*arrays, backend="mosaic", **options)` is right, forward and backward.
+    """Asserts that op(*arrays, implementation="mosaic", **options) is right, forward and backward.
 
     reference: the jnp form, taking the same arrays and options.
     kernels: names of all kernels that forward and backward must contain.
@@ -73,7 +73,7 @@ def check_op(op, reference, *arrays, kernels, differentiable=None, seed=0, ratio
 
         return run
 
-    kernel = with_gradients(lambda *a, **o: op(*a, backend="mosaic", **o))
+    kernel = with_gradients(lambda *a, **o: op(*a, implementation="mosaic", **o))
     assert_lowers(kernel, (arrays, cotangents), kernels)
     with jax.enable_x64(True):
         wide = jax.tree.map(_widen, (arrays, cotangents))

@@ -33,12 +33,12 @@ def batch_of(data: np.ndarray, starts, length: int) -> dict[str, np.ndarray]:
 
 
 def run(kernels: str, shards: Path, out: Path, seeds: range, steps: int) -> None:
-    from jaxllm.process import set_xla_flags
+    from jaxllm.train.process import set_xla_flags
 
     set_xla_flags(deterministic=True)
     from jaxllm import sharding
     from jaxllm.config import Config, load
-    from jaxllm.training import Trainer
+    from jaxllm.train.step import Trainer
 
     train, val = (shard(next(shards.glob(f"{part}_*.bin"))) for part in ("train", "val"))
 

@@ -19,8 +19,8 @@ import sys
 import time
 from typing import Any
 
-from pallas_kernels import benchmark, benchmark_cases
-from pallas_kernels.benchmark_report import text
+from pallas_kernels.bench import cases, run
+from pallas_kernels.bench.report import text
 
 
 def events_ms(f) -> float:
@@ -62,24 +62,24 @@ def attention() -> None:
             q, k, v, is_causal=causal, implementation=implementation
         )
 
-    cases = [c for c in benchmark_cases.CASES if c.op == "attention" and c.variant in ("", "full")]
-    for case, sizes in ((c, sizes) for c in cases for sizes in c.sizes):
+    chosen = [c for c in cases.CASES if c.op == "attention" and c.variant in ("", "full")]
+    for case, sizes in ((c, sizes) for c in chosen for sizes in c.sizes):
         print(f"attention {case.variant} {text(sizes)}, ms")
         causal = case.options["causal"]
-        inputs = benchmark.arrays(case, sizes)
-        dy = benchmark.cotangents(benchmark.on_xla(case), inputs)
-        ops = {"jaxllm": benchmark.public(case, backend="mosaic")}
+        inputs = run.arrays(case, sizes)
+        dy = run.cotangents(run.on_xla(case), inputs)
+        ops = {"jaxllm": run.public(case, implementation="mosaic")}
         ops["JAX cuDNN"] = functools.partial(case.cudnn, **case.options)
         for kind in ("mosaic", "triton"):
             ops[f"tokamax {kind}"] = functools.partial(tokamax, causal=causal, implementation=kind)
         if case.xla:
-            ops["JAX XLA"] = benchmark.on_xla(case)
-        compiled = functools.partial(benchmark.compile_op, case, inputs=inputs, keep=False)
-        programs, failed = benchmark.attempt(compiled, ops)
-        ms, not_timed = benchmark.time_ops(programs, dy, inputs)
+            ops["JAX XLA"] = run.on_xla(case)
+        compiled = functools.partial(run.compile_op, case, inputs=inputs, keep=False)
+        programs, failed = run.attempt(compiled, ops)
+        ms, not_timed = run.time_ops(programs, dy, inputs)
         rows(ms, failed | not_timed)
         timed = functools.partial(torch_attention, sizes=sizes, causal=causal)
-        rows(*benchmark.attempt(timed, {f"PyTorch {kind}": kind for kind in ("CUDNN", "FLASH")}))
+        rows(*run.attempt(timed, {f"PyTorch {kind}": kind for kind in ("CUDNN", "FLASH")}))
 
 
 def torch_attention(kind: str, sizes: dict[str, int], causal: bool) -> dict[str, float]:
@@ -107,23 +107,23 @@ def vlstm() -> None:
     import jax
     import jax.numpy as jnp
 
-    for case in (c for c in benchmark_cases.CASES if c.op == "vlstm"):
+    for case in (c for c in cases.CASES if c.op == "vlstm"):
         case = dataclasses.replace(case, flops=lambda n: 0.0)  # forward + backward in one program
         for sizes in case.sizes:
             print(f"vlstm {text(sizes)}, ms")
-            q, k, v, i, f = benchmark.arrays(case, sizes)
+            q, k, v, i, f = run.arrays(case, sizes)
             inputs = [q, k, v, i - 2, f + 4]  # gates as at the start of training
-            op = benchmark.public(case, backend="mosaic")
+            op = run.public(case, implementation="mosaic")
             dy = jax.random.normal(jax.random.key(0), v.shape, jnp.bfloat16)
-            programs = benchmark.compile_op(case, op, inputs, keep=False)
+            programs = run.compile_op(case, op, inputs, keep=False)
             for name, args in (("forward", inputs), ("forward+backward", (dy, *inputs))):
-                kernels = statistics.median(benchmark.gpu_ms(programs[name], *args))
-                clock = benchmark.wall_ms(programs[name], *args, calls=10)
+                kernels = statistics.median(run.gpu_ms(programs[name], *args))
+                clock = run.wall_ms(programs[name], *args, calls=10)
                 show(f"jaxllm {name}", clock=clock, kernels=kernels)
             variants = {
                 f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in (("limit", 64), ("xl", 128))
             }
-            rows(*benchmark.attempt(functools.partial(mlstm, sizes=sizes), variants))
+            rows(*run.attempt(functools.partial(mlstm, sizes=sizes), variants))
 
 
 def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
@@ -267,7 +267,7 @@ def main() -> int:
         if a.config is None:
             parser.error("train needs a configuration, as gpt2_124m")
         timed = functools.partial(train, batch=a.batch, seq_len=a.seq_len)
-        rows(*benchmark.attempt(timed, {f"PyTorch {a.config}": a.config}))
+        rows(*run.attempt(timed, {f"PyTorch {a.config}": a.config}))
         return 0
     import jax
 

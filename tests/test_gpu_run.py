@@ -8,8 +8,9 @@ import gpu_worker
 import pytest
 from kernel_checks import kernels_run_here
 
-from pallas_kernels import backend, benchmark
-from pallas_kernels.benchmark_cases import A, Case
+from pallas_kernels import dispatch
+from pallas_kernels.bench import run
+from pallas_kernels.bench.cases import A, Case
 
 ABOUT = {"device": "NVIDIA H100 PCIe", "versions": {"JAX": "1.2"}, "date": "today", "tests": None}
 
@@ -145,12 +146,12 @@ def test_each_is_measured_once_by_a_name_of_its_own():
 def test_an_op_is_timed_in_both_directions(monkeypatch):
     case = Case("gelu", {"x": A("N C")}, ({"N": 4, "C": 1024},), {}, reads=("x",))
     monkeypatch.setattr(gpu_worker, "ops", lambda: {"gelu N4": (case, case.sizes[0])})
-    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)  # as if there were a GPU
-    monkeypatch.setattr(benchmark, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)  # as if there were a GPU
+    monkeypatch.setattr(run, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
     with kernels_run_here():
         measure = gpu_worker.prepare_op("gelu N4", dry=False)
         assert measure() == {"ms": {"gelu N4 forward": 2.0, "gelu N4 backward": 2.0}}
-    backend.forget()
+    dispatch.forget()
 
 
 @pytest.fixture

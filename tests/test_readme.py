@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm import cli, evaluate, generate
+from jaxllm.config import command_line
+from jaxllm.infer import evaluate, generate
 
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -32,7 +33,7 @@ def test_the_training_commands_are_understood(monkeypatch, tmp_path):
     seen = 0
     for words in commands():
         if "train.py" in words and "--help" not in words and "--resume" not in words:
-            arguments = cli.read(words[words.index("train.py") + 1 :])
+            arguments = command_line.read(words[words.index("train.py") + 1 :])
             assert arguments.config.train.steps > 0
             seen += 1
     assert seen >= 4

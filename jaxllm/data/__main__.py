@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from jaxllm.cli import Parser, exit_status
+from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source, find_files, stdlib_files
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer

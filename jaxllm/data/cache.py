@@ -6,16 +6,12 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import InputError
-
-try:
-    import fcntl
-except ImportError:  # Windows: no lock, two processes may do the same work; renames stay atomic
-    fcntl = None
+from jaxllm.files import lock, write_json
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -31,42 +27,6 @@ def cache_folder(cache_dir: str | None) -> Path:
 def digest(*parts: Any) -> str:
     """Returns the SHA-256 of JSON-like values as 64 hex digits."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds an exclusive lock, which the system frees when its process dies.
-
-    Yields whether the lock is really held (some network file systems have none).
-    Raises BlockingIOError if `wait` is false and another process holds it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
-        held = False
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                held = True
-            except BlockingIOError:
-                raise
-            except OSError:
-                pass
-        yield held
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file that is at all times the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "w") as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.data.cache import build_once, digest, write_json
+from jaxllm.data.cache import build_once, digest
 from jaxllm.data.shards import ShardWriter
 from jaxllm.data.sources import Piece, Source, is_held_out
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
+from jaxllm.files import write_json
 
 VAL_FRACTION = 0.05
 _BATCH = 1 << 22  # characters encoded at a time

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.data.cache import digest, lock, write_json
+from jaxllm.data.cache import digest
 from jaxllm.data.corpus import VERSION, encode, progress_bar
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
 from jaxllm.data.sources import Source, hold_out_rank, is_held_out
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
+from jaxllm.files import lock, write_json
 
 _MANY = 2000  # documents, of which by chance none is held out: at 1% in one of 5e8 corpora
 

@@ -2,7 +2,7 @@
 
 Parameters are float32 and are cast to the dtype of the activations where they are used.  Each
 parameter carries `axes`, the mesh axes along which it is split; `jaxllm.sharding` reads them.
-`backend` says how the ops run: "auto", "mosaic" (our kernels) or "xla".
+`implementation` says how the ops run: "mosaic" (our kernels), "xla", or None (dispatch.py decides).
 """
 
 from jaxllm.layers.attention import Attention

@@ -12,7 +12,7 @@ from jaxllm.layers.linear import ROWS, Linear, joined
 from jaxllm.layers.norm import HEADS
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import attention, attention_qkv, rope
-from pallas_kernels.backend import Backend
+from pallas_kernels.dispatch import Implementation
 
 
 class Attention(nnx.Module):
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         rope_scaling=None,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: Backend = "auto",
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
@@ -46,7 +46,11 @@ class Attention(nnx.Module):
         self.k = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
         self.v = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
         self.out = Linear(q, d_model, axes=ROWS, std=out_std or std, bias=bias, rngs=rngs)
-        self.rope_theta, self.rope_scaling, self.backend = rope_theta, rope_scaling, backend
+        self.rope_theta, self.rope_scaling, self.implementation = (
+            rope_theta,
+            rope_scaling,
+            implementation,
+        )
 
     def __call__(
         self,
@@ -84,7 +88,7 @@ class Attention(nnx.Module):
             theta=self.rope_theta,
             scaling=self.rope_scaling,
             segment_ids=segment_ids,
-            backend=self.backend,
+            implementation=self.implementation,
         )
 
     def _generate(self, x, positions, cache):
@@ -93,7 +97,10 @@ class Attention(nnx.Module):
         q, k, v = (w(x).reshape(B, T, -1, self.head_dim) for w in (self.q, self.k, self.v))
         if self.rope_theta is not None:
             rotate = partial(
-                rope, theta=self.rope_theta, scaling=self.rope_scaling, backend=self.backend
+                rope,
+                theta=self.rope_theta,
+                scaling=self.rope_scaling,
+                implementation=self.implementation,
             )
             q, k = per_device(
                 rotate, in_specs=(HEADS, HEADS, _spec(positions)), out_specs=(HEADS, HEADS)
@@ -102,7 +109,7 @@ class Attention(nnx.Module):
             return self._attend_to_cache(q, k, v, cache)
         room = ((0, 0), (0, cache.size - T), (0, 0), (0, 0))
         cache.arrays = jnp.pad(k, room), jnp.pad(v, room)
-        op = partial(attention, causal=True, backend=self.backend)
+        op = partial(attention, causal=True, implementation=self.implementation)
         return per_device(op, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS)(q, k, v)
 
     def _attend_to_cache(self, q, k, v, cache):
@@ -115,7 +122,7 @@ class Attention(nnx.Module):
         # and only reads the cache: no work for the kernel.
         op = per_device(
             lambda q, k, v, mine, theirs: attention(
-                q, k, v, causal=False, segment_ids=(mine, theirs), backend="xla"
+                q, k, v, causal=False, segment_ids=(mine, theirs), implementation="xla"
             ),
             in_specs=(HEADS, HEADS, HEADS, P(BATCH, None), P(BATCH, None)),
             out_specs=HEADS,

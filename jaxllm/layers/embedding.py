@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.sharding import BATCH, P, constrain, normal, one_device, per_device
 from pallas_kernels import encoder
-from pallas_kernels.backend import Backend
+from pallas_kernels.dispatch import Implementation
 
 
 class Embedding(nnx.Module):
@@ -27,7 +27,7 @@ class Embedding(nnx.Module):
         max_seq_len: int | None = None,
         std: float = 0.02,
         dtype=jnp.float32,
-        backend: Backend = "auto",
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         axes = ("tensor", "fsdp")
@@ -40,7 +40,7 @@ class Embedding(nnx.Module):
         else:
             wpe = normal(rngs.params(), (max_seq_len, d_model), std, (None, "fsdp"))
             self.wpe = nnx.Param(wpe, axes=(None, "fsdp"))
-        self.dtype, self.backend = dtype, backend
+        self.dtype, self.implementation = dtype, implementation
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
@@ -75,7 +75,7 @@ class Embedding(nnx.Module):
         # Each device looks up its own tokens in the whole table; the gradient is summed over all.
         dtype = self.dtype if per_sequence is None else jnp.float32  # rounded once, after the sum
         op = per_device(
-            partial(encoder, dtype=dtype, tied=tied, backend=self.backend),
+            partial(encoder, dtype=dtype, tied=tied, implementation=self.implementation),
             in_specs=(P(BATCH, None), P(), P()),
             out_specs=P(BATCH, None, None),
         )

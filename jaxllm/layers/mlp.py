@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxllm.layers.linear import ROWS, Linear
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, gelu_linear, swiglu, swiglu_linear
-from pallas_kernels.backend import Backend
+from pallas_kernels.dispatch import Implementation
 
 WIDE = P(BATCH, None, "tensor")  # (B, T, F)
 
@@ -23,12 +23,12 @@ class MLP(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: Backend = "auto",
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self.up = Linear(d_model, d_ff, std=std, bias=True, rngs=rngs)
         self.down = Linear(d_ff, d_model, axes=ROWS, std=out_std or std, bias=True, rngs=rngs)
-        self.backend = backend
+        self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
         """add_bias: False leaves the bias of `down` to the op that follows."""
@@ -37,10 +37,12 @@ class MLP(nnx.Module):
         assert bias is not None
         wide = self.up(x, add_bias=False), bias[...]
         if one_device():  # over several, summing the gradient of `down` is left to jit
-            y = gelu_linear(*wide, self.down.cast(x), backend=self.backend)
+            y = gelu_linear(*wide, self.down.cast(x), implementation=self.implementation)
             return self.down.plus_bias(y) if add_bias else y
         op = per_device(
-            partial(gelu, backend=self.backend), in_specs=(WIDE, P("tensor")), out_specs=WIDE
+            partial(gelu, implementation=self.implementation),
+            in_specs=(WIDE, P("tensor")),
+            out_specs=WIDE,
         )
         return self.down(op(*wide), add_bias=add_bias)
 
@@ -55,19 +57,21 @@ class GatedMLP(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: Backend = "auto",
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self.gate = Linear(d_model, d_ff, std=std, rngs=rngs)
         self.up = Linear(d_model, d_ff, std=std, rngs=rngs)
         self.down = Linear(d_ff, d_model, axes=ROWS, std=out_std or std, rngs=rngs)
-        self.backend = backend
+        self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         wide = self.gate(x), self.up(x)
         if one_device():  # as above
-            return swiglu_linear(*wide, self.down.cast(x), backend=self.backend)
+            return swiglu_linear(*wide, self.down.cast(x), implementation=self.implementation)
         op = per_device(
-            partial(swiglu, backend=self.backend), in_specs=(WIDE, WIDE), out_specs=WIDE
+            partial(swiglu, implementation=self.implementation),
+            in_specs=(WIDE, WIDE),
+            out_specs=WIDE,
         )
         return self.down(op(*wide))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from pallas_kernels.backend import Backend
+from pallas_kernels.dispatch import Implementation
 
 STREAM = P(BATCH, None, None)  # (B, T, C): every device of the tensor axis holds all of C
 HEADS = P(BATCH, None, "tensor", None)  # (B, T, H, D)
@@ -20,13 +20,20 @@ class LayerNorm(nnx.Module):
     dtype: of y; None: of x.
     """
 
-    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: Backend = "auto"):
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-5,
+        dtype=None,
+        implementation: Implementation | None = None,
+    ):
         self.weight = nnx.Param(jnp.ones(features), axes=())
         self.bias = nnx.Param(jnp.zeros(features), axes=())
-        self.eps, self.dtype, self.backend = eps, dtype, backend
+        self.eps, self.dtype, self.implementation = eps, dtype, implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        op = partial(layer_norm, eps=self.eps, backend=self.backend)
+        op = partial(layer_norm, eps=self.eps, implementation=self.implementation)
         op = per_device(op, in_specs=(STREAM, P(), P()), out_specs=STREAM)
         return op(x, self.weight[...], self.bias[...]).astype(self.dtype or x.dtype)
 
@@ -40,7 +47,7 @@ class LayerNorm(nnx.Module):
 
         branch_bias is added to the branch before, in the branch's dtype.
         """
-        op = partial(add_layer_norm, eps=self.eps, backend=self.backend)
+        op = partial(add_layer_norm, eps=self.eps, implementation=self.implementation)
         specs = (STREAM, STREAM, P(), P(), P())
         op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
         y, s = op(branch, residual, self.weight[...], self.bias[...], branch_bias)
@@ -53,12 +60,19 @@ class RMSNorm(nnx.Module):
     dtype: of y; None: of x.
     """
 
-    def __init__(self, features: int, *, eps: float = 1e-5, dtype=None, backend: Backend = "auto"):
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-5,
+        dtype=None,
+        implementation: Implementation | None = None,
+    ):
         self.weight = nnx.Param(jnp.ones(features), axes=())
-        self.eps, self.dtype, self.backend = eps, dtype, backend
+        self.eps, self.dtype, self.implementation = eps, dtype, implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        op = partial(rms_norm, eps=self.eps, backend=self.backend)
+        op = partial(rms_norm, eps=self.eps, implementation=self.implementation)
         op = per_device(op, in_specs=(STREAM, P()), out_specs=STREAM)
         return op(x, self.weight[...]).astype(self.dtype or x.dtype)
 
@@ -72,7 +86,7 @@ class RMSNorm(nnx.Module):
 
         branch_bias is added to the branch before, in the branch's dtype.
         """
-        op = partial(add_rms_norm, eps=self.eps, backend=self.backend)
+        op = partial(add_rms_norm, eps=self.eps, implementation=self.implementation)
         specs = (STREAM, STREAM, P(), P(), P())
         op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
         y, s = op(branch, residual, self.weight[...], None, branch_bias)
@@ -82,12 +96,19 @@ class RMSNorm(nnx.Module):
 class HeadLayerNorm(nnx.Module):
     """Layer norm of each head of (B, T, H, D), with a weight and no bias."""
 
-    def __init__(self, heads: int, head_dim: int, *, eps: float = 1e-6, backend: Backend = "auto"):
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        eps: float = 1e-6,
+        implementation: Implementation | None = None,
+    ):
         # Stored flat: weight decay takes what has two axes for a matrix.
         self.weight = nnx.Param(jnp.ones(heads * head_dim), axes=("tensor",))
-        self.eps, self.backend = eps, backend
+        self.eps, self.implementation = eps, implementation
 
     def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        op = partial(layer_norm, eps=self.eps, backend=self.backend)
+        op = partial(layer_norm, eps=self.eps, implementation=self.implementation)
         op = per_device(op, in_specs=(HEADS, P("tensor", None)), out_specs=HEADS)
         return op(x, self.weight[...].reshape(x.shape[-2:]))

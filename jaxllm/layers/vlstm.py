@@ -12,7 +12,7 @@ from jaxllm.layers.linear import ROWS, Linear, copies, joined
 from jaxllm.layers.norm import HEADS, HeadLayerNorm
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import vlstm, vlstm_step
-from pallas_kernels.backend import Backend
+from pallas_kernels.dispatch import Implementation
 
 GATES = P(BATCH, None, "tensor")  # (B, T, NH), or 2 NH: on each device i beside f
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
@@ -36,7 +36,7 @@ class VLSTMLayer(nnx.Module):
         chunk_size: int = 64,
         std: float = 0.02,
         out_std: float | None = None,
-        backend: Backend = "auto",
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         self.q = Linear(d_model, d_model // 2, std=std, rngs=rngs)
@@ -49,10 +49,12 @@ class VLSTMLayer(nnx.Module):
         self.f = Linear(d_model, n_heads, std=0.0, bias=True, rngs=rngs)
         self.f.bias = nnx.Param(jnp.linspace(3.0, 6.0, n_heads), axes=("tensor",))
         self.o = Linear(d_model, d_model, std=0.0, rngs=rngs)
-        self.norm = HeadLayerNorm(n_heads, d_model // n_heads, eps=eps, backend=backend)
+        self.norm = HeadLayerNorm(
+            n_heads, d_model // n_heads, eps=eps, implementation=implementation
+        )
         self.out = Linear(d_model, d_model, axes=ROWS, std=out_std or std, rngs=rngs)
         self.n_heads, self.gate_soft_cap = n_heads, gate_soft_cap
-        self.chunk_size, self.backend = chunk_size, backend
+        self.chunk_size, self.implementation = chunk_size, implementation
 
     def __call__(
         self,
@@ -100,7 +102,7 @@ class VLSTMLayer(nnx.Module):
             segment_ids=segment_ids,
             return_state=return_state,
             chunk_size=self.chunk_size,
-            backend=self.backend,
+            implementation=self.implementation,
         )
 
     def _mix_with_state(self, q, k, v, i, f, cache):

@@ -14,13 +14,15 @@ class GPT2Block(nnx.Module):
     """s += attention(norm_1(s)); s += mlp(norm_2(s)); the last bias of each is added with the s."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        C, backend = config.d_model, config.kernels
-        norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
+        C, implementation = config.d_model, config.implementation
+        norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation)
         weights = block_weights(config, rngs)
         self.norm_1 = LayerNorm(C, **norm)
-        self.attention = Attention(C, config.n_heads, bias=True, backend=backend, **weights)
+        self.attention = Attention(
+            C, config.n_heads, bias=True, implementation=implementation, **weights
+        )
         self.norm_2 = LayerNorm(C, **norm)
-        self.mlp = MLP(C, config.ff_width, backend=backend, **weights)
+        self.mlp = MLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
         out_bias, down_bias = self.attention.out.bias, self.mlp.down.bias

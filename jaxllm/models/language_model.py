@@ -54,7 +54,7 @@ class LanguageModel(nnx.Module):
         logit_soft_cap: float | None = None,
         rngs: nnx.Rngs,
     ):
-        width, backend = config.d_model, config.kernels
+        width, implementation = config.d_model, config.implementation
         self.config, self.logit_soft_cap = config, logit_soft_cap
         self.embedding = Embedding(
             config.vocab_size,
@@ -63,11 +63,13 @@ class LanguageModel(nnx.Module):
             max_seq_len=max_seq_len,
             std=STD,
             dtype=config.residual_dtype,
-            backend=backend,
+            implementation=implementation,
             rngs=rngs,
         )
         self.blocks = nnx.List([block(config, rngs=rngs) for _ in range(config.n_layers)])
-        self.norm = norm(width, eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
+        self.norm = norm(
+            width, eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation
+        )
         if tied:
             self.head = None
         else:
@@ -143,7 +145,7 @@ class LanguageModel(nnx.Module):
             transposed=head is not None,
             reduction="sum",
             vocab_axis=tensor,
-            backend=self.config.kernels,
+            implementation=self.config.implementation,
         )
         op = per_device(
             # One number for each part of the batch.

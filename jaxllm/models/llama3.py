@@ -15,9 +15,9 @@ class Llama3Block(nnx.Module):
     """s += attention(norm_1(s)); s += mlp(norm_2(s))."""
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
-        C, backend = config.d_model, config.kernels
+        C, implementation = config.d_model, config.implementation
         scaling = config.rope_scaling and RopeScaling(**config.rope_scaling.model_dump())
-        norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
+        norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation)
         weights = block_weights(config, rngs)
         self.norm_1 = RMSNorm(C, **norm)
         self.attention = Attention(
@@ -27,11 +27,11 @@ class Llama3Block(nnx.Module):
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
             rope_scaling=scaling,
-            backend=backend,
+            implementation=implementation,
             **weights,
         )
         self.norm_2 = RMSNorm(C, **norm)
-        self.mlp = GatedMLP(C, config.ff_width, backend=backend, **weights)
+        self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
         y, residual = add_norm(self.norm_1, branch, residual)

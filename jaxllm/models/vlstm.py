@@ -14,8 +14,8 @@ class VLSTMBlock(nnx.Module):
     """s += vlstm(norm_1(s)); s += mlp(norm_2(s))."""
 
     def __init__(self, config: VLSTMConfig, *, rngs: nnx.Rngs):
-        C, backend = config.d_model, config.kernels
-        norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, backend=backend)
+        C, implementation = config.d_model, config.implementation
+        norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation)
         weights = block_weights(config, rngs)
         self.norm_1 = RMSNorm(C, **norm)
         self.vlstm = VLSTMLayer(
@@ -24,11 +24,11 @@ class VLSTMBlock(nnx.Module):
             gate_soft_cap=config.gate_soft_cap,
             eps=config.norm_eps,
             chunk_size=config.chunk_size,
-            backend=backend,
+            implementation=implementation,
             **weights,
         )
         self.norm_2 = RMSNorm(C, **norm)
-        self.mlp = GatedMLP(C, config.ff_width, backend=backend, **weights)
+        self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
         y, residual = add_norm(self.norm_1, branch, residual)

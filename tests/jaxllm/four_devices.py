@@ -11,7 +11,6 @@ import re
 import jax
 import numpy as np
 
-from jaxllm import sample
 from jaxllm.config import (
     Config,
     GPT2Config,
@@ -21,8 +20,9 @@ from jaxllm.config import (
     TrainConfig,
     VLSTMConfig,
 )
+from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
-from jaxllm.training import Trainer
+from jaxllm.train.step import Trainer
 
 BATCH, SEQ, STEPS = 8, 32, 2
 SHAPE = dict(vocab_size=250, n_layers=1, n_heads=4, d_model=256, max_seq_len=SEQ)
@@ -88,7 +88,7 @@ def greedy(model: str, mesh: str) -> list[list[int]]:
     with jax.set_mesh(t.mesh):
         # Weights so large that tokens depend on the whole text.
         params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, t.init().params)
-        return np.stack(list(sample.stream(t.graph, params, prompts, config))).tolist()
+        return np.stack(list(decode.stream(t.graph, params, prompts, config))).tolist()
 
 
 def is_adam(x) -> bool:

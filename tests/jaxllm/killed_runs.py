@@ -81,6 +81,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")  # JAX does not like forks of a process that runs something
     for name in ("train", "grain", "matplotlib.figure", "tensorboardX.summary"):
         importlib.import_module(name)
-    for name in ("checkpoint", "data", "profiling", "report", "training"):
+    for name in ("train.checkpoint", "data", "train.profiling", "train.report", "train.step"):
         importlib.import_module(f"jaxllm.{name}")
     main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[6:])

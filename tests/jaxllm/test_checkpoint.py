@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint import Checkpoints
-from jaxllm.checksums import array_checksums
-from jaxllm.errors import InputError, RunError
-from jaxllm.process import memory_errors
+from jaxllm.errors import InputError, RunError, memory_errors
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.weights.checksums import array_checksums
 
 ABOUT = {"samples": 0}
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jaxllm.data import corpus, open_dataset
-from jaxllm.data.cache import build_once, cache_folder, file_digest, lock
+from jaxllm.data.cache import build_once, cache_folder, file_digest
 from jaxllm.data.loader import Tokens
 from jaxllm.data.shards import ShardWriter
 from jaxllm.data.tokenizer import train_tokenizer
 from jaxllm.errors import InputError
+from jaxllm.files import lock
 
 T = 4
 

@@ -12,8 +12,8 @@ import tokenizers
 from evaluation_run import EXPECTED, TEXTS, run_of
 from tokenizers import models, processors
 
-from jaxllm import evaluate, generate
 from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.infer import evaluate, generate
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_the_tokens_that_llama_3_puts_before_and_after_a_text(runs, capsys, tmp_
         seen.extend(rows)
         return iter(np.array([[2], [5], [1]]))
 
-    monkeypatch.setattr("jaxllm.sample.stream", stream)
+    monkeypatch.setattr("jaxllm.infer.decode.stream", stream)
     assert generate.main(f"--checkpoint {tmp_path / 'run'} --prompt the --tokens 4".split()) == 0
     assert seen == [[3, 2, 1, 0]]
     assert capsys.readouterr().out == "thet\n"
@@ -147,7 +147,7 @@ def test_a_device_without_memory_is_told(runs, capsys, monkeypatch):
     def full(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr("jaxllm.sample.put_model", full)
+    monkeypatch.setattr("jaxllm.infer.decode.put_model", full)
     assert generate.main(f"--checkpoint {runs['gpt2']} --prompt the --tokens 9".split()) == 1
     assert capsys.readouterr().err == (
         "error: the device is out of memory; lower --batch_size or --tokens\n"

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxllm import cli, report
-from jaxllm.checkpoint import Checkpoints
-from jaxllm.config import CONFIG_DIR, Config, load
+from jaxllm.config import CONFIG_DIR, Config, command_line, load
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
-from jaxllm.metrics import read_metrics
+from jaxllm.train import report
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.metrics import read_metrics
 
 CONFIGS = sorted(CONFIG_DIR.glob("*.yaml"))
 bounded = settings(
@@ -83,7 +83,7 @@ def test_configurations(data):
 )
 def test_command_lines(words):
     with contextlib.suppress(InputError):
-        assert isinstance(cli.read(words).config, Config)
+        assert isinstance(command_line.read(words).config, Config)
 
 
 def shards():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxllm import generate, sample
 from jaxllm.config import GPT2Config, Llama3Config, SampleConfig, VLSTMConfig
+from jaxllm.infer import decode, generate
 from jaxllm.models import create
 
 SHAPE = dict(vocab_size=250, n_layers=2, n_heads=2, d_model=64, max_seq_len=160, kernels="xla")
@@ -43,7 +43,7 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
         return model.logits(model.hidden(tokens), jnp.float32)[..., :250]
 
     with jax.default_matmul_precision("highest"):  # a GPU would take TF32
-        got = np.stack(list(sample.stream(graph, params, prompts, greedy)), axis=1)
+        got = np.stack(list(decode.stream(graph, params, prompts, greedy)), axis=1)
         text = np.zeros((3, 100), np.int32)
         for row, prompt, answer in zip(text, prompts, got, strict=True):
             row[: len(prompt) + TOKENS] = [*prompt, *answer]
@@ -65,13 +65,13 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
     model = create(MODELS["llama3"]())
     graph, params = nnx.split(model, nnx.Param)
     config = SampleConfig(tokens=4, temperature=1.0, seed=0)
-    sample._programs.cache_clear()
+    decode._programs.cache_clear()
     for prompt, seed in (([1, 2, 3], 0), ([4], 1)):
         again = nnx.split(nnx.merge(graph, params), nnx.Param)[0]  # as another call would make it
-        list(sample.stream(again, params, [prompt], config.model_copy(update={"seed": seed})))
-    assert sample._programs.cache_info().misses == 1
-    size = sample.round_up(sample.WIDTHS + sample.BLOCK, sample.WIDTHS)
-    programs = sample._programs(graph, size, 1.0, 50, 1.0)
+        list(decode.stream(again, params, [prompt], config.model_copy(update={"seed": seed})))
+    assert decode._programs.cache_info().misses == 1
+    size = decode.round_up(decode.WIDTHS + decode.BLOCK, decode.WIDTHS)
+    programs = decode._programs(graph, size, 1.0, 50, 1.0)
     assert [program._cache_size() for program in programs] == [1, 1]
 
 
@@ -79,7 +79,7 @@ def test_top_p_keeps_the_likeliest_that_reach_it():
     logits = jnp.log(jnp.array([0.1, 0.5, 0.3, 0.1]))
     keys = jax.random.split(jax.random.key(0), 64)
     for top_p, kept in ((0.0, {1}), (0.4, {1}), (0.6, {1, 2}), (1.0, {0, 1, 2, 3})):
-        assert {int(sample.choose(logits, k, 1.0, 0, top_p)) for k in keys} == kept
+        assert {int(decode.choose(logits, k, 1.0, 0, top_p)) for k in keys} == kept
 
 
 class Letters:
@@ -150,8 +150,9 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, named):
 
 def test_an_output_on_a_full_disk_is_told_and_a_training_goes_on_without():
     code = """import sys
-from jaxllm import cli, metrics
-sys.exit(cli.exit_status(lambda: metrics.say("on its way") or print("the text")))"""
+from jaxllm.config import command_line
+from jaxllm.train import metrics
+sys.exit(command_line.exit_status(lambda: metrics.say("on its way") or print("the text")))"""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code],

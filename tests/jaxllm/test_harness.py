@@ -10,8 +10,8 @@ import pytest
 from evaluation_run import EXPECTED, TEXTS, run_of
 from huggingface_folders import FIXTURES
 
-from jaxllm import evaluate
 from jaxllm.errors import InputError
+from jaxllm.infer import evaluate
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
 # The harness and what it imports warn of their own future.
@@ -27,7 +27,7 @@ def offline(monkeypatch):
 
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_metrics_scores_and_texts_equal_hugging_face(name, tmp_path):
-    from jaxllm.harness import RunLM, TaskManager
+    from jaxllm.infer.harness import RunLM, TaskManager
 
     with jax.default_matmul_precision("highest"):  # a GPU would take TF32
         found = lm_eval.simple_evaluate(
@@ -50,7 +50,7 @@ def test_metrics_scores_and_texts_equal_hugging_face(name, tmp_path):
 
 
 def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
-    from jaxllm import harness
+    from jaxllm.infer import harness
 
     run = run_of("gpt2", tmp_path)
     capsys.readouterr()
@@ -86,7 +86,7 @@ def test_the_task_in_the_readme_runs(tmp_path, capsys, monkeypatch):
 
 
 def test_settings_of_generation_that_are_not_known_are_refused():
-    from jaxllm.harness import _choice
+    from jaxllm.infer.harness import _choice
 
     config, stops, top_p = _choice({"until": "x", "do_sample": False, "temperature": 0.7}, 3)
     assert (config.tokens, config.temperature, config.seed, stops, top_p) == (256, 0, 3, ["x"], 1)

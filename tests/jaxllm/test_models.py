@@ -12,7 +12,7 @@ from kernel_checks import kernels_run_here
 from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig, load
 from jaxllm.errors import InputError
 from jaxllm.models import create, flops_per_token
-from jaxllm.weights import named_params, set_params
+from jaxllm.weights.places import named_params, set_params
 
 KINDS = {
     "gpt2": (GPT2Config, dict(n_heads=2)),
@@ -162,12 +162,12 @@ def test_padding_of_the_vocabulary_takes_no_part(kind):
 def test_a_tied_table_gets_the_sum_of_both_gradients():
     model = create(tiny("gpt2", n_layers=1, d_model=128))
     tokens, labels = tokens_of(model.config), tokens_of(model.config, 1)
-    model.embedding.backend = "mosaic"
+    model.embedding.implementation = "mosaic"
     graph, params = nnx.split(model)
 
     def apart(wte, head):
         merged = nnx.merge(graph, params)
-        merged.embedding.wte, merged.embedding.backend = nnx.Param(wte), "xla"
+        merged.embedding.wte, merged.embedding.implementation = nnx.Param(wte), "xla"
         z = (merged.hidden(tokens) @ head.T)[..., : model.config.vocab_size]
         return -0.5 * jnp.take_along_axis(jax.nn.log_softmax(z), labels[..., None], -1).sum()
 

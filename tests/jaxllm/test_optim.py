@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from jaxllm.config import OptimizerConfig
-from jaxllm.optim import global_norm, learning_rate, make_optimizer
+from jaxllm.train.optim import global_norm, learning_rate, make_optimizer
 
 
 def rates(steps, **values):

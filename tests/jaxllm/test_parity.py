@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from jaxllm.config import ModelConfig
 from jaxllm.models import create
-from jaxllm.weights import from_huggingface, named_params, set_params, to_huggingface
+from jaxllm.weights.places import from_huggingface, named_params, set_params, to_huggingface
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 TOLERANCE = 2e-5  # of the largest value: fp32 sums in another order, through two blocks

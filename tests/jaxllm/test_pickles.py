@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.shards import check_shard
 from jaxllm.data.sources import Source
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
-from jaxllm.pretrained import open_weights
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.weights.pretrained import open_weights
 
 unpickled = []  # names that a pickle looked up, which every harmful one has to
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
 
-from jaxllm import report
+from jaxllm.train import report
 
 SAMPLE = "def f(): <b>"
 ABOUT = {

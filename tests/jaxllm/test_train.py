@@ -21,12 +21,13 @@ from training_runs import REPO, STEPS, command, error_of, run
 
 import train
 from jaxllm import config as configs
-from jaxllm.checkpoint import Checkpoints
 from jaxllm.data.tokenizer import Tokenizer
-from jaxllm.metrics import read_metrics
-from jaxllm.process import alone
 from jaxllm.sharding import make_mesh
-from jaxllm.training import Trainer
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.metrics import read_metrics
+from jaxllm.train.process import alone
+from jaxllm.train.run import Run
+from jaxllm.train.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
@@ -259,7 +260,7 @@ def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(tiny, tmp_path,
 
 
 def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
-    run = train.Run.__new__(train.Run)
+    run = Run.__new__(Run)
     run.config, run.samples, run.start = configs.load(str(tiny), {"train.skip_spikes": "6"}), 80, 10
     assert run._why_skipped(12, finite=True) == (
         "5 updates in a row were skipped (train.max_skips), up to step 12 on the samples 88 to 95;"

@@ -7,7 +7,7 @@ import jax
 import pytest
 from training_runs import REPO, error_of
 
-from pallas_kernels import backend
+from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
@@ -94,7 +94,7 @@ def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
 
 
 def test_mosaic_is_refused_where_an_op_has_no_kernel(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
     one_wide_head = "--model.d_model 320 --model.n_heads 1 --model.n_kv_heads 1".split()
     command = ["--config", tiny, "--out_dir", tmp_path / "x", "--model.kernels", "mosaic"]
     message = error_of(capsys, *command, *one_wide_head)

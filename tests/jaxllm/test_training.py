@@ -7,11 +7,12 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxllm import guard, sample
 from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
-from jaxllm.metrics import RunLog, peak_memory, read_metrics
+from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
-from jaxllm.training import IGNORE, Trainer
+from jaxllm.train import guard
+from jaxllm.train.metrics import RunLog, peak_memory, read_metrics
+from jaxllm.train.step import IGNORE, Trainer
 
 SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=128, max_seq_len=64)
 FP32 = dict(compute_dtype="float32", residual_dtype="float32")
@@ -162,8 +163,8 @@ def test_the_first_layer_that_is_not_finite_is_named(layer):
 
 def test_sampling_chooses_among_the_likeliest():
     logits = jnp.array([0.0, 5.0, 4.0, -3.0])
-    assert int(sample.choose(logits, jax.random.key(0), 0, 0)) == 1
-    drawn = {int(sample.choose(logits, k, 2.0, 2)) for k in jax.random.split(jax.random.key(0), 64)}
+    assert int(decode.choose(logits, jax.random.key(0), 0, 0)) == 1
+    drawn = {int(decode.choose(logits, k, 2.0, 2)) for k in jax.random.split(jax.random.key(0), 64)}
     assert drawn == {1, 2}
 
 
@@ -171,7 +172,7 @@ def test_greedy_samples_follow_the_full_forward_pass():
     t = make(GPT2Config(**SHAPE, **FP32, kernels="xla"))
     params = t.init().params
     config = t.config.sample.model_copy(update={"tokens": 20, "temperature": 0.0})
-    got = sample.generate(t.graph, params, [5, 6, 7], config)
+    got = decode.generate(t.graph, params, [5, 6, 7], config)
     forward = jax.jit(lambda p, tokens: nnx.merge(t.graph, p)(tokens))
     seen = [5, 6, 7]
     for _ in range(20):

@@ -5,13 +5,13 @@ from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
 import pallas_kernels
-from pallas_kernels.benchmark import arrays, small
-from pallas_kernels.benchmark_cases import CASES
+from pallas_kernels.bench.cases import CASES
+from pallas_kernels.bench.run import arrays, small
 
 
 def call(case, inputs):
     op = jaxtyped(typechecker=beartype)(getattr(pallas_kernels, case.op))
-    op(**dict(zip(case.arrays, inputs, strict=True)), **case.options, backend="xla")
+    op(**dict(zip(case.arrays, inputs, strict=True)), **case.options, implementation="xla")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op + c.variant)

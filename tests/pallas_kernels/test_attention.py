@@ -1,5 +1,4 @@
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +6,12 @@ import numpy as np
 import pytest
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, normal
 
-from pallas_kernels import backend, mosaic
-from pallas_kernels.attention import (
-    attention,
-    attention_reference,
-    items_sm90,
-    masks_sm90,
-    why_not,
-)
-from pallas_kernels.attention.masks_sm90 import Visits
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.flash_attention import masks, schedule
+from pallas_kernels.flash_attention import op as attention_module
+from pallas_kernels.flash_attention.masks import Visits
+from pallas_kernels.flash_attention.op import attention, attention_reference, why_not
 
-attention_module = sys.modules["pallas_kernels.attention"]  # the package's name is the function's
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 BF16, FP16 = jnp.bfloat16, jnp.float16
 
@@ -154,7 +148,7 @@ def test_visited_tiles_are_those_with_something_to_see(t, s, size, by_keys, wind
 def test_tiles_of_other_segments_are_left_out():
     rows, columns = packed([128, 256], length=300), packed([128, 256], length=384)
     visits = Visits((300, 384), False, None, 128)
-    segment_spans = jax.jit(masks_sm90.segment_spans, static_argnums=(2, 3))
+    segment_spans = jax.jit(masks.segment_spans, static_argnums=(2, 3))
     spans = segment_spans(rows, columns, visits, 64)
     np.testing.assert_array_equal(
         spans, [[[0, 1, 0, 1], [0, 1, 0, 1], [1, 2, 1, 2], [1, 2, 1, 2], [2, 3, 2, 3]]]
@@ -176,7 +170,7 @@ def test_tiles_of_other_segments_are_left_out():
 @pytest.mark.parametrize("section", [1, 22, 64, 384])
 def test_every_item_is_planned_once_and_blocks_are_done_together(section):
     costs, pairs, blocks = (1152, 1024, 768, 640, 384, 256), 384, 132  # B32 T1024 12/12 D64
-    table = items_sm90.plan(costs, pairs, section, blocks)
+    table = schedule.plan(costs, pairs, section, blocks)
     count, items = table[:, 0], table[:, 1:]
     there = np.arange(items.shape[1]) < count[:, None]
     np.testing.assert_array_equal(np.sort(items[there]), np.arange(len(costs) * pairs))
@@ -191,9 +185,9 @@ def test_every_item_is_planned_once_and_blocks_are_done_together(section):
 def test_cost_of_a_block_is_what_it_visits():
     visits = Visits((300, 300), True, None, 64)
     rows = np.array([192, 64, -64])
-    assert items_sm90.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
+    assert schedule.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
     full = Visits((300, 300), False, None, 64)
-    assert items_sm90.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
+    assert schedule.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
 
 
 # ---- the reference, against mathematics written otherwise ------------------------------------
@@ -274,8 +268,8 @@ def test_reference_is_the_formula_and_its_gradient(h, kv, options):
 def test_one_array_of_segments_serves_queries_and_keys():
     q, k, v = inputs(2, 5, 9, 2, 1, 8, jnp.float32)
     ids = jnp.array([[0, 0, 0, 0, 0, 1, 1, 2, 2], [0] * 9])
-    one = attention(q, k, v, segment_ids=ids, backend="xla")
-    two = attention(q, k, v, segment_ids=(ids[:, 4:], ids), backend="xla")
+    one = attention(q, k, v, segment_ids=ids, implementation="xla")
+    two = attention(q, k, v, segment_ids=(ids[:, 4:], ids), implementation="xla")
     np.testing.assert_array_equal(one, two)
 
 
@@ -296,7 +290,7 @@ def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
     q, k, v = inputs(*shape, dtype)
     assert reason in why_not(q, k, v, **options)
     with pytest.raises(NotImplementedError, match=reason):
-        attention(q, k, v, backend="mosaic", **options)
+        attention(q, k, v, implementation="mosaic", **options)
 
 
 @pytest.mark.parametrize(
@@ -314,26 +308,26 @@ def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
     ],
 )
 def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, runs, monkeypatch):
-    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
     calls = []
     monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_: calls.append(1) or q)
-    backend.forget()
+    dispatch.forget()
     attention(*inputs(*shape, dtype), **options)
-    assert backend.decisions() == [backend.Decision("attention", runs, "older")]
+    assert dispatch.decisions() == [dispatch.Decision("attention", runs, "older")]
     assert len(calls) == (runs == "cudnn")
-    backend.forget()
-    attention(*inputs(*shape, dtype), **options, backend="xla")  # asked for: then it is XLA
-    assert backend.decisions() == [backend.Decision("attention", "xla", "asked for")]
+    dispatch.forget()
+    attention(*inputs(*shape, dtype), **options, implementation="xla")  # asked for: then it is XLA
+    assert dispatch.decisions() == [dispatch.Decision("attention", "xla", "asked for")]
     assert len(calls) == (runs == "cudnn")
 
 
 def test_other_dtypes_of_v_are_not_for_cudnn_and_get_gradients_in_their_own(monkeypatch):
-    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
     q, k, v = inputs(1, 8, 8, 2, 1, 8)
     v = v.astype(jnp.float32)
-    backend.forget()
+    dispatch.forget()
     grads = jax.grad(lambda *a: attention(*a).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
-    assert backend.decisions()[0].runs == "xla"  # JAX refuses it cuDNN
+    assert dispatch.decisions()[0].runs == "xla"  # JAX refuses it cuDNN
     assert [g.dtype for g in grads] == [BF16, BF16, jnp.float32]
 
 
@@ -352,7 +346,7 @@ def test_attention_without_elements(b, t, s):
 @pytest.mark.parametrize(("d", "options"), [(96, {}), (256, {}), (64, {"window": 50})])
 def test_cudnn_computes_what_the_reference_does(d, options, monkeypatch):
     other = lambda gpu: "another GPU" if gpu == "sm_90a" else None
-    monkeypatch.setattr(backend, "device_lacks", other)
+    monkeypatch.setattr(dispatch, "device_lacks", other)
     arrays = inputs(2, 200, 200, 4, 2, d)
     dout = normal(3, arrays[0].shape, BF16)
 
@@ -360,9 +354,9 @@ def test_cudnn_computes_what_the_reference_does(d, options, monkeypatch):
         out, pull = jax.vjp(f, *arrays)
         return out, *pull(dout.astype(out.dtype))
 
-    backend.forget()
+    dispatch.forget()
     actual = results(functools.partial(attention, **options), *arrays)
-    assert backend.decisions()[0].runs == "cudnn"
+    assert dispatch.decisions()[0].runs == "cudnn"
     reference = functools.partial(attention_reference, **options)
     expected = results(reference, *arrays)
     with jax.enable_x64(True):
@@ -376,7 +370,7 @@ def test_a_policy_can_spare_the_second_forward():
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
 
     def forwards(policy):
-        f = jax.checkpoint(lambda *x: attention(*x, backend="mosaic"), policy=policy)
+        f = jax.checkpoint(lambda *x: attention(*x, implementation="mosaic"), policy=policy)
         loss = lambda *x: f(*x).astype(jnp.float32).sum()
         grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
         text = grad.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
@@ -415,4 +409,4 @@ def one(*shape):
 )
 def test_contradictions_are_errors(shape, options, message):
     with pytest.raises(ValueError, match=message):
-        attention(*inputs(*shape), backend="mosaic", **options)
+        attention(*inputs(*shape), implementation="mosaic", **options)

@@ -28,8 +28,8 @@ def _few_sms(monkeypatch):
 )
 def test_it_matches_float64(shape, heads, theta, options):
     (b, t, d), (h, kv) = shape, heads
-    op = lambda qkv, positions, backend="xla": attention_qkv(
-        qkv, h, positions=positions, theta=theta, backend=backend, **options
+    op = lambda qkv, positions, implementation="xla": attention_qkv(
+        qkv, h, positions=positions, theta=theta, implementation=implementation, **options
     )
     qkv, positions = normal(0, (b, t, h + 2 * kv, d), BF16), jnp.arange(t) + 3
     check_op(op, op, qkv, positions, kernels=KERNELS + (ROPE if theta else ()))
@@ -38,7 +38,7 @@ def test_it_matches_float64(shape, heads, theta, options):
 @pytest.mark.parametrize("t", [16, 20])  # in one array; taken apart, as 20 is no multiple of 8
 def test_the_kernels_say_so_in_the_lowered_program(t):
     qkv = jnp.zeros((1, t, 4, 64), BF16)
-    f = functools.partial(attention_qkv, n_heads=2, backend="mosaic")
+    f = functools.partial(attention_qkv, n_heads=2, implementation="mosaic")
     text = jax.jit(f).trace(qkv).lower(lowering_platforms=("cuda",)).as_text()
     assert "attention_forward" in text
     assert ("stablehlo.slice" in text) == (t == 20)
@@ -66,8 +66,12 @@ def test_checkpoint_runs_the_kernels_that_write_in_place_again():
         jnp.ones((128, 64)),
         jnp.zeros(8, int),
     )
-    rotated = lambda x: attention_qkv(x, 1, theta=1e4, backend="mosaic").astype(jnp.float32).sum()
-    head = lambda x: linear_cross_entropy(x.reshape(-1, 64)[:8], weight, labels, backend="mosaic")
+    rotated = lambda x: (
+        attention_qkv(x, 1, theta=1e4, implementation="mosaic").astype(jnp.float32).sum()
+    )
+    head = lambda x: linear_cross_entropy(
+        x.reshape(-1, 64)[:8], weight, labels, implementation="mosaic"
+    )
     for op, kernel in (
         (rotated, "rope_forward"),
         (head, "linear_cross_entropy_statistics_and_gradient"),

@@ -9,8 +9,9 @@ import pytest
 from kernel_checks import ON_GPU, kernels_run_here
 
 import pallas_kernels
-from pallas_kernels import backend, benchmark, benchmark_cases
-from pallas_kernels.benchmark_cases import CASES, A, Case
+from pallas_kernels import dispatch
+from pallas_kernels.bench import cases, run
+from pallas_kernels.bench.cases import CASES, A, Case
 
 X = A("N C")
 SIZES = {"N": 4, "C": 1024}
@@ -19,34 +20,34 @@ GELU = Case("gelu", {"x": X}, (SIZES,), {"N": 2}, reads=("x",))
 
 @pytest.fixture(autouse=True)
 def fresh():
-    backend.forget()
+    dispatch.forget()
     yield
-    backend.forget()
+    dispatch.forget()
 
 
 @pytest.fixture
 def times(monkeypatch):
     """As if there were a GPU on which each call took two milliseconds."""
-    monkeypatch.setattr(backend, "device_lacks", lambda gpu: None)
-    monkeypatch.setattr(benchmark, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+    monkeypatch.setattr(run, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
 
 
 def measured(case, tops):
     with kernels_run_here():
-        return benchmark.measure(case, SIZES, tops, {})
+        return run.measure(case, SIZES, tops, {})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.variant}")
 def test_every_case_fits_its_op(case):
     for sizes in case.sizes:
         floating = sum(a.dtype != "int32" for a in case.arrays.values())
-        inputs = benchmark.structs(case, sizes)
-        op = benchmark.on_xla(case)
+        inputs = run.structs(case, sizes)
+        op = run.on_xla(case)
         y, gradients = jax.eval_shape(
-            lambda *a, op=op: benchmark.both(op, jax.tree.map(jnp.ones_like, op(*a)), *a), *inputs
+            lambda *a, op=op: run.both(op, jax.tree.map(jnp.ones_like, op(*a)), *a), *inputs
         )
         assert len(gradients) == floating
-        assert benchmark.decided(case, sizes).runs == ("mosaic" if ON_GPU else "xla")
+        assert run.decided(case, sizes).runs == ("mosaic" if ON_GPU else "xla")
         assert set(case.reads) | set(case.writes or ()) <= set(case.arrays)
         assert set(case.small) <= set(sizes)
 
@@ -60,7 +61,7 @@ def test_bytes_count_each_input_and_output_once():
     def moved(op, variant=""):
         case = next(c for c in CASES if (c.op, c.variant) == (op, variant))
         sizes = case.sizes[0]
-        return sizes, benchmark.bytes_moved(case, sizes)
+        return sizes, run.bytes_moved(case, sizes)
 
     _, gelu = moved("gelu")
     assert gelu["forward"] == 2 * 2 * 8192 * 14336
@@ -77,7 +78,7 @@ def test_bytes_count_each_input_and_output_once():
 
 
 def test_zipf_ids_fall_like_one_over_the_rank():
-    ids = np.asarray(benchmark.array(A("N", "int32", "zipf V"), {"N": 200_000, "V": 50304}, 0))
+    ids = np.asarray(run.array(A("N", "int32", "zipf V"), {"N": 200_000, "V": 50304}, 0))
     counts = np.bincount(ids, minlength=50304)
     assert ids.min() == 0
     assert ids.max() < 50304
@@ -86,7 +87,7 @@ def test_zipf_ids_fall_like_one_over_the_rank():
 
 
 def test_documents_are_packed_one_after_the_other():
-    ids = benchmark.array(A("B T", "int32", "documents L"), {"B": 2, "T": 7, "L": 3}, 0)
+    ids = run.array(A("B T", "int32", "documents L"), {"B": 2, "T": 7, "L": 3}, 0)
     np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 1, 2]] * 2)
 
 
@@ -126,14 +127,14 @@ def test_a_rival_that_fails_is_named_and_the_others_are_measured(times):
     tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
     forward, _ = measured(case, tops)
     assert forward["failed"] == {"cudnn": "ValueError: no such shape"}
-    assert benchmark._line(MemoryError()) == "MemoryError: "  # as Python raises it, without a word
+    assert run._line(MemoryError()) == "MemoryError: "  # as Python raises it, without a word
     assert set(forward["ms"]) == {"mosaic", "xla"}
 
 
 @pytest.mark.skipif(ON_GPU, reason="shows what a machine without a GPU says")
 def test_a_run_without_a_gpu_says_what_it_cannot_measure(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "CASES", (GELU,))
-    assert benchmark.main(["gelu", "--out", str(tmp_path / "results")]) == 0
+    monkeypatch.setattr(run, "CASES", (GELU,))
+    assert run.main(["gelu", "--out", str(tmp_path / "results")]) == 0
     shown = capsys.readouterr().out
     assert "Not measured: times, rates and ceilings, because the platform is cpu, not gpu" in shown
     row = next(line for line in shown.splitlines() if "backward" in line)
@@ -153,30 +154,30 @@ def test_the_table_and_the_picture_show_what_was_measured(times, tmp_path):
     records = measured(GELU, tops)
     records[0]["ms"]["xla"] = 5.0
     result = {"device": "D", "versions": {"jax": "1"}, "ceilings": tops, "not_measured": None}
-    view = benchmark.table(result | {"records": records})
+    view = run.table(result | {"records": records})
     cells = {str(column.header): next(column.cells) for column in view.columns}
     assert cells["ms"] == "2.0000"
     assert cells["x XLA"] == "2.50"
     assert cells["of ceiling"].endswith("*")  # 16 kB
-    benchmark.draw(result | {"records": records}, tmp_path / "r.png")
+    run.draw(result | {"records": records}, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
 def test_an_unknown_op_is_an_error_of_one_line(capsys, tmp_path):
-    assert benchmark.main(["gelu", "gleu", "--out", str(tmp_path / "x")]) == 2
+    assert run.main(["gelu", "gleu", "--out", str(tmp_path / "x")]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: 'gleu' is not one of add_layer_norm, ")
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "x").exists()
     (tmp_path / "file").touch()
-    assert benchmark.main(["gelu", "--out", str(tmp_path / "file")]) == 2
+    assert run.main(["gelu", "--out", str(tmp_path / "file")]) == 2
     assert "file cannot be made: File exists" in capsys.readouterr().err
 
 
 def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch):
     case = next(c for c in CASES if c.op == "attention")
     tiny = dict(zip("BTHKD", (1, 64, 2, 1, 64), strict=True))
-    monkeypatch.setattr(benchmark_cases, "CASES", [dataclasses.replace(case, sizes=(tiny,))])
+    monkeypatch.setattr(cases, "CASES", [dataclasses.replace(case, sizes=(tiny,))])
     with kernels_run_here():
         peers.attention()
     rows = {line[2:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, kernels_run_here, normal
 
-from pallas_kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from pallas_kernels.losses.cross_entropy import cross_entropy, cross_entropy_reference
 
 KERNELS = ("cross_entropy_forward", "cross_entropy_backward")
 
@@ -53,15 +53,17 @@ def test_cross_entropy_against_log_softmax():
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["mosaic", "xla"])
-def test_cross_entropy_of_ignored_and_wrong_labels(backend):
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_cross_entropy_of_ignored_and_wrong_labels(implementation):
     logits = normal(0, (6, 300)).at[4, 0].set(-jnp.inf)
     labels = jnp.array([0, 259, 260, -1, -7, 299], jnp.int32)
 
     def f(logits):
-        return cross_entropy(logits, labels, vocab_size=260, ignore_index=-7, backend=backend)
+        return cross_entropy(
+            logits, labels, vocab_size=260, ignore_index=-7, implementation=implementation
+        )
 
-    with kernels_run_here() if backend == "mosaic" else contextlib.nullcontext():
+    with kernels_run_here() if implementation == "mosaic" else contextlib.nullcontext():
         loss, pull = jax.vjp(jax.jit(f), logits)
         (dlogits,) = pull(jnp.ones(6))
     np.testing.assert_array_equal(jnp.isnan(loss), [False, False, True, True, False, True])
@@ -77,8 +79,8 @@ def test_cross_entropy_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match=r"labels have shape \(3,\), .* need \(2,\)"):
         cross_entropy(logits, jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match="labels is float32: cast it to an integer dtype"):
-        cross_entropy(logits, jnp.zeros(2), backend="mosaic")
+        cross_entropy(logits, jnp.zeros(2), implementation="mosaic")
     with pytest.raises(ValueError, match=r"vocab_size=9 is not in \[1, 8\]"):
         cross_entropy(logits, jnp.zeros(2, jnp.int32), vocab_size=9)
     with pytest.raises(NotImplementedError, match="logits is int32"):
-        cross_entropy(jnp.ones((2, 8), jnp.int32), jnp.zeros(2, jnp.int32), backend="mosaic")
+        cross_entropy(jnp.ones((2, 8), jnp.int32), jnp.zeros(2, jnp.int32), implementation="mosaic")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, kernels_run_here, normal
 
-from pallas_kernels.encoder import encoder, encoder_reference
+from pallas_kernels.embedding import encoder, encoder_reference
 
 KERNELS = ("encoder_forward", "encoder_backward_sums", "encoder_backward_vocabulary")
 
@@ -31,7 +31,9 @@ def test_encoder_matches_float64(batch, time, v, width, positions, table, dtype)
     tokens = zipf((batch, time), v)
     wte, wpe = normal(1, (v, width), table), normal(2, (positions, width), table)
     check_op(
-        lambda *a, dtype, backend: encoder(tokens, *a, dtype=dtype, backend=backend),
+        lambda *a, dtype, implementation: encoder(
+            tokens, *a, dtype=dtype, implementation=implementation
+        ),
         # The truth is float64 throughout; the reference rounds its result to dtype.
         lambda *a, dtype: encoder_reference(
             tokens, *a, dtype=None if a[0].dtype == jnp.float64 else dtype
@@ -49,7 +51,7 @@ def test_encoder_matches_float64(batch, time, v, width, positions, table, dtype)
 def test_encoder_without_positions(tokens):
     """One token everywhere (all tiles of one block) and tokens outside the vocabulary."""
     check_op(
-        lambda wte, backend: encoder(tokens, wte, None, backend=backend),
+        lambda wte, implementation: encoder(tokens, wte, None, implementation=implementation),
         lambda wte: encoder_reference(tokens, wte, None),
         normal(0, (10, 128)),
         kernels=KERNELS if tokens.size >= 32 else ("encoder_backward_vocabulary",),
@@ -86,7 +88,7 @@ def test_tied_encoder_leaves_the_rows_that_do_not_occur():
     """Bit for bit, and the others are the sum of the two gradients."""
     tokens, wte = zipf((2, 40), 99), normal(0, (99, 128))
     dy, dtable = normal(1, (2, 40, 128)), normal(2, (99, 128))
-    run = functools.partial(encoder, dtype=jnp.float32, backend="mosaic")
+    run = functools.partial(encoder, dtype=jnp.float32, implementation="mosaic")
     with kernels_run_here():
         pull = jax.vjp(lambda wte: run(tokens, wte, None, tied=True), wte)[1]
         both = jax.block_until_ready(pull((dy, dtable))[0])
@@ -109,7 +111,7 @@ def test_encoder_against_one_hot_matmuls():
     assert (dwpe[8] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["xla", "mosaic"])
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 @pytest.mark.parametrize(
     ("tokens", "wte", "wpe", "message"),
     [
@@ -119,9 +121,9 @@ def test_encoder_against_one_hot_matmuls():
         (jnp.zeros((2, 4), jnp.int32), (8, 128), (4, 1), "wpe has 1 columns, wte has 128"),
     ],
 )
-def test_encoder_refuses_what_does_not_fit(tokens, wte, wpe, message, backend):
+def test_encoder_refuses_what_does_not_fit(tokens, wte, wpe, message, implementation):
     with pytest.raises(ValueError, match=message):
-        encoder(tokens, jnp.ones(wte), jnp.ones(wpe), backend=backend)
+        encoder(tokens, jnp.ones(wte), jnp.ones(wpe), implementation=implementation)
 
 
 def test_encoder_refuses_a_sequence_longer_than_its_positions():

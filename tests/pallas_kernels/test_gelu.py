@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from kernel_checks import ON_GPU, check_op, normal
 
-from pallas_kernels import backend
-from pallas_kernels.gelu import gelu, gelu_reference
+from pallas_kernels import dispatch
+from pallas_kernels.activations.gelu import gelu, gelu_reference
 
 KERNELS = ("gelu_forward", "gelu_backward")
 
@@ -23,7 +23,7 @@ def test_gelu_of_extreme_values_is_finite():
 
 def test_gelu_refuses_integers_with_the_reason():
     with pytest.raises(NotImplementedError, match="x is int32, not float32, bfloat16 or float16"):
-        gelu(jnp.ones(3, jnp.int32), backend="mosaic")
+        gelu(jnp.ones(3, jnp.int32), implementation="mosaic")
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_gelu_with_a_bias_matches_float64(shape, dtype, of_bias):
 def test_the_matmul_before_takes_bias_and_gelu():
     x, weight = normal(0, (256, 512), jnp.bfloat16), normal(1, (512, 1024), jnp.bfloat16)
     program = jax.jit(jax.vjp, static_argnums=0)
-    f = lambda x, w, bias: gelu(x @ w, bias, backend="mosaic")
+    f = lambda x, w, bias: gelu(x @ w, bias, implementation="mosaic")
     options = {"xla_gpu_enable_triton_gemm": False}  # as train.py has it
     text = program.lower(f, x, weight, normal(2, (1024,))).compile(options).as_text()
     assert '"epilogue":"BIAS_GELU_AUX"' in text
-    assert "cuBLASLt takes it in the matmul before" in backend.explain()
+    assert "cuBLASLt takes it in the matmul before" in dispatch.explain()
 
 
 def test_a_bias_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\), not \(4,\)"):
         gelu(jnp.ones((2, 4)), jnp.ones(3))
     with pytest.raises(NotImplementedError, match="F=4 is no multiple of 128"):
-        gelu(jnp.ones((2, 4)), jnp.ones(4), backend="mosaic")
+        gelu(jnp.ones((2, 4)), jnp.ones(4), implementation="mosaic")

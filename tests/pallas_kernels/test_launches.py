@@ -40,7 +40,7 @@ def test_cuda_can_launch_the_grids_of_many_tokens(grids, op, shapes, kernels):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
     def both(*arrays):
-        y, pull = jax.vjp(lambda *a: op(*a, backend="mosaic"), *arrays)
+        y, pull = jax.vjp(lambda *a: op(*a, implementation="mosaic"), *arrays)
         return pull(y)
 
     jax.eval_shape(both, *arrays)
@@ -64,7 +64,7 @@ def test_gelu_counts_the_elements_of_its_forward_kernel():
     bias = jax.ShapeDtypeStruct((2**16,), jnp.float32)
     x = jax.ShapeDtypeStruct((2**15, *bias.shape), jnp.float32)
     with pytest.raises(NotImplementedError, match="counts to 2147483647"):
-        jax.eval_shape(lambda x, b: gelu(x, b, backend="mosaic"), x, bias)
+        jax.eval_shape(lambda x, b: gelu(x, b, implementation="mosaic"), x, bias)
 
 
 def test_tiles_of_the_backward_pass_may_be_higher_than_those_forward():
@@ -72,7 +72,9 @@ def test_tiles_of_the_backward_pass_may_be_higher_than_those_forward():
     w = jax.ShapeDtypeStruct((2047,), jnp.float16)
 
     def both(x, s, w):
-        y, pull = jax.vjp(lambda *a: add_rms_norm(*a, x_bias=a[2], backend="mosaic"), x, s, w)
+        y, pull = jax.vjp(
+            lambda *a: add_rms_norm(*a, x_bias=a[2], implementation="mosaic"), x, s, w
+        )
         return pull(y)
 
     assert [a.shape for a in jax.eval_shape(both, x, s, w)] == [x.shape, s.shape, w.shape]
@@ -82,7 +84,7 @@ def test_an_interpreter_that_would_hang_says_so(monkeypatch):
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
     def trace():
-        return jax.eval_shape(lambda q: attention(q, q, q, backend="mosaic"), q)
+        return jax.eval_shape(lambda q: attention(q, q, q, implementation="mosaic"), q)
 
     monkeypatch.setenv("NPROC", "2")
     assert trace().shape == q.shape  # to be lowered

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from kernel_checks import ON_GPU, check_op, kernels_run_here, normal
 
-from pallas_kernels import row_plan
-from pallas_kernels.layer_norm import (
+from pallas_kernels.norms import tiles
+from pallas_kernels.norms.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
     layer_norm,
@@ -20,11 +20,9 @@ f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 @pytest.fixture
 def one_block(monkeypatch):
     """One persistent block for each head: it takes all tiles and reuses its buffers."""
-    monkeypatch.setattr(row_plan, "SMS", 1)
-    tiles = {
-        d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in row_plan._TILES.items()
-    }
-    monkeypatch.setattr(row_plan, "_TILES", tiles)
+    monkeypatch.setattr(tiles, "SMS", 1)
+    small = {d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in tiles._TILES.items()}
+    monkeypatch.setattr(tiles, "_TILES", small)
 
 
 def parameters(*shape, dtype=f32):
@@ -75,7 +73,7 @@ def test_parameters_are_optional(which, shape):
 def test_one_column():
     """y is the bias, dx 0, on a GPU (fused multiply and add) but for rounding dy / sqrt(eps)."""
     x, bias, dy = normal(0, (3, 1)), normal(1, (1,)), normal(2, (3, 1))
-    run = lambda x, bias: layer_norm(x, None, bias, eps=1e-5, backend="mosaic")
+    run = lambda x, bias: layer_norm(x, None, bias, eps=1e-5, implementation="mosaic")
     with kernels_run_here():
         y, pull = jax.vjp(run, x, bias)
         dx, dbias = jax.block_until_ready(pull(dy))
@@ -122,13 +120,13 @@ def test_a_bias_before_the_residual(one_block, shape, dtype, residual):
 def test_refusals_and_errors_name_the_reason():
     x = jnp.ones((4, 64))
     with pytest.raises(NotImplementedError, match="weight is int32, not float32, bfloat16 or"):
-        layer_norm(x, jnp.ones(64, jnp.int32), backend="mosaic")
+        layer_norm(x, jnp.ones(64, jnp.int32), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="C=8200 is more than 8192"):
-        layer_norm(jnp.ones((2, 8200)), backend="mosaic")
+        layer_norm(jnp.ones((2, 8200)), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="residual is bfloat16, narrower than x"):
-        add_layer_norm(x, x.astype(bf16), backend="mosaic")
+        add_layer_norm(x, x.astype(bf16), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="x_bias is int32, not float32, bfloat16 or"):
-        add_layer_norm(x, x, x_bias=jnp.ones(64, jnp.int32), backend="mosaic")
+        add_layer_norm(x, x, x_bias=jnp.ones(64, jnp.int32), implementation="mosaic")
     with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not that of the last axes"):
         add_layer_norm(x, x, x_bias=jnp.ones(32))
     with pytest.raises(ValueError, match=r"each head: weight \(64,\), x_bias \(4, 64\)"):

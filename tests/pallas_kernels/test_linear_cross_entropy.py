@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
 
-from pallas_kernels.linear_cross_entropy import (
+from pallas_kernels.losses.linear_cross_entropy import (
     _rows,
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -57,7 +57,7 @@ def test_a_small_scale_costs_no_digits(dtype):
         loss = lambda weight: op(x, weight, labels, reduction="sum", scale=scale)
         return jax.value_and_grad(loss)(weight)
 
-    op = functools.partial(linear_cross_entropy, backend="mosaic")
+    op = functools.partial(linear_cross_entropy, implementation="mosaic")
     kernel = jax.jit(functools.partial(run, op))
     reference = jax.jit(functools.partial(run, linear_cross_entropy_reference))
     scale = jnp.float32(3e-5)
@@ -95,7 +95,7 @@ def test_linear_cross_entropy_against_log_softmax():
     losses = -jnp.take_along_axis(jax.nn.log_softmax(z[:, :40]), labels[:, None] % 40, 1)[:, 0]
     kept = jnp.array([0, 1, 2, 4])
     for reduction, expected in (("sum", losses[kept].sum()), ("mean", losses[kept].mean())):
-        options = dict(vocab_size=40, softcap=4.0, reduction=reduction, backend="xla")
+        options = dict(vocab_size=40, softcap=4.0, reduction=reduction, implementation="xla")
         actual = linear_cross_entropy(x, weight, labels, **options)
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
         loss = lambda s, options=options: linear_cross_entropy(
@@ -109,10 +109,10 @@ def test_linear_cross_entropy_against_log_softmax():
 def test_linear_cross_entropy_of_ignored_and_wrong_labels():
     x, weight = normal(0, (4, 16)), normal(1, (256, 16))
 
-    def run(labels, backend):
+    def run(labels, implementation):
         def f(x, weight):
             labels_ = jnp.array(labels, jnp.int32)
-            options = dict(vocab_size=250, ignore_index=-7, backend=backend)
+            options = dict(vocab_size=250, ignore_index=-7, implementation=implementation)
             return linear_cross_entropy(x, weight, labels_, **options)
 
         loss, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight)
@@ -144,9 +144,9 @@ def test_linear_cross_entropy_of_a_split_vocabulary():
     softcap = 3.0
     mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
 
-    def run(backend):
+    def run(implementation):
         def f(x, weight):
-            options = dict(vocab_size=300, softcap=softcap, backend=backend)
+            options = dict(vocab_size=300, softcap=softcap, implementation=implementation)
             op = lambda *arrays: linear_cross_entropy(*arrays, vocab_axis="v", **options)
             specs = dict(in_specs=(P(), P("v"), P()), out_specs=P(), check_vma=False)
             return jax.shard_map(op, mesh=mesh, **specs)(x, weight, labels)
@@ -168,8 +168,8 @@ def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
     x, weight, labels = normal(0, (3, 16)), normal(1, (256, 16)), jnp.array([5, -100, 250])
     op = functools.partial(linear_cross_entropy, labels=labels, vocab_size=251, scale=0.3)
     both = lambda op: jax.value_and_grad(lambda x, weight: op(x, weight), (0, 1))
-    loss, (dx, dw) = both(functools.partial(op, backend="xla"))(x, weight)
-    of_part = both(functools.partial(op, vocab_axis="v", backend="mosaic"))
+    loss, (dx, dw) = both(functools.partial(op, implementation="xla"))(x, weight)
+    of_part = both(functools.partial(op, vocab_axis="v", implementation="mosaic"))
     with kernels_run_here():
         run = jax.vmap(of_part, in_axes=(None, 0), axis_name="v")
         losses, (dxs, dws) = jax.block_until_ready(jax.jit(run)(x, weight.reshape(2, 128, 16)))
@@ -205,14 +205,16 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
         linear_cross_entropy(x, weight, labels, softcap=-3.0)
     with pytest.raises(ValueError, match="chunk=0 is not at least 1 token"):
         linear_cross_entropy(x, weight, labels, chunk=0)
-    for backend in ("mosaic", "xla"):  # a scale for each token would weigh them, silently
+    for implementation in ("mosaic", "xla"):  # a scale for each token would weigh them, silently
         with pytest.raises(ValueError, match=r"scale has shape \(2,\), it is one number"):
-            linear_cross_entropy(x, weight, labels, scale=jnp.ones(2), backend=backend)
+            linear_cross_entropy(
+                x, weight, labels, scale=jnp.ones(2), implementation=implementation
+            )
     with pytest.raises(ValueError, match="labels is float32: cast it to an integer dtype"):
-        linear_cross_entropy(x, weight, labels.astype(jnp.float32), backend="mosaic")
+        linear_cross_entropy(x, weight, labels.astype(jnp.float32), implementation="mosaic")
     with pytest.raises(ValueError, match=r"weight has shape \(8,\), it needs 2 axes: V C"):
         linear_cross_entropy(x, weight[0], labels)
     with pytest.raises(NotImplementedError, match="softcap=101.0 is over 100"):
-        linear_cross_entropy(x, weight, labels, softcap=101.0, backend="mosaic")
+        linear_cross_entropy(x, weight, labels, softcap=101.0, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="x is int32"):
-        linear_cross_entropy(x.astype(jnp.int32), weight, labels, backend="mosaic")
+        linear_cross_entropy(x.astype(jnp.int32), weight, labels, implementation="mosaic")

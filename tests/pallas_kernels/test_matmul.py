@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, normal
 
-from pallas_kernels import backend, mosaic
-from pallas_kernels.gelu import gelu_linear, gelu_linear_reference
-from pallas_kernels.swiglu import swiglu_linear, swiglu_linear_reference
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.activations.gelu import gelu_linear, gelu_linear_reference
+from pallas_kernels.activations.swiglu import swiglu_linear, swiglu_linear_reference
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
 
@@ -62,14 +62,14 @@ def test_extreme_activations_are_finite(extreme):
 )
 def test_without_the_kernel_it_is_the_activation_and_a_matmul(rows, c, f, dtype, reason):
     x, weight = normal(0, (rows, f), dtype), normal(2, (f, c), dtype)
-    backend.forget()
-    run = jax.jit(lambda x, weight: swiglu_linear(x, x, weight, backend="mosaic"))
+    dispatch.forget()
+    run = jax.jit(lambda x, weight: swiglu_linear(x, x, weight, implementation="mosaic"))
     text = run.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
     assert "swiglu_forward" in text
-    fused, alone = backend.decisions()
+    fused, alone = dispatch.decisions()
     assert fused == ("swiglu_linear", "xla", f"swiglu and a matmul: {reason}")
     assert (alone.op, alone.runs) == ("swiglu", "mosaic")
-    y = swiglu_linear(x, x, weight, backend="xla")
+    y = swiglu_linear(x, x, weight, implementation="xla")
     np.testing.assert_array_equal(y, swiglu_linear_reference(x, x, weight))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, normal
 
-from pallas_kernels.rms_norm import (
+from pallas_kernels.norms.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
     rms_norm,

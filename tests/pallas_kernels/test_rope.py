@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, normal
 
-from pallas_kernels.rope import RopeScaling, frequencies, rope, rope_reference
+from pallas_kernels.rotary import RopeScaling, frequencies, rope, rope_reference
 
 KERNELS = ("rope_forward", "rope_backward")
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -86,8 +86,8 @@ def test_rope_depends_on_relative_positions_only():
     q, k = inputs(1, 1, 1, 1, 64, F32)
     dot = lambda m, n: float(
         jnp.sum(
-            rope(q, k, jnp.array([m], jnp.int32), backend="xla")[0]
-            * rope(q, k, jnp.array([n], jnp.int32), backend="xla")[1]
+            rope(q, k, jnp.array([m], jnp.int32), implementation="xla")[0]
+            * rope(q, k, jnp.array([n], jnp.int32), implementation="xla")[1]
         )
     )
     np.testing.assert_allclose(dot(1007, 1000), dot(7, 0), rtol=1e-3)
@@ -113,4 +113,4 @@ def test_rope_refuses_what_does_not_fit():
     ):
         rope(q, k, p, scaling=RopeScaling(8.0, 4.0, 1.0, 8192))
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="q is float64"):
-        rope(q.astype(jnp.float64), k, p, backend="mosaic")
+        rope(q.astype(jnp.float64), k, p, implementation="mosaic")

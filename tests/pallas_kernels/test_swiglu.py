@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, normal
 
-from pallas_kernels.swiglu import swiglu, swiglu_reference
+from pallas_kernels.activations.swiglu import swiglu, swiglu_reference
 
 KERNELS = ("swiglu_forward", "swiglu_backward")
 
@@ -33,7 +33,7 @@ def test_swiglu_of_two_dtypes_runs_on_xla_in_the_wider_one():
     gate, up = normal(0, (8,), jnp.bfloat16), normal(1, (8,), jnp.float32)
     assert swiglu(gate, up).dtype == jnp.float32
     with pytest.raises(NotImplementedError, match="gate is bfloat16 but up is float32"):
-        swiglu(gate, up, backend="mosaic")
+        swiglu(gate, up, implementation="mosaic")
 
 
 def test_swiglu_refuses_two_shapes():
@@ -44,4 +44,4 @@ def test_swiglu_refuses_two_shapes():
 def test_swiglu_refuses_more_elements_than_it_can_count():
     x = jax.ShapeDtypeStruct((2**20, 2**11), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="gate has 2147483648 elements"):
-        jax.eval_shape(lambda g, u: swiglu(g, u, backend="mosaic"), x, x)
+        jax.eval_shape(lambda g, u: swiglu(g, u, implementation="mosaic"), x, x)

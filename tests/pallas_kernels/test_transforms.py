@@ -19,7 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
 LABELS = np.array([[5, -100, 250], [1, 2, 3]])
 ROWS, WEIGHT = (2, 5, 128), (2, 128)
 
-CASES = {  # op(*arrays, whole numbers, backend=), the arrays' shapes, whole numbers, dtype
+CASES = {  # op(*arrays, whole numbers, implementation=), the arrays' shapes, whole numbers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
     "add_layer_norm": (ops.add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT], []),
     "rms_norm": (ops.rms_norm, [ROWS, WEIGHT], []),
@@ -69,10 +69,10 @@ def test_of_two_members(name, loop):
     op, shapes, whole, *dtype = CASES[name]
     arrays = [normal(i, shape, *dtype) for i, shape in enumerate(shapes)]
 
-    def results(backend):
+    def results(implementation):
         def of_one(members):
             arrays, whole = members
-            y, pull = jax.vjp(lambda *a: op(*a, *whole, backend=backend), *arrays)
+            y, pull = jax.vjp(lambda *a: op(*a, *whole, implementation=implementation), *arrays)
             waves = lambda y: jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype)
             return y, pull(jax.tree.map(waves, y))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from kernel_checks import assert_error_ratio, normal
 
-from pallas_kernels import backend, vlstm, vlstm_step
-from pallas_kernels.vlstm import reference
+from pallas_kernels import dispatch, vlstm, vlstm_step
+from pallas_kernels.mlstm import reference
 
 ARRAYS = ("q", "k", "v", "i", "f")
 
@@ -334,10 +334,10 @@ def test_memory_of_training_is_linear_in_length():
 def test_it_runs_on_xla_and_says_why():
     args = inputs(1, 3, 1, 2, 2)
     with pytest.raises(NotImplementedError, match="q is float32, not bfloat16 or float16"):
-        vlstm(*args, backend="mosaic")
-    backend.forget()
+        vlstm(*args, implementation="mosaic")
+    dispatch.forget()
     jax.eval_shape(vlstm, *args)
-    assert [d[:2] for d in backend.decisions()] == [("vlstm", "xla")]
+    assert [d[:2] for d in dispatch.decisions()] == [("vlstm", "xla")]
 
 
 def test_wrong_arguments_are_named():

@@ -11,8 +11,8 @@ import pytest
 import vlstm_twins
 from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
 
-from pallas_kernels import backend, mosaic, vlstm
-from pallas_kernels.vlstm import cell_sm90, reference, rows_sm90, states_sm90
+from pallas_kernels import dispatch, mosaic, vlstm
+from pallas_kernels.mlstm import chunkwise, inter_chunk, intra_chunk, reference
 
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
 BF16, FP16 = jnp.bfloat16, jnp.float16
@@ -25,7 +25,7 @@ def _one_sm(monkeypatch):
     """Interpreted, one block takes all chunks, one after the other, as those of a full grid do."""
     if not ON_GPU:
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(rows_sm90, "TEAMS", 1)
+        monkeypatch.setattr(intra_chunk, "TEAMS", 1)
 
 
 def flat(form):
@@ -40,8 +40,8 @@ def flat(form):
 @flat
 def xla(q, k, v, i, f, **options):
     """In chunks of the kernels' size: it rounds as many states as they do."""
-    size = cell_sm90.edge(q.shape[-1], v.shape[-1])
-    return vlstm(q, k, v, i, f, chunk_size=size, backend="xla", **options)
+    size = chunkwise.edge(q.shape[-1], v.shape[-1])
+    return vlstm(q, k, v, i, f, chunk_size=size, implementation="xla", **options)
 
 
 def inputs(b, t, h, dqk, dv, dtype=BF16, mean=1.0, state=False):
@@ -81,7 +81,7 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
             y, pull = jax.vjp(form, *arrays)
             return y, pull(jax.tree.map(lambda x: normal(20, x.shape, x.dtype), y))
 
-        actual = run(functools.partial(cell_sm90.chunkwise, kernels=TWINS), arrays)
+        actual = run(functools.partial(chunkwise.chunkwise, kernels=TWINS), arrays)
         expected = run(reference.recurrent, arrays)
         for (path, a), e in zip(
             jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
@@ -116,7 +116,7 @@ def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
 def test_extreme_gates_and_documents(dtype, monkeypatch):
     """Gates past xLSTM's caps in two thirds of the places; three chunks for two teams."""
     if not ON_GPU:
-        monkeypatch.setattr(rows_sm90, "TEAMS", 2)
+        monkeypatch.setattr(intra_chunk, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 64, 64, dtype)
     some = np.arange(135)[None, :, None] % 3 > 0
     i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
@@ -127,7 +127,7 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
 
 
 def test_segments_fill_idle_sms_only():
-    segments = functools.partial(states_sm90.segments, at_once=132)
+    segments = functools.partial(inter_chunk.segments, at_once=132)
     assert segments(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
     assert segments(45, 512) == 1  # a second walk costs what two segments win
     assert segments(8, 23) == 1  # so few chunks are walked along sooner than joined
@@ -137,15 +137,15 @@ def test_segments_fill_idle_sms_only():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_chunks_walked_in_segments(reverse, monkeypatch):
     """Five chunks in segments of 2, 2 and 1, the last one short; one decay empties the state."""
-    monkeypatch.setattr(states_sm90, "LEAST", 1)
-    assert states_sm90.segments(1, 5, 4) == 3
+    monkeypatch.setattr(inter_chunk, "LEAST", 1)
+    assert inter_chunk.segments(1, 5, 4) == 3
     x, y = (normal(n, (1, 296, 1, 64), BF16) for n in (0, 1))
     weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
     decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]
     first = normal(5, (1, 1, 64, 64)), normal(6, (1, 1, 64))
     other = normal(7, (1, 1, 5, 64, 64), BF16)
     arguments = (x, y, weight, vector, decay, first, other)
-    walk = functools.partial(states_sm90.states, reverse=reverse, sms=2)
+    walk = functools.partial(inter_chunk.states, reverse=reverse, sms=2)
     assert_lowers(walk, arguments, ("vlstm_states", "vlstm_join"))
     with kernels_run_here():
         actual = jax.block_until_ready(jax.jit(walk)(*arguments))
@@ -159,9 +159,9 @@ def test_chunks_walked_in_segments(reverse, monkeypatch):
 
 def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
     arrays = inputs(1, 8, 1, 64, 64)
-    backend.forget()
-    jax.eval_shape(functools.partial(vlstm, backend="mosaic"), *arrays)
-    assert [d[:2] for d in backend.decisions()] == [("vlstm", "mosaic")]
+    dispatch.forget()
+    jax.eval_shape(functools.partial(vlstm, implementation="mosaic"), *arrays)
+    assert [d[:2] for d in dispatch.decisions()] == [("vlstm", "mosaic")]
     for message, changed, options in (
         ("eps=0.1 is not 0", arrays, {"eps": 0.1}),
         ("q is float32, not bfloat16", inputs(1, 8, 1, 64, 64, jnp.float32), {}),
@@ -169,4 +169,4 @@ def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
         ("DV=528 is not a multiple of 16 up to 512", inputs(1, 8, 1, 64, 528), {}),
     ):
         with pytest.raises(NotImplementedError, match=message):
-            vlstm(*changed, backend="mosaic", **options)
+            vlstm(*changed, implementation="mosaic", **options)

@@ -1,0 +1,172 @@
+"""The models' sections of the configuration: what each architecture can be told."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+# Beyond any model that one could train, and small enough to be told before it is built.
+Layers = Annotated[int, Field(ge=1, le=4096)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class RopeScaling(Section):
+    """Llama 3.1's stretching of the low rotary frequencies to longer texts."""
+
+    factor: float = Field(8.0, ge=1, description="how far low frequencies are slowed (3.2: 32)")
+    low_freq_factor: float = Field(1.0, gt=0, description="below O/low wavelengths: scaled fully")
+    high_freq_factor: float = Field(4.0, gt=0, description="above O/high wavelengths: kept")
+    original_max_position_embeddings: int = Field(
+        8192, ge=1, description="O, the length of text before the stretching"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must exceed"
+                f" low_freq_factor={self.low_freq_factor}"
+            )
+        return self
+
+
+class _Model(Section):
+    vocab_size: Vocabulary = Field(description="token ids the model knows")
+    n_layers: Layers = Field(description="number of blocks (layers)")
+    n_heads: Width = Field(description="number of heads (of queries)")
+    d_model: Width = Field(description="width of the residual stream")
+    max_seq_len: Count = Field(description="longest sequence, in tokens")
+    compute_dtype: Dtype = Field("bfloat16", description="dtype of matmuls and activations")
+    residual_dtype: Dtype = Field("bfloat16", description="dtype of the residual stream")
+    kernels: Literal["auto", "mosaic", "xla"] = Field(
+        "auto", description="our GPU kernels where supported, always, or never"
+    )
+    remat: Literal["none", "dots", "block"] = Field(
+        "none", description="recompute in the backward pass: nothing, all but matmuls, each block"
+    )
+    init_from: str | None = Field(
+        None, description="weights to start from: a Hugging Face folder or a run's directory"
+    )
+
+    @property
+    def implementation(self) -> Literal["mosaic", "xla"] | None:
+        """`kernels` as the ops take it."""
+        return None if self.kernels == "auto" else self.kernels
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and head: vocab_size rounded up to a multiple of 128."""
+        return round_up(self.vocab_size, 128)
+
+
+class GPT2Config(_Model):
+    """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
+
+    type: Literal["gpt2"] = Field("gpt2", description="the architecture")
+    d_ff: Width | None = Field(None, description="feed-forward width; null: 4 d_model")
+    norm_eps: Positive = Field(1e-5, description="epsilon of the layer norms")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or 4 * self.d_model
+
+    @model_validator(mode="after")
+    def _check(self):
+        divides(self.n_heads, self.d_model, "n_heads", "d_model")
+        return self
+
+
+class Llama3Config(_Model):
+    """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
+
+    type: Literal["llama3"] = Field("llama3", description="the architecture")
+    n_kv_heads: Width = Field(description="number of key and value heads, a divisor of n_heads")
+    d_ff: Width = Field(description="feed-forward width")
+    d_head: Width | None = Field(None, description="head dimension; null: d_model / n_heads")
+    rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's stretching, or null")
+    tie_embeddings: bool = Field(False, description="the head is the token embedding")
+    norm_eps: Positive = Field(1e-5, description="epsilon of the RMS norms")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_head or self.d_model // self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.d_head is None:
+            divides(self.n_heads, self.d_model, "n_heads", "d_model")
+        divides(self.n_kv_heads, self.n_heads, "n_kv_heads", "n_heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs")
+        return self
+
+
+class VLSTMConfig(_Model):
+    """The mLSTM model of xLSTM 7B (Beck et al. 2025), here called vLSTM."""
+
+    type: Literal["vlstm"] = Field("vlstm", description="the architecture")
+    d_ff: Width | None = Field(
+        None, description="feed-forward width; null: 2.667 d_model rounded up to 64"
+    )
+    gate_soft_cap: Positive = Field(15.0, description="gates are capped as cap tanh(x / cap)")
+    logit_soft_cap: Positive = Field(30.0, description="logits are capped the same way")
+    norm_eps: Positive = Field(1e-6, description="epsilon of the norms")
+    chunk_size: Count = Field(64, description="tokens of one chunk of the chunkwise form")
+
+    @property
+    def qk_dim(self) -> int:
+        """Query and key dimension of one head."""
+        return self.d_model // 2 // self.n_heads
+
+    @property
+    def v_dim(self) -> int:
+        """Value dimension of one head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or round_up(int(2.667 * self.d_model), 64)
+
+    @model_validator(mode="after")
+    def _check(self):
+        divides(2 * self.n_heads, self.d_model, "2 n_heads", "d_model")
+        return self
+
+
+ModelConfig = Annotated[GPT2Config | Llama3Config | VLSTMConfig, Field(discriminator="type")]
+
+MODEL_CONFIGS: dict[str, type[_Model]] = {
+    "gpt2": GPT2Config,
+    "llama3": Llama3Config,
+    "vlstm": VLSTMConfig,
+}
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def divides(part: int, whole: int, part_name: str, whole_name: str) -> None:
+    if whole % part:
+        raise ValueError(f"{whole_name}={whole} is not a multiple of {part_name}={part}")

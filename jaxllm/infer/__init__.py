@@ -1,0 +1,1 @@
+"""Text from a trained model, and how good it is."""

@@ -1,0 +1,227 @@
+"""Text from a model: the prompts in one forward pass, then one position for each further token."""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxllm.config import ModelConfig, SampleConfig, round_up
+from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.errors import InputError
+from jaxllm.layers import Linear
+from jaxllm.layers.cache import Cache
+from jaxllm.models import create
+from jaxllm.models.language_model import LanguageModel, add_norm
+from jaxllm.sharding import constrain, shardings
+from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
+
+BLOCK = 8  # tokens that are made in one call of the device
+WIDTHS = 64  # prompts and caches are filled up to multiples of it: few shapes, few compilations
+
+
+def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
+    """The weights in a run's newest checkpoint, or in that of `step`; raises InputError."""
+    weights = open_weights(directory)
+    if not isinstance(weights, RunWeights):
+        raise InputError(
+            f"{directory} is not a run's directory; make one of it with"
+            f" python -m jaxllm.convert {directory} OUT"
+        )
+    return weights if step is None else RunWeights(weights.folder, step)
+
+
+def open_tokenizer(weights: RunWeights) -> Tokenizer:
+    """The tokenizer that the run left in its directory; raises InputError."""
+    path = weights.folder / "tokenizer.json"
+    if not path.exists():
+        raise InputError(
+            f"{path} is missing: the run's data came without one; copy there the tokenizer.json"
+            " that made its tokens"
+        )
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > weights.config.vocab_size:
+        raise InputError(
+            f"{path} has {tokenizer.vocab_size} entries, more than the model's"
+            f" {weights.config.vocab_size}: it is of another model"
+        )
+    return tokenizer
+
+
+def put_model(weights: RunWeights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """(graph, parameters) of the run's model, lying on `mesh`; kernels where they can run."""
+    kernels = "xla" if weights.config.kernels == "xla" else "auto"
+    config = weights.config.model_copy(update={"kernels": kernels})
+    model = nnx.eval_shape(lambda: create(config))
+    graph, params = nnx.split(model, nnx.Param)
+    abstract = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        params,
+        shardings(params, mesh),
+    )
+    return graph, load_params(weights, abstract)
+
+
+def most_tokens(config: ModelConfig) -> int | None:
+    """Tokens of prompt and answer together that the model can hold; None: any number."""
+    return None if config.type == "vlstm" else config.max_seq_len
+
+
+def generate(
+    graph: nnx.GraphDef, params: nnx.State, prompt: list[int], config: SampleConfig, *, rows=1
+) -> list[int]:
+    """Token ids that follow `prompt` (at least one id): config.tokens, or as many as fit.
+
+    Of a prompt that fills the model, the end is read.  rows: equal copies that are computed, so
+    that a mesh can divide the batch.
+    """
+    most = most_tokens(nnx.merge(graph, params).config)
+    count = config.tokens
+    if most is not None:
+        prompt = prompt[-max(most - count, most // 2, 1) :]
+        count = min(count, most - len(prompt))
+    config = config.model_copy(update={"tokens": count})
+    return [int(tokens[0]) for tokens in stream(graph, params, [prompt] * rows, config)]
+
+
+def stream(
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    prompts: list[list[int]],
+    config: SampleConfig,
+    *,
+    top_p: float = 1.0,
+) -> Iterator[np.ndarray]:
+    """Yields config.tokens times the next token of every row, (B,) int32.
+
+    prompts: at least one id each, of any lengths.  The first token comes from the pass over the
+    prompts; the further ones come BLOCK at a time, the devices one such block ahead.
+    """
+    if config.tokens == 0:
+        return
+    model = nnx.eval_shape(lambda: nnx.merge(graph, params))
+    longest = max(map(len, prompts))
+    width = round_up(longest, WIDTHS)
+    if (most := most_tokens(model.config)) is not None:
+        width = max(longest, min(width, most))
+    blocks = -(-(config.tokens - 1) // BLOCK)
+    programs = _programs(
+        graph, round_up(width + blocks * BLOCK, WIDTHS), config.temperature, config.top_k, top_p
+    )
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    key = jax.random.key(config.seed)
+    token, arrays, matrices = programs.first(params, tokens, lengths, key)
+    waiting, left = token[None], config.tokens
+    for block in range(blocks):
+        ready, number = waiting, jnp.int32(1 + block * BLOCK)
+        waiting, token, arrays = programs.further(
+            params, matrices, token, arrays, number, lengths, width, key
+        )
+        yield from np.asarray(ready)
+        left -= len(ready)
+    yield from np.asarray(waiting)[:left]
+
+
+class _Programs(NamedTuple):
+    first: Callable
+    further: Callable
+
+
+@lru_cache(maxsize=16)
+def _programs(
+    graph: nnx.GraphDef, size: int, temperature: float, top_k: int, top_p: float
+) -> _Programs:
+    """The jitted pass over the prompts, and BLOCK further tokens; size: places of the caches.
+
+    One loop on the device rather than a call for each token: Python waits less often.
+    """
+
+    def advance(model, residual, positions, caches):
+        branch = None
+        for block, cache in zip(model.blocks, caches, strict=True):
+            branch, residual = block(branch, residual, positions, None, cache)
+        return add_norm(model.norm, branch, residual)[0]
+
+    def pick(model, hidden, key, number):
+        """The tokens (B,) that follow `hidden` (B, 1, C)."""
+        logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
+        keys = jax.random.split(jax.random.fold_in(key, number), len(logits))
+        token = jax.vmap(lambda z, key: choose(z, key, temperature, top_k, top_p))(logits, keys)
+        return constrain(token)  # whole on every device: any host reads it
+
+    @jax.jit
+    def first(params, tokens, lengths, key):
+        model = nnx.merge(graph, params)
+        inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        caches = [Cache(inside, size) for _ in model.blocks]
+        hidden = advance(model, model.embedding(tokens), None, caches)
+        hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+        token = pick(model, hidden, key, 0)
+        return token, [cache.arrays for cache in caches], in_compute_dtype(model, params)
+
+    @partial(jax.jit, donate_argnames="arrays")
+    def further(params, matrices, token, arrays, number, lengths, width, key):
+        """number: tokens that were picked before; width: of the prompts' array."""
+        # The table stays float32 where tokens are looked up.
+        embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
+        places = jnp.arange(size)
+
+        def step(carry, number):
+            token, arrays = carry
+            place = width + number - 1
+            inside = (places < lengths[:, None]) | ((places >= width) & (places <= place))
+            caches = [Cache(inside, size, place, kept) for kept in arrays]
+            positions = (lengths + number - 1)[:, None]
+            residual = embedding(token[:, None], positions)
+            token = pick(model, advance(model, residual, positions, caches), key, number)
+            return (token, [cache.arrays for cache in caches]), token
+
+        numbers = number + jnp.arange(BLOCK)
+        (token, arrays), tokens = jax.lax.scan(step, (token, arrays), numbers)
+        return tokens, token, arrays
+
+    return _Programs(first, further)
+
+
+def in_compute_dtype(model: LanguageModel, params: nnx.State) -> nnx.State:
+    """Parameters whose matrices are cast as every matmul would cast them, once for all tokens.
+
+    A step reads each weight once: float32, cast and read again are 10 bytes, bf16 is 2.
+    """
+    places = {(*path, "weight") for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    names = {".".join(map(str, path)) for path in (*places, ("embedding", "wte"))}
+
+    def cast(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return x.astype(model.config.compute_dtype) if name in names else x
+
+    return jax.tree.map_with_path(cast, params)
+
+
+def choose(
+    logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p: float = 1.0
+) -> jax.Array:
+    """One token id from logits (V,): softmax at a temperature over the k likeliest (0: all), of
+    these the likeliest whose probabilities reach top_p.  Temperature 0 takes the likeliest token.
+    """
+    if temperature == 0:
+        return jnp.argmax(logits).astype(jnp.int32)
+    if 0 < top_k < logits.size:
+        least = jax.lax.top_k(logits, top_k)[0][-1]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    logits = logits / temperature
+    if top_p < 1:
+        likeliest = jnp.sort(logits)[::-1]
+        p = jax.nn.softmax(likeliest)
+        before = jnp.cumsum(p) - p
+        kept = (before < top_p) | (before == 0)  # at least the likeliest
+        least = jnp.min(jnp.where(kept, likeliest, jnp.inf))
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits).astype(jnp.int32)

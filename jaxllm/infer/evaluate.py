@@ -1,0 +1,236 @@
+"""How good a model is: python -m jaxllm.evaluate --checkpoint DIR [--data.path PATH ...]
+
+Validation loss and perplexity on the run's own validation data, or on all of the data named with
+--data.source and --data.path; with --hellaswag the accuracy on HellaSwag instead, with --tasks what
+lm-evaluation-harness finds.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.errors import InputError
+
+ENDINGS = 4  # of a question of HellaSwag
+READ_WITH = {
+    "batches": ("data",),
+    "limit": ("--hellaswag", "--tasks"),
+    "shots": ("--tasks",),
+    "include_path": ("--tasks",),
+    "out": ("--tasks",),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(*_read(argv)), memory="lower --batch_size")
+
+
+def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
+    if args.hellaswag:
+        print(hellaswag(args))
+    elif args.tasks:
+        print(harness(args))
+    else:
+        print(validation(args, overrides))
+
+
+def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
+    parser = Parser(
+        prog="python -m jaxllm.evaluate",
+        description=__doc__.partition("\n\n")[2],
+        epilog="--data.KEY VALUE: as in train.py; see train.py --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of its checkpoint (default: the newest)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--hellaswag", type=Path, metavar="FILE", help="its JSON lines")
+    what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        metavar="N",
+        help="sequences at once (default: the run's for its loss, else 16)",
+    )
+    parser.add_argument("--batches", type=int, metavar="N", help="of the data: only the first N")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="of HellaSwag or of each task: the first N questions"
+    )
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="of tasks: solved examples before each question"
+    )
+    parser.add_argument(
+        "--include_path", type=Path, metavar="DIR", help="of tasks: a folder with your own, as YAML"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of tasks: all results, as JSON")
+    args, rest = parser.parse_known_args(argv)
+    for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
+    if args.tasks is not None and not all(args.tasks.split(",")):
+        raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
+    overrides, words = {}, iter(rest)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--data."):
+            raise InputError(f"unknown argument {word}; see --help")
+        value = value if equals else next(words, None)
+        if value is None or (not equals and value.startswith("--")):
+            raise InputError(f"--{key} needs a value")
+        overrides[key] = value
+    kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
+    given = [name for name in READ_WITH if getattr(args, name) is not None]
+    for option, kinds in [(n, READ_WITH[n]) for n in given] + [(n, ("data",)) for n in overrides]:
+        if kind not in kinds:
+            raise InputError(f"--{option} is read with {' and '.join(kinds)}, not with {kind}")
+    return args, overrides
+
+
+def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
+    """One line: loss, perplexity and tokens.  Every token but the first is predicted once."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxllm import config as configs
+    from jaxllm.config import MeshConfig, round_up
+    from jaxllm.data import open_dataset
+    from jaxllm.infer.decode import open_run, put_model
+    from jaxllm.sharding import make_mesh
+    from jaxllm.train.step import IGNORE
+
+    weights = open_run(args.checkpoint, args.step)
+    if "data.source" in overrides or "data.path" in overrides:  # other data than the run's: all
+        path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
+        overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
+    tokenizer = weights.folder / "tokenizer.json"
+    if tokenizer.exists():
+        overrides = {"data.tokenizer": str(tokenizer)} | overrides
+    config = configs.load(str(weights.folder / "config.yaml"), overrides)
+    length = config.train.seq_len
+    data = open_dataset(
+        config.data, seq_len=length, seed=config.train.seed, vocab_size=config.model.vocab_size
+    )
+    where = config.data.val_path or config.data.path or config.data.source
+    print(f"data: {data.val_tokens:,} validation tokens of {where}", file=sys.stderr)
+    mesh = make_mesh(MeshConfig())
+    starts = range(0, len(data.val) - 1, length)
+    size = min(args.batch_size or config.train.batch_size, len(starts))
+    size = round_up(size, mesh.size)
+    total, count = 0.0, 0
+    with jax.set_mesh(mesh):
+        graph, params = put_model(weights, mesh)
+        loss_sum = jax.jit(lambda params, x, y: nnx.merge(graph, params).loss(x, y))
+        for n, first in enumerate(range(0, len(starts), size)):
+            if n == args.batches:
+                break
+            tokens = np.zeros((size, length), np.int32)
+            labels = np.full((size, length), IGNORE, np.int32)
+            for row, start in enumerate(starts[first : first + size]):
+                window = data.val.read(start, min(start + length + 1, len(data.val)))
+                tokens[row, : len(window) - 1] = window[:-1]
+                labels[row, : len(window) - 1] = window[1:]
+            total += float(loss_sum(params, jnp.asarray(tokens), jnp.asarray(labels)))
+            count += int((labels != IGNORE).sum())
+    loss = total / count
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return (
+        f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
+        f" {count:,} tokens"
+    )
+
+
+def hellaswag(args: argparse.Namespace) -> str:
+    """One line: accuracy by log-likelihood of the ending, as it is (acc) and by the character of
+    the ending (acc_norm), with the text as lm-evaluation-harness makes it."""
+    questions = read_hellaswag(args.hellaswag)[: args.limit]
+
+    from jaxllm.infer.decode import open_run, open_tokenizer
+    from jaxllm.infer.scoring import Scorer
+
+    weights = open_run(args.checkpoint, args.step)
+    tokenizer = open_tokenizer(weights)
+    rows = []  # (ids, tokens of the ending)
+    for context, endings, _ in questions:
+        begins = len(tokenizer.prompt(context))
+        for ending in endings:
+            ids = tokenizer.prompt(f"{context} {ending}")
+            rows.append((ids, max(len(ids) - begins, 1)))
+    scores = Scorer(weights, args.batch_size or 16)(rows)
+    scores = np.reshape([score for score, _ in scores], (-1, ENDINGS))
+    characters = np.array([[len(e) for e in endings] for _, endings, _ in questions])
+    right = np.array([label for *_, label in questions])
+    acc, acc_norm = (float((s.argmax(-1) == right).mean()) for s in (scores, scores / characters))
+    return (
+        f"step {weights.step}: HellaSwag acc_norm {acc_norm:.4f}, acc {acc:.4f},"
+        f" {len(questions):,} questions"
+    )
+
+
+def harness(args: argparse.Namespace) -> str:
+    """The table of lm-evaluation-harness for its tasks."""
+    try:
+        from jaxllm.infer.harness import evaluate
+    except ModuleNotFoundError as e:
+        raise InputError(f"--tasks: {e}") from e
+    return evaluate(
+        args.checkpoint,
+        args.tasks.split(","),
+        step=args.step,
+        include_path=args.include_path,
+        shots=args.shots,
+        limit=args.limit,
+        batch_size=args.batch_size or 16,
+        out=args.out,
+    )
+
+
+def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
+    """(context, endings, which is right) of every line; raises InputError with its number."""
+    questions = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    questions.append(_question(line, f"--hellaswag {path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"--hellaswag {path} cannot be read: {e}") from e
+    if not questions:
+        raise InputError(f"--hellaswag {path} holds no question")
+    return questions
+
+
+def _question(line: str, where: str) -> tuple[str, list[str], int]:
+    try:
+        page = json.loads(line)
+        if "ctx_a" in page:
+            context = f"{page['ctx_a']} {page['ctx_b'].capitalize()}"
+        else:
+            context = page["ctx"]
+        if "activity_label" in page:
+            context = f"{page['activity_label']}: {context}"
+        endings, label = [_clean(e) for e in page["endings"]], int(page["label"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        why = f"{type(e).__name__}: {' '.join(str(e).split())[:100]}"
+        raise InputError(f"{where} is no question of HellaSwag ({why})") from e
+    context = _clean(context)
+    if len(endings) != ENDINGS or not all(endings) or not context or label not in range(ENDINGS):
+        raise InputError(
+            f"{where}: needs a context, {ENDINGS} endings and a label from 0 to {ENDINGS - 1}"
+        )
+    return context, endings, label
+
+
+def _clean(text: str) -> str:
+    """Without the marks of WikiHow's pages."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")

@@ -1,0 +1,234 @@
+"""Text from a trained model: python -m jaxllm.generate --checkpoint DIR --prompt TEXT
+
+DIR is a run's directory.  Text goes to stdout, as it comes if it is one, speed to stderr.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.errors import InputError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size or --tokens")
+
+
+def _read(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m jaxllm.generate",
+        description=__doc__.partition(": ")[0] + ".",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of its checkpoint (default: the newest)"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="what the text goes on from")
+    what.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a prompt on each line that is not blank"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="most to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0: always the likeliest token; higher: more random (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top_k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="choose among the K likeliest tokens; 0: among all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="choose among the likeliest whose probabilities reach P (default: 1, all)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the choice (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts of each prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=32,
+        metavar="N",
+        help="texts computed at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="STRING",
+        help="end a text before it; repeatable",
+    )
+    args = parser.parse_args(argv)
+    for name, least, most in (
+        ("tokens", 1, None),
+        ("temperature", 0, None),
+        ("top_k", 0, None),
+        ("top_p", 0, 1),
+        ("seed", 0, 2**32 - 1),
+        ("samples", 1, None),
+        ("batch_size", 1, None),
+    ):
+        value = getattr(args, name)
+        if not (least <= value < float("inf")) or (most is not None and value > most):
+            limit = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise InputError(f"--{name}={value} is not {limit}")
+    for text in (args.prompt or "", *args.stop):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise InputError(f"{text!r} is not UTF-8")
+    if "" in args.stop:
+        raise InputError("--stop is empty: it would stop at once")
+    return args
+
+
+def _run(args: argparse.Namespace) -> None:
+    prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
+    # JAX takes seconds to import: a wrong command line is told before that.
+    import jax
+
+    from jaxllm.config import MeshConfig, SampleConfig
+    from jaxllm.infer import decode
+    from jaxllm.sharding import make_mesh
+
+    weights = decode.open_run(args.checkpoint, args.step)
+    tokenizer = decode.open_tokenizer(weights)
+    ids = [tokenizer.prompt(text) for text in prompts]
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            raise InputError(f"the prompt {prompt!r} has no tokens; give at least one character")
+    most = decode.most_tokens(weights.config)
+    longest = max(map(len, ids))
+    if most is not None and longest + args.tokens > most:
+        raise InputError(
+            f"the prompt's {longest} tokens and --tokens={args.tokens} exceed"
+            f" model.max_seq_len={most}; shorten the prompt or lower --tokens"
+        )
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    total = len(prompts) * args.samples
+    size = min(args.batch_size, total)
+    if total == 1:
+        print(prompts[0], end="", flush=True)
+    made, seconds, waited = 0, 0.0, 0.0
+    with jax.set_mesh(mesh):
+        graph, params = decode.put_model(weights, mesh)
+        for first in range(0, total, size):
+            numbers = range(first, min(first + size, total))
+            rows = [ids[number // args.samples] for number in numbers]
+            rows += [rows[0]] * (size - len(rows))  # one shape, one program
+            texts = [Text(tokenizer, args.stop, live=total == 1) for _ in numbers]
+            config = SampleConfig(
+                tokens=args.tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                seed=(args.seed + first // size) % 2**32,
+            )
+            begun, clock = time.perf_counter(), None
+            for n, tokens in enumerate(
+                decode.stream(graph, params, rows, config, top_p=args.top_p)
+            ):
+                if n == 1:  # with it the first block is there, and in the first batch compiled
+                    clock = time.perf_counter()
+                    waited += clock - begun
+                for text, token in zip(texts, tokens, strict=False):
+                    text.add(int(token))
+                if n > decode.BLOCK:
+                    made += len(texts)
+                if all(text.done for text in texts):
+                    break
+            seconds += 0 if clock is None else time.perf_counter() - clock
+            for number, text in zip(numbers, texts, strict=True):
+                text.finish()
+                if total > 1:
+                    prompt, copy = divmod(number, args.samples)
+                    print(f"--- prompt {prompt + 1}, sample {copy + 1}")
+                    print(prompts[prompt] + text.text, flush=True)
+    if total == 1:
+        print(flush=True)
+    if made:
+        print(
+            f"{made / seconds:,.0f} tokens/s ({made:,} tokens in {seconds:.2f} s, {size} at once;"
+            f" {waited:.1f} s before them for the prompts and to compile)",
+            file=sys.stderr,
+        )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"--prompts {path} cannot be read: {e}") from e
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(f"--prompts {path} holds no prompt")
+    return prompts
+
+
+class Text:
+    """The text of one row, token by token, up to a stop string or the end of the document.
+
+    live: print what is certain at once: whole characters that do not begin a stop string.
+    """
+
+    def __init__(self, tokenizer, stops: list[str], live: bool):
+        self.tokenizer, self.stops, self.live = tokenizer, stops, live
+        self.text, self.printed, self.done = "", 0, False
+        # Of the tokens only the last are decoded again, those whose text may depend on a neighbour:
+        # `before` of them are in `whole`, the text up to the last whole character.
+        self.ids: list[int] = []
+        self.before, self.whole = 0, ""
+
+    def add(self, token: int) -> None:
+        """One more token; without effect on a text that is done."""
+        if self.done:
+            return
+        if token in self.tokenizer.ends:
+            self.done = True
+            return
+        self.ids.append(token)
+        known = self.tokenizer.decode(self.ids[: self.before])
+        self.text = self.whole + self.tokenizer.decode(self.ids)[len(known) :]
+        found = [at for at in map(self.text.find, self.stops) if at >= 0]
+        if found:
+            self.text, self.done = self.text[: min(found)], True
+            return
+        certain = self.text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character's first bytes
+        if certain == self.text:
+            self.ids, self.whole = self.ids[self.before :], self.text
+            self.before = len(self.ids)
+        held = max((_overlap(certain, stop) for stop in self.stops), default=0)
+        self._show(len(certain) - held)
+
+    def finish(self) -> None:
+        """Prints what was held back."""
+        self._show(len(self.text))
+
+    def _show(self, end: int) -> None:
+        if self.live and end > self.printed:
+            print(self.text[self.printed : end], end="", flush=True)
+            self.printed = end
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` with which `stop` begins."""
+    return next(n for n in range(len(stop), -1, -1) if text.endswith(stop[:n]))

@@ -1,0 +1,198 @@
+"""A run's model in lm-evaluation-harness (the extra `harness`); jaxllm.evaluate --tasks runs it.
+
+    results = lm_eval.simple_evaluate(model=RunLM("runs/a"), tasks=["arc_easy"])
+
+Texts become tokens as in the harness's own "hf" model, so that a run and the folder that
+jaxllm.convert makes of it get the same numbers.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.config import SampleConfig
+from jaxllm.errors import InputError
+from jaxllm.infer.decode import open_run, open_tokenizer, stream
+from jaxllm.infer.generate import Text
+from jaxllm.infer.scoring import Scorer
+
+try:
+    import lm_eval
+    from datasets.exceptions import DatasetsError
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_table
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}; install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
+    ) from error
+
+TOKENS = 256  # to write, where a task does not say, as in "hf"
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+class RunLM(TemplateLM):
+    """A run's newest checkpoint, or that of `step`, on all devices; raises InputError.
+
+    batch_size: rows at once; rounded up to a multiple of the devices.
+    """
+
+    def __init__(self, checkpoint: str | Path, step: int | None = None, batch_size: int = 16):
+        super().__init__()
+        weights = open_run(checkpoint, step)
+        self.tokenizer = open_tokenizer(weights)
+        self.scorer = Scorer(weights, int(batch_size))
+        self.config = weights.config
+        self.step = weights.step
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token before an empty context and before a text of loglikelihood_rolling."""
+        return self.tokenizer.end_of_text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        """Ids, behind those that the tokenizer puts before a text unless told not to."""
+        encode = self.tokenizer.encode if add_special_tokens is False else self.tokenizer.prompt
+        return encode(string)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_) -> list[tuple[float, bool]]:
+        rows = [(context + answer, len(answer)) for _, context, answer in requests]
+        return self.scorer(rows, lambda parts: tqdm(parts, "scoring", disable=disable_tqdm))
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows of model.max_seq_len."""
+        rows, texts = [], []  # windows, and of which text each is
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(
+                ids, self.prefix_token_id, self.config.max_seq_len, context_len=1
+            )
+            for context, asked in windows:
+                rows.append(([*context, asked[-1]], len(asked)))
+                texts.append(number)
+        sums = [0.0] * len(requests)
+        scores = self.scorer(rows, lambda parts: tqdm(parts, "scoring", disable=disable_tqdm))
+        for number, (score, _) in zip(texts, scores, strict=True):
+            sums[number] += score
+        return sums
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to a stop string or the end of the document."""
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        kinds: dict[str, list[int]] = {}  # requests of one choice of tokens, by it
+        for i, request in enumerate(requests):
+            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        batches = []
+        for kind, members in kinds.items():
+            members.sort(key=lambda i: -len(prompts[i]))
+            size = self.scorer.size
+            batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
+        texts = [""] * len(requests)
+        for seed, (kind, members) in enumerate(tqdm(batches, "writing", disable=disable_tqdm)):
+            config, stops, top_p = _choice(json.loads(kind), seed)
+            most = self.scorer.most
+            if most is not None and config.tokens >= most:
+                raise InputError(
+                    f"{config.tokens} tokens are to be written, not less than"
+                    f" model.max_seq_len={most}; lower the task's max_gen_toks"
+                )
+            room = slice(None) if most is None else slice(config.tokens - most, None)
+            # A batch that is not full repeats its first row: one shape, one program.
+            rows = [prompts[i][room] for i in members]
+            rows += [rows[0]] * (self.scorer.size - len(rows))
+            written = [Text(self.tokenizer, stops, live=False) for _ in members]
+            with jax.set_mesh(self.scorer.mesh):
+                for tokens in stream(
+                    self.scorer.graph, self.scorer.params, rows, config, top_p=top_p
+                ):
+                    for text, token in zip(written, tokens, strict=False):
+                        text.add(int(token))
+                    if all(text.done for text in written):
+                        break
+            for i, text in zip(members, written, strict=True):
+                texts[i] = text.text
+        return texts
+
+
+def _choice(wanted: dict[str, Any], seed: int) -> tuple[SampleConfig, list[str], float]:
+    """(tokens and their choice, stop strings, top_p) of a task's generation_kwargs."""
+    wanted = dict(wanted)
+    stops = wanted.pop("until", None) or []
+    limits = [wanted.pop(name) for name in _LIMITS if name in wanted]
+    temperature = float(wanted.pop("temperature", 0))
+    if wanted.pop("do_sample", temperature > 0) is False:
+        temperature = 0.0
+    top_k, top_p = int(wanted.pop("top_k", 0)), float(wanted.pop("top_p", 1))
+    if wanted:
+        raise InputError(
+            f"generation_kwargs: {min(wanted)} is not supported, only until, {', '.join(_LIMITS)},"
+            " do_sample, temperature, top_k and top_p"
+        )
+    config = SampleConfig(
+        tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k, seed=seed
+    )
+    return config, [stops] if isinstance(stops, str) else [s for s in stops if s], top_p
+
+
+def evaluate(
+    checkpoint: str | Path,
+    tasks: list[str],
+    *,
+    step: int | None = None,
+    include_path: Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+    out: Path | None = None,
+) -> str:
+    """The harness's table for some of its tasks, or of those in YAML files under include_path.
+
+    shots: solved examples before each question; limit: questions of each task.  out: a file for all
+    results, as JSON.  Raises InputError.
+    """
+    if include_path is not None and not include_path.is_dir():
+        raise InputError(f"--include_path {include_path} is not a folder")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = _manager(include_path, tasks)
+    model = RunLM(checkpoint, step, batch_size)
+    try:
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except (OSError, DatasetsError) as e:  # no network, a file that is not there or no JSON
+        words = " ".join(str(e).split())[:300]
+        raise InputError(f"--tasks {','.join(tasks)}: {type(e).__name__}: {words}") from e
+    assert results is not None  # this process is the harness's only one
+    if out is not None:
+        page = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples")}
+        page |= {"checkpoint": str(checkpoint), "step": model.step}
+        try:
+            out.write_text(json.dumps(page, indent=2, default=str), encoding="utf-8")
+        except OSError as e:
+            raise InputError(f"--out {out} cannot be written: {e.strerror}") from e
+    return make_table(results).strip()
+
+
+def _manager(include_path: Path | None, tasks: list[str]) -> TaskManager:
+    """Knows all of the tasks; the harness's own thousands are looked through only if needed."""
+    own = str(include_path) if include_path else None
+    manager = TaskManager(include_path=own, include_defaults=False)
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown:
+        manager = TaskManager(include_path=own)
+        unknown = [name for name in unknown if not manager.match_tasks([name])]
+    if unknown:
+        raise InputError(
+            f"--tasks {unknown[0]} is no task of lm-evaluation-harness nor of --include_path={own};"
+            " `lm-eval ls tasks` lists its own"
+        )
+    return manager

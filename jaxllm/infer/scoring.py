@@ -1,0 +1,87 @@
+"""How likely a run's model finds texts: what HellaSwag and lm-evaluation-harness ask for."""
+
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxllm.config import MeshConfig, round_up
+from jaxllm.errors import InputError
+from jaxllm.infer.decode import WIDTHS, most_tokens, put_model
+from jaxllm.models.language_model import LanguageModel
+from jaxllm.sharding import make_mesh
+from jaxllm.train.step import IGNORE
+from jaxllm.weights.pretrained import RunWeights
+
+
+class Scorer:
+    """A run's model on all devices, that tells how likely it finds the ends of rows of tokens.
+
+    batch_size: rows at once; rounded up to a multiple of the devices, which share them.
+    """
+
+    def __init__(self, weights: RunWeights, batch_size: int):
+        self.most = most_tokens(weights.config)
+        self.mesh = make_mesh(MeshConfig())
+        self.size = round_up(batch_size, self.mesh.size)
+        with jax.set_mesh(self.mesh):
+            self.graph, self.params = put_model(weights, self.mesh)
+            self._program = jax.jit(self._score)
+
+    def __call__(
+        self, rows: list[tuple[list[int], int]], progress: Callable[[range], Iterable] = iter
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether each of its tokens is the likeliest) of the ends of rows.
+
+        rows: (ids, how many of the last of them are the end), at least one id before the end.  What
+        exceeds the model is cut off in front; raises InputError if the end alone does.  progress:
+        wraps the loop over the batches, like tqdm.
+        """
+        most = self.most
+        for _, count in rows:
+            if most is not None and count > most:
+                raise InputError(
+                    f"a text of {count} tokens is to be scored, more than model.max_seq_len={most}"
+                )
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        # Longest first: rows of like lengths together, and memory that is too small tells at once.
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+        with jax.set_mesh(self.mesh):
+            for first in progress(range(0, len(rows), self.size)):
+                part = order[first : first + self.size]
+                width = round_up(len(rows[part[0]][0]) - 1, WIDTHS)
+                width = width if most is None else min(width, most)
+                tokens = np.zeros((self.size, width), np.int32)
+                labels = np.full((self.size, width), IGNORE, np.int32)
+                for row, i in enumerate(part):
+                    ids, count = rows[i]
+                    ids = ids[-(width + 1) :]
+                    tokens[row, : len(ids) - 1] = ids[:-1]
+                    end = slice(len(ids) - 1 - count, len(ids) - 1)
+                    labels[row, end] = ids[1:][end]
+                sums, likeliest = map(np.asarray, self._program(self.params, tokens, labels))
+                for row, i in enumerate(part):
+                    scores[i] = float(sums[row]), bool(likeliest[row])
+        return scores
+
+    def _score(self, params, tokens, labels):
+        """(sum of the labels' log-probabilities, all of them the likeliest), (B,) each."""
+        model: LanguageModel = nnx.merge(self.graph, params)
+        hidden = model.hidden(tokens)
+
+        def score(part):  # some positions at a time: the logits of all would be gigabytes
+            hidden, labels = part
+            z = model.logits(hidden, jnp.float32)[..., : model.config.vocab_size]
+            asked = labels != IGNORE
+            at = jnp.where(asked, labels, 0)[..., None]
+            label = jnp.take_along_axis(jax.nn.log_softmax(z), at, axis=-1)[..., 0]
+            likeliest = (z.argmax(-1) == labels) | ~asked
+            return jnp.where(asked, label, 0).sum(-1), likeliest.all(-1)
+
+        B, T = tokens.shape
+        n = WIDTHS if T % WIDTHS == 0 else T
+        parts = (x.reshape(B, T // n, n, *x.shape[2:]).swapaxes(0, 1) for x in (hidden, labels))
+        sums, likeliest = jax.lax.map(score, tuple(parts))
+        return sums.sum(0), likeliest.all(0)

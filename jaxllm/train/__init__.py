@@ -1,0 +1,1 @@
+"""Training: the run, its compiled step, and what it leaves on the disk."""

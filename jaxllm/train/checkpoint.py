@@ -1,0 +1,268 @@
+"""Checkpoints through Orbax: asynchronous, complete or absent, the newest n and the best kept.
+
+A checkpoint holds the training state as a flat {name: array} (names like
+`params.blocks.0.attention.q.weight.value`) and a JSON page about it: configuration, data
+fingerprint and position, every array's shape, dtype and checksum.  The validation loss is Orbax's
+metric.
+"""
+
+import contextlib
+import functools
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from jaxllm.errors import InputError, RunError, out_of_memory
+from jaxllm.weights.checksums import array_checksums, changed, check_seal, sealed
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`."""
+
+    def __init__(self, directory: Path, keep: int):
+        # Orbax tells every file that it touches; its tasks what failed, each with a traceback.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        if not isinstance(sys.unraisablehook, functools.partial):
+            sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
+        self.directory = directory.resolve()
+        self._keep = keep
+        self._manager: ocp.CheckpointManager | None = None
+        self._saving: int | None = None  # step of the newest save that was begun
+
+    @property
+    def manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager; made when first needed, since making it makes the directory."""
+        if self._manager is None:
+            self._delete_the_unfinished()
+            policy = AnyPreservationPolicy(
+                [
+                    LatestN(self._keep),
+                    BestN(
+                        get_metric_fn=lambda m: m["val_loss"],
+                        reverse=True,
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            )
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=policy,
+                    # Without it the metrics would not be written: a resumed run would not know
+                    # which checkpoint is the best, and delete it.
+                    best_fn=lambda m: m["val_loss"],
+                    best_mode="min",
+                ),
+            )
+        return self._manager
+
+    def newest(self) -> int | None:
+        """Step of the newest complete checkpoint, or None; raises InputError if one is damaged."""
+        if not self.directory.is_dir():
+            return None
+        try:
+            return self.manager.latest_step()
+        except Exception as e:
+            raise InputError(
+                f"a checkpoint in {self.directory} is damaged ({_short(e)}); delete its folder"
+            ) from e
+
+    def samples(self, step: int, fingerprint: str) -> int:
+        """Samples that the run of `step` had taken; where to resume in the data.
+
+        Raises InputError if it was no run on the data of `fingerprint`.
+        """
+        run, saved = self.directory.parent, self.about(step)
+        data, samples = saved.get("data_fingerprint"), saved.get("samples")
+        if "converted_from" in saved:
+            raise InputError(
+                f"{run} holds weights of jaxllm.convert, not a run to resume; start one"
+                f" with --model.init_from {run} and another --out_dir"
+            )
+        if data != fingerprint:
+            raise InputError(
+                f"the data changed since the checkpoint (fingerprint {fingerprint},"
+                f" was {data}): another corpus, tokenizer or Python version"
+            )
+        if not isinstance(samples, int) or samples < 0:
+            raise self._damaged(step, ValueError(f"samples={samples!r}"))
+        return samples
+
+    def about(self, step: int) -> dict[str, Any]:
+        """The JSON page of a checkpoint; raises InputError if it is damaged."""
+        try:
+            page = self.manager.restore(
+                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
+            )["about"]
+            check_seal(page)
+        except Exception as e:
+            raise self._damaged(step, e) from e
+        return page
+
+    def restore(self, step: int, abstract_state):
+        """The state with the shapes and shardings of `abstract_state`, bit for bit as saved.
+
+        Raises InputError for a checkpoint of another model and for a damaged one.
+        """
+        wanted, about = _flat(abstract_state), self.about(step)
+        saved = about["arrays"]
+        for name, leaf in wanted.items():
+            shape = [list(leaf.shape), str(leaf.dtype)]
+            if saved.get(name) != shape:
+                raise InputError(
+                    f"checkpoint {self.directory / str(step)} is of another model: {name} is"
+                    f" {saved.get(name, 'not in it')}, this model has {shape}"
+                )
+        if extra := sorted(set(saved) - set(wanted)):
+            raise InputError(
+                f"checkpoint {self.directory / str(step)} is of another model: it holds {extra[0]},"
+                " which this model has not"
+            )
+        try:
+            flat = self.manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+            )["state"]
+        except Exception as e:
+            if out_of_memory(e):
+                raise
+            raise self._damaged(step, e, wanted) from e
+        if name := changed(flat, about.get("checksums", {})):
+            raise self._damaged(step, ValueError("its checksum differs"), [name])
+        return jax.tree.unflatten(
+            jax.tree.structure(abstract_state), [flat[name] for name in wanted]
+        )
+
+    def check_room(self, state) -> None:
+        """Raises InputError where the disk has no room for one checkpoint of a state."""
+        need = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        there = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+        disk = shutil.disk_usage(there)
+        if disk.total and disk.free < need:  # a total of 0: this file system does not tell
+            raise InputError(
+                f"out_dir {self.directory.parent}: its disk has {disk.free / 1e6:,.1f} MB free, one"
+                f" checkpoint takes {need / 1e6:,.1f} MB; free some, or name another"
+            )
+
+    def save(self, step: int, state, about: dict[str, Any], val_loss: float | None) -> str | None:
+        """Begins to save; returns once the arrays are copied off the devices.
+
+        Returns None, or one line about the save before it, or this one, that could not be written
+        (a full disk); complete checkpoints stay as they are.
+        """
+        flat = _flat(state)
+        about = about | {
+            "arrays": {name: [list(a.shape), str(a.dtype)] for name, a in flat.items()},
+            "checksums": array_checksums(flat),
+        }
+        problem = self._finish()
+        self._saving = step
+        try:
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(sealed(about))
+                ),
+                metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
+            )
+        except Exception as e:
+            return "; ".join(filter(None, (problem, self._failed(e))))
+        return problem
+
+    def close(self) -> None:
+        """Waits until everything is on disk; raises RunError if the last save failed."""
+        if problem := self._finish():
+            raise RunError(problem)
+        if self._manager is not None:
+            self._manager.close()
+
+    def _delete_the_unfinished(self) -> None:
+        """Deletes what killed or failed saves left.
+
+        Orbax would do it in a thread of its own; what this meets (a file that just went, for the
+        threads of a failed save still tidy up) then becomes the failure of the next save.
+        """
+        if jax.process_index() == 0:
+            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _finish(self) -> str | None:
+        """Waits for the save under way; one line if it failed."""
+        if self._manager is None:
+            return None
+        try:
+            self._manager.wait_until_finished()
+        except Exception as e:
+            return self._failed(e)
+        return None
+
+    def _failed(self, cause: Exception) -> str:
+        failed, self._manager = self._manager, None  # the next looks at the directory afresh
+        if failed is not None:
+            with contextlib.suppress(Exception):
+                failed.close()  # its threads still write
+        self._delete_the_unfinished()  # what is left of it would keep the disk full
+        kept = self._before(None)
+        return (
+            f"the checkpoint of step {self._saving} could not be written ({_short(cause)});"
+            f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"
+        )
+
+    def _before(self, step: int | None) -> int | None:
+        """The newest complete checkpoint, or that before a step, by the names of the folders.
+
+        Without a manager, which may meet the last files of a failed save's threads.
+        """
+        steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
+        return max((s for s in steps if step is None or s < step), default=None)
+
+    def _damaged(self, step: int, cause: Exception, names: Iterable[str] = ()) -> InputError:
+        """names: of arrays, one of which the cause may be about."""
+        folder, older = self.directory / str(step), self._before(step)
+        return InputError(
+            f"checkpoint {folder} is damaged{_named(cause, names)} ({_short(cause)});"
+            + (
+                f" to go on from step {older}, delete that folder and --resume again"
+                if older is not None
+                else " there is none before it: start a new run"
+            )
+        )
+
+
+def _named(cause: Exception, names: Iterable[str]) -> str:
+    """ " at NAME" of the array that an error is about, if it is known."""
+    names = list(names)
+    if len(names) > 1:  # TensorStore quotes the path of what it reads
+        quoted = set(re.findall(r"""["']([^"'/]+)/""", str(cause)))
+        names = [name for name in names if name in quoted]
+    return f" at {names[0]}" if names else ""
+
+
+def _short(e: Exception) -> str:
+    words = " ".join(str(e).split())
+    if "No space left on device" in words:
+        return "the disk is full: free some of it"
+    return f"{type(e).__name__}: {words.partition('. See full TensorStore details')[0][:200]}"
+
+
+def _unraisable(before, unraisable) -> None:
+    """Hides what the threads of a failed save tell once for each array, each with a traceback."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        before(unraisable)
+
+
+def _flat(tree) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -1,0 +1,318 @@
+"""One page about a run, or several over one another: python -m jaxllm.report DIR [DIR ...]
+
+The page is one HTML file without any link: it can be sent, and opened without a network.
+"""
+
+import contextlib
+import html
+import io
+import json
+import re
+import time
+from pathlib import Path
+from statistics import median
+
+import yaml
+
+from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.errors import InputError
+from jaxllm.files import write_whole
+from jaxllm.train.metrics import read_metrics
+
+DOCTYPE = "<!doctype html>"
+INK = "#010203"  # stands for the page's text colour until the picture is in the page
+COLORS = ("#2f7ed8", "#e07b39", "#3aa655", "#b0539f", "#8c6d46", "#d0a215", "#17a2a2", "#c0392b")
+POINTS = 1000  # of one curve
+SAMPLES = 12  # texts of one run
+CHARTS = (  # key of metrics.jsonl, title, unit, and whether it is noisy, begins at 0, is the end
+    ("loss", "Loss", "nats per token; dots: validation", True, False, False),
+    ("loss", "Loss, second half", "nats per token; dots: validation", True, False, True),
+    ("grad_norm", "Gradient norm", "before clipping", True, False, False),
+    ("lr", "Learning rate", "", False, True, False),
+    ("tokens_per_second", "Throughput", "tokens/s", True, True, False),
+    ("mfu", "Model FLOPs utilisation", "share of the peak", True, True, False),
+    ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, True, False),
+)
+STYLE = """
+:root { color-scheme: light dark; --line: #8885; --soft: #8882; }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; }
+body { padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin: 0 0 1rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .8rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
+table { border-collapse: collapse; display: block; overflow-x: auto; margin-bottom: 1rem; }
+th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
+th { white-space: nowrap; }
+.grid { display: grid; gap: 1.2rem; }
+.grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
+figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; }
+svg { height: auto; } summary { cursor: pointer; font-weight: 600; margin: 1rem 0 .5rem; }
+pre { margin: .3rem 0 0; padding: .8rem; border-radius: 6px; background: var(--soft); }
+pre { font-size: 13px; overflow: auto; max-height: 24rem; white-space: pre-wrap; }
+pre { overflow-wrap: anywhere; }
+.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
+"""
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+
+class Loaded:
+    """What a run's directory tells; raises InputError if it holds no metrics."""
+
+    def __init__(self, folder: Path, color: str = COLORS[0]):
+        path = folder / "metrics.jsonl"
+        try:
+            self.rows = read_metrics(path)
+            self.config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            raise InputError(f"{folder} is no run's directory: {e.strerror}: {e.filename}") from e
+        if not self.rows:
+            raise InputError(f"{path} holds no metrics yet")
+        self.name, self.color = folder.resolve().name, color
+        self.about, self.ops, self.versions = {}, [], {}
+        if (folder / "run.json").exists():
+            try:
+                self.about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+                self.ops = [[str(x) for x in decision] for decision in self.about.get("ops", [])]
+                self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
+            except (ValueError, TypeError, AttributeError, RecursionError) as e:
+                raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
+
+    def points(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of every row that has the key."""
+        pairs = ((r["step"], r.get(key)) for r in self.rows)
+        return [(s, float(v)) for s, v in pairs if isinstance(v, int | float) and abs(v) < 1e30]
+
+    def samples(self) -> list[tuple[int, str]]:
+        """(step, text), at most SAMPLES of them, from the first to the last."""
+        found = [(r["step"], r["sample"]) for r in self.rows if isinstance(r.get("sample"), str)]
+        last = len(found) - 1
+        kept = {round(i * last / (SAMPLES - 1)) for i in range(SAMPLES)} if found else set()
+        return [found[i] for i in sorted(kept)]
+
+    def settings(self) -> dict[str, str]:
+        """{"section.key": value} of config.yaml."""
+        try:
+            sections = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return {}
+        sections = sections if isinstance(sections, dict) else {}
+        return {
+            f"{section}.{key}": str(value)
+            for section, values in sections.items()
+            if isinstance(values, dict)
+            for key, value in values.items()
+        }
+
+
+def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most POINTS of them: of each stretch the lowest and the highest."""
+    size = -(-len(points) * 2 // POINTS)
+    if size <= 2:
+        return points
+    kept = []
+    for i in range(0, len(points), size):
+        part = points[i : i + size]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return kept
+
+
+def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The median of the values around each point, a 25th of all; about 200 points."""
+    reach, every = max(1, len(points) // 50), max(1, len(points) // 200)
+    around = lambda i: [v for _, v in points[max(0, i - reach) : i + reach + 1]]
+    return [(points[i][0], median(around(i))) for i in range(0, len(points), every)]
+
+
+def chart(
+    runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, zero: bool, end: bool
+) -> str:
+    """An inline SVG of the runs' curves, or nothing if no run has the key."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    curves, dots = [run.points(key) for run in runs], [run.points("val_loss") for run in runs]
+    if end:
+        half = max((p[0] for points in curves for p in points), default=0) / 2
+        curves, dots = (
+            [[p for p in points if p[0] > half] for points in x] for x in (curves, dots)
+        )
+    if not any(curves):
+        return ""
+    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
+    with rc_context(ink | {"xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title}):
+        figure = Figure(figsize=(5, 2.8), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        for run, points, validation in zip(runs, curves, dots, strict=True):
+            noise = noisy and len(points) > 50
+            if points:
+                faint = 0.3 if noise else 1
+                axes.plot(*zip(*thin(points), strict=True), color=run.color, lw=1, alpha=faint)
+            if noise:
+                axes.plot(*zip(*smooth(points), strict=True), color=run.color, lw=1.5)
+            if validation and key == "loss":
+                axes.plot(*zip(*thin(validation), strict=True), "o", color=run.color, ms=4)
+        if zero:  # single fast steps after a pause are not shown whole
+            highest = max(v for points in curves for _, v in smooth(points))
+            axes.set_ylim(0, 1.15 * highest or 1)
+        axes.set(xlabel="step", ylabel=unit)
+        forms = {"tokens_per_second": EngFormatter(sep=""), "mfu": PercentFormatter(1)}
+        axes.yaxis.set_major_formatter(forms.get(key, "{x:g}"))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    picture = out.getvalue().replace(INK, "currentColor")
+    picture = picture[picture.index("<svg") :]  # without the declarations of a file of its own
+    picture = re.sub("<metadata>.*?</metadata>", "", picture, flags=re.S)
+    picture = picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{picture}</figure>"
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    """An HTML table; cells are text, but for those that are Html."""
+    cell = lambda x: x if isinstance(x, Html) else html.escape(str(x))
+    line = lambda tag, cells: "".join(f"<{tag}>{cell(c)}</{tag}>" for c in cells)
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def named(run: Loaded) -> Html:
+    """The run's name behind the colour of its curves."""
+    return Html(f'<i class="dot" style="background:{run.color}"></i>{html.escape(run.name)}')
+
+
+def summary(run: Loaded) -> dict[str, str]:
+    """The run's column in the first table, by the heads of its rows; "": not known."""
+
+    def number(key, form, choose=lambda values: values[-1]):
+        values = [v for _, v in run.points(key)]
+        return form.format(choose(values)) if values else ""
+
+    steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
+    wanted = run.settings().get("train.steps", "")
+    wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
+    return {
+        "model": str(run.about.get("model", "")),
+        "steps": f"{steps:,}{wanted}",
+        "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
+        "loss of the last step": number("loss", "{:.4f}"),
+        "best validation loss": number("val_loss", "{:.4f}", min),
+        "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),
+        "MFU, median": number("mfu", "{:.1%}", median),
+        "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
+        "updates skipped": number("skips", "{}", len),
+        "device": str(run.about.get("device", "")),
+        "started": str(run.about.get("started", "")),
+    }
+
+
+def differences(runs: list[Loaded]) -> str:
+    """A table of the settings in which the runs differ, or nothing."""
+    settings = [run.settings() for run in runs]
+    keys = dict.fromkeys(key for found in settings for key in found)
+    rows = [[key, *(found.get(key, "") for found in settings)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if not rows:
+        return ""
+    return "<h2>What differs</h2>" + table(["setting", *map(named, runs)], rows)
+
+
+def details(run: Loaded) -> str:
+    """What a page holds on one run alone."""
+    parts = [f"<h2>{named(run)}</h2>"]
+    if samples := run.samples():
+        parts.append("<h3>Samples over time</h3><div class=grid>")
+        for step, text in samples:
+            parts.append(f"<figure><figcaption>step {step:,}</figcaption>")
+            parts.append(f"<pre tabindex=0>{html.escape(text)}</pre></figure>")
+        parts.append("</div>")
+    if run.ops:
+        parts += ["<h3>How the ops ran</h3>", table(["op", "runs on", "why"], run.ops)]
+    if run.versions:
+        values = list(run.versions.values())
+        parts += ["<h3>Versions</h3>", table(list(run.versions), [values])]
+    config = html.escape(run.config)
+    parts.append(f"<details><summary>Configuration</summary><pre>{config}</pre></details>")
+    return "".join(parts)
+
+
+def page(runs: list[Loaded]) -> str:
+    """The whole HTML page."""
+    columns = [summary(run) for run in runs]
+    facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    title = html.escape(", ".join(run.name for run in runs))
+    return "".join(
+        [
+            f"{DOCTYPE}<html lang=en><head><meta charset=utf-8>"
+            "<meta name=viewport content='width=device-width, initial-scale=1'>"
+            f"<title>{title}</title><style>{STYLE}</style></head>"
+            "<body><h1>Training report</h1>",
+            table(["run", *map(named, runs)], [fact for fact in facts if any(fact[1:])]),
+            "<h2>Curves</h2><div class=grid>",
+            *(chart(runs, *of_chart) for of_chart in CHARTS),
+            "</div>",
+            differences(runs) if len(runs) > 1 else "",
+            *map(details, runs),
+            "</body></html>\n",
+        ]
+    )
+
+
+def describe(folder: Path, model: str, tokens: int, ops: list) -> None:
+    """Writes run.json: the model, tokens of a step, device, versions, and how the ops ran."""
+    import platform
+    from importlib.metadata import version
+
+    import jax
+
+    path = folder / "run.json"
+    about = {
+        "model": model,
+        "tokens_per_step": tokens,
+        "device": f"{jax.device_count()} x {jax.local_devices()[0].device_kind}",
+        "started": time.strftime("%Y-%m-%d %H:%M"),
+        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+        | {"python": platform.python_version()},
+        "ops": [list(decision) for decision in ops],
+    }
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a run that goes on
+        about["started"] = json.loads(path.read_text(encoding="utf-8"))["started"]
+    write_whole(path, json.dumps(about, indent=1).encode())
+
+
+def write(folders: list[Path], out: Path) -> None:
+    """Writes the page about the runs in `folders`; raises InputError if one holds no run."""
+    colors = COLORS * len(folders)
+    runs = [Loaded(folder, color) for folder, color in zip(folders, colors, strict=False)]
+    if out.is_file():
+        with out.open("rb") as file:
+            if file.read(len(DOCTYPE)) != DOCTYPE.encode():
+                raise InputError(f"{out} is no report and would be overwritten; change --out")
+    write_whole(out, page(runs).encode())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
+    return exit_status(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> None:
+    parser = Parser(prog="python -m jaxllm.report", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's directory")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: report.html in the first directory"
+    )
+    words = parser.parse_args(argv)
+    out = words.out or words.folders[0] / "report.html"
+    try:
+        write(words.folders, out)
+    except OSError as e:
+        raise InputError(f"cannot write {out}: {e.strerror}; change --out") from e
+    print(out)

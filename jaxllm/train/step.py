@@ -1,0 +1,210 @@
+"""The training state and the jitted steps on it: pure functions, sharded by JAX itself.
+
+A model is split once into its graph (static) and its parameters (a pytree); from there on it is
+plain `jax.jit`, `jax.value_and_grad` and optax.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxllm import sharding
+from jaxllm.config import Config
+from jaxllm.models import create
+from jaxllm.models.language_model import LanguageModel
+from jaxllm.train import guard
+from jaxllm.train.optim import global_norm, learning_rate, make_optimizer
+
+IGNORE = -100  # label of a position that takes no part in the loss
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes.  The data position follows from `step`."""
+
+    step: jax.Array  # int32, steps done
+    params: nnx.State  # fp32
+    opt_state: optax.OptState
+    watch: guard.Watch
+    # The blocks' matrices in the dtype of their matmuls.  The optimizer writes them while it has
+    # the new parameters in registers; to cast those in the next step would read them once more.
+    copies: tuple[jax.Array, ...] = ()
+
+    def saved(self) -> "TrainState":
+        """What a checkpoint holds: all but the copies, which `Trainer.with_copies` makes again."""
+        return self._replace(copies=())
+
+
+class Trainer:
+    """Builds the sharded state and the compiled steps of one configuration on one mesh."""
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.optimizer = make_optimizer(config.optimizer, config.train.steps)
+        self.schedule = learning_rate(config.optimizer, config.train.steps)
+        model = nnx.eval_shape(self._make_model)
+        self.graph, self.abstract_params = nnx.split(model, nnx.Param)
+        self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
+        dtype = jnp.dtype(config.model.compute_dtype)
+        self.copied = [  # leaf by leaf
+            p.ndim == 2 and p.dtype != dtype and path[0].key == "blocks"
+            for path, p in jax.tree.leaves_with_path(self.abstract_params)
+        ]
+        self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
+        self.state_shardings = self._state_shardings(self.abstract_params)
+
+    def _make_model(self) -> LanguageModel:
+        return create(self.config.model, seed=self.config.train.seed)
+
+    def _state_shardings(self, params: nnx.State) -> TrainState:
+        whole = NamedSharding(self.mesh, sharding.P())
+        of_params = sharding.shardings(params, self.mesh)
+        # jit(optimizer.init) alone forgets the sharding: moments lie like their parameters.
+        of_opt_state = optax.tree.map_params(
+            # pyrefly: ignore[bad-argument-type]
+            self.optimizer,
+            lambda _, s: s,
+            jax.eval_shape(self.optimizer.init, params),
+            of_params,
+            transform_non_params=lambda _: whole,
+        )
+        of_copies = self._matrices(of_params)
+        # pyrefly: ignore[bad-argument-type]
+        return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole), of_copies)
+
+    def init(self, params: nnx.State | None = None) -> TrainState:
+        """The state before the first step, made on the devices where it stays.
+
+        params: weights to start from, which are given up; None: drawn from the seed.
+        """
+        with jax.set_mesh(self.mesh):
+            if params is None:
+                params = nnx.state(self._make_model(), nnx.Param)
+            start = jax.jit(self._start, out_shardings=self.state_shardings, donate_argnums=0)
+            return start(params)
+
+    def _start(self, params: nnx.State) -> TrainState:
+        opt_state = self.optimizer.init(params)
+        return TrainState(
+            jnp.int32(0), params, opt_state, guard.new_watch(), self._make_copies(params)
+        )
+
+    def with_copies(self, saved: TrainState) -> TrainState:
+        """The state of a checkpoint, complete."""
+        make = jax.jit(self._make_copies, out_shardings=self.state_shardings.copies)
+        return saved._replace(copies=make(saved.params))
+
+    def _matrices(self, tree) -> tuple:
+        """The leaves of a tree like the parameters that have a copy."""
+        leaves = jax.tree.leaves(tree)
+        return tuple(leaf for leaf, copied in zip(leaves, self.copied, strict=True) if copied)
+
+    def _make_copies(self, params: nnx.State) -> tuple[jax.Array, ...]:
+        dtype = self.config.model.compute_dtype
+        return tuple(p.astype(dtype) for p in self._matrices(params))
+
+    def _working(self, state: TrainState) -> nnx.State:
+        """The parameters, with the copies where there are any."""
+        leaves, structure = jax.tree.flatten(state.params)
+        copies = iter(state.copies)
+        return jax.tree.unflatten(
+            structure, [next(copies) if c else p for p, c in zip(leaves, self.copied, strict=True)]
+        )
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, for lowering and for restoring."""
+        shapes = jax.eval_shape(self._start, self.abstract_params)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            shapes,
+            self.state_shardings,
+        )
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a batch: tokens and labels (B, T) int32, divided over data and fsdp."""
+        train = self.config.train
+        like = jax.ShapeDtypeStruct(
+            (train.batch_size, train.seq_len), jnp.int32, sharding=self.batch_sharding
+        )
+        return {"tokens": like, "labels": like}
+
+    def put_batch(self, batch: dict) -> dict[str, jax.Array]:
+        """This process's rows of a batch (numpy) as one array over all devices."""
+        return {
+            name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
+            for name, rows in batch.items()
+        }
+
+    def trace_train_step(self) -> jax.stages.Traced:
+        """The traced train step (state, batch) -> (state, metrics); state's buffers are donated.
+
+        After tracing, `pallas_kernels.dispatch.explain()` knows what runs; `.lower().compile()`
+        gives the one program of the whole run.
+        """
+        step = jax.jit(
+            self._train_step,
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, NamedSharding(self.mesh, sharding.P())),
+        )
+        with jax.set_mesh(self.mesh):
+            return step.trace(self.abstract_state(), self.abstract_batch())
+
+    def eval_step(self) -> Callable:
+        """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32."""
+        step = jax.jit(self._loss_sum)
+
+        def run(params, batch):
+            with jax.set_mesh(self.mesh):
+                return step(params, batch)
+
+        return run
+
+    def _loss_sum(self, params, batch, scale=1.0) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(self.graph, params)
+        loss = model.loss(batch["tokens"], batch["labels"], scale=scale)
+        return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
+
+    def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
+
+        def mean_loss(params, part):  # its part of the whole batch's mean
+            return self._loss_sum(params, part, 1 / count)[0]
+
+        grad = jax.value_and_grad(mean_loss)
+        working = self._working(state)
+        parts = self.config.train.grad_accum
+        if parts == 1:
+            loss, grads = grad(working, batch)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        else:
+            # Part i takes rows i, i + parts, ...: every device then has rows in every part.
+            split = jax.tree.map(
+                lambda x: sharding.constrain(
+                    x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1), None, sharding.BATCH, None
+                ),
+                batch,
+            )
+
+            def add(sums, part):
+                return jax.tree.map(jnp.add, sums, grad(working, part)), None
+
+            zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
+            (loss, grads), _ = jax.lax.scan(add, zero, split)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        norm = global_norm(grads)
+        good, watch = guard.judge(state.watch, loss, norm, self.config.train.skip_spikes)
+        params, opt_state = guard.choose(good, (params, opt_state), (state.params, state.opt_state))
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
+            "skips": watch.skips,
+        }
+        copies = self._make_copies(params)
+        return TrainState(state.step + 1, params, opt_state, watch, copies), metrics

@@ -1,0 +1,239 @@
+"""The configuration of a model in a Hugging Face folder: config.json read and written.
+
+A setting that our models do not have is refused by name.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from jaxllm.config import ModelConfig, round_up, sentence
+from jaxllm.errors import InputError
+from jaxllm.weights.places import tied
+
+NEEDED = object()  # of a key without a default
+
+
+class _Kind(NamedTuple):
+    """A type of model there and here.
+
+    fixed: what their settings have to be in a model of ours; the first is their default.
+    keys: {our setting: (their key, their default)}.
+    """
+
+    ours: str
+    architecture: str
+    fixed: dict[str, tuple]
+    keys: dict[str, tuple[str, Any]]
+
+
+KINDS = {
+    "gpt2": _Kind(
+        "gpt2",
+        "GPT2LMHeadModel",
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "tie_word_embeddings": (True,),
+        },
+        {
+            "vocab_size": ("vocab_size", NEEDED),
+            "n_layers": ("n_layer", NEEDED),
+            "n_heads": ("n_head", NEEDED),
+            "d_model": ("n_embd", NEEDED),
+            "d_ff": ("n_inner", None),
+            "max_seq_len": ("n_positions", NEEDED),
+            "norm_eps": ("layer_norm_epsilon", 1e-5),
+        },
+    ),
+    "llama": _Kind(
+        "llama3",
+        "LlamaForCausalLM",
+        {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        {
+            "vocab_size": ("vocab_size", NEEDED),
+            "n_layers": ("num_hidden_layers", NEEDED),
+            "n_heads": ("num_attention_heads", NEEDED),
+            "n_kv_heads": ("num_key_value_heads", None),
+            "d_model": ("hidden_size", NEEDED),
+            "d_head": ("head_dim", None),
+            "d_ff": ("intermediate_size", NEEDED),
+            "max_seq_len": ("max_position_embeddings", 2048),
+            "rope_theta": ("rope_theta", 10000.0),
+            "tie_embeddings": ("tie_word_embeddings", False),
+            "norm_eps": ("rms_norm_eps", 1e-6),
+        },
+    ),
+    "xlstm": _Kind(
+        "vlstm",
+        "xLSTMForCausalLM",
+        {
+            "use_bias": (False,),
+            "tie_word_embeddings": (False,),
+            "add_out_norm": (True,),
+            "weight_mode": ("single",),
+            "qk_dim_factor": (0.5,),
+            "v_dim_factor": (1.0,),
+        },
+        {
+            "vocab_size": ("vocab_size", NEEDED),
+            "n_layers": ("num_hidden_layers", None),
+            "n_heads": ("num_heads", NEEDED),
+            "d_model": ("hidden_size", None),
+            "max_seq_len": ("max_seq_len", 8192),  # any; xLSTM 7B has seen 8192
+            "gate_soft_cap": ("gate_soft_cap", 15.0),
+            "logit_soft_cap": ("output_logit_soft_cap", 30.0),
+            "norm_eps": ("norm_eps", 1e-6),
+            "chunk_size": ("chunk_size", 64),
+        },
+    ),
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises InputError for anything else."""
+    try:
+        page = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from e
+    if not isinstance(page, dict):
+        raise InputError(f"{path} holds {type(page).__name__}, not an object with keys")
+    return page
+
+
+def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
+    """Our configuration of the model of a config.json; `path` is for messages."""
+    name = page.get("model_type")
+    if not isinstance(name, str) or name not in KINDS:
+        raise InputError(f"{path}: model_type={name!r} is not one of {', '.join(KINDS)}")
+    if page.get("quantization_config"):
+        raise InputError(f"{path}: quantization_config: quantized weights are not supported")
+    kind, keys = KINDS[name], Page(page, path)
+    for key, allowed in kind.fixed.items():
+        keys.only(key, *allowed)
+    fields = {
+        ours: keys.need(key) if default is NEEDED else keys.get(key, default)
+        for ours, (key, default) in kind.keys.items()
+    }
+    if name == "llama":
+        fields |= _llama(keys, fields)
+    if name == "xlstm":
+        fields |= _xlstm(keys, fields)
+    theirs = {ours: key for ours, (key, _) in kind.keys.items()}
+    return validated({"type": kind.ours} | fields, path, theirs)
+
+
+def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> ModelConfig:
+    """The configuration of our settings; `path` and their names of ours are for messages."""
+    try:
+        return TypeAdapter(ModelConfig).validate_python(fields)
+    except ValidationError as e:
+        error = e.errors()[0]
+        parts = [str(part) for part in error["loc"][1:]]
+        key = ".".join(theirs.get(part, part) for part in parts)
+        message = sentence(error["msg"])
+        if not key:  # one of our own checks, which names our settings
+            message = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), message)
+        value = f"={error['input']!r}: " if key else ""
+        raise InputError(f"{path}: {key}{value}{message}"[:500]) from e
+
+
+class Page:
+    """The keys of a configuration file, with errors that name them."""
+
+    def __init__(self, page: dict[str, Any], path: Path):
+        self.page, self.path = page, path
+
+    def need(self, key: str):
+        if self.page.get(key) is None:
+            raise InputError(f"{self.path} lacks {key}")
+        return self.page[key]
+
+    def get(self, key: str, default):
+        value = self.page.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default=None) -> float:
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+            raise InputError(f"{self.path}: {key}={value!r} is not a positive number")
+        return value
+
+    def only(self, key: str, *allowed) -> None:
+        """Refuses a setting that our model has not; the first one is the default."""
+        if self.get(key, allowed[0]) not in allowed:
+            names = " or ".join(map(repr, allowed))
+            raise InputError(
+                f"{self.path}: {key}={self.page[key]!r} is not supported, only {names}"
+            )
+
+
+def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
+    rope = page.get("rope_scaling", {}) or page.get("rope_parameters", {})  # transformers 4 and 5
+    if not isinstance(rope, dict):
+        raise InputError(f"{page.path}: rope_scaling={rope!r} is not an object with keys")
+    rope = Page(rope, page.path)
+    rope.only("partial_rotary_factor", 1.0)
+    if rope.page.get("rope_type") is None and rope.page.get("type") is not None:
+        rope.page["rope_type"] = rope.page["type"]
+    rope.only("rope_type", "default", "llama3")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaled = rope.page.get("rope_type") == "llama3"
+    return dict(
+        n_kv_heads=page.get("num_key_value_heads", fields["n_heads"]),
+        rope_theta=rope.get("rope_theta", fields["rope_theta"]),
+        rope_scaling={key: rope.need(key) for key in keys} if scaled else None,
+    )
+
+
+def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
+    if page.page.get("eps") and page.number("eps") > 1e-5:  # ours is exact, as if it were 0
+        raise InputError(f"{page.path}: eps={page.page['eps']} is not supported, only up to 1e-05")
+    d_model = page.get("hidden_size", page.page.get("embedding_dim"))
+    if not isinstance(d_model, int):
+        raise InputError(f"{page.path}: hidden_size={d_model!r} is not a whole number")
+    multiple = page.number("ffn_round_up_to_multiple_of", 64)
+    wanted = d_model * page.number("ffn_proj_factor", 2.667)
+    d_ff = int((wanted + multiple - 1) // multiple * multiple)
+    return dict(
+        n_layers=page.get("num_hidden_layers", page.page.get("num_blocks")),
+        d_model=d_model,
+        d_ff=None if d_ff == round_up(int(2.667 * d_model), 64) else d_ff,
+    )
+
+
+def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of a model, the inverse of `model_config`; dtype: of the weights.
+
+    Raises InputError for a model that transformers does not take.
+    """
+    if config.d_model % config.n_heads:
+        raise InputError(
+            f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
+            " transformers refuses such a Llama, so it cannot be written for it"
+        )
+    name, kind = next((name, kind) for name, kind in KINDS.items() if kind.ours == config.type)
+    page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
+    # transformers' own defaults may lie outside this vocabulary
+    page |= {"bos_token_id": None, "eos_token_id": None}
+    page |= {key: allowed[0] for key, allowed in kind.fixed.items()}
+    page |= {key: getattr(config, ours) for ours, (key, _) in kind.keys.items()}
+    page["tie_word_embeddings"] = tied(config)
+    if config.type == "llama3":
+        scaling = config.rope_scaling
+        page["head_dim"] = config.head_dim
+        page["rope_scaling"] = scaling and dict(rope_type="llama3", **scaling.model_dump())
+    if config.type == "vlstm":
+        # Their width is factor x width rounded up: for widths that are no multiple of 64 the factor
+        # is a little too large and rounding is left to the next whole number.
+        given = config.d_ff is not None
+        whole = given and config.ff_width % 64 != 0
+        factor = (config.ff_width + (0.25 if whole else 0)) / config.d_model if given else 2.667
+        page |= {"ffn_proj_factor": factor, "ffn_round_up_to_multiple_of": 1 if whole else 64}
+        page |= {"num_blocks": config.n_layers, "embedding_dim": config.d_model, "eps": 0.0}
+    return page

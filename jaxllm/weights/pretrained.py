@@ -1,0 +1,240 @@
+"""Weights to start from: a Hugging Face folder, or a run's directory (also one of jaxllm.convert).
+
+`open_weights` checks names, shapes and dtypes without reading a tensor; `load_params` then puts
+each parameter where it belongs on the mesh, one after another.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from jaxllm import config as configs
+from jaxllm.config import Config, ModelConfig
+from jaxllm.errors import InputError, RunError, out_of_memory
+from jaxllm.weights.checksums import array_checksums, changed, check_seal, sealed
+from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
+from jaxllm.weights.places import Place, places
+
+# Settings that weights fit whatever they are (and max_seq_len, without learned positions).
+_FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
+
+
+class RunWeights:
+    """The parameters in a checkpoint of a run: the newest, or that of `step`.
+
+    Only reads, so that the run may go on at the same time.
+    """
+
+    def __init__(self, directory: Path, step: int | None = None):
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+        self.run = configs.load(str(directory / "config.yaml"))
+        self.config: ModelConfig = self.run.model
+        self.folder = directory
+        self._manager = ocp.CheckpointManager(
+            (directory / "checkpoints").resolve(),
+            options=ocp.CheckpointManagerOptions(read_only=True),
+        )
+        steps = sorted(self._manager.all_steps())
+        if not steps or (step is not None and step not in steps):
+            wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+            have = f"; it has {', '.join(map(str, steps))}" if steps else ""
+            raise InputError(f"{directory} holds no {wanted}{have}")
+        self.step: int = steps[-1] if step is None else step
+        self._check()
+
+    def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """{our dotted path: array} of some parameters."""
+        items = {_stored(name): np.empty(0, np.float32) for name in names}
+        restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in items}
+        found = self._restore(_part(items, restore_args))
+        self._verify(found)
+        return {name: found[_stored(name)] for name in names}
+
+    def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """{our dotted path: array} with the shardings of `abstract`, which names all of them."""
+        items = {_stored(name): leaf for name, leaf in abstract.items()}
+        found = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
+        self._verify({name: found[name] for name in items})
+        return {name: found[_stored(name)] for name in abstract}
+
+    def _check(self) -> None:
+        page = self._restore(ocp.args.JsonRestore(), "about")
+        try:
+            check_seal(page)
+        except ValueError as e:
+            raise self._damaged(str(e)) from e
+        self._checksums = page.get("checksums", {})
+        stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
+        where = f"checkpoint {self._place}"
+        for place in places(self.config):
+            for name in map(_stored, place.ours):
+                shape = [list(place.our_shape(self.config)), "float32"]
+                if (found := stored.pop(name, "not in it")) != shape:
+                    raise InputError(f"{where}: {name} is {found}, config.yaml says {shape}")
+        if stored:
+            raise InputError(f"{where} holds {min(stored)}, which config.yaml does not have")
+
+    def _restore(self, args: Any, item: str = "state") -> Any:
+        try:
+            return self._manager.restore(self.step, args=ocp.args.Composite(**{item: args}))[item]
+        except Exception as e:
+            if out_of_memory(e):
+                raise
+            raise self._damaged(f"{type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+
+    def _verify(self, arrays: dict[str, Any]) -> None:
+        if name := changed(arrays, self._checksums):
+            raise self._damaged(f"the checksum of {name} differs")
+
+    def _damaged(self, why: str) -> InputError:
+        older = [step for step in self._manager.all_steps() if step < self.step]
+        return InputError(
+            f"checkpoint {self._place} is damaged ({why}); "
+            + (f"the one before it is of step {max(older)}" if older else "none is before it")
+        )
+
+    @property
+    def _place(self) -> Path:
+        return self.folder / "checkpoints" / str(self.step)
+
+
+Weights = HuggingFaceWeights | RunWeights
+
+
+def open_weights(directory: str | Path) -> Weights:
+    """Opens the weights in a directory; raises InputError for all that does not fit together."""
+    directory = Path(directory).expanduser()
+    if any((directory / name).is_file() for name in ("config.json", "params.json")):
+        return HuggingFaceWeights(directory)
+    if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
+        return RunWeights(directory)
+    if not directory.exists():
+        raise InputError(f"{directory} does not exist: a run's directory or a Hugging Face folder")
+    for run in list(directory.absolute().parents)[:2]:
+        inside = directory.absolute().is_relative_to(run / "checkpoints")
+        if inside and (run / "config.yaml").is_file():
+            raise InputError(f"{directory} is inside of a run's directory; name that: {run}")
+    raise InputError(
+        f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
+        f" directory (config.yaml, checkpoints){pickle_in(directory)}"
+    )
+
+
+def check_weights(weights: Weights, config: Config) -> None:
+    """Raises InputError where a configured run is not one of the model that the weights are of."""
+    ours, theirs = _fixed(config.model), _fixed(weights.config)
+    for key in ours | theirs:
+        if ours.get(key) != theirs.get(key):
+            raise InputError(
+                f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
+                f" {weights.folder}; set it so, or leave out model.init_from"
+            )
+    tokenizer = weights.folder / "tokenizer.json"
+    if tokenizer.exists() and config.data.tokenizer is None and config.data.source != "shards":
+        raise InputError(
+            f"data.tokenizer is null: another one would be trained than the weights in"
+            f" {weights.folder} know; set data.tokenizer {tokenizer}"
+        )
+
+
+def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
+    """The parameters, float32, with the structure and the shardings of `abstract`.
+
+    Nothing but the tensor under way is in memory besides them.
+    """
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    }
+    if isinstance(weights, RunWeights):
+        arrays = weights.load(leaves)
+    else:
+        arrays = {
+            name: jax.make_array_from_callback(x.shape, leaves[name].sharding, x.__getitem__)
+            for place in places(weights.config)
+            for name, x in weights.read(place).items()
+        }
+    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
+
+
+def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[str, Any]) -> None:
+    """Writes the parameters as checkpoint 0 of a run; about: its JSON page.
+
+    Each tensor is read, written and forgotten before the next, and before that once for its
+    checksum, which Orbax writes first.  Raises RunError if the disk fails.
+    """
+    state = {
+        _stored(name): _Unread(weights, place, name)
+        for place in places(weights.config)
+        for name in place.ours
+    }
+    about = about | {
+        "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()},
+        "checksums": {
+            _stored(name): checksum
+            for place in places(weights.config)
+            for name, checksum in array_checksums(weights.read(place)).items()
+        },
+    }
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # a failed write is told once, as an error
+    registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
+    try:
+        with ocp.CheckpointManager(
+            directory.resolve(),
+            options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+                "about": ocp.JsonCheckpointHandler(),
+            },
+        ) as manager:
+            manager.save(
+                0,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state),
+                    about=ocp.args.JsonSave(sealed(about)),
+                ),
+            )
+    except InputError:
+        raise
+    except Exception as e:
+        words = " ".join(str(e).split())[:200]
+        raise RunError(f"{type(e).__name__}: {words}") from e
+
+
+class _Unread:
+    """A parameter that is read only when it is written."""
+
+    def __init__(self, weights: HuggingFaceWeights, place: Place, name: str):
+        self.weights, self.place, self.name = weights, place, name
+        self.shape, self.dtype = place.our_shape(weights.config), np.dtype(np.float32)
+
+    def read(self) -> np.ndarray:
+        return self.weights.read(self.place)[self.name]
+
+
+class _UnreadHandler(ocp.type_handlers.NumpyHandler):
+    async def serialize(self, values, infos, args=None):
+        args = args or [ocp.SaveArgs()] * len(values)
+        for value, info, arg in zip(values, infos, args, strict=True):
+            for written in await super().serialize([value.read()], [info], [arg]):
+                written.result()  # Orbax by itself would hold all until the last is written
+        return []
+
+
+def _fixed(config: ModelConfig) -> dict[str, Any]:
+    free = _FREE if config.type == "gpt2" else _FREE | {"max_seq_len"}
+    values = config.model_dump(exclude=free) | {"d_ff": config.ff_width}
+    return values | ({"d_head": config.head_dim} if config.type == "llama3" else {})
+
+
+def _stored(name: str) -> str:
+    return f"params.{name}.value"
+
+
+def _part(items: dict[str, Any], restore_args: dict[str, Any]) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(item=items, restore_args=restore_args, partial_restore=True)

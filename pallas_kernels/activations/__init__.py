@@ -1,0 +1,1 @@
+"""GELU and SwiGLU, alone and as the epilogue of a matmul."""

@@ -1,0 +1,123 @@
+"""SwiGLU: the gated activation of Llama's feed-forward layer.
+
+    swiglu(gate, up) = silu(gate) up,   silu(g) = g s,   s = sigmoid(g)
+    d_up = dy g s,   d_gate = dy up (s + g s (1 - s))
+
+Shazeer 2020, "GLU Variants Improve Transformer", equation 5 (the part between the matmuls).  The
+backward pass recomputes s from the gate, and one kernel writes both gradients: 2 reads and 1 write
+an element forward, 3 reads and 2 writes backward.
+
+`swiglu_linear` multiplies the result by a weight.  Its backward pass begins with a matmul, dy W^T,
+whose result only the kernel above needs: there both are one kernel, and dy W^T is never written.
+"""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.activations import matmul_epilogue
+from pallas_kernels.activations.elementwise import elementwise, quick_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
+
+
+def swiglu(
+    gate: Float[Array, "*shape"],
+    up: Float[Array, "*shape"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*shape"]:
+    """silu(gate) up of every element; computed in float32, returned in the inputs' dtype.
+
+    Two different dtypes run on XLA and return the wider one.  Raises ValueError for two shapes,
+    NotImplementedError under implementation="mosaic" for dtypes that differ or are not fp32, bf16,
+    fp16.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"gate has shape {gate.shape} but up has {up.shape}; they must be equal")
+    if not dispatch.use_kernel("swiglu", implementation, why_not(gate, up)):
+        return swiglu_reference(gate, up)
+    return _swiglu(gate, up)
+
+
+def swiglu_linear(
+    gate: Float[Array, "*rows F"],
+    up: Float[Array, "*rows F"],
+    weight: Float[Array, "F C"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*rows C"]:
+    """swiglu(gate, up) @ weight.  Where its kernel cannot take the call: `swiglu`, and a matmul.
+
+    The kernel takes bfloat16 or float16, all of one dtype, rows and F in multiples of 128, C of 64.
+    Raises ValueError for shapes that do not fit, and what `swiglu` raises.
+    """
+    if gate.shape != up.shape or weight.ndim != 2 or gate.shape[-1:] != weight.shape[:1]:
+        shapes = f"gate {gate.shape}, up {up.shape} and weight {weight.shape}"
+        raise ValueError(f"{shapes} do not fit: (..., F), (..., F) and (F, C) do")
+    if reason := matmul_epilogue.linear_why_not(weight, gate, up):
+        dispatch.tell(dispatch.Decision("swiglu_linear", "xla", f"swiglu and a matmul: {reason}"))
+    elif dispatch.use_kernel("swiglu_linear", implementation, None, "sm_90a"):
+        rows = (x.reshape(-1, weight.shape[0]) for x in (gate, up))
+        return _swiglu_linear(*rows, weight).reshape(*gate.shape[:-1], -1)
+    return swiglu(gate, up, implementation=implementation) @ weight
+
+
+def swiglu_linear_reference(gate, up, weight):
+    return swiglu_reference(gate, up) @ weight
+
+
+def swiglu_reference(gate, up):
+    """The formula in jnp, in float32 (float64 for float64)."""
+    dtype = mosaic.stat_dtype(gate.dtype)
+    y = jax.nn.silu(gate.astype(dtype)) * up.astype(dtype)
+    return y.astype(jax.numpy.promote_types(gate.dtype, up.dtype))
+
+
+def why_not(gate, up) -> str | None:
+    """Why the kernel cannot take this call, or None."""
+    return _elementwise_why_not(gate=gate, up=up)
+
+
+def _forward_tile(gate, up):
+    return (gate * sigmoid(gate) * up,)
+
+
+def _backward_tile(gate, up, dy, sigmoid=sigmoid):
+    s = sigmoid(gate)
+    silu = gate * s
+    return dy * up * (s + silu * (1 - s)), dy * silu
+
+
+@jax.custom_vjp
+def _swiglu(gate, up):
+    return elementwise(_forward_tile, gate, up, name="swiglu_forward")[0]
+
+
+_swiglu.defvjp(
+    lambda gate, up: (_swiglu(gate, up), (gate, up)),
+    lambda saved, dy: elementwise(_backward_tile, *saved, dy, name="swiglu_backward", outputs=2),
+)
+
+
+_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=quick_sigmoid)
+
+
+@jax.custom_vjp
+def _swiglu_linear(gate, up, weight):
+    return _linear_forward(gate, up, weight)[0]
+
+
+def _linear_forward(gate, up, weight):
+    h = _swiglu(gate, up)
+    return h @ weight, (gate, up, weight, h)
+
+
+def _linear_backward(saved, dy):
+    gate, up, weight, h = saved
+    options = dict(outputs=2, name="swiglu_linear_backward")
+    return matmul_epilogue.linear_backward((gate, up), h, weight, dy, _AFTER_MATMUL, **options)
+
+
+_swiglu_linear.defvjp(_linear_forward, _linear_backward)

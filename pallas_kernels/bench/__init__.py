@@ -1,0 +1,1 @@
+"""Every op beside XLA, cuDNN and what the device can do."""

@@ -1,0 +1,1 @@
+"""Attention without the matrix of its scores."""

@@ -1,0 +1,296 @@
+"""Attention: softmax(scale Q K^T + mask) V, with grouped kv heads (MHA, GQA, MQA).
+
+    S = scale q k^T (softcap: c tanh(S / c)), P = softmax(S over the visible keys), O = P V
+
+Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023 (GQA).  Query head
+h reads kv head h // (H / K).  Only the log-sum-exp of each row is saved; the backward pass computes
+P again from it (Dao et al. 2022, "FlashAttention").
+
+The kernels are in forward.py, backward_dq.py (dQ) and backward_dkv.py, what a query
+sees in masks.py, which block works on what in schedule.py.  This file has the op, its jnp
+reference, what ties the two directions together, and cuDNN as the stand-in where the kernels cannot
+run.  qkv.py has the op for q, k and v in one array.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.flash_attention import backward_dq, forward
+
+WIDTHS = (64, 96, 128, 256)  # head dimensions of the kernels
+Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+
+
+def attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Segments | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
+    """Attention of q to k and v, in q's dtype; logits, softmax and sums in float32.
+
+    causal: needs T <= S; the last query stands at the last key.
+    scale: of the logits; default 1 / sqrt(D).
+    window: keys that a query sees at most, its own included (needs causal).
+    segment_ids: of the keys, and of the queries at their positions; or (of the queries, of the
+        keys).  A query sees keys of its own segment only.
+    softcap: logits become softcap * tanh(logits / softcap); the kernel takes up to 100.
+    return_lse: also the natural log of the sum of exp(logits), float32; it has a gradient.
+
+    A query that sees no key gets zeros and lse = -inf.  P and dS are rounded to the inputs' dtype
+    before they are multiplied with V, K and Q.
+    Raises ValueError for shapes or options that contradict each other, NotImplementedError under
+    implementation="mosaic" with what the kernel lacks.
+    """
+    check(q, k, v, causal, window, softcap, segment_ids)
+    options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    reason = why_not(q, k, v, segment_ids=segment_ids, **options)
+    more = dict(segment_ids=segment_ids, return_lse=return_lse)
+    by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
+    otherwise = "cudnn" if by_cudnn else "xla"
+    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", otherwise):
+        if implementation is None and by_cudnn:
+            return _cudnn(q, k, v, causal, scale, window)
+        return attention_reference(q, k, v, **more, **options)
+    t, s = q.shape[1], k.shape[1]
+    if window is not None and window >= s:
+        window = None  # every key is in it
+    if segment_ids is not None:
+        segment_ids = _pair(segment_ids, t, s)
+    call = Call((t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap)
+    # TMA copies into wgmma's layout move groups of 8 rows, and the kernels have four widths: other
+    # lengths and head dimensions cost padded copies.
+    padded = (_pad(x) for x in (q, k, v))
+    out, lse = _attention(*padded, segment_ids, call, return_lse)
+    out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
+    return (out, lse) if return_lse else out
+
+
+def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None):
+    """Why the kernel cannot take this call, or None."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q is {q.dtype}, not bfloat16 or float16"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype"
+    if q.shape[-1] > WIDTHS[-1]:
+        return f"the head dimension D={q.shape[-1]} is over {WIDTHS[-1]}"
+    if scale_of(scale, q) <= 0:
+        return f"scale={scale} is not positive"
+    return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
+
+
+def cudnn_why_not(
+    q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None,
+    return_lse=False,
+):  # fmt: skip
+    """Why cuDNN's flash attention cannot stand in for the kernel, or None.
+
+    It keeps the users of other NVIDIA GPUs, and calls that the kernel lacks, from T x S matrices.
+    """
+    if lack := dispatch.device_lacks("sm_80"):
+        return lack
+    widest = 128 if dispatch.device_lacks("sm_90") else 256
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}, not all bfloat16 or float16"
+    if q.shape[-1] > widest or q.shape[-1] % 8:
+        return f"the head dimension D={q.shape[-1]} is no multiple of 8 up to {widest}"
+    if causal and q.shape[1] != k.shape[1]:
+        return f"T={q.shape[1]} is not S={k.shape[1]} (its last query stands elsewhere)"
+    if segment_ids is not None or softcap is not None or return_lse:
+        return "it has no segment_ids, softcap or return_lse"
+    return mosaic.empty(q=q, k=k)
+
+
+def _cudnn(q, k, v, causal, scale, window):
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale_of(scale, q),
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+def check(q, k, v, causal, window, softcap, segment_ids=None):
+    """Raises ValueError for shapes or options that contradict each other."""
+    mosaic.check_axes("B T H D", q=q)
+    mosaic.check_axes("B S K D", k=k, v=v)
+    (b, t, h, d), (bk, s, kv, dk) = q.shape, k.shape
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
+    if (b, d) != (bk, dk):
+        raise ValueError(f"q has shape {q.shape} and k {k.shape}: B and D must be equal")
+    if not kv or h % kv:
+        raise ValueError(f"H={h} query heads are not a multiple of K={kv} kv heads")
+    if causal and t > s:
+        raise ValueError(f"T={t} queries are more than S={s} keys: pass causal=False or fewer")
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window={window} needs causal=True and at least 1 key")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap} must be positive")
+    if segment_ids is not None:
+        _check_segments(segment_ids, b, t, s)
+
+
+def _check_segments(segment_ids, b, t, s):
+    need = ((b, t), (b, s))
+    if not isinstance(segment_ids, tuple):
+        if t > s:
+            raise ValueError(f"T={t} queries are more than S={s} keys: pass segment_ids of both")
+        segment_ids, need = (segment_ids,), ((b, s),)
+    if (have := tuple(ids.shape for ids in segment_ids)) != need:
+        raise ValueError(f"segment_ids have the shapes {have}, not {need}")
+    for ids in segment_ids:
+        mosaic.check_whole_numbers(segment_ids=ids)
+
+
+def scale_of(scale, q) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def _pair(segment_ids, t, s):
+    """(ids of the queries, ids of the keys)."""
+    pair = isinstance(segment_ids, tuple)
+    return segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
+
+
+def _pad(x):
+    width = next(width for width in WIDTHS if width >= x.shape[-1])
+    return mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, width)
+
+
+# ---- reference -------------------------------------------------------------------------------
+
+
+def attention_reference(
+    q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None,
+    return_lse=False,
+):  # fmt: skip
+    """The formulas in jnp; in float64 plain exact mathematics, as rounding does nothing there.
+
+    It rounds where any kernel must: P and dS to the data's dtype before their matmuls, O to its
+    dtype before the row sums of dO * O.  That is why its gradient is written out.
+    """
+    t, s = q.shape[1], k.shape[1]
+    q_ids, k_ids = jnp.arange(t)[:, None] + (s - t), jnp.arange(s)
+    mask = jnp.ones((1, t, s), bool)
+    if causal:
+        mask &= q_ids >= k_ids
+    if window is not None:
+        mask &= q_ids - k_ids < window
+    if segment_ids is not None:
+        q_seg, k_seg = _pair(segment_ids, t, s)
+        mask &= q_seg[:, :, None] == k_seg[:, None, :]
+    out, lse = _reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
+    return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _reference(q, k, v, mask, scale, softcap):
+    return _reference_forward(q, k, v, mask, scale, softcap)[0]
+
+
+def _logits(q, k, mask, scale, softcap):
+    """((B, K, G, T, S) logits with -inf where masked, d logits / d(q k^T) or None for scale)."""
+    x = _einsum("btkgd,bskd->bkgts", q, k) * scale
+    slope = None
+    if softcap is not None:
+        tanh = jnp.tanh(x / softcap)
+        x, slope = softcap * tanh, 1 - tanh * tanh
+    return jnp.where(mask, x, -jnp.inf), slope
+
+
+def _einsum(formula, x, y):
+    return jnp.einsum(formula, x, y, preferred_element_type=mosaic.stat_dtype(x.dtype))
+
+
+def _grouped(x, kv_heads):
+    b, t, h, d = x.shape
+    return x.reshape(b, t, kv_heads, h // kv_heads, d)  # the heads of a group stand together
+
+
+def _reference_forward(q, k, v, mask, scale, softcap):
+    b, t, h, _ = q.shape
+    x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
+    top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # there may be no key at all
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row without any visible key
+    p = jnp.exp(x - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    out = _einsum("bkgts,bskd->bkgtd", p.astype(q.dtype), v) / jnp.where(total == 0, 1, total)
+    out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+    lse = (top + jnp.log(total)).reshape(b, h, t)
+    return (out, lse), (q, k, v, mask, out, lse)
+
+
+def _reference_backward(scale, softcap, saved, cotangents):
+    q, k, v, mask, out, lse = saved
+    dout, dlse = cotangents
+    dtype, wide = q.dtype, mosaic.stat_dtype(q.dtype)
+    (b, t, h, d), kv = q.shape, k.shape[2]
+    per_head = lambda x: x.reshape(b, kv, h // kv, t, 1)
+    delta = jnp.einsum("bthd,bthd->bht", dout.astype(wide), out.astype(wide)) - dlse
+    q, dout = _grouped(q, kv), _grouped(dout, kv)
+    x, slope = _logits(q, k, mask, scale, softcap)
+    p = jnp.where(mask, jnp.exp(x - per_head(jnp.where(lse == -jnp.inf, 0, lse))), 0)
+    ds = jnp.where(mask, p * (_einsum("btkgd,bskd->bkgts", dout, v) - per_head(delta)), 0)
+    ds = (ds if slope is None else ds * slope).astype(dtype)
+    dq = (_einsum("bkgts,bskd->btkgd", ds, k) * scale).astype(dtype)
+    dk = (_einsum("bkgts,btkgd->bskd", ds, q) * scale).astype(k.dtype)
+    dv = _einsum("bkgts,btkgd->bskd", p.astype(dtype), dout).astype(v.dtype)
+    return dq.reshape(b, t, h, d), dk, dv, None
+
+
+_reference.defvjp(_reference_forward, _reference_backward)
+
+# ---- the kernels' two directions -------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """What is static in a call of the kernels."""
+
+    lengths: tuple[int, int]  # T and S without padding
+    causal: bool
+    scale: float
+    sms: int
+    window: int | None
+    softcap: float | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q, k, v, segments, call, with_lse):
+    return forward.forward(q, k, v, segments, **call._asdict())
+
+
+def _attention_forward(q, k, v, segments, call, with_lse):
+    results = _attention(q, k, v, segments, call, with_lse)
+    # Under jax.checkpoint a policy can keep these by name and spare a second forward.
+    out, lse = (checkpoint_name(x, "attention") for x in results)
+    return (out, lse), (q, k, v, segments, out, lse)
+
+
+def _attention_backward(call, with_lse, saved, cotangents):
+    q, k, v, segments, out, lse = saved
+    dout, dlse = cotangents
+    if not with_lse:
+        dlse = None  # an array of zeros: not worth reading
+    grads = backward_dq.backward(q, k, v, out, lse, dout, dlse, segments, **call._asdict())
+    return *grads, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)

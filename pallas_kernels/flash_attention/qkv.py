@@ -1,0 +1,110 @@
+"""Self-attention on one array that holds queries, keys and values, with RoPE or without.
+
+    (q | k | v) = qkv,   y = attention(rope(q), rope(k), v)
+
+One matmul can then make q, k and v, and its backward pass is two matmuls instead of six.  Taken
+apart for `rope` and `attention` the array would be copied; here the kernels find their heads in it:
+RoPE turns q and k where they lie, and both backward kernels write into one gradient.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.flash_attention import backward_dq, forward
+from pallas_kernels.flash_attention.forward import Heads
+from pallas_kernels.flash_attention.op import WIDTHS, Call, attention, check, scale_of
+from pallas_kernels.flash_attention.op import why_not as _attention_why_not
+from pallas_kernels.rotary import RopeScaling, check_positions, rope, rotate_in_place
+from pallas_kernels.rotary import why_not_in_place as _rope_why_not
+
+
+def attention_qkv(
+    qkv: Float[Array, "B T P D"],
+    n_heads: int,
+    *,
+    positions: Int[Array, "*rows T"] | None = None,
+    theta: float | None = None,
+    scaling: RopeScaling | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "B T H D"]:
+    """Causal attention of a sequence to itself, in qkv's dtype.
+
+    qkv: P = H + 2 K heads: n_heads = H of q, then K of k, then K of v.
+    theta: base of RoPE on q and k (layout "half") at `positions` (None: 0 ... T-1); None: no RoPE.
+    scaling: as in `rope`; scale, window, segment_ids, softcap: as in `attention`.
+    Raises ValueError for heads that do not add up, and what `rope` and `attention` raise.
+    """
+    mosaic.check_axes("B T P D", qkv=qkv)
+    n_kv, left = divmod(qkv.shape[2] - n_heads, 2)
+    if left or n_kv < 1 or n_heads < 1 or n_heads % n_kv:
+        raise ValueError(
+            f"qkv has {qkv.shape[2]} heads: not n_heads={n_heads} and twice a divisor of it"
+        )
+    t, heads = qkv.shape[1], Heads(n_heads, n_kv)
+    options = dict(scale=scale, window=window, softcap=softcap)
+    positions = jnp.arange(t) if positions is None else positions
+    runs = implementation == "mosaic" or (
+        implementation is None and not dispatch.device_lacks("sm_90a")
+    )
+    runs = runs and not dispatch.shard_map_lacks()
+    if not runs or _why_apart(qkv, positions if theta else None, **options):
+        q, k, v = (qkv[:, :, i:j] for i, j in ((0, -2 * n_kv), (-2 * n_kv, -n_kv), (-n_kv, None)))
+        if theta is not None:
+            q, k = rope(
+                q, k, positions, theta=theta, scaling=scaling, implementation=implementation
+            )
+        # pyrefly: ignore[bad-return]
+        return attention(q, k, v, segment_ids=segment_ids, **options, implementation=implementation)
+    check(qkv, qkv, qkv, True, window, softcap, segment_ids)
+    if theta is not None:
+        check_positions(qkv, positions)
+        dispatch.use_kernel("rope", implementation, None)
+    dispatch.use_kernel("attention", implementation, None, "sm_90a")
+    window = None if window is not None and window >= t else window
+    call = Call((t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap)
+    segments = None if segment_ids is None else (segment_ids, segment_ids)
+    return _attention_qkv(qkv, positions, segments, heads, (theta, scaling), call)
+
+
+def _why_apart(qkv, positions, **options) -> str | None:
+    """Why q, k and v have to be taken apart (for their kernels or for XLA), or None."""
+    if reason := _attention_why_not(qkv, qkv, qkv, **options):
+        return reason
+    if qkv.shape[1] % 8 or qkv.shape[3] not in WIDTHS:
+        return f"T={qkv.shape[1]} and D={qkv.shape[3]} need padded copies"
+    return None if positions is None else _rope_why_not(qkv, positions)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _attention_qkv(qkv, positions, segments, heads, rotation, call):
+    return _forward(qkv, positions, segments, heads, rotation, call)[0]
+
+
+def _forward(qkv, positions, segments, heads, rotation, call):
+    if rotation[0] is not None:
+        qkv = rotate_in_place(qkv, sum(heads), positions, *rotation)
+    results = forward.forward(qkv, qkv, qkv, segments, heads=heads, **call._asdict())
+    out, lse = (checkpoint_name(x, "attention") for x in results)
+    return out, (qkv, positions, segments, out, lse)
+
+
+def _backward(heads, rotation, call, saved, dout):
+    qkv, positions, segments, out, lse = saved
+    d = backward_dq.backward(
+        qkv, qkv, qkv, out, lse, dout, None, segments, heads=heads, **call._asdict()
+    )
+    if rotation[0] is not None:
+        d = rotate_in_place(d, sum(heads), positions, *rotation, backward=True)
+    return d, None, None
+
+
+_attention_qkv.defvjp(_forward, _backward)

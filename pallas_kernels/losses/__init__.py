@@ -1,0 +1,1 @@
+"""Cross-entropy of logits, and of the head and the loss in one."""

@@ -1,0 +1,1 @@
+"""The mLSTM cell of xLSTM in chunks."""

@@ -1,0 +1,131 @@
+"""The vLSTM on tensor cores: what the kernels `states` and `rows` are given, both directions."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.mlstm import reference
+from pallas_kernels.mlstm.gates import forget_gradient, gates
+from pallas_kernels.mlstm.inter_chunk import states
+from pallas_kernels.mlstm.intra_chunk import rows
+
+
+class Call(NamedTuple):
+    """What is static in a call of the kernels."""
+
+    length: int  # T without padding
+    dqk: int  # DQK without padding
+    size: int  # positions of a chunk
+    normalize: bool
+    packed: bool  # several documents in a sequence
+    first: bool  # a state before the sequence is given
+    last: bool  # the one after it is returned
+    sms: int
+    kernels: tuple  # (states, rows), or their jnp twins in the tests
+
+
+def edge(dqk: int, dv: int) -> int:
+    """Positions of a chunk, and the edge of all tiles; widths are padded to multiples of 64."""
+    even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
+    return 128 if even else 64
+
+
+@functools.partial(
+    jax.jit,  # traced and lowered once for all layers
+    static_argnames=("gate", "normalize", "return_state", "kernels"),
+)
+def chunkwise(
+    q, k, v, i, f, *,
+    gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
+    kernels=(states, rows),
+):  # fmt: skip
+    """`reference.chunkwise` on the kernels (for eps = 0)."""
+    length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]
+    packed = segment_ids is not None
+    starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
+    wide = mosaic.stat_dtype(q.dtype)
+    i, lf = reference._log_gates(i, f, gate, wide)
+    size = edge(dqk, dv)
+    # The kernels hold every m constant; these factors are 1, with the gradients of e^m and e^-m.
+    hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
+    if initial_state is not None:
+        c, n, m = (x.astype(wide) for x in initial_state)
+        scale = jnp.exp(m - hold(m))
+        c = mosaic.pad_axis(mosaic.pad_axis(c, 2, 64), 3, 64)
+        first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]
+    # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies, as do
+    # widths that are not multiples of 64.
+    q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, 64) for x in (q, k, v))
+    given = first is not None
+    sms = mosaic.sm_count()
+    call = Call(length, dqk, size, normalize, packed, given, return_state, sms, kernels)
+    h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
+    h = h[:, :length, :, :dv]
+    if not return_state:
+        return h
+    c, n = last[0][..., :dqk, :dv], last[1][..., :dqk]
+    m_last = gates(i, lf, m, starts, size).m_last
+    scale = jnp.exp(hold(m_last) - m_last)
+    return h, (c * scale[..., None, None], n * scale[..., None], m_last)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _cell(q, k, v, i, lf, first, m, starts, call):
+    """(h, last): first and last are states (C, n), or None: zero, and not asked for."""
+    return _cell_forward(q, k, v, i, lf, first, m, starts, call)[0]
+
+
+def _cell_forward(q, k, v, i, lf, first, m, starts, call):
+    states, rows = call.kernels
+    g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
+    c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
+    tiny = jnp.finfo(jnp.float32).tiny
+    one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
+    g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
+    h, norm, sign = rows(
+        q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start),
+        mode="forward", along=n, normalize=call.normalize, packed=call.packed, sms=call.sms,
+    )  # fmt: skip
+    return (h, last), (q, k, v, g, c, n, norm, sign)
+
+
+def _cell_backward(call, saved, cotangents):
+    states, rows = call.kernels
+    rows = functools.partial(rows, packed=call.packed, sms=call.sms)
+    q, k, v, g, c, n, norm, sign = saved
+    dh, d_last = cotangents
+    # Where forget gates are closed g.row is large and the sum rounds 1 / N.  All of a row then has
+    # to be divided by that N: what cancels in the gates' gradients is far larger than they are.
+    row = g.row + jnp.log2(norm)
+    rounded = jnp.exp2(row - g.row)
+    carried, sign = g.carried * rounded, sign * norm / rounded
+    seen = dict(row=row, col=g.col, start=g.start)
+    dq, dot = rows(dh, v, k, c, seen | dict(scale=carried, sign=sign), mode="dq", along=n, y=q)
+
+    shift = sign * dot
+    dc, dn, d_first, c_dc = states(
+        q, dh, carried, carried * shift, g.decay, d_last, c,
+        reverse=True, saturate=False, last=call.first, sms=call.sms,
+    )  # fmt: skip
+    seen |= dict(scale=g.admit, shift=shift)
+    dk, inside, outside = rows(v, dh, q, dc, seen, mode="dk", along=dn, y=k)
+    (dv,) = rows(k, q, dh, dc, seen, mode="dv")
+
+    di = inside + outside  # k . dk
+    # q . dq: h does not change with the length of q where l divides it, and is linear in q else.
+    q_dq = jnp.where(sign == 0, dot, 0)
+    # Added up to L numbers first: sums over L, over DX and of <C, dC> in one kernel.
+    dots = jnp.concatenate([c_dc, (n * dn)[..., None, :]], -2)
+    dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, call.size), axis=3)
+    dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)
+    dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
+    flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
+    return dq, dk, dv, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
+
+
+_cell.defvjp(_cell_forward, _cell_backward)

@@ -1,0 +1,126 @@
+"""vLSTM: the mLSTM cell of xLSTM, a linear attention with exponential gates and a normaliser.
+
+    C_t = sigmoid(f_t) C_{t-1} + exp(i_t) k_t v_t^T      n_t = sigmoid(f_t) n_{t-1} + exp(i_t) k_t
+    h_t = (s q_t)^T C_t / max(|s q_t . n_t|, 1)          s = DQK^-1/2
+
+with C and n kept as C e^-m and n e^-m, so that no exponential overflows.  Beck et al. 2024, "xLSTM:
+Extended Long Short-Term Memory", equations 19 to 27; the chunkwise form: Beck et al. 2025, "Tiled
+Flash Linear Attention".  Gradients are those of the formula above: the normaliser is
+differentiated, and so are the initial and the final state.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.mlstm import chunkwise, reference
+
+State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
+Gate = Literal["exp", "sigmoid"]
+
+
+def vlstm(
+    q: Float[Array, "B T NH DQK"],
+    k: Float[Array, "B T NH DQK"],
+    v: Float[Array, "B T NH DV"],
+    i: Float[Array, "B T NH"],
+    f: Float[Array, "B T NH"],
+    *,
+    gate: Gate = "exp",
+    normalize: bool = True,
+    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    eps: float = 0.0,
+    chunk_size: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "B T NH DV"] | tuple[Float[Array, "B T NH DV"], State]:
+    """h for every position, in q's dtype, and with return_state the state after the last one.
+
+    i, f: pre-activations of the input and the forget gate; finite (i may be -inf: lets nothing in).
+    gate: the input gate is exp(i) or sigmoid(i).  normalize=False leaves out the denominator.
+    segment_ids: the state is emptied wherever the id changes.  An initial state belongs to the
+        first segment, the returned one to the last.
+    initial_state: (C, n, m), float32, standing for (C e^m, n e^m); empty by default.
+    eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
+    chunk_size: positions that the XLA form handles at once (default: 64 to 256, by DQK and DV).
+        Time and memory of a chunk's matrices grow with it, those of the states between chunks
+        shrink; h stays the same.  The kernels pad DQK and DV to multiples of 64 and take 128 where
+        both then are multiples of it, else 64.
+
+    Operands of matmuls have q's dtype, sums, gates and states are float32 (float64 for float64);
+    float16 saturates at 65504.  Memory is linear in T; for the backward pass the kernels save the
+    arguments and the states between chunks, the XLA form only the arguments.
+    Raises NotImplementedError under implementation="mosaic" with what the kernels lack, ValueError
+    for shapes, gate or chunk_size.
+    """
+    mosaic.check_axes("B T NH DQK", q=q)
+    _check(q, k, v, i, f, gate, initial_state)
+    if segment_ids is not None:
+        if segment_ids.shape != q.shape[:2]:
+            raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
+        mosaic.check_whole_numbers(segment_ids=segment_ids)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} is not at least 1")
+    options = dict(
+        gate=gate,
+        normalize=normalize,
+        segment_ids=segment_ids,
+        initial_state=initial_state,
+        return_state=return_state,
+    )
+    if dispatch.use_kernel("vlstm", implementation, why_not(q, k, v, i, f, eps=eps), "sm_90a"):
+        return chunkwise.chunkwise(q, k, v, i, f, **options)
+    return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
+
+
+def vlstm_step(
+    q: Float[Array, "B NH DQK"],
+    k: Float[Array, "B NH DQK"],
+    v: Float[Array, "B NH DV"],
+    i: Float[Array, "B NH"],
+    f: Float[Array, "B NH"],
+    state: State,
+    *,
+    gate: Gate = "exp",
+    normalize: bool = True,
+    eps: float = 0.0,
+) -> tuple[Float[Array, "B NH DV"], State]:
+    """h for one more position and the state after it: generation in constant time and memory.
+
+    Computed in float32 (float64 for float64); arguments as in `vlstm`, without the axis T.
+    """
+    mosaic.check_axes("B NH DQK", q=q)
+    _check(q, k, v, i, f, gate, state)
+    return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
+
+
+def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
+    """Why the kernel cannot take this call, or None."""
+    if eps != 0:
+        return f"eps={eps} is not 0: only then h does not depend on the stabiliser"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q is {q.dtype}, not bfloat16 or float16"
+    for name, width, most in (("DQK", q.shape[-1], 256), ("DV", v.shape[-1], 512)):
+        if width % 16 or width > most:
+            return f"{name}={width} is not a multiple of 16 up to {most}"
+    return mosaic.empty(q=q, v=v)
+
+
+def _check(q, k, v, i, f, gate, state):
+    if gate not in ("exp", "sigmoid"):
+        raise ValueError(f"gate={gate!r} is not one of exp, sigmoid")
+    if not (q.shape == k.shape and q.shape[:-1] == v.shape[:-1] == i.shape == f.shape):
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}, i {i.shape}, f {f.shape} do not belong"
+            " together: q and k need one shape, v the same up to its last axis, i and f without it"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one dtype")
+    if state is not None:
+        b, h, dqk, dv = q.shape[0], q.shape[-2], q.shape[-1], v.shape[-1]
+        need, have = [(b, h, dqk, dv), (b, h, dqk), (b, h)], [x.shape for x in state]
+        if have != need:
+            raise ValueError(f"the state (C, n, m) has shapes {have}, not {need}")

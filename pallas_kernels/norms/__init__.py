@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm, alone and with the residual addition before them."""

@@ -1,0 +1,297 @@
+"""Rotary position embedding (RoPE) of queries and keys, in one kernel.
+
+    angle[t, i] = position[t] freq[i],   freq[i] = theta^(-2 i / D),   i < D/2
+    (a, b) -> (a cos - b sin, b cos + a sin)
+
+Su et al. 2021, "RoFormer", equation 34.  The pair i is (x[i], x[i + D/2]) in the layout "half"
+(Hugging Face) and (x[2 i], x[2 i + 1]) in "interleaved" (Meta).  The backward pass is the rotation
+by the negative angle: the same kernel, and nothing is saved but the positions.
+
+Each block computes cos and sin of its positions itself, in registers, and uses them for its heads:
+there is no table in memory.  The frequencies and the angle are float32, as in Hugging Face; the
+angle's rounding at a position p is up to p 6e-8, which belongs to the function, not to its error:
+the reference takes the same float32 angle even in float64.
+"""
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, mosaic
+
+Layout = Literal["half", "interleaved"]
+
+# TB/s on an H100 (its copy: 3.03) at 32x1024x(12 + 4)x64 and 4x4096x(32 + 8)x128, bfloat16, "half":
+#   heads in flight   1 group      2 groups     4 groups
+#          2         2.68, 2.75   2.73, 2.82   2.75, 2.87
+#          4         2.68, 2.77   2.77, 2.84   2.81, 2.91
+#          8         2.75, 2.81   2.81, 2.83   2.77, 2.90
+# More groups mean more and shorter blocks, so that fewer wait for the last, but more sines.
+# "interleaved", 4 in flight: 2.76, 2.68 with 1 group, 2.62, 2.90 with 4; 8 and 16 are slower.
+_HEADS_IN_FLIGHT = 4  # whose loads a thread issues before it computes
+_GROUPS = 4  # of heads, each with blocks of its own, as far as H and K allow
+
+
+class RopeScaling(NamedTuple):
+    """Llama 3.1's stretching of the long wavelengths; its defaults are those of 3.1 8B.
+
+    Wavelengths up to original_max_position_embeddings / high_freq_factor stay, those over
+    original / low_freq_factor grow by `factor`, those between are interpolated.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+def rope(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    positions: Int[Array, "*rows T"],
+    *,
+    theta: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    layout: Layout = "half",
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
+    """Rotates every pair of q and k by its position's angle, computed in float32.
+
+    positions: (B, T), or (T,) for all batch rows; exact up to 2^24; they get no gradient.
+    theta: the base.  Results have the inputs' dtypes.
+    Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
+    under implementation="mosaic" for dtypes other than fp32, bf16, fp16.
+    """
+    _check(q, k, positions, layout)
+    if not dispatch.use_kernel("rope", implementation, why_not(q, k, positions)):
+        return rope_reference(q, k, positions, theta=theta, scaling=scaling, layout=layout)
+    return _rope(layout, theta, scaling, q, k, positions)
+
+
+def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> np.ndarray:
+    """The d/2 frequencies in radians a position: computed in float64, rounded once to float32."""
+    if not theta > 0:
+        raise ValueError(f"theta={theta} is not positive")
+    freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
+    if scaling is not None:
+        factor, low, high, original = scaling
+        if not low < high:
+            raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
+        keep = (original * freq / (2 * math.pi) - low) / (high - low)  # 1: as it is, 0: stretched
+        keep = np.clip(keep, 0, 1)
+        freq = (1 - keep) * freq / factor + keep * freq
+    return freq.astype(np.float32)
+
+
+def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half"):
+    """The formula in jnp, in float32 (float64 for float64, of the same float32 angle)."""
+    freq = frequencies(q.shape[-1], theta, scaling)
+    angle = positions.astype(jnp.float32)[..., None, None] * freq  # (B or nothing, T, 1, D/2)
+
+    def rotate(x):
+        dtype = mosaic.stat_dtype(x.dtype)
+        cos, sin = jnp.cos(angle.astype(dtype)), jnp.sin(angle.astype(dtype))
+        pair = -2 if layout == "half" else -1
+        shape = (2, freq.size) if layout == "half" else (freq.size, 2)
+        a, b = jnp.moveaxis(x.astype(dtype).reshape(*x.shape[:-1], *shape), pair, 0)
+        y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=pair)
+        return y.reshape(x.shape).astype(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
+def why_not(q, k, positions) -> str | None:
+    """Why the kernel cannot take this call, or None."""
+    return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
+
+
+def rotate_in_place(x, heads: int, positions, theta, scaling, *, backward=False):
+    """x (B, T, P, D) with its first heads rotated (layout "half"), backward by the negative angles.
+
+    Inside a program in which x is not used again nothing is copied.
+    """
+    return _rotate("half", theta, scaling, (x,), positions, backward=backward, in_place=heads)[0]
+
+
+def why_not_in_place(x, positions) -> str | None:
+    """Why `rotate_in_place` cannot take this call, or None."""
+    n, rows = x.shape[0] * x.shape[1], _tile(x.shape[3] // 2, x.dtype.itemsize, False).rows
+    if n % rows:
+        return f"{n} positions are no multiple of {rows}"
+    return why_not(x, x, positions)
+
+
+def _check(q, k, positions, layout):
+    mosaic.check_axes("B T H D", q=q, k=k)
+    b, t, _, d = q.shape
+    if k.shape[:2] != (b, t) or k.shape[3] != d:
+        raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
+    if d % 2:
+        raise ValueError(f"D={d} is odd; RoPE rotates pairs")
+    check_positions(q, positions)
+    if layout not in ("half", "interleaved"):
+        raise ValueError(f"layout={layout!r} is not one of half, interleaved")
+
+
+def check_positions(x, positions):
+    """Raises ValueError unless there is one position for each of x's rows, (B, T) or (T,)."""
+    b, t = x.shape[:2]
+    if positions.shape not in ((t,), (b, t)):
+        raise ValueError(f"positions {positions.shape} are neither ({t},) nor ({b}, {t})")
+
+
+class _Tile(NamedTuple):
+    """What a block takes of one head at a time, and how its 128 threads hold it in registers."""
+
+    rows: int  # positions
+    pairs: int
+    one: Any  # layout of (rows, pairs)
+    both: Any  # layout of (rows, pairs, 2), for the interleaved layout
+
+
+def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
+    """Lanes side by side along a head's pairs as far as they go, the others along the positions."""
+    if interleaved:  # a lane holds the two of one pair: loads of 4 bytes of bf16, side by side
+        lanes = math.gcd(pairs, 16)
+        rows = 32 // lanes  # of each of the 4 warps
+        both = plgpu.Layout.TILED(
+            plgpu.Tiling(((4 * rows, lanes, 2), (rows, lanes, 2))),
+            warp_dims=(-6,),
+            lane_dims=(-3, -2) if lanes > 1 else (-3,),
+            vector_dim=-1,
+        )
+        return _Tile(4 * rows, lanes, both.reduce((2,)), both)
+    vec = math.gcd(pairs, 16 // itemsize)  # loads of 16 bytes, if they divide the width
+    lanes = math.gcd(pairs // vec, 16)
+    rows, width = 32 // lanes, lanes * vec
+    if lanes == 1:  # the same layout, without the dimension of size 1 that Mosaic refuses
+        one = plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, vec), (rows, vec))), (-4,), (-2,), -1)
+    else:
+        tiling = plgpu.Tiling(((4 * rows, width), (rows, width), (vec,)))
+        one = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return _Tile(4 * rows, width, one, None)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward", "in_place"))
+def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
+    """The kernel: every array (B, T, heads, D) rotated by its angles, or by the negative angles.
+
+    in_place: so many heads of the one array are rotated where they are, the others stay.
+    """
+    b, t, _, d = arrays[0].shape
+    n = b * t
+    interleaved = layout == "interleaved"
+    tile = _tile(d // 2, max(x.dtype.itemsize for x in arrays), interleaved)
+    split = (d // 2, 2) if interleaved else (2, d // 2)
+    flat = [x.reshape(n, x.shape[2], *split) for x in arrays]
+    if positions.ndim == 1 and t % tile.rows == 0:  # one row of positions serves every batch row
+        period = t
+    else:
+        positions, period = jnp.broadcast_to(positions, (b, t)).reshape(n), n
+    # Kernels do not check bounds, so the positions after the last whole tile come as padded arrays
+    # of their own and are put in place afterwards: only the remainder is copied.
+    whole, rest = divmod(n, tile.rows)
+    ends = [mosaic.pad_axis(x[whole * tile.rows :], 0, tile.rows) for x in (*flat, positions)]
+    count = len(flat)
+    shape = (tile.rows, tile.pairs)
+    heads = [in_place or x.shape[1] for x in flat]
+    groups = math.gcd(*heads, _GROUPS)
+
+    def second():  # of its pair; Mosaic knows it for each register, so that choosing costs nothing
+        return plgpu.broadcasted_iota(jnp.int32, (*shape, 2), 2, layout=tile.both) == 1
+
+    def load_pairs(ref, rows, head, columns):
+        if not interleaved:
+            return [mosaic.load(ref.at[rows, head, j, columns], tile.one) for j in (0, 1)]
+        x, odd = mosaic.load(ref.at[rows, head, columns], tile.both), second()
+        return jnp.sum(jnp.where(odd, 0, x), 2), jnp.sum(jnp.where(odd, x, 0), 2)
+
+    def store_pairs(ref, rows, head, columns, a, b):
+        if not interleaved:
+            mosaic.store(ref.at[rows, head, 0, columns], a)
+            mosaic.store(ref.at[rows, head, 1, columns], b)
+        else:
+            a, b = (lax.broadcast_in_dim(v, (*shape, 2), (0, 1)) for v in (a, b))
+            mosaic.store(ref.at[rows, head, columns], jnp.where(second(), b, a))
+
+    def block(freq_ref, sources, targets, row, position_row):
+        rows = pl.ds(row, tile.rows)
+        columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
+        position_ref = sources[count].at[pl.ds(position_row, tile.rows)]
+        position = mosaic.load(position_ref, tile.one.reduce(1))
+        freq = mosaic.load(freq_ref.at[columns], tile.one.reduce(0))
+        angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        if backward:
+            sin = -sin
+
+        def rotate(x_ref, y_ref, head, count):
+            pairs = [load_pairs(x_ref, rows, head + i, columns) for i in range(count)]
+            for i, (a, b) in enumerate(pairs):
+                turned = a * cos - b * sin, b * cos + a * sin
+                store_pairs(y_ref, rows, head + i, columns, *turned)
+
+        for x_ref, y_ref, of_all in zip(sources[:count], targets, heads, strict=True):
+            of_group = of_all // groups
+            first = lax.axis_index("group") * of_group
+            loops, left = divmod(of_group, _HEADS_IN_FLIGHT)
+
+            @pl.loop(0, loops)
+            def _(i, x_ref=x_ref, y_ref=y_ref, first=first):
+                rotate(x_ref, y_ref, first + i * _HEADS_IN_FLIGHT, _HEADS_IN_FLIGHT)
+
+            if left:
+                rotate(x_ref, y_ref, first + loops * _HEADS_IN_FLIGHT, left)
+
+    def body(freq_ref, *refs):
+        i = lax.axis_index("row")
+        row = i * tile.rows
+        sources, refs = refs[: count + 1], refs[count + 1 :]
+        if not rest:
+            position_row = row if period == n else row % period
+            block(freq_ref, sources, sources[:1] if in_place else refs, row, position_row)
+            return
+        end_sources, refs = refs[: count + 1], refs[count + 1 :]
+        if whole:
+            pl.when(i < whole)(lambda: block(freq_ref, sources, refs[:count], row, row))
+        pl.when(i == whole)(lambda: block(freq_ref, end_sources, refs[count:], 0, 0))
+
+    body.__name__ = "rope_backward" if backward else "rope_forward"
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*flat, *(ends[:count] if rest else ()))]
+    call = mosaic.kernel(
+        body,
+        out_type=[] if in_place else out,
+        **mosaic.grid(row=whole + bool(rest), column=d // 2 // tile.pairs, group=groups),
+    )
+    frequency = frequencies(d, theta, scaling)
+    if in_place:
+        assert not rest
+        turn = lambda ref, positions: call(frequency, ref, positions)
+        results = [mosaic.in_place(turn, flat[0], positions)]
+    else:
+        results = call(frequency, *flat, positions, *(ends if rest else []))
+    if rest:
+        results = mosaic.put_ends(results, whole * tile.rows, rest)
+    return tuple(y.reshape(x.shape) for x, y in zip(arrays, results, strict=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rope(layout, theta, scaling, q, k, positions):
+    return _rotate(layout, theta, scaling, (q, k), positions, backward=False)
+
+
+_rope.defvjp(
+    lambda *args: (_rope(*args), args[-1]),
+    lambda layout, theta, scaling, positions, dy: (
+        *_rotate(layout, theta, scaling, dy, positions, backward=True),
+        None,
+    ),
+)

@@ -1,0 +1,280 @@
+import contextlib
+import ctypes
+import logging
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import attention_qkv, dispatch, encoder, gelu
+from pallas_kernels.dispatch import Decision, use_kernel
+
+_compiler = dispatch.compiler  # tests put others in its place
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dispatch.forget()
+    _compiler.cache_clear()
+    dispatch._warn_of_compiler.cache_clear()
+    yield
+    dispatch.forget()
+    _compiler.cache_clear()
+    dispatch._warn_of_compiler.cache_clear()
+
+
+@pytest.fixture
+def capable(monkeypatch):
+    """As if the default device could run every kernel."""
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+
+
+@pytest.fixture
+def incapable(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: f"no {gpu} here")
+
+
+def test_auto_takes_the_kernel_where_it_is_supported(capable):
+    assert use_kernel("op", None, None)
+    assert dispatch.decisions() == [Decision("op", "mosaic", "supported")]
+
+
+def test_auto_takes_xla_with_the_ops_reason(capable):
+    assert not use_kernel("op", None, "D=7 is odd")
+    assert dispatch.decisions() == [Decision("op", "xla", "D=7 is odd")]
+
+
+def test_auto_takes_xla_where_the_device_lacks_something(incapable):
+    assert not use_kernel("op", None, None, "sm_90")
+    assert dispatch.decisions() == [Decision("op", "xla", "no sm_90 here")]
+
+
+def test_mosaic_never_asks_the_device(incapable):
+    assert use_kernel("op", "mosaic", None)
+    assert dispatch.decisions() == [Decision("op", "mosaic", "asked for")]
+
+
+def test_mosaic_raises_the_ops_reason_and_records_nothing():
+    with pytest.raises(NotImplementedError, match=r"^op has no Mosaic kernel.*: D=7 is odd$"):
+        use_kernel("op", "mosaic", "D=7 is odd")
+    assert dispatch.decisions() == []
+
+
+def test_xla_is_taken_when_asked_for(capable, caplog):
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        assert not use_kernel("op", "xla", None)
+    assert dispatch.decisions() == [Decision("op", "xla", "asked for")]
+    assert not caplog.records
+
+
+def test_another_implementation_is_an_error():
+    with pytest.raises(ValueError, match="implementation='triton' is not None, mosaic or xla"):
+        use_kernel("op", "triton", None)
+
+
+def test_each_fallback_is_logged_once_until_forgotten(capable, caplog):
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for _ in range(3):
+            use_kernel("op", None, "D=7 is odd")
+        use_kernel("op", None, "D=9 is odd")
+        use_kernel("op", None, None)
+        assert caplog.messages == ["op runs on XLA: D=7 is odd", "op runs on XLA: D=9 is odd"]
+        dispatch.forget()
+        use_kernel("op", None, "D=7 is odd")
+        assert len(caplog.messages) == 3
+
+
+@pytest.mark.parametrize(("platform", "level"), [("cpu", logging.INFO), ("gpu", logging.WARNING)])
+def test_a_fallback_is_a_warning_on_a_gpu_only(capable, caplog, monkeypatch, platform, level):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        use_kernel("op", None, "D=7 is odd")
+    assert [r.levelno for r in caplog.records] == [level]
+
+
+def test_explain_counts_what_was_traced_not_what_was_called(capable):
+    assert dispatch.explain() == "no op has been traced yet"
+    f = jax.jit(lambda x: gelu(x, implementation="xla"))
+    for _ in range(3):
+        f(jnp.ones(4))
+    jax.eval_shape(lambda x: gelu(gelu(x)), jnp.ones(4))
+    use_kernel("attention", None, "D=7 is odd")
+    assert dispatch.explain().splitlines()[:3] == [
+        "gelu       xla     asked for (1 call traced)",
+        "gelu       mosaic  supported (2 calls traced)",
+        "attention  xla     D=7 is odd (1 call traced)",
+    ]
+
+
+def test_silenced_decisions_are_taken_but_neither_recorded_nor_logged(capable, caplog):
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        with dispatch.silenced(), dispatch.silenced():
+            assert use_kernel("op", None, None)
+            assert not use_kernel("op", None, "D=7 is odd")
+        with contextlib.suppress(KeyError), dispatch.silenced():
+            raise KeyError  # leaves it as every other way out does
+        assert dispatch.decisions() == []
+        assert not caplog.records
+        use_kernel("op", None, None)
+    assert len(dispatch.decisions()) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu", "lacks"),
+    [
+        ("9.0", "sm_80", None),
+        ("9.0", "sm_90", None),
+        ("9.0", "sm_90a", None),
+        ("10.0", "sm_90", None),
+        ("10.0", "sm_90a", "the GPU has compute capability 10.0, the kernel needs 9.0"),
+        ("8.9", "sm_80", None),
+        ("8.9", "sm_90", "the GPU has compute capability 8.9, the kernel needs 9.0 or newer"),
+        ("7.5", "sm_80", "the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
+        ("gfx942", "sm_80", "compute capability gfx942 is not one of an NVIDIA GPU"),
+        (None, "sm_80", "compute capability None is not one of an NVIDIA GPU"),
+    ],
+)
+def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert dispatch.device_lacks.__wrapped__(gpu) == lacks
+
+
+@pytest.mark.parametrize(("gpu", "lacks"), [("sm_80", False), ("sm_90", True)])
+def test_a_gpu_with_little_shared_memory(monkeypatch, gpu, lacks):
+    device = SimpleNamespace(compute_capability="12.0", shared_memory_per_block_optin=99 * 1024)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    why = "the GPU has 99 KB of shared memory for a block, the kernel needs 227"
+    assert dispatch.device_lacks.__wrapped__(gpu) == (why if lacks else None)
+
+
+def test_a_cpu_lacks_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert dispatch.device_lacks.__wrapped__("sm_80") == "the platform is cpu, not gpu"
+
+
+def on_gpu_compiled_by(monkeypatch, name, cuda, jax_version=(0, 11, 2)):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    monkeypatch.setattr(dispatch, "compiler", lambda: dispatch.Compiler(name, cuda))
+
+
+@pytest.mark.parametrize(("name", "cuda"), [("ptxas", (13, 0))])
+def test_explain_tells_what_compiles_the_kernels(capable, caplog, monkeypatch, name, cuda):
+    on_gpu_compiled_by(monkeypatch, name, cuda)
+    use_kernel("op", None, None)
+    line = f"kernels compiled by {name} {cuda[0]}.{cuda[1]} (JAX {jax.__version__})"
+    assert dispatch.explain().splitlines()[1:] == [line]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("cuda", "jax_version"), [((12, 9), (0, 11, 2)), ((13, 5), (0, 11, 2)), ((13, 0), (0, 12, 0))]
+)
+@pytest.mark.parametrize("asked", [None, "mosaic"])
+def test_a_compiler_that_may_be_slow_is_told_once(
+    capable, caplog, monkeypatch, cuda, jax_version, asked
+):
+    on_gpu_compiled_by(monkeypatch, "nvJitLink", cuda, jax_version)
+    for op in ("a", "b"):
+        use_kernel(op, None, "D=7 is odd")
+    assert "compiled" not in dispatch.explain() + caplog.text
+    for op in ("a", "b"):
+        use_kernel(op, asked, None)
+    (told,) = [m for m in caplog.messages if "compiled" in m]
+    assert told == (
+        f"kernels compiled by nvJitLink {cuda[0]}.{cuda[1]} (JAX {jax.__version__}) may be slow; "
+        "known to be fast with CUDA 13.0 and JAX 0.11: see Install in README.md"
+    )
+    assert dispatch.explain().splitlines()[-1] == told
+
+
+def test_a_cpu_asks_for_no_compiler(capable, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(dispatch, "compiler", lambda: pytest.fail("asked"))
+    use_kernel("op", None, None)
+    use_kernel("op", "mosaic", None)
+    assert "compiled" not in dispatch.explain()
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "loads", "name", "cuda"),
+    [
+        ("0.11.2", 13, "ptxas", (13, 0)),
+        ("0.12.0.1", 13, "nvJitLink", (13, 5)),
+        ("0.13.0.dev1", 12, "nvJitLink", (12, 5)),
+        ("0.12.0.1", None, "ptxas", (13, 0)),
+    ],
+)
+def test_which_compiler_jaxlib_takes(monkeypatch, tmp_path, jaxlib, loads, name, cuda):
+    def load(file):
+        if file != f"libnvJitLink.so.{loads}":
+            raise OSError(file)
+
+        def version(major, minor):
+            major._obj.value, minor._obj.value = loads, 5
+            return 0
+
+        return SimpleNamespace(nvJitLinkVersion=version)
+
+    ptxas = tmp_path / "cu13" / "bin" / "ptxas"
+    ptxas.parent.mkdir(parents=True)
+    ptxas.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    ptxas.chmod(0o755)
+    nvidia = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: nvidia)
+    monkeypatch.setattr(dispatch.jaxlib, "__version__", jaxlib)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert dispatch.compiler() == dispatch.Compiler(name, cuda)
+
+
+def test_a_compiler_that_is_not_found_is_no_error(capable, caplog, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "compiler", lambda: None)
+    use_kernel("op", None, None)
+    assert (
+        dispatch.explain().splitlines()[-1] == f"kernels compiled by ptxas (JAX {jax.__version__})"
+    )
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [
+        (lambda x, **o: gelu(x, **o), {"gelu"}),
+        (lambda x, **o: attention_qkv(x, 1, theta=1e4, softcap=5.0, **o), {"rope", "attention"}),
+        # Took an unsummed gradient of the table for the whole one.
+        (lambda x, **o: encoder(jnp.zeros((2, 8), int), x.reshape(-1, 64), None, **o), {"encoder"}),
+    ],
+)
+def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, names):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    specs = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("d"))
+    x = jnp.ones((2, 8, 3, 64), jnp.bfloat16)
+    for check in (False, True):
+        for asked in (None, "mosaic", "xla"):
+            dispatch.forget()
+            f = jax.shard_map(lambda x, b=asked: op(x, implementation=b), check_vma=check, **specs)
+            if check and asked == "mosaic":
+                with pytest.raises(NotImplementedError, match="pass it check_vma=False"):
+                    jax.eval_shape(f, x)
+                continue
+            jax.eval_shape(f, x)
+            runs = "xla" if check or asked == "xla" else "mosaic"
+            assert {d.op for d in dispatch.decisions()} == names
+            assert {d.runs for d in dispatch.decisions()} == {runs}
+
+
+def test_the_extra_installs_what_is_known_to_be_fast():
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extra = extra["project"]["optional-dependencies"]["cuda13"]
+    pin = re.fullmatch(r"jax\[cuda13\]==(\d+)\.(\d+)\..*", extra[0])
+    assert (int(pin[1]), int(pin[2])) == dispatch._JAX
+    major, minor = dispatch._CUDA
+    assert f"nvidia-cuda-nvcc>={major}.{minor},<{major}.{minor + 1};" in extra[-1]
