@@ -71,7 +71,8 @@ def rope(
     under implementation="mosaic" for dtypes other than fp32, bf16, fp16.
     """
     _check(q, k, positions, layout)
-    if not dispatch.use_kernel("rope", implementation, why_not(q, k, positions)):
+    reason, slower = why_not(q, k, positions), why_slower(q, k, layout)
+    if not dispatch.use_kernel("rope", implementation, reason, slower=slower):
         return rope_reference(q, k, positions, theta=theta, scaling=scaling, layout=layout)
     return _rope(layout, theta, scaling, q, k, positions)
 
@@ -111,6 +112,26 @@ def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half
 def why_not(q, k, positions) -> str | None:
     """Why the kernel cannot take this call, or None."""
     return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
+
+
+def why_slower(q, k, layout) -> str | None:
+    """Why XLA's form is faster than the kernel, or None: a tile fits the head or the rows badly.
+
+    Speed of the kernel relative to XLA, "half", forward and the same backward, H100, JAX 0.11.2
+    (python -m pallas_kernels.benchmark --untuned):
+
+        1x7777x(3 + 3)x34: tiles of 1 pair, 97 rows left over                       0.15 to 0.18
+        3x333x(5 + 1)x80: tiles of 8 pairs, 103 rows left over                      0.34 to 0.39
+        2x500x(8 + 2)x64, 1x333x(8 + 2)x128: 32 and 64 pairs, 8 and 13 left over    0.53
+        4x1024x(8 + 2)x96: tiles of 16 pairs, none left over                        1.86
+    """
+    b, t, _, d = q.shape
+    tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), layout == "interleaved")
+    if tile.pairs < 16:
+        return f"D={d} gives the kernel tiles of {tile.pairs} pairs, fewer than 16"
+    if b * t % tile.rows:
+        return f"B T={b * t} is no multiple of the {tile.rows} positions of a tile"
+    return None
 
 
 def rotate_in_place(x, heads: int, positions, theta, scaling, *, backward=False):

@@ -66,17 +66,17 @@ def gelu_linear(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
-    """gelu(x, bias) @ weight.  Where its kernel cannot take the call: `gelu`, and a matmul.
+    """gelu(x, bias) @ weight, with a kernel for its backward pass.
 
     The kernel takes bfloat16 or float16, x and weight of one dtype, rows and F in multiples of 128,
-    C of 64.  Raises ValueError for shapes that do not fit, and what `gelu` raises.
+    C of 64.  Other calls are `gelu` and a matmul, and NotImplementedError under
+    implementation="mosaic".  Raises ValueError for shapes that do not fit.
     """
     if bias.shape != x.shape[-1:] or weight.ndim != 2 or weight.shape[:1] != x.shape[-1:]:
         shapes = f"x {x.shape}, bias {bias.shape} and weight {weight.shape}"
         raise ValueError(f"{shapes} do not fit: (..., F), (F,) and (F, C) do")
-    if reason := why_not(x, bias) or matmul_epilogue.linear_why_not(weight, x):
-        dispatch.tell(dispatch.Decision("gelu_linear", "xla", f"gelu and a matmul: {reason}"))
-    elif dispatch.use_kernel("gelu_linear", implementation, None, "sm_90a"):
+    reason = linear_why_not(x, bias, weight)
+    if dispatch.use_kernel("gelu_linear", implementation, reason, "sm_90a"):
         _tell_of_forward("gelu_linear", x)
         y = _gelu_linear(x.reshape(-1, bias.size), bias, weight)
         return y.reshape(*x.shape[:-1], -1)
@@ -104,6 +104,11 @@ def why_not(x, bias=None) -> str | None:
     if x.dtype != jnp.bfloat16 and (reason := _elementwise_why_not(x=x)):
         return reason  # the forward kernel's
     return mosaic.unsupported_dtype(x=x, bias=bias) or mosaic.empty(x=x)
+
+
+def linear_why_not(x, bias, weight) -> str | None:
+    """Why the kernels of `gelu_linear` cannot take this call, or None."""
+    return matmul_epilogue.linear_why_not(weight, x) or why_not(x, bias)
 
 
 def _forward_tile(x):

@@ -292,7 +292,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    if decision.runs == "mosaic":
+    if decision.has_kernel:
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)

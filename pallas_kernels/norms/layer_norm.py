@@ -35,9 +35,8 @@ def layer_norm(
     weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.
     """
     tiles.check_shapes(x, weight, bias)
-    if not dispatch.use_kernel(
-        "layer_norm", implementation, why_not(x, weight, bias, eps=eps), "sm_90"
-    ):
+    reason, slower = why_not(x, weight, bias, eps=eps), tiles.why_slower(x)
+    if not dispatch.use_kernel("layer_norm", implementation, reason, "sm_90", slower=slower):
         return layer_norm_reference(x, weight, bias, eps=eps)
     return kernels.norm(_NORM, eps, x, None, weight, bias)[0]
 
@@ -59,8 +58,8 @@ def add_layer_norm(
     bias of the matmul that makes x, whose gradient the backward pass sums in float32.
     """
     tiles.check_shapes(x, weight, bias, residual, x_bias)
-    reason = why_not(x, weight, bias, residual, x_bias, eps=eps)
-    if not dispatch.use_kernel("add_layer_norm", implementation, reason, "sm_90"):
+    reason, slower = why_not(x, weight, bias, residual, x_bias, eps=eps), tiles.why_slower(x)
+    if not dispatch.use_kernel("add_layer_norm", implementation, reason, "sm_90", slower=slower):
         return add_layer_norm_reference(x, residual, weight, bias, x_bias, eps=eps)
     return kernels.norm(_NORM, eps, x, residual, weight, bias, x_bias)
 

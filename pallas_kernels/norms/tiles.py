@@ -185,6 +185,29 @@ def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
     return None
 
 
+def why_slower(x) -> str | None:
+    """Why XLA's form is faster than the kernels, or None: rows have to be padded in a copy.
+
+    Speed of the kernels relative to XLA, layer and RMS norm, alone and with a residual, H100, JAX
+    0.11.2 (python -m pallas_kernels.benchmark --untuned); both: forward and backward:
+
+        rows that are padded, C = 3 to 8191   forward 0.16 to 0.60, both 0.26 to 1.04 (1.33: C = 33)
+        65536 x 72, which is not              forward 0.52, both 1.50; with a residual 0.88, 1.49
+    """
+    c = x.shape[-1]
+    if c % (multiple := _multiple(c)):
+        return f"the kernel would pad C={c} to a multiple of {multiple}"
+    return None
+
+
+def _multiple(cols: int) -> int:
+    """What the columns of the arrays are a multiple of that the kernels are given."""
+    if cols <= 256:
+        return 8  # TMA wants strides of 16 bytes
+    # Past 4096 so that a row fills its buffer: two rows at a time would not fit (see `plan`).
+    return 64 if cols <= 4096 else 1024
+
+
 def check_shapes(x, weight, bias, residual=None, x_bias=None):
     """ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
     if not x.ndim:
@@ -208,12 +231,10 @@ def plan(direction, shape, streams, weights) -> Plan:
     rows, heads, cols = shape
     lines = (t for t in _TILES[direction] if t[0] >= cols)
     _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or rows % t[2] == 0)
+    width = cols + -cols % _multiple(cols)
     if cols <= 256:
-        width = cols + -cols % 8  # TMA wants strides of 16 bytes
         block = next(b for b in (64, 128, 256) if b >= cols)
     else:
-        # Past 4096 so that a row fills its buffer: two rows at a time would not fit (see below).
-        width = cols + -cols % (64 if cols <= 4096 else 1024)
         widest = 512 // streams["x"].dtype.itemsize  # a vector of 16 bytes in each lane
         fill = 1 if cols <= 4096 else LINES * parts
         block = next(b for b in (256, 128, 64) if width % (b * fill) == 0 and b <= widest)

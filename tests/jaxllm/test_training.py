@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kernel_checks import names_in
 
 from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
 from jaxllm.infer import decode
@@ -64,29 +65,42 @@ def test_remat_choices_train_alike():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5 if on_gpu else 1e-6)
 
 
+EVERY = """encoder_forward encoder_backward_sums encoder_backward_vocabulary attention_forward
+    attention_backward_dq attention_backward_dkv linear_cross_entropy_statistics_and_gradient"""
 KERNELS = {
-    "gpt2": "encoder_forward encoder_backward layer_norm_forward layer_norm_backward"
-    " add_layer_norm_forward add_layer_norm_backward gelu_linear_backward",
-    "llama3": "encoder_forward encoder_backward rms_norm_forward rms_norm_backward"
-    " add_rms_norm_forward add_rms_norm_backward swiglu_forward swiglu_linear_backward rope_forward"
-    " rope_backward",
+    "gpt2": """layer_norm_forward layer_norm_backward add_layer_norm_forward add_layer_norm_backward
+    gelu_linear_backward""",
+    "llama3": """rms_norm_forward rms_norm_backward add_rms_norm_forward add_rms_norm_backward
+    swiglu_forward swiglu_linear_backward rope_forward rope_backward""",
 }
-EVERY = "attention_forward attention_backward linear_cross_entropy_statistics_and_gradient"
+
+
+def lowered_step(model_type, d_ff=128, **train):
+    shape = dict(SHAPE, kernels="mosaic")
+    llama3 = lambda: Llama3Config(**shape, n_kv_heads=1, d_ff=d_ff)
+    model = GPT2Config(**shape) if model_type == "gpt2" else llama3()
+    step = make(model, **train).trace_train_step()
+    return step.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("model_type", list(KERNELS))
 def test_the_step_contains_every_kernel_forward_and_backward(model_type):
-    shape = dict(SHAPE, kernels="mosaic")
-    model = (
-        GPT2Config(**shape)
-        if model_type == "gpt2"
-        else Llama3Config(**shape, n_kv_heads=1, d_ff=128)
-    )
-    text = make(model).trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
-    for name in f"{KERNELS[model_type]} {EVERY}".split():
-        assert name in text, name
+    text = lowered_step(model_type)
+    assert set(f"{KERNELS[model_type]} {EVERY}".split()) <= names_in(text)
     vocabulary = next(x for x in text.splitlines() if "encoder_backward_vocabulary" in x)
     assert ("output_operand_alias<" in vocabulary) == (model_type == "gpt2")  # its head is tied
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "activation"),
+    [("gpt2", {"seq_len": 15}, "gelu"), ("llama3", {"d_ff": 192}, "swiglu")],
+)
+def test_mosaic_trains_sizes_that_the_activation_takes_without_its_matmul(
+    model_type, sizes, activation
+):
+    names = names_in(lowered_step(model_type, **sizes))
+    assert f"{activation}_backward" in names
+    assert f"{activation}_linear_backward" not in names
 
 
 # What a batch that begins with this token does to its loss.
