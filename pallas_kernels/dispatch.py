@@ -76,7 +76,7 @@ def decide(
     otherwise: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
 ) -> Decision:
-    """How `op` has to run; for an op that asks before it knows what to call (nothing is recorded).
+    """How `op` has to run.  Only `use_kernel`, which every op calls, records and logs it.
 
     reason: why the kernel cannot take this call, or None.  gpu: what the kernel needs.
     otherwise: what the op takes under None in place of its kernel.

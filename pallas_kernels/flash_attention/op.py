@@ -145,8 +145,9 @@ def why_slower(q, k) -> str | None:
 
 
 def _told_to_be_deterministic() -> bool:
-    flags = re.findall(r"--xla_gpu_deterministic_ops(=\S*)?", os.environ.get("XLA_FLAGS", ""))
-    return bool(flags) and flags[-1].lower() in ("", "=true", "=1")
+    flag = r"--xla_gpu_(?:exclude_non)?deterministic_ops(=\S*)?(?!\S)"
+    values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
+    return any(value.lower() in ("", "=true", "=1") for value in values)
 
 
 def _cudnn(q, k, v, causal, scale, window):

@@ -91,7 +91,7 @@ def why_slower(labels) -> str | None:
 
     Speed of the kernel relative to XLA, forward / both directions, H100, JAX 0.11.2 (python -m
     pallas_kernels.benchmark --untuned): 33 x 128257 0.76 / 0.86, of 132 SMs a quarter at work;
-    64 x 50257 1.25 / 1.47.  Up to 132 rows it grows as they do: 0.95 at 41.
+    64 x 50257 1.25 / 1.47.  So few rows take as long as one: it grows with them, to 0.95 at 41.
     """
     if labels.size < 41:
         return f"{labels.size} rows, fewer than 41, give the kernel one block each"

@@ -75,32 +75,18 @@ KERNELS = {
 }
 
 
-def lowered_step(model_type, d_ff=128, **train):
-    shape = dict(SHAPE, kernels="mosaic")
-    llama3 = lambda: Llama3Config(**shape, n_kv_heads=1, d_ff=d_ff)
-    model = GPT2Config(**shape) if model_type == "gpt2" else llama3()
-    step = make(model, **train).trace_train_step()
-    return step.lower(lowering_platforms=("cuda",)).as_text()
-
-
 @pytest.mark.parametrize("model_type", list(KERNELS))
 def test_the_step_contains_every_kernel_forward_and_backward(model_type):
-    text = lowered_step(model_type)
+    shape = dict(SHAPE, kernels="mosaic")
+    model = (
+        GPT2Config(**shape)
+        if model_type == "gpt2"
+        else Llama3Config(**shape, n_kv_heads=1, d_ff=128)
+    )
+    text = make(model).trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
     assert set(f"{KERNELS[model_type]} {EVERY}".split()) <= names_in(text)
     vocabulary = next(x for x in text.splitlines() if "encoder_backward_vocabulary" in x)
     assert ("output_operand_alias<" in vocabulary) == (model_type == "gpt2")  # its head is tied
-
-
-@pytest.mark.parametrize(
-    ("model_type", "sizes", "activation"),
-    [("gpt2", {"seq_len": 15}, "gelu"), ("llama3", {"d_ff": 192}, "swiglu")],
-)
-def test_mosaic_trains_sizes_that_the_activation_takes_without_its_matmul(
-    model_type, sizes, activation
-):
-    names = names_in(lowered_step(model_type, **sizes))
-    assert f"{activation}_backward" in names
-    assert f"{activation}_linear_backward" not in names
 
 
 # What a batch that begins with this token does to its loss.

@@ -133,6 +133,7 @@ def test_which_shapes_xla_is_faster_for(capable, op, shapes, why):
         ((1, 18, 18, 64), {"softcap": 5.0}, "", None),
         ((1, 18, 18, 64), {}, "--a --xla_gpu_deterministic_ops=true --b", None),
         ((1, 18, 18, 64), {}, "--xla_gpu_deterministic_ops", None),
+        ((1, 18, 18, 64), {}, "--xla_gpu_exclude_nondeterministic_ops=1", None),
         ((1, 16, 16, 80), {}, "--xla_gpu_deterministic_ops=false", "the kernel would pad D=80 to"),
     ],
 )
