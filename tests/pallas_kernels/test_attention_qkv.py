@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import pytest
 from kernel_checks import ON_GPU, check_op, names_in, normal
 
-from pallas_kernels import attention, attention_qkv, linear_cross_entropy, mosaic, rope
+from pallas_kernels import (
+    attention,
+    attention_qkv,
+    dispatch,
+    linear_cross_entropy,
+    mosaic,
+    rope,
+)
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 ROPE = ("rope_forward", "rope_backward")
@@ -42,6 +49,20 @@ def test_the_kernels_say_so_in_the_lowered_program(t):
     text = jax.jit(f).trace(qkv).lower(lowering_platforms=("cuda",)).as_text()
     assert "attention_forward" in names_in(text)
     assert ("stablehlo.slice" in text) == (t == 20)
+
+
+@pytest.mark.parametrize("lacks", [None, "no GPU"])
+def test_what_is_decided_is_what_runs(monkeypatch, lacks):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
+    dispatch.forget()
+    f = jax.jit(lambda qkv: attention_qkv(qkv, 1, theta=1e4))
+    qkv = jnp.zeros((2, 16, 3, 64), BF16)
+    names = names_in(f.trace(qkv).lower(lowering_platforms=("cuda",)).as_text())
+    runs, why = ("xla", lacks) if lacks else ("mosaic", "supported")
+    assert dispatch.decisions() == [("rope", runs, why), ("attention", runs, why)]
+    for kernel in "rope_forward", "attention_forward":
+        assert (kernel in names) == (runs == "mosaic")
+    dispatch.forget()
 
 
 def test_it_is_rope_and_attention_of_its_parts():
