@@ -21,8 +21,8 @@ _PATTERNS = {
     "parquet": ("*.parquet",),
     "shards": ("*.bin",),
 }
-# Not code that anyone wrote to be read: tests, tables of characters (a fifth of all text), installed
-# packages, and what the build left there, which differs from machine to machine.
+# Not code that anyone wrote to be read: tests, tables of characters (a fifth of all text),
+# installed packages, and what the build left there, which differs from machine to machine.
 _NOT_STDLIB = frozenset(
     "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
 )

@@ -15,14 +15,6 @@ from pallas_kernels.dispatch import Implementation
 WIDE = P(BATCH, None, "tensor")  # (B, T, F)
 
 
-def _fits(implementation: Implementation | None, reason: str | None) -> bool:
-    """Whether a layer may ask for the op that has the matmul in it (reason: why not its kernel).
-
-    Under "mosaic" that op would raise; the activation alone has a kernel for more calls.
-    """
-    return implementation != "mosaic" or reason is None
-
-
 class MLP(nnx.Module):
     """down(gelu(up(x))), with biases."""
 
@@ -48,7 +40,7 @@ class MLP(nnx.Module):
         wide = self.up(x, add_bias=False), bias[...]
         if one_device():  # over several, summing the gradient of `down` is left to jit
             weight = self.down.cast(x)
-            if _fits(self.implementation, gelu_why_not(*wide, weight)):
+            if gelu_why_not(*wide, weight) is None:  # the activation alone has a kernel for more
                 y = gelu_linear(*wide, weight, implementation=self.implementation)
                 return self.down.plus_bias(y) if add_bias else y
         op = per_device(
@@ -81,7 +73,7 @@ class GatedMLP(nnx.Module):
         wide = self.gate(x), self.up(x)
         if one_device():  # as above
             weight = self.down.cast(x)
-            if _fits(self.implementation, swiglu_why_not(*wide, weight)):
+            if swiglu_why_not(*wide, weight) is None:
                 return swiglu_linear(*wide, weight, implementation=self.implementation)
         op = per_device(
             partial(swiglu, implementation=self.implementation),
