@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, **options) -> argparse.Action:
-        hyphens = [name.replace("_", "-") for name in names if "_" in name]
+        hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
         action = super().add_argument(*names, *hyphens, **options)
         action.option_strings = [name for name in names if name.startswith("-")]  # those in --help
         return action
