@@ -18,12 +18,13 @@ from jaxllm.infer import evaluate
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 TEXT = "def main(words):\n    return [word for word in words if word]  # the words; none is empty\n"
-# Added to every command that trains: seconds instead of hours.
+# Added to every command that trains: seconds instead of hours.  A constant learning rate makes a
+# resumed run of one step more the same program, which JAX finds in its cache.
 SMALL = """
     --model.vocab_size 300 --model.n_layers 1 --model.n_heads 2 --model.d_model 32 --model.d_ff 64
     --model.max_seq_len 256 --data.tokenizer_vocab_size 300 --train.steps 2 --train.seq_len 32
     --train.batch_size 4 --train.grad_accum 1 --train.eval_batches 1 --optimizer.warmup_steps 1
-    --sample.tokens 2
+    --optimizer.schedule constant --sample.tokens 2
 """.split()
 
 
@@ -108,12 +109,21 @@ def wheel(tmp_path_factory):
     return target
 
 
-def run(folder, *words, env=None, status=0, **options):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """JAX's cache of what one run has compiled for the next."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def run(folder, *words, env, status=0, **options):
     environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": ""}
     done = subprocess.run(
         [str(word) for word in words],
         cwd=folder,
-        env=os.environ | environment | (env or {}),
+        env=os.environ | environment | env,
         capture_output=True,
         text=True,
         check=False,
@@ -124,9 +134,9 @@ def run(folder, *words, env=None, status=0, **options):
 
 
 @pytest.mark.timeout(600)
-def test_the_first_command_runs_in_the_checkout(folder):
+def test_the_first_command_runs_in_the_checkout(folder, compiled):
     words = words_of("train.py")[0]
-    done = run(folder, sys.executable, REPO / "train.py", *small(words))
+    done = run(folder, sys.executable, REPO / "train.py", *small(words), env=compiled)
     assert "done: runs/llama3_small-" in done.stdout
 
 
@@ -145,16 +155,15 @@ print(jaxllm.__file__, pallas_kernels.__file__)
 
 
 @pytest.mark.timeout(600)
-def test_the_commands_run_with_a_wheel(wheel, folder):
+def test_the_commands_run_with_a_wheel(wheel, folder, compiled):
     chosen = sorted((words for words in words_of("jaxllm") if runs(words)), key=in_order)
     commands = {"train", "generate", "evaluate", "report", "convert", "data"}
     assert {words[0] for words in chosen} >= commands
     assert len(chosen) >= 14
     chosen = [small(words) if words[0] == "train" else words for words in chosen]
     # One process for all: each would import JAX.
-    done = run(
-        folder, sys.executable, "-c", RUN_ALL, input=json.dumps(chosen), env={"PYTHONPATH": wheel}
-    )
+    env = compiled | {"PYTHONPATH": str(wheel)}
+    done = run(folder, sys.executable, "-c", RUN_ALL, input=json.dumps(chosen), env=env)
     ours = [str(wheel / name / "__init__.py") for name in ("jaxllm", "pallas_kernels")]
     assert done.stdout.split()[-2:] == ours
     for made in ("runs/a/report.html", "both.html", "gpt2-back/model.safetensors"):
@@ -165,7 +174,7 @@ def test_the_wheel_brings_its_command_and_configurations(wheel, folder):
     names = sorted(path.name for path in CONFIG_DIR.glob("*.yaml"))
     assert sorted(path.name for path in (wheel / "jaxllm/configs").iterdir()) == names
     words = "train", "--config", "gpt2_smal"
-    done = run(folder, wheel / "bin/jaxllm", *words, env={"PYTHONPATH": wheel}, status=2)
+    done = run(folder, wheel / "bin/jaxllm", *words, env={"PYTHONPATH": str(wheel)}, status=2)
     assert done.stderr == "error: no configuration gpt2_smal; did you mean gpt2_small?\n"
 
 
