@@ -23,7 +23,12 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Llama 3.1's stretching of the low rotary frequencies to longer texts."""
+    """Llama 3.1's stretching of the low rotary frequencies to longer texts.
+
+    The op's RopeScaling with limits and descriptions.  It is a class of its own because importing
+    the op's means importing JAX, which takes seconds, and a configuration is checked before that; a
+    test holds the two together.
+    """
 
     factor: float = Field(8.0, ge=1, description="how far low frequencies are slowed (3.2: 32)")
     low_freq_factor: float = Field(1.0, gt=0, description="below O/low wavelengths: scaled fully")

@@ -30,7 +30,7 @@ def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
     if not isinstance(weights, RunWeights):
         raise InputError(
             f"{directory} is not a run's directory; make one of it with"
-            f" python -m jaxllm.convert {directory} OUT"
+            f" jaxllm convert {directory} OUT"
         )
     return weights if step is None else RunWeights(weights.folder, step)
 

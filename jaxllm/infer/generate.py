@@ -1,4 +1,4 @@
-"""Text from a trained model: python -m jaxllm.generate --checkpoint DIR --prompt TEXT
+"""Text from a trained model: jaxllm generate --checkpoint DIR --prompt TEXT
 
 DIR is a run's directory.  Text goes to stdout, as it comes if it is one, speed to stderr.
 """
@@ -19,9 +19,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m jaxllm.generate",
+        prog="jaxllm generate",
         description=__doc__.partition(": ")[0] + ".",
-        allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
     parser.add_argument(

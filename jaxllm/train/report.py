@@ -1,4 +1,4 @@
-"""One page about a run, or several over one another: python -m jaxllm.report DIR [DIR ...]
+"""One page about a run, or several over one another: jaxllm report DIR [DIR ...]
 
 The page is one HTML file without any link: it can be sent, and opened without a network.
 """
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> None:
-    parser = Parser(prog="python -m jaxllm.report", description=__doc__.partition("\n\n")[2])
+    parser = Parser(prog="jaxllm report", description=__doc__.partition("\n\n")[2])
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's directory")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: report.html in the first directory"

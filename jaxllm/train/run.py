@@ -1,4 +1,4 @@
-"""Trains a model: python train.py --config llama3_small.yaml [--section.key VALUE ...]
+"""Trains a model: jaxllm train --config llama3_small.yaml [--section.key VALUE ...]
 
 Reads the configuration, builds data, model and the compiled step, loops, logs and saves.
 """

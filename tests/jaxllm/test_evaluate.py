@@ -122,7 +122,7 @@ def test_a_prompt_that_is_too_long_is_refused(runs, capsys):
     [
         ("", "--checkpoint"),
         ("--checkpoint {run} --step 9", "no checkpoint of step 9; it has 0"),
-        ("--checkpoint {run}/../theirs", "make one of it with python -m jaxllm.convert"),
+        ("--checkpoint {run}/../theirs", "make one of it with jaxllm convert"),
         ("--checkpoint {run} --data.sorce text", "did you mean data.source"),
         ("--checkpoint {run} --train.steps 3", "unknown argument --train.steps"),
         ("--checkpoint {run} --data.source text --data.path nowhere.txt", "nowhere.txt"),
