@@ -118,7 +118,8 @@ def activation_memory(trainer: Trainer) -> dict[str, int]:
     model, working = trainer.config.model, trainer.working(trainer.abstract_state())
     train, shape = trainer.config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
-    batch = jax.ShapeDtypeStruct((train.batch_size // parts, train.seq_len), jnp.int32)
+    like = jax.ShapeDtypeStruct((train.batch_size // parts, train.seq_len), jnp.int32)
+    batch = dict.fromkeys(trainer.abstract_batch(), like)
     kept, logits = _kept_by_forward(model, working, batch)
     if model.remat != "none":  # the backward pass computes one block at a time again
         whole = _kept_by_forward(model.model_copy(update={"remat": "none"}), working, batch)[0]
@@ -130,11 +131,10 @@ def _kept_by_forward(model: ModelConfig, working: nnx.State, batch) -> tuple[int
     """Bytes of (activations, logits) in the traced gradient of the loss on one device."""
     graph = nnx.split(nnx.eval_shape(lambda: create(model)), nnx.Param)[0]
 
-    def backward(params, tokens, labels):
-        loss = lambda params: nnx.merge(graph, params).loss(tokens, labels)
-        return jax.vjp(loss, params)[1]
+    def backward(params, batch):
+        return jax.vjp(lambda params: nnx.merge(graph, params).loss(**batch), params)[1]
 
-    traced = jax.make_jaxpr(backward)(working, batch, batch).jaxpr
+    traced = jax.make_jaxpr(backward)(working, batch).jaxpr
     shapes = {leaf.shape for leaf in jax.tree.leaves(working)}
     vocabulary = model.padded_vocab_size
     is_logits = lambda a: a.shape[-1:] == (vocabulary,) and a.ndim > 1 and a.shape not in shapes

@@ -117,16 +117,22 @@ def compile_step(
         jax.config.update("jax_compilation_cache_dir", str(compiled))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     clock = time.perf_counter()
-    try:
-        traced = trainer.trace_train_step()
-    except NotImplementedError as e:  # only kernels=mosaic insists
-        raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
-    say("kernels  " + kernels_in_short().replace("\n", "\n         "))
+    traced = trace_step(trainer, say)
     with memory_errors(advice):
         program = traced.lower().compile()
     seconds = time.perf_counter() - clock
     say(f"compiled in {seconds:.1f} s, writing to {out_dir}")
     return program
+
+
+def trace_step(trainer: Trainer, say: Callable[[str], None]) -> jax.stages.Traced:
+    """The traced train step; says how its ops run."""
+    try:
+        traced = trainer.trace_train_step()
+    except NotImplementedError as e:  # only kernels=mosaic insists
+        raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
+    say("kernels  " + kernels_in_short().replace("\n", "\n         "))
+    return traced
 
 
 def kernels_in_short() -> str:

@@ -43,16 +43,18 @@ def _run(argv: list[str]) -> int:
 
 def dry_run(config: Config) -> int:
     """Says what a run needs, and that it cannot fit if so; compiles and writes nothing."""
+    import jax
+
     from jaxllm.train import estimate, launch
     from jaxllm.train.step import Trainer
 
     mesh = launch.join_devices(config)
     estimate.check_fits(config, mesh)
     trainer = Trainer(config, mesh)
-    tell = say if launch.jax.process_index() == 0 else lambda text: None
+    tell = say if jax.process_index() == 0 else lambda text: None
     launch.introduce(trainer, "not opened: this is a dry run", tell)
+    launch.trace_step(trainer, tell)
     tell(estimate.plan(trainer))
-    tell("kernels  " + launch.kernels_in_short().replace("\n", "\n         "))
     return 0
 
 
