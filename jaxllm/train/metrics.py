@@ -56,9 +56,7 @@ class RunLog:
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         before = _keep_until(self.path, start)
-        times = (row.get("seconds") for row in before)
-        spent = max((t for t in times if isinstance(t, int | float)), default=0)
-        self.began = time.perf_counter() - spent  # as if nothing had interrupted the run
+        self.began = time.perf_counter() - seconds_of(before)  # as if nothing had interrupted it
         self.file = self.path.open("ab", buffering=0)
         self.seconds = deque[float](maxlen=20)  # of the last steps
         self.unwritten = b""  # rows that found the disk full
@@ -244,6 +242,13 @@ def read_metrics(path: Path) -> list[dict]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def seconds_of(rows: list[dict]) -> float:
+    """How long a run has trained, all its processes together, without compiling; 0: not known."""
+    times = (row.get("seconds") for row in rows)
+    # Of a damaged file anything may come, and a timedelta holds no more than 1e13.
+    return max((t for t in times if isinstance(t, int | float) and 0 <= t < 1e10), default=0)
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:

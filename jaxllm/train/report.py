@@ -18,7 +18,7 @@ import yaml
 from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.errors import InputError
 from jaxllm.files import write_whole
-from jaxllm.train.metrics import read_metrics
+from jaxllm.train.metrics import read_metrics, seconds_of
 
 DOCTYPE = "<!doctype html>"
 INK = "#010203"  # stands for the page's text colour until the picture is in the page
@@ -87,11 +87,6 @@ class Loaded:
         """(step, value) of every row that has the key."""
         pairs = ((r["step"], r.get(key)) for r in self.rows)
         return [(s, float(v)) for s, v in pairs if isinstance(v, int | float) and abs(v) < 1e30]
-
-    def seconds(self) -> float:
-        """How long the run has trained, all its processes together, without compiling; 0: it does
-        not say."""
-        return max((v for _, v in self.points("seconds")), default=0)
 
     def samples(self) -> list[tuple[int, str]]:
         """(step, text), at most SAMPLES of them, from the first to the last."""
@@ -222,6 +217,7 @@ def summary(run: Loaded) -> dict[str, str]:
         return form.format(choose(values)) if values else ""
 
     steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
+    duration = seconds_of(run.rows)
     wanted = run.settings().get("train.steps", "")
     wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
     return {
@@ -235,7 +231,7 @@ def summary(run: Loaded) -> dict[str, str]:
         "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
         "updates skipped": number("skips", "{}", len),
         "device": str(run.about.get("device", "")),
-        "duration": str(timedelta(seconds=round(run.seconds()))) if run.seconds() else "",
+        "duration": "" if not duration else str(timedelta(seconds=round(duration))),
         "started": str(run.about.get("started", "")),
     }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from jaxllm.errors import InputError
+from jaxllm.train.metrics import seconds_of
 from jaxllm.train.report import Loaded
 
 
@@ -29,7 +30,7 @@ def closing(out_dir: Path, prompt: str) -> str:
             line += f", validation {validation[-1][1]:.4f}"
         lines.append(line)
         tokens = last * run.about.get("tokens_per_step", 0)
-        line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(run.seconds()))}"
+        line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
         if speeds := [speed for _, speed in run.points("tokens_per_second")]:
             line += f", {median(speeds):,.0f} tokens/s in the median step"
         lines.append(line)

@@ -88,7 +88,7 @@ def test_the_duration_is_shown_where_it_is_known(tmp_path):
     run = a_run(tmp_path / "one", 20)
     assert "duration" not in Page(report.page([report.Loaded(run)])).text
     with (run / "metrics.jsonl").open("a") as file:
-        for seconds in (3599.6, 7322.4):
+        for seconds in (3599.6, 7322.4, 1e25, None, "x"):
             file.write("\n" + json.dumps({"step": 20, "seconds": seconds}))
     assert "duration2:02:02" in Page(report.page([report.Loaded(run)])).text
 
