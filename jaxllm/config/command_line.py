@@ -19,30 +19,31 @@ CHANGEABLE = frozenset(
     """
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
-    train.deterministic model.kernels model.remat data.prefetch data.cache_dir data.path
-    data.val_path mesh.data mesh.fsdp mesh.tensor mesh.distributed sample.prompt sample.tokens
-    sample.every sample.temperature sample.top_k sample.seed profile.steps
+    train.deterministic train.tracker model.kernels model.remat data.prefetch data.cache_dir
+    data.path data.val_path mesh.data mesh.fsdp mesh.tensor mesh.distributed sample.prompt
+    sample.tokens sample.every sample.temperature sample.top_k sample.seed profile.steps
     """.split()
 )
 
 
 class Arguments(NamedTuple):
-    """What to run, where, and whether it goes on with a run that is there."""
+    """What to run, where, whether it goes on with a run that is there, or only says its needs."""
 
     config: configs.Config
     out_dir: Path
     resume: bool
+    dry_run: bool
 
 
 def read(argv: list[str]) -> Arguments:
     """Reads the command line; raises InputError, prints help for --help."""
     words, overrides = _parse(argv)
     if words.resume:
-        return Arguments(_resumed_config(words, overrides), words.out_dir, True)
+        return Arguments(_resumed_config(words, overrides), words.out_dir, True, words.dry_run)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}"
     check_free(out_dir)
-    return Arguments(configs.load(words.config, overrides), out_dir, False)
+    return Arguments(configs.load(words.config, overrides), out_dir, False, words.dry_run)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -121,6 +122,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="say what memory and time the run needs, and stop; compiles and writes nothing",
     )
     arguments, rest = parser.parse_known_args(argv)
     overrides = read_overrides(rest)

@@ -70,6 +70,9 @@ class TrainConfig(Section):
         " deviations; 0: none (updates that are not finite are always skipped)",
     )
     max_skips: Count = Field(5, description="updates skipped in a row that end the run")
+    tracker: Literal["none", "wandb"] = Field(
+        "none", description="wandb: also logs to Weights & Biases, offline unless WANDB_MODE is set"
+    )
     deterministic: bool = Field(
         True, description="bit-for-bit repeatable programs (XLA flags; see README for the cost)"
     )

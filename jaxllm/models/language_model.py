@@ -73,7 +73,8 @@ class LanguageModel(nnx.Module):
         if tied:
             self.head = None
         else:
-            self.head = Linear(width, config.padded_vocab_size, std=STD, rngs=rngs)
+            # The loss casts it, and makes its gradient in float32.
+            self.head = Linear(width, config.padded_vocab_size, std=STD, copied=False, rngs=rngs)
             zero_columns(self.head.weight, config.vocab_size)
 
     def hidden(

@@ -51,9 +51,10 @@ class Trainer:
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         dtype = jnp.dtype(config.model.compute_dtype)
+        is_variable = lambda node: isinstance(node, nnx.Variable)
         self.copied = [  # leaf by leaf
-            p.ndim == 2 and p.dtype != dtype and path[0].key == "blocks"
-            for path, p in jax.tree.leaves_with_path(self.abstract_params)
+            bool(p.get_metadata().get("copied")) and p.dtype != dtype
+            for p in jax.tree.leaves(self.abstract_params, is_leaf=is_variable)
         ]
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         self.state_shardings = self._state_shardings(self.abstract_params)
@@ -108,8 +109,8 @@ class Trainer:
         dtype = self.config.model.compute_dtype
         return tuple(p.astype(dtype) for p in self._matrices(params))
 
-    def _working(self, state: TrainState) -> nnx.State:
-        """The parameters, with the copies where there are any."""
+    def working(self, state: TrainState) -> nnx.State:
+        """The parameters of the matmuls: the copies where there are any."""
         leaves, structure = jax.tree.flatten(state.params)
         copies = iter(state.copies)
         return jax.tree.unflatten(
@@ -176,7 +177,7 @@ class Trainer:
             return self._loss_sum(params, part, 1 / count)[0]
 
         grad = jax.value_and_grad(mean_loss)
-        working = self._working(state)
+        working = self.working(state)
         parts = self.config.train.grad_accum
         if parts == 1:
             loss, grads = grad(working, batch)

@@ -79,7 +79,7 @@ def test_generate_writes_every_prompt_and_sample_and_tells_the_speed(runs, tmp_p
     assert re.findall(r"^--- prompt (\d), sample (\d)\n(?:the cat|a café\u2028in)", out, re.M) == [
         (p, s) for p in "12" for s in "123"
     ]
-    assert re.search(r"^[\d,]+ tokens/s \(12 tokens in .*, 4 at once", err)
+    assert re.search(r"^66 tokens in .* s, 4 at once: .* s for .*, then [\d,]+ tokens/s$", err)
     # Greedy texts of a batch are those of one prompt alone, but for the words between them.
     assert generate.main([*command.split(), "0"]) == 0
     texts = re.split(r"--- prompt ., sample .\n", capsys.readouterr().out)

@@ -8,7 +8,14 @@ import pytest
 from flax import nnx
 from kernel_checks import names_in
 
-from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
+from jaxllm.config import (
+    Config,
+    GPT2Config,
+    Llama3Config,
+    OptimizerConfig,
+    TrainConfig,
+    VLSTMConfig,
+)
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
 from jaxllm.train import guard
@@ -50,6 +57,28 @@ def test_gradient_accumulation_equals_the_large_batch():
     assert float(results[1][0]["loss"]) == pytest.approx(float(results[4][0]["loss"]), rel=1e-6)
     norms = [float(results[n][0]["grad_norm"]) for n in (1, 4)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT2Config(**SHAPE),
+        Llama3Config(**SHAPE, n_kv_heads=1, d_ff=128),
+        VLSTMConfig(**SHAPE, d_ff=128),
+    ],
+)
+def test_the_matrices_of_the_blocks_have_copies_and_nothing_else(model):
+    t = make(model)
+    paths = [path for path, _ in jax.tree.leaves_with_path(t.abstract_params)]
+    copied = [path for path, copied in zip(paths, t.copied, strict=True) if copied]
+    matrices = [
+        path
+        for path, p in jax.tree.leaves_with_path(t.abstract_params)
+        if p.ndim == 2 and path[0].key == "blocks"
+    ]
+    assert copied == matrices
+    assert len(matrices) >= 6
+    assert not any(make(model.model_copy(update=FP32)).copied)
 
 
 def test_remat_choices_train_alike():
