@@ -16,7 +16,7 @@ from jaxllm.errors import InputError
 from jaxllm.layers import Linear
 from jaxllm.layers.cache import Cache
 from jaxllm.models import create
-from jaxllm.models.language_model import LanguageModel, add_norm
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
 
@@ -143,12 +143,6 @@ def _programs(
     One loop on the device rather than a call for each token: Python waits less often.
     """
 
-    def advance(model, residual, positions, caches):
-        branch = None
-        for block, cache in zip(model.blocks, caches, strict=True):
-            branch, residual = block(branch, residual, positions, None, cache)
-        return add_norm(model.norm, branch, residual)[0]
-
     def pick(model, hidden, key, number):
         """The tokens (B,) that follow `hidden` (B, 1, C)."""
         logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
@@ -159,9 +153,11 @@ def _programs(
     @jax.jit
     def first(params, tokens, lengths, key):
         model = nnx.merge(graph, params)
-        inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
-        caches = [Cache(inside, size) for _ in model.blocks]
-        hidden = advance(model, model.embedding(tokens), None, caches)
+        places = jnp.arange(tokens.shape[1])
+        cache = Cache(jnp.where(places < lengths[:, None], places, -1), size)
+        hidden, caches = model.advance(
+            model.embedding(tokens), caches=[cache for _ in model.blocks]
+        )
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
         token = pick(model, hidden, key, 0)
         return token, [cache.arrays for cache in caches], in_compute_dtype(model, params)
@@ -176,11 +172,16 @@ def _programs(
         def step(carry, number):
             token, arrays = carry
             place = width + number - 1
-            inside = (places < lengths[:, None]) | ((places >= width) & (places <= place))
-            caches = [Cache(inside, size, place, kept) for kept in arrays]
+            written = (places >= width) & (places <= place)
+            kept = jnp.where(written, places - width + lengths[:, None], -1)
+            kept = jnp.where(places < lengths[:, None], places, kept)
             positions = (lengths + number - 1)[:, None]
-            residual = embedding(token[:, None], positions)
-            token = pick(model, advance(model, residual, positions, caches), key, number)
+            hidden, caches = model.advance(
+                embedding(token[:, None], positions),
+                positions=positions,
+                caches=[Cache(kept, size, place, layer) for layer in arrays],
+            )
+            token = pick(model, hidden, key, number)
             return (token, [cache.arrays for cache in caches]), token
 
         numbers = number + jnp.arange(BLOCK)

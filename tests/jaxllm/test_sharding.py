@@ -55,6 +55,16 @@ def test_four_devices_compute_what_one_does(result, model, mesh):
     np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama3", "vlstm"])
+def test_four_devices_pack_documents_like_one(result, model):
+    one, four = result["packed"][model]["one"], result["packed"][model]["tensor"]
+    np.testing.assert_allclose(four["losses"], one["losses"], rtol=2e-5)
+    np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
+    # The same batches as streams: packing is no empty word.
+    stream = result[model]["one"]
+    assert np.abs(np.subtract(one["norms"], stream["norms"])).max() > 1e-3 * stream["norms"][0]
+
+
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_moments_lie_like_their_parameters_and_buffers_are_donated(result, model, mesh):
     assert result[model][mesh]["moments_like_params"]

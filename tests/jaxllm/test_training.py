@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
+from jaxllm.data.loader import documents
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
 from jaxllm.train import guard
@@ -157,7 +158,10 @@ def test_the_first_layer_that_is_not_finite_is_named(layer):
     }
     if layer in broken:
         broken[layer][...] = broken[layer][...] * 0 + jnp.inf
-    found = guard.first_not_finite(t.graph, nnx.state(model, nnx.Param), **random_batch())
+    batch = random_batch()
+    if layer == "blocks.1":
+        batch |= documents(batch["tokens"], 7)
+    found = guard.first_not_finite(t.graph, nnx.state(model, nnx.Param), **batch)
     assert found == layer
 
 
