@@ -1,7 +1,8 @@
 """Text from a model: the prompts in one forward pass, then one position for each further token."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,12 +73,18 @@ def most_tokens(config: ModelConfig) -> int | None:
 
 
 def generate(
-    graph: nnx.GraphDef, params: nnx.State, prompt: list[int], config: SampleConfig, *, rows=1
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    prompt: list[int],
+    config: SampleConfig,
+    *,
+    rows: int = 1,
+    ends: Collection[int] = (),
 ) -> list[int]:
     """Token ids that follow `prompt` (at least one id): config.tokens, or as many as fit.
 
     Of a prompt that fills the model, the end is read.  rows: equal copies that are computed, so
-    that a mesh can divide the batch.
+    that a mesh can divide the batch.  ends: ids before the first of which the text stops.
     """
     most = most_tokens(nnx.merge(graph, params).config)
     count = config.tokens
@@ -85,7 +92,8 @@ def generate(
         prompt = prompt[-max(most - count, most // 2, 1) :]
         count = min(count, most - len(prompt))
     config = config.model_copy(update={"tokens": count})
-    return [int(tokens[0]) for tokens in stream(graph, params, [prompt] * rows, config)]
+    tokens = [int(tokens[0]) for tokens in stream(graph, params, [prompt] * rows, config)]
+    return list(takewhile(lambda token: token not in ends, tokens))
 
 
 def stream(

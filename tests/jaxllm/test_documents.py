@@ -177,6 +177,19 @@ def test_a_packed_step_is_that_of_each_document_alone(name, data):
         np.testing.assert_allclose(moment / 0.5, g, rtol=0, atol=allowed)
 
 
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_packed_step_runs_on_the_kernels(name, data):
+    """Each of them has to take segments and positions: mosaic refuses what has no kernel."""
+    config = trainer_of(name, data).config
+    mosaic = dict(kernels="mosaic", compute_dtype="bfloat16", residual_dtype="bfloat16")
+    model = config.model.model_copy(update=mosaic | dict(d_model=128))
+    t = Trainer(config.model_copy(update=dict(model=model)), make_mesh(config.mesh))
+    text = t.trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
+    mixing = "vlstm_states" if name == "vlstm" else "attention_forward attention_backward"
+    for kernel in f"{mixing} encoder_forward encoder_backward".split():
+        assert kernel in text, kernel
+
+
 def test_without_packing_a_batch_has_tokens_and_labels_only(data):
     plain = trainer_of("gpt2", data.model_copy(update=dict(pack="stream")))
     assert set(plain.abstract_batch()) == {"tokens", "labels"}

@@ -183,6 +183,8 @@ def test_greedy_samples_follow_the_full_forward_pass():
         logits = forward(params, jnp.array([seen + [0] * (32 - len(seen))]))
         seen.append(int(jnp.argmax(logits[0, len(seen) - 1, :250])))
     assert got == seen[3:]
+    text = decode.generate(t.graph, params, [5, 6, 7], config, ends={got[9]})
+    assert text == got[: got.index(got[9])]
 
 
 def test_the_fullest_device_tells_the_memory(monkeypatch):
