@@ -28,7 +28,7 @@ def result():
         env=env,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
