@@ -76,7 +76,18 @@ class _Model(Section):
         return round_up(self.vocab_size, 128)
 
 
-class GPT2Config(_Model):
+class _Attention(_Model):
+    """What the models with attention share."""
+
+    window: Count | None = Field(
+        None, description="keys that a query sees at most, its own included; null: all before it"
+    )
+    softcap: Positive | None = Field(
+        None, description="attention's logits are capped as cap tanh(x / cap); null: not"
+    )
+
+
+class GPT2Config(_Attention):
     """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
 
     type: Literal["gpt2"] = Field("gpt2", description="the architecture")
@@ -97,7 +108,7 @@ class GPT2Config(_Model):
         return self
 
 
-class Llama3Config(_Model):
+class Llama3Config(_Attention):
     """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
 
     type: Literal["llama3"] = Field("llama3", description="the architecture")

@@ -41,6 +41,11 @@ class DataConfig(Section):
         description="where trained tokenizers and encoded text are kept; null: jaxllm in"
         " $XDG_CACHE_HOME or ~/.cache",
     )
+    pack: Literal["stream", "documents"] = Field(
+        "stream",
+        description="stream: a sequence runs on over the ends of documents; documents: no token"
+        " sees another document, and positions restart with each",
+    )
     shuffle: bool = Field(True, description="a new random order of the samples each epoch")
     prefetch: Natural = Field(8, description="batches read ahead; 0: none")
 

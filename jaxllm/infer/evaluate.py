@@ -92,12 +92,12 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line: loss, perplexity and tokens.  Every token but the first is predicted once."""
     import jax
-    import jax.numpy as jnp
     from flax import nnx
 
     from jaxllm import config as configs
     from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
+    from jaxllm.data.loader import documents
     from jaxllm.infer.decode import open_run, put_model
     from jaxllm.sharding import make_mesh
     from jaxllm.train.step import IGNORE
@@ -123,7 +123,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     total, count = 0.0, 0
     with jax.set_mesh(mesh):
         graph, params = put_model(weights, mesh)
-        loss_sum = jax.jit(lambda params, x, y: nnx.merge(graph, params).loss(x, y))
+        loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
         for n, first in enumerate(range(0, len(starts), size)):
             if n == args.batches:
                 break
@@ -133,7 +133,10 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
                 window = data.val.read(start, min(start + length + 1, len(data.val)))
                 tokens[row, : len(window) - 1] = window[:-1]
                 labels[row, : len(window) - 1] = window[1:]
-            total += float(loss_sum(params, jnp.asarray(tokens), jnp.asarray(labels)))
+            batch = {"tokens": tokens, "labels": labels}
+            if data.separator is not None:
+                batch |= documents(tokens, data.separator)
+            total += float(loss_sum(params, batch))
             count += int((labels != IGNORE).sum())
     loss = total / count
     perplexity = math.exp(loss) if loss < 700 else math.inf

@@ -328,9 +328,13 @@ class Run:
             self.log.say("no sample: sample.prompt is empty")
             return
         rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        # A model that never saw two documents at once has nothing to say behind an end.
+        ends = tokenizer.ends if self.dataset.separator is not None else ()
         try:
             with memory_errors(self.advice), jax.set_mesh(self.mesh):
-                tokens = generate(self.trainer.graph, self.state.params, prompt, config, rows=rows)
+                tokens = generate(
+                    self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
+                )
         except RunError as e:
             self.log.say(f"no sample: {e}")
             return

@@ -127,12 +127,18 @@ class Trainer:
         )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a batch: tokens and labels (B, T) int32, divided over data and fsdp."""
+        """Shapes of a batch: (B, T) int32 each, divided over data and fsdp.
+
+        tokens and labels; with data.pack=documents segment_ids and positions, too.
+        """
         train = self.config.train
         like = jax.ShapeDtypeStruct(
             (train.batch_size, train.seq_len), jnp.int32, sharding=self.batch_sharding
         )
-        return {"tokens": like, "labels": like}
+        names = ["tokens", "labels"]
+        if self.config.data.pack == "documents":
+            names += ["segment_ids", "positions"]
+        return dict.fromkeys(names, like)
 
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
         """This process's rows of a batch (numpy) as one array over all devices."""
@@ -167,7 +173,7 @@ class Trainer:
 
     def _loss_sum(self, params, batch, scale=1.0) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(self.graph, params)
-        loss = model.loss(batch["tokens"], batch["labels"], scale=scale)
+        loss = model.loss(**batch, scale=scale)
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:

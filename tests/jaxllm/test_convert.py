@@ -306,6 +306,15 @@ def test_a_full_disk_leaves_nothing_behind(direction, tmp_path, monkeypatch, cap
     assert {p.name for p in tmp_path.iterdir()} == before
 
 
+def test_config_json_refuses_what_transformers_lacks():
+    model = configs.load("gpt2_small").model  # of 256 tokens
+    for key, value in (("window", 255), ("softcap", 30.0)):
+        with pytest.raises(InputError, match=rf"^model\.{key}={value}: transformers has none in a"):
+            huggingface_config.config_json(model.model_copy(update={key: value}), "float32")
+    whole = huggingface_config.config_json(model.model_copy(update={"window": 256}), "float32")
+    assert whole == huggingface_config.config_json(model, "float32")
+
+
 @pytest.mark.parametrize("name", ["gpt2_1558m", "llama3_1b", "llama3_8b", "vlstm_124m", "xlstm_7b"])
 def test_config_json_says_all_that_matters(name):
     config = configs.load(name).model

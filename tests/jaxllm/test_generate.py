@@ -19,14 +19,21 @@ MODELS = {
     "llama3": lambda **o: Llama3Config(**SHAPE, n_kv_heads=1, d_ff=128, **o),
     "vlstm": lambda **o: VLSTMConfig(**SHAPE, d_ff=128, chunk_size=16, **o),
 }
+NARROW = {  # the window is shorter than prompts and answer, and reaches over the gap between them
+    "gpt2 narrow": lambda **o: MODELS["gpt2"](window=7, softcap=1.5, **o),
+    "llama3 narrow": lambda **o: MODELS["llama3"](window=7, softcap=1.5, **o),
+}
 TOKENS = 20  # three calls for BLOCK = 8, the last one not used up
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")]
+    + [(name, "float32") for name in NARROW],
+)
 def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype):
     """float32: token for token.  bfloat16: where they differ, both are likeliest, rounded."""
-    model = create(MODELS[name](compute_dtype=dtype, residual_dtype=dtype))
+    model = create((MODELS | NARROW)[name](compute_dtype=dtype, residual_dtype=dtype))
     graph, params = nnx.split(model, nnx.Param)
     # Weights so large that tokens depend on the whole text, and gates that let it in.
     params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, params)

@@ -16,6 +16,7 @@ from jaxllm.config import (
     TrainConfig,
     VLSTMConfig,
 )
+from jaxllm.data.loader import documents
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
 from jaxllm.train import guard
@@ -186,7 +187,10 @@ def test_the_first_layer_that_is_not_finite_is_named(layer):
     }
     if layer in broken:
         broken[layer][...] = broken[layer][...] * 0 + jnp.inf
-    found = guard.first_not_finite(t.graph, nnx.state(model, nnx.Param), **random_batch())
+    batch = random_batch()
+    if layer == "blocks.1":
+        batch |= documents(batch["tokens"], 7)
+    found = guard.first_not_finite(t.graph, nnx.state(model, nnx.Param), **batch)
     assert found == layer
 
 
@@ -208,6 +212,8 @@ def test_greedy_samples_follow_the_full_forward_pass():
         logits = forward(params, jnp.array([seen + [0] * (32 - len(seen))]))
         seen.append(int(jnp.argmax(logits[0, len(seen) - 1, :250])))
     assert got == seen[3:]
+    text = decode.generate(t.graph, params, [5, 6, 7], config, ends={got[9]})
+    assert text == got[: got.index(got[9])]
 
 
 def test_the_fullest_device_tells_the_memory(monkeypatch):
