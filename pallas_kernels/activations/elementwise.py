@@ -40,7 +40,7 @@ def sigmoid(z):
 
 
 def quick_sigmoid(z):
-    """The same through rsqrt: 4 instructions fewer (division's guards), twice the rounding error."""
+    """The same through rsqrt: 4 instructions fewer (division's guards), twice the error."""
     return jnp.square(lax.rsqrt(1 + jnp.exp(-z)))
 
 

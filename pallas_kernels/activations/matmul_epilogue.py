@@ -193,9 +193,11 @@ def _fill(s: _Schedule, refs: _Refs):
     first = s.place(0, refs.block, refs.count)
     pl.loop(0, s.stages)(lambda step: _copy_step(s, refs, 0, *first, step))
     for i in range(s.ahead):
-        place = lambda i=i: s.place(i, refs.block, refs.count)
         for c in range(s.chunks):
-            pl.when(i < refs.count)(lambda i=i, c=c: _copy_chunk(s, refs, i, *place(), c))
+
+            @pl.when(i < refs.count)
+            def _(i=i, c=c):
+                _copy_chunk(s, refs, i, *s.place(i, refs.block, refs.count), c)
 
 
 def _copy_step(s: _Schedule, refs: _Refs, i, row, column, step):
