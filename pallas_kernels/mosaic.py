@@ -111,8 +111,9 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
     member then overwrote the first rows of the next.
     """
     _check_interpreter(options.get("num_threads") or 1)
-    names = list(scratch_types) if isinstance(scratch_types, dict) else []
-    types = list(scratch_types.values()) if names else scratch_types
+    names, types = [], scratch_types
+    if isinstance(scratch_types, dict):
+        names, types = list(scratch_types), list(scratch_types.values())
 
     def run(*refs):
         count = len(refs) - len(names)

@@ -221,7 +221,7 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     if in_place:
         assert not rest
         turn = lambda ref, positions: call(frequency, ref, positions)
-        results = [mosaic.in_place(turn, flat[0], positions)]
+        results, end_results = [mosaic.in_place(turn, flat[0], positions)], []
     else:
         results, end_results = call(frequency, flat, positions, end_arrays, end_positions)
     if rest:

@@ -78,7 +78,7 @@ class _Cut(NamedTuple):
 
     part: int  # columns of a warp
     tile: int  # columns that a warp takes at a time
-    softcap: float | None
+    softcap: Any  # a number or None
 
     @property
     def tiles(self) -> int:

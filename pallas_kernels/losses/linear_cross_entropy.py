@@ -17,7 +17,7 @@ dtype for its matmuls.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +208,7 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
     return loss, jnp.concatenate(dx), dw
 
 
-def _losses(z, local, scale, valid, o: _Options, differentiate: bool):
+def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[Any, Any]:
     """(losses of a chunk times `scale`, dz in the place of its logits z or None)."""
     kernel = functools.partial(logits_kernel, z, local, scale, softcap=o.softcap)
     if o.vocab_axis is None:
