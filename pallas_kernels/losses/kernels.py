@@ -99,9 +99,8 @@ class _Cut(NamedTuple):
     def columns(self, start, width):
         """The column of every element of a (4, width) array from `start` on."""
         layout = self.layout(width)
-        line = plgpu.broadcasted_iota(jnp.int32, (4, width), 0, layout=layout)
-        column = plgpu.broadcasted_iota(jnp.int32, (4, width), 1, layout=layout)
-        return line * self.part + column + start
+        part = plgpu.broadcasted_iota(jnp.int32, (4, width), 0, layout=layout) * self.part
+        return part + plgpu.broadcasted_iota(jnp.int32, (4, width), 1, layout=layout) + start
 
 
 class _Row(NamedTuple):
