@@ -8,7 +8,7 @@ backward pass recomputes s from the gate, and one kernel writes both gradients: 
 an element forward, 3 reads and 2 writes backward.
 
 `swiglu_linear` multiplies the result by a weight.  Its backward pass begins with a matmul, dy W^T,
-whose result only the kernel above needs: there both are one kernel, and dy W^T is never written.
+whose result only the kernel above needs: there one kernel does both, and dy W^T is never written.
 """
 
 import functools

@@ -87,26 +87,26 @@ def add_layer_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *
 why_not = tiles.why_not
 
 
-def _statistics(p, x, eps):
-    mean = p.mean(x)
-    centred = lambda c: p.inside(x(c) - p.spread(mean), c)
+def _statistics(t, x, eps):
+    mean = t.mean(x)
+    centred = lambda c: t.inside(x(c) - t.spread(mean), c)
     # The mean of x = 1000 + N(0, 1) is rounded to 3e-5; what it misses is known in this pass.
-    missed, square = p.mean(lambda c: (centred(c), jnp.square(centred(c))))
+    missed, square = t.mean(lambda c: (centred(c), jnp.square(centred(c))))
     r = lax.rsqrt(square - jnp.square(missed) + eps)
     return mean, r, -missed * r
 
 
-def _normalise(p, x, mean, r, shift):
-    return (x - p.spread(mean)) * p.spread(r) + p.spread(shift)
+def _normalise(t, x, mean, r, shift):
+    return (x - t.spread(mean)) * t.spread(r) + t.spread(shift)
 
 
 def _averaged(n, g):
     return g, g * n
 
 
-def _differentiate(p, n, g, means, mean, r, shift):
+def _differentiate(t, n, g, means, mean, r, shift):
     mean_g, mean_gn = means
-    return p.spread(r) * g - p.spread(r * mean_g) - n * p.spread(r * mean_gn)
+    return t.spread(r) * g - t.spread(r * mean_g) - n * t.spread(r * mean_gn)
 
 
 _NORM = kernels.Norm("layer_norm", _statistics, _normalise, _averaged, _differentiate, count=3)

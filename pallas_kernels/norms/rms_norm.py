@@ -85,20 +85,20 @@ def add_rms_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *, 
 why_not = tiles.why_not
 
 
-def _statistics(p, x, eps):
-    return (lax.rsqrt(p.mean(lambda c: jnp.square(x(c))) + eps),)
+def _statistics(t, x, eps):
+    return (lax.rsqrt(t.mean(lambda c: jnp.square(x(c))) + eps),)
 
 
-def _normalise(p, x, r):
-    return x * p.spread(r)
+def _normalise(t, x, r):
+    return x * t.spread(r)
 
 
 def _averaged(n, g):
     return (g * n,)
 
 
-def _differentiate(p, n, g, means, r):
-    return p.spread(r) * g - n * p.spread(r * means[0])
+def _differentiate(t, n, g, means, r):
+    return t.spread(r) * g - n * t.spread(r * means[0])
 
 
 _NORM = kernels.Norm("rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1)
