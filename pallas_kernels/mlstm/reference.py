@@ -3,8 +3,10 @@
 All three are the same function of q, k, v and the gates; docs/vlstm.md derives one from the other.
 The gates work on a logarithmic scale, and `m` is the number that is taken out of every exponent so
 that none overflows: a state (C, n, m) stands for the true state (C e^m, n e^m).  At eps = 0 neither
-h nor the true state depends on which m is chosen.  The chunkwise form therefore holds m constant
-while it is differentiated, which is exact, cheaper and less noisy than letting m's gradient cancel.
+h nor the true state depends on which m is chosen.  The chunkwise form therefore holds the states' m
+constant while it is differentiated, which is exact and cheaper.  A row's m is differentiated: the
+gradients of a row's exponents add up to 0 where l divides h, and m's gradient takes what rounding
+has left of that sum from the largest weight, beside which the others may be far smaller than it.
 
 Axes: B batch, T time, H heads, K = DQK, V = DV, N chunks, L positions of a chunk.
 """
@@ -74,8 +76,7 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
     i, lf = (jnp.swapaxes(x, 1, 2) for x in _log_gates(i, f, gate, stat))  # (B,H,T)
     document = jnp.cumsum(_starts(segment_ids, (i.shape[0], i.shape[2])), 1)
     seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
-    b = jnp.cumsum(lf, -1)
-    log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
+    log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
     m = jnp.max(log_d, -1)
     p = q.shape[-1] ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     scale = _row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
@@ -127,21 +128,20 @@ def chunkwise(
         i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf)
         q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
         seen = jnp.tril(jnp.ones((size, size), bool))
-        in_last = continues = True  # positions of the chunk's last document, of the carried one
+        continues = True  # whether a position belongs to the document of the carried state
         if segment_ids is not None:
             starts = chunks(_starts(segment_ids, (batch, length))[..., None])
             document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
             seen = seen & (document[..., :, None] == document[..., None, :])
-            in_last = document == document[..., -1:]
             continues = document == 0
 
         # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
         # difference of running sums: a closed gate in one document cannot blur the next.
         b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)  # (N,B,H,L)
+        log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
 
         # The stabiliser before and after each chunk.
-        g = b[..., -1]
-        a = jnp.where(in_last, g[..., None] - b + i, -jnp.inf)
+        g, a = b[..., -1], log_d[..., -1, :]
         keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
 
         def next_m(m, x):
@@ -172,8 +172,7 @@ def chunkwise(
         # The rows: exponents of the carried state and of the chunk's own positions.
         c, n = before
         carried = b + jnp.where(continues, m_before[..., None], 0)
-        log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
-        m = hold(jnp.maximum(carried, jnp.max(log_d, -1)))
+        m = jnp.maximum(carried, jnp.max(log_d, -1))
         m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # so that e^-m is finite
         q = q * q.shape[-1] ** -0.5
         p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
@@ -197,6 +196,40 @@ def _chunk_size(dqk, dv):
     L x L matrices (2 L), as a power of two.  64 for heads of 64 and 128, 256 for 256 and 512.
     """
     return min(max(2 ** round(math.log2(dqk * dv / 2) / 2), 64), 256)
+
+
+def _sums_between(lf):
+    """(...,L) -> (...,L,L): at [t, j] the sum of lf after position j, up to and including t >= j.
+
+    A difference of running sums would be rounded as the running sums are, and its gradients would
+    cancel.  Here only numbers of one sign are added.  Blocks of sqrt(L) positions keep that cheap:
+    a pair from two blocks adds the rest of its first block, the blocks between, and the beginning
+    of its second block.
+    """
+    length = lf.shape[-1]
+    width = math.isqrt(max(length - 1, 0)) + 1
+    lf = jnp.pad(lf, [(0, 0)] * (lf.ndim - 1) + [(0, -length % width)])
+    lf = lf.reshape(*lf.shape[:-1], -1, width)  # (...,blocks,width)
+    blocks = lf.shape[-2]
+    within = _masked_sums(lf, lambda t, j, u: (j < u) & (u <= t))  # (...,blocks,width,width)
+    begins = _dot(lf, jnp.triu(jnp.ones((width, width), lf.dtype)))  # (...,blocks,width)
+    between = _masked_sums(begins[..., -1], lambda t, j, u: (j < u) & (u < t))
+    sums = between[..., None, :, None] + within[..., None, None, :, -1, :] + begins[..., None, None]
+    same = jnp.eye(blocks, dtype=bool)[:, None, :, None]
+    sums = jnp.where(same, within[..., None, :], sums)  # (...,blocks,width,blocks,width)
+    sums = sums.reshape(*lf.shape[:-2], blocks * width, blocks * width)
+    return sums[..., :length, :length]
+
+
+def _masked_sums(x, mask):
+    """(...,n) -> (...,n,n): at [t, j] the sum of the x[u] for which mask(t, j, u).
+
+    A matmul: XLA merges a sum of `where` into what uses it, and computes it there again and again.
+    """
+    n = x.shape[-1]
+    t, j, u = jnp.meshgrid(*[jnp.arange(n)] * 3, indexing="ij")
+    counted = mask(t, j, u).astype(x.dtype).reshape(n * n, n).T
+    return _dot(x, counted).reshape(*x.shape, n)
 
 
 def _row_scale(l, m, gate, normalize, eps):
