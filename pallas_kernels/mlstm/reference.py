@@ -108,87 +108,102 @@ def chunkwise(
     (all float64 for float64).  Time and memory are linear in T.  For the backward pass only the
     arguments are saved; it computes the states and the L x L matrices again.
     """
-    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
-    batch, length = i.shape[:2]
-    size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), length))
-    # The value depends on m only through eps (see above).
-    hold = lax.stop_gradient if eps == 0 else lambda m: m
-
-    def chunks(x, fill=0.0):
-        """(B,T,H,...) -> (N,B,H,L,...); positions past T take `fill`."""
-        widths = [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, widths, constant_values=fill)
-        x = x.reshape(batch, mosaic.cdiv(length, size), size, *x.shape[2:])
-        return jnp.moveaxis(x, (1, 3), (0, 2))
-
-    @jax.checkpoint
-    def form(q, k, v, i, f, state):
-        i, lf = _log_gates(i, f, gate, stat)
-        # A closed input gate and an open forget gate: padding leaves the state as it is.
-        i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf)
-        q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
-        seen = jnp.tril(jnp.ones((size, size), bool))
-        continues = True  # whether a position belongs to the document of the carried state
-        if segment_ids is not None:
-            starts = chunks(_starts(segment_ids, (batch, length))[..., None])
-            document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
-            seen = seen & (document[..., :, None] == document[..., None, :])
-            continues = document == 0
-
-        # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
-        # difference of running sums: a closed gate in one document cannot blur the next.
-        b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)  # (N,B,H,L)
-        log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
-
-        # The stabiliser before and after each chunk.
-        g, a = b[..., -1], log_d[..., -1, :]
-        keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
-
-        def next_m(m, x):
-            g, a_max, keep = x
-            return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
-
-        c, n, m = state
-        m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
-        m_before = hold(m_before)
-        m_after = jnp.concatenate([m_before[1:], hold(m_last)[None]])
-
-        # The state before each chunk, in the dtype in which the rows will multiply it.
-        def next_state(state, x):
-            (c, n), (decay, c_in, n_in) = state, x
-            after = decay[..., None, None] * c + c_in, decay[..., None] * n + n_in
-            return after, (_round(c, dtype), n)
-
-        decay = jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))
-        k_in = jnp.exp(a - m_after[..., None])[..., None] * k
-        true_scale = jnp.exp(m - hold(m))  # is 1, with the gradient of e^m
-        state = c * true_scale[..., None, None], n * true_scale[..., None]
-        (c, n), before = lax.scan(
-            next_state, state, (decay, _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2))
-        )
-        true_scale = jnp.exp(hold(m_last) - m_last)  # is 1, with the gradient of e^-m
-        state = c * true_scale[..., None, None], n * true_scale[..., None], m_last
-
-        # The rows: exponents of the carried state and of the chunk's own positions.
-        c, n = before
-        carried = b + jnp.where(continues, m_before[..., None], 0)
-        m = jnp.maximum(carried, jnp.max(log_d, -1))
-        m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # so that e^-m is finite
-        q = q * q.shape[-1] ** -0.5
-        p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
-        w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
-        l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
-        scale = _row_scale(l, m, gate, normalize, eps)
-        # Normalised before the matmuls: their results are then not needed in the backward pass,
-        # and float16 sees nothing larger than the weights that really act on v.
-        h = _matmul(dtype, scale[..., None] * p, v)
-        h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
-        h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
-        h = h.reshape(batch, h.shape[1] * size, *h.shape[3:])[:, :length]
-        return _round(h, dtype), state
-
+    size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), i.shape[1]))
+    options = dict(gate=gate, normalize=normalize, eps=eps, segment_ids=segment_ids)
+    form = jax.checkpoint(functools.partial(_in_chunks, size=size, **options))
     h, state = form(q, k, v, i, f, _state(initial_state, q, v))
     return (h, state) if return_state else h
+
+
+def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids):
+    """(h, state after the last position), in chunks of `size` positions."""
+    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
+    batch, length = i.shape[:2]
+    chunks = functools.partial(_chunks, size=size)
+
+    # Gates and documents.
+    i, lf = _log_gates(i, f, gate, stat)
+    # A closed input gate and an open forget gate: padding leaves the state as it is.
+    i, lf = chunks(jnp.maximum(i, CLOSED), fill=CLOSED), chunks(lf)
+    q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
+    seen = jnp.tril(jnp.ones((size, size), bool))
+    continues = True  # whether a position belongs to the document of the carried state
+    if segment_ids is not None:
+        starts = chunks(_starts(segment_ids, (batch, length))[..., None])
+        document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
+        seen = seen & (document[..., :, None] == document[..., None, :])
+        continues = document == 0
+
+    # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
+    # difference of running sums: a closed gate in one document cannot blur the next.
+    b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)  # (N,B,H,L)
+    log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
+
+    # The states between chunks.
+    # The value depends on their m only through eps (see above).
+    hold = lax.stop_gradient if eps == 0 else lambda m: m
+    keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
+    (c, n, m_before), state = _between_chunks(
+        k, v, b[..., -1], log_d[..., -1, :], keeps, state, hold, dtype
+    )
+
+    # The rows: exponents of the carried state and of the chunk's own positions.
+    carried = b + jnp.where(continues, m_before[..., None], 0)
+    m = jnp.maximum(carried, jnp.max(log_d, -1))
+    m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # so that e^-m is finite
+    q = q * q.shape[-1] ** -0.5
+    p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
+    w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
+    l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
+    scale = _row_scale(l, m, gate, normalize, eps)
+    # Normalised before the matmuls: their results are then not needed in the backward pass,
+    # and float16 sees nothing larger than the weights that really act on v.
+    h = _matmul(dtype, scale[..., None] * p, v)
+    h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
+    h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
+    h = h.reshape(batch, h.shape[1] * size, *h.shape[3:])[:, :length]
+    return _round(h, dtype), state
+
+
+def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
+    """(C, n, m) before each chunk, (N,B,H,...), C in the dtype in which the rows will multiply it;
+    then after the last one.
+
+    g: (N,B,H) log decay of a chunk; a: (N,B,H,L) log weight of a position in the state after its
+    chunk; keeps: whether that state still holds the one before the chunk.
+    """
+
+    def next_m(m, x):
+        g, a_max, keep = x
+        return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
+
+    c, n, m = state
+    m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
+    m_before = hold(m_before)
+    m_after = jnp.concatenate([m_before[1:], hold(m_last)[None]])
+
+    def next_state(state, x):
+        (c, n), (decay, c_in, n_in) = state, x
+        after = decay[..., None, None] * c + c_in, decay[..., None] * n + n_in
+        return after, (_round(c, dtype), n)
+
+    decay = jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))
+    k_in = jnp.exp(a - m_after[..., None])[..., None] * k
+    true_scale = jnp.exp(m - hold(m))  # is 1, with the gradient of e^m
+    state = c * true_scale[..., None, None], n * true_scale[..., None]
+    (c, n), before = lax.scan(
+        next_state, state, (decay, _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2))
+    )
+    true_scale = jnp.exp(hold(m_last) - m_last)  # is 1, with the gradient of e^-m
+    return (*before, m_before), (c * true_scale[..., None, None], n * true_scale[..., None], m_last)
+
+
+def _chunks(x, size, fill=0.0):
+    """(B,T,H,...) -> (N,B,H,L,...); positions past T take `fill`."""
+    widths = [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, widths, constant_values=fill)
+    x = x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
 
 
 def _chunk_size(dqk, dv):
