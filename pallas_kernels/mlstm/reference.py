@@ -223,9 +223,9 @@ def _sums_between(lf):
     """
     length = lf.shape[-1]
     width = math.isqrt(max(length - 1, 0)) + 1
+    blocks = mosaic.cdiv(length, width)
     lf = jnp.pad(lf, [(0, 0)] * (lf.ndim - 1) + [(0, -length % width)])
-    lf = lf.reshape(*lf.shape[:-1], -1, width)  # (...,blocks,width)
-    blocks = lf.shape[-2]
+    lf = lf.reshape(*lf.shape[:-1], blocks, width)
     within = _masked_sums(lf, lambda t, j, u: (j < u) & (u <= t))  # (...,blocks,width,width)
     begins = _dot(lf, jnp.triu(jnp.ones((width, width), lf.dtype)))  # (...,blocks,width)
     between = _masked_sums(begins[..., -1], lambda t, j, u: (j < u) & (u < t))
