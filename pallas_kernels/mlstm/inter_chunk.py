@@ -222,15 +222,15 @@ def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Wor
 def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
     w = _worker(s, inputs, outputs, smem)
 
-    # Fill both stages.
+    # Load the first chunks.
     pl.loop(0, STAGES)(functools.partial(_load_x, w))
     pl.when(w.wg == s.wgs - 1)(lambda: pl.loop(0, STAGES)(functools.partial(_load_common, w)))
 
-    # Walk.
+    # Walk along the span.
     acc = plgpu.ACC((ROWS, s.size), jnp.float32)
     sums, state = pl.run_scoped(functools.partial(_along_chunks, w), acc)
 
-    # The state after the last chunk.
+    # Store the state after the last chunk.
     if s.ends:
         end = w.span - (s.walked - s.ends)
 
@@ -253,7 +253,7 @@ def _stage_of(n):
     return lax.rem(n, jnp.int32(STAGES))
 
 
-# Loading.
+# Load.
 
 
 def _load_x(w: Worker, n):
@@ -295,7 +295,7 @@ def _load_other(w: Worker, n):
     plgpu.copy_gmem_to_smem(source, w.smem.other.at[w.wg], w.smem.other_full.at[w.wg])
 
 
-# The walk.
+# Walk.
 
 
 def _along_chunks(w: Worker, acc):
@@ -325,10 +325,10 @@ def _step(w: Worker, acc, n, carry):
         _store_state(w, chunk, state, sums)
     if w.inputs.other is not None:
         _multiply_other(w, n, state)
-    # Decay.
+    # Let the state decay.
     acc[...] = state * decay
     pl.when(n > 0)(lambda: _refill(w, n - 1))
-    # Load X, scaled.
+    # Load X and scale it.
     plgpu.barrier_wait(smem.full.at[stage])
     weight = plgpu.load(smem.vectors.at[stage, 0], layout=ROW, optimized=False)
     x = plgpu.load(smem.x.at[stage, w.wg], layout=WGMMA).astype(jnp.float32)
@@ -374,7 +374,7 @@ def _sum_columns(w: Worker, stage):
     return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
 
 
-# From span to span.
+# Join the spans.
 
 
 def _join(decay, ends, first, parts, reverse):

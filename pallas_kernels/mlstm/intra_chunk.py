@@ -78,7 +78,7 @@ def slot_of(w: Worker, n):
     return w.team * w.schedule.slots + divide(n, w.schedule.slots)[1]
 
 
-# Loading: the ring, A and Y.
+# Load: the ring, A and Y.
 
 
 def push(w: Worker, n):
@@ -135,7 +135,7 @@ def fetch_y(w: Worker, c: Chunk, tile):
     plgpu.copy_gmem_to_smem(source, w.smem.out.at[w.thread], w.smem.y_full.at[w.thread])
 
 
-# Vectors: one number a position.
+# Load and store vectors: one number a position.
 
 
 def of_row(w: Worker, c: Chunk, name):
@@ -163,7 +163,7 @@ def save(w: Worker, c: Chunk, *stats):
         mosaic.store(ref.at[c.rows], value)
 
 
-# Products with the squares of the ring.
+# Multiply with the squares of the ring.
 
 
 def multiply(w: Worker, acc, left, n, transpose=False):
@@ -219,7 +219,7 @@ def sums_with_y(w: Worker, z):
     return sum_rows(z * y)
 
 
-# Decay.
+# Compute the decays.
 
 
 def decays(w: Worker, c: Chunk):
@@ -236,7 +236,7 @@ def decays(w: Worker, c: Chunk):
     return jnp.exp2(jnp.where(visible, spread(w, c, "row") + spread(w, c, "col"), -jnp.inf))
 
 
-# Epilogue: out = through the state + W X, tile by tile.
+# The epilogue adds W X to what comes through the state, and stores, tile by tile.
 
 
 def finish(w: Worker, c: Chunk, tile, start, weights, n, under=lambda: ()):
@@ -274,14 +274,14 @@ def finish_all(w: Worker, c: Chunk, weights, scale, n):
         finish(w, c, tile, through, weights, step + s.parts)
 
 
-# What each mode does with A B^T; n is the ring's next step.
+# These are the modes: what each does with the scores A B^T.  n is the ring's next step.
 
 
 def forward(w: Worker, c: Chunk, ab, n):
     s = w.schedule
-    # Decay.
+    # Weight the scores by their decays.
     weights, scale, norm = ab * decays(w, c), of_row(w, c, "scale"), of_row(w, c, "one")
-    # Normaliser.
+    # Compute the normaliser: from inside the chunk, and through the state.
     sign = norm * 0.0
     if s.normalize:
 
@@ -295,7 +295,7 @@ def forward(w: Worker, c: Chunk, ab, n):
         norm = 1 / jnp.where(above, jnp.abs(l), norm)
         sign = jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
     save(w, c, norm, sign)
-    # Values, and the state.
+    # Accumulate the values and what the state holds, and store.
     finish_all(w, c, narrow(weights * down(norm, s.size), s.dtype), scale * norm, n)
 
 
@@ -305,13 +305,13 @@ def backward_dv(w: Worker, c: Chunk, ab, n):
 
 def backward_dk(w: Worker, c: Chunk, ab, n):
     s = w.schedule
-    # Decay.
+    # Weight the scores by their decays.
     weights, scale = now((ab + spread(w, c, "shift")) * decays(w, c)), of_row(w, c, "scale")
-    # The input gate's gradient from inside the chunk.
+    # Sum the input gate's gradient from inside the chunk.
     inside = sum_rows(weights * y_times_x(w, c, n))
     weights, n = weights.astype(s.dtype), n + s.tiles
 
-    # dk, and the gradient through the state.
+    # Accumulate and store dk; sum the input gate's gradient through the state.
     def one_tile(tile, sums):
         @pl.when(tile > 0)  # the first is there
         def _():
@@ -333,9 +333,9 @@ def backward_dk(w: Worker, c: Chunk, ab, n):
 def backward_dq(w: Worker, c: Chunk, ab, n):
     """The shift has to be known before W, and the state has a part in it."""
     s = w.schedule
-    # Decay.
+    # Weight the scores by their decays.
     weights, scale = now(ab * decays(w, c)), of_row(w, c, "scale")
-    # dh . h, from inside the chunk and through the state, of which all tiles stay in registers.
+    # Sum dh . h, inside the chunk and through the state, whose tiles all stay in registers.
     dot = sum_rows(weights * y_times_x(w, c, n))
     n, through = n + s.tiles, []
     for tile in range(s.tiles):
@@ -350,10 +350,10 @@ def backward_dq(w: Worker, c: Chunk, ab, n):
         n += s.parts
     fetch_next_a(w, c.item)
     save(w, c, dot)
-    # What the normaliser adds to the gradient of every weight of a row.
+    # Add what the normaliser adds to the gradient of every weight of a row.
     shift = of_row(w, c, "sign") * dot
     weights = now((weights + decays(w, c) * down(shift, s.size)).astype(s.dtype))
-    # dq.
+    # Accumulate and store dq.
     for tile, part in enumerate(through):
         part = (part + down(shift, s.size) * along_tile(w, c, tile)) * down(scale, s.size)
         finish(w, c, tile, part, weights, n + tile)
@@ -371,12 +371,12 @@ def one_chunk(w: Worker, carry):
     b, h, index = where(s, item)
     row0 = index * s.size + w.wg * ROWS
     c = Chunk(item, b, h, index, row0, (b, h, index, pl.ds(w.wg * ROWS, ROWS)))
-    # Load what the ring does not bring.
+    # Load Y, and wait for A.
     if s.turned:
         plgpu.wait_smem_to_gmem(0)
         fetch_y(w, c, s.tiles - 1)
     plgpu.barrier_wait(w.smem.a_full.at[w.thread])
-    # Scores, and all that follows.
+    # Compute the scores A B^T, and go on as the mode asks.
     ab, n = a_times(w, n0, True), n0 + s.parts
     MODES[s.mode](w, c, ab, n)
     return item + s.blocks * s.teams, n0 + s.steps
@@ -401,7 +401,7 @@ def body(s: Schedule, inputs: Inputs, out_ref, stat_refs, smem: Scratch):
     def _():
         pl.loop(0, s.slots)(functools.partial(push, w))
 
-    # Chunk after chunk.
+    # Walk over the team's chunks.
     more = lambda carry: carry[0] < s.items
     lax.while_loop(more, functools.partial(one_chunk, w), (first, jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
