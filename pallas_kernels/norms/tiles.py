@@ -203,7 +203,7 @@ def _multiple(cols: int) -> int:
     """What the columns of the arrays are a multiple of that the kernels are given."""
     if cols <= 256:
         return 8  # TMA wants strides of 16 bytes
-    # Past 4096 so that a row fills its buffer: two rows at a time would not fit (see `choose_tiling`).
+    # Past 4096 so that a row fills its buffer: two rows would not fit (see `choose_tiling`).
     return 64 if cols <= 4096 else 1024
 
 
