@@ -2,7 +2,13 @@
 
 import sys
 
-from jaxllm.train.run import main
+from jaxllm.commands import run
+
+
+def main(argv=None):
+    """The same as jaxllm train."""
+    return run("train", argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())

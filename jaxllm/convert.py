@@ -1,10 +1,8 @@
-"""python -m jaxllm.convert: the command of jaxllm/weights/convert.py."""
+"""python -m jaxllm.convert: the same as jaxllm convert."""
 
-import os
 import sys
 
-from jaxllm.weights.convert import main
+from jaxllm.commands import run
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and its memory may be taken
-    sys.exit(main())
+    sys.exit(run("convert"))

@@ -1,8 +1,8 @@
-"""python -m jaxllm.evaluate: the command of jaxllm/infer/evaluate.py."""
+"""python -m jaxllm.evaluate: the same as jaxllm evaluate."""
 
 import sys
 
-from jaxllm.infer.evaluate import main
+from jaxllm.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("evaluate"))

@@ -1,8 +1,8 @@
-"""python -m jaxllm.generate: the command of jaxllm/infer/generate.py."""
+"""python -m jaxllm.generate: the same as jaxllm generate."""
 
 import sys
 
-from jaxllm.infer.generate import main
+from jaxllm.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("generate"))

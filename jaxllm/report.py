@@ -1,8 +1,8 @@
-"""python -m jaxllm.report: the command of jaxllm/train/report.py."""
+"""python -m jaxllm.report: the same as jaxllm report."""
 
 import sys
 
-from jaxllm.train.report import main
+from jaxllm.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("report"))

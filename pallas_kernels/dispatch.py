@@ -4,7 +4,7 @@ Every op calls `use_kernel(name, implementation, reason)`, where `reason` is wha
 said about the shapes, dtypes and options (None: the kernel can take this call).
 
   None      the kernel where it is supported, the XLA form elsewhere (for attention cuDNN's, where
-            that takes the call); says so once in the log
+            that takes the call) and where that is faster; says so once in the log
   "mosaic"  the kernel, or NotImplementedError with the reason; never asks for the platform, so that
             a CPU can interpret the kernel and lower it for CUDA
   "xla"     the jnp form
@@ -42,6 +42,11 @@ class Decision(NamedTuple):
     runs: Literal["mosaic", "cudnn", "xla"]
     why: str
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the kernel runs, or could but for the speed of the other form."""
+        return self.runs == "mosaic" or self.why.startswith(_FASTER)
+
 
 class Compiler(NamedTuple):
     """What makes the programs of Mosaic kernels, of which release of CUDA."""
@@ -57,9 +62,41 @@ class Compiler(NamedTuple):
 # setmaxnreg, which jaxlib's nvJitLink ignores from 0.12 on.  The extra cuda13 keeps to them.
 _CUDA, _JAX = (13, 0), (0, 11)
 _SMEM = 227 * 1024  # bytes that a block may have from 9.0 on, but for consumer Blackwell
+_FASTER = "faster, as "
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # in the order taken, with how often
 _silenced = False
+
+
+def decide(
+    op: str,
+    implementation: Implementation | None,
+    reason: str | None,
+    gpu: Gpu = "sm_80",
+    otherwise: Literal["cudnn", "xla"] = "xla",
+    slower: str | None = None,
+) -> Decision:
+    """How `op` has to run.  Only `use_kernel`, which every op calls, records and logs it.
+
+    reason: why the kernel cannot take this call, or None.  gpu: what the kernel needs.
+    otherwise: what the op takes under None in place of its kernel.
+    slower: why the kernel, which could run, is slower than that, or None; counts under None only.
+    Raises NotImplementedError under "mosaic" with a reason, ValueError for another name.
+    """
+    if implementation is not None and implementation not in get_args(Implementation):
+        raise ValueError(f"implementation={implementation!r} is not None, mosaic or xla")
+    if implementation == "xla":
+        return Decision(op, "xla", "asked for")
+    reason = shard_map_lacks() or reason
+    if implementation == "mosaic":
+        if reason is not None:
+            raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
+        return Decision(op, "mosaic", "asked for")
+    if reason := device_lacks(gpu) or reason:
+        return Decision(op, otherwise, reason)
+    if slower:
+        return Decision(op, otherwise, _FASTER + slower)
+    return Decision(op, "mosaic", "supported")
 
 
 def use_kernel(
@@ -68,33 +105,16 @@ def use_kernel(
     reason: str | None,
     gpu: Gpu = "sm_80",
     otherwise: Literal["cudnn", "xla"] = "xla",
+    slower: str | None = None,
 ) -> bool:
-    """True if `op` has to run on its kernel, False for its jnp form.
-
-    reason: why the kernel cannot take this call, or None.  gpu: what the kernel needs.
-    otherwise: what the op takes under None in place of its kernel.
-    Raises NotImplementedError under "mosaic" with a reason, ValueError for another name.
-    """
-    if implementation is not None and implementation not in get_args(Implementation):
-        raise ValueError(f"implementation={implementation!r} is not None, mosaic or xla")
-    if implementation != "xla":
-        reason = shard_map_lacks() or reason
-    if implementation == "mosaic":
-        if reason is not None:
-            raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
-        decision = Decision(op, "mosaic", "asked for")
-    elif implementation == "xla":
-        decision = Decision(op, "xla", "asked for")
-    else:
-        reason = device_lacks(gpu) or reason
-        if reason is None:
-            decision = Decision(op, "mosaic", "supported")
-        else:
-            decision = Decision(op, otherwise, reason)
+    """True if `op` has to run on its kernel, False for its jnp form; `decide` has the arguments."""
+    decision = decide(op, implementation, reason, gpu, otherwise, slower)
     if not _silenced:
         told = decision in _decisions or decision.why == "asked for"
         if not told and decision.runs != "mosaic":
-            level = logging.INFO if jax.default_backend() == "cpu" else logging.WARNING
+            # On a GPU a kernel that cannot run costs speed; one that is slower costs nothing.
+            missed = jax.default_backend() != "cpu" and not decision.has_kernel
+            level = logging.WARNING if missed else logging.INFO
             log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
     tell(decision)
     if decision.runs == "mosaic" and jax.default_backend() == "gpu":
@@ -114,10 +134,15 @@ def shard_map_lacks() -> str | None:
     The results of kernels carry no types of varying axes: `shard_map` would take the part of a
     weight's gradient that one device made for the whole, and not sum it.
     """
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    # Only where shard_map checks such types has the index of a device one.
-    index = jax.eval_shape(lambda: lax.axis_index(axes)) if axes else None
-    if getattr(index, "manual_axis_type", None) is None:
+    try:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or not (axes := mesh.manual_axes):
+            return None
+        # Only where shard_map checks such types has the index of a device one.
+        checked = jax.eval_shape(lambda: lax.axis_index(axes)).manual_axis_type is not None
+    except AttributeError as e:  # no kernel is better than gradients that nobody sums
+        return f"JAX {jax.__version__} does not tell what a shard_map around it checks ({e})"
+    if not checked:
         return None
     return "the shard_map around it checks types that vary, pass it check_vma=False"
 

@@ -5,21 +5,26 @@
     dwpe[t] = sum_b dy[b, t]
 
 Forward gathers rows.  Backward must not scatter with atomics: their order, and so the last bits,
-would change from run to run.  XLA's own sort (lax.sort) orders the tokens stably, after which the
-places of one token are neighbours, and two kernels sum them in that order:
+would change from run to run.  XLA's stable sort (lax.sort) makes the places of one token
+neighbours, and two kernels sum them in that order:
 
-  1. the sorted places are cut into tiles of 32, and a tile that holds a single token is summed by
-     one block.  Text is Zipf: the commonest token alone may fill 5% of the places, which one block
-     would have to sum one after the other.
-  2. each row of the vocabulary adds up its run: the sums of its whole tiles and the places before
-     and after them.  All of dwte (V, C) is written, each row once, zeros included; that takes most
+    sorted tokens   | 3 3 3 3 | 3 3 3 3 | 3 5 5 8 | 8 8 8 8 |       tiles (of 4 here, of 32 there)
+    kernel 1          sum       sum                 sum             of tiles with a single token
+    kernel 2          dwte[3] = sum + sum + 1 place, dwte[8] = 1 place + sum, dwte[5] = 2 places
+
+  1. One block sums each tile of 32 places that holds a single token.  Tokens of text are Zipf
+     distributed: the most common one alone may fill 5% of the places, which one block would have to
+     sum one after the other.
+  2. Each row of the vocabulary adds up its run: the sums of its whole tiles and the places before
+     and after them.  It writes all of dwte (V, C), each row once, zeros included, which takes most
      of the time.  Other blocks of the same kernel sum dwpe.
 
-Where the table is the head as well (tied), its gradient as the head, all of (V, C), comes in, and
-kernel 2 adds the rows that occur to it in place and touches no other.
+Where the table is the head as well (tied), its gradient as the head, all of (V, C), comes in;
+kernel 2 adds the rows of tokens that occur to it in place, and touches no other row.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +35,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 
-# Measured on an H100 (copy of 1 GiB: 2.94 TB/s), fp32 tables, bf16 rows, microseconds with uniform
-# / Zipf ids; "small" is B32 T1024 C768 V50304, "large" B4 T8192 C4096 V128256.
-#
-#            small     large        the neighbours that were tried
-#   forward  48 / 32   309 / 221    _SLAB 128: 49 / 38, 320 / 245; whole rows: 53 / 34, 315 / 250
-#                                   _BATCH 4: 49 / 35; 2: 53 / 38; 16: as 8
-#   backward 120 / 118 1032 / 1022  dwpe in the first kernel: 124 / 119, 1039 / 1027; so, _TILE 64:
-#                     123 / 126; _VOCAB 2: 126 / 119, 1029 / 1011; 8: 124 / 121, 1050 / 1050
-#
-# Of the small backward pass 25 are XLA's sort and scatter (two radix passes of 8), 2 / 10 the
-# first kernel and 93 / 82 the second.
+# The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take
+# 32 us forward and 118 us backward.
 _SLAB = 256  # columns for which the forward kernel gathers all tokens before it goes on
-_BATCH = 8  # rows that one block of it gathers
-_TILE = 32  # places of one token that are summed by a block of their own
+_BATCH = 8  # sequences of which one block of it gathers a row
+_TILE = 32  # places of one token that a block of its own sums
 _VOCAB = 4  # rows of dwte that one block writes
 
 
@@ -98,6 +94,9 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
     return (y, wte) if tied else y
 
 
+# Where rows of fewer than 128 columns are padded, XLA's form is faster (H100, JAX 0.11.2, at
+# 4x1024x100 12 times forward, 4 times backward).  But its backward pass adds with atomics, so
+# the kernels are taken there, too: for the same bits in every run.
 def why_not(tokens, wte, wpe, dtype) -> str | None:
     """Why the kernel cannot take this call, or None."""
     return mosaic.unsupported_dtype(
@@ -105,8 +104,28 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     ) or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
 
 
-def _columns(c: int, *dtypes, overlap: bool = True):
-    """How rows of c >= 128 columns are cut into loads: (columns of a load, loads, layout).
+class _Loads(NamedTuple):
+    """How `c` columns of a row from `first` on are cut into loads."""
+
+    c: int
+    tile: int  # columns of a load
+    count: int
+    layout: Any
+
+    def each(self, body, first=0):
+        """Runs body(columns) for every load."""
+        if self.count == 1:
+            body(pl.ds(first, self.tile))
+            return
+        start = lambda i: first + jnp.minimum(i * self.tile, self.c - self.tile)
+        pl.loop(0, self.count)(lambda i: body(pl.ds(start(i), self.tile)))
+
+    def zeros(self):
+        return mosaic.zeros((self.tile,), self.layout)
+
+
+def _loads(c: int, *dtypes, overlap: bool = True) -> _Loads:
+    """The loads of rows of c >= 128 columns.
 
     The last load of a row ends at the end of the row, so it may overlap the one before; without
     `overlap` it does not, and c is a multiple of 128.
@@ -119,17 +138,12 @@ def _columns(c: int, *dtypes, overlap: bool = True):
         if vec <= widest and c % vec == 0 and 128 * vec * k <= c
         if overlap or c % (128 * vec * k) == 0
     ]
-    # As few columns twice as possible; a load costs about as much as 64 columns more.
+    # Load as few columns twice as possible; a load costs about as much as 64 more columns.
     tile, vec = min(choices, key=lambda x: (mosaic.cdiv(c, x[0]) * (x[0] + 64), -x[1]))
-    return tile, mosaic.cdiv(c, tile), plgpu.Layout.WG_STRIDED((tile,), vec)
+    return _Loads(c, tile, mosaic.cdiv(c, tile), plgpu.Layout.WG_STRIDED((tile,), vec))
 
 
-def _for_columns(c, tile, loads, body, first=0):
-    """Runs body(columns) for every load of c columns from `first` on."""
-    if loads == 1:
-        body(pl.ds(first, tile))
-    else:
-        pl.loop(0, loads)(lambda i: body(pl.ds(first + jnp.minimum(i * tile, c - tile), tile)))
+# ---- forward -----------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -137,42 +151,47 @@ def _forward(tokens, wte, wpe, dtype):
     """y (B, T, C).  A block takes one position of `_BATCH` sequences: wpe is read once for them.
 
     All tokens are gathered for the first `_SLAB` columns, then for the next: the rows of wte that
-    a batch touches exceed the level-2 cache, a slab of them does not, so that a token which occurs
+    a batch touches exceed the level-2 cache, a slab of them does not, so that a token that occurs
     again is read from the cache.
     """
     width = wte.shape[1]
-    tables = [_pad(table) for table in (wte, wpe) if table is not None]
-    (b, t), (v, c) = tokens.shape, tables[0].shape
-    batch = min(_BATCH, b)
-    blocks = mosaic.cdiv(b, batch) * t
+    wte, wpe = _pad(wte), None if wpe is None else _pad(wpe)
+    (b, t), c = tokens.shape, wte.shape[1]
+    blocks = mosaic.cdiv(b, min(_BATCH, b)) * t  # of a slab
     slab = _SLAB if c % _SLAB == 0 else c
-    tile, loads, layout = _columns(slab, dtype, *(table.dtype for table in tables))
-
-    def encoder_forward(tokens_ref, wte_ref, *refs):
-        *wpe_ref, y_ref = refs
-        block = lax.axis_index("block")
-        group, position = block % blocks // t, block % t
-        # Past the last sequence the block repeats it, with the same values.
-        rows = [jnp.minimum(group * batch + i, b - 1) for i in range(batch)]
-        ids = [jnp.clip(tokens_ref[row, position], 0, v - 1) for row in rows]
-
-        def body(columns):
-            ys = [mosaic.load(wte_ref.at[token, columns], layout) for token in ids]
-            if wpe_ref:
-                shift = mosaic.load(wpe_ref[0].at[position, columns], layout)
-                ys = [y + shift for y in ys]
-            for row, y in zip(rows, ys, strict=True):
-                mosaic.store(y_ref.at[row, position, columns], y)
-
-        _for_columns(slab, tile, loads, body, first=block // blocks * slab)
-
+    loads = _loads(slab, dtype, *(table.dtype for table in (wte, wpe) if table is not None))
     y = mosaic.kernel(
-        encoder_forward,
+        functools.partial(_gather, loads, blocks),
+        name="encoder_forward",
         out_type=jax.ShapeDtypeStruct((b, t, c), dtype),
         grid=(c // slab * blocks,),
         grid_names=("block",),
-    )(tokens, *tables)
+    )(tokens, wte, wpe)
     return y[..., :width]
+
+
+def _gather(loads: _Loads, blocks, tokens_ref, wte_ref, wpe_ref, y_ref):
+    """A block: one position of some sequences, a slab of columns."""
+    (b, t), v = tokens_ref.shape, wte_ref.shape[0]
+    batch = min(_BATCH, b)
+    block = lax.axis_index("block")
+    group, position = block % blocks // t, block % t
+    # Past the last sequence the block repeats it, with the same values.
+    sequences = [jnp.minimum(group * batch + i, b - 1) for i in range(batch)]
+    ids = [jnp.clip(tokens_ref[sequence, position], 0, v - 1) for sequence in sequences]
+
+    def body(columns):
+        ys = [mosaic.load(wte_ref.at[token, columns], loads.layout) for token in ids]
+        if wpe_ref is not None:
+            shift = mosaic.load(wpe_ref.at[position, columns], loads.layout)
+            ys = [y + shift for y in ys]
+        for sequence, y in zip(sequences, ys, strict=True):
+            mosaic.store(y_ref.at[sequence, position, columns], y)
+
+    loads.each(body, first=block // blocks * loads.c)
+
+
+# ---- backward ----------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
@@ -186,7 +205,7 @@ def _backward(tokens, dy, table, v, wte_dtype, positions, wpe_dtype):
         dy, table = (mosaic.pad_axis(x, x.ndim - 1, 128) for x in (dy, table))
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
-    sums = _sums(runs, dy)
+    sums = _sum_tiles(runs, dy)
     dwte, *dwpe = _vocabulary(runs, dy, sums, table, v, wte_dtype, positions and t, wpe_dtype)
     dwpe = jnp.pad(dwpe[0][:, :width], ((0, positions - t), (0, 0))) if dwpe else None
     return dwte[:, :width], dwpe
@@ -195,7 +214,7 @@ def _backward(tokens, dy, table, v, wte_dtype, positions, wpe_dtype):
 def _runs(tokens, v):
     """(ids, order, ends): the tokens sorted, the place of each, the run of every row.
 
-    The places order[ends[i] : ends[v + i]] hold token i; both ends are 0 for an absent one.
+    The places order[ends[i] : ends[v + i]] hold token i; both ends are 0 for an absent token.
     """
     n = tokens.size
     place = lax.iota(jnp.int32, n)
@@ -205,7 +224,7 @@ def _runs(tokens, v):
     differ = ids[1:] != ids[:-1]
     first_and_last = [jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1))]
     is_end = jnp.stack(first_and_last)
-    # One scatter for both ends; what is no end goes past the array, each to a place of its own.
+    # One scatter for both ends; all others go past the array, each to an index of its own.
     row = ids.astype(jnp.int32)
     at = jnp.where(
         is_end, jnp.stack([row, row + v]), 2 * v + lax.iota(jnp.int32, 2 * n).reshape(2, n)
@@ -220,7 +239,7 @@ def _sum(load, start, stop, group, total, index=lambda i: i):
 
     def step(i, total):
         first = start + i * group
-        # All loads of a group are under way together; past the end the last row counts 0 times.
+        # All loads of a group are in flight together; past the end the last row counts 0 times.
         at = [index(jnp.minimum(first + u, stop - 1)) for u in range(group)]
         weights = [jnp.where(first + u < stop, 1.0, 0.0) for u in range(group)]
         return total + functools.reduce(jnp.add, map(jnp.multiply, map(load, at), weights))
@@ -228,33 +247,35 @@ def _sum(load, start, stop, group, total, index=lambda i: i):
     return lax.fori_loop(0, (stop - start + group - 1) // group, step, total)
 
 
-def _sums(runs, dy):
+def _sum_tiles(runs, dy):
     """Sums of the tiles of one token (n // _TILE, C), other tiles undefined."""
     ids, order, _ = runs
     n, c = dy.shape
     tiles = n // _TILE
     if not tiles:
         return jnp.zeros((1, c), jnp.float32)
-    tile, loads, layout = _columns(c, dy.dtype, jnp.float32)
-
-    def encoder_backward_sums(ids_ref, order_ref, dy_ref, sums_ref):
-        first = lax.axis_index("block") * _TILE
-
-        def tile_sum(columns):
-            load = lambda place: mosaic.load(dy_ref.at[place, columns], layout)
-            zeros, place = mosaic.zeros((tile,), layout), lambda i: order_ref[i]
-            total = _sum(load, first, first + _TILE, 8, zeros, place)
-            mosaic.store(sums_ref.at[lax.axis_index("block"), columns], total)
-
-        same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
-        pl.when(same)(lambda: _for_columns(c, tile, loads, tile_sum))
-
     return mosaic.kernel(
-        encoder_backward_sums,
+        functools.partial(_sum_tile, _loads(c, dy.dtype, jnp.float32)),
+        name="encoder_backward_sums",
         out_type=jax.ShapeDtypeStruct((tiles, c), jnp.float32),
         grid=(tiles,),
         grid_names=("block",),
     )(ids, order, dy)
+
+
+def _sum_tile(loads: _Loads, ids_ref, order_ref, dy_ref, sums_ref):
+    """A block: the sum of one tile, if all its places hold the same token."""
+    n = ids_ref.shape[0]
+    first = lax.axis_index("block") * _TILE
+
+    def body(columns):
+        load = lambda place: mosaic.load(dy_ref.at[place, columns], loads.layout)
+        zeros, place = loads.zeros(), lambda i: order_ref[i]
+        total = _sum(load, first, first + _TILE, 8, zeros, place)
+        mosaic.store(sums_ref.at[lax.axis_index("block"), columns], total)
+
+    same = ids_ref[first] == ids_ref[jnp.minimum(first + _TILE, n) - 1]
+    pl.when(same)(lambda: loads.each(body))
 
 
 def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
@@ -263,85 +284,111 @@ def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
     With a table, dwte is added to it, and rows that do not occur are neither read nor written.
     """
     _, order, ends = runs
-    n, c = dy.shape
+    c = dy.shape[1]
     blocks = mosaic.cdiv(v, _VOCAB)
-    tile, loads, layout = _columns(c, dy.dtype, dtype, jnp.float32, overlap=table is None)
-
-    def encoder_backward_vocabulary(*refs):
-        block, dy_ref, dwpe_ref = lax.axis_index("block"), refs[2], refs[-1]
-
-        def position_sum(columns):
-            load = lambda i: mosaic.load(dy_ref.at[i * positions + block, columns], layout)
-            batch, zeros = n // positions, mosaic.zeros((tile,), layout)
-            mosaic.store(dwpe_ref.at[block, columns], _sum(load, 0, batch, min(8, batch), zeros))
-
-        if positions:
-            pl.when(block < positions)(lambda: _for_columns(c, tile, loads, position_sum))
-        pl.when(block >= positions)(lambda: vocabulary(block - positions, *refs[:5]))
-
-    def vocabulary(block, order_ref, ends_ref, dy_ref, sums_ref, dwte_ref):
-        # Rows far apart: the first ones of a vocabulary are the commonest, one after the other.
-        rows = [block + i * blocks for i in range(_VOCAB)]
-        safe = [jnp.minimum(row, v - 1) for row in rows]
-        starts = [ends_ref[row] for row in safe]
-        counts = [ends_ref[v + row] - start for row, start in zip(safe, starts, strict=True)]
-        places = [order_ref[start] for start in starts]
-
-        def put(row, columns, total):
-            at = dwte_ref.at[row, columns]
-            mosaic.store(at, total if table is None else mosaic.load(at, layout) + total)
-
-        def body(columns):
-            # Most tokens of a vocabulary occur once or not at all in a batch, so all rows of the
-            # block load their first place together (an absent token some place, unused).
-            firsts = [mosaic.load(dy_ref.at[place, columns], layout) for place in places]
-            for row, count in zip(rows, counts, strict=True):  # meanwhile the zeros
-                absent = (count == 0) & (row < v) if table is None else False
-
-                @pl.when(absent)
-                def _(row=row):
-                    mosaic.store(dwte_ref.at[row, columns], mosaic.zeros((tile,), layout))
-
-            for row, count, first in zip(rows, counts, firsts, strict=True):
-
-                @pl.when((count == 1) & (row < v))
-                def _(row=row, first=first):
-                    put(row, columns, first)
-
-            @pl.loop(0, _VOCAB)
-            def _(i):
-                row = block + i * blocks
-                start = ends_ref[jnp.minimum(row, v - 1)]
-                stop = ends_ref[jnp.minimum(v + row, 2 * v - 1)]
-
-                @pl.when((stop - start > 1) & (row < v))
-                def _():
-                    # [start, stop) = [start, head), whole tiles, [tail, stop)
-                    head = jnp.minimum((start + _TILE - 1) // _TILE * _TILE, stop)
-                    tail = jnp.maximum(stop // _TILE * _TILE, head)
-                    load = lambda place: mosaic.load(dy_ref.at[place, columns], layout)
-                    load_sum = lambda i: mosaic.load(sums_ref.at[i, columns], layout)
-                    place = lambda i: order_ref[i]
-                    total = _sum(load, start, head, 4, mosaic.zeros((tile,), layout), place)
-                    total = _sum(load_sum, head // _TILE, tail // _TILE, 4, total)
-                    total = _sum(load, tail, stop, 4, total, place)
-                    put(row, columns, total)
-
-        work = table is None or functools.reduce(jnp.maximum, counts) > 0
-        pl.when(work)(lambda: _for_columns(c, tile, loads, body))
-
+    loads = _loads(c, dy.dtype, dtype, jnp.float32, overlap=table is None)
     out = [jax.ShapeDtypeStruct((v, c), dtype)]
     out += [jax.ShapeDtypeStruct((positions, c), wpe_dtype)] if positions else []
     call = mosaic.kernel(
-        encoder_backward_vocabulary,
-        out_type=out if table is None else [],
+        functools.partial(_vocabulary_body, loads, v, positions, table is not None),
+        name="encoder_backward_vocabulary",
+        out_type=[out] if table is None else [],
         grid=(positions + blocks,),
         grid_names=("block",),
     )
     if table is None:
-        return call(order, ends, dy, sums)
+        return call(order, ends, dy, sums)[0]
     state = [table, *(lax.empty(dwpe.shape, dwpe.dtype) for dwpe in out[1:])]
-    return mosaic.in_place(lambda refs, *arrays: call(*arrays, *refs), state, order, ends, dy, sums)
+    return mosaic.in_place(lambda refs, *arrays: call(*arrays, refs), state, order, ends, dy, sums)
+
+
+def _vocabulary_body(
+    loads: _Loads, v, positions, adds, order_ref, ends_ref, dy_ref, sums_ref, gradient_refs
+):
+    """A block: a row of dwpe, or some rows of dwte."""
+    block = lax.axis_index("block")
+    dwte_ref, *dwpe_ref = gradient_refs
+    if positions:
+        position = lambda: _sum_position(loads, positions, block, dy_ref, *dwpe_ref)
+        pl.when(block < positions)(position)
+    refs = _Runs(loads, v, adds, order_ref, ends_ref, dy_ref, sums_ref, dwte_ref)
+    pl.when(block >= positions)(lambda: _write_rows(refs, block - positions))
+
+
+def _sum_position(loads: _Loads, positions, position, dy_ref, dwpe_ref):
+    """Writes the row of dwpe of one position."""
+    n = dy_ref.shape[0]
+
+    def body(columns):
+        row = lambda i: dy_ref.at[i * positions + position, columns]
+        load = lambda i: mosaic.load(row(i), loads.layout)
+        batch, zeros = n // positions, loads.zeros()
+        mosaic.store(dwpe_ref.at[position, columns], _sum(load, 0, batch, min(8, batch), zeros))
+
+    loads.each(body)
+
+
+class _Runs(NamedTuple):
+    """The references that rows of dwte are made from."""
+
+    loads: _Loads
+    v: int
+    adds: bool  # to what dwte holds
+    order: Any
+    ends: Any
+    dy: Any
+    sums: Any
+    dwte: Any
+
+    def put(self, row, columns, total):
+        at = self.dwte.at[row, columns]
+        mosaic.store(at, mosaic.load(at, self.loads.layout) + total if self.adds else total)
+
+
+def _write_rows(r: _Runs, block):
+    """Writes `_VOCAB` rows of dwte."""
+    blocks = mosaic.cdiv(r.v, _VOCAB)
+    # Rows far from each other: the first ones of a vocabulary are the most common.
+    rows = [block + i * blocks for i in range(_VOCAB)]
+    safe = [jnp.minimum(row, r.v - 1) for row in rows]
+    starts = [r.ends[row] for row in safe]
+    counts = [r.ends[r.v + row] - start for row, start in zip(safe, starts, strict=True)]
+    places = [r.order[start] for start in starts]
+
+    def body(columns):
+        # Most tokens of a vocabulary occur once or not at all in a batch, so all rows of the block
+        # load their first place together (an absent token some place, unused).
+        firsts = [mosaic.load(r.dy.at[place, columns], r.loads.layout) for place in places]
+        for row, count in zip(rows, counts, strict=True):  # meanwhile the zeros
+            absent = False if r.adds else (count == 0) & (row < r.v)
+            zero = lambda row=row: mosaic.store(r.dwte.at[row, columns], r.loads.zeros())
+            pl.when(absent)(zero)
+        for row, count, first in zip(rows, counts, firsts, strict=True):
+            once = lambda row=row, first=first: r.put(row, columns, first)
+            pl.when((count == 1) & (row < r.v))(once)
+        pl.loop(0, _VOCAB)(lambda i: _write_run(r, block + i * blocks, columns))
+
+    work = True if not r.adds else functools.reduce(jnp.maximum, counts) > 0
+    pl.when(work)(lambda: r.loads.each(body))
+
+
+def _write_run(r: _Runs, row, columns):
+    """Writes a row of dwte whose token occurs more than once."""
+    start = r.ends[jnp.minimum(row, r.v - 1)]
+    stop = r.ends[jnp.minimum(r.v + row, 2 * r.v - 1)]
+
+    @pl.when((stop - start > 1) & (row < r.v))
+    def _():
+        # [start, stop) = [start, head), whole tiles, [tail, stop)
+        head = jnp.minimum((start + _TILE - 1) // _TILE * _TILE, stop)
+        tail = jnp.maximum(stop // _TILE * _TILE, head)
+        load = lambda place: mosaic.load(r.dy.at[place, columns], r.loads.layout)
+        load_sum = lambda i: mosaic.load(r.sums.at[i, columns], r.loads.layout)
+        place = lambda i: r.order[i]
+        total = _sum(load, start, head, 4, r.loads.zeros(), place)
+        total = _sum(load_sum, head // _TILE, tail // _TILE, 4, total)
+        total = _sum(load, tail, stop, 4, total, place)
+        r.put(row, columns, total)
 
 
 def _pad(x: jax.Array) -> jax.Array:

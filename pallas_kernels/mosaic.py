@@ -19,8 +19,8 @@ LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is an instruction
 def warp_rows(vec: int) -> plgpu.Layout:
     """Register layout of a (4 k, 32 vec n) array in which each row lives in one warp.
 
-    A reduction over axis 1 is then registers and five shuffles, with no step through shared
-    memory.  A lane holds `vec` consecutive elements of every 32 vec.
+    A reduction over axis 1 then takes registers and five shuffles, and no shared memory.  A lane
+    holds `vec` consecutive elements of every 32 vec.
     """
     # pyrefly: ignore[bad-return]
     return plgpu.Layout.TILED(
@@ -39,9 +39,9 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
 
 
 def registers(wgs: int) -> tuple[int, int]:
-    """Registers of a computing thread and of a loading one, of blocks with one loading warpgroup.
+    """Registers of a computing and of a loading thread, in blocks with one loading warpgroup.
 
-    wgs: computing warpgroups.  65,536 for all threads of an SM, in steps of 8 for a thread.
+    wgs: computing warpgroups.  An SM has 65,536 registers; a thread gets them in steps of 8.
     """
     return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
 
@@ -53,7 +53,7 @@ def sm_count() -> int:
 
 def load(ref, layout) -> jax.Array:
     """Loads a global or unswizzled shared ref straight into registers of `layout`, as float32."""
-    # optimized=False: the layouts here are coalesced already, and the optimised path knows only
+    # optimized=False: these layouts are coalesced already, and the optimised path supports only
     # swizzled shared memory.
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
@@ -61,7 +61,7 @@ def load(ref, layout) -> jax.Array:
 def store(ref, value) -> None:
     """Stores registers to a ref in the ref's dtype, from any layout."""
     value = value.astype(ref.dtype)
-    if hasattr(plgpu, "store"):  # jax >= 0.12 refuses small global stores unless told
+    if hasattr(plgpu, "store"):  # jax >= 0.12 rejects small global stores otherwise
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -83,12 +83,12 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _check_interpreter(threads: int) -> None:
-    """Raises RuntimeError where JAX's interpreter would wait for ever."""
+    """Raises RuntimeError where JAX's interpreter would hang."""
     mode = getattr(jax_config, "pallas_tpu_interpret_mode_context_manager", None)
     if mode is None or mode.value is None:
         return
-    # It runs every warpgroup of a block in a thread of XLA's, all at once.  XLA has one for each
-    # core, or $NPROC of them if that is set when JAX first meets its devices.
+    # It runs all warpgroups of a block at once, each in an XLA thread.  XLA has one thread for each
+    # core, or $NPROC threads if that is set when JAX initialises its devices.
     nproc, cores = os.environ.get("NPROC", ""), getattr(os, "sched_getaffinity", None)
     have = int(nproc) if nproc.isdecimal() else len(cores(0)) if cores else os.cpu_count() or 1
     if have < threads:
@@ -98,14 +98,29 @@ def _check_interpreter(threads: int) -> None:
         )
 
 
-def kernel(body, **options):
-    """`plgpu.kernel`, under vmap called for one member after the other.
+def kernel(body, *, name: str | None = None, scratch_types=(), **options):
+    """`plgpu.kernel`, whose references come by name, and which vmap calls once for each member.
 
-    JAX's own rule puts the members in the grid: natively (0.11.2) the last rows of one were written
-    over the first ones of the next.
+    body(*inputs, *outputs, **scratch): one argument for each argument of the call and each entry of
+    out_type, a tree of references for a tree of arrays, None for None.
+    name: of the kernel (default: the body's).
+    scratch_types: a dictionary, allocated in its order (plgpu.kernel would sort the names), or a
+    list, whose references follow the outputs.
+
+    JAX's own rule for vmap adds the members to the grid.  Natively (0.11.2) the last rows of one
+    member then overwrote the first rows of the next.
     """
     _check_interpreter(options.get("num_threads") or 1)
-    return jax.custom_batching.sequential_vmap(plgpu.kernel(body, **options))
+    names, types = [], scratch_types
+    if isinstance(scratch_types, dict):
+        names, types = list(scratch_types), list(scratch_types.values())
+
+    def run(*refs):
+        count = len(refs) - len(names)
+        body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
+
+    run.__name__ = name or body.__name__
+    return jax.custom_batching.sequential_vmap(plgpu.kernel(run, scratch_types=types, **options))
 
 
 def in_place(call, state, *arrays):
@@ -116,33 +131,47 @@ def in_place(call, state, *arrays):
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        state, *arrays = apart((state, *arrays))
-        return apart(pl.run_state(lambda refs: call(refs, *arrays))(state))
+        state, *arrays = _isolate((state, *arrays))
+        return _isolate(pl.run_state(lambda refs: call(refs, *arrays))(state))
 
     return run(state, *arrays)
 
 
-def apart(arrays):
-    """`arrays`, around a kernel that writes in place: what goes in, and what comes out.
+def in_place_with_results(call, state, *arrays):
+    """(state, results) after results = call(reference to state, *arrays) has written into it."""
 
-    In a loop XLA joins a kernel with slices that it reads or that become of its result, and then
-    gives it another array to write than the one it reads: nothing arrives there.
+    @jax.custom_batching.sequential_vmap
+    def run(state, *arrays):
+        state, *arrays = _isolate((state, *arrays))
+        state = jax.new_ref(state)
+        results = call(state, *arrays)
+        # Tied together: jax.checkpoint would drop a call whose results nobody uses.
+        return _isolate((jax.freeze(state), results))
+
+    return run(state, *arrays)
+
+
+def _isolate(arrays):
+    """`arrays`, kept from XLA's fusions: the operands or the results of an in-place kernel.
+
+    Inside a loop XLA may fuse a kernel with slices of its operands or results and give it separate
+    input and output buffers, so that in-place writes are lost.
     """
     return lax.optimization_barrier(arrays)
 
 
 def grid(**axes: int) -> dict:
-    """grid and grid_names for plgpu.kernel, from the blocks along each axis, the last one fastest.
+    """grid and grid_names for `kernel`: the blocks along each axis, the last one fastest.
 
-    CUDA has at most 65,535 blocks along every axis but the fastest one: an axis of more becomes it.
+    CUDA allows 65,535 blocks along every axis but the fastest: a longer axis becomes the fastest.
     """
     long = [name for name, blocks in axes.items() if blocks > 65_535]
-    names = sorted(axes, key=lambda name: name in long)  # stable: what is not long keeps its place
+    names = sorted(axes, key=lambda name: name in long)  # stable: short axes keep their order
     return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
 
 
 def stat_dtype(dtype) -> jnp.dtype:
-    """float32 for statistics and sums, float64 where the data are (the references' truth)."""
+    """float32 for statistics and sums, float64 for float64 data (the tests' truth)."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -164,17 +193,17 @@ def check_axes(axes: str, **arrays) -> None:
 
 
 def check_whole_numbers(**arrays) -> None:
-    """Raises ValueError for an array of floats, which a kernel would cut to whole numbers."""
+    """Raises ValueError for an array of floats, which a kernel would truncate to integers."""
     for name, x in arrays.items():
         if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
             raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype, as int32")
 
 
 def lossy_softcap(softcap: float | None) -> str | None:
-    """Why a kernel would not keep the digits of logits under this softcap, or None.
+    """Why a kernel would lose digits of logits under this softcap, or None.
 
-    The kernels' tanh is good to 1e-7 of it.  At 300 attention's lse errs 5.5 times as much as the
-    reference's, at 1000 the loss of linear_cross_entropy by 2e-5.
+    The kernels' tanh errs by 1e-7 of the softcap.  At 300 the error of attention's lse is 5.5 times
+    the reference's; at 1000 the loss of linear_cross_entropy is wrong by 2e-5.
     """
     most = 100
     if softcap is None or softcap <= most:
@@ -182,22 +211,20 @@ def lossy_softcap(softcap: float | None) -> str | None:
     return f"softcap={softcap} is over {most}, which costs the logits digits"
 
 
-def put_ends(results, start: int, rest: int) -> list[jax.Array]:
-    """The first half of `results`, from `start` on the first `rest` of their twins in the second.
+def put_ends(results, ends, start: int, rest: int) -> list[jax.Array]:
+    """`results` with the first `rest` rows of `ends` from row `start` on.
 
-    A kernel cannot write past an array's end: what it has for the last, partial block is apart.
+    A kernel cannot write past an array's end, so the results of the last, partial block come in
+    arrays of their own.
     """
-    # Without it XLA's dynamic-slice fusion may take an update and the kernel for one, whose own
-    # result it needs: "a cycle is detected", as in GELU of 6144 elements in JAX 0.11.2.
-    results = lax.optimization_barrier(tuple(results))
-    half = len(results) // 2
-    return [
-        y.at[start:].set(end[:rest]) for y, end in zip(results[:half], results[half:], strict=True)
-    ]
+    # Without the barrier XLA's dynamic-slice fusion may fuse an update with the kernel whose result
+    # it needs: "a cycle is detected", as in GELU of 6144 elements in JAX 0.11.2.
+    results, ends = lax.optimization_barrier((tuple(results), tuple(ends)))
+    return [y.at[start:].set(end[:rest]) for y, end in zip(results, ends, strict=True)]
 
 
 def unsupported_dtype(**arrays) -> str | None:
-    """Why kernels cannot take these arrays for their dtypes, or None."""
+    """Why kernels cannot take arrays of these dtypes, or None."""
     for name, x in arrays.items():
         if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return f"{name} is {x.dtype}, not float32, bfloat16 or float16"
@@ -205,7 +232,7 @@ def unsupported_dtype(**arrays) -> str | None:
 
 
 def empty(**arrays) -> str | None:
-    """Why kernels cannot take these arrays for their sizes, or None."""
+    """Why kernels cannot take arrays of these sizes, or None."""
     for name, x in arrays.items():
         if x is not None and x.size == 0:
             return f"{name} has shape {x.shape}, no elements"

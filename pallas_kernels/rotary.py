@@ -5,12 +5,12 @@
 
 Su et al. 2021, "RoFormer", equation 34.  The pair i is (x[i], x[i + D/2]) in the layout "half"
 (Hugging Face) and (x[2 i], x[2 i + 1]) in "interleaved" (Meta).  The backward pass is the rotation
-by the negative angle: the same kernel, and nothing is saved but the positions.
+by the negative angle: it takes the same kernel and saves only the positions.
 
-Each block computes cos and sin of its positions itself, in registers, and uses them for its heads:
-there is no table in memory.  The frequencies and the angle are float32, as in Hugging Face; the
-angle's rounding at a position p is up to p 6e-8, which belongs to the function, not to its error:
-the reference takes the same float32 angle even in float64.
+Each block computes cos and sin of its positions in registers and uses them for all of its heads;
+there is no table in memory.  The frequencies and the angle are float32, as in Hugging Face.  The
+angle's rounding, up to p 6e-8 at position p, is part of the function and not an error of the
+kernel: the reference takes the same float32 angle even in float64.
 """
 
 import functools
@@ -29,13 +29,8 @@ from pallas_kernels import dispatch, mosaic
 
 Layout = Literal["half", "interleaved"]
 
-# TB/s on an H100 (its copy: 3.03) at 32x1024x(12 + 4)x64 and 4x4096x(32 + 8)x128, bfloat16, "half":
-#   heads in flight   1 group      2 groups     4 groups
-#          2         2.68, 2.75   2.73, 2.82   2.75, 2.87
-#          4         2.68, 2.77   2.77, 2.84   2.81, 2.91
-#          8         2.75, 2.81   2.81, 2.83   2.77, 2.90
-# More groups mean more and shorter blocks, so that fewer wait for the last, but more sines.
-# "interleaved", 4 in flight: 2.76, 2.68 with 1 group, 2.62, 2.90 with 4; 8 and 16 are slower.
+# 2.81 and 2.91 TB/s on an H100, whose copy reaches 3.03 (docs/performance.md).  More groups
+# mean more and shorter blocks, so that fewer wait for the last one, but more sines.
 _HEADS_IN_FLIGHT = 4  # whose loads a thread issues before it computes
 _GROUPS = 4  # of heads, each with blocks of its own, as far as H and K allow
 
@@ -71,7 +66,8 @@ def rope(
     under implementation="mosaic" for dtypes other than fp32, bf16, fp16.
     """
     _check(q, k, positions, layout)
-    if not dispatch.use_kernel("rope", implementation, why_not(q, k, positions)):
+    reason, slower = why_not(q, k, positions), why_slower(q, k, layout)
+    if not dispatch.use_kernel("rope", implementation, reason, slower=slower):
         return rope_reference(q, k, positions, theta=theta, scaling=scaling, layout=layout)
     return _rope(layout, theta, scaling, q, k, positions)
 
@@ -111,6 +107,26 @@ def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half
 def why_not(q, k, positions) -> str | None:
     """Why the kernel cannot take this call, or None."""
     return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
+
+
+def why_slower(q, k, layout) -> str | None:
+    """Why XLA's form is faster than the kernel, or None: a tile fits the head or the rows badly.
+
+    Speed of the kernel relative to XLA, "half", forward and the same backward, H100, JAX 0.11.2
+    (python -m pallas_kernels.benchmark --untuned):
+
+        1x7777x(3 + 3)x34: tiles of 1 pair, 97 rows left over                       0.15 to 0.18
+        3x333x(5 + 1)x80: tiles of 8 pairs, 103 rows left over                      0.34 to 0.39
+        2x500x(8 + 2)x64, 1x333x(8 + 2)x128: 32 and 64 pairs, 8 and 13 left over    0.53
+        4x1024x(8 + 2)x96: tiles of 16 pairs, none left over                        1.86
+    """
+    b, t, _, d = q.shape
+    tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), layout == "interleaved")
+    if tile.pairs < 16:
+        return f"D={d} gives the kernel tiles of {tile.pairs} pairs, fewer than 16"
+    if b * t % tile.rows:
+        return f"B T={b * t} is no multiple of the {tile.rows} positions of a tile"
+    return None
 
 
 def rotate_in_place(x, heads: int, positions, theta, scaling, *, backward=False):
@@ -154,11 +170,22 @@ class _Tile(NamedTuple):
     rows: int  # positions
     pairs: int
     one: Any  # layout of (rows, pairs)
-    both: Any  # layout of (rows, pairs, 2), for the interleaved layout
+    both: Any  # layout of (rows, pairs, 2), for "interleaved"; None for "half"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows, self.pairs)
+
+    def second(self):
+        """Whether an element is the second of its pair.
+
+        Mosaic knows it for each register, so that choosing costs nothing.
+        """
+        return plgpu.broadcasted_iota(jnp.int32, (*self.shape, 2), 2, layout=self.both) == 1
 
 
 def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
-    """Lanes side by side along a head's pairs as far as they go, the others along the positions."""
+    """As many lanes as fit along a head's pairs, the others along the positions."""
     if interleaved:  # a lane holds the two of one pair: loads of 4 bytes of bf16, side by side
         lanes = math.gcd(pairs, 16)
         rows = 32 // lanes  # of each of the 4 warps
@@ -172,7 +199,7 @@ def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
     vec = math.gcd(pairs, 16 // itemsize)  # loads of 16 bytes, if they divide the width
     lanes = math.gcd(pairs // vec, 16)
     rows, width = 32 // lanes, lanes * vec
-    if lanes == 1:  # the same layout, without the dimension of size 1 that Mosaic refuses
+    if lanes == 1:  # the same layout without its dimension of size 1, which Mosaic rejects
         one = plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, vec), (rows, vec))), (-4,), (-2,), -1)
     else:
         tiling = plgpu.Tiling(((4 * rows, width), (rows, width), (vec,)))
@@ -184,7 +211,7 @@ def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
 def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     """The kernel: every array (B, T, heads, D) rotated by its angles, or by the negative angles.
 
-    in_place: so many heads of the one array are rotated where they are, the others stay.
+    in_place: this many heads of the one array are rotated where they are, the others stay.
     """
     b, t, _, d = arrays[0].shape
     n = b * t
@@ -197,90 +224,130 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     else:
         positions, period = jnp.broadcast_to(positions, (b, t)).reshape(n), n
     # Kernels do not check bounds, so the positions after the last whole tile come as padded arrays
-    # of their own and are put in place afterwards: only the remainder is copied.
+    # of their own, and their results are put in place afterwards: only the remainder is copied.
     whole, rest = divmod(n, tile.rows)
     ends = [mosaic.pad_axis(x[whole * tile.rows :], 0, tile.rows) for x in (*flat, positions)]
-    count = len(flat)
-    shape = (tile.rows, tile.pairs)
-    heads = [in_place or x.shape[1] for x in flat]
+    *end_arrays, end_positions = ends if rest else (None,)
+    heads = tuple(in_place or x.shape[1] for x in flat)
     groups = math.gcd(*heads, _GROUPS)
-
-    def second():  # of its pair; Mosaic knows it for each register, so that choosing costs nothing
-        return plgpu.broadcasted_iota(jnp.int32, (*shape, 2), 2, layout=tile.both) == 1
-
-    def load_pairs(ref, rows, head, columns):
-        if not interleaved:
-            return [mosaic.load(ref.at[rows, head, j, columns], tile.one) for j in (0, 1)]
-        x, odd = mosaic.load(ref.at[rows, head, columns], tile.both), second()
-        return jnp.sum(jnp.where(odd, 0, x), 2), jnp.sum(jnp.where(odd, x, 0), 2)
-
-    def store_pairs(ref, rows, head, columns, a, b):
-        if not interleaved:
-            mosaic.store(ref.at[rows, head, 0, columns], a)
-            mosaic.store(ref.at[rows, head, 1, columns], b)
-        else:
-            a, b = (lax.broadcast_in_dim(v, (*shape, 2), (0, 1)) for v in (a, b))
-            mosaic.store(ref.at[rows, head, columns], jnp.where(second(), b, a))
-
-    def block(freq_ref, sources, targets, row, position_row):
-        rows = pl.ds(row, tile.rows)
-        columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
-        position_ref = sources[count].at[pl.ds(position_row, tile.rows)]
-        position = mosaic.load(position_ref, tile.one.reduce(1))
-        freq = mosaic.load(freq_ref.at[columns], tile.one.reduce(0))
-        angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        if backward:
-            sin = -sin
-
-        def rotate(x_ref, y_ref, head, count):
-            pairs = [load_pairs(x_ref, rows, head + i, columns) for i in range(count)]
-            for i, (a, b) in enumerate(pairs):
-                turned = a * cos - b * sin, b * cos + a * sin
-                store_pairs(y_ref, rows, head + i, columns, *turned)
-
-        for x_ref, y_ref, of_all in zip(sources[:count], targets, heads, strict=True):
-            of_group = of_all // groups
-            first = lax.axis_index("group") * of_group
-            loops, left = divmod(of_group, _HEADS_IN_FLIGHT)
-
-            @pl.loop(0, loops)
-            def _(i, x_ref=x_ref, y_ref=y_ref, first=first):
-                rotate(x_ref, y_ref, first + i * _HEADS_IN_FLIGHT, _HEADS_IN_FLIGHT)
-
-            if left:
-                rotate(x_ref, y_ref, first + loops * _HEADS_IN_FLIGHT, left)
-
-    def body(freq_ref, *refs):
-        i = lax.axis_index("row")
-        row = i * tile.rows
-        sources, refs = refs[: count + 1], refs[count + 1 :]
-        if not rest:
-            position_row = row if period == n else row % period
-            block(freq_ref, sources, sources[:1] if in_place else refs, row, position_row)
-            return
-        end_sources, refs = refs[: count + 1], refs[count + 1 :]
-        if whole:
-            pl.when(i < whole)(lambda: block(freq_ref, sources, refs[:count], row, row))
-        pl.when(i == whole)(lambda: block(freq_ref, end_sources, refs[count:], 0, 0))
-
-    body.__name__ = "rope_backward" if backward else "rope_forward"
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*flat, *(ends[:count] if rest else ()))]
+    like = lambda xs: [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
+    body = functools.partial(_body, tile, heads, groups, backward, period)
     call = mosaic.kernel(
-        body,
-        out_type=[] if in_place else out,
+        _body_in_place(body) if in_place else body,
+        name="rope_backward" if backward else "rope_forward",
+        out_type=[] if in_place else [like(flat), like(end_arrays)],
         **mosaic.grid(row=whole + bool(rest), column=d // 2 // tile.pairs, group=groups),
     )
     frequency = frequencies(d, theta, scaling)
     if in_place:
         assert not rest
         turn = lambda ref, positions: call(frequency, ref, positions)
-        results = [mosaic.in_place(turn, flat[0], positions)]
+        results, end_results = [mosaic.in_place(turn, flat[0], positions)], []
     else:
-        results = call(frequency, *flat, positions, *(ends if rest else []))
+        results, end_results = call(frequency, flat, positions, end_arrays, end_positions)
     if rest:
-        results = mosaic.put_ends(results, whole * tile.rows, rest)
+        results = mosaic.put_ends(results, end_results, whole * tile.rows, rest)
     return tuple(y.reshape(x.shape) for x, y in zip(arrays, results, strict=True))
+
+
+def _body_in_place(body):
+    return lambda freq_ref, x_ref, positions_ref: body(
+        freq_ref, [x_ref], positions_ref, [], None, [x_ref], []
+    )
+
+
+def _body(
+    tile: _Tile,
+    heads,
+    groups,
+    backward,
+    period,
+    freq_ref,
+    sources,
+    positions_ref,
+    end_sources,
+    end_positions_ref,
+    targets,
+    end_targets,
+):
+    """A block: the heads of its group at one tile of positions, whole or at the end.
+
+    period: after how many positions they repeat.
+    """
+    i = lax.axis_index("row")
+    row = i * tile.rows
+    n = sources[0].shape[0]
+    turn = functools.partial(_rotate_tile, tile, heads, groups, backward, freq_ref)
+    if not end_sources:
+        position_row = row if period == n else row % period
+        turn(sources, positions_ref, targets, row, position_row)
+        return
+    whole = n // tile.rows
+    if whole:
+        pl.when(i < whole)(lambda: turn(sources, positions_ref, targets, row, row))
+    pl.when(i == whole)(lambda: turn(end_sources, end_positions_ref, end_targets, 0, 0))
+
+
+def _rotate_tile(
+    tile: _Tile,
+    heads,
+    groups,
+    backward,
+    freq_ref,
+    sources,
+    positions_ref,
+    targets,
+    row,
+    position_row,
+):
+    """Rotates the heads of this block's group in every array."""
+    # The angles, their sines and cosines.
+    rows = pl.ds(row, tile.rows)
+    columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
+    position = mosaic.load(positions_ref.at[pl.ds(position_row, tile.rows)], tile.one.reduce(1))
+    freq = mosaic.load(freq_ref.at[columns], tile.one.reduce(0))
+    angle = mosaic.along(position, tile.shape, 0) * mosaic.along(freq, tile.shape, 1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if backward:
+        sin = -sin
+
+    # Several heads at a time, then those that are left.
+    for x_ref, y_ref, of_all in zip(sources, targets, heads, strict=True):
+        of_group = of_all // groups
+        first = lax.axis_index("group") * of_group
+        loops, left = divmod(of_group, _HEADS_IN_FLIGHT)
+        turn = functools.partial(_rotate_heads, tile, x_ref, y_ref, rows, columns, cos, sin)
+
+        @pl.loop(0, loops)
+        def _(i, turn=turn, first=first):
+            turn(first + i * _HEADS_IN_FLIGHT, _HEADS_IN_FLIGHT)
+
+        if left:
+            turn(first + loops * _HEADS_IN_FLIGHT, left)
+
+
+def _rotate_heads(tile: _Tile, x_ref, y_ref, rows, columns, cos, sin, head, count):
+    """Rotates `count` heads from `head` on: loads them all, then computes and stores each."""
+    pairs = [_load_pairs(tile, x_ref, rows, head + i, columns) for i in range(count)]
+    for i, (a, b) in enumerate(pairs):
+        turned = a * cos - b * sin, b * cos + a * sin
+        _store_pairs(tile, y_ref, rows, head + i, columns, *turned)
+
+
+def _load_pairs(tile: _Tile, ref, rows, head, columns):
+    if tile.both is None:
+        return [mosaic.load(ref.at[rows, head, j, columns], tile.one) for j in (0, 1)]
+    x, odd = mosaic.load(ref.at[rows, head, columns], tile.both), tile.second()
+    return jnp.sum(jnp.where(odd, 0, x), 2), jnp.sum(jnp.where(odd, x, 0), 2)
+
+
+def _store_pairs(tile: _Tile, ref, rows, head, columns, a, b):
+    if tile.both is None:
+        mosaic.store(ref.at[rows, head, 0, columns], a)
+        mosaic.store(ref.at[rows, head, 1, columns], b)
+    else:
+        a, b = (lax.broadcast_in_dim(v, (*tile.shape, 2), (0, 1)) for v in (a, b))
+        mosaic.store(ref.at[rows, head, columns], jnp.where(tile.second(), b, a))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

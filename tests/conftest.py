@@ -10,7 +10,10 @@ from jaxtyping import install_import_hook
 os.environ.setdefault("NPROC", "16")
 # Tests on a CPU compile much and compute little: a quarter less time, and the same mathematics.
 if shutil.which("nvidia-smi") is None:
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    fast = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        " --xla_cpu_experimental_ynn_fusion_type="  # see set_xla_flags
+    )
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

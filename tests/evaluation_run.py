@@ -6,7 +6,7 @@ import shutil
 from huggingface_folders import FIXTURES, folder_of
 
 from jaxllm import config as configs
-from jaxllm.weights.places import convert
+from jaxllm.weights import convert
 
 TEXTS = FIXTURES / "evaluation"
 EXPECTED = json.loads((TEXTS / "expected.json").read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """Are the losses of our kernels those of XLA's forms?  Paired runs of GPT-2 124M, seed by seed.
 
-    python -m jaxllm.data train-tokenizer --source stdlib --vocab-size 16384 --out tok.json
+    python -m jaxllm.data train-tokenizer --source stdlib --vocab_size 16384 --out tok.json
     python -m jaxllm.data prepare --source stdlib --tokenizer tok.json --out shards \\
-        --val-fraction 0.03
+        --val_fraction 0.03
     python tests/paired_losses.py run auto shards losses.jsonl --seeds 0 16
     python tests/paired_losses.py run xla shards losses.jsonl --seeds 0 16
     python tests/paired_losses.py draw losses.jsonl --out docs/losses.png

@@ -1,16 +1,31 @@
-"""The README's code runs, its commands are understood, and what it names exists."""
+"""The README's code and commands run, from the checkout and a wheel, and what it names exists."""
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
-from jaxllm.config import command_line
-from jaxllm.infer import evaluate, generate
+from jaxllm.config import CONFIG_DIR, command_line
+from jaxllm.infer import evaluate
 
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
+TEXT = "def main(words):\n    return [word for word in words if word]  # the words; none is empty\n"
+# Added to every command that trains: seconds instead of hours.  A constant learning rate makes a
+# resumed run of one step more the same program, which JAX finds in its cache.
+SMALL = """
+    --model.vocab_size 300 --model.n_layers 1 --model.n_heads 2 --model.d_model 32 --model.d_ff 64
+    --model.max_seq_len 256 --data.tokenizer_vocab_size 300 --train.steps 2 --train.seq_len 32
+    --train.batch_size 4 --train.grad_accum 1 --train.eval_batches 1 --optimizer.warmup_steps 1
+    --optimizer.schedule constant --sample.tokens 2
+""".split()
 
 
 def blocks(language: str) -> list[str]:
@@ -24,29 +39,169 @@ def test_the_code_runs(code):
 
 
 def commands() -> list[list[str]]:
+    """The words of every command, without `uv run` and its options."""
     lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line.partition("#")[0]) for line in lines]
+    found = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
+    for words in found:
+        if words[:2] == ["uv", "run"]:
+            del words[: 4 if words[2] == "--extra" else 2]
+    return found
 
 
-def test_the_training_commands_are_understood(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def words_of(program: str) -> list[list[str]]:
+    """What follows this program in every command that starts with it."""
+    return [words for first, *words in commands() if first == program]
+
+
+def runs(words: list[str]) -> bool:
+    """Whether a command of jaxllm takes seconds, on this machine, without a network.
+
+    Of the many commands that train only those run whose directories others read.
+    """
+    if words[0] == "train":
+        return "runs/a" in words or "runs/b" in words
+    return "--tasks" not in words
+
+
+def small(words: list[str]) -> list[str]:
+    """A command that trains, on little data and for two steps."""
+    if "--resume" in words:
+        return [*words, "--train.steps", "3"]
+    kv_heads = ["--model.n_kv_heads", "1"] if any("llama3" in word for word in words) else []
+    data = [] if "--data.path" in words else ["--data.source", "text", "--data.path", "notes"]
+    return [*words, *SMALL, *kv_heads, *data]
+
+
+def in_order(words: list[str]) -> int:
+    """The README shows how to train before it shows where shards and weights come from."""
+    known = [["data"], ["train"], ["convert", "runs/a"]]
+    return next((i for i, begin in enumerate(known) if words[: len(begin)] == begin), len(known))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with all that the commands read."""
+    for name in ("notes", "corpus"):
+        (tmp_path / name).mkdir()
+    texts = [TEXT * 20 for _ in range(30)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"notes/{i}.txt").write_text(text)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "corpus/a.parquet")
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "corpus.jsonl").write_text("".join(lines))
+    (tmp_path / "prompts.txt").write_text("def main(\nreturn [\n")
+    question = {"ctx": "The words", "endings": ["are", "were", "will", "none"], "label": 3}
+    (tmp_path / "hellaswag_val.jsonl").write_text(json.dumps(question) + "\n")
+    (tmp_path / "gpt2").symlink_to("a-for-transformers")  # which a command makes of runs/a
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A folder into which pip installed a wheel of this checkout, and nothing else."""
+    pytest.importorskip("hatchling")
+    target = tmp_path_factory.mktemp("installed")
+    words = "-m pip install -q --no-index --no-deps --no-build-isolation --target".split()
+    done = subprocess.run(
+        [sys.executable, *words, target, REPO], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """JAX's cache of what one run has compiled for the next."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def run(folder, *words, env, status=0, **options):
+    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": ""}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        env=os.environ | environment | env,
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr
+    return done
+
+
+@pytest.mark.timeout(600)
+def test_the_first_command_runs_in_the_checkout(folder, compiled):
+    words = words_of("train.py")[0]
+    done = run(folder, sys.executable, REPO / "train.py", *small(words), env=compiled)
+    assert "done: runs/llama3_small-" in done.stdout
+
+
+RUN_ALL = """
+import json, sys
+import jaxllm, pallas_kernels
+from jaxllm.commands import main
+for words in json.load(sys.stdin):
+    try:
+        status = main(words)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 0, words
+print(jaxllm.__file__, pallas_kernels.__file__)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_run_with_a_wheel(wheel, folder, compiled):
+    chosen = sorted((words for words in words_of("jaxllm") if runs(words)), key=in_order)
+    commands = {"train", "generate", "evaluate", "report", "convert", "data"}
+    assert {words[0] for words in chosen} >= commands
+    assert len(chosen) >= 14
+    chosen = [small(words) if words[0] == "train" else words for words in chosen]
+    # One process for all: each would import JAX.
+    env = compiled | {"PYTHONPATH": str(wheel)}
+    done = run(folder, sys.executable, "-c", RUN_ALL, input=json.dumps(chosen), env=env)
+    ours = [str(wheel / name / "__init__.py") for name in ("jaxllm", "pallas_kernels")]
+    assert done.stdout.split()[-2:] == ours
+    for made in ("runs/a/report.html", "both.html", "gpt2-back/model.safetensors"):
+        assert (folder / made).exists()
+
+
+def test_the_wheel_brings_its_command_and_configurations(wheel, folder):
+    names = sorted(path.name for path in CONFIG_DIR.glob("*.yaml"))
+    assert sorted(path.name for path in (wheel / "jaxllm/configs").iterdir()) == names
+    words = "train", "--config", "gpt2_smal"
+    done = run(folder, wheel / "bin/jaxllm", *words, env={"PYTHONPATH": str(wheel)}, status=2)
+    assert done.stderr == "error: no configuration gpt2_smal; did you mean gpt2_small?\n"
+
+
+def test_the_other_commands_are_understood(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    found = [words for words in words_of("jaxllm") if not runs(words)]
+    for command, *words in found:
+        if command == "train" and "--help" not in words:
+            assert command_line.read(words).config.train.steps > 0
+        elif command == "evaluate":
+            evaluate._read(words)
+        else:
+            assert (command, words) == ("train", ["--help"])
+    assert len(found) >= 6
+
+
+def test_what_is_installed_exists():
+    extras = set(metadata.metadata("jaxllm").get_all("Provides-Extra"))
     seen = 0
     for words in commands():
-        if "train.py" in words and "--help" not in words and "--resume" not in words:
-            arguments = command_line.read(words[words.index("train.py") + 1 :])
-            assert arguments.config.train.steps > 0
-            seen += 1
-    assert seen >= 4
-
-
-def test_the_commands_on_runs_are_understood():
-    seen = 0
-    for words in commands():
-        for module in (generate, evaluate):
-            if module.__name__ in words:
-                module._read(words[words.index(module.__name__) + 1 :])
+        for word in words:
+            if words[:2] == ["pip", "install"] and (named := re.fullmatch(r"\.\[(\w+)\]", word)):
+                assert named[1] in extras
                 seen += 1
-    assert seen >= 7
+    assert seen >= 2
+    known = {"jaxllm", "train.py", "pip", "pytest"}
+    assert {words[0] for words in commands() if words} == known
 
 
 def test_every_file_in_the_tree_exists():

@@ -30,7 +30,7 @@ def states(
     return before, sums, end if last else None, None if other is None else dots[..., None, :]
 
 
-def rows(
+def chunk_outputs(
     a, b, x, chunk_states, vectors, *, mode, along=None, y=None,
     normalize=True, packed=False, sms=0,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line of train.py: from words to a checked configuration and a directory."""
+"""Command lines: what all commands share, and the words of `jaxllm train`."""
 
 import argparse
 import errno
@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxllm import config as configs
+from jaxllm.config.describe import INDENT, columns
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
 # What a resumed run may change; everything else would make it another run.
@@ -18,34 +19,51 @@ CHANGEABLE = frozenset(
     """
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
-    train.deterministic model.kernels model.remat data.prefetch data.cache_dir data.path
-    data.val_path mesh.data mesh.fsdp mesh.tensor mesh.distributed sample.prompt sample.tokens
-    sample.every sample.temperature sample.top_k sample.seed profile.steps
+    train.deterministic train.tracker model.kernels model.remat data.prefetch data.cache_dir
+    data.path data.val_path mesh.data mesh.fsdp mesh.tensor mesh.distributed sample.prompt
+    sample.tokens sample.every sample.temperature sample.top_k sample.seed profile.steps
     """.split()
 )
 
 
 class Arguments(NamedTuple):
-    """What to run, where, and whether it goes on with a run that is there."""
+    """What to run, where, whether it goes on with a run that is there, or only says its needs."""
 
     config: configs.Config
     out_dir: Path
     resume: bool
+    dry_run: bool
 
 
 def read(argv: list[str]) -> Arguments:
     """Reads the command line; raises InputError, prints help for --help."""
     words, overrides = _parse(argv)
     if words.resume:
-        return Arguments(_resumed_config(words, overrides), words.out_dir, True)
+        return Arguments(_resumed_config(words, overrides), words.out_dir, True, words.dry_run)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}"
     check_free(out_dir)
-    return Arguments(configs.load(words.config, overrides), out_dir, False)
+    return Arguments(configs.load(words.config, overrides), out_dir, False, words.dry_run)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """At most 100 columns, on wider terminals too."""
+
+    def __init__(self, prog: str, **options):
+        super().__init__(prog, max_help_position=INDENT, width=columns(), **options)
 
 
 class Parser(argparse.ArgumentParser):
-    """Whatever is wrong with the words becomes an InputError."""
+    """Whatever is wrong with the words becomes an InputError; --batch-size is --batch_size."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+
+    def add_argument(self, *names: str, **options) -> argparse.Action:
+        hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
+        action = super().add_argument(*names, *hyphens, **options)
+        action.option_strings = [name for name in names if name.startswith("-")]  # those in --help
+        return action
 
     def error(self, message):
         raise InputError(f"{message}; see --help")
@@ -86,11 +104,12 @@ def exit_status(
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = Parser(
-        prog="train.py",
-        description="Trains a language model; every value of the configuration can be overridden.",
-        epilog="keys of the configuration:\n" + configs.help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="jaxllm train",
+        usage="jaxllm train --config NAME_OR_PATH [--section.key VALUE ...]\n"
+        "       jaxllm train --resume --out_dir DIR [--section.key VALUE ...]",
+        description="Trains a language model.  Every value of its configuration has an option that"
+        " overrides it.",
+        epilog=configs.help_text(),
     )
     parser.add_argument(
         "--config",
@@ -104,18 +123,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
     )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="say what memory and time the run needs, and stop; compiles and writes nothing",
+    )
     arguments, rest = parser.parse_known_args(argv)
-    overrides = {}
-    words = iter(rest)
-    for word in words:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            raise InputError(f"unexpected argument {word}; a value follows its --section.key")
-        if not equals:
-            value = next(words, None)
-            if value is None or (value.startswith("--") and "." in value):
-                raise InputError(f"--{key} needs a value")
-        overrides[key] = value
+    overrides = read_overrides(rest)
     if arguments.out_dir == "":
         raise InputError("--out_dir is empty; name a directory, or leave it out")
     arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
@@ -124,6 +138,22 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     if arguments.config is None and not arguments.resume:
         raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
     return arguments, overrides
+
+
+def read_overrides(words: list[str]) -> dict[str, str]:
+    """{"section.key": value} of the words --section.key VALUE and --section.key=VALUE."""
+    overrides = {}
+    rest = iter(words)
+    for word in rest:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            raise InputError(f"unexpected argument {word}; a value follows its --section.key")
+        if not equals:
+            value = next(rest, None)
+            if value is None or (value.startswith("--") and "." in value):
+                raise InputError(f"--{key} needs a value")
+        overrides[key.replace("-", "_")] = value
+    return overrides
 
 
 def check_trainable(config: configs.Config) -> None:

@@ -23,7 +23,12 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Llama 3.1's stretching of the low rotary frequencies to longer texts."""
+    """Llama 3.1's stretching of the low rotary frequencies to longer texts.
+
+    The op's RopeScaling with limits and descriptions.  It is a class of its own because importing
+    the op's means importing JAX, which takes seconds, and a configuration is checked before that; a
+    test holds the two together.
+    """
 
     factor: float = Field(8.0, ge=1, description="how far low frequencies are slowed (3.2: 32)")
     low_freq_factor: float = Field(1.0, gt=0, description="below O/low wavelengths: scaled fully")
@@ -71,7 +76,18 @@ class _Model(Section):
         return round_up(self.vocab_size, 128)
 
 
-class GPT2Config(_Model):
+class _Attention(_Model):
+    """What the models with attention share."""
+
+    window: Count | None = Field(
+        None, description="keys that a query sees at most, its own included; null: all before it"
+    )
+    softcap: Positive | None = Field(
+        None, description="attention's logits are capped as cap tanh(x / cap); null: not"
+    )
+
+
+class GPT2Config(_Attention):
     """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
 
     type: Literal["gpt2"] = Field("gpt2", description="the architecture")
@@ -92,7 +108,7 @@ class GPT2Config(_Model):
         return self
 
 
-class Llama3Config(_Model):
+class Llama3Config(_Attention):
     """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
 
     type: Literal["llama3"] = Field("llama3", description="the architecture")

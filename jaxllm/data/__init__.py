@@ -6,7 +6,7 @@ shards.py     token ids <-> llm.c shard files
 cache.py      work done once: locks, atomic writes, remembered facts about files
 corpus.py     a source and a tokenizer -> cached shards
 loader.py     shards -> windows -> Grain -> batches
-prepare.py    python -m jaxllm.data prepare: text -> shards, restartable
+prepare.py    jaxllm data prepare: text -> shards, restartable
 """
 
 from jaxllm.data.loader import Dataset, open_dataset

@@ -1,4 +1,4 @@
-"""python -m jaxllm.data: `prepare` turns text into shards, `train-tokenizer` trains a BPE."""
+"""jaxllm data: `prepare` turns text into shards, `train-tokenizer` trains a BPE."""
 
 import sys
 from argparse import Namespace
@@ -12,35 +12,27 @@ from jaxllm.errors import InputError
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m jaxllm.data", description=__doc__.partition(": ")[2])
+    parser = Parser(prog="jaxllm data", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True)
-
-    text = Parser(add_help=False)
-    text.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
-    text.add_argument("--path", help="file, folder or quoted glob (not for stdlib)")
-    text.add_argument(
-        "--text-column",
-        default="text",
-        metavar="NAME",
-        help="of jsonl and parquet (default: %(default)s)",
-    )
 
     command = commands.add_parser(
         "prepare",
-        parents=[text],
         help="turn text into llm.c token shards; run it again to go on after an interruption",
     )
-    command.add_argument("--tokenizer", required=True, help="a tokenizer.json")
-    command.add_argument("--out", required=True, type=Path, help="folder of the shards")
+    _add_source(command)
+    command.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json")
     command.add_argument(
-        "--shard-tokens",
+        "--out", required=True, type=Path, metavar="DIR", help="folder of the shards"
+    )
+    command.add_argument(
+        "--shard_tokens",
         type=int,
         default=100_000_000,
         metavar="N",
         help="tokens per shard (default: %(default)s)",
     )
     command.add_argument(
-        "--val-fraction",
+        "--val_fraction",
         type=float,
         default=0.01,
         metavar="X",
@@ -48,11 +40,27 @@ def _parser() -> Parser:
     )
 
     command = commands.add_parser(
-        "train-tokenizer", parents=[text], help="train a byte-level BPE on all of the text"
+        "train-tokenizer", help="train a byte-level BPE on all of the text"
     )
-    command.add_argument("--vocab-size", required=True, type=int)
-    command.add_argument("--out", required=True, type=Path, help="a new tokenizer.json")
+    _add_source(command)
+    command.add_argument(
+        "--vocab_size", required=True, type=int, metavar="N", help="entries, the 256 bytes included"
+    )
+    command.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="a new tokenizer.json"
+    )
     return parser
+
+
+def _add_source(command: Parser) -> None:
+    command.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
+    command.add_argument("--path", help="file, folder or quoted glob (not for stdlib)")
+    command.add_argument(
+        "--text_column",
+        default="text",
+        metavar="NAME",
+        help="of jsonl and parquet (default: %(default)s)",
+    )
 
 
 def _run(args: Namespace) -> None:
@@ -83,7 +91,7 @@ def _run(args: Namespace) -> None:
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer(
-            (piece.text for piece in source.pieces()), args.vocab_size, args.out, key="--vocab-size"
+            (piece.text for piece in source.pieces()), args.vocab_size, args.out, key="--vocab_size"
         )
     except OSError as error:
         raise InputError(f"cannot write {args.out}: {error}") from error

@@ -33,6 +33,9 @@ if TYPE_CHECKING:  # none is needed to run, and they take time to import
     Batch = dict[str, Int32[np.ndarray, "B T"]]
 
 
+_SEARCHED = 1 << 22  # tokens of the data among which there is an end of text
+
+
 class Tokens:
     """Several token arrays, mostly mapped files, read as one."""
 
@@ -61,11 +64,33 @@ class Tokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-class _Windows:
-    """Windows of seq_len + 1 tokens that overlap by one: every token but the first is predicted."""
+def documents(tokens: Int32[np.ndarray, "B T"], separator: int) -> Batch:
+    """segment_ids and positions of rows of packed documents, which a `separator` begins.
 
-    def __init__(self, tokens: Tokens, seq_len: int):
-        self._tokens, self._seq_len = tokens, seq_len
+    The separator, the end-of-text token, stands between two documents, and it belongs to both: as
+    an input it is the first token of the one that it begins, at position 0; as a label it is what
+    the last token of the one before has to predict, as a text has to end.  So labels are the next
+    tokens as ever, and none is ignored: no token is asked for the first word of a text that it
+    does not see.  It makes no difference whether the data has the token before or after each
+    document.  What is left of a document at a row's start counts as one.
+    """
+    begins = tokens == separator
+    places = np.arange(tokens.shape[-1], dtype=np.int32)
+    starts = np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
+    return {
+        "segment_ids": np.cumsum(begins, axis=-1, dtype=np.int32),
+        "positions": places - starts,
+    }
+
+
+class _Windows:
+    """Windows of seq_len + 1 tokens that overlap by one: every token but the first is predicted.
+
+    separator: of documents that do not see each other; None: a window is one text.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, separator: int | None):
+        self._tokens, self._seq_len, self._separator = tokens, seq_len, separator
 
     def __len__(self) -> int:
         return max(0, (len(self._tokens) - 1) // self._seq_len)
@@ -73,7 +98,10 @@ class _Windows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         start = int(index) * self._seq_len
         window = self._tokens.read(start, start + self._seq_len + 1)
-        return {"tokens": window[:-1], "labels": window[1:]}
+        sample = {"tokens": window[:-1], "labels": window[1:]}
+        if self._separator is not None:
+            sample |= documents(sample["tokens"], self._separator)
+        return sample
 
 
 @dataclass(frozen=True)
@@ -84,12 +112,14 @@ class Dataset:
     fingerprint: hash of the tokens' origin; a checkpoint resumes only on the same one.
     vocab_size: ids that may occur are below it.
     tokenizer: encodes and decodes text; None for shards that came without one.
+    separator: with data.pack=documents the token that begins each document, else None.
     """
 
     description: str
     fingerprint: str
     vocab_size: int
     tokenizer: Tokenizer | None
+    separator: int | None
     train: Tokens
     val: Tokens
     seq_len: int
@@ -110,13 +140,14 @@ class Dataset:
     ) -> DatasetIterator[Batch]:
         """Returns an endless iterator of {"tokens", "labels"}: int32 (batch_size / world, T).
 
+        With a separator there are "segment_ids" and "positions", too, as `documents` makes them.
         batch_size: of all ranks together. start_sample: samples that all ranks together have
         taken before. Every epoch has its own order. The iterator has a `close()`.
         """
         _check_ranks(batch_size, rank, world)
         import grain
 
-        samples = grain.MapDataset.source(_Windows(self.train, self.seq_len))
+        samples = grain.MapDataset.source(_Windows(self.train, self.seq_len, self.separator))
         if self.shuffle:
             samples = samples.seed(self.seed % 2**32).shuffle()
         samples = samples.repeat()
@@ -135,7 +166,7 @@ class Dataset:
         _check_ranks(batch_size, rank, world)
         import grain
 
-        windows = _Windows(self.val, self.seq_len)
+        windows = _Windows(self.val, self.seq_len, self.separator)
         batches = max(1, len(windows) // batch_size)
         if max_batches is not None:
             batches = min(batches, max_batches)
@@ -179,6 +210,7 @@ def open_dataset(config: DataConfig, *, seq_len: int, seed: int, vocab_size: int
         fingerprint=fingerprint,
         vocab_size=data_vocab_size,
         tokenizer=tokenizer,
+        separator=_separator(tokenizer, train) if config.pack == "documents" else None,
         train=train,
         val=val,
         seq_len=seq_len,
@@ -280,6 +312,23 @@ def _check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> No
             f"{tokenizer.path} has {tokenizer.vocab_size} entries, more than "
             f"model.vocab_size={vocab_size}: raise that, or choose another tokenizer"
         )
+
+
+def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
+    """Returns the token between documents; raises InputError where it is not known or not there."""
+    if tokenizer is None:
+        raise InputError(
+            "data.pack=documents needs the token between documents: set data.tokenizer to the"
+            " tokenizer.json that made the shards"
+        )
+    start = tokens.read(0, min(len(tokens), _SEARCHED))
+    if not (start == tokenizer.end_of_text).any():
+        raise InputError(
+            f"data.pack=documents finds no end-of-text token (id {tokenizer.end_of_text} of"
+            f" {tokenizer.path}) in the first {len(start)} tokens; set data.pack=stream, or"
+            " data.tokenizer to the one that made them"
+        )
+    return tokenizer.end_of_text
 
 
 def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[Tokens, Tokens]:

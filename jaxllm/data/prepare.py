@@ -94,9 +94,9 @@ def prepare(
     Raises InputError if `out` holds anything but this same job, unfinished or done.
     """
     if not 0 < shard_tokens <= MAX_TOKENS:
-        raise InputError(f"--shard-tokens {shard_tokens} is not in 1 ... {MAX_TOKENS}")
+        raise InputError(f"--shard_tokens={shard_tokens} is not in 1 ... {MAX_TOKENS}")
     if not 0 <= val_fraction < 1:
-        raise InputError(f"--val-fraction {val_fraction} is not in [0, 1)")
+        raise InputError(f"--val_fraction={val_fraction} is not in [0, 1)")
     try:
         with lock(out / ".lock", wait=False):
             return _prepare(source, tokenizer, out, shard_tokens, val_fraction)

@@ -115,7 +115,7 @@ class ShardWriter:
         if self.count + len(ids) > MAX_TOKENS:
             raise InputError(
                 f"more than {MAX_TOKENS} tokens do not fit into one token file: turn the text "
-                "into shards first (python -m jaxllm.data prepare)"
+                "into shards first (jaxllm data prepare)"
             )
         self._file.write(ids.astype(self._dtype).tobytes())
         self.count += len(ids)

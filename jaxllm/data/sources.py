@@ -21,9 +21,11 @@ _PATTERNS = {
     "parquet": ("*.parquet",),
     "shards": ("*.bin",),
 }
-# Not text that anyone wrote to be read: tests, installed packages, and what the build left
-# there, which differs from machine to machine.
-_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# Not code that anyone wrote to be read: tests, tables of characters (a fifth of all text),
+# installed packages, and what the build left there, which differs from machine to machine.
+_NOT_STDLIB = frozenset(
+    "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
+)
 _PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (caches, even cores)
 _LONGEST = 1 << 20  # a piece without any place to cut is cut here all the same
 

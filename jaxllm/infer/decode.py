@@ -1,7 +1,8 @@
 """Text from a model: the prompts in one forward pass, then one position for each further token."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from jaxllm.errors import InputError
 from jaxllm.layers import Linear
 from jaxllm.layers.cache import Cache
 from jaxllm.models import create
-from jaxllm.models.language_model import LanguageModel, add_norm
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
 
@@ -30,7 +31,7 @@ def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
     if not isinstance(weights, RunWeights):
         raise InputError(
             f"{directory} is not a run's directory; make one of it with"
-            f" python -m jaxllm.convert {directory} OUT"
+            f" jaxllm convert {directory} OUT"
         )
     return weights if step is None else RunWeights(weights.folder, step)
 
@@ -72,12 +73,18 @@ def most_tokens(config: ModelConfig) -> int | None:
 
 
 def generate(
-    graph: nnx.GraphDef, params: nnx.State, prompt: list[int], config: SampleConfig, *, rows=1
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    prompt: list[int],
+    config: SampleConfig,
+    *,
+    rows: int = 1,
+    ends: Collection[int] = (),
 ) -> list[int]:
     """Token ids that follow `prompt` (at least one id): config.tokens, or as many as fit.
 
     Of a prompt that fills the model, the end is read.  rows: equal copies that are computed, so
-    that a mesh can divide the batch.
+    that a mesh can divide the batch.  ends: ids before the first of which the text stops.
     """
     most = most_tokens(nnx.merge(graph, params).config)
     count = config.tokens
@@ -85,7 +92,8 @@ def generate(
         prompt = prompt[-max(most - count, most // 2, 1) :]
         count = min(count, most - len(prompt))
     config = config.model_copy(update={"tokens": count})
-    return [int(tokens[0]) for tokens in stream(graph, params, [prompt] * rows, config)]
+    tokens = [int(tokens[0]) for tokens in stream(graph, params, [prompt] * rows, config)]
+    return list(takewhile(lambda token: token not in ends, tokens))
 
 
 def stream(
@@ -143,12 +151,6 @@ def _programs(
     One loop on the device rather than a call for each token: Python waits less often.
     """
 
-    def advance(model, residual, positions, caches):
-        branch = None
-        for block, cache in zip(model.blocks, caches, strict=True):
-            branch, residual = block(branch, residual, positions, None, cache)
-        return add_norm(model.norm, branch, residual)[0]
-
     def pick(model, hidden, key, number):
         """The tokens (B,) that follow `hidden` (B, 1, C)."""
         logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
@@ -159,9 +161,11 @@ def _programs(
     @jax.jit
     def first(params, tokens, lengths, key):
         model = nnx.merge(graph, params)
-        inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
-        caches = [Cache(inside, size) for _ in model.blocks]
-        hidden = advance(model, model.embedding(tokens), None, caches)
+        places = jnp.arange(tokens.shape[1])
+        cache = Cache(jnp.where(places < lengths[:, None], places, -1), size)
+        hidden, caches = model.advance(
+            model.embedding(tokens), caches=[cache for _ in model.blocks]
+        )
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
         token = pick(model, hidden, key, 0)
         return token, [cache.arrays for cache in caches], in_compute_dtype(model, params)
@@ -176,11 +180,16 @@ def _programs(
         def step(carry, number):
             token, arrays = carry
             place = width + number - 1
-            inside = (places < lengths[:, None]) | ((places >= width) & (places <= place))
-            caches = [Cache(inside, size, place, kept) for kept in arrays]
+            written = (places >= width) & (places <= place)
+            kept = jnp.where(written, places - width + lengths[:, None], -1)
+            kept = jnp.where(places < lengths[:, None], places, kept)
             positions = (lengths + number - 1)[:, None]
-            residual = embedding(token[:, None], positions)
-            token = pick(model, advance(model, residual, positions, caches), key, number)
+            hidden, caches = model.advance(
+                embedding(token[:, None], positions),
+                positions=positions,
+                caches=[Cache(kept, size, place, layer) for layer in arrays],
+            )
+            token = pick(model, hidden, key, number)
             return (token, [cache.arrays for cache in caches]), token
 
         numbers = number + jnp.arange(BLOCK)

@@ -1,4 +1,4 @@
-"""How good a model is: python -m jaxllm.evaluate --checkpoint DIR [--data.path PATH ...]
+"""How good a model is: jaxllm evaluate --checkpoint DIR [--data.path PATH ...]
 
 Validation loss and perplexity on the run's own validation data, or on all of the data named with
 --data.source and --data.path; with --hellaswag the accuracy on HellaSwag instead, with --tasks what
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.config.command_line import Parser, exit_status, read_overrides
 from jaxllm.errors import InputError
 
 ENDINGS = 4  # of a question of HellaSwag
@@ -43,10 +43,9 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
 
 def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = Parser(
-        prog="python -m jaxllm.evaluate",
+        prog="jaxllm evaluate",
         description=__doc__.partition("\n\n")[2],
-        epilog="--data.KEY VALUE: as in train.py; see train.py --help",
-        allow_abbrev=False,
+        epilog="--data.KEY VALUE: as in jaxllm train; see jaxllm train --help",
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
     parser.add_argument(
@@ -78,15 +77,10 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
             raise InputError(f"--{name}={getattr(args, name)} is not at least {least}")
     if args.tasks is not None and not all(args.tasks.split(",")):
         raise InputError(f"--tasks={args.tasks!r} has an empty name; separate names by one comma")
-    overrides, words = {}, iter(rest)
-    for word in words:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--data."):
-            raise InputError(f"unknown argument {word}; see --help")
-        value = value if equals else next(words, None)
-        if value is None or (not equals and value.startswith("--")):
-            raise InputError(f"--{key} needs a value")
-        overrides[key] = value
+    overrides = read_overrides(rest)
+    for key in overrides:
+        if not key.startswith("data."):
+            raise InputError(f"unknown argument --{key}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
     given = [name for name in READ_WITH if getattr(args, name) is not None]
     for option, kinds in [(n, READ_WITH[n]) for n in given] + [(n, ("data",)) for n in overrides]:
@@ -98,12 +92,12 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line: loss, perplexity and tokens.  Every token but the first is predicted once."""
     import jax
-    import jax.numpy as jnp
     from flax import nnx
 
     from jaxllm import config as configs
     from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
+    from jaxllm.data.loader import documents
     from jaxllm.infer.decode import open_run, put_model
     from jaxllm.sharding import make_mesh
     from jaxllm.train.step import IGNORE
@@ -129,7 +123,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     total, count = 0.0, 0
     with jax.set_mesh(mesh):
         graph, params = put_model(weights, mesh)
-        loss_sum = jax.jit(lambda params, x, y: nnx.merge(graph, params).loss(x, y))
+        loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
         for n, first in enumerate(range(0, len(starts), size)):
             if n == args.batches:
                 break
@@ -139,7 +133,10 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
                 window = data.val.read(start, min(start + length + 1, len(data.val)))
                 tokens[row, : len(window) - 1] = window[:-1]
                 labels[row, : len(window) - 1] = window[1:]
-            total += float(loss_sum(params, jnp.asarray(tokens), jnp.asarray(labels)))
+            batch = {"tokens": tokens, "labels": labels}
+            if data.separator is not None:
+                batch |= documents(tokens, data.separator)
+            total += float(loss_sum(params, batch))
             count += int((labels != IGNORE).sum())
     loss = total / count
     perplexity = math.exp(loss) if loss < 700 else math.inf

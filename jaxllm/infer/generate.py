@@ -1,4 +1,4 @@
-"""Text from a trained model: python -m jaxllm.generate --checkpoint DIR --prompt TEXT
+"""Text from a trained model: jaxllm generate --checkpoint DIR --prompt TEXT
 
 DIR is a run's directory.  Text goes to stdout, as it comes if it is one, speed to stderr.
 """
@@ -19,9 +19,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m jaxllm.generate",
+        prog="jaxllm generate",
         description=__doc__.partition(": ")[0] + ".",
-        allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
     parser.add_argument(
@@ -129,7 +128,7 @@ def _run(args: argparse.Namespace) -> None:
     size = min(args.batch_size, total)
     if total == 1:
         print(prompts[0], end="", flush=True)
-    made, seconds, waited = 0, 0.0, 0.0
+    speed = Speed(decode.BLOCK)
     with jax.set_mesh(mesh):
         graph, params = decode.put_model(weights, mesh)
         for first in range(0, total, size):
@@ -143,20 +142,15 @@ def _run(args: argparse.Namespace) -> None:
                 top_k=args.top_k,
                 seed=(args.seed + first // size) % 2**32,
             )
-            begun, clock = time.perf_counter(), None
-            for n, tokens in enumerate(
-                decode.stream(graph, params, rows, config, top_p=args.top_p)
-            ):
-                if n == 1:  # with it the first block is there, and in the first batch compiled
-                    clock = time.perf_counter()
-                    waited += clock - begun
+            speed.begin()
+            for tokens in decode.stream(graph, params, rows, config, top_p=args.top_p):
+                before = sum(text.count for text in texts)
                 for text, token in zip(texts, tokens, strict=False):
                     text.add(int(token))
-                if n > decode.BLOCK:
-                    made += len(texts)
+                speed.add(sum(text.count for text in texts) - before)
                 if all(text.done for text in texts):
                     break
-            seconds += 0 if clock is None else time.perf_counter() - clock
+            speed.end()
             for number, text in zip(numbers, texts, strict=True):
                 text.finish()
                 if total > 1:
@@ -165,11 +159,50 @@ def _run(args: argparse.Namespace) -> None:
                     print(prompts[prompt] + text.text, flush=True)
     if total == 1:
         print(flush=True)
-    if made:
-        print(
-            f"{made / seconds:,.0f} tokens/s ({made:,} tokens in {seconds:.2f} s, {size} at once;"
-            f" {waited:.1f} s before them for the prompts and to compile)",
-            file=sys.stderr,
+    print(speed.line(size), file=sys.stderr)
+
+
+class Speed:
+    """Counts the tokens of the texts, and times those after the first block of each batch.
+
+    That block waits for the prompts, and in the first batch for the compiler: its time says nothing
+    on the speed.
+    """
+
+    def __init__(self, block: int):
+        self.block = block
+        self.tokens, self.seconds = 0, 0.0  # all of them
+        self.timed, self.timed_seconds = 0, 0.0  # after the first block
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self.steps, self.begun, self.clock = 0, time.perf_counter(), None
+
+    def add(self, tokens: int) -> None:
+        """Every row has got one more token, which belongs to `tokens` of the texts."""
+        if self.steps == 1:  # with it the first block is there
+            self.clock = time.perf_counter()
+        if self.steps > self.block:
+            self.timed += tokens
+        self.tokens += tokens
+        self.steps += 1
+
+    def end(self) -> None:
+        """A batch is done."""
+        now = time.perf_counter()
+        self.seconds += now - self.begun
+        if self.clock is not None:
+            self.timed_seconds += now - self.clock
+
+    def line(self, size: int) -> str:
+        """Tokens, time and speed; size: texts at once."""
+        text = f"{self.tokens:,} tokens in {self.seconds:.2f} s, {size} at once"
+        if not self.timed:
+            return f"{text}: too few to time apart from the prompts and the compiler"
+        waited = self.seconds - self.timed_seconds
+        return (
+            f"{text}: {waited:.1f} s for the prompts and to compile, then"
+            f" {self.timed / self.timed_seconds:,.0f} tokens/s"
         )
 
 
@@ -193,6 +226,7 @@ class Text:
     def __init__(self, tokenizer, stops: list[str], live: bool):
         self.tokenizer, self.stops, self.live = tokenizer, stops, live
         self.text, self.printed, self.done = "", 0, False
+        self.count = 0  # tokens, without the one that ends the document
         # Of the tokens only the last are decoded again, those whose text may depend on a neighbour:
         # `before` of them are in `whole`, the text up to the last whole character.
         self.ids: list[int] = []
@@ -206,6 +240,7 @@ class Text:
             self.done = True
             return
         self.ids.append(token)
+        self.count += 1
         known = self.tokenizer.decode(self.ids[: self.before])
         self.text = self.whole + self.tokenizer.decode(self.ids)[len(known) :]
         found = [at for at in map(self.text.find, self.stops) if at >= 0]

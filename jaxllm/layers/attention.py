@@ -1,5 +1,6 @@
 """Causal self-attention with grouped key and value heads, with RoPE or without."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,6 +21,8 @@ class Attention(nnx.Module):
 
     rope_theta: base of the rotary frequencies, in the half-split layout; None: no rotation.
     rope_scaling: Llama 3.1's stretching, an object with its four numbers, or None.
+    window: keys that a query sees at most, its own included; None: all before it.
+    softcap: logits become softcap tanh(logits / softcap); None: they stay.
     out_std: standard deviation of the output projection at the start; None: std.
     """
 
@@ -33,6 +36,8 @@ class Attention(nnx.Module):
         bias: bool = False,
         rope_theta: float | None = None,
         rope_scaling=None,
+        window: int | None = None,
+        softcap: float | None = None,
         std: float = 0.02,
         out_std: float | None = None,
         implementation: Implementation | None = None,
@@ -46,39 +51,49 @@ class Attention(nnx.Module):
         self.k = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
         self.v = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
         self.out = Linear(q, d_model, axes=ROWS, std=out_std or std, bias=bias, rngs=rngs)
-        self.rope_theta, self.rope_scaling, self.implementation = (
-            rope_theta,
-            rope_scaling,
-            implementation,
-        )
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        self.window, self.softcap, self.implementation = window, softcap, implementation
 
     def __call__(
         self,
         x: Float[Array, "B T C"],
         positions: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        cache: Cache | None = None,
         *,
         add_bias: bool = True,
     ) -> Float[Array, "B T C"]:
         """positions (T,) or (B, T), used by RoPE, 0 ... T-1 if None; tokens see their segment.
 
-        cache: in generation, what is kept from token to token.
         add_bias: False leaves the bias of `out` to the op that follows.
         """
+        return self.with_cache(x, positions, segment_ids, None, add_bias=add_bias)[0]
+
+    def with_cache(
+        self,
+        x: Float[Array, "B T C"],
+        positions: Int[Array, "..."] | None,
+        segment_ids: Int[Array, "B T"] | None,
+        cache: Cache | None,
+        *,
+        add_bias: bool = True,
+    ) -> tuple[Float[Array, "B T C"], Cache | None]:
+        """(y, what is kept of the tokens from here on); without a cache as `__call__`.
+
+        positions: with a cache and one token a row that token's, (B, 1).  Segments are not
+        supported with a cache.
+        """
         B, T, _ = x.shape
-        if self.rope_theta is None:
-            positions = None
-        elif positions is None:
+        if positions is None:
             positions = jnp.arange(T)
         if cache is None:
             qkv = joined(x, self.q, self.k, self.v).reshape(B, T, -1, self.head_dim)
+            turned = None if self.rope_theta is None else positions
             y = per_device(
-                self._attend, in_specs=(HEADS, _spec(positions), P(BATCH, None)), out_specs=HEADS
-            )(qkv, positions, segment_ids)
+                self._attend, in_specs=(HEADS, _spec(turned), P(BATCH, None)), out_specs=HEADS
+            )(qkv, turned, segment_ids)
         else:
-            y = self._generate(x, positions, cache)
-        return self.out(y.reshape(B, T, -1), add_bias=add_bias)
+            y, cache = self._generate(x, positions, cache)
+        return self.out(y.reshape(B, T, -1), add_bias=add_bias), cache
 
     def _attend(self, qkv, positions, segment_ids):
         return attention_qkv(
@@ -87,7 +102,9 @@ class Attention(nnx.Module):
             positions=positions,
             theta=self.rope_theta,
             scaling=self.rope_scaling,
+            window=self.window,
             segment_ids=segment_ids,
+            softcap=self.softcap,
             implementation=self.implementation,
         )
 
@@ -106,29 +123,44 @@ class Attention(nnx.Module):
                 rotate, in_specs=(HEADS, HEADS, _spec(positions)), out_specs=(HEADS, HEADS)
             )(q, k, positions)
         if cache.arrays is not None:
-            return self._attend_to_cache(q, k, v, cache)
+            return self._attend_to_cache(q, k, v, positions, cache)
         room = ((0, 0), (0, cache.size - T), (0, 0), (0, 0))
-        cache.arrays = jnp.pad(k, room), jnp.pad(v, room)
-        op = partial(attention, causal=True, implementation=self.implementation)
-        return per_device(op, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS)(q, k, v)
+        op = partial(
+            attention,
+            window=self.window,
+            softcap=self.softcap,
+            implementation=self.implementation,
+        )
+        y = per_device(op, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS)(q, k, v)
+        return y, replace(cache, arrays=(jnp.pad(k, room), jnp.pad(v, room)))
 
-    def _attend_to_cache(self, q, k, v, cache):
+    def _attend_to_cache(self, q, k, v, positions, cache):
         """One query a row, (B, 1, H, D); its key and value take their place in the cache."""
-        keys, values = cache.arrays = tuple(
+        keys, values = (
             jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), cache.place, axis=1)
             for kept, new in zip(cache.arrays, (k, v), strict=True)
         )
-        # Places without a token are of another segment.  A single query leaves tensor cores idle
+        seen = cache.positions >= 0
+        if self.window is not None:
+            seen &= cache.positions > positions - self.window
+        # Places that are not seen are of another segment.  A single query leaves tensor cores idle
         # and only reads the cache: no work for the kernel.
         op = per_device(
             lambda q, k, v, mine, theirs: attention(
-                q, k, v, causal=False, segment_ids=(mine, theirs), implementation="xla"
+                q,
+                k,
+                v,
+                causal=False,
+                segment_ids=(mine, theirs),
+                softcap=self.softcap,
+                implementation="xla",
             ),
             in_specs=(HEADS, HEADS, HEADS, P(BATCH, None), P(BATCH, None)),
             out_specs=HEADS,
         )
-        inside = cache.inside.astype(jnp.int32)
-        return op(q, keys, values, jnp.ones_like(inside[:, :1]), inside)
+        seen = seen.astype(jnp.int32)
+        y = op(q, keys, values, jnp.ones_like(seen[:, :1]), seen)
+        return y, replace(cache, arrays=(keys, values))
 
 
 def _spec(positions):

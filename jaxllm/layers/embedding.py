@@ -61,7 +61,7 @@ class Embedding(nnx.Module):
         return self._embed(tokens, positions, tied=one_device())
 
     def _embed(self, tokens, positions, *, tied: bool):
-        wte, wpe, per_sequence = self.wte[...], None, None
+        wte, wpe, rows = self.wte[...], None, None
         if self.wpe is not None:
             wpe = self.wpe[...]
             if tokens.shape[1] > wpe.shape[0]:
@@ -69,19 +69,24 @@ class Embedding(nnx.Module):
                     f"T={tokens.shape[1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
                 )
             if positions is not None and positions.ndim == 2:
-                wpe, per_sequence = None, wpe[positions]
+                # Looked up like tokens, so that the gradient is summed like theirs: in one order,
+                # without XLA's scatter.
+                wpe, rows = None, self._look_up(positions, wpe, None, jnp.float32)
             elif positions is not None:
                 wpe = wpe[positions]
+        dtype = self.dtype if rows is None else jnp.float32  # rounded once, after the sum
+        y = self._look_up(tokens, wte, wpe, dtype, tied=tied)
+        y, wte = y if tied else (y, wte)
+        return y if rows is None else (y + rows).astype(self.dtype), wte
+
+    def _look_up(self, tokens, wte, wpe, dtype, *, tied=False):
         # Each device looks up its own tokens in the whole table; the gradient is summed over all.
-        dtype = self.dtype if per_sequence is None else jnp.float32  # rounded once, after the sum
         op = per_device(
             partial(encoder, dtype=dtype, tied=tied, implementation=self.implementation),
             in_specs=(P(BATCH, None), P(), P()),
             out_specs=P(BATCH, None, None),
         )
-        y = op(tokens, wte, wpe)
-        y, wte = y if tied else (y, wte)
-        return y if per_sequence is None else (y + per_sequence).astype(self.dtype), wte
+        return op(tokens, wte, wpe)
 
     def logits(self, x: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
         """x wte^T: the tied head; dtype: of the result, None: of x."""

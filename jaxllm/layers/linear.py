@@ -26,10 +26,12 @@ class Linear(nnx.Module):
         axes: tuple[str, str] = COLUMNS,
         std: float = 0.02,
         bias: bool = False,
+        copied: bool = True,
         rngs: nnx.Rngs,
     ):
+        """copied: training keeps a copy of the weight in the dtype of its matmul."""
         weight = normal(rngs.params(), (in_features, out_features), std, axes)
-        self.weight = nnx.Param(weight, axes=axes)
+        self.weight = nnx.Param(weight, axes=axes, copied=copied)
         # The rows' partial products are summed before the bias is added: every device needs all.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None

@@ -8,6 +8,8 @@ from jaxtyping import Array, Float
 from jaxllm.layers.linear import ROWS, Linear
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, gelu_linear, swiglu, swiglu_linear
+from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
+from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
 from pallas_kernels.dispatch import Implementation
 
 WIDE = P(BATCH, None, "tensor")  # (B, T, F)
@@ -37,8 +39,10 @@ class MLP(nnx.Module):
         assert bias is not None
         wide = self.up(x, add_bias=False), bias[...]
         if one_device():  # over several, summing the gradient of `down` is left to jit
-            y = gelu_linear(*wide, self.down.cast(x), implementation=self.implementation)
-            return self.down.plus_bias(y) if add_bias else y
+            weight = self.down.cast(x)
+            if gelu_why_not(*wide, weight) is None:  # the activation alone has a kernel for more
+                y = gelu_linear(*wide, weight, implementation=self.implementation)
+                return self.down.plus_bias(y) if add_bias else y
         op = per_device(
             partial(gelu, implementation=self.implementation),
             in_specs=(WIDE, P("tensor")),
@@ -68,7 +72,9 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         wide = self.gate(x), self.up(x)
         if one_device():  # as above
-            return swiglu_linear(*wide, self.down.cast(x), implementation=self.implementation)
+            weight = self.down.cast(x)
+            if swiglu_why_not(*wide, weight) is None:
+                return swiglu_linear(*wide, weight, implementation=self.implementation)
         op = per_device(
             partial(swiglu, implementation=self.implementation),
             in_specs=(WIDE, WIDE),

@@ -1,5 +1,6 @@
 """The mixing layer of an xLSTM 7B block: projections, capped gates, the vLSTM, an output gate."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -60,11 +61,19 @@ class VLSTMLayer(nnx.Module):
         self,
         x: Float[Array, "B T C"],
         segment_ids: Int[Array, "B T"] | None = None,
-        cache: Cache | None = None,
     ) -> Float[Array, "B T C"]:
-        """The memory starts empty with every sequence and every segment.
+        """The memory starts empty with every sequence and wherever the segment's id changes."""
+        return self.with_cache(x, segment_ids, None)[0]
 
-        cache: in generation, what is kept from token to token.
+    def with_cache(
+        self,
+        x: Float[Array, "B T C"],
+        segment_ids: Int[Array, "B T"] | None,
+        cache: Cache | None,
+    ) -> tuple[Float[Array, "B T C"], Cache | None]:
+        """(y, what is kept of the tokens from here on); without a cache as `__call__`.
+
+        Segments are not supported with a cache.
         """
         B, T, C = x.shape
         *xs, x_gates, x_o = copies(x, 5)
@@ -84,9 +93,9 @@ class VLSTMLayer(nnx.Module):
             )(q, k, v, gates, segment_ids)
         else:
             i, f = (soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f))
-            h = self._mix_with_state(q, k, v, i, f, cache)
+            h, cache = self._mix_with_state(q, k, v, i, f, cache)
         h = self.norm(h).reshape(B, T, C)
-        return self.out(jax.nn.sigmoid(self.o(x_o)) * h)
+        return self.out(jax.nn.sigmoid(self.o(x_o)) * h), cache
 
     def _mix_joined(self, q, k, v, gates, segment_ids):
         i, f = jnp.split(gates, 2, axis=-1)
@@ -110,20 +119,20 @@ class VLSTMLayer(nnx.Module):
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:
             # Past its row's end a token lets nothing in and nothing fade.
-            inside = cache.inside[..., None]
+            inside = (cache.positions >= 0)[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
             mix = partial(self._mix, segment_ids=None, return_state=True)
             op = per_device(mix, sequences, (HEADS, STATE))
-            h, cache.arrays = op(q, k, v, i, f)
-            return h
+            h, state = op(q, k, v, i, f)
+            return h, replace(cache, arrays=state)
 
         def step(q, k, v, i, f, state):
             h, state = vlstm_step(q[:, 0], k[:, 0], v[:, 0], i[:, 0], f[:, 0], state)
             return h[:, None], state
 
         op = per_device(step, (*sequences, STATE), (HEADS, STATE))
-        h, cache.arrays = op(q, k, v, i, f, cache.arrays)
-        return h
+        h, state = op(q, k, v, i, f, cache.arrays)
+        return h, replace(cache, arrays=state)
 
 
 def soft_cap(z: Float[Array, "..."], cap: float) -> Float[Array, "..."]:

@@ -7,7 +7,8 @@ from flax import nnx
 
 from jaxllm.config import GPT2Config
 from jaxllm.layers import MLP, Attention, LayerNorm
-from jaxllm.models.language_model import LanguageModel, add_norm, block_weights
+from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
+from jaxllm.models.stream import Stream
 
 
 class GPT2Block(nnx.Module):
@@ -19,19 +20,25 @@ class GPT2Block(nnx.Module):
         weights = block_weights(config, rngs)
         self.norm_1 = LayerNorm(C, **norm)
         self.attention = Attention(
-            C, config.n_heads, bias=True, implementation=implementation, **weights
+            C,
+            config.n_heads,
+            bias=True,
+            window=config.window,
+            softcap=config.softcap,
+            implementation=implementation,
+            **weights,
         )
         self.norm_2 = LayerNorm(C, **norm)
         self.mlp = MLP(C, config.ff_width, implementation=implementation, **weights)
 
-    def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
+    def __call__(self, stream, positions=None, segment_ids=None, cache=None):
         out_bias, down_bias = self.attention.out.bias, self.mlp.down.bias
         assert out_bias is not None
         assert down_bias is not None
-        y, residual = add_norm(self.norm_1, branch, residual)
-        branch = self.attention(y, segment_ids=segment_ids, cache=cache, add_bias=False)
-        y, residual = add_norm(self.norm_2, (branch, out_bias[...]), residual)
-        return (self.mlp(y, add_bias=False), down_bias[...]), residual
+        y, residual = stream.normed(self.norm_1)
+        branch, cache = self.attention.with_cache(y, positions, segment_ids, cache, add_bias=False)
+        y, residual = Stream(branch, out_bias[...], residual).normed(self.norm_2)
+        return Stream(self.mlp(y, add_bias=False), down_bias[...], residual), cache
 
 
 class GPT2(LanguageModel):
@@ -48,5 +55,5 @@ class GPT2(LanguageModel):
         )
 
     def mixing_flops(self, seq_len: int) -> float:
-        """2 T C for the lower triangle of q k^T and of its product with v, in each block."""
-        return 2.0 * self.config.n_layers * seq_len * self.config.n_heads * self.config.head_dim
+        """Of q k^T and of its product with v."""
+        return attention_flops(self.config, seq_len)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import GPT2Config, Llama3Config, ModelConfig
 from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
+from jaxllm.layers.cache import Cache
 from jaxllm.layers.vlstm import soft_cap
+from jaxllm.models.stream import Stream
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import linear_cross_entropy
 
@@ -30,10 +32,8 @@ class LanguageModel(nnx.Module):
     """A causal language model; a subclass names its block and norm, and has `mixing_flops`.
 
     block: class of the blocks, made as block(config, rngs=rngs) and called as
-        block(branch, residual, positions, segment_ids) -> (branch, residual).  The residual
-        stream is branch + residual: the addition is left to the next norm, which does it in the
-        same pass.  A branch may be (x, bias) for x + bias: that norm's backward pass has the bias'
-        gradient at hand.  Before the first block it is None.
+        block(stream, positions, segment_ids, cache) -> (stream, cache), a Stream and a Cache;
+        without a cache the one returned is None.
     norm: class of the final norm.
     max_seq_len: learned positions are added to the embedding, None: not.
     tied: the head is the token embedding.
@@ -73,7 +73,8 @@ class LanguageModel(nnx.Module):
         if tied:
             self.head = None
         else:
-            self.head = Linear(width, config.padded_vocab_size, std=STD, rngs=rngs)
+            # The loss casts it, and makes its gradient in float32.
+            self.head = Linear(width, config.padded_vocab_size, std=STD, copied=False, rngs=rngs)
             zero_columns(self.head.weight, config.vocab_size)
 
     def hidden(
@@ -88,15 +89,38 @@ class LanguageModel(nnx.Module):
         positions (T,) or (B, T): 0 ... T-1 if None; without effect on a vLSTM.  segment_ids: tokens
         of different segments do not see each other.
         """
-        return self._from_embedding(self.embedding(tokens, positions), positions, segment_ids)
+        embedded = self.embedding(tokens, positions)
+        return self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
 
-    def _from_embedding(self, embedded, positions, segment_ids):
-        branch, residual = None, embedded
-        for block in self.blocks:
-            branch, residual = run_block(
-                block, branch, residual, positions, segment_ids, remat=self.config.remat
-            )
-        return add_norm(self.norm, branch, residual)[0]
+    def advance(
+        self, embedded: Float[Array, "B T C"], **options
+    ) -> tuple[Float[Array, "B T C"], list[Cache | None]]:
+        """(the stream after the final norm, the caches after it) of embedded tokens.
+
+        Options as in `walk`.
+        """
+        *_, last = walked = list(self.walk(embedded, **options))
+        return last[0].normed(self.norm)[0], [cache for _, cache in walked]
+
+    def walk(
+        self,
+        embedded: Float[Array, "B T C"],
+        *,
+        positions: Int[Array, "..."] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        caches: list[Cache] | None = None,
+    ) -> Iterator[tuple[Stream, Cache | None]]:
+        """Yields what each block hands on, and its cache after it, for embedded tokens.
+
+        caches: in generation, one for each block.  positions, segment_ids: as in `hidden`.
+        """
+        stream = Stream(None, None, embedded)
+        for i, block in enumerate(self.blocks):
+            cache = None if caches is None else caches[i]
+            # Without a backward pass nothing is recomputed.
+            remat = self.config.remat if caches is None else "none"
+            stream, cache = run_block(block, stream, positions, segment_ids, cache, remat=remat)
+            yield stream, cache
 
     def logits(self, hidden: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
         """Logits of the padded vocabulary; columns past config.vocab_size mean nothing.
@@ -131,7 +155,7 @@ class LanguageModel(nnx.Module):
             embedded, weight = self.embedding.with_table(tokens, positions)
         else:
             embedded, weight = self.embedding(tokens, positions), head.weight[...]
-        hidden = self._from_embedding(embedded, positions, segment_ids)
+        hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) > 1:
             weight = weight.astype(hidden.dtype)  # before it is gathered, which halves the bytes
@@ -160,29 +184,29 @@ class LanguageModel(nnx.Module):
         raise NotImplementedError
 
 
-def run_block(block, branch, residual, positions, segment_ids, *, remat: str):
-    """`block(branch, residual, positions, segment_ids)`, traced once for all equal blocks.
+def run_block(block, stream, positions, segment_ids, cache, *, remat: str):
+    """`block(stream, positions, segment_ids, cache)`, traced once for all equal blocks.
 
     remat: what the backward pass recomputes: "none", "dots": all but matmuls, "block": all.
     """
     graph, params = nnx.split(block)
-    return _run_block(graph, remat, params, branch, residual, positions, segment_ids)
+    return _run_block(graph, remat, params, stream, positions, segment_ids, cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_block(graph, remat, params, branch, residual, positions, segment_ids):
+def _run_block(graph, remat, params, *args):
     def run(params, *args):
-        branch, residual = nnx.merge(graph, params)(*args)
+        stream, cache = nnx.merge(graph, params)(*args)
         if remat == "block":
             # What a block receives is what stays in memory: one array rather than two.
-            branch, residual = None, add(branch, residual)
-        return branch, residual
+            stream = Stream(None, None, stream.sum())
+        return stream, cache
 
     if remat == "block":
         run = jax.checkpoint(run)
     elif remat == "dots":
         run = jax.checkpoint(run, policy=_SAVED_DOTS)
-    return run(params, branch, residual, positions, segment_ids)
+    return run(params, *args)
 
 
 # Matmuls with weights, and what the attention kernel names so: its output and log-sum-exp.  The
@@ -193,26 +217,14 @@ _SAVED_DOTS = checkpoint_policies.save_from_both_policies(
 )
 
 
-def add(branch, residual):
-    """branch + residual in the residual's dtype."""
-    if branch is None:
-        return residual
-    x, bias = _apart(branch)
-    x = x if bias is None else x + bias.astype(x.dtype)
-    return residual + x.astype(residual.dtype)
+def attention_flops(config: GPT2Config | Llama3Config, seq_len: int) -> float:
+    """4 D for each key that a query sees on average, in every head: T / 2 of them without a window.
 
-
-def add_norm(norm, branch, residual):
-    """(norm(s), s) of s = branch + residual, in one pass."""
-    if branch is None:
-        return norm(residual), residual
-    x, bias = _apart(branch)
-    return norm.add(x, residual, bias)
-
-
-def _apart(branch):
-    """(x, bias) of a branch x + bias, (x, None) of one without."""
-    return branch if isinstance(branch, tuple) else (branch, None)
+    A sequence counts as one document, also where several are packed into it.
+    """
+    window = min(config.window or seq_len, seq_len)
+    seen = window - window * window / (2 * seq_len)
+    return 4.0 * config.n_layers * seen * config.n_heads * config.head_dim
 
 
 def zero_columns(weight: nnx.Param, start: int) -> None:

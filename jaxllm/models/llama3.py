@@ -7,7 +7,8 @@ from flax import nnx
 
 from jaxllm.config import Llama3Config
 from jaxllm.layers import Attention, GatedMLP, RMSNorm
-from jaxllm.models.language_model import LanguageModel, add_norm, block_weights
+from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
+from jaxllm.models.stream import Stream
 from pallas_kernels import RopeScaling
 
 
@@ -27,17 +28,19 @@ class Llama3Block(nnx.Module):
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
             rope_scaling=scaling,
+            window=config.window,
+            softcap=config.softcap,
             implementation=implementation,
             **weights,
         )
         self.norm_2 = RMSNorm(C, **norm)
         self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
-    def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
-        y, residual = add_norm(self.norm_1, branch, residual)
-        branch = self.attention(y, positions, segment_ids, cache)
-        y, residual = add_norm(self.norm_2, branch, residual)
-        return self.mlp(y), residual
+    def __call__(self, stream, positions=None, segment_ids=None, cache=None):
+        y, residual = stream.normed(self.norm_1)
+        branch, cache = self.attention.with_cache(y, positions, segment_ids, cache)
+        y, residual = Stream(branch, None, residual).normed(self.norm_2)
+        return Stream(self.mlp(y), None, residual), cache
 
 
 class Llama3(LanguageModel):
@@ -53,5 +56,5 @@ class Llama3(LanguageModel):
         )
 
     def mixing_flops(self, seq_len: int) -> float:
-        """2 T C for the lower triangle of q k^T and of its product with v, in each block."""
-        return 2.0 * self.config.n_layers * seq_len * self.config.n_heads * self.config.head_dim
+        """Of q k^T and of its product with v."""
+        return attention_flops(self.config, seq_len)

@@ -7,7 +7,8 @@ from flax import nnx
 
 from jaxllm.config import VLSTMConfig
 from jaxllm.layers import GatedMLP, RMSNorm, VLSTMLayer
-from jaxllm.models.language_model import LanguageModel, add_norm, block_weights
+from jaxllm.models.language_model import LanguageModel, block_weights
+from jaxllm.models.stream import Stream
 
 
 class VLSTMBlock(nnx.Module):
@@ -30,11 +31,11 @@ class VLSTMBlock(nnx.Module):
         self.norm_2 = RMSNorm(C, **norm)
         self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
-    def __call__(self, branch, residual, positions=None, segment_ids=None, cache=None):
-        y, residual = add_norm(self.norm_1, branch, residual)
-        branch = self.vlstm(y, segment_ids, cache)
-        y, residual = add_norm(self.norm_2, branch, residual)
-        return self.mlp(y), residual
+    def __call__(self, stream, positions=None, segment_ids=None, cache=None):
+        y, residual = stream.normed(self.norm_1)
+        branch, cache = self.vlstm.with_cache(y, segment_ids, cache)
+        y, residual = Stream(branch, None, residual).normed(self.norm_2)
+        return Stream(self.mlp(y), None, residual), cache
 
 
 class VLSTM(LanguageModel):

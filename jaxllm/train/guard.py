@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.language_model import LanguageModel, add, add_norm, run_block
+from jaxllm.models.language_model import LanguageModel
+from jaxllm.models.stream import Stream
 
 WINDOW = 100  # losses that say what a spike is
 
@@ -46,26 +47,24 @@ def choose(good: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
 
 
-def first_not_finite(graph, params, tokens, labels) -> str:
+def first_not_finite(graph, params, tokens, labels, **documents) -> str:
     """Name of the first layer whose output on this batch holds a NaN or an infinity.
 
-    "the gradient" if the whole forward pass is finite.
+    "the gradient" if the whole forward pass is finite.  documents: segment_ids and positions of a
+    batch that has them.
     """
 
     @jax.jit
-    def finite(params, tokens, labels):
+    def finite(params, tokens, labels, documents):
         model: LanguageModel = nnx.merge(graph, params)
-        branch, residual = None, model.embedding(tokens)
-        outputs = {"embedding": residual}
-        for i, block in enumerate(model.blocks):
-            branch, residual = run_block(
-                block, branch, residual, None, None, remat=model.config.remat
-            )
-            outputs[f"blocks.{i}"] = add(branch, residual)
-        outputs["norm"] = add_norm(model.norm, branch, residual)[0]
-        outputs["loss"] = model.loss(tokens, labels)
+        embedded = model.embedding(tokens, documents.get("positions"))
+        stream, outputs = Stream(None, None, embedded), {"embedding": embedded}
+        for i, (stream, _) in enumerate(model.walk(embedded, **documents)):
+            outputs[f"blocks.{i}"] = stream.sum()
+        outputs["norm"] = stream.normed(model.norm)[0]
+        outputs["loss"] = model.loss(tokens, labels, **documents)
         return {name: jnp.isfinite(x).all() for name, x in outputs.items()}
 
-    flags = finite(params, tokens, labels)  # a dict comes back in the order of its names
+    flags = finite(params, tokens, labels, documents)  # a dict comes back in the order of its names
     order = ["embedding", *(f"blocks.{i}" for i in range(len(flags) - 3)), "norm", "loss"]
     return next((name for name in order if not flags[name]), "the gradient")

@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl, TensorBoard events, loss.png, a progress bar or plain lines."""
+"""What a run says: metrics.jsonl, TensorBoard events, a tracker, loss.png, a bar or plain lines."""
 
 import contextlib
 import json
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxllm.files import write_whole
+from jaxllm.train.tracker import Wandb
 
 # Dense bf16 FLOP/s of one device, from the vendor's data sheets, by a part of its name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}
@@ -35,22 +36,33 @@ def peak_memory() -> float | None:
 class RunLog:
     """Writes down one run in `out_dir`; everything up to `start` (a resumed step) is kept.
 
-    A full disk is told and ends no run.
+    A full disk is reported and ends no run.
 
     tokens, flops: of one step over all devices; peak: FLOP/s of all devices together, or None.
+    tracker: gets every row, too.
     """
 
     def __init__(
-        self, out_dir: Path, steps: int, start: int, tokens: int, flops: float, peak: float | None
+        self,
+        out_dir: Path,
+        steps: int,
+        start: int,
+        tokens: int,
+        flops: float,
+        peak: float | None,
+        tracker: Wandb | None = None,
     ):
         self.path = out_dir / "metrics.jsonl"
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
-        _keep_until(self.path, start)
+        before = _keep_until(self.path, start)
+        self.began = time.perf_counter() - seconds_of(before)  # as if nothing had interrupted it
         self.file = self.path.open("ab", buffering=0)
         self.seconds = deque[float](maxlen=20)  # of the last steps
         self.unwritten = b""  # rows that found the disk full
-        self.board: Board | None = Board(out_dir / "tensorboard", start)
+        self.boards: list[Board | Wandb] = [Board(out_dir / "tensorboard", start)]
+        if tracker is not None:
+            self.boards.append(tracker)
         self.console = Console()
         self.bar: Progress | None = None
         if self.console.is_terminal:
@@ -136,23 +148,25 @@ class RunLog:
         if problem := self._flush():
             self.say(f"{self.path} lacks its last rows: {problem}")
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for board in self.boards:
+            with contextlib.suppress(OSError):
+                board.close()
 
     def _write(self, row: dict) -> None:
         # A loss that is not finite stays readable for every JSON reader, as null.
         finite = lambda v: v if isinstance(v, str) or math.isfinite(v) else None
         row = {k: finite(v) for k, v in row.items()}
+        row["seconds"] = round(time.perf_counter() - self.began, 3)
         waiting = bool(self.unwritten)
         self.unwritten += json.dumps(row).encode() + b"\n"
         if (problem := self._flush()) and not waiting:
             self.say(f"{self.path} cannot be written now ({problem}); its rows wait")
-        try:
-            if self.board is not None:
-                self.board.write(row)
-        except OSError as e:
-            self.board = None
-            self.say(f"no more TensorBoard events ({e.strerror}); metrics.jsonl has them all")
+        for board in list(self.boards):
+            try:
+                board.write(row)
+            except OSError as e:
+                self.boards.remove(board)
+                self.say(f"no more {board.name} ({e.strerror or e}); metrics.jsonl has them all")
 
     def _flush(self) -> str | None:
         """Writes all rows that wait; returns why it cannot."""
@@ -171,6 +185,8 @@ class Board:
     run would wait for it for ever.
     """
 
+    name = "TensorBoard events"
+
     def __init__(self, folder: Path, start: int):
         from tensorboardX.event_file_writer import EventsWriter
 
@@ -188,15 +204,14 @@ class Board:
         for name, value in row.items():
             if isinstance(value, str):
                 self._event(row["step"], summary=text(name, value))
-            elif name != "step" and value is not None:
+            elif name not in ("step", "seconds") and value is not None:
                 self._event(row["step"], summary=scalar(name, value))
         if "val_loss" in row:
             self.writer.flush()  # on the disk: too slow for every step
 
     def close(self) -> None:
-        """Writes what is left, if it can."""
-        with contextlib.suppress(OSError):
-            self.writer.close()
+        """Writes what is left; raises OSError on a full disk."""
+        self.writer.close()
 
     def _event(self, step: int, **content) -> None:
         # pyrefly: ignore[missing-module-attribute]
@@ -229,6 +244,13 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
+def seconds_of(rows: list[dict]) -> float:
+    """How long a run has trained, all its processes together, without compiling; 0: not known."""
+    times = (row.get("seconds") for row in rows)
+    # Of a damaged file anything may come, and a timedelta holds no more than 1e13.
+    return max((t for t in times if isinstance(t, int | float) and 0 <= t < 1e10), default=0)
+
+
 def draw_loss(metrics: Path, picture: Path) -> None:
     """Training loss of every step and validation loss, as a PNG."""
     from matplotlib.figure import Figure
@@ -251,12 +273,13 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     os.replace(temporary, picture)
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drops rows after `step`: steps done after the checkpoint are done again."""
+def _keep_until(path: Path, step: int) -> list[dict]:
+    """Drops rows after `step`: steps done after the checkpoint are done again; returns the rest."""
     if not path.exists():
-        return
+        return []
     kept = [r for r in read_metrics(path) if r["step"] <= step]
     write_whole(path, "".join(json.dumps(r) + "\n" for r in kept).encode())
+    return kept
 
 
 def say(text: str) -> None:

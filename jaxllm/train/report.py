@@ -1,4 +1,4 @@
-"""One page about a run, or several over one another: python -m jaxllm.report DIR [DIR ...]
+"""One page about a run, or several over one another: jaxllm report DIR [DIR ...]
 
 The page is one HTML file without any link: it can be sent, and opened without a network.
 """
@@ -9,6 +9,7 @@ import io
 import json
 import re
 import time
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
@@ -17,22 +18,23 @@ import yaml
 from jaxllm.config.command_line import Parser, exit_status
 from jaxllm.errors import InputError
 from jaxllm.files import write_whole
-from jaxllm.train.metrics import read_metrics
+from jaxllm.train.metrics import read_metrics, seconds_of
 
 DOCTYPE = "<!doctype html>"
 INK = "#010203"  # stands for the page's text colour until the picture is in the page
 COLORS = ("#2f7ed8", "#e07b39", "#3aa655", "#b0539f", "#8c6d46", "#d0a215", "#17a2a2", "#c0392b")
 POINTS = 1000  # of one curve
 SAMPLES = 12  # texts of one run
-CHARTS = (  # key of metrics.jsonl, title, unit, and whether it is noisy, begins at 0, is the end
-    ("loss", "Loss", "nats per token; dots: validation", True, False, False),
-    ("loss", "Loss, second half", "nats per token; dots: validation", True, False, True),
-    ("grad_norm", "Gradient norm", "before clipping", True, False, False),
-    ("lr", "Learning rate", "", False, True, False),
-    ("tokens_per_second", "Throughput", "tokens/s", True, True, False),
-    ("mfu", "Model FLOPs utilisation", "share of the peak", True, True, False),
-    ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, True, False),
+CHARTS = (  # key of metrics.jsonl, title, unit, whether it is noisy, scale, whether it is the end
+    ("loss", "Loss", "nats per token; dots: validation", True, "as it is", False),
+    ("loss", "Loss, second half", "nats per token; dots: validation", True, "as it is", True),
+    ("grad_norm", "Gradient norm", "before clipping", True, "log", False),
+    ("lr", "Learning rate", "", False, "from 0", False),
+    ("tokens_per_second", "Throughput", "tokens/s", True, "from 0", False),
+    ("mfu", "Model FLOPs utilisation", "share of the peak", True, "from 0", False),
+    ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, "from 0", False),
 )
+SPIKE = 10  # times the highest median: what a log scale still shows whole
 STYLE = """
 :root { color-scheme: light dark; --line: #8885; --soft: #8882; }
 * { box-sizing: border-box; }
@@ -128,14 +130,17 @@ def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def chart(
-    runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, zero: bool, end: bool
+    runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, scale: str, end: bool
 ) -> str:
     """An inline SVG of the runs' curves, or nothing if no run has the key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
-    curves, dots = [run.points(key) for run in runs], [run.points("val_loss") for run in runs]
+    # A gradient norm that is 0 or not finite has no place on a log scale.
+    shown = lambda points: [p for p in points if p[1] > 0] if scale == "log" else points
+    curves = [shown(run.points(key)) for run in runs]
+    dots = [run.points("val_loss") for run in runs]
     if end:
         half = max((p[0] for points in curves for p in points), default=0) / 2
         curves, dots = (
@@ -158,10 +163,8 @@ def chart(
                 axes.plot(*zip(*smooth(points), strict=True), color=run.color, lw=1.5)
             if validation and key == "loss":
                 axes.plot(*zip(*thin(validation), strict=True), "o", color=run.color, ms=4)
-        if zero:  # single fast steps after a pause are not shown whole
-            highest = max(v for points in curves for _, v in smooth(points))
-            axes.set_ylim(0, 1.15 * highest or 1)
         axes.set(xlabel="step", ylabel=unit)
+        set_scale(axes, curves, scale)
         forms = {"tokens_per_second": EngFormatter(sep=""), "mfu": PercentFormatter(1)}
         axes.yaxis.set_major_formatter(forms.get(key, "{x:g}"))
         axes.spines[["top", "right"]].set_visible(False)
@@ -173,6 +176,24 @@ def chart(
     picture = re.sub("<metadata>.*?</metadata>", "", picture, flags=re.S)
     picture = picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     return f"<figure><figcaption>{html.escape(title)}</figcaption>{picture}</figure>"
+
+
+def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
+    """The y axis from 0 or logarithmic, on which single points do not flatten all others."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    if scale == "as it is":
+        return
+    medians = [v for points in curves for _, v in smooth(points)]
+    if scale == "from 0":  # single fast steps after a pause are not shown whole
+        axes.set_ylim(0, 1.15 * max(medians) or 1)
+        return
+    values = [v for points in curves for _, v in points]
+    lowest, highest = max(min(values), min(medians) / SPIKE), min(max(values), max(medians) * SPIKE)
+    axes.set_yscale("log")
+    axes.set_ylim(lowest / 1.6, highest * 1.6)  # a factor of 2.5: there is a 1, 2 or 5 among them
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def table(head: list[str], rows: list[list]) -> str:
@@ -196,6 +217,7 @@ def summary(run: Loaded) -> dict[str, str]:
         return form.format(choose(values)) if values else ""
 
     steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
+    duration = seconds_of(run.rows)
     wanted = run.settings().get("train.steps", "")
     wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
     return {
@@ -209,6 +231,7 @@ def summary(run: Loaded) -> dict[str, str]:
         "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
         "updates skipped": number("skips", "{}", len),
         "device": str(run.about.get("device", "")),
+        "duration": "" if not duration else str(timedelta(seconds=round(duration))),
         "started": str(run.about.get("started", "")),
     }
 
@@ -265,18 +288,16 @@ def page(runs: list[Loaded]) -> str:
     )
 
 
-def describe(folder: Path, model: str, tokens: int, ops: list) -> None:
+def describe(folder: Path, model: str, tokens: int, device: str, ops: list) -> None:
     """Writes run.json: the model, tokens of a step, device, versions, and how the ops ran."""
     import platform
     from importlib.metadata import version
-
-    import jax
 
     path = folder / "run.json"
     about = {
         "model": model,
         "tokens_per_step": tokens,
-        "device": f"{jax.device_count()} x {jax.local_devices()[0].device_kind}",
+        "device": device,
         "started": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"python": platform.python_version()},
@@ -304,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> None:
-    parser = Parser(prog="python -m jaxllm.report", description=__doc__.partition("\n\n")[2])
+    parser = Parser(prog="jaxllm report", description=__doc__.partition("\n\n")[2])
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's directory")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: report.html in the first directory"

@@ -1,21 +1,21 @@
-"""Trains a model: python train.py --config llama3_small.yaml [--section.key VALUE ...]
+"""Trains a model: jaxllm train --config llama3_small.yaml [--section.key VALUE ...]
 
-Reads the configuration, builds data, model and the compiled step, loops, logs and saves.
+Reads the configuration, builds data, model and compiled step (launch.py), loops, logs and saves.
 """
 
 import contextlib
-import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from math import isfinite
 from pathlib import Path
 
 from jaxllm.config import Config, command_line
 from jaxllm.errors import InputError, RunError, memory_errors
-from jaxllm.files import write_whole
-from jaxllm.train.metrics import RunLog, SilentLog, peak_flops, read_metrics, say
-from jaxllm.train.process import StopSignals, alone, check_kernels, no_long_pauses, set_xla_flags
+from jaxllm.train.metrics import read_metrics, say
+from jaxllm.train.process import StopSignals, alone, no_long_pauses, set_xla_flags
+from jaxllm.train.tracker import check_tracker
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,12 +29,64 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     arguments = command_line.read(argv)
-    command_line.check_trainable(arguments.config)
-    set_xla_flags(arguments.config.train.deterministic)
+    config = arguments.config
+    command_line.check_trainable(config)
+    check_tracker(config)
+    set_xla_flags(config.train.deterministic)
+    if arguments.dry_run:
+        return dry_run(config)
     with contextlib.ExitStack() as held:
-        run = Run(*arguments, held)
+        run = Run(config, arguments.out_dir, arguments.resume, held)
         with StopSignals() as stop, no_long_pauses():
             return run.loop(stop)
+
+
+def dry_run(config: Config) -> int:
+    """Says what a run needs, and that it cannot fit if so; compiles and writes nothing."""
+    import jax
+
+    from jaxllm.train import estimate, launch
+    from jaxllm.train.step import Trainer
+
+    mesh = launch.join_devices(config)
+    estimate.check_fits(config, mesh)
+    trainer = Trainer(config, mesh)
+    tell = say if jax.process_index() == 0 else lambda text: None
+    launch.introduce(trainer, "not opened: this is a dry run", tell)
+    launch.trace_step(trainer, tell)
+    tell(estimate.plan(trainer))
+    return 0
+
+
+class StepClock:
+    """Notes each step while the devices work on the next one, with the time that it took."""
+
+    def __init__(self, note: Callable[[int, dict, float], None], advice: str):
+        """note: called with a step, its metrics and its seconds.  advice: if memory runs out."""
+        self.note, self.advice = note, advice
+        self.under_way: tuple[int, dict] | None = None
+        self.clock = time.perf_counter()
+
+    def started(self, step: int, metrics: dict) -> None:
+        """The devices have got a step: waits for the step before it and notes that."""
+        self._note_last()
+        self.under_way = step, metrics
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Inside, no step is under way, and the time that passes is no step's."""
+        self._note_last()
+        yield
+        self.clock = time.perf_counter()
+
+    def _note_last(self) -> None:
+        if self.under_way is None:
+            return
+        (step, metrics), self.under_way = self.under_way, None
+        with memory_errors(self.advice):
+            values = {name: float(value) for name, value in metrics.items()}  # waits for them
+        before, self.clock = self.clock, time.perf_counter()
+        self.note(step, values, self.clock - before)
 
 
 class Run:
@@ -44,133 +96,76 @@ class Run:
     """
 
     def __init__(self, config: Config, out_dir: Path, resume: bool, held: contextlib.ExitStack):
-        # JAX takes seconds to import: a wrong command line is told before that.
+        # JAX takes seconds to import: a wrong command line is reported before that.
         import jax
 
-        from jaxllm import sharding
         from jaxllm.data import open_dataset
+        from jaxllm.train import estimate, launch
         from jaxllm.train.checkpoint import Checkpoints
         from jaxllm.train.step import Trainer
 
-        self.config, self.out_dir = config, out_dir
-        self.lower = (
-            f"lower train.batch_size={config.train.batch_size}, raise train.grad_accum, or set"
+        self.config, self.out_dir, train = config, out_dir, config.train
+        self.advice = (
+            f"lower train.batch_size={train.batch_size}, raise train.grad_accum, or set"
             " model.remat=block"
         )
-        if config.mesh.distributed:
-            try:
-                jax.distributed.initialize()  # finds the others in the cluster's environment
-            except (ValueError, RuntimeError) as e:
-                raise InputError(
-                    f"mesh.distributed=true finds no other hosts ({e}); start it on each of them"
-                    " by Slurm or another cluster that JAX knows, or set mesh.distributed=false"
-                ) from e
+        self.mesh = launch.join_devices(config)
         self.world, self.rank = jax.process_count(), jax.process_index()
-        self.say = say if self.rank == 0 else lambda text: None
-        self.mesh = sharding.make_mesh(config.mesh)
-        sharding.check_model(config.model, self.mesh)
-        sharding.check_batch(config.train, self.mesh)
-        check_kernels(config)
+        tell = say if self.rank == 0 else lambda text: None
+        estimate.check_fits(config, self.mesh)
+        self.trainer = Trainer(config, self.mesh)
         if resume and self.rank == 0:  # Checkpoints deletes what another's save has not finished
             held.enter_context(alone(out_dir))
-        self.checkpoints = Checkpoints(out_dir / "checkpoints", config.train.keep_checkpoints)
+        self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
-            self.say(f"resume   {out_dir} holds no complete checkpoint: it starts again")
-        weights = None
-        if config.model.init_from and newest is None:
-            from jaxllm.weights.pretrained import check_weights, open_weights
-
-            weights = open_weights(config.model.init_from)
-            check_weights(weights, config)
+            tell(f"resume   {out_dir} holds no complete checkpoint: it starts again")
+        weights = launch.open_initial_weights(config) if newest is None else None
         self.dataset = open_dataset(
             config.data,
-            seq_len=config.train.seq_len,
-            seed=config.train.seed,
+            seq_len=train.seq_len,
+            seed=train.seed,
             vocab_size=config.model.vocab_size,
         )
-        self.trainer = Trainer(config, self.mesh)
         self.start, self.samples = 0, 0
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
-            self._check_unfinished()
-        self.tokens = config.train.batch_size * config.train.seq_len
-        self._introduce()
-        if self.start < config.train.steps:
+            launch.check_unfinished(out_dir, newest, train.steps)
+        launch.introduce(self.trainer, self.dataset.description, tell)
+        if self.start < train.steps:
             self.checkpoints.check_room(self.trainer.abstract_state().saved())
         if newest is not None:
-            self.say(f"resume   from the checkpoint of step {newest} in {out_dir}")
-            saved = self.trainer.abstract_state().saved()
-            self.state = self.trainer.with_copies(self.checkpoints.restore(self.start, saved))
-        elif weights:
-            from jaxllm.weights.pretrained import load_params
-
-            with memory_errors(self.lower):
-                params = load_params(weights, self.trainer.abstract_state().params)
-                self.state = self.trainer.init(params)
-        else:
-            self.state = self.trainer.init()
-        self._compile()
+            tell(f"resume   from the checkpoint of step {newest} in {out_dir}")
+        self.state = launch.first_state(
+            self.trainer, self.checkpoints, newest, weights, self.advice
+        )
+        fresh = self.start == 0
+        self.step_program = launch.compile_step(self.trainer, out_dir, fresh, tell, self.advice)
+        self.evaluate = self.trainer.eval_step()
         if not resume and self.rank == 0:  # here the first file is written
             held.enter_context(alone(out_dir))
             command_line.check_free(out_dir)
         try:
-            self.log = self._open_log()
+            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, tell)
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
     def loop(self, stop: StopSignals) -> int:
-        """Trains to the last step; returns the exit status."""
-        from jaxllm.train.profiling import StepTrace
-
-        train = self.config.train
+        """Trains to the last step or a signal; returns the exit status."""
         batches = self.dataset.train_batches(
-            train.batch_size, self.rank, self.world, start_sample=self.samples
+            self.config.train.batch_size, self.rank, self.world, start_sample=self.samples
         )
         try:
-            if self.start == train.steps:
-                self._complete()
-            waiting = None  # the step before is logged while the devices work on the next
-            trace = StepTrace(self.config.profile.span, self.out_dir / "profile")
-            clock = time.perf_counter()
-            for step in range(self.start + 1, train.steps + 1):
-                if trace.begins(step):
-                    if waiting is not None:
-                        self._note(*waiting, clock)
-                        waiting = None
-                    trace.start()
-                    clock = time.perf_counter()
-                batch = self.trainer.put_batch(next(batches))
-                self.state, metrics = self.step_program(self.state, batch)
-                if waiting is not None:
-                    clock = self._note(*waiting, clock)
-                waiting = (step, metrics)
-                # Read once: a signal from here on is seen a step later, after the last one never.
-                received = stop.received if step < train.steps else None
-                evaluating = self._due(step, train.eval_every) and not received
-                sampling = self._due(step, self.config.sample.every) and not received
-                saving = self._due(step, train.checkpoint_every) or received
-                if evaluating or sampling or saving or trace.ends(step):
-                    self._note(*waiting, clock)
-                    waiting = None
-                    if trace.ends(step):
-                        self.log.say(trace.stop())
-                    val_loss = self._validate(step) if evaluating else None
-                    if sampling:
-                        self._sample(step)
-                    if saving:
-                        self._save(step, val_loss)
-                    clock = time.perf_counter()
-                if received is not None:
-                    self._finish()
-                    self.log.say(
-                        f"stopped by {signal.Signals(received).name} after step {step}, saved:"
-                        f" go on with --resume --out_dir {self.out_dir}"
-                    )
-                    return 128 + received
+            step, received = self._take_steps(batches, stop)
             self._finish()
-            self.log.say(f"done: {self.out_dir}")
+            if received is not None:
+                self.log.say(
+                    f"stopped by {signal.Signals(received).name} after step {step}, saved:"
+                    f" go on with --resume --out_dir {self.out_dir}"
+                )
+                return 128 + received
+            self._sum_up()
             return 0
         except RunError:
             with contextlib.suppress(RunError):
@@ -180,21 +175,50 @@ class Run:
             batches.close()
             self.log.close()
 
-    def _check_unfinished(self) -> None:
-        """Raises InputError for a run that has all of its steps and its report.
+    def _take_steps(self, batches: Iterator[dict], stop: StopSignals) -> tuple[int, int | None]:
+        """Takes all steps, or those until a signal; returns (the last step, the signal)."""
+        from jaxllm.train.profiling import StepTrace
 
-        One that was killed after its last checkpoint lacks the report, or has one of before.
-        """
-        steps, report = self.config.train.steps, self.out_dir / "report.html"
-        metrics = self.out_dir / "metrics.jsonl"
-        reported = report.exists() and not (
-            metrics.exists() and metrics.stat().st_mtime_ns > report.stat().st_mtime_ns
-        )
-        if self.start > steps or (self.start == steps and reported):
-            raise InputError(
-                f"{self.out_dir} is at step {self.start} of train.steps={steps}; raise"
-                " --train.steps to go on"
-            )
+        steps = self.config.train.steps
+        if self.start == steps:
+            self._complete()
+        trace = StepTrace(self.config.profile.span, self.out_dir / "profile")
+        clock = StepClock(self._note, self.advice)
+        for step in range(self.start + 1, steps + 1):
+            if trace.begins(step):
+                with clock.stopped():
+                    trace.start()
+            batch = self.trainer.put_batch(next(batches))
+            self.state, metrics = self.step_program(self.state, batch)
+            clock.started(step, metrics)
+            # Read once: a signal from here on is seen a step later, after the last one never.
+            received = stop.received if step < steps else None
+            if trace.ends(step) or self._pauses_after(step) or received is not None:
+                with clock.stopped():
+                    if trace.ends(step):
+                        self.log.say(trace.stop())
+                    self._evaluate_sample_save(step, stopping=received is not None)
+            if received is not None:
+                return step, received
+        return steps, None
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.config.train.steps or (every > 0 and step % every == 0)
+
+    def _pauses_after(self, step: int) -> bool:
+        train = self.config.train
+        every = (train.eval_every, self.config.sample.every, train.checkpoint_every)
+        return any(self._due(step, e) for e in every)
+
+    def _evaluate_sample_save(self, step: int, stopping: bool) -> None:
+        """What is due after a step; one after which the run stops is only saved."""
+        train, val_loss = self.config.train, None
+        if self._due(step, train.eval_every) and not stopping:
+            val_loss = self._validate(step)
+        if self._due(step, self.config.sample.every) and not stopping:
+            self._sample(step)
+        if self._due(step, train.checkpoint_every) or stopping:
+            self._save(step, val_loss)
 
     def _complete(self) -> None:
         """Does what is done after the last step and a run killed there lacks."""
@@ -204,70 +228,6 @@ class Run:
             self._validate(self.start)
         if "sample" not in there:
             self._sample(self.start)
-
-    def _introduce(self) -> None:
-        import jax
-
-        from jaxllm.models import flops_per_token
-
-        kind = jax.devices()[0].device_kind
-        peak = peak_flops(kind)
-        flops = flops_per_token(self.config.model, self.config.train.seq_len)
-        self.flops, self.peak = flops * self.tokens, peak and peak * jax.device_count()
-        self.say(f"model    {self.config.model.type}, {self.trainer.n_params:,} parameters")
-        self.say(f"data     {self.dataset.description}")
-        self.say(f"devices  {jax.device_count()} x {kind}, mesh {dict(self.mesh.shape)}")
-        if peak is not None:
-            self.say(
-                f"MFU      {flops:,.0f} FLOPs a token (6 x matmul parameters + sequence mixing)"
-                f" x tokens/s / ({jax.device_count()} x {peak / 1e12:.0f} TFLOP/s)"
-            )
-
-    def _compile(self) -> None:
-        import jax
-
-        from pallas_kernels import dispatch
-
-        if jax.default_backend() == "gpu":
-            # A resumed process has to run the very program of the first: XLA picks its matmuls by
-            # timing them, so another compilation may pick others and differ in the last bit.
-            compiled = self.out_dir.resolve() / "compiled"
-            if self.start == 0 and self.rank == 0:  # killed while it wrote, it left half a program
-                shutil.rmtree(compiled, ignore_errors=True)
-            jax.config.update("jax_compilation_cache_dir", str(compiled))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        clock = time.perf_counter()
-        try:
-            traced = self.trainer.trace_train_step()
-        except NotImplementedError as e:  # only kernels=mosaic insists
-            raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
-        self.ops = dispatch.decisions()
-        self.say("kernels  " + dispatch.explain().replace("\n", "\n         "))
-        with memory_errors(self.lower):
-            self.step_program = traced.lower().compile()
-        seconds = time.perf_counter() - clock
-        self.say(f"compiled in {seconds:.1f} s, writing to {self.out_dir}")
-        self.evaluate = self.trainer.eval_step()
-
-    def _open_log(self) -> RunLog | SilentLog:
-        """Makes the run's directory and what is known of it from the start."""
-        if self.rank != 0:
-            return SilentLog()
-        from jaxllm.train import report
-
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        if self.dataset.tokenizer is not None:  # whoever has the directory can read its tokens
-            path, tokenizer = self.out_dir / "tokenizer.json", self.dataset.tokenizer.path
-            if path.exists() and path.read_bytes() != tokenizer.read_bytes():
-                raise InputError(
-                    f"{path} is another tokenizer than the data's; name another out_dir"
-                )
-            write_whole(path, tokenizer.read_bytes())
-        write_whole(self.out_dir / "config.yaml", self.config.to_yaml().encode())
-        model = f"{self.config.model.type}, {self.trainer.n_params:,} parameters"
-        report.describe(self.out_dir, model, self.tokens, self.ops)
-        steps = self.config.train.steps
-        return RunLog(self.out_dir, steps, self.start, self.tokens, self.flops, self.peak)
 
     def _finish(self) -> None:
         """Waits for the last checkpoint; leaves loss.png and report.html."""
@@ -283,33 +243,33 @@ class Run:
                 except (InputError, OSError) as e:  # nothing was logged yet, or the disk is full
                     self.log.say(f"no report.html: {e}")
 
-    def _due(self, step: int, every: int) -> bool:
-        return step == self.config.train.steps or (every > 0 and step % every == 0)
+    def _sum_up(self) -> None:
+        from jaxllm.train.summary import closing
 
-    def _note(self, step: int, metrics: dict, began: float) -> float:
-        """Waits for a step, logs it, and returns the time when it was done."""
-        with memory_errors(self.lower):
-            values = {k: float(v) for k, v in metrics.items()}
-        now = time.perf_counter()
+        if self.rank == 0:
+            self.log.say(closing(self.out_dir, self.config.sample.prompt))
+
+    def _note(self, step: int, values: dict[str, float], seconds: float) -> None:
+        """Logs a step that is done; raises RunError after too many that were skipped."""
+        train = self.config.train
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
-        if skips or self._due(step, self.config.train.log_every):
-            self.log.train(step, loss, lr, norm, now - began, int(skips))
-        if skips:
-            self.log.say(
-                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: update skipped"
-                f" ({skips:.0f} in a row)"
-            )
-        if skips >= self.config.train.max_skips:
+        if skips or self._due(step, train.log_every):
+            self.log.train(step, loss, lr, norm, seconds, int(skips))
+        if not skips:
+            return
+        self.log.say(
+            f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: update skipped"
+            f" ({skips:.0f} in a row)"
+        )
+        if skips >= train.max_skips:
             raise RunError(self._why_skipped(step, isfinite(loss) and isfinite(norm)))
-        return now
 
     def _why_skipped(self, step: int, finite: bool) -> str:
         """One line on the step, its data, and the first layer that is not finite if it was that."""
         train, sample = self.config.train, self._samples_at(step - 1)
-        samples = f"{sample} to {sample + train.batch_size - 1}"
         text = (
             f"{train.max_skips} updates in a row were skipped (train.max_skips), up to step {step}"
-            f" on the samples {samples};"
+            f" on the samples {sample} to {sample + train.batch_size - 1};"
         )
         if finite:
             return f"{text} its loss is a spike; raise train.skip_spikes={train.skip_spikes}"
@@ -368,9 +328,13 @@ class Run:
             self.log.say("no sample: sample.prompt is empty")
             return
         rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        # A model that never saw two documents at once has nothing to say behind an end.
+        ends = tokenizer.ends if self.dataset.separator is not None else ()
         try:
-            with memory_errors(self.lower), jax.set_mesh(self.mesh):
-                tokens = generate(self.trainer.graph, self.state.params, prompt, config, rows=rows)
+            with memory_errors(self.advice), jax.set_mesh(self.mesh):
+                tokens = generate(
+                    self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
+                )
         except RunError as e:
             self.log.say(f"no sample: {e}")
             return

@@ -51,9 +51,10 @@ class Trainer:
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         dtype = jnp.dtype(config.model.compute_dtype)
+        is_variable = lambda node: isinstance(node, nnx.Variable)
         self.copied = [  # leaf by leaf
-            p.ndim == 2 and p.dtype != dtype and path[0].key == "blocks"
-            for path, p in jax.tree.leaves_with_path(self.abstract_params)
+            bool(p.get_metadata().get("copied")) and p.dtype != dtype
+            for p in jax.tree.leaves(self.abstract_params, is_leaf=is_variable)
         ]
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         self.state_shardings = self._state_shardings(self.abstract_params)
@@ -108,8 +109,8 @@ class Trainer:
         dtype = self.config.model.compute_dtype
         return tuple(p.astype(dtype) for p in self._matrices(params))
 
-    def _working(self, state: TrainState) -> nnx.State:
-        """The parameters, with the copies where there are any."""
+    def working(self, state: TrainState) -> nnx.State:
+        """The parameters of the matmuls: the copies where there are any."""
         leaves, structure = jax.tree.flatten(state.params)
         copies = iter(state.copies)
         return jax.tree.unflatten(
@@ -126,12 +127,18 @@ class Trainer:
         )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a batch: tokens and labels (B, T) int32, divided over data and fsdp."""
+        """Shapes of a batch: (B, T) int32 each, divided over data and fsdp.
+
+        tokens and labels; with data.pack=documents segment_ids and positions, too.
+        """
         train = self.config.train
         like = jax.ShapeDtypeStruct(
             (train.batch_size, train.seq_len), jnp.int32, sharding=self.batch_sharding
         )
-        return {"tokens": like, "labels": like}
+        names = ["tokens", "labels"]
+        if self.config.data.pack == "documents":
+            names += ["segment_ids", "positions"]
+        return dict.fromkeys(names, like)
 
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
         """This process's rows of a batch (numpy) as one array over all devices."""
@@ -166,7 +173,7 @@ class Trainer:
 
     def _loss_sum(self, params, batch, scale=1.0) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(self.graph, params)
-        loss = model.loss(batch["tokens"], batch["labels"], scale=scale)
+        loss = model.loss(**batch, scale=scale)
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
@@ -176,7 +183,7 @@ class Trainer:
             return self._loss_sum(params, part, 1 / count)[0]
 
         grad = jax.value_and_grad(mean_loss)
-        working = self._working(state)
+        working = self.working(state)
         parts = self.config.train.grad_accum
         if parts == 1:
             loss, grads = grad(working, batch)

@@ -1,4 +1,4 @@
-"""python -m jaxllm.convert SOURCE OUT: Hugging Face folders into our checkpoints, and back.
+"""jaxllm convert SOURCE OUT: Hugging Face folders into our checkpoints, and back.
 
 What SOURCE is says the direction.  A Hugging Face folder (GPT-2, Llama 3, xLSTM: config.json and
 safetensors) becomes a run's directory: config.yaml, with which train.py trains on from these
@@ -8,7 +8,6 @@ weights, and a checkpoint of the parameters alone.  A run's directory becomes a 
 import contextlib
 import os
 import shutil
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +18,7 @@ from jaxllm.errors import InputError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: could not be written, 2: bad input,
     130: interrupted."""
-    parser = Parser(
-        prog="python -m jaxllm.convert",
-        description=__doc__.partition(": ")[2],
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="jaxllm convert", description=__doc__.partition(": ")[2])
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder, see above")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     parser.add_argument("--step", type=int, help="of a run: its checkpoint (default: the newest)")
@@ -65,7 +60,7 @@ def convert(source: Path, out: Path, step: int | None = None, dtype: str | None 
                 raise InputError(f"{option} is for a run's directory; {source} is not one")
         with _new_folder(out) as folder:
             _from_huggingface(weights, folder, out)
-        said = f"train on with: train.py --config {out / 'config.yaml'}"
+        said = f"train on with: jaxllm train --config {out / 'config.yaml'}"
     print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {said}")
 
 

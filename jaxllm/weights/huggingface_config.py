@@ -217,6 +217,15 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
             f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
             " transformers refuses such a Llama, so it cannot be written for it"
         )
+    if config.type != "vlstm":
+        # A window that no text exceeds hides nothing.
+        window = None if (config.window or 0) >= config.max_seq_len else config.window
+        for key, value in (("window", window), ("softcap", config.softcap)):
+            if value is not None:
+                raise InputError(
+                    f"model.{key}={value}: transformers has none in a {config.type} model, so it"
+                    " cannot be written for it"
+                )
     name, kind = next((name, kind) for name, kind in KINDS.items() if kind.ours == config.type)
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # transformers' own defaults may lie outside this vocabulary

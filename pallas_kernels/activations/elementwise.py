@@ -1,8 +1,11 @@
 """The kernel under gelu and swiglu: one function of every element, over arrays of one shape.
 
 The arrays are taken flat.  A block of 128 threads loads `_BLOCK` consecutive elements of each,
-computes in float32, and stores.  Nothing is shared between threads, so the only question is how
-many bytes are under way at once; the fewer instructions an element takes, the more memory decides.
+computes in float32, and stores.  Threads share nothing, so only the number of bytes in flight
+matters; the fewer instructions an element takes, the closer the kernel comes to a plain copy.
+
+    arrays   |<- _BLOCK ->|<- _BLOCK ->|   ...   |<- _BLOCK ->|<- rest ->|
+    blocks         0            1                   whole - 1    whole (from padded copies: "ends")
 """
 
 import functools
@@ -15,14 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 
-# TB/s on an H100 (its copy: 3.03) at 8192x14336, bfloat16, by the elements of a block:
-#          gelu  its gradient  swiglu  its gradient
-#   1024   3.02      3.09       3.06      3.03
-#   2048   3.02      3.05       3.05      3.03
-#   4096   3.02      3.07       3.07      3.04
-#   8192   3.00      3.06       3.07      3.01
-# A block that goes on to three more (2.93 to 2.99) and TMA pipelines (2.57 to 2.89) are slower: new
-# blocks keep more loads under way than a loop does.
+# 1024 to 8192 elements are within 1% on an H100; loops and TMA are slower (docs/performance.md).
 _BLOCK = 4096  # 128 threads x 4 vectors of 8
 
 
@@ -39,12 +35,12 @@ def why_not(**arrays) -> str | None:
 
 
 def sigmoid(z):
-    """1 / (1 + exp(-z)) inside a kernel; no digits are lost in either tail."""
+    """1 / (1 + exp(-z)) inside a kernel, accurate in both tails."""
     return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
 
 
 def quick_sigmoid(z):
-    """The same through rsqrt, 4 instructions fewer (division's guards), twice the rounding."""
+    """The same through rsqrt: 4 instructions fewer (division's guards), twice the error."""
     return jnp.square(lax.rsqrt(1 + jnp.exp(-z)))
 
 
@@ -55,42 +51,41 @@ def elementwise(tile, *arrays, name, outputs=1):
     Returns a tuple of arrays of that shape and dtype.
     """
     x = arrays[0]
-    layout = plgpu.Layout.WG_STRIDED((_BLOCK,), 16 // x.dtype.itemsize)  # 16 bytes a load
     whole, rest = divmod(x.size, _BLOCK)
-    # Kernels do not check bounds, so what is left after the last whole block comes as padded
-    # arrays of its own and is put in place afterwards: only the remainder is copied.
+    # Kernels do not check bounds, so what remains after the last whole block comes as padded arrays
+    # of its own, and its results are put in place afterwards: only the remainder is copied.
     flat = [a.reshape(-1) for a in arrays]
     ends = [mosaic.pad_axis(a[whole * _BLOCK :], 0, _BLOCK) for a in flat] if rest else []
-
-    def block(sources, targets, where):
-        results = tile(*(mosaic.load(r.at[where], layout) for r in sources))
-        for ref, result in zip(targets, results, strict=True):
-            mosaic.store(ref.at[where], result)
-
-    def body(*refs):
-        sources, targets = refs[: len(flat + ends)], refs[len(flat + ends) :]
-        i = lax.axis_index("block")
-        if not rest:
-            block(sources, targets, pl.ds(i * _BLOCK, _BLOCK))
-            return
-        if whole:
-            pl.when(i < whole)(
-                lambda: block(sources[: len(flat)], targets[:outputs], pl.ds(i * _BLOCK, _BLOCK))
-            )
-        pl.when(i == whole)(
-            lambda: block(sources[len(flat) :], targets[outputs:], pl.ds(0, _BLOCK))
-        )
-
-    body.__name__ = name
-    results = mosaic.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((x.size,), x.dtype)] * outputs
-        + [jax.ShapeDtypeStruct((_BLOCK,), x.dtype)] * (outputs if rest else 0),
+    like = lambda size: [jax.ShapeDtypeStruct((size,), x.dtype)] * outputs
+    results, end_results = mosaic.kernel(
+        functools.partial(_body, tile, whole),
+        name=name,
+        out_type=[like(x.size), like(_BLOCK) if rest else []],
         grid=(whole + bool(rest),),
         grid_names=("block",),
-        # exp in two instructions in place of seven, flushing to zero, where 16 bits hide the error.
+        # exp in two instructions instead of seven, flushing to zero, where 16 bits hide the error.
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
-    )(*flat, *ends)
+    )(flat, ends)
     if rest:
-        results = mosaic.put_ends(results, whole * _BLOCK, rest)
+        results = mosaic.put_ends(results, end_results, whole * _BLOCK, rest)
     return tuple(y.reshape(x.shape) for y in results)
+
+
+def _body(tile, whole, sources, end_sources, targets, end_targets):
+    """One block: one of the `whole` ones, or what remains at the end."""
+    i = lax.axis_index("block")
+    in_arrays = lambda: _compute(tile, sources, targets, pl.ds(i * _BLOCK, _BLOCK))
+    if not end_sources:
+        in_arrays()
+        return
+    if whole:
+        pl.when(i < whole)(in_arrays)
+    pl.when(i == whole)(lambda: _compute(tile, end_sources, end_targets, pl.ds(0, _BLOCK)))
+
+
+def _compute(tile, sources, targets, where):
+    """Loads `where` of every source, computes, stores to every target."""
+    layout = plgpu.Layout.WG_STRIDED((_BLOCK,), 16 // sources[0].dtype.itemsize)  # 16 bytes a load
+    results = tile(*(mosaic.load(ref.at[where], layout) for ref in sources))
+    for ref, result in zip(targets, results, strict=True):
+        mosaic.store(ref.at[where], result)

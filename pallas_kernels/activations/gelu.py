@@ -2,20 +2,20 @@
 
     gelu(z) = z (1 + tanh(u)) / 2,   u = sqrt(2/pi) (z + 0.044715 z^3),   z = x + bias
 
-Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2.  The kernels use the equal form
-z sigmoid(2 u), which takes fewer instructions and keeps its digits where tanh is close to -1.  The
-backward pass recomputes the sigmoid from z, so nothing but z is saved.  Both directions move bytes
-only: z is read once and y written once (backward: z and dy read, dx written).
+Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2.  The kernels use the equivalent
+z sigmoid(2 u), which takes fewer instructions and stays accurate where tanh is close to -1.  The
+backward pass recomputes the sigmoid from z, so only z is saved.  Both directions are bound by
+memory: z is read once and y written once (backward: z and dy read, dx written).
 
-With a bias, x is what a matmul has made, and cuBLASLt can add the bias and take the GELU while the
-product is in registers: XLA asks it to where it finds the formula written out in x's dtype right
-behind the matmul.  So the forward pass in bf16 is that formula, and no kernel: it saves a pass over
-x, 0.4 of GPT-2 124M's 57.4 ms a step on an H100.  The gradient of the bias, the sum of dx over all
+With a bias, x comes from a matmul, and cuBLASLt can add the bias and apply GELU while the product
+is in registers: XLA asks for this epilogue where it finds the formula in x's dtype directly after
+the matmul.  So the forward pass in bf16 is that formula and not a kernel: this saves a pass over x,
+0.4 of GPT-2 124M's 57.4 ms a step on an H100.  The gradient of the bias, the sum of dx over all
 rows, is taken while dx is in registers: XLA would read dx once more, which costs a third of the
 backward kernel's time.
 
 `gelu_linear` multiplies the result by a weight.  Its backward pass begins with a matmul, dy W^T,
-whose result only the kernel above needs: there both are one kernel, and dy W^T is never written.
+whose result only the kernel above needs: there one kernel does both, and dy W^T is never written.
 """
 
 import functools
@@ -66,17 +66,17 @@ def gelu_linear(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
-    """gelu(x, bias) @ weight.  Where its kernel cannot take the call: `gelu`, and a matmul.
+    """gelu(x, bias) @ weight, with a kernel for its backward pass.
 
     The kernel takes bfloat16 or float16, x and weight of one dtype, rows and F in multiples of 128,
-    C of 64.  Raises ValueError for shapes that do not fit, and what `gelu` raises.
+    C of 64.  Other calls are `gelu` and a matmul, and NotImplementedError under
+    implementation="mosaic".  Raises ValueError for shapes that do not fit.
     """
     if bias.shape != x.shape[-1:] or weight.ndim != 2 or weight.shape[:1] != x.shape[-1:]:
         shapes = f"x {x.shape}, bias {bias.shape} and weight {weight.shape}"
         raise ValueError(f"{shapes} do not fit: (..., F), (F,) and (F, C) do")
-    if reason := why_not(x, bias) or matmul_epilogue.linear_why_not(weight, x):
-        dispatch.tell(dispatch.Decision("gelu_linear", "xla", f"gelu and a matmul: {reason}"))
-    elif dispatch.use_kernel("gelu_linear", implementation, None, "sm_90a"):
+    reason = linear_why_not(x, bias, weight)
+    if dispatch.use_kernel("gelu_linear", implementation, reason, "sm_90a"):
         _tell_of_forward("gelu_linear", x)
         y = _gelu_linear(x.reshape(-1, bias.size), bias, weight)
         return y.reshape(*x.shape[:-1], -1)
@@ -106,6 +106,11 @@ def why_not(x, bias=None) -> str | None:
     return mosaic.unsupported_dtype(x=x, bias=bias) or mosaic.empty(x=x)
 
 
+def linear_why_not(x, bias, weight) -> str | None:
+    """Why the kernels of `gelu_linear` cannot take this call, or None."""
+    return matmul_epilogue.linear_why_not(weight, x) or why_not(x, bias)
+
+
 def _forward_tile(x):
     return (x * sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * (x * x))),)
 
@@ -130,47 +135,23 @@ _gelu.defvjp(
 
 # ---- with a bias -----------------------------------------------------------------------------
 
-_ROWS = 64  # of a block: its partial sums of the bias' gradient are 1% of the bytes it moves
+_BLOCK_ROWS = 64  # a block's partial sums of the bias' gradient are 1% of the bytes it moves
 _IN_FLIGHT = 4  # rows whose loads a thread issues before it computes
 
 
 @jax.jit  # lowered once per shape
-def _backward_rows(z, dy):
+def _backward_and_sum(z, dy):
     """(dx, its sum over the rows in float32) of z and dy (N, F).
 
     A block takes a panel of up to 1024 columns and 64 rows, a few rows at a time.  Every thread
-    keeps to its columns, so that it can hold their sums.
+    stays in its columns, so that it can keep their sums in registers.
     """
     n, f = z.shape
     vec = math.gcd(f // 128, 16 // z.dtype.itemsize)  # loads of 16 bytes, if they divide the row
-    width = 128 * vec
-    layout = plgpu.Layout.WG_STRIDED((width,), vec)
-
-    def gelu_backward(z_ref, dy_ref, dx_ref, sums_ref):
-        block = lax.axis_index("rows")
-        columns = pl.ds(lax.axis_index("panel") * width, width)
-        load = lambda ref, row: mosaic.load(ref.at[row, columns], layout)
-
-        def add(first, count, total):
-            pairs = [(load(z_ref, first + i), load(dy_ref, first + i)) for i in range(count)]
-            for i, pair in enumerate(pairs):
-                (dx,) = _backward_tile(*pair)
-                mosaic.store(dx_ref.at[first + i, columns], dx)
-                total += dx
-            return total
-
-        start = block * _ROWS
-        end = jnp.minimum(start + _ROWS, n) if n % _ROWS else start + _ROWS
-        steps = (end - start) // _IN_FLIGHT
-        several = lambda i, total: add(start + i * _IN_FLIGHT, _IN_FLIGHT, total)
-        total = lax.fori_loop(0, steps, several, mosaic.zeros((width,), layout))
-        rest = start + steps * _IN_FLIGHT
-        total = lax.fori_loop(rest, end, lambda row, total: add(row, 1, total), total)
-        mosaic.store(sums_ref.at[block, columns], total)
-
-    blocks = mosaic.cdiv(n, _ROWS)
+    width, blocks = 128 * vec, mosaic.cdiv(n, _BLOCK_ROWS)
     dx, sums = mosaic.kernel(
-        gelu_backward,
+        functools.partial(_panel, vec),
+        name="gelu_backward",
         out_type=[
             jax.ShapeDtypeStruct(z.shape, z.dtype),
             jax.ShapeDtypeStruct((blocks, f), jnp.float32),
@@ -179,6 +160,39 @@ def _backward_rows(z, dy):
         compiler_params=plgpu.CompilerParams(approx_math=z.dtype.itemsize == 2),
     )(z, dy)
     return dx, sums.sum(0)
+
+
+def _panel(vec, z_ref, dy_ref, dx_ref, sums_ref):
+    """One block: dx of its panel of columns, for its rows, and the sums of dx over these rows."""
+    n, width = z_ref.shape[0], 128 * vec
+    layout = plgpu.Layout.WG_STRIDED((width,), vec)
+    block = lax.axis_index("rows")
+    columns = pl.ds(lax.axis_index("panel") * width, width)
+    z, dy, dx = (ref.at[:, columns] for ref in (z_ref, dy_ref, dx_ref))
+    add = functools.partial(_rows_of_panel, layout, z, dy, dx)
+
+    # Several rows at a time, as long as there are so many.
+    start = block * _BLOCK_ROWS
+    end = jnp.minimum(start + _BLOCK_ROWS, n) if n % _BLOCK_ROWS else start + _BLOCK_ROWS
+    steps = (end - start) // _IN_FLIGHT
+    several = lambda i, total: add(start + i * _IN_FLIGHT, _IN_FLIGHT, total)
+    total = lax.fori_loop(0, steps, several, mosaic.zeros((width,), layout))
+
+    # One row at a time to the end.
+    rest = start + steps * _IN_FLIGHT
+    total = lax.fori_loop(rest, end, lambda row, total: add(row, 1, total), total)
+    mosaic.store(sums_ref.at[block, columns], total)
+
+
+def _rows_of_panel(layout, z_ref, dy_ref, dx_ref, first, count, total):
+    """Writes dx of `count` rows from `first` on and adds it to `total`."""
+    load = lambda ref, row: mosaic.load(ref.at[row], layout)
+    pairs = [(load(z_ref, first + i), load(dy_ref, first + i)) for i in range(count)]
+    for i, pair in enumerate(pairs):
+        (dx,) = _backward_tile(*pair)
+        mosaic.store(dx_ref.at[first + i], dx)
+        total += dx
+    return total
 
 
 @jax.custom_vjp
@@ -193,7 +207,7 @@ def _forward_of_sum(x, bias):
 
 
 def _in_the_matmul(z):
-    """The formula in z's dtype, in the order in which XLA looks for it behind a matmul."""
+    """The formula in z's dtype, in the form that XLA recognises after a matmul."""
     return z * (0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * (z * z * z)))))
 
 
@@ -205,7 +219,7 @@ def _tell_of_forward(op, x):
 
 def _backward_of_sum(saved, dy):
     z, like_bias = saved
-    dx, dbias = _backward_rows(z, dy)
+    dx, dbias = _backward_and_sum(z, dy)
     return dx, dbias.astype(like_bias.dtype)
 
 

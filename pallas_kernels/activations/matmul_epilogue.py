@@ -1,19 +1,28 @@
-"""A matmul on Hopper whose results go through a function of theirs before they leave the SM.
+"""A matmul on Hopper with an epilogue: a function of its results before they leave the SM.
 
     acc = a b^T (float32),   outputs = tile(*inputs, acc)   element by element
 
-XLA's matmul writes its product, and the kernel after it reads it again; here that function works on
-the accumulator.  Of use where it reads and writes much, as the backward pass of an activation does.
+XLA's matmul writes its product, and the kernel after it reads it again; here the epilogue works on
+the accumulator.  This pays where the epilogue reads and writes much, as the backward pass of an
+activation does.
 
-One block stays on each SM and takes tile after tile of 128 x 128.  Its two warpgroups take every
-other tile each: while one has the tensor core, the other does what comes after the matmul for the
-tile before ("ping-pong").  Steps of a and b come through one ring of `_STAGES` buffers, chunks of
-the inputs through another, both in the order of the tiles.  Who has read a buffer fills it again at
-once, if need be for the other warpgroup's tile: so nobody ever waits for a buffer to be free.
-Outputs leave through the buffers of the inputs, where a thread overwrites what it alone has read.
+One block stays on each SM and takes tile after tile of 128 x 128.  Its two warpgroups alternate:
+while one has the tensor core, the other runs the epilogue of the tile before ("ping-pong").
+
+    warpgroup 0   | matmul, tile 0 | epilogue 0     | matmul, tile 2 | epilogue 2     | ...
+    warpgroup 1                    | matmul, tile 1 | epilogue 1     | matmul, tile 3 | ...
+
+    step s of K      a (128, 64)  b (128, 64)   ring of `stages` buffers,   step_bars[wg, stage]
+    chunk c of F     each input (128, 64)       ring of `slots` buffers,    chunk_bars[wg, slot]
+
+Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
+once, for the other warpgroup's tile if need be: so nobody ever waits for a free buffer.  A barrier
+has one copy for each warpgroup, which waits for its own tiles only.  Outputs leave through the
+buffers of the inputs, where a thread overwrites only what it has read itself.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +36,12 @@ from pallas_kernels.mosaic import WGMMA
 _TILE = 128  # rows and columns of a tile: 128 accumulators a thread
 _STEP = 64  # of K: 128 bytes, one swizzle
 _CHUNK = 64  # columns of the inputs that are copied at a time
-_PART = 64  # rows of a chunk that are computed at a time: all 128 spill in GELU (ptxas 13.5)
+_PART = 64  # rows of a chunk that are computed at a time: with all 128 GELU spills (ptxas 13.5)
 
-# Buffers of 32 KB for steps, and of 64 KB in all for chunks; rows of tiles worked on together.  GPU
-# ms on an H100 of the backward pass of SwiGLU in llama3_124m, in llama3_1b, of GELU in gpt2_124m:
-#
-#   stages, slots    124m   1b     stages, slots  GELU    group   124m   1b     GELU
-#   5, 2             0.250  0.493  5, 4           0.362   8       0.250  0.493  0.362
-#   4, 3             0.265  0.524  4, 6           0.357   16      0.253  0.497  0.360
-#   3, 4             0.303         6, 2           0.374   32             0.518
-#   matmul, kernel   0.369  0.582                 0.445
-#
-# Within 2% of it: b by multicast to two blocks; a strict order of the two warpgroups' matmuls.
-# Since then: the sigmoid by rsqrt (0.244, 0.490, 0.338), only GELU's sums in turn (0.32).
-_STAGES = 5
-_SLOTS = 4  # of one array; of two arrays half as many
-_GROUP = 8
+# The best of the sweep in docs/performance.md, which has the times of the neighbours too.
+_STAGES = 5  # buffers of 32 KB for steps
+_SLOTS = 4  # buffers of 16 KB for chunks of one array; of two arrays half as many
+_GROUP = 8  # rows of tiles that blocks work on together
 
 
 def linear_why_not(weight, *inputs) -> str | None:
@@ -65,7 +64,7 @@ def linear_why_not(weight, *inputs) -> str | None:
 
 
 def linear_backward(inputs, h, weight, dy, tile, **options):
-    """Gradients of h @ weight, h = f(*inputs): what `matmul_then` gives, and that of weight.
+    """Gradients of h @ weight, h = f(*inputs): those of the inputs (`matmul_then`), and of weight.
 
     inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f.
     """
@@ -82,160 +81,227 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     sms: blocks of the grid.
     """
     (n, k), f = a.shape, b.shape[0]
-    dtype = a.dtype
-    rows, columns, steps, chunks = n // _TILE, f // _TILE, k // _STEP, _TILE // _CHUNK
-    blocks = min(sms, rows * columns)
+    rows, columns, steps = n // _TILE, f // _TILE, k // _STEP
     buffers = max(len(inputs), outputs)
-    stages = min(_STAGES, steps)
     slots = _SLOTS // buffers
-    ahead = slots // chunks  # tiles whose inputs there are buffers for
-
-    def body(a_ref, b_ref, *refs):
-        sources, refs = refs[: len(inputs)], refs[len(inputs) :]
-        targets, refs = refs[:outputs], refs[outputs:]
-        sums_ref, refs = (refs[0], refs[1:]) if sums else (None, refs)
-        a_smem, b_smem, *refs = refs
-        smems, (full, in_full, turn) = refs[:buffers], refs[buffers:]
-        wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        count = lax.div(rows * columns - 1 - block, jnp.int32(blocks)) + 1  # tiles of this block
-        stage_of = lambda i, s: lax.rem(i * steps + s, jnp.int32(stages))
-        slot_of = lambda i, c: lax.rem(i, jnp.int32(ahead)) * chunks + c
-
-        def where(i):
-            """(row, column) of this block's i-th tile; neighbours share a and b in the L2.
-
-            Past the last tile: those of the last.
-            """
-            tile = block + jnp.minimum(i, count - 1) * blocks
-            above = lax.div(tile, jnp.int32(_GROUP * columns)) * _GROUP
-            height = jnp.minimum(_GROUP, rows - above)  # the last group may be a low one
-            rest = tile - above * columns
-            return above + lax.rem(rest, height), lax.div(rest, height)
-
-        def copy_step(i, row, column, s):
-            """Step s of a and b of the i-th tile."""
-            stage = stage_of(i, s)
-            bar = full.at[lax.rem(i, jnp.int32(2)) * stages + stage]
-            at = pl.ds(s * _STEP, _STEP)
-            for ref, smem, first in (a_ref, a_smem, row), (b_ref, b_smem, column):
-                source = ref.at[pl.ds(first * _TILE, _TILE), at]
-                plgpu.copy_gmem_to_smem(source, smem.at[stage], bar)
-
-        def copy_chunk(i, row, column, c):
-            """Chunk c of the inputs of the i-th tile."""
-            slot = slot_of(i, c)
-            bar = in_full.at[lax.rem(i, jnp.int32(2)) * slots + slot]
-            at = pl.ds(row * _TILE, _TILE), pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
-            for source, smem in zip(sources, smems, strict=False):
-                plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
-
-        def multiply(i, here, acc):
-            after = where(i + 1)
-
-            def step(s):
-                stage = stage_of(i, s)
-                plgpu.barrier_wait(full.at[wg * stages + stage])
-                plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage].transpose((1, 0)))
-
-            def refill(s):  # the buffer of step s, with what comes `stages` steps later
-                s += stages
-                over = lax.convert_element_type(s >= steps, jnp.int32)  # 1: in the next tile
-                row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
-
-                @pl.when(i + over < count)
-                def _():
-                    copy_step(i + over, row, column, s - over * steps)
-
-            step(0)
-
-            @pl.loop(1, steps)
-            def _(s):
-                step(s)
-                plgpu.wgmma_wait(1)
-                refill(s - 1)
-
-            product = acc[...]
-            refill(jnp.int32(steps - 1))
-            return product
-
-        def then(i, here, product):
-            row, column = here
-            row_slice = pl.ds(row * _TILE, _TILE)
-            later = i + ahead
-            there = where(later)
-
-            def refill(c, under_way):  # the buffer of chunk c, after `under_way` stores at most
-                plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
-                pl.when(later < count)(lambda: copy_chunk(later, *there, c))
-
-            totals = [0] * chunks
-            for c in range(chunks):
-                slot = slot_of(i, c)
-                plgpu.barrier_wait(in_full.at[wg * slots + slot])
-                for r in range(0, _TILE, _PART):
-                    some = pl.ds(r, _PART)
-                    xs = [
-                        plgpu.load(smem.at[slot, some], layout=WGMMA).astype(jnp.float32)
-                        for smem in smems[: len(inputs)]
-                    ]
-                    ys = tile(*xs, product[r : r + _PART, c * _CHUNK : (c + 1) * _CHUNK])
-                    for smem, y in zip(smems, ys, strict=False):
-                        smem[slot, some] = y.astype(dtype)
-                    if sums:
-                        totals[c] += ys[0]
-                plgpu.commit_smem()
-                at = row_slice, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
-                for smem, target in zip(smems, targets, strict=False):
-                    plgpu.copy_smem_to_gmem(smem.at[slot], target.at[at])
-                if c:
-                    refill(c - 1, outputs)
-            if sums_ref is not None:  # in turn: jnp.sum's scratch memory is that of the block
-                plgpu.barrier_wait(turn.at[wg])
-                for c, total in enumerate(totals):
-                    at = row, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
-                    mosaic.store(sums_ref.at[at], jnp.sum(total, axis=0))
-                plgpu.barrier_arrive(turn.at[1 - wg])
-            refill(chunks - 1, 0)
-
-        @pl.when(wg == 0)
-        def _():
-            if sums:
-                plgpu.barrier_arrive(turn.at[0])
-            first = where(0)
-            pl.loop(0, stages)(lambda s: copy_step(0, *first, s))
-            for i in range(ahead):
-                for c in range(chunks):
-                    pl.when(i < count)(lambda i=i, c=c: copy_chunk(i, *where(i), c))
-
-        @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
-        def _(j):
-            i = 2 * j + wg
-            here = where(i)
-            acc = plgpu.ACC((_TILE, _TILE), jnp.float32)
-            product = pl.run_scoped(functools.partial(multiply, i, here), acc)
-            then(i, here, product)
-
-        plgpu.wait_smem_to_gmem(0)
-
-    body.__name__ = name
-    like = jax.ShapeDtypeStruct((n, f), dtype)
+    s = _Schedule(rows, columns, steps, min(_STAGES, steps), slots, min(sms, rows * columns))
     smem = lambda count, cols: plgpu.SMEM(
-        (count, _TILE, cols), dtype, transforms=mosaic.wgmma_tiles(cols, dtype)
+        (count, _TILE, cols), a.dtype, transforms=mosaic.wgmma_tiles(cols, a.dtype)
     )
-    results = mosaic.kernel(
-        body,
-        out_type=[like] * outputs + [jax.ShapeDtypeStruct((rows, f), jnp.float32)] * sums,
-        scratch_types=[
-            *[smem(stages, _STEP)] * 2,
-            *[smem(slots, _CHUNK)] * buffers,
-            plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages),
-            plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * slots),
-            plgpu.Barrier(num_barriers=2),
+    results, total = mosaic.kernel(
+        functools.partial(_body, s, tile),
+        name=name,
+        out_type=[
+            (jax.ShapeDtypeStruct((n, f), a.dtype),) * outputs,
+            jax.ShapeDtypeStruct((rows, f), jnp.float32) if sums else None,
         ],
-        grid=(blocks,),
+        scratch_types=dict(
+            a_smem=smem(s.stages, _STEP),
+            b_smem=smem(s.stages, _STEP),
+            chunk_smems=(smem(s.slots, _CHUNK),) * buffers,
+            step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * s.stages),
+            chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * s.slots),
+            turn_bars=plgpu.Barrier(num_barriers=2),
+        ),
+        grid=(s.blocks,),
         grid_names=("block",),
         num_threads=2,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(a, b, *inputs)
-    return (*results[:outputs], results[outputs].sum(0)) if sums else tuple(results)
+    )(a, b, inputs)
+    return (*results, total.sum(0)) if sums else tuple(results)
+
+
+class _Schedule(NamedTuple):
+    """Which tiles a block takes, and which buffers their steps and chunks take."""
+
+    rows: int  # of tiles
+    columns: int
+    steps: int  # of K
+    stages: int  # buffers for steps
+    slots: int  # buffers for chunks of each input
+    blocks: int
+
+    @property
+    def chunks(self) -> int:
+        return _TILE // _CHUNK
+
+    @property
+    def ahead(self) -> int:
+        """Tiles whose inputs there are buffers for."""
+        return self.slots // self.chunks
+
+    def stage(self, i, step):
+        return lax.rem(i * self.steps + step, jnp.int32(self.stages))
+
+    def slot(self, i, chunk):
+        return lax.rem(i, jnp.int32(self.ahead)) * self.chunks + chunk
+
+    def place(self, i, block, count):
+        """(row, column) of the i-th of this block's tiles; neighbours share a and b in the L2.
+
+        Past the last tile: those of the last.
+        """
+        tile = block + jnp.minimum(i, count - 1) * self.blocks
+        above = lax.div(tile, jnp.int32(_GROUP * self.columns)) * _GROUP
+        height = jnp.minimum(_GROUP, self.rows - above)  # the last group may have fewer rows
+        rest = tile - above * self.columns
+        return above + lax.rem(rest, height), lax.div(rest, height)
+
+
+class _Refs(NamedTuple):
+    """The references of a block, and where it is."""
+
+    a: Any
+    b: Any
+    inputs: Any
+    outputs: Any
+    sums: Any  # or None
+    a_smem: Any
+    b_smem: Any
+    chunk_smems: Any
+    step_bars: Any
+    chunk_bars: Any
+    turn_bars: Any
+    wg: Any
+    block: Any
+    count: Any  # tiles of this block
+
+
+def _body(s: _Schedule, tile, *arrays, **scratch):
+    """One block: fills both rings, then its warpgroups alternate over its tiles."""
+    wg, block = lax.axis_index("wg"), lax.axis_index("block")
+    count = lax.div(s.rows * s.columns - 1 - block, jnp.int32(s.blocks)) + 1
+    refs = _Refs(*arrays, **scratch, wg=wg, block=block, count=count)
+    pl.when(wg == 0)(lambda: _fill(s, refs))
+
+    @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
+    def _(j):
+        i = 2 * j + wg
+        here = s.place(i, block, count)
+        acc = plgpu.ACC((_TILE, _TILE), jnp.float32)
+        product = pl.run_scoped(functools.partial(_multiply, s, refs, i, here), acc)
+        _epilogue(s, refs, tile, i, here, product)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _fill(s: _Schedule, refs: _Refs):
+    """Starts the first copies into all buffers of both rings."""
+    if refs.sums is not None:
+        plgpu.barrier_arrive(refs.turn_bars.at[0])
+    first = s.place(0, refs.block, refs.count)
+    pl.loop(0, s.stages)(lambda step: _copy_step(s, refs, 0, *first, step))
+    for i in range(s.ahead):
+        for c in range(s.chunks):
+
+            @pl.when(i < refs.count)
+            def _(i=i, c=c):
+                _copy_chunk(s, refs, i, *s.place(i, refs.block, refs.count), c)
+
+
+def _copy_step(s: _Schedule, refs: _Refs, i, row, column, step):
+    """Starts the copy of one step of a and b of the i-th tile."""
+    stage = s.stage(i, step)
+    bar = refs.step_bars.at[lax.rem(i, jnp.int32(2)) * s.stages + stage]
+    at = pl.ds(step * _STEP, _STEP)
+    for ref, smem, first in (refs.a, refs.a_smem, row), (refs.b, refs.b_smem, column):
+        plgpu.copy_gmem_to_smem(ref.at[pl.ds(first * _TILE, _TILE), at], smem.at[stage], bar)
+
+
+def _copy_chunk(s: _Schedule, refs: _Refs, i, row, column, chunk):
+    """Starts the copy of one chunk of the inputs of the i-th tile."""
+    slot = s.slot(i, chunk)
+    bar = refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
+    at = pl.ds(row * _TILE, _TILE), pl.ds(column * _TILE + chunk * _CHUNK, _CHUNK)
+    for source, smem in zip(refs.inputs, refs.chunk_smems, strict=False):
+        plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
+
+
+def _multiply(s: _Schedule, refs: _Refs, i, here, acc):
+    """a b^T of the i-th tile; each stage is refilled when its wgmma has read it."""
+    after = s.place(i + 1, refs.block, refs.count)
+
+    def multiply_step(step):
+        stage = s.stage(i, step)
+        plgpu.barrier_wait(refs.step_bars.at[refs.wg * s.stages + stage])
+        plgpu.wgmma(acc, refs.a_smem.at[stage], refs.b_smem.at[stage].transpose((1, 0)))
+
+    def refill(step):  # the buffer of this step, with what comes `stages` steps later
+        step += s.stages
+        over = lax.convert_element_type(step >= s.steps, jnp.int32)  # 1: in the next tile
+        row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
+        copy = lambda: _copy_step(s, refs, i + over, row, column, step - over * s.steps)
+        pl.when(i + over < refs.count)(copy)
+
+    multiply_step(0)
+
+    @pl.loop(1, s.steps)
+    def _(step):
+        multiply_step(step)
+        plgpu.wgmma_wait(1)
+        refill(step - 1)
+
+    product = acc[...]
+    refill(jnp.int32(s.steps - 1))
+    return product
+
+
+def _epilogue(s: _Schedule, refs: _Refs, tile, i, here, product):
+    """The outputs of the i-th tile, chunk by chunk, and the sums of the first one's columns."""
+    row, column = here
+    row_slice = pl.ds(row * _TILE, _TILE)
+    later = i + s.ahead
+    there = s.place(later, refs.block, refs.count)
+
+    def refill(chunk, in_flight):  # the buffer of this chunk, after `in_flight` stores at most
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+        pl.when(later < refs.count)(lambda: _copy_chunk(s, refs, later, *there, chunk))
+
+    totals = []
+    for c in range(s.chunks):
+        # Wait for the inputs, compute in their buffers.
+        slot = s.slot(i, c)
+        plgpu.barrier_wait(refs.chunk_bars.at[refs.wg * s.slots + slot])
+        smems = [smem.at[slot] for smem in refs.chunk_smems]
+        totals.append(_compute(refs, tile, smems, product[:, c * _CHUNK : (c + 1) * _CHUNK]))
+        plgpu.commit_smem()
+
+        # Store the outputs, and refill the buffers whose outputs have left.
+        at = row_slice, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
+        for smem, target in zip(smems, refs.outputs, strict=False):
+            plgpu.copy_smem_to_gmem(smem, target.at[at])
+        if c:
+            refill(c - 1, len(refs.outputs))
+    if refs.sums is not None:
+        _store_sums(refs, row, column, totals)
+    refill(s.chunks - 1, 0)
+
+
+def _compute(refs: _Refs, tile, smems, product):
+    """Overwrites the inputs of a chunk with its outputs; the sum of the first one's parts."""
+    total = 0
+    for r in range(0, _TILE, _PART):
+        part = pl.ds(r, _PART)
+        xs = [
+            plgpu.load(smem.at[part], layout=WGMMA).astype(jnp.float32)
+            for smem in smems[: len(refs.inputs)]
+        ]
+        ys = tile(*xs, product[r : r + _PART])
+        for smem, y in zip(smems, ys, strict=False):
+            smem[part] = y.astype(smem.dtype)
+        if refs.sums is not None:
+            total += ys[0]
+    return total
+
+
+def _store_sums(refs: _Refs, row, column, totals):
+    """Stores the column sums of a tile's chunks.
+
+    The warpgroups take turns: the block has one scratch memory for jnp.sum.
+    """
+    plgpu.barrier_wait(refs.turn_bars.at[refs.wg])
+    for c, total in enumerate(totals):
+        at = row, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
+        mosaic.store(refs.sums.at[at], jnp.sum(total, axis=0))
+    plgpu.barrier_arrive(refs.turn_bars.at[1 - refs.wg])

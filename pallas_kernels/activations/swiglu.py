@@ -8,7 +8,7 @@ backward pass recomputes s from the gate, and one kernel writes both gradients: 
 an element forward, 3 reads and 2 writes backward.
 
 `swiglu_linear` multiplies the result by a weight.  Its backward pass begins with a matmul, dy W^T,
-whose result only the kernel above needs: there both are one kernel, and dy W^T is never written.
+whose result only the kernel above needs: there one kernel does both, and dy W^T is never written.
 """
 
 import functools
@@ -48,17 +48,17 @@ def swiglu_linear(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
-    """swiglu(gate, up) @ weight.  Where its kernel cannot take the call: `swiglu`, and a matmul.
+    """swiglu(gate, up) @ weight, with a kernel for its backward pass.
 
     The kernel takes bfloat16 or float16, all of one dtype, rows and F in multiples of 128, C of 64.
-    Raises ValueError for shapes that do not fit, and what `swiglu` raises.
+    Other calls are `swiglu` and a matmul, and NotImplementedError under implementation="mosaic".
+    Raises ValueError for shapes that do not fit.
     """
     if gate.shape != up.shape or weight.ndim != 2 or gate.shape[-1:] != weight.shape[:1]:
         shapes = f"gate {gate.shape}, up {up.shape} and weight {weight.shape}"
         raise ValueError(f"{shapes} do not fit: (..., F), (..., F) and (F, C) do")
-    if reason := matmul_epilogue.linear_why_not(weight, gate, up):
-        dispatch.tell(dispatch.Decision("swiglu_linear", "xla", f"swiglu and a matmul: {reason}"))
-    elif dispatch.use_kernel("swiglu_linear", implementation, None, "sm_90a"):
+    reason = linear_why_not(gate, up, weight)
+    if dispatch.use_kernel("swiglu_linear", implementation, reason, "sm_90a"):
         rows = (x.reshape(-1, weight.shape[0]) for x in (gate, up))
         return _swiglu_linear(*rows, weight).reshape(*gate.shape[:-1], -1)
     return swiglu(gate, up, implementation=implementation) @ weight
@@ -78,6 +78,11 @@ def swiglu_reference(gate, up):
 def why_not(gate, up) -> str | None:
     """Why the kernel cannot take this call, or None."""
     return _elementwise_why_not(gate=gate, up=up)
+
+
+def linear_why_not(gate, up, weight) -> str | None:
+    """Why the kernels of `swiglu_linear` cannot take this call, or None."""
+    return matmul_epilogue.linear_why_not(weight, gate, up) or why_not(gate, up)
 
 
 def _forward_tile(gate, up):

@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import platform
+import shutil
 import statistics
 import sys
 import time
@@ -292,7 +293,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    if decision.runs == "mosaic":
+    if decision.has_kernel:
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)
@@ -397,7 +398,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.benchmark",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=lambda prog, **options: argparse.RawDescriptionHelpFormatter(
+            prog, width=min(100, shutil.get_terminal_size().columns), **options
+        ),
     )
     parser.add_argument("op", nargs="*", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument(

@@ -14,6 +14,8 @@ run.  qkv.py has the op for q, k and v in one array.
 
 import functools
 import math
+import os
+import re
 from typing import NamedTuple
 
 import jax
@@ -61,8 +63,8 @@ def attention(
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
     by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
-    otherwise = "cudnn" if by_cudnn else "xla"
-    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", otherwise):
+    otherwise, slower = ("cudnn", why_slower(q, k)) if by_cudnn else ("xla", None)
+    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", otherwise, slower):
         if implementation is None and by_cudnn:
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
@@ -112,7 +114,40 @@ def cudnn_why_not(
         return f"T={q.shape[1]} is not S={k.shape[1]} (its last query stands elsewhere)"
     if segment_ids is not None or softcap is not None or return_lse:
         return "it has no segment_ids, softcap or return_lse"
+    for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
+        if size % 2:  # NotImplementedError, though only where a gradient is asked for
+            return f"{name}={size} is odd, for which JAX has no gradient of cuDNN's"
     return mosaic.empty(q=q, k=k)
+
+
+def why_slower(q, k) -> str | None:
+    """Why cuDNN is faster than the kernels, which would pad q, k and v in copies, or None.
+
+    Speed of the kernels relative to cuDNN, forward / both directions, H100, JAX 0.11.2 (python -m
+    pallas_kernels.benchmark --untuned), as (B, T, H/K, D):
+
+        (2, 2050, 10/5, 128) 0.87 / 0.95                       (4, 1500, 8/8, 40)  0.80 / 1.07
+        (1, 2050, 10/2, 64), window 100, 0.52 / 0.75           (3, 1000, 6/6, 80)  0.76 / 0.92
+        (7, 300, 3/1, 128), not causal, 0.61 / 0.61            (9, 500, 5/5, 120)  0.53 / 0.82
+                                                               (2, 3000, 9/3, 160) 0.81 / 1.01
+
+    Told to add in a fixed order cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md), and
+    nobody has measured these shapes so: the kernels, which always do, stay.
+    """
+    if _told_to_be_deterministic():
+        return None
+    for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
+        if size % 8:
+            return f"the kernel would pad {name}={size} to a multiple of 8"
+    d = q.shape[3]
+    width = next((width for width in WIDTHS if width >= d), d)
+    return f"the kernel would pad D={d} to {width}" if width > d else None
+
+
+def _told_to_be_deterministic() -> bool:
+    flag = r"--xla_gpu_(?:exclude_non)?deterministic_ops(=\S*)?(?!\S)"
+    values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
+    return any(value.lower() in ("", "=true", "=1") for value in values)
 
 
 def _cudnn(q, k, v, causal, scale, window):

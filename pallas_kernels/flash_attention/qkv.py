@@ -52,11 +52,9 @@ def attention_qkv(
     t, heads = qkv.shape[1], Heads(n_heads, n_kv)
     options = dict(scale=scale, window=window, softcap=softcap)
     positions = jnp.arange(t) if positions is None else positions
-    runs = implementation == "mosaic" or (
-        implementation is None and not dispatch.device_lacks("sm_90a")
-    )
-    runs = runs and not dispatch.shard_map_lacks()
-    if not runs or _why_apart(qkv, positions if theta else None, **options):
+    apart = _why_apart(qkv, positions if theta else None, **options)
+    # A GPU that has attention's kernel has RoPE's.
+    if apart or dispatch.decide("attention", implementation, None, "sm_90a").runs != "mosaic":
         q, k, v = (qkv[:, :, i:j] for i, j in ((0, -2 * n_kv), (-2 * n_kv, -n_kv), (-n_kv, None)))
         if theta is not None:
             q, k = rope(

@@ -11,6 +11,7 @@ log-sum-exp: where logits are near 1000 that rounds by 3e-5, an error in every p
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 
-# Loads of 8 elements a thread that are under way together.  Measured on an H100 (copy of 1 GiB:
-# 2.94 TB/s), bf16, milliseconds for 8192x50304, 4096x128256 and, with rows at odd elements,
-# 8192x50257:
-#
-#   forward  0.269, 0.347, 0.302 (3.06, 3.03, 2.73 TB/s)   unroll 2: 0.277; 8: 0.269
-#   backward 0.575, 0.740, 0.601 (2.87, 2.84, 2.74 TB/s)   unroll 2: 0.581, 0.752, 0.624; 1: 0.588
+# Loads of 8 elements a thread that are in flight together: 0.92 to 1.04 of a copy's bandwidth on an
+# H100; 2 or 8 are up to 4% slower (docs/performance.md).
 _UNROLL = 4
 LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
 
@@ -59,7 +56,8 @@ def cross_entropy(
     if not 1 <= vocab_size <= v:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v}], the columns of logits")
     options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
-    if not dispatch.use_kernel("cross_entropy", implementation, why_not(logits)):
+    reason, slower = why_not(logits), why_slower(labels)
+    if not dispatch.use_kernel("cross_entropy", implementation, reason, slower=slower):
         return cross_entropy_reference(logits, labels, **options)
     rows = logits.reshape(-1, v)
     loss = _cross_entropy(rows, labels.reshape(-1).astype(jnp.int32), vocab_size, ignore_index)
@@ -77,7 +75,7 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
     # A masked sum, not a gather: its gradient is no scatter, and it shards over the vocabulary.
     picked = jnp.where(column == labels[..., None], z, 0).sum(-1)
     loss = jnp.log(jnp.exp(z - top).sum(-1)) - (picked - top[..., 0])
-    return judge(loss, labels, vocab_size, ignore_index)
+    return mask_by_label(loss, labels, vocab_size, ignore_index)
 
 
 def why_not(logits) -> str | None:
@@ -85,7 +83,19 @@ def why_not(logits) -> str | None:
     return mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
 
 
-def judge(value, labels, vocab_size, ignore_index):
+def why_slower(labels) -> str | None:
+    """Why XLA's form is faster than the kernel, or None: too few rows, of one block each.
+
+    Speed of the kernel relative to XLA, forward / both directions, H100, JAX 0.11.2 (python -m
+    pallas_kernels.benchmark --untuned): 33 x 128257 0.76 / 0.86, of 132 SMs a quarter at work;
+    64 x 50257 1.25 / 1.47.  So few rows take as long as one: it grows with them, to 0.95 at 41.
+    """
+    if labels.size < 41:
+        return f"{labels.size} rows, fewer than 41, give the kernel one block each"
+    return None
+
+
+def mask_by_label(value, labels, vocab_size, ignore_index):
     """`value` for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
     ignored = labels == ignore_index
     known = ignored | ((labels >= 0) & (labels < vocab_size))
@@ -116,52 +126,49 @@ def _tile(v: int, dtype):
     return tile, plgpu.Layout.WG_STRIDED((tile,), vec)
 
 
-def _columns(start, tile, layout):
+def _column_numbers(start, tile, layout):
     iota = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (tile,), 0), layout)
     return iota + start
+
+
+class _Cut(NamedTuple):
+    """How a block walks over a row of logits of v columns.
+
+    | _UNROLL tiles | ... | _UNROLL tiles | rest tiles | done ... vocab_size | padding ... v |
+            `steps` of them                              the last tile ends at v, and overlaps
+    """
+
+    v: int
+    vocab_size: int
+    tile: int
+    layout: Any
+
+    @classmethod
+    def of(cls, logits, vocab_size):
+        return cls(logits.shape[1], vocab_size, *_tile(logits.shape[1], logits.dtype))
+
+    @property
+    def steps(self) -> int:
+        return self.vocab_size // self.tile // _UNROLL
+
+    @property
+    def rest(self) -> int:
+        return self.vocab_size // self.tile % _UNROLL
+
+    @property
+    def done(self) -> int:
+        """Columns before the last, partial tile."""
+        return (self.steps * _UNROLL + self.rest) * self.tile
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _forward(logits, labels, vocab_size, ignore_index):
     """loss, top and total, all (N,) float32.  One block of 128 threads for each row."""
     logits = mosaic.pad_axis(logits, 1, 128) if logits.shape[1] < 128 else logits
-    n, v = logits.shape
-    tile, layout = _tile(v, logits.dtype)
-    steps, rest = divmod(vocab_size // tile, _UNROLL)
-    done = (steps * _UNROLL + rest) * tile
-
-    def cross_entropy_forward(logits_ref, labels_ref, loss_ref, top_ref, total_ref):
-        row = lax.axis_index("row")
-
-        def load(start):
-            return mosaic.load(logits_ref.at[row, pl.ds(start, tile)], layout)
-
-        def step(i, state):
-            start = i * (_UNROLL * tile)
-            return online(state, *(load(start + u * tile) for u in range(_UNROLL)))
-
-        lowest = plgpu.layout_cast(jnp.full((tile,), LOWEST, jnp.float32), layout)
-        state = lax.fori_loop(0, steps, step, (lowest, mosaic.zeros((tile,), layout)))
-        if rest:
-            xs = [load((steps * _UNROLL + u) * tile) for u in range(rest)]
-            state = online(state, *xs)
-        if done < vocab_size:  # the last columns, with some that were counted or are padding
-            start = min(done, v - tile)
-            column = _columns(start, tile, layout)
-            new = (column >= done) & (column < vocab_size)
-            state = online(state, jnp.where(new, load(start), -jnp.inf))
-        tops, totals = state
-        top = jnp.max(tops)
-        total = jnp.sum(totals * jnp.exp(tops - top))
-        label = labels_ref[row]
-        picked = logits_ref[row, jnp.clip(label, 0, v - 1)].astype(jnp.float32)
-        loss = jnp.log(total) - (picked - top)
-        loss_ref[row] = judge(loss, label, vocab_size, ignore_index)
-        top_ref[row] = top
-        total_ref[row] = total
-
+    n = logits.shape[0]
     return mosaic.kernel(
-        cross_entropy_forward,
+        functools.partial(_forward_row, _Cut.of(logits, vocab_size), ignore_index),
+        name="cross_entropy_forward",
         out_type=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
         grid=(n,),
         grid_names=("row",),
@@ -169,54 +176,83 @@ def _forward(logits, labels, vocab_size, ignore_index):
     )(logits, labels)
 
 
+def _forward_row(c: _Cut, ignore_index, logits_ref, labels_ref, loss_ref, top_ref, total_ref):
+    """A block: online softmax over its row in each thread, then over its threads."""
+    row = lax.axis_index("row")
+    load = lambda start: mosaic.load(logits_ref.at[row, pl.ds(start, c.tile)], c.layout)
+
+    # Online softmax over the tiles.
+    def step(i, state):
+        start = i * (_UNROLL * c.tile)
+        return online(state, *(load(start + u * c.tile) for u in range(_UNROLL)))
+
+    lowest = plgpu.layout_cast(jnp.full((c.tile,), LOWEST, jnp.float32), c.layout)
+    state = lax.fori_loop(0, c.steps, step, (lowest, mosaic.zeros((c.tile,), c.layout)))
+    if c.rest:
+        state = online(state, *[load((c.steps * _UNROLL + u) * c.tile) for u in range(c.rest)])
+    if c.done < c.vocab_size:  # the last columns, with some that were counted or are padding
+        start = min(c.done, c.v - c.tile)
+        column = _column_numbers(start, c.tile, c.layout)
+        new = (column >= c.done) & (column < c.vocab_size)
+        state = online(state, jnp.where(new, load(start), -jnp.inf))
+
+    # Reduce over the threads.
+    tops, totals = state
+    top = jnp.max(tops)
+    total = jnp.sum(totals * jnp.exp(tops - top))
+
+    # The loss.
+    label = labels_ref[row]
+    picked = logits_ref[row, jnp.clip(label, 0, c.v - 1)].astype(jnp.float32)
+    loss = jnp.log(total) - (picked - top)
+    loss_ref[row] = mask_by_label(loss, label, c.vocab_size, ignore_index)
+    top_ref[row] = top
+    total_ref[row] = total
+
+
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
     """dlogits (N, V) in logits' dtype.  One block of 128 threads for each row."""
     width = logits.shape[1]
     logits = mosaic.pad_axis(logits, 1, 128) if width < 128 else logits
-    n, v = logits.shape
-    tile, layout = _tile(v, logits.dtype)
-    steps, rest = divmod(vocab_size // tile, _UNROLL)
-    done = (steps * _UNROLL + rest) * tile
-
-    def cross_entropy_backward(logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref):
-        row = lax.axis_index("row")
-        label, top = labels_ref[row], top_ref[row]
-        scale = judge(dloss_ref[row], label, vocab_size, ignore_index)
-        factor = scale / total_ref[row]
-
-        def write(starts, masked=False):
-            blocks = [pl.ds(start, tile) for start in starts]
-            xs = [mosaic.load(logits_ref.at[row, block], layout) for block in blocks]
-            for start, block, x in zip(starts, blocks, xs, strict=True):
-                column = _columns(start, tile, layout)
-                dz = factor * jnp.exp(x - top)
-                dz = jnp.where(column == label, dz - scale, dz)
-                if masked:
-                    dz = jnp.where(column < vocab_size, dz, 0.0)
-                mosaic.store(dlogits_ref.at[row, block], dz)
-
-        @pl.loop(0, steps)
-        def _(i):
-            write([(i * _UNROLL + u) * tile for u in range(_UNROLL)])
-
-        if rest:
-            write([(steps * _UNROLL + u) * tile for u in range(rest)])
-
-        # The last tile ends at the end of the row; what it shares with its neighbour it writes
-        # again, with the same values.
-        @pl.loop(0, mosaic.cdiv(v - done, tile))
-        def _(i):
-            write([jnp.minimum(done + i * tile, v - tile)], masked=True)
-
     dlogits = mosaic.kernel(
-        cross_entropy_backward,
-        out_type=jax.ShapeDtypeStruct((n, v), logits.dtype),
-        grid=(n,),
+        functools.partial(_backward_row, _Cut.of(logits, vocab_size), ignore_index),
+        name="cross_entropy_backward",
+        out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+        grid=(logits.shape[0],),
         grid_names=("row",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(logits, labels, top, total, dloss)
     return dlogits[:, :width]
+
+
+def _backward_row(
+    c: _Cut, ignore_index, logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref
+):
+    """A block: dz of its row, tile by tile."""
+    row = lax.axis_index("row")
+    label, top = labels_ref[row], top_ref[row]
+    scale = mask_by_label(dloss_ref[row], label, c.vocab_size, ignore_index)
+    factor = scale / total_ref[row]
+
+    def write(starts, masked=False):
+        blocks = [pl.ds(start, c.tile) for start in starts]
+        xs = [mosaic.load(logits_ref.at[row, block], c.layout) for block in blocks]
+        for start, block, x in zip(starts, blocks, xs, strict=True):
+            column = _column_numbers(start, c.tile, c.layout)
+            dz = factor * jnp.exp(x - top)
+            dz = jnp.where(column == label, dz - scale, dz)
+            if masked:
+                dz = jnp.where(column < c.vocab_size, dz, 0.0)
+            mosaic.store(dlogits_ref.at[row, block], dz)
+
+    pl.loop(0, c.steps)(lambda i: write([(i * _UNROLL + u) * c.tile for u in range(_UNROLL)]))
+    if c.rest:
+        write([(c.steps * _UNROLL + u) * c.tile for u in range(c.rest)])
+    # The last tile ends at the end of the row.  Where it overlaps its neighbour it writes the same
+    # values again.
+    last = lambda i: write([jnp.minimum(c.done + i * c.tile, c.v - c.tile)], masked=True)
+    pl.loop(0, mosaic.cdiv(c.v - c.done, c.tile))(last)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -1,4 +1,4 @@
-"""The vLSTM on tensor cores: what the kernels `states` and `rows` are given, both directions."""
+"""The vLSTM on tensor cores, both directions: what is around `states` and `chunk_outputs`."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mlstm import reference
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.inter_chunk import states
-from pallas_kernels.mlstm.intra_chunk import rows
+from pallas_kernels.mlstm.intra_chunk import chunk_outputs
 
 
 class Call(NamedTuple):
@@ -26,7 +26,7 @@ class Call(NamedTuple):
     first: bool  # a state before the sequence is given
     last: bool  # the one after it is returned
     sms: int
-    kernels: tuple  # (states, rows), or their jnp twins in the tests
+    kernels: tuple  # (states, chunk_outputs), or their jnp twins in the tests
 
 
 def edge(dqk: int, dv: int) -> int:
@@ -42,7 +42,7 @@ def edge(dqk: int, dv: int) -> int:
 def chunkwise(
     q, k, v, i, f, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
-    kernels=(states, rows),
+    kernels=(states, chunk_outputs),
 ):  # fmt: skip
     """`reference.chunkwise` on the kernels (for eps = 0)."""
     length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]
@@ -81,13 +81,13 @@ def _cell(q, k, v, i, lf, first, m, starts, call):
 
 
 def _cell_forward(q, k, v, i, lf, first, m, starts, call):
-    states, rows = call.kernels
+    states, outputs = call.kernels
     g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
     c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
-    h, norm, sign = rows(
+    h, norm, sign = outputs(
         q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start),
         mode="forward", along=n, normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
@@ -95,8 +95,8 @@ def _cell_forward(q, k, v, i, lf, first, m, starts, call):
 
 
 def _cell_backward(call, saved, cotangents):
-    states, rows = call.kernels
-    rows = functools.partial(rows, packed=call.packed, sms=call.sms)
+    states, outputs = call.kernels
+    outputs = functools.partial(outputs, packed=call.packed, sms=call.sms)
     q, k, v, g, c, n, norm, sign = saved
     dh, d_last = cotangents
     # Where forget gates are closed g.row is large and the sum rounds 1 / N.  All of a row then has
@@ -105,7 +105,8 @@ def _cell_backward(call, saved, cotangents):
     rounded = jnp.exp2(row - g.row)
     carried, sign = g.carried * rounded, sign * norm / rounded
     seen = dict(row=row, col=g.col, start=g.start)
-    dq, dot = rows(dh, v, k, c, seen | dict(scale=carried, sign=sign), mode="dq", along=n, y=q)
+    of_dq = seen | dict(scale=carried, sign=sign)
+    dq, dot = outputs(dh, v, k, c, of_dq, mode="dq", along=n, y=q)
 
     shift = sign * dot
     dc, dn, d_first, c_dc = states(
@@ -113,8 +114,8 @@ def _cell_backward(call, saved, cotangents):
         reverse=True, saturate=False, last=call.first, sms=call.sms,
     )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
-    dk, inside, outside = rows(v, dh, q, dc, seen, mode="dk", along=dn, y=k)
-    (dv,) = rows(k, q, dh, dc, seen, mode="dv")
+    dk, inside, outside = outputs(v, dh, q, dc, seen, mode="dk", along=dn, y=k)
+    (dv,) = outputs(k, q, dh, dc, seen, mode="dv")
 
     di = inside + outside  # k . dk
     # q . dq: h does not change with the length of q where l divides it, and is linear in q else.

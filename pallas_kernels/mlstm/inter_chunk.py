@@ -1,16 +1,26 @@
-"""The vLSTM's states on Hopper: along the chunks of a head, with a tile of the state in registers.
+"""The inter-chunk states of the mLSTM cell on Hopper: a walk along the chunks of a head.
 
     S <- decay S + (weight * X)^T Y          s <- decay s + X^T vector
 
 and writes both as they were before each chunk.  (X, Y) = (k, v) gives C and n, and backwards in
 time (q, dh) gives dC and dn.
 
-A walk is serial, so where batch, heads and tiles leave SMs idle the chunks are cut into segments:
-a first walk, from zero in all segments at once, gives what each of them adds to the state;
-`vlstm_join` carries the state over these few; and a second walk starts each segment from there.
+    a block: an L x L tile of S, in registers; L = 128 is two warpgroups, of 64 rows each
+
+        X: L positions x 64     --TMA->  x[2][warpgroup]  --weight *-->  scaled[warpgroup]
+        Y: L positions x L      --TMA->  y[2]                                   |
+        weight, vector          --TMA->  vectors[2]               acc <- decay acc + scaled^T Y
+                                            ^     |                             |
+              the last warpgroup loads the  |     | full[2]                     v
+              next but one chunk's          +-----+------- free[2] --- out[warpgroup] --TMA-> S
+
+A walk is serial, so where batch, heads and tiles leave SMs idle the chunks are cut into spans: a
+first walk, from zero in all spans at once, gives what each of them adds to the state; `vlstm_join`
+carries the state over these few; and a second walk starts each span from there.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +32,81 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # in which a turned square is loaded
-LEAST = 8  # chunks of a segment: with fewer, three kernels take longer than one
+LEAST = 8  # chunks of a span: with fewer, three kernels take longer than one
+STAGES = 2  # chunks whose operands are in shared memory
+
+
+class Schedule(NamedTuple):
+    """What is static in a walk: how the work is cut."""
+
+    dtype: Any
+    heads: int
+    chunks: int  # of a sequence
+    size: int  # L
+    wgs: int  # warpgroups of a block
+    tiles: int  # of a state
+    y_tiles: int  # across Y
+    spans: int  # that the chunks are cut into
+    walked: int  # spans of this walk
+    span: int  # chunks of a span
+    ends: int  # of how many of the spans walked, the last ones, the final state is kept
+    reverse: bool
+    saturate: bool
+
+
+class Inputs(NamedTuple):
+    """References to global memory; None where they are not given."""
+
+    x: Any
+    y: Any
+    weight: Any
+    vector: Any
+    decay: Any
+    first: tuple | None  # (S, s) before each span
+    other: Any
+
+
+class Outputs(NamedTuple):
+    """References to global memory; None where they are not asked for."""
+
+    before: Any  # S before each chunk
+    s_before: Any
+    last: Any  # S after the last spans
+    s_last: Any
+    dots: Any  # sums of S * other
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block, see the picture."""
+
+    x: Any  # (stages,wgs,L,64)
+    y: Any  # (stages,L,L)
+    vectors: Any  # (stages,2,L): weight, vector
+    scaled: Any  # (wgs,L,64): weight * X
+    out: Any  # (wgs,64,L)
+    full: Any  # of each stage
+    free: Any  # of each stage
+    other: Any  # (wgs,64,L), None without `other`
+    other_full: Any  # of each warpgroup
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block, and what it works on."""
+
+    schedule: Schedule
+    inputs: Inputs
+    outputs: Outputs
+    smem: Scratch
+    wg: Any
+    b: Any
+    h: Any
+    span: Any
+    tile: Any
+    y0: Any  # first column of S
+    start: Any  # chunk, in the order of the walk
+    steps: Any  # chunks to walk
+    mine: Any  # the warpgroup's rows of S: columns of X
+    here: tuple  # the warpgroup's part of S
 
 
 def narrow(x, dtype, saturate=True):
@@ -32,10 +116,10 @@ def narrow(x, dtype, saturate=True):
     return x.astype(dtype)
 
 
-def segments(blocks: int, count: int, at_once: int) -> int:
-    """Into how many segments the chunks are cut; 1 unless that wins more than the first walk."""
-    most = min(at_once // blocks, count // LEAST)
-    return mosaic.cdiv(count, mosaic.cdiv(count, most)) if most > 2 else 1
+def spans(blocks: int, chunks: int, at_once: int) -> int:
+    """Into how many spans the chunks are cut; 1 unless that wins more than the first walk."""
+    most = min(at_once // blocks, chunks // LEAST)
+    return mosaic.cdiv(chunks, mosaic.cdiv(chunks, most)) if most > 2 else 1
 
 
 @functools.partial(jax.jit, static_argnames=("reverse", "saturate", "last", "sms"))
@@ -55,218 +139,261 @@ def states(
     heads, size = x.shape[2], weight.shape[-1]
     blocks = x.shape[0] * heads * (x.shape[-1] // size) * (y.shape[-1] // size)
     at_once = sms * (2 if size == ROWS else 1)  # blocks; registers and shared memory decide
-    cuts = segments(blocks, decay.shape[-1], at_once)
+    parts = spans(blocks, decay.shape[-1], at_once)
     walk = functools.partial(
-        _walk, x, y, weight, vector, decay, cuts=cuts, reverse=reverse, saturate=saturate
+        _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate
     )
-    if cuts > 1:
-        first = _join(decay, walk(None, None, keep=False, ends=cuts - 1), first, cuts, reverse)
+    if parts > 1:
+        ends = walk(None, None, keep=False, ends=parts - 1)
+        first = _join(decay, (ends.last, ends.s_last), first, parts, reverse)
     elif first is not None:
         first = tuple(z[:, :, None] for z in first)
-    before, s_before, *rest = walk(first, other, keep=True, ends=int(last))
-    end = tuple(z[:, :, 0] for z in rest[:2]) if last else None
-    return before, s_before, end, None if other is None else rest[-1]
+    out = walk(first, other, keep=True, ends=int(last))
+    end = (out.last[:, :, 0], out.s_last[:, :, 0]) if last else None
+    return out.before, out.s_before, end, out.dots
 
 
-def _walk(x, y, weight, vector, decay, first, other, *, cuts, reverse, saturate, keep, ends):
-    """Walks along all segments at once, without `keep` along all but the last: [S and s before
-    each chunk if keep, S and s after the last `ends` of the segments walked, dots if other]."""
+def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
+    """Walks along all spans at once, without `keep` along all but the last: Outputs."""
     batch, _, heads, dx = x.shape
     dy, dtype = y.shape[-1], x.dtype
-    count, size = weight.shape[2:]
-    wgs, stages = size // ROWS, 2
+    chunks, size = weight.shape[2:]
     y_tiles = dy // size
-    tiles = dx // size * y_tiles
-    walked, per = (cuts if keep else ends), mosaic.cdiv(count, cuts)
-    begins, dots = 2 * (first is not None), other is not None
+    s = Schedule(
+        dtype, heads, chunks, size, wgs=size // ROWS, tiles=dx // size * y_tiles, y_tiles=y_tiles,
+        spans=parts, walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
+        reverse=reverse, saturate=saturate,
+    )  # fmt: skip
 
-    def vlstm_states(x_ref, y_ref, weight_ref, vector_ref, decay_ref, *rest):
-        first_refs, rest = rest[:begins], rest[begins:]
-        other_refs, rest = rest[:dots], rest[dots:]
-        out_refs, rest = rest[: 2 * keep], rest[2 * keep :]
-        last_refs, rest = rest[: 2 * (ends > 0)], rest[2 * (ends > 0) :]
-        dots_refs, rest = rest[:dots], rest[dots:]
-        x_smem, y_smem, vectors_smem, scaled_smem, out_smem, full, free, *of_other = rest
-        wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        pair, segment, tile = block // tiles // walked, block // tiles % walked, block % tiles
-        b, h = pair // heads, pair % heads
-        x0, y0 = tile // y_tiles * size, tile % y_tiles * size
-        start = segment * per
-        steps = jnp.minimum(per, count - start) if cuts > 1 else count
-        chunk_of = lambda n: count - 1 - start - n if reverse else start + n
-        slot_of = lambda n: lax.rem(n, jnp.int32(stages))
+    def vlstm_states(*refs):
+        _body(s, *refs)
 
-        mine = pl.ds(x0 + wg * ROWS, ROWS)
-        here = (mine, pl.ds(y0, size))
-        load = functools.partial(plgpu.load, optimized=False)
-
-        def load_x(n):
-            """Of step n, the warpgroup's own columns."""
-
-            @pl.when(n < steps)
-            def _():
-                source = x_ref.at[b, pl.ds(chunk_of(n) * size, size), h, mine]
-                plgpu.copy_gmem_to_smem(source, x_smem.at[slot_of(n), wg], full.at[slot_of(n)])
-
-        def load_shared(n):
-            """Of step n, what all warpgroups read; by the last one."""
-
-            @pl.when(n < steps)
-            def _():
-                chunk, slot = chunk_of(n), slot_of(n)
-                source = y_ref.at[b, pl.ds(chunk * size, size), h, pl.ds(y0, size)]
-                plgpu.copy_gmem_to_smem(source, y_smem.at[slot], full.at[slot])
-                for place, ref in enumerate((weight_ref, vector_ref)):
-                    into = vectors_smem.at[slot, place]
-                    plgpu.copy_gmem_to_smem(ref.at[b, h, chunk], into, full.at[slot])
-
-        def refill(n):
-            """Loads into the slot of step n what all read, once they have read it."""
-
-            @pl.when(wg == wgs - 1)
-            def _():
-                plgpu.barrier_wait(free.at[slot_of(n)])
-                load_shared(n + stages)
-
-        def load_other(n):
-            other_smem, other_full = of_other
-            source = other_refs[0].at[b, h, chunk_of(n), *here]
-            plgpu.copy_gmem_to_smem(source, other_smem.at[wg], other_full.at[wg])
-
-        def multiply_other(n, state):
-            other_smem, other_full = of_other
-            plgpu.barrier_wait(other_full.at[wg])
-            other = plgpu.load(other_smem.at[wg], layout=WGMMA).astype(jnp.float32)
-            dot = jnp.sum(state * other, axis=1)
-            mosaic.store(dots_refs[0].at[b, h, chunk_of(n), tile % y_tiles, mine], dot)
-            plgpu.commit_smem()
-            pl.when(n + 1 < steps)(lambda: load_other(n + 1))
-
-        def sum_columns(slot):
-            # Read once more, turned: a column's sum then is in 4 lanes and not in all warps.
-            square = x_smem.at[slot, wg].transpose((1, 0))
-            x = plgpu.load(square, layout=TURNED).astype(jnp.float32)
-            vector = load(vectors_smem.at[slot, 1], layout=TURNED.reduce(0))
-            return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
-
-        def walk(acc):
-            acc[...] = mosaic.zeros((ROWS, size), WGMMA)
-            sums = mosaic.zeros((ROWS,), TURNED.reduce(1))
-            if begins:
-                acc[...] = load(first_refs[0].at[b, h, segment, *here], layout=WGMMA)
-                sums = load(first_refs[1].at[b, h, segment, mine], layout=TURNED.reduce(1))
-            if dots:
-                load_other(0)
-
-            def step(n, carry):
-                decay, sums = carry
-                chunk, slot = chunk_of(n), slot_of(n)
-                # One chunk ahead: from global memory it takes as long as the matmul.
-                ahead = decay_ref[b, h, chunk_of(jnp.minimum(n + 1, steps - 1))]
-                state = acc[...]
-                if keep:
-                    plgpu.wait_smem_to_gmem(0)  # the state before has left out_smem
-                    out_smem[wg] = narrow(state, dtype, saturate)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out_smem.at[wg], out_refs[0].at[b, h, chunk, *here])
-
-                    @pl.when(y0 == 0)
-                    def _():
-                        mosaic.store(out_refs[1].at[b, h, chunk, mine], sums)
-
-                if dots:
-                    multiply_other(n, state)
-                acc[...] = state * decay
-                pl.when(n > 0)(lambda: refill(n - 1))
-                plgpu.barrier_wait(full.at[slot])
-                weight = load(vectors_smem.at[slot, 0], layout=ROW)
-                x = plgpu.load(x_smem.at[slot, wg], layout=WGMMA).astype(jnp.float32)
-                scaled_smem[wg] = (x * mosaic.along(weight, x.shape, 0)).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.wgmma(acc, scaled_smem.at[wg].transpose((1, 0)), y_smem.at[slot])
-                sums = lax.cond(y0 == 0, lambda: sums * decay + sum_columns(slot), lambda: sums)
-                plgpu.commit_smem()  # all four warps have read x and its vectors
-                load_x(n + stages)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot])
-                return ahead, sums
-
-            carry = decay_ref[b, h, chunk_of(0)], sums
-            _, sums = lax.fori_loop(0, steps, step, carry)
-            return sums, acc[...]
-
-        pl.loop(0, stages)(load_x)
-        pl.when(wg == wgs - 1)(lambda: pl.loop(0, stages)(load_shared))
-        sums, state = pl.run_scoped(walk, plgpu.ACC((ROWS, size), jnp.float32))
-        if ends:
-            end = segment - (walked - ends)
-
-            @pl.when(end >= 0)
-            def _():
-                mosaic.store(last_refs[0].at[b, h, end, *here], state)
-                pl.when(y0 == 0)(lambda: mosaic.store(last_refs[1].at[b, h, end, mine], sums))
-
-        plgpu.wait_smem_to_gmem(0)
-
-    swizzled = functools.partial(mosaic.wgmma_tiles, dtype=dtype)
     of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
-    before = jax.ShapeDtypeStruct((batch, heads, count, dx, dy), dtype)
-    return mosaic.kernel(
+    out_type = Outputs(
+        before=jax.ShapeDtypeStruct((batch, heads, chunks, dx, dy), dtype) if keep else None,
+        s_before=of_head(chunks, dx) if keep else None,
+        last=of_head(ends, dx, dy) if ends else None,
+        s_last=of_head(ends, dx) if ends else None,
+        dots=None if other is None else of_head(chunks, y_tiles, dx),
+    )
+    (out,) = mosaic.kernel(
         vlstm_states,
-        out_type=(
-            *[before, of_head(count, dx)] * keep,
-            *[of_head(ends, dx, dy), of_head(ends, dx)] * (ends > 0),
-            *[of_head(count, y_tiles, dx)] * dots,
-        ),
-        scratch_types=[
-            plgpu.SMEM((stages, wgs, size, ROWS), dtype, transforms=swizzled(ROWS)),
-            plgpu.SMEM((stages, size, size), dtype, transforms=swizzled(size)),
-            plgpu.SMEM((stages, 2, size), jnp.float32),
-            plgpu.SMEM((wgs, size, ROWS), dtype, transforms=swizzled(ROWS)),
-            plgpu.SMEM((wgs, ROWS, size), dtype, transforms=swizzled(size)),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=wgs + 3),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=wgs),
-            *[plgpu.SMEM((wgs, ROWS, size), dtype, transforms=swizzled(size))] * dots,
-            *[plgpu.Barrier(num_barriers=wgs)] * dots,
-        ],
-        grid=(batch * heads * walked * tiles,),
+        out_type=(out_type,),
+        scratch_types=(_scratch(s, other is not None),),
+        grid=(batch * heads * s.walked * s.tiles,),
         grid_names=("block",),
-        num_threads=wgs,
+        num_threads=s.wgs,
         thread_name="wg",
         # No sum here crosses warps, and all of shared memory is taken.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(x, y, weight, vector, decay, *(first or ()), *[other] * dots)
+    )(Inputs(x, y, weight, vector, decay, first, other))
+    return out
 
 
-def _join(decay, ends, first, cuts, reverse):
-    """(S, s) before each segment, (B,H,segments,...), from those that all but the last of them
-    reach from zero: the recurrence once more, with the product of a segment's decays."""
-    *pairs, count = decay.shape
-    per = mosaic.cdiv(count, cuts)
+def _scratch(s: Schedule, with_other: bool) -> Scratch:
+    buffer = lambda *shape: plgpu.SMEM(
+        shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
+    )
+    return Scratch(
+        x=buffer(STAGES, s.wgs, s.size, ROWS),
+        y=buffer(STAGES, s.size, s.size),
+        vectors=plgpu.SMEM((STAGES, 2, s.size), jnp.float32),
+        scaled=buffer(s.wgs, s.size, ROWS),
+        out=buffer(s.wgs, ROWS, s.size),
+        full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=s.wgs + 3),
+        free=plgpu.Barrier(num_barriers=STAGES, num_arrivals=s.wgs),
+        other=buffer(s.wgs, ROWS, s.size) if with_other else None,
+        other_full=plgpu.Barrier(num_barriers=s.wgs) if with_other else None,
+    )
+
+
+def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+    wg, block = lax.axis_index("wg"), lax.axis_index("block")
+    pair, span, tile = block // s.tiles // s.walked, block // s.tiles % s.walked, block % s.tiles
+    b, h = pair // s.heads, pair % s.heads
+    x0, y0 = tile // s.y_tiles * s.size, tile % s.y_tiles * s.size
+    start = span * s.span
+    steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
+    mine = pl.ds(x0 + wg * ROWS, ROWS)
+    here = mine, pl.ds(y0, s.size)
+    return Worker(s, inputs, outputs, smem, wg, b, h, span, tile, y0, start, steps, mine, here)
+
+
+def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
+    w = _worker(s, inputs, outputs, smem)
+
+    # Load the first chunks.
+    pl.loop(0, STAGES)(functools.partial(_load_x, w))
+    pl.when(w.wg == s.wgs - 1)(lambda: pl.loop(0, STAGES)(functools.partial(_load_common, w)))
+
+    # Walk along the span.
+    acc = plgpu.ACC((ROWS, s.size), jnp.float32)
+    sums, state = pl.run_scoped(functools.partial(_along_chunks, w), acc)
+
+    # Store the state after the last chunk.
+    if s.ends:
+        end = w.span - (s.walked - s.ends)
+
+        @pl.when(end >= 0)
+        def _():
+            mosaic.store(outputs.last.at[w.b, w.h, end, *w.here], state)
+            s_last = outputs.s_last
+            pl.when(w.y0 == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _chunk_of(w: Worker, n):
+    """The chunk of the walk's step n."""
+    s = w.schedule
+    return s.chunks - 1 - w.start - n if s.reverse else w.start + n
+
+
+def _stage_of(n):
+    return lax.rem(n, jnp.int32(STAGES))
+
+
+# Load.
+
+
+def _load_x(w: Worker, n):
+    """Loads the warpgroup's own columns of step n's X."""
+    size = w.schedule.size
+
+    @pl.when(n < w.steps)
+    def _():
+        source = w.inputs.x.at[w.b, pl.ds(_chunk_of(w, n) * size, size), w.h, w.mine]
+        full = w.smem.full.at[_stage_of(n)]
+        plgpu.copy_gmem_to_smem(source, w.smem.x.at[_stage_of(n), w.wg], full)
+
+
+def _load_common(w: Worker, n):
+    """Loads what all warpgroups read in step n; called by the last one."""
+    size, smem = w.schedule.size, w.smem
+
+    @pl.when(n < w.steps)
+    def _():
+        chunk, stage = _chunk_of(w, n), _stage_of(n)
+        source = w.inputs.y.at[w.b, pl.ds(chunk * size, size), w.h, w.here[1]]
+        plgpu.copy_gmem_to_smem(source, smem.y.at[stage], smem.full.at[stage])
+        for place, ref in enumerate((w.inputs.weight, w.inputs.vector)):
+            into = smem.vectors.at[stage, place]
+            plgpu.copy_gmem_to_smem(ref.at[w.b, w.h, chunk], into, smem.full.at[stage])
+
+
+def _refill(w: Worker, n):
+    """Loads into the stage of step n what all read, once they have read it."""
+
+    @pl.when(w.wg == w.schedule.wgs - 1)
+    def _():
+        plgpu.barrier_wait(w.smem.free.at[_stage_of(n)])
+        _load_common(w, n + STAGES)
+
+
+def _load_other(w: Worker, n):
+    source = w.inputs.other.at[w.b, w.h, _chunk_of(w, n), *w.here]
+    plgpu.copy_gmem_to_smem(source, w.smem.other.at[w.wg], w.smem.other_full.at[w.wg])
+
+
+# Walk.
+
+
+def _along_chunks(w: Worker, acc):
+    """(s, S) after the span's last chunk."""
+    s, inputs = w.schedule, w.inputs
+    acc[...] = mosaic.zeros((ROWS, s.size), WGMMA)
+    sums = mosaic.zeros((ROWS,), TURNED.reduce(1))
+    if inputs.first is not None:
+        load = functools.partial(plgpu.load, optimized=False)
+        acc[...] = load(inputs.first[0].at[w.b, w.h, w.span, *w.here], layout=WGMMA)
+        sums = load(inputs.first[1].at[w.b, w.h, w.span, w.mine], layout=TURNED.reduce(1))
+    if inputs.other is not None:
+        _load_other(w, 0)
+    carry = inputs.decay[w.b, w.h, _chunk_of(w, 0)], sums
+    _, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w, acc), carry)
+    return sums, acc[...]
+
+
+def _step(w: Worker, acc, n, carry):
+    decay, sums = carry
+    smem, chunk, stage = w.smem, _chunk_of(w, n), _stage_of(n)
+    # One chunk ahead: from global memory it takes as long as the matmul.
+    ahead = w.inputs.decay[w.b, w.h, _chunk_of(w, jnp.minimum(n + 1, w.steps - 1))]
+    # Store the state before the chunk.
+    state = acc[...]
+    if w.outputs.before is not None:
+        _store_state(w, chunk, state, sums)
+    if w.inputs.other is not None:
+        _multiply_other(w, n, state)
+    # Let the state decay.
+    acc[...] = state * decay
+    pl.when(n > 0)(lambda: _refill(w, n - 1))
+    # Load X and scale it.
+    plgpu.barrier_wait(smem.full.at[stage])
+    weight = plgpu.load(smem.vectors.at[stage, 0], layout=ROW, optimized=False)
+    x = plgpu.load(smem.x.at[stage, w.wg], layout=WGMMA).astype(jnp.float32)
+    smem.scaled[w.wg] = (x * mosaic.along(weight, x.shape, 0)).astype(w.schedule.dtype)
+    plgpu.commit_smem()
+    # Accumulate.
+    plgpu.wgmma(acc, smem.scaled.at[w.wg].transpose((1, 0)), smem.y.at[stage])
+    sums = lax.cond(w.y0 == 0, lambda: sums * decay + _sum_columns(w, stage), lambda: sums)
+    plgpu.commit_smem()  # all four warps have read x and its vectors
+    _load_x(w, n + STAGES)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(smem.free.at[stage])
+    return ahead, sums
+
+
+def _store_state(w: Worker, chunk, state, sums):
+    out = w.smem.out
+    plgpu.wait_smem_to_gmem(0)  # the state before has left it
+    out[w.wg] = narrow(state, w.schedule.dtype, w.schedule.saturate)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out.at[w.wg], w.outputs.before.at[w.b, w.h, chunk, *w.here])
+
+    @pl.when(w.y0 == 0)
+    def _():
+        mosaic.store(w.outputs.s_before.at[w.b, w.h, chunk, w.mine], sums)
+
+
+def _multiply_other(w: Worker, n, state):
+    plgpu.barrier_wait(w.smem.other_full.at[w.wg])
+    other = plgpu.load(w.smem.other.at[w.wg], layout=WGMMA).astype(jnp.float32)
+    dot = jnp.sum(state * other, axis=1)
+    y_tile = w.tile % w.schedule.y_tiles
+    mosaic.store(w.outputs.dots.at[w.b, w.h, _chunk_of(w, n), y_tile, w.mine], dot)
+    plgpu.commit_smem()
+    pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
+
+
+def _sum_columns(w: Worker, stage):
+    # Read once more, turned: a column's sum then is in 4 lanes and not in all warps.
+    square = w.smem.x.at[stage, w.wg].transpose((1, 0))
+    x = plgpu.load(square, layout=TURNED).astype(jnp.float32)
+    vector = plgpu.load(w.smem.vectors.at[stage, 1], layout=TURNED.reduce(0), optimized=False)
+    return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
+
+
+# Join the spans.
+
+
+def _join(decay, ends, first, parts, reverse):
+    """(S, s) before each span, (B,H,spans,...), from those that all but the last of them reach
+    from zero: the recurrence once more, with the product of a span's decays."""
+    *pairs, chunks = decay.shape
+    span = mosaic.cdiv(chunks, parts)
     decay = decay[:, :, ::-1] if reverse else decay
-    decay = decay[:, :, : (cuts - 1) * per].reshape(*pairs, cuts - 1, per)
+    decay = decay[:, :, : (parts - 1) * span].reshape(*pairs, parts - 1, span)
     if first is None:
         first = tuple(jnp.zeros((*pairs, *z.shape[3:])) for z in ends)
     first = tuple(z.reshape(-1, *z.shape[2:]) for z in first)
     dx, dy = first[0].shape[1:]
-    width = 512  # 4 numbers a thread, of which 8 segments are in flight
+    width = 512  # 4 numbers a thread, of which 8 spans are in flight
     wide = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
 
     def vlstm_join(decay_ref, ends_ref, s_ends_ref, first_ref, s_first_ref, out_ref, s_out_ref):
         pair, block = lax.axis_index("pair"), lax.axis_index("block")
-
-        def carry(ends, first, out, at, layout):
-            state = mosaic.load(first.at[pair, at], layout)
-            mosaic.store(out.at[pair, 0, at], state)
-            for n in range(0, cuts - 1, 8):
-                group = range(n, min(n + 8, cuts - 1))
-                loaded = [
-                    (decay_ref[pair, n], mosaic.load(ends.at[pair, n, at], layout)) for n in group
-                ]
-                for n, (decay, end) in zip(group, loaded, strict=True):
-                    state = state * decay + end
-                    mosaic.store(out.at[pair, n + 1, at], state)
-
+        carry = functools.partial(_carry, pair, decay_ref)
         carry(ends_ref, first_ref, out_ref, pl.ds(block * width, width), wide)
 
         @pl.when(block < dx // ROWS)
@@ -276,16 +403,31 @@ def _join(decay, ends, first, cuts, reverse):
     out = mosaic.kernel(
         vlstm_join,
         out_type=(
-            jax.ShapeDtypeStruct((len(first[0]), cuts, dx * dy), jnp.float32),
-            jax.ShapeDtypeStruct((len(first[0]), cuts, dx), jnp.float32),
+            jax.ShapeDtypeStruct((len(first[0]), parts, dx * dy), jnp.float32),
+            jax.ShapeDtypeStruct((len(first[0]), parts, dx), jnp.float32),
         ),
         grid=(len(first[0]), dx * dy // width),
         grid_names=("pair", "block"),
     )(
-        jnp.prod(decay, -1).reshape(-1, cuts - 1),
-        ends[0].reshape(-1, cuts - 1, dx * dy),
-        ends[1].reshape(-1, cuts - 1, dx),
+        jnp.prod(decay, -1).reshape(-1, parts - 1),
+        ends[0].reshape(-1, parts - 1, dx * dy),
+        ends[1].reshape(-1, parts - 1, dx),
         first[0].reshape(-1, dx * dy),
         first[1],
     )
-    return out[0].reshape(*pairs, cuts, dx, dy), out[1].reshape(*pairs, cuts, dx)
+    return out[0].reshape(*pairs, parts, dx, dy), out[1].reshape(*pairs, parts, dx)
+
+
+def _carry(pair, decay_ref, ends_ref, first_ref, out_ref, at, layout):
+    """Carries the elements `at` of one state over all spans."""
+    state = mosaic.load(first_ref.at[pair, at], layout)
+    mosaic.store(out_ref.at[pair, 0, at], state)
+    joined = ends_ref.shape[1]
+    for n in range(0, joined, 8):
+        group = range(n, min(n + 8, joined))
+        loaded = [
+            (decay_ref[pair, n], mosaic.load(ends_ref.at[pair, n, at], layout)) for n in group
+        ]
+        for n, (decay, end) in zip(group, loaded, strict=True):
+            state = state * decay + end
+            mosaic.store(out_ref.at[pair, n + 1, at], state)

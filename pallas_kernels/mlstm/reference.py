@@ -3,8 +3,10 @@
 All three are the same function of q, k, v and the gates; docs/vlstm.md derives one from the other.
 The gates work on a logarithmic scale, and `m` is the number that is taken out of every exponent so
 that none overflows: a state (C, n, m) stands for the true state (C e^m, n e^m).  At eps = 0 neither
-h nor the true state depends on which m is chosen.  The chunkwise form therefore holds m constant
-while it is differentiated, which is exact, cheaper and less noisy than letting m's gradient cancel.
+h nor the true state depends on which m is chosen.  The chunkwise form therefore holds the states' m
+constant while it is differentiated, which is exact and cheaper.  A row's m is differentiated: the
+gradients of a row's exponents add up to 0 where l divides h, and m's gradient takes what rounding
+has left of that sum from the largest weight, beside which the others may be far smaller than it.
 
 Axes: B batch, T time, H heads, K = DQK, V = DV, N chunks, L positions of a chunk.
 """
@@ -74,8 +76,7 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
     i, lf = (jnp.swapaxes(x, 1, 2) for x in _log_gates(i, f, gate, stat))  # (B,H,T)
     document = jnp.cumsum(_starts(segment_ids, (i.shape[0], i.shape[2])), 1)
     seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
-    b = jnp.cumsum(lf, -1)
-    log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
+    log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
     m = jnp.max(log_d, -1)
     p = q.shape[-1] ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     scale = _row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
@@ -107,89 +108,102 @@ def chunkwise(
     (all float64 for float64).  Time and memory are linear in T.  For the backward pass only the
     arguments are saved; it computes the states and the L x L matrices again.
     """
-    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
-    batch, length = i.shape[:2]
-    size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), length))
-    # The value depends on m only through eps (see above).
-    hold = lax.stop_gradient if eps == 0 else lambda m: m
-
-    def chunks(x, fill=0.0):
-        """(B,T,H,...) -> (N,B,H,L,...); positions past T take `fill`."""
-        widths = [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, widths, constant_values=fill)
-        x = x.reshape(batch, mosaic.cdiv(length, size), size, *x.shape[2:])
-        return jnp.moveaxis(x, (1, 3), (0, 2))
-
-    @jax.checkpoint
-    def form(q, k, v, i, f, state):
-        i, lf = _log_gates(i, f, gate, stat)
-        # A closed input gate and an open forget gate: padding leaves the state as it is.
-        i, lf = chunks(jnp.maximum(i, CLOSED), CLOSED), chunks(lf)
-        q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
-        seen = jnp.tril(jnp.ones((size, size), bool))
-        in_last = continues = True  # positions of the chunk's last document, of the carried one
-        if segment_ids is not None:
-            starts = chunks(_starts(segment_ids, (batch, length))[..., None])
-            document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
-            seen = seen & (document[..., :, None] == document[..., None, :])
-            in_last = document == document[..., -1:]
-            continues = document == 0
-
-        # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
-        # difference of running sums: a closed gate in one document cannot blur the next.
-        b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)  # (N,B,H,L)
-
-        # The stabiliser before and after each chunk.
-        g = b[..., -1]
-        a = jnp.where(in_last, g[..., None] - b + i, -jnp.inf)
-        keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
-
-        def next_m(m, x):
-            g, a_max, keep = x
-            return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
-
-        c, n, m = state
-        m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
-        m_before = hold(m_before)
-        m_after = jnp.concatenate([m_before[1:], hold(m_last)[None]])
-
-        # The state before each chunk, in the dtype in which the rows will multiply it.
-        def next_state(state, x):
-            (c, n), (decay, c_in, n_in) = state, x
-            after = decay[..., None, None] * c + c_in, decay[..., None] * n + n_in
-            return after, (_round(c, dtype), n)
-
-        decay = jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))
-        k_in = jnp.exp(a - m_after[..., None])[..., None] * k
-        true_scale = jnp.exp(m - hold(m))  # is 1, with the gradient of e^m
-        state = c * true_scale[..., None, None], n * true_scale[..., None]
-        (c, n), before = lax.scan(
-            next_state, state, (decay, _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2))
-        )
-        true_scale = jnp.exp(hold(m_last) - m_last)  # is 1, with the gradient of e^-m
-        state = c * true_scale[..., None, None], n * true_scale[..., None], m_last
-
-        # The rows: exponents of the carried state and of the chunk's own positions.
-        c, n = before
-        carried = b + jnp.where(continues, m_before[..., None], 0)
-        log_d = jnp.where(seen, b[..., :, None] - b[..., None, :] + i[..., None, :], -jnp.inf)
-        m = hold(jnp.maximum(carried, jnp.max(log_d, -1)))
-        m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # so that e^-m is finite
-        q = q * q.shape[-1] ** -0.5
-        p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
-        w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
-        l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
-        scale = _row_scale(l, m, gate, normalize, eps)
-        # Normalised before the matmuls: their results are then not needed in the backward pass,
-        # and float16 sees nothing larger than the weights that really act on v.
-        h = _matmul(dtype, scale[..., None] * p, v)
-        h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
-        h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
-        h = h.reshape(batch, h.shape[1] * size, *h.shape[3:])[:, :length]
-        return _round(h, dtype), state
-
+    size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), i.shape[1]))
+    options = dict(gate=gate, normalize=normalize, eps=eps, segment_ids=segment_ids)
+    form = jax.checkpoint(functools.partial(_in_chunks, size=size, **options))
     h, state = form(q, k, v, i, f, _state(initial_state, q, v))
     return (h, state) if return_state else h
+
+
+def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids):
+    """(h, state after the last position), in chunks of `size` positions."""
+    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
+    batch, length = i.shape[:2]
+    chunks = functools.partial(_chunks, size=size)
+
+    # Gates and documents.
+    i, lf = _log_gates(i, f, gate, stat)
+    # A closed input gate and an open forget gate: padding leaves the state as it is.
+    i, lf = chunks(jnp.maximum(i, CLOSED), fill=CLOSED), chunks(lf)
+    q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
+    seen = jnp.tril(jnp.ones((size, size), bool))
+    continues = True  # whether a position belongs to the document of the carried state
+    if segment_ids is not None:
+        starts = chunks(_starts(segment_ids, (batch, length))[..., None])
+        document = jnp.cumsum(starts, -1)  # (N,B,1,L), counted from 0 in each chunk
+        seen = seen & (document[..., :, None] == document[..., None, :])
+        continues = document == 0
+
+    # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
+    # difference of running sums: a closed gate in one document cannot blur the next.
+    b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)  # (N,B,H,L)
+    log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
+
+    # The states between chunks.
+    # The value depends on their m only through eps (see above).
+    hold = lax.stop_gradient if eps == 0 else lambda m: m
+    keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
+    (c, n, m_before), state = _between_chunks(
+        k, v, b[..., -1], log_d[..., -1, :], keeps, state, hold, dtype
+    )
+
+    # The rows: exponents of the carried state and of the chunk's own positions.
+    carried = b + jnp.where(continues, m_before[..., None], 0)
+    m = jnp.maximum(carried, jnp.max(log_d, -1))
+    m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # so that e^-m is finite
+    q = q * q.shape[-1] ** -0.5
+    p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
+    w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
+    l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
+    scale = _row_scale(l, m, gate, normalize, eps)
+    # Normalised before the matmuls: their results are then not needed in the backward pass,
+    # and float16 sees nothing larger than the weights that really act on v.
+    h = _matmul(dtype, scale[..., None] * p, v)
+    h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
+    h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
+    h = h.reshape(batch, h.shape[1] * size, *h.shape[3:])[:, :length]
+    return _round(h, dtype), state
+
+
+def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
+    """(C, n, m) before each chunk, (N,B,H,...), C in the dtype in which the rows will multiply it;
+    then after the last one.
+
+    g: (N,B,H) log decay of a chunk; a: (N,B,H,L) log weight of a position in the state after its
+    chunk; keeps: whether that state still holds the one before the chunk.
+    """
+
+    def next_m(m, x):
+        g, a_max, keep = x
+        return jnp.maximum(g + jnp.where(keep, m, 0), a_max), m
+
+    c, n, m = state
+    m_last, m_before = lax.scan(next_m, m, (g, jnp.max(a, -1), keeps))
+    m_before = hold(m_before)
+    m_after = jnp.concatenate([m_before[1:], hold(m_last)[None]])
+
+    def next_state(state, x):
+        (c, n), (decay, c_in, n_in) = state, x
+        after = decay[..., None, None] * c + c_in, decay[..., None] * n + n_in
+        return after, (_round(c, dtype), n)
+
+    decay = jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))
+    k_in = jnp.exp(a - m_after[..., None])[..., None] * k
+    true_scale = jnp.exp(m - hold(m))  # is 1, with the gradient of e^m
+    state = c * true_scale[..., None, None], n * true_scale[..., None]
+    (c, n), before = lax.scan(
+        next_state, state, (decay, _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2))
+    )
+    true_scale = jnp.exp(hold(m_last) - m_last)  # is 1, with the gradient of e^-m
+    return (*before, m_before), (c * true_scale[..., None, None], n * true_scale[..., None], m_last)
+
+
+def _chunks(x, size, fill=0.0):
+    """(B,T,H,...) -> (N,B,H,L,...); positions past T take `fill`."""
+    widths = [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, widths, constant_values=fill)
+    x = x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
 
 
 def _chunk_size(dqk, dv):
@@ -197,6 +211,40 @@ def _chunk_size(dqk, dv):
     L x L matrices (2 L), as a power of two.  64 for heads of 64 and 128, 256 for 256 and 512.
     """
     return min(max(2 ** round(math.log2(dqk * dv / 2) / 2), 64), 256)
+
+
+def _sums_between(lf):
+    """(...,L) -> (...,L,L): at [t, j] the sum of lf after position j, up to and including t >= j.
+
+    A difference of running sums would be rounded as the running sums are, and its gradients would
+    cancel.  Here only numbers of one sign are added.  Blocks of sqrt(L) positions keep that cheap:
+    a pair from two blocks adds the rest of its first block, the blocks between, and the beginning
+    of its second block.
+    """
+    length = lf.shape[-1]
+    width = math.isqrt(max(length - 1, 0)) + 1
+    blocks = mosaic.cdiv(length, width)
+    lf = jnp.pad(lf, [(0, 0)] * (lf.ndim - 1) + [(0, -length % width)])
+    lf = lf.reshape(*lf.shape[:-1], blocks, width)
+    within = _masked_sums(lf, lambda t, j, u: (j < u) & (u <= t))  # (...,blocks,width,width)
+    begins = _dot(lf, jnp.triu(jnp.ones((width, width), lf.dtype)))  # (...,blocks,width)
+    between = _masked_sums(begins[..., -1], lambda t, j, u: (j < u) & (u < t))
+    sums = between[..., None, :, None] + within[..., None, None, :, -1, :] + begins[..., None, None]
+    same = jnp.eye(blocks, dtype=bool)[:, None, :, None]
+    sums = jnp.where(same, within[..., None, :], sums)  # (...,blocks,width,blocks,width)
+    sums = sums.reshape(*lf.shape[:-2], blocks * width, blocks * width)
+    return sums[..., :length, :length]
+
+
+def _masked_sums(x, mask):
+    """(...,n) -> (...,n,n): at [t, j] the sum of the x[u] for which mask(t, j, u).
+
+    A matmul: XLA merges a sum of `where` into what uses it, and computes it there again and again.
+    """
+    n = x.shape[-1]
+    t, j, u = jnp.meshgrid(*[jnp.arange(n)] * 3, indexing="ij")
+    counted = mask(t, j, u).astype(x.dtype).reshape(n * n, n).T
+    return _dot(x, counted).reshape(*x.shape, n)
 
 
 def _row_scale(l, m, gate, normalize, eps):

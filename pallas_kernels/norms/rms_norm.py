@@ -34,9 +34,8 @@ def rms_norm(
     weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.
     """
     tiles.check_shapes(x, weight, bias)
-    if not dispatch.use_kernel(
-        "rms_norm", implementation, why_not(x, weight, bias, eps=eps), "sm_90"
-    ):
+    reason, slower = why_not(x, weight, bias, eps=eps), tiles.why_slower(x)
+    if not dispatch.use_kernel("rms_norm", implementation, reason, "sm_90", slower=slower):
         return rms_norm_reference(x, weight, bias, eps=eps)
     return kernels.norm(_NORM, eps, x, None, weight, bias)[0]
 
@@ -58,8 +57,8 @@ def add_rms_norm(
     bias of the matmul that makes x, whose gradient the backward pass sums in float32.
     """
     tiles.check_shapes(x, weight, bias, residual, x_bias)
-    reason = why_not(x, weight, bias, residual, x_bias, eps=eps)
-    if not dispatch.use_kernel("add_rms_norm", implementation, reason, "sm_90"):
+    reason, slower = why_not(x, weight, bias, residual, x_bias, eps=eps), tiles.why_slower(x)
+    if not dispatch.use_kernel("add_rms_norm", implementation, reason, "sm_90", slower=slower):
         return add_rms_norm_reference(x, residual, weight, bias, x_bias, eps=eps)
     return kernels.norm(_NORM, eps, x, residual, weight, bias, x_bias)
 
@@ -86,20 +85,20 @@ def add_rms_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *, 
 why_not = tiles.why_not
 
 
-def _statistics(p, x, eps):
-    return (lax.rsqrt(p.mean(lambda c: jnp.square(x(c))) + eps),)
+def _statistics(t, x, eps):
+    return (lax.rsqrt(t.mean(lambda c: jnp.square(x(c))) + eps),)
 
 
-def _normalise(p, x, r):
-    return x * p.spread(r)
+def _normalise(t, x, r):
+    return x * t.spread(r)
 
 
 def _averaged(n, g):
     return (g * n,)
 
 
-def _differentiate(p, n, g, means, r):
-    return p.spread(r) * g - n * p.spread(r * means[0])
+def _differentiate(t, n, g, means, r):
+    return t.spread(r) * g - n * t.spread(r * means[0])
 
 
 _NORM = kernels.Norm("rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1)

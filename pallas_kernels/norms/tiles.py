@@ -1,15 +1,21 @@
-"""How a matrix is cut up for kernels that stream its rows through shared memory (kernels.py).
+"""How kernels.py cuts a matrix into tiles of rows, and streams these through shared memory.
 
 A row lies in shared memory as blocks of up to 256 columns.  Registers hold (4, block) arrays, one
-line for each warp: in a *narrow* row the four lines are the same columns of four rows, so that a
-mean is five shuffles; in a *wide* row they are four blocks of one row, and the four warps meet in
-shared memory.  The widest rows are shared by two warpgroups, each with a *part* of the columns.
-Everything else is the same code.  Columns and rows that are missing at the edge are filled with
-zeros by TMA on the way in and dropped on the way out.
+line for each warp:
+
+    narrow    line 0 | row r    , block c |      wide    line 0 | row r, block 4 c     |
+              line 1 | row r + 1, block c |              line 1 | row r, block 4 c + 1 |
+              line 2 | row r + 2, block c |              line 2 | row r, block 4 c + 2 |
+              line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
+
+In a *narrow* row a mean takes five shuffles; in a *wide* one the four warps meet in shared memory.
+Two warpgroups share the widest rows, each with a *part* of the columns.  Everything else is the
+same code.  TMA fills the columns and rows that are missing at the edge with zeros on the way in and
+drops them on the way out.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,36 +31,29 @@ MAX_COLS = 8192
 
 _SMEM = 220 * 1024  # of 227 KB; the rest is for barriers and the scratch of reductions
 
-# Tiles by direction and width: the first line whose width is enough.  Measured on an H100 80GB HBM3
-# with JAX 0.11.2: layer norm, bfloat16 rows, float32 weight and bias, as shares of C = 2.92 TB/s (a
-# copy in the same run).  In brackets what else was tried: (rows, slots, blocks on an SM).
+# Tiles by direction and width: the first line whose width is enough.  Shares of the bandwidth of a
+# copy in the same run: layer norm, bfloat16 rows, H100.  docs/performance.md has the other choices.
 _TILES = {
     "forward": [  # columns, wide, rows, slots, blocks on an SM, parts
         (256, False, 4, 2, 8, 1),
         (1024, False, 4, 0, 0, 1),  # 32768x768: 0.95; no slots: no TMA, a new block for each tile
-        #                           [8 rows 0.92; with TMA 0.90; that in blocks of 4 x 4 rows 0.88]
-        (1024, False, 4, 2, 8, 1),  # where that cannot be  [(8,4,2), (8,2,6), (16,4,2) 0.05 less]
-        (2048, True, 2, 3, 5, 1),  # 4096x1600: 0.94  [(2,4,2) 0.68, (2,4,4) 0.87, (2,2,6) 0.88]
-        (4096, True, 2, 2, 3, 1),  # 16384x4096: 0.92  [before awaiting the weights last 0.90;
-        #                           then (1,2,4) 0.88, (1,4,3) 0.85, (1,5,2) 0.84]
-        (MAX_COLS, True, 1, 4, 1, 1),  # 8192x8192: 0.94  [(1,8,1) 0.90, (2,4,1) 0.85, (1,2,2) 0.80]
+        (1024, False, 4, 2, 8, 1),  # where the rows are no whole number of such tiles
+        (2048, True, 2, 3, 5, 1),  # 4096x1600: 0.94
+        (4096, True, 2, 2, 3, 1),  # 16384x4096: 0.92
+        (MAX_COLS, True, 1, 4, 1, 1),  # 8192x8192: 0.94
     ],
     "backward": [
-        (1024, False, 4, 4, 2, 1),  # 32768x768: 0.88  [(4,6,2) 0.86, (8,3,2) 0.88, (4,4,3) 0.87;
-        #                           n and g kept 0.85; without TMA 0.79 to 0.88]
-        (2048, True, 2, 3, 2, 1),  # 4096x1600: 0.81  [n and g not kept and (2,4,2) 0.71, (2,2,4)
-        #                           0.72; four warpgroups that share their sums 0.79]
-        (4096, True, 1, 4, 2, 1),  # 16384x4096: 0.99  [n and g not kept 0.97; two parts 0.86]
+        (1024, False, 4, 4, 2, 1),  # 32768x768: 0.88
+        (2048, True, 2, 3, 2, 1),  # 4096x1600: 0.81
+        (4096, True, 1, 4, 2, 1),  # 16384x4096: 0.99
         (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused, where three slots fit, 1.00
-        #                           [one part: (1,3,2) 0.82, (1,5,1) 0.79; four parts 0.97; eight
-        #                           0.95; three or five slots the same]
     ],
 }
 _SHORT = 2048  # elements up to which narrow tiles of short rows grow
 _KEPT = 4096  # elements of a tile, of one part, up to which n and g stay in registers
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """How a (rows, heads, cols) array is cut up; `rows` are those of each head."""
 
     rows: int
@@ -62,10 +61,10 @@ class Plan(NamedTuple):
     cols: int  # columns that count
     width: int  # columns of the arrays that the kernel is given
     block: int  # columns of a line
-    blocks: int  # blocks of a part of a row in shared memory, those past `width` included
+    blocks: int  # blocks of a part of a row in shared memory, including those past `width`
     wide: bool
     tile: int  # rows of one TMA copy
-    slots: int  # tiles of one program in shared memory; 0: none, every tile has its own program
+    slots: int  # tiles of one program in shared memory; 0: none, each tile has its own program
     programs: int  # persistent programs for each head
     parts: int  # warpgroups of a program, which share the columns of every row
 
@@ -87,7 +86,7 @@ class Plan(NamedTuple):
     def keeps(self) -> bool:
         """Whether the backward pass has registers for n and g between its two passes over a tile.
 
-        A narrow row reads both from shared memory again, which is quicker there.
+        A narrow row reads both from shared memory again, which is faster there.
         """
         return self.wide and self.tile * self.blocks * self.block <= _KEPT
 
@@ -106,7 +105,7 @@ class Plan(NamedTuple):
         return (self.rows, self.heads, self.width // block, block)
 
     def view(self, x):
-        """Pads the columns where TMA needs it, which is for few widths, and splits them."""
+        """Splits the columns; pads them first where TMA needs it, which few widths do."""
         x = mosaic.pad_axis(x, x.ndim - 1, self.width) if x.shape[-1] != self.width else x
         return x.reshape(*x.shape[:-1], *self.view_shape[2:])
 
@@ -119,7 +118,7 @@ class Plan(NamedTuple):
         return smem.at[pl.ds(group * LINES, LINES), chunk]
 
     def weight(self, smem, chunk):
-        """Columns of a chunk of an (blocks, block) weight, the same in every row."""
+        """The columns of a chunk of a (blocks, block) weight, the same in every row."""
         if self.wide:
             return mosaic.load(smem.at[pl.ds(chunk * LINES, LINES)], self.layout)
         return self.spread(mosaic.load(smem.at[chunk], self.layout.reduce(0)), axis=1)
@@ -127,7 +126,7 @@ class Plan(NamedTuple):
     def mean(self, f):
         """Row means of f(chunk), or of every member of a tuple: one number for each line.
 
-        For one warpgroup, which has the whole row.
+        For one warpgroup that has the whole row.
         """
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), map(f, self.chunks))
         return jax.tree.map(self._line_mean, total)
@@ -139,7 +138,7 @@ class Plan(NamedTuple):
         return sums / self.cols
 
     def every_line(self, number):
-        """One number as that of every line."""
+        """The same number for every line."""
         return plgpu.layout_cast(jnp.broadcast_to(number, (LINES,)), self.layout.reduce(1))
 
     def spread(self, line, axis=0):
@@ -147,7 +146,7 @@ class Plan(NamedTuple):
         return mosaic.along(line, self.shape, axis)
 
     def inside(self, x, chunk):
-        """x with zeros in the columns that only fill up the last blocks."""
+        """x with zeros in the columns that only pad the last blocks."""
         blocks = (self.parts - 1) * self.blocks + (chunk + 1) * LINES if self.wide else chunk + 1
         if blocks * self.block <= self.cols:
             return x  # in every part
@@ -185,6 +184,29 @@ def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
     return None
 
 
+def why_slower(x) -> str | None:
+    """Why XLA's form is faster than the kernels, or None: rows have to be padded in a copy.
+
+    Speed of the kernels relative to XLA, layer and RMS norm, alone and with a residual, H100, JAX
+    0.11.2 (python -m pallas_kernels.benchmark --untuned); both: forward and backward:
+
+        rows that are padded, C = 3 to 8191   forward 0.16 to 0.60, both 0.26 to 1.04 (1.33: C = 33)
+        65536 x 72, which is not              forward 0.52, both 1.50; with a residual 0.88, 1.49
+    """
+    c = x.shape[-1]
+    if c % (multiple := _multiple(c)):
+        return f"the kernel would pad C={c} to a multiple of {multiple}"
+    return None
+
+
+def _multiple(cols: int) -> int:
+    """What the columns of the arrays are a multiple of that the kernels are given."""
+    if cols <= 256:
+        return 8  # TMA wants strides of 16 bytes
+    # Past 4096 so that a row fills its buffer: two rows would not fit (see `choose_tiling`).
+    return 64 if cols <= 4096 else 1024
+
+
 def check_shapes(x, weight, bias, residual=None, x_bias=None):
     """ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
     if not x.ndim:
@@ -203,23 +225,21 @@ def check_shapes(x, weight, bias, residual=None, x_bias=None):
         raise ValueError(f"residual has shape {residual.shape}, x has {x.shape}")
 
 
-def plan(direction, shape, streams, weights) -> Plan:
-    """Chooses the tiles for arrays (rows, heads, cols) that are read row by row, and weights."""
+def choose_tiling(direction, shape, streams, weights) -> Tiling:
+    """The tiling of arrays (rows, heads, cols) that are read row by row, and of their weights."""
     rows, heads, cols = shape
     lines = (t for t in _TILES[direction] if t[0] >= cols)
     _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or rows % t[2] == 0)
+    width = cols + -cols % _multiple(cols)
     if cols <= 256:
-        width = cols + -cols % 8  # TMA wants strides of 16 bytes
         block = next(b for b in (64, 128, 256) if b >= cols)
     else:
-        # Past 4096 so that a row fills its buffer: two rows at a time would not fit (see below).
-        width = cols + -cols % (64 if cols <= 4096 else 1024)
         widest = 512 // streams["x"].dtype.itemsize  # a vector of 16 bytes in each lane
         fill = 1 if cols <= 4096 else LINES * parts
         block = next(b for b in (256, 128, 64) if width % (b * fill) == 0 and b <= widest)
     blocks = mosaic.cdiv(width, block * parts)
     if not slots:
-        return Plan(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
+        return Tiling(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
     if wide:
         blocks += -blocks % LINES
     row_cols = parts * blocks * block
@@ -231,11 +251,95 @@ def plan(direction, shape, streams, weights) -> Plan:
     while not wide and 2 * tile * blocks * block <= _SHORT:
         tile *= 2
     while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
-        # Narrow tiles keep their height: those of the backward pass may not be the higher ones.
+        # Narrow tiles keep their rows: those of the backward pass may not have more rows.
         if tile > least and (wide or per_sm <= 2):
             tile //= 2
         else:
             per_sm -= 1
     programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
     slots = min(slots, room)
-    return Plan(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
+    return Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
+
+
+class Ring(NamedTuple):
+    """The arrays of a persistent block, and the buffers of shared memory under the same names."""
+
+    streams: dict[str, Any]  # read tile by tile, (rows, heads, blocks, block)
+    weights: dict[str, Any]  # (heads, blocks, block)
+    results: dict[str, Any]  # written from the buffer of the stream of the same name
+    smem: dict[str, Any]
+    bars: Any  # one for each slot, on which its streams arrive
+    weight_bar: Any
+
+
+def ring_types(t: Tiling, streams, weights) -> dict:
+    """Scratch types of a ring; every part has buffers and barriers of its own."""
+    tiles = (t.parts, t.slots, t.tile, t.blocks, t.block)
+    smem = {k: plgpu.SMEM(tiles, a.dtype) for k, a in streams.items()}
+    smem |= {k: plgpu.SMEM((t.parts, *tiles[3:]), a.dtype) for k, a in weights.items()}
+    return smem | dict(
+        bars=plgpu.Barrier(num_arrivals=len(streams), num_barriers=t.parts * t.slots),
+        weight_bar=plgpu.Barrier(num_arrivals=max(len(weights), 1), num_barriers=t.parts),
+    )
+
+
+def fetch_weights(t: Tiling, ring: Ring):
+    """Starts the copies of this head's row of every weight."""
+    part = lax.axis_index("part")
+    for k, ref in ring.weights.items():
+        window = ref.at[lax.axis_index("head"), *_part_columns(t)]
+        plgpu.copy_gmem_to_smem(window, ring.smem[k].at[part], ring.weight_bar.at[part])
+
+
+def _part_columns(t: Tiling):
+    """The columns of this part, in blocks and within a block.
+
+    JAX 0.12 rejects windows that are known to be too wide, so their start is a variable.
+    """
+    zero = lax.rem(lax.axis_index("head"), jnp.int32(1))
+    return pl.ds(lax.axis_index("part") * t.blocks + zero, t.blocks), pl.ds(zero, t.block)
+
+
+def stream(t: Tiling, ring: Ring, step, carry):
+    """carry = step(slot, tile, carry) for every tile of this program, between its copies.
+
+    Streams are copied to their buffers slots - 1 tiles ahead of the step; the results are copied
+    back from these buffers after the step.
+    """
+    program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
+    steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
+    slot_of = lambda i: lax.rem(i, jnp.int32(t.slots))
+    tile_of = lambda i: program + i * t.programs
+    window = lambda ref, i: ref.at[pl.ds(tile_of(i) * t.tile, t.tile), head, *_part_columns(t)]
+    bar_of = lambda i: ring.bars.at[part * t.slots + slot_of(i)]
+
+    def fetch(i):
+        for k, ref in ring.streams.items():
+            slot = ring.smem[k].at[part, slot_of(i)]
+            plgpu.copy_gmem_to_smem(window(ref, i), slot, bar_of(i))
+
+    # Fill all slots but one.
+    for i in range(t.slots - 1):
+        pl.when(i < steps)(functools.partial(fetch, jnp.int32(i)))
+    if ring.weights:
+        plgpu.barrier_wait(ring.weight_bar.at[part])  # only now, so that the rows need not wait
+
+    def body(i, carry):
+        slot = slot_of(i)
+        plgpu.barrier_wait(bar_of(i))
+        carry = step(slot, tile_of(i), carry)
+        plgpu.commit_smem()
+        for k, ref in ring.results.items():
+            plgpu.copy_smem_to_gmem(ring.smem[k].at[part, slot], window(ref, i))
+
+        @pl.when(i + (t.slots - 1) < steps)
+        def _():
+            # The next tile replaces the last step's result; this step's may still be leaving.
+            plgpu.wait_smem_to_gmem(len(ring.results), wait_read_only=True)
+            fetch(i + (t.slots - 1))
+
+        return carry
+
+    carry = lax.fori_loop(0, steps, body, carry)
+    plgpu.wait_smem_to_gmem(0)
+    return carry

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.config import (
     Config,
+    DataConfig,
     GPT2Config,
     Llama3Config,
     OptimizerConfig,
@@ -20,6 +21,7 @@ from jaxllm.config import (
     TrainConfig,
     VLSTMConfig,
 )
+from jaxllm.data.loader import documents
 from jaxllm.infer import decode
 from jaxllm.sharding import make_mesh
 from jaxllm.train.step import Trainer
@@ -38,13 +40,17 @@ MESHES = {
     "tensor": dict(data=1, fsdp=2, tensor=2),
     "all": dict(data=2, fsdp=1, tensor=2),
 }
+PACKED = ("one", "tensor")
 WANTED = {"gpt2": ["one", "fsdp", "tensor"], "llama3": list(MESHES), "vlstm": ["one", "tensor"]}
 
 
-def trainer(model: str, mesh: str, kernels: str, accum: int = 1, **more) -> Trainer:
+def trainer(
+    model: str, mesh: str, kernels: str, accum: int = 1, pack: str = "stream", **more
+) -> Trainer:
     shape = MESHES[mesh]
     config = Config(
         model=MODELS[model](kernels=kernels, **more),
+        data=DataConfig(pack=pack),
         train=TrainConfig(steps=STEPS, batch_size=BATCH, seq_len=SEQ, grad_accum=accum),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         mesh=shape,
@@ -53,8 +59,8 @@ def trainer(model: str, mesh: str, kernels: str, accum: int = 1, **more) -> Trai
     return Trainer(config, make_mesh(config.mesh, devices))
 
 
-def run(model: str, mesh: str, accum: int = 1) -> dict:
-    t = trainer(model, mesh, "xla", accum, compute_dtype="float32", residual_dtype="float32")
+def run(model: str, mesh: str, accum: int = 1, pack: str = "stream") -> dict:
+    t = trainer(model, mesh, "xla", accum, pack, compute_dtype="float32", residual_dtype="float32")
     state = t.init()
     program = t.trace_train_step().lower().compile()
     rng = np.random.default_rng(0)
@@ -62,6 +68,8 @@ def run(model: str, mesh: str, accum: int = 1) -> dict:
     for _ in range(STEPS):
         tokens = rng.integers(0, 250, (BATCH, SEQ + 1)).astype(np.int32)
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        if pack == "documents":
+            batch |= documents(batch["tokens"] % 8, 0)
         before = state
         state, metrics = program(state, t.put_batch(batch))
         losses.append(float(metrics["loss"]))
@@ -106,6 +114,7 @@ def kernel_shapes(model: str, mesh: str) -> list[str]:
 if __name__ == "__main__":
     out = {m: {mesh: run(m, mesh) for mesh in meshes} for m, meshes in WANTED.items()}
     out["llama3"]["accumulated"] = run("llama3", "all", accum=2)
+    out["packed"] = {m: {mesh: run(m, mesh, pack="documents") for mesh in PACKED} for m in MODELS}
     out["greedy"] = {mesh: greedy("llama3", mesh) for mesh in ("one", "all")}
     out["kernels"] = {mesh: kernel_shapes("llama3", mesh) for mesh in ("data", "tensor")}
     print(json.dumps(out))

@@ -1,7 +1,9 @@
 import pytest
 
+import pallas_kernels
 from jaxllm import config
 from jaxllm.config import CONFIG_DIR, InputError
+from jaxllm.config.model import RopeScaling
 
 SMALL = "model: {type: gpt2, vocab_size: 9, n_layers: 1, n_heads: 1, d_model: 8, max_seq_len: 8}\n"
 ALL = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
@@ -131,6 +133,10 @@ def test_help_has_every_key_of_every_model():
         for key, field in config.keys(model_type).items():
             assert f"--{key} " in text
             assert field.description, f"{key} has no description"
+
+
+def test_rope_scaling_is_that_of_the_op():
+    assert RopeScaling().model_dump() == pallas_kernels.RopeScaling()._asdict()
 
 
 def test_the_real_shapes_are_the_published_ones():

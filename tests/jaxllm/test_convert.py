@@ -24,7 +24,7 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.errors import InputError
 from jaxllm.models import create
 from jaxllm.train.checkpoint import Checkpoints
-from jaxllm.weights.places import convert, huggingface, huggingface_config
+from jaxllm.weights import convert, huggingface, huggingface_config
 from jaxllm.weights.places import Place, places
 from jaxllm.weights.pretrained import load_params, open_weights
 
@@ -304,6 +304,15 @@ def test_a_full_disk_leaves_nothing_behind(direction, tmp_path, monkeypatch, cap
     assert "out: " in (error := capsys.readouterr().err)
     assert "No space left" in error
     assert {p.name for p in tmp_path.iterdir()} == before
+
+
+def test_config_json_refuses_what_transformers_lacks():
+    model = configs.load("gpt2_small").model  # of 256 tokens
+    for key, value in (("window", 255), ("softcap", 30.0)):
+        with pytest.raises(InputError, match=rf"^model\.{key}={value}: transformers has none in a"):
+            huggingface_config.config_json(model.model_copy(update={key: value}), "float32")
+    whole = huggingface_config.config_json(model.model_copy(update={"window": 256}), "float32")
+    assert whole == huggingface_config.config_json(model, "float32")
 
 
 @pytest.mark.parametrize("name", ["gpt2_1558m", "llama3_1b", "llama3_8b", "vlstm_124m", "xlstm_7b"])

@@ -29,6 +29,7 @@ def config(tmp_path):
         tokenizer_vocab_size=300,
         cache_dir=str(tmp_path / "cache"),
         shuffle=True,
+        pack="stream",
         prefetch=2,
     )
 

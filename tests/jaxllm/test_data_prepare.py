@@ -31,11 +31,11 @@ def command(data, out="out", **options):
     options = {
         "source": "jsonl",
         "path": data / "data",
-        "text-column": "body",
+        "text_column": "body",
         "tokenizer": data / "tokenizer.json",
         "out": data / out,
-        "shard-tokens": 60,
-        "val-fraction": 0.2,
+        "shard_tokens": 60,
+        "val_fraction": 0.2,
     } | options
     return ["prepare", *(f"--{key}={value}" for key, value in options.items())]
 
@@ -76,7 +76,7 @@ def test_few_documents_have_validation_data_too(data, fraction, kind, count, cap
     else:
         for i, text in enumerate(DOCUMENTS[:count]):
             (folder / f"{i}.txt").write_text(text)
-    options = {"source": kind, "path": folder, "val-fraction": fraction, "shard-tokens": 10**6}
+    options = {"source": kind, "path": folder, "val_fraction": fraction, "shard_tokens": 10**6}
     assert main(command(data, **options)) == 0
     assert sorted(contents(data / "out")) == ["train_000000.bin", "val_000000.bin"]
     assert "held out" not in capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_few_documents_have_validation_data_too(data, fraction, kind, count, cap
 
 def test_a_single_document_has_none_and_trains_without(data, capsys):
     (data / "one.jsonl").write_text(json.dumps({"body": " ".join(DOCUMENTS)}) + "\n")
-    assert main(command(data, path=data / "one.jsonl", **{"val-fraction": 0.99})) == 0
+    assert main(command(data, path=data / "one.jsonl", **{"val_fraction": 0.99})) == 0
     assert all(name.startswith("train") for name in contents(data / "out"))
     assert "leave data.val_path out, and training holds out" in capsys.readouterr().out
     config = SimpleNamespace(
@@ -186,7 +186,7 @@ def test_a_finished_folder_is_left_alone(data, capsys, monkeypatch):
     first = capsys.readouterr().out
     assert main(command(data)) == 0
     assert capsys.readouterr().out == first
-    assert "other data or options" in error_of(capsys, command(data, **{"shard-tokens": 61}))
+    assert "other data or options" in error_of(capsys, command(data, **{"shard_tokens": 61}))
     (data / "data/c.jsonl").write_text('{"body": "more"}\n')
     assert "other data or options" in error_of(capsys, command(data))
     assert {path: path.stat().st_mtime_ns for path in (data / "out").glob("*[!k]")} == before
@@ -229,9 +229,9 @@ def test_one_process_at_a_time(data, capsys):
     [
         ({"path": "/none"}, "--path=/none does not exist"),
         ({"tokenizer": "/none.json"}, "cannot read tokenizer /none.json"),
-        ({"text-column": "text"}, "a.jsonl:1 has no text under 'text'"),
-        ({"shard-tokens": 0}, "--shard-tokens 0"),
-        ({"val-fraction": 1.0}, "--val-fraction 1.0"),
+        ({"text_column": "text"}, "a.jsonl:1 has no text under 'text'"),
+        ({"shard_tokens": 0}, "--shard_tokens=0"),
+        ({"val_fraction": 1.0}, "--val_fraction=1.0"),
         ({"out": "/dev/null/x"}, "cannot write to /dev/null/x"),
         ({"source": "stdlib"}, "is not read with --source=stdlib"),
         ({"out": "data/x"}, "/data, whose files are read"),
@@ -287,8 +287,8 @@ def test_an_interruption_has_its_status(data, monkeypatch, capsys):
 
 
 def test_train_tokenizer(data, capsys):
-    argv = ["train-tokenizer", "--source=jsonl", f"--path={data / 'data'}", "--text-column=body"]
-    argv += ["--vocab-size=290", f"--out={data / 'new/tokenizer.json'}"]
+    argv = ["train-tokenizer", "--source=jsonl", f"--path={data / 'data'}", "--text_column=body"]
+    argv += ["--vocab_size=290", f"--out={data / 'new/tokenizer.json'}"]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a full disk
     try:
@@ -299,6 +299,6 @@ def test_train_tokenizer(data, capsys):
     assert Tokenizer(data / "new/tokenizer.json").vocab_size == 290
     assert "exists" in error_of(capsys, argv)
     for size in (256, 10**17):
-        assert f"--vocab-size={size} is not from 257" in error_of(
-            capsys, [*argv, f"--vocab-size={size}", f"--out={data / 'other.json'}"]
+        assert f"--vocab_size={size} is not from 257" in error_of(
+            capsys, [*argv, f"--vocab_size={size}", f"--out={data / 'other.json'}"]
         )

@@ -79,7 +79,7 @@ def test_generate_writes_every_prompt_and_sample_and_tells_the_speed(runs, tmp_p
     assert re.findall(r"^--- prompt (\d), sample (\d)\n(?:the cat|a café\u2028in)", out, re.M) == [
         (p, s) for p in "12" for s in "123"
     ]
-    assert re.search(r"^[\d,]+ tokens/s \(12 tokens in .*, 4 at once", err)
+    assert re.search(r"^66 tokens in .* s, 4 at once: .* s for .*, then [\d,]+ tokens/s$", err)
     # Greedy texts of a batch are those of one prompt alone, but for the words between them.
     assert generate.main([*command.split(), "0"]) == 0
     texts = re.split(r"--- prompt ., sample .\n", capsys.readouterr().out)
@@ -122,7 +122,7 @@ def test_a_prompt_that_is_too_long_is_refused(runs, capsys):
     [
         ("", "--checkpoint"),
         ("--checkpoint {run} --step 9", "no checkpoint of step 9; it has 0"),
-        ("--checkpoint {run}/../theirs", "make one of it with python -m jaxllm.convert"),
+        ("--checkpoint {run}/../theirs", "make one of it with jaxllm convert"),
         ("--checkpoint {run} --data.sorce text", "did you mean data.source"),
         ("--checkpoint {run} --train.steps 3", "unknown argument --train.steps"),
         ("--checkpoint {run} --data.source text --data.path nowhere.txt", "nowhere.txt"),

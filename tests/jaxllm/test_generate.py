@@ -19,14 +19,21 @@ MODELS = {
     "llama3": lambda **o: Llama3Config(**SHAPE, n_kv_heads=1, d_ff=128, **o),
     "vlstm": lambda **o: VLSTMConfig(**SHAPE, d_ff=128, chunk_size=16, **o),
 }
+NARROW = {  # the window is shorter than prompts and answer, and reaches over the gap between them
+    "gpt2 narrow": lambda **o: MODELS["gpt2"](window=7, softcap=1.5, **o),
+    "llama3 narrow": lambda **o: MODELS["llama3"](window=7, softcap=1.5, **o),
+}
 TOKENS = 20  # three calls for BLOCK = 8, the last one not used up
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")]
+    + [(name, "float32") for name in NARROW],
+)
 def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype):
     """float32: token for token.  bfloat16: where they differ, both are likeliest, rounded."""
-    model = create(MODELS[name](compute_dtype=dtype, residual_dtype=dtype))
+    model = create((MODELS | NARROW)[name](compute_dtype=dtype, residual_dtype=dtype))
     graph, params = nnx.split(model, nnx.Param)
     # Weights so large that tokens depend on the whole text, and gates that let it in.
     params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, params)
@@ -163,3 +170,33 @@ sys.exit(command_line.exit_status(lambda: metrics.say("on its way") or print("th
         )
     error = "error: standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
+
+
+def test_the_tokens_of_the_texts_are_counted_and_those_after_the_first_block_timed(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(generate.time, "perf_counter", lambda: now[0])
+    speed = generate.Speed(block=2)
+    for batch in (5.0, 1.0):  # the first batch compiles
+        speed.begin()
+        for n in range(7):  # 1 token, and three blocks of 2, each of which takes a second
+            now[0] += (batch if n == 1 else 1.0) if n % 2 else 0.0
+            speed.add(4 if n < 6 else 3)  # one text has ended
+        speed.end()
+    assert speed.tokens == 2 * 27
+    # The blocks at n = 3 and 5 follow the first: 4 x 3 + 3 tokens in 2 s, twice.
+    assert speed.line(4) == (
+        "54 tokens in 10.00 s, 4 at once: 6.0 s for the prompts and to compile, then 8 tokens/s"
+    )
+    short = generate.Speed(block=2)
+    short.begin()
+    short.add(1)
+    short.end()
+    assert short.line(1).startswith("1 tokens in 0.00 s, 1 at once: too few")
+
+
+def test_only_tokens_that_a_text_shows_are_counted():
+    for content, count in ((b"aENDEx", 5), (b"ab\0cd", 2), (b"abc", 3)):
+        text = generate.Text(Letters(), ["ENDE"], live=False)
+        for token in content:
+            text.add(token)
+        assert text.count == count

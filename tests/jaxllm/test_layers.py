@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kernel_checks import names_in
 
 from jaxllm.layers import (
     MLP,
@@ -185,6 +186,27 @@ def test_feed_forward_layers_are_their_formulas():
     gated = GatedMLP(16, 40, std=0.5, rngs=nnx.Rngs(0))
     hidden = jax.nn.silu(x @ gated.gate.weight[...]) * (x @ gated.up.weight[...])
     close(gated(x), hidden @ gated.down.weight[...])
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation", "rows", "d_ff", "fused"),
+    [
+        (MLP, "gelu", 128, 256, True),
+        (MLP, "gelu", 120, 256, False),
+        (GatedMLP, "swiglu", 128, 256, True),
+        (GatedMLP, "swiglu", 128, 192, False),
+    ],
+)
+def test_mosaic_trains_what_only_the_activation_has_a_kernel_for(
+    kind, activation, rows, d_ff, fused
+):
+    """The op that has the matmul in it would raise."""
+    layer = kind(64, d_ff, implementation="mosaic", rngs=nnx.Rngs(0))
+    loss = lambda x: layer(x).astype(jnp.float32).sum()
+    lowered = jax.jit(jax.grad(loss)).trace(jnp.ones((1, rows, 64), jnp.bfloat16))
+    names = names_in(lowered.lower(lowering_platforms=("cuda",)).as_text())
+    assert (f"{activation}_linear_backward" in names) == fused
+    assert (f"{activation}_backward" in names) == (not fused)
 
 
 def test_vlstm_layer_starts_with_gates_that_ignore_the_input():

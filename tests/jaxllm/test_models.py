@@ -82,6 +82,10 @@ def test_operations_of_a_token():
     gpt2 = load("gpt2_124m").model
     matrices = 50257 * 768 + 12 * 12 * 768**2  # tied head and blocks; no positions, no padding
     assert flops_per_token(gpt2, 1024) == 6 * matrices + 6 * 12 * 768 * 1024
+    narrow = gpt2.model_copy(update={"window": 256})  # 224 keys of 1024 on average, not 512
+    assert flops_per_token(narrow, 1024) == 6 * matrices + 6 * 12 * 768 * 448
+    wide = gpt2.model_copy(update={"window": 2048})
+    assert flops_per_token(wide, 1024) == flops_per_token(gpt2, 1024)
     llama = load("llama3_8b").model
     block = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     matrices = 128256 * 4096 + 32 * block  # the untied embedding is looked up
@@ -234,13 +238,67 @@ def test_bfloat16_is_close_to_float32(kind):
         assert 1e-4 < np.median(error.std(-1)) / truth.std() < 0.03
 
 
+def plain_logits(model, tokens):
+    """A GPT-2 or Llama with window and softcap, whose attention is written out."""
+    config, T = model.config, tokens.shape[1]
+    t = jnp.arange(T)
+    seen = (t[None] <= t[:, None]) & (t[None] > t[:, None] - config.window)
+
+    def turn(x):
+        theta = getattr(config, "rope_theta", None)
+        if theta is None:
+            return x
+        angle = t[:, None, None] * theta ** (-jnp.arange(0, 1, 2 / x.shape[-1]))
+        a, b = jnp.split(x, 2, axis=-1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def attend(layer, x):
+        q, k, v = (
+            w(x).reshape(*x.shape[:2], -1, layer.head_dim) for w in (layer.q, layer.k, layer.v)
+        )
+        k, v = (jnp.repeat(y, config.n_heads // y.shape[2], axis=2) for y in (turn(k), v))
+        z = jnp.einsum("bqhd,bkhd->bhqk", turn(q), k) / layer.head_dim**0.5
+        z = jnp.where(seen, config.softcap * jnp.tanh(z / config.softcap), -jnp.inf)
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(z), v)
+        return layer.out(y.reshape(x.shape[0], T, -1))
+
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = x + attend(block.attention, block.norm_1(x))
+        x = x + block.mlp(block.norm_2(x))
+    return model.logits(model.norm(x))[..., : config.vocab_size]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+def test_window_and_softcap_equal_attention_written_out(kind):
+    config = tiny(kind, window=5, softcap=0.7)
+    graph, params = shaken(config)
+    tokens, labels = tokens_of(config), tokens_of(config, 1)
+
+    def plain(params):
+        z = jax.nn.log_softmax(plain_logits(nnx.merge(graph, params), tokens))
+        return -jnp.take_along_axis(z, labels[..., None], -1).sum()
+
+    def ours(params):
+        return nnx.merge(graph, params).loss(tokens, labels)
+
+    expected, grads = jax.jit(jax.value_and_grad(plain))(params)
+    loss, found = jax.jit(jax.value_and_grad(ours))(params)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    largest = max(np.abs(g).max() for g in jax.tree.leaves(grads))
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
+        allowed = 2e-5 * np.abs(theirs).max() + np.finfo(np.float32).eps * largest
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=allowed)
+
+
 def test_segments_of_a_batch_are_like_texts_alone():
     config = tiny("gpt2")
     graph, params = shaken(config)
     tokens = tokens_of(config, shape=(1, 20))
     run = jax.jit(lambda p, t, **options: nnx.merge(graph, p)(t, **options))
     t = jnp.arange(20)
-    packed = run(params, tokens, positions=t % 10, segment_ids=(t // 10)[None])
+    packed = run(params, tokens, positions=(t % 10)[None], segment_ids=(t // 10)[None])
     alone = run(params, tokens.reshape(2, 10)).reshape(1, 20, -1)
     np.testing.assert_allclose(packed, alone, atol=1e-5 * np.abs(alone).max())
 

@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
+from matplotlib.figure import Figure
 
 from jaxllm.train import report
 
@@ -81,6 +82,35 @@ def test_runs_lie_over_one_another(tmp_path, capsys):
     assert page.tags.count("svg") == 6
     assert "one" in page.text
     assert "What differssettingonetwotrain.steps2030two"[:-3] in page.text  # and nothing else
+
+
+def test_the_duration_is_shown_where_it_is_known(tmp_path):
+    run = a_run(tmp_path / "one", 20)
+    assert "duration" not in Page(report.page([report.Loaded(run)])).text
+    with (run / "metrics.jsonl").open("a") as file:
+        for seconds in (3599.6, 7322.4, 1e25, None, "x"):
+            file.write("\n" + json.dumps({"step": 20, "seconds": seconds}))
+    assert "duration2:02:02" in Page(report.page([report.Loaded(run)])).text
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        ([1 + i / 100 for i in range(100)], 0.5, 4),
+        ([1 + i / 100 for i in range(100)] + [1e9] + [2.0] * 50, 0.5, 40),  # a spike is cut off
+        ([30 / (1 + i) for i in range(100)], 0.15, 60),  # a start 100 times as high is shown
+        ([1.0] * 5, 0.5, 2),
+    ],
+)
+def test_one_spike_does_not_flatten_a_log_scale(values, low, high):
+    axes = Figure().subplots()
+    axes.plot(values)
+    report.set_scale(axes, [list(enumerate(values))], "log")
+    bottom, top = axes.get_ylim()
+    assert axes.get_yscale() == "log"
+    assert low < bottom < min(values)
+    assert sorted(values)[-2] < top < high
+    assert any(bottom < tick < top for tick in axes.get_yticks())
 
 
 def test_only_a_report_is_overwritten(tmp_path, capsys):

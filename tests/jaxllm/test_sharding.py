@@ -28,7 +28,7 @@ def result():
         env=env,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -53,6 +53,16 @@ def test_four_devices_compute_what_one_does(result, model, mesh):
     assert np.isfinite(one["losses"]).all()  # to assert_allclose NaN is close to NaN
     np.testing.assert_allclose(four["losses"], one["losses"], rtol=2e-5)
     np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama3", "vlstm"])
+def test_four_devices_pack_documents_like_one(result, model):
+    one, four = result["packed"][model]["one"], result["packed"][model]["tensor"]
+    np.testing.assert_allclose(four["losses"], one["losses"], rtol=2e-5)
+    np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
+    # The same batches as streams: packing is no empty word.
+    stream = result[model]["one"]
+    assert np.abs(np.subtract(one["norms"], stream["norms"])).max() > 1e-3 * stream["norms"][0]
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)

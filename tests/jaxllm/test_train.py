@@ -11,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import jax
@@ -22,12 +24,15 @@ from training_runs import REPO, STEPS, command, error_of, run
 import train
 from jaxllm import config as configs
 from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.infer import generate
 from jaxllm.sharding import make_mesh
+from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import alone
-from jaxllm.train.run import Run
+from jaxllm.train.run import Run, StepClock
 from jaxllm.train.step import Trainer
+from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
 
@@ -99,8 +104,84 @@ def test_a_run_leaves_everything_it_promises(straight):
     for promised in ("attention", "Loss", device, "step 30</figcaption>", "step 60</figcaption>"):
         assert promised in report
     assert configs.load(str(out_dir / "config.yaml")).train.steps == STEPS
-    for promised in ("parameters", "tokens", "mesh", "attention", "rms_norm", "sample:\nthe "):
+    for promised in ("parameters", "tokens", "mesh", "kernels  ", "sample:\nthe "):
         assert promised in done.stdout
+    assert [r["seconds"] for r in rows] == sorted(r["seconds"] for r in rows)
+
+
+def test_a_run_sums_itself_up_at_its_end(straight):
+    out_dir, done = straight
+    rows = read_metrics(out_dir / "metrics.jsonl")
+    loss = {r["step"]: r["loss"] for r in rows if "loss" in r}
+    said = done.stdout[done.stdout.index(f"done: {out_dir}\n") :]
+    duration = timedelta(seconds=round(rows[-1]["seconds"]))
+    for line in (
+        f"loss     {loss[1]:.4f} at step 1, {loss[STEPS]:.4f} at step {STEPS}, validation ",
+        f"speed    {8 * 32 * STEPS:,} tokens in {duration}, ",
+        f"look at  {out_dir}/loss.png, {out_dir}/report.html\n",
+        f" -m jaxllm.generate --checkpoint {out_dir} --prompt 'the '\n",
+    ):
+        assert line in said
+    assert str(duration) in (out_dir / "report.html").read_text()
+    words = shlex.split(said.partition("try it   ")[2])
+    assert generate._read(words[words.index("--checkpoint") :]).prompt == "the "
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there kernels run")
+def test_on_a_cpu_one_line_says_why_no_kernel_runs(straight):
+    lines = straight[1].stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("kernels"))
+    assert "all ops run on XLA: the platform is cpu, not gpu (pytest tests/pal" in lines[at]
+    assert lines[at + 1].startswith("compiled in ")
+
+
+def test_only_one_and_the_same_reason_is_summed_up(monkeypatch):
+    decide = dispatch.Decision
+    for decisions, said in (
+        ([decide("a", "xla", "asked for")], "model.kernels=xla asks for it"),
+        ([decide("a", "xla", "no"), decide("b", "xla", "no")], "all ops run on XLA: no"),
+        ([decide("a", "xla", "no"), decide("b", "xla", "other")], "op by op"),
+        ([decide("a", "xla", "no"), decide("b", "cudnn", "no")], "op by op"),
+        ([decide("a", "mosaic", "supported")], "op by op"),
+    ):
+        monkeypatch.setattr(dispatch, "decisions", lambda decisions=decisions: decisions)
+        monkeypatch.setattr(dispatch, "explain", lambda: "op by op")
+        assert launch.kernels_in_short().endswith(said)
+
+
+def test_the_command_that_writes_text_starts_as_the_run_did(monkeypatch):
+    more = "--checkpoint a --prompt 'it'\"'\"'s'"
+    for program, uv, on_path, wanted in (
+        ("/x/bin/jaxllm", False, True, "jaxllm generate"),
+        ("/x/bin/jaxllm", True, True, "uv run jaxllm generate"),
+        ("train.py", True, False, "uv run python -m jaxllm.generate"),
+        ("train.py", False, True, "python -m jaxllm.generate"),
+        ("train.py", False, False, f"{sys.executable} -m jaxllm.generate"),
+    ):
+        monkeypatch.setattr(sys, "argv", [program])
+        monkeypatch.setattr(shutil, "which", lambda _, on=on_path: sys.executable if on else None)
+        monkeypatch.delenv("UV", raising=False)
+        if uv:
+            monkeypatch.setenv("UV", "/usr/bin/uv")
+        assert summary.generate_command(Path("a"), "it's") == f"{wanted} {more}"
+
+
+def test_a_step_is_noted_while_the_next_is_under_way_and_pauses_are_no_steps_time(monkeypatch):
+    now, noted = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = StepClock(lambda *step: noted.append(step), "")
+    for step in (1, 2, 3):
+        now[0] += 1
+        clock.started(step, {"loss": step})
+        assert [n[0] for n in noted] == list(range(1, step))
+    with clock.stopped():
+        assert noted == [(1, {"loss": 1.0}, 2.0), (2, {"loss": 2.0}, 1.0), (3, {"loss": 3.0}, 0.0)]
+        now[0] += 100
+    now[0] += 1
+    clock.started(4, {"loss": 4})
+    now[0] += 1
+    with clock.stopped():
+        assert noted[3:] == [(4, {"loss": 4.0}, 2.0)]
 
 
 def test_every_program_is_compiled_once(straight):

@@ -7,6 +7,7 @@ import jax
 import pytest
 from training_runs import REPO, error_of
 
+from jaxllm import config as configs
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
@@ -50,6 +51,16 @@ pytestmark = pytest.mark.usefixtures("same_environment")
 def test_bad_command_lines(words, message, capsys, monkeypatch):
     monkeypatch.chdir(REPO)
     assert message in error_of(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("model.window", "8"), ("model.softcap", "30"), ("data.pack", "documents")]
+)
+def test_a_resumed_run_keeps_what_a_token_sees(key, value, capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
+    message = error_of(capsys, "--resume", "--out_dir", tmp_path, f"--{key}", value)
+    assert f"{key}=" in message
+    assert "of the run in" in message
 
 
 @pytest.mark.parametrize(

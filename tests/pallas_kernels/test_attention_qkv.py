@@ -3,9 +3,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_checks import ON_GPU, check_op, normal
+from kernel_checks import ON_GPU, check_op, names_in, normal
 
-from pallas_kernels import attention, attention_qkv, linear_cross_entropy, mosaic, rope
+from pallas_kernels import (
+    attention,
+    attention_qkv,
+    dispatch,
+    linear_cross_entropy,
+    mosaic,
+    rope,
+)
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 ROPE = ("rope_forward", "rope_backward")
@@ -40,8 +47,22 @@ def test_the_kernels_say_so_in_the_lowered_program(t):
     qkv = jnp.zeros((1, t, 4, 64), BF16)
     f = functools.partial(attention_qkv, n_heads=2, implementation="mosaic")
     text = jax.jit(f).trace(qkv).lower(lowering_platforms=("cuda",)).as_text()
-    assert "attention_forward" in text
+    assert "attention_forward" in names_in(text)
     assert ("stablehlo.slice" in text) == (t == 20)
+
+
+@pytest.mark.parametrize("lacks", [None, "no GPU"])
+def test_what_is_decided_is_what_runs(monkeypatch, lacks):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
+    dispatch.forget()
+    f = jax.jit(lambda qkv: attention_qkv(qkv, 1, theta=1e4))
+    qkv = jnp.zeros((2, 16, 3, 64), BF16)
+    names = names_in(f.trace(qkv).lower(lowering_platforms=("cuda",)).as_text())
+    runs, why = ("xla", lacks) if lacks else ("mosaic", "supported")
+    assert dispatch.decisions() == [("rope", runs, why), ("attention", runs, why)]
+    for kernel in "rope_forward", "attention_forward":
+        assert (kernel in names) == (runs == "mosaic")
+    dispatch.forget()
 
 
 def test_it_is_rope_and_attention_of_its_parts():
@@ -77,4 +98,4 @@ def test_checkpoint_runs_the_kernels_that_write_in_place_again():
         (head, "linear_cross_entropy_statistics_and_gradient"),
     ):
         again = jax.jit(jax.grad(jax.checkpoint(op))).trace(x).lower(lowering_platforms=("cuda",))
-        assert kernel in again.as_text()
+        assert kernel in names_in(again.as_text())

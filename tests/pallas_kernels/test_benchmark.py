@@ -107,6 +107,14 @@ def test_a_record_holds_rates_shares_of_the_ceiling_and_errors(times):
         assert record["flops"] > 4 * 1024
 
 
+def test_a_kernel_that_is_slower_is_measured_all_the_same(times):
+    case = Case("layer_norm", {"x": X}, ({"N": 4, "C": 100},), {"N": 2}, reads=("x",))
+    with kernels_run_here():
+        record, _ = run.measure(case, case.sizes[0], {"copy_TB_per_s": 1.0}, {})
+    assert (record["runs"], record["why"][:6]) == ("xla", "faster")
+    assert record["ms"] == {"mosaic": 2.0, "xla": 2.0}
+
+
 def test_matmul_ops_are_held_against_the_matmul_ceiling(times):
     case = Case(
         "gelu", {"x": X}, (SIZES,), {"N": 2}, flops=lambda n: n["N"] * 10**9, cudnn=jax.nn.relu

@@ -54,8 +54,25 @@ def test_auto_takes_xla_where_the_device_lacks_something(incapable):
     assert dispatch.decisions() == [Decision("op", "xla", "no sm_90 here")]
 
 
-def test_mosaic_never_asks_the_device(incapable):
-    assert use_kernel("op", "mosaic", None)
+def test_auto_takes_what_is_faster(capable):
+    assert not use_kernel("op", None, None, slower="D=7 is padded")
+    assert not use_kernel("op", None, None, otherwise="cudnn", slower="D=7 is padded")
+    assert not use_kernel("op", None, "D=7 is odd", slower="D=7 is padded")
+    assert dispatch.decisions() == [
+        Decision("op", "xla", "faster, as D=7 is padded"),
+        Decision("op", "cudnn", "faster, as D=7 is padded"),
+        Decision("op", "xla", "D=7 is odd"),
+    ]
+    assert [d.has_kernel for d in dispatch.decisions()] == [True, True, False]
+
+
+def test_where_no_kernel_can_run_none_is_slower(incapable):
+    assert not use_kernel("op", None, None, "sm_90", slower="D=7 is padded")
+    assert dispatch.decisions() == [Decision("op", "xla", "no sm_90 here")]
+
+
+def test_mosaic_never_asks_the_device_nor_for_speed(incapable):
+    assert use_kernel("op", "mosaic", None, slower="D=7 is padded")
     assert dispatch.decisions() == [Decision("op", "mosaic", "asked for")]
 
 
@@ -94,7 +111,10 @@ def test_a_fallback_is_a_warning_on_a_gpu_only(capable, caplog, monkeypatch, pla
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with caplog.at_level(logging.INFO, "pallas_kernels"):
         use_kernel("op", None, "D=7 is odd")
-    assert [r.levelno for r in caplog.records] == [level]
+        for _ in range(2):  # what costs no speed is told once, and warns of nothing
+            use_kernel("op", None, None, slower="D=7 is padded")
+    assert [r.levelno for r in caplog.records] == [level, logging.INFO]
+    assert caplog.messages[1] == "op runs on XLA: faster, as D=7 is padded"
 
 
 def test_explain_counts_what_was_traced_not_what_was_called(capable):
@@ -256,7 +276,7 @@ def test_a_compiler_that_is_not_found_is_no_error(capable, caplog, monkeypatch):
 def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, names):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     specs = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("d"))
-    x = jnp.ones((2, 8, 3, 64), jnp.bfloat16)
+    x = jnp.ones((4, 8, 3, 64), jnp.bfloat16)  # whole tiles of RoPE's kernel
     for check in (False, True):
         for asked in (None, "mosaic", "xla"):
             dispatch.forget()
@@ -269,6 +289,38 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
             runs = "xla" if check or asked == "xla" else "mosaic"
             assert {d.op for d in dispatch.decisions()} == names
             assert {d.runs for d in dispatch.decisions()} == {runs}
+
+
+@pytest.mark.parametrize("asked", [None, "mosaic"])
+@pytest.mark.parametrize("kind", ["mesh", "index"])
+def test_no_kernel_runs_in_a_shard_map_of_an_unknown_jax(capable, monkeypatch, kind, asked):
+    """One that has renamed what tells whether shard_map checks types that vary."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    unknown = {
+        "mesh": (jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(empty=False)),
+        "index": (jax, "eval_shape", lambda f: SimpleNamespace()),
+    }
+    took = []
+
+    def op(x):
+        with monkeypatch.context() as renamed:
+            renamed.setattr(*unknown[kind])
+            took.append(use_kernel("op", asked, None))
+        return x
+
+    def trace():
+        jax.make_jaxpr(
+            jax.shard_map(op, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        )(jnp.ones(4))
+
+    if asked == "mosaic":
+        with pytest.raises(NotImplementedError, match=r"JAX .* does not tell what a shard_map"):
+            trace()
+        return
+    trace()
+    assert took == [False]
+    assert "does not tell what a shard_map around it checks" in dispatch.decisions()[0].why
+    assert use_kernel("op", None, None)  # outside
 
 
 def test_the_extra_installs_what_is_known_to_be_fast():

@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
 
+from pallas_kernels.losses.kernels import logits_kernel
 from pallas_kernels.losses.linear_cross_entropy import (
-    _rows,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
@@ -80,7 +80,7 @@ def test_linear_cross_entropy_of_rows_longer_than_the_cache_has_room_for():
     p = jax.nn.softmax(wide) - jax.nn.one_hot(labels, 65500)
     with kernels_run_here():
         dz, top, total, picked = jax.block_until_ready(
-            _rows(z, labels, jnp.ones(2), real=65500, softcap=None, write=True)
+            logits_kernel(z, labels, jnp.ones(2), real=65500, softcap=None, write=True)
         )
     np.testing.assert_allclose(jnp.log(total) + top, jax.nn.logsumexp(wide, 1), rtol=1e-6)
     np.testing.assert_array_equal(picked, z[jnp.arange(2), labels].astype(jnp.float32))
@@ -182,7 +182,7 @@ def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
 def test_linear_cross_entropy_of_a_part_that_is_all_padding():
     z, labels = normal(0, (2, 128)), jnp.array([-1, -1])
     given = (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
-    run = functools.partial(_rows, z, labels, jnp.ones(2), jnp.int32(0), softcap=None)
+    run = functools.partial(logits_kernel, z, labels, jnp.ones(2), jnp.int32(0), softcap=None)
     with kernels_run_here():
         _, top, total, _ = jax.block_until_ready(run(write=False))
         dz = jax.block_until_ready(run(given, write=True))[0]

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import check_op, normal
+from kernel_checks import check_op, names_in, normal
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations.gelu import gelu_linear, gelu_linear_reference
 from pallas_kernels.activations.swiglu import swiglu_linear, swiglu_linear_reference
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
+SWIGLU = ("swiglu_forward", "swiglu_linear_backward")
+# In bf16 cuBLASLt takes the forward pass in the matmul before.
+GELU = {BF16: ("gelu_linear_backward",), FP16: ("gelu_forward", "gelu_linear_backward")}
 
 
 @pytest.fixture(autouse=True)
@@ -26,23 +29,21 @@ def _few_sms(monkeypatch):
 def test_swiglu_linear_matches_float64(n, c, f, dtype):
     gate, up = normal(0, (n, f), dtype, scale=2), normal(1, (n, f), dtype)
     weight = normal(2, (f, c), dtype, scale=f**-0.5)
-    kernels = ("swiglu_forward", "swiglu_linear_backward")
-    check_op(swiglu_linear, swiglu_linear_reference, gate, up, weight, kernels=kernels)
+    check_op(swiglu_linear, swiglu_linear_reference, gate, up, weight, kernels=SWIGLU)
 
 
 @pytest.mark.parametrize(("n", "c", "f", "dtype"), [(384, 192, 256, BF16), (256, 64, 384, FP16)])
 def test_gelu_linear_matches_float64(n, c, f, dtype):
     x, bias = normal(0, (2, n // 2, f), dtype, scale=2), normal(1, (f,))
     weight = normal(2, (f, c), dtype, scale=f**-0.5)
-    kernels = ("gelu_linear_backward",)
-    check_op(gelu_linear, gelu_linear_reference, x, bias, weight, kernels=kernels)
+    check_op(gelu_linear, gelu_linear_reference, x, bias, weight, kernels=GELU[dtype])
 
 
 @pytest.mark.parametrize("extreme", [1e30, 1e4, 90.0])
 def test_extreme_activations_are_finite(extreme):
     x = jnp.tile(jnp.array([-extreme, extreme, 1, 0], BF16), (128, 32))
     up, weight = normal(1, x.shape, BF16), normal(2, (128, 64), BF16)
-    check_op(swiglu_linear, swiglu_linear_reference, x, up, weight, kernels=())
+    check_op(swiglu_linear, swiglu_linear_reference, x, up, weight, kernels=SWIGLU)
 
 
 @pytest.mark.parametrize(
@@ -60,17 +61,27 @@ def test_extreme_activations_are_finite(extreme):
         (128, 96, 128, "bfloat16", "C=96 is no multiple of 64"),
     ],
 )
-def test_without_the_kernel_it_is_the_activation_and_a_matmul(rows, c, f, dtype, reason):
-    x, weight = normal(0, (rows, f), dtype), normal(2, (f, c), dtype)
+def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypatch):
+    x, bias, weight = normal(0, (rows, f), dtype), jnp.ones(f), normal(2, (f, c), dtype)
+    for op, arrays in (swiglu_linear, (x, x, weight)), (gelu_linear, (x, bias, weight)):
+        with pytest.raises(NotImplementedError, match=rf"^{op.__name__} has no .*: {reason}$"):
+            op(*arrays, implementation="mosaic")
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)  # as if there were a GPU
     dispatch.forget()
-    run = jax.jit(lambda x, weight: swiglu_linear(x, x, weight, implementation="mosaic"))
-    text = run.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
-    assert "swiglu_forward" in text
+    run = jax.jit(swiglu_linear).trace(x, x, weight).lower(lowering_platforms=("cuda",))
+    assert "swiglu_forward" in names_in(run.as_text())
     fused, alone = dispatch.decisions()
-    assert fused == ("swiglu_linear", "xla", f"swiglu and a matmul: {reason}")
-    assert (alone.op, alone.runs) == ("swiglu", "mosaic")
+    assert fused == ("swiglu_linear", "xla", reason)
+    assert alone == ("swiglu", "mosaic", "supported")
+    dispatch.forget()
     y = swiglu_linear(x, x, weight, implementation="xla")
     np.testing.assert_array_equal(y, swiglu_linear_reference(x, x, weight))
+
+
+def test_elements_that_the_forward_kernel_cannot_count():
+    x, weight = jax.ShapeDtypeStruct((2**15, 2**16), BF16), jax.ShapeDtypeStruct((2**16, 64), BF16)
+    with pytest.raises(NotImplementedError, match="counts to 2147483647"):
+        jax.eval_shape(lambda x, w: swiglu_linear(x, x, w, implementation="mosaic"), x, weight)
 
 
 @pytest.mark.parametrize("f", [64, 256])

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import check_op, normal
+from kernel_checks import assert_lowers, check_op, normal
 
 from pallas_kernels.norms.rms_norm import (
     add_rms_norm,
@@ -54,3 +54,11 @@ def test_reference_matches_its_definition():
     with jax.enable_x64(True):
         y = np.asarray(rms_norm_reference(jnp.asarray(x), jnp.asarray(w), eps=1e-3))
     np.testing.assert_allclose(y, x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * w)
+
+
+def test_a_kernel_is_found_by_its_whole_name():
+    x, op = jnp.ones((8, 64)), lambda x: add_rms_norm(x, x, implementation="mosaic")
+    assert_lowers(op, (x,), ["add_rms_norm_forward"])
+    for part in ("rms_norm_forward", "add_rms_norm"):
+        with pytest.raises(AssertionError, match=f"kernel {part} is not in the program"):
+            assert_lowers(op, (x,), [part])

@@ -265,6 +265,30 @@ def test_a_closed_gate_in_one_segment_does_not_blur_the_next():
     assert_equal_to(1e-5, h, reference.recurrent(*(x[:, 12:] for x in (q, k, v, i, f))))
 
 
+@pytest.mark.parametrize("chunk_size", [64, 256])
+@pytest.mark.parametrize("closed", ["every 17th", "two thirds"])
+def test_closed_forget_gates_do_not_blur_the_open_ones(closed, chunk_size):
+    """In float32 the largest error of h and of each gradient is at most 2e-5 of the largest value.
+
+    A difference of running sums of log gates errs by 1e-3 with gates of -1000 at every 17th
+    position.  With two thirds of the gates at -30 the forget gates' gradient errs by 8e-4 where
+    the stabiliser of a row is held constant.
+    """
+    q, k, v, i, f = (x.astype(jnp.float32) for x in inputs(1, 512, 2, 16, 32))
+    position, at_ends = np.arange(512)[None, :, None], 15 * jnp.sign(i)
+    if closed == "every 17th":
+        f = jnp.where(position % 17 == 5, -1000, f)
+    else:
+        f, i = (jnp.where(position % 3 > 0, *pair) for pair in ((-30, f), (at_ends, i)))
+    args, dh = (q + 1, k + 1, v, i, f), normal(20, v.shape)
+    form = functools.partial(reference.chunkwise, chunk_size=chunk_size)
+    for name, a, t in zip(
+        ("h", *ARRAYS), pull_back(form, args, dh), true_results(args, dh), strict=True
+    ):
+        error = np.abs(np.asarray(a, np.float64) - t).max() / np.abs(t).max()
+        assert error <= 2e-5, (name, error)
+
+
 def test_steps_continue_a_sequence():
     args = inputs(2, 20, 2, 8, 16)
     h, state = vlstm(*(x[:, :15] for x in args), return_state=True)

@@ -12,11 +12,11 @@ import vlstm_twins
 from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch, mosaic, vlstm
-from pallas_kernels.mlstm import chunkwise, inter_chunk, intra_chunk, reference
+from pallas_kernels.mlstm import chunkwise, inter_chunk, intra_schedule, reference
 
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
 BF16, FP16 = jnp.bfloat16, jnp.float16
-TWINS = vlstm_twins.states, vlstm_twins.rows
+TWINS = vlstm_twins.states, vlstm_twins.chunk_outputs
 FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
 
 
@@ -25,7 +25,7 @@ def _one_sm(monkeypatch):
     """Interpreted, one block takes all chunks, one after the other, as those of a full grid do."""
     if not ON_GPU:
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(intra_chunk, "TEAMS", 1)
+        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
 
 
 def flat(form):
@@ -102,7 +102,7 @@ LARGE = [
     ((1, 500, 2, 192, 320), {}, {}),
     ((1, 777, 2, 256, 512), {"state": True, "dtype": FP16}, {"return_state": True}),
     ((1, 1024, 2, 256, 512), {}, {}),
-    ((1, 8192, 1, 128, 256), {"state": True}, {"return_state": True}),  # in segments
+    ((1, 8192, 1, 128, 256), {"state": True}, {"return_state": True}),  # in spans
     ((2, 80, 2, 256, 256), {}, {"segment_ids": jnp.asarray(FOUR)}),
 ]
 
@@ -116,7 +116,7 @@ def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
 def test_extreme_gates_and_documents(dtype, monkeypatch):
     """Gates past xLSTM's caps in two thirds of the places; three chunks for two teams."""
     if not ON_GPU:
-        monkeypatch.setattr(intra_chunk, "TEAMS", 2)
+        monkeypatch.setattr(intra_schedule, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 64, 64, dtype)
     some = np.arange(135)[None, :, None] % 3 > 0
     i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
@@ -126,19 +126,19 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
     )
 
 
-def test_segments_fill_idle_sms_only():
-    segments = functools.partial(inter_chunk.segments, at_once=132)
-    assert segments(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
-    assert segments(45, 512) == 1  # a second walk costs what two segments win
-    assert segments(8, 23) == 1  # so few chunks are walked along sooner than joined
-    assert segments(4, 1024) == 32  # of 32 chunks each
+def test_spans_fill_idle_sms_only():
+    spans = functools.partial(inter_chunk.spans, at_once=132)
+    assert spans(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
+    assert spans(45, 512) == 1  # a second walk costs what two spans win
+    assert spans(8, 23) == 1  # so few chunks are walked along sooner than joined
+    assert spans(4, 1024) == 32  # of 32 chunks each
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_chunks_walked_in_segments(reverse, monkeypatch):
-    """Five chunks in segments of 2, 2 and 1, the last one short; one decay empties the state."""
+def test_chunks_walked_in_spans(reverse, monkeypatch):
+    """Five chunks in spans of 2, 2 and 1, the last one short; one decay empties the state."""
     monkeypatch.setattr(inter_chunk, "LEAST", 1)
-    assert inter_chunk.segments(1, 5, 4) == 3
+    assert inter_chunk.spans(1, 5, 4) == 3
     x, y = (normal(n, (1, 296, 1, 64), BF16) for n in (0, 1))
     weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
     decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]

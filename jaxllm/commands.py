@@ -1,0 +1,92 @@
+"""The commands: `jaxllm COMMAND ...`, `python -m jaxllm COMMAND ...`, `python train.py ...`.
+
+Imports nothing but the standard library, and Python 3.6 can read it: with a Python that is too old
+or has no JAX, one line says what to install, and --help comes at once.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+
+OLDEST = (3, 12)  # pyproject.toml has the same
+NEEDED = {  # pyproject.toml's dependencies: what pip installs, and what Python imports
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "flax": "flax",
+    "optax": "optax",
+    "orbax-checkpoint": "orbax",
+    "grain": "grain",
+    "jaxtyping": "jaxtyping",
+    "pydantic": "pydantic",
+    "pyyaml": "yaml",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "pyarrow": "pyarrow",
+    "rich": "rich",
+    "matplotlib": "matplotlib",
+    "tensorboardx": "tensorboardX",
+}
+COMMANDS = {  # the module whose `main` takes the words, and what it does
+    "train": ("jaxllm.train.run", "train a model, or resume a run"),
+    "generate": ("jaxllm.infer.generate", "write text with a trained model"),
+    "evaluate": ("jaxllm.infer.evaluate", "loss and perplexity, HellaSwag, lm-evaluation-harness"),
+    "report": ("jaxllm.train.report", "one HTML page about one or more runs"),
+    "convert": ("jaxllm.weights.convert", "Hugging Face folders to runs, and back"),
+    "data": ("jaxllm.data.__main__", "prepare: text to token shards; train-tokenizer: a BPE"),
+    "benchmark": ("pallas_kernels.bench.run", "time every kernel beside XLA and cuDNN"),
+}
+
+
+def main(argv=None):
+    """Runs the command that the first word names; returns its exit status."""
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: jaxllm COMMAND ...\n\ncommands:")
+        for command, (_, summary) in COMMANDS.items():
+            print(f"  {command:<11}{summary}")
+        print("\n`jaxllm COMMAND --help` lists the options of a command.")
+        return 0
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
+        return _error(f"unknown command {name!r}; {hint}")
+    return run(name, words)
+
+
+def run(name, words=None):
+    """Runs a command on its words (None: this process's); returns its exit status."""
+    lack = _lack()
+    if lack:
+        return _error(lack)
+    if name == "convert":  # it needs no GPU, whose memory may be taken
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    return importlib.import_module(COMMANDS[name][0]).main(words)
+
+
+def _lack():
+    """What this Python lacks, and how to install it; None: nothing."""
+    if sys.version_info < OLDEST:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return (
+            f"jaxllm needs Python {OLDEST[0]}.{OLDEST[1]} or newer, and {sys.executable} is"
+            f" {version}; put `uv run` before the command, which fetches one (pip install uv)"
+        )
+    missing = [name for name, module in NEEDED.items() if not importlib.util.find_spec(module)]
+    if not missing:
+        return None
+    more = f" and {len(missing) - 3} more packages" if len(missing) > 3 else ""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    checkout = os.path.exists(os.path.join(root, "pyproject.toml"))
+    what = f"'{root}' (with an NVIDIA GPU '{root}[cuda13]')" if checkout else " ".join(missing)
+    return (
+        f"{sys.executable} lacks {', '.join(missing[:3])}{more}; install them:"
+        f" {sys.executable} -m pip install {what}"
+    )
+
+
+def _error(message):
+    sys.stderr.write(f"error: {message}\n")
+    return 2

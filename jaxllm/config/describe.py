@@ -1,0 +1,80 @@
+"""Every key of the configuration with its type, meaning and default, for --help."""
+
+import shutil
+import textwrap
+import types
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from jaxllm.config.loading import keys
+from jaxllm.config.model import MODEL_CONFIGS
+from jaxllm.config.sections import Config
+
+INDENT = 32  # of what an option means
+
+
+def columns() -> int:
+    """Of a help text: the terminal's, at most 100."""
+    return max(60, min(100, shutil.get_terminal_size().columns))
+
+
+def help_text() -> str:
+    """One group for each section, one entry for each key."""
+    groups: dict[str, list[str]] = {name: [] for name in Config.model_fields}
+    for key, field, models in _meanings():
+        only = f" [{', '.join(models)}]" if len(models) < len(MODEL_CONFIGS) else ""
+        default = "" if field.is_required() else f" (default {_shown(field)})"
+        kind = _type_name(field.annotation)
+        if key == "model.type":
+            only, default, kind = "", "", "|".join(MODEL_CONFIGS)
+        meaning = f"{field.description}{only}{default}"
+        groups[key.partition(".")[0]].append(_entry(f"--{key} {kind}", meaning))
+    return "\n\n".join("\n".join([_heading(name), *entries]) for name, entries in groups.items())
+
+
+def _meanings() -> list[tuple]:
+    """(key, field, the model types that have it so): a key may mean another thing in another model,
+    or have another default."""
+    seen = {}
+    for model_type in MODEL_CONFIGS:
+        for key, field in keys(model_type).items():
+            meaning = (_type_name(field.annotation), field.description, field.default)
+            same = (key,) if key == "model.type" else (key, *meaning)
+            seen.setdefault(same, (field, []))[1].append(model_type)
+    found = [(key, field, models) for (key, *_), (field, models) in seen.items()]
+    return sorted(found, key=lambda meaning: meaning[0] != "model.type")  # that one comes first
+
+
+def _heading(section: str) -> str:
+    if section == "model":
+        return "model: The architecture and its size."
+    return f"{section}: {Config.model_fields[section].annotation.__doc__}"
+
+
+def _entry(option: str, meaning: str) -> str:
+    indent = " " * INDENT
+    text = textwrap.fill(meaning, columns(), initial_indent=indent, subsequent_indent=indent)
+    return (
+        f"  {option}\n{text}"
+        if len(option) > INDENT - 4
+        else f"  {option}".ljust(INDENT) + text[INDENT:]
+    )
+
+
+def _shown(field) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+
+
+def _type_name(annotation) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if origin is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    if origin in (Union, types.UnionType):
+        return "|".join("null" if a is type(None) else _type_name(a) for a in get_args(annotation))
+    return {"int": "INT", "float": "FLOAT", "str": "TEXT", "bool": "true|false"}.get(
+        getattr(annotation, "__name__", ""), "SECTION"
+    )

@@ -1,0 +1,165 @@
+"""From a YAML file and overrides to a checked `Config`, or an InputError of one line."""
+
+import difflib
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from jaxllm.config import yaml_text
+from jaxllm.config.model import MODEL_CONFIGS, Section
+from jaxllm.config.sections import Config
+from jaxllm.errors import InputError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_SHIPPED = _PACKAGE / "configs"  # in a wheel; a checkout has them beside the packages
+CONFIG_DIR = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent / "configs"
+
+
+def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
+    """Reads a configuration and applies overrides {"section.key": "value as typed"}.
+
+    A bare name is looked up in configs/.  Raises InputError.
+    """
+    path = _find(name_or_path)
+    try:
+        raw = yaml_text.read(path.read_text(encoding="utf-8"))
+    except RecursionError as e:
+        raise InputError(f"{path} cannot be read as YAML: it is nested too deep") from e
+    except (yaml.YAMLError, ValueError, OSError) as e:  # of values: bytes, endless numbers
+        raise InputError(f"{path} cannot be read as YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} holds {type(raw).__name__}, not sections like model: and train:")
+    for section, values in raw.items():
+        if section in Config.model_fields and not isinstance(values, dict):
+            raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
+    model = raw.get("model", {})
+    kind = (overrides or {}).get("model.type", model.get("type"))
+    if not isinstance(kind, str) or kind not in MODEL_CONFIGS:
+        raise InputError(f"model.type={kind!r} is not one of {', '.join(MODEL_CONFIGS)}")
+    known = keys(kind)
+    for key in _flatten(raw):
+        _check_known(key, known, f" in {path.name}", kind)
+    for key, text in (overrides or {}).items():
+        _check_known(key, known, "", kind)
+        _set(raw, key, _parse(key, text, known[key].annotation))
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as e:
+        raise InputError(_one_line(e)) from e
+
+
+def keys(model_type: str) -> dict[str, Any]:
+    """{"section.key": pydantic FieldInfo} of every value that a run of this model type has."""
+    found = {}
+
+    def walk(prefix, section):
+        for name, field in section.model_fields.items():
+            inner = _section_of(field.annotation)
+            if inner is not None:
+                walk(f"{prefix}{name}.", inner)
+            if inner is None or type(None) in get_args(field.annotation):
+                found[f"{prefix}{name}"] = field
+
+    for name, field in Config.model_fields.items():
+        walk(f"{name}.", MODEL_CONFIGS[model_type] if name == "model" else field.annotation)
+    return found
+
+
+def _find(name_or_path: str) -> Path:
+    # llama3_small, llama3_small.yaml and a path all work; configs/ is looked at last.
+    tried = [Path(name_or_path), Path(f"{name_or_path}.yaml")]
+    tried += [CONFIG_DIR / p for p in tried]
+    for path in tried:
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
+    near = difflib.get_close_matches(Path(name_or_path).stem, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; configs/ has {', '.join(known)}"
+    raise InputError(f"no configuration {name_or_path}{hint}")
+
+
+def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
+    if key not in known:
+        others = [other for other in MODEL_CONFIGS if key in keys(other)]
+        if others:
+            raise InputError(
+                f"{key}{where} is a key of model.type={' and '.join(others)}, not of {model_type};"
+                " leave it out"
+            )
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"unknown key {key}{where}{hint}")
+
+
+def _flatten(raw: dict, prefix: str = "") -> list[str]:
+    found = []
+    for name, value in raw.items():
+        if isinstance(value, dict) and value:
+            found += _flatten(value, f"{prefix}{name}.")
+        elif prefix or name not in Config.model_fields or not isinstance(value, dict):
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def _set(raw: dict, key: str, value) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        if not isinstance(raw.get(section), dict):
+            raw[section] = {}
+        raw = raw[section]
+    raw[name] = value
+
+
+def _parse(key: str, text: str, annotation):
+    if text.lower() in ("null", "none") and type(None) in get_args(annotation):
+        return None
+    try:
+        value = TypeAdapter(annotation).validate_strings(text)
+    except ValidationError as e:
+        raise InputError(f"{key}={text!r}: {sentence(e.errors()[0]['msg'])}") from e
+    if not isinstance(value, str) and "_" in text:  # pydantic takes 1_0 for 10
+        raise InputError(f"{key}={text!r}: must be a number without _")
+    return value
+
+
+def _section_of(annotation) -> type[Section] | None:
+    for a in (annotation, *get_args(annotation)):
+        if isinstance(a, type) and issubclass(a, Section):
+            return a
+    return None
+
+
+def _one_line(e: ValidationError) -> str:
+    error = e.errors()[0]
+    # pydantic puts the chosen member of the model union into the location: leave it out
+    at = [str(p) for p in error["loc"]]
+    if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
+        del at[1]
+    key, message = ".".join(at), sentence(error["msg"])
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "value_error":  # our own checks name their values themselves
+        return f"{key}: {message}" if key else message
+    return f"{key}={error['input']!r}: {message}"
+
+
+_WORDS = (  # pydantic's, which speaks to programmers, and ours
+    ("Input should be ", "must be "),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("a valid integer", "a whole number"),
+    ("a valid number", "a number"),
+    ("a valid string", "text"),
+    ("a valid boolean", "true or false"),
+    ("an object", "a section with keys"),
+)
+
+
+def sentence(message: str) -> str:
+    """pydantic's message in our words."""
+    message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    for theirs, ours in _WORDS:
+        message = message.replace(theirs, ours)
+    return message

@@ -1,0 +1,187 @@
+"""The schedule of `intra_chunk.py`: how the work is cut, who does it, and what each one holds."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import ROWS
+
+SMEM = 224 * 1024  # bytes of a block's shared memory that its big buffers may take
+TEAMS = 3  # chunks that a block of 64-row tiles works on at a time; at DQK = DV = 64 6% over 2
+
+Mode = Literal["forward", "dq", "dk", "dv"]
+# Vectors that a mode reads, of its own rows and of the columns of W, and how many it writes.
+OF_ROWS = {
+    "forward": ("row", "scale", "one"),
+    "dq": ("row", "scale", "sign"),
+    "dk": ("col", "scale"),
+    "dv": ("col", "scale"),
+}
+OF_COLUMNS = {"forward": ("col",), "dq": ("col",), "dk": ("row", "shift"), "dv": ("row",)}
+STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
+
+
+class Schedule(NamedTuple):
+    """What is static in a call: how the work is cut, and who does it."""
+
+    mode: Mode
+    normalize: bool
+    packed: bool  # several documents in a sequence
+    dtype: Any
+    length: int  # T
+    heads: int
+    chunks: int  # of a sequence
+    items: int  # chunks of all sequences and heads
+    size: int  # L
+    parts: int  # squares across A and B
+    tiles: int  # squares across X and out
+    wgs: int  # warpgroups that share a chunk
+    teams: int  # chunks that a block works on at a time, each with buffers of its own
+    slots: int  # squares of a team's ring
+    blocks: int
+
+    @property
+    def turned(self):
+        """Whether the state is transposed; these modes read Y, too."""
+        return self.mode in ("dq", "dk")
+
+    @property
+    def transposed(self):
+        """Whether rows of W are positions that are seen, not that see."""
+        return self.mode in ("dk", "dv")
+
+    @property
+    def steps(self):
+        """Squares of a chunk."""
+        return len(in_order(self.mode, self.parts, self.tiles))
+
+    @property
+    def of_rows(self):
+        return OF_ROWS[self.mode] + ("start",) * (self.packed and not self.transposed)
+
+    @property
+    def of_columns(self):
+        return OF_COLUMNS[self.mode] + ("start",) * (self.packed and self.transposed)
+
+
+class Inputs(NamedTuple):
+    """References to global memory."""
+
+    order: Any  # (steps,4), of `in_order`
+    a: Any
+    b: Any
+    x: Any
+    states: Any
+    y: Any  # None unless turned
+    vectors: dict[str, Any]  # (B,H,N,L) each, and "along" (B,H,N,DX)
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block, see the picture."""
+
+    order: Any  # (steps,4)
+    a: Any  # (threads,parts,64,L)
+    ring: Any  # (teams slots,L,L)
+    out: Any  # (threads,64,L)
+    order_full: Any
+    a_full: Any  # of each thread
+    full: Any  # of each slot
+    free: Any  # of each slot
+    y_full: Any  # of each thread
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block, and what it works on."""
+
+    schedule: Schedule
+    inputs: Inputs
+    out_ref: Any
+    stat_refs: tuple
+    smem: Scratch
+    thread: Any  # among all warpgroups of the block
+    team: Any
+    wg: Any  # among those that share a chunk
+    first: Any  # item: its team's first chunk
+
+
+class Chunk(NamedTuple):
+    """A chunk of a sequence and head, seen by one warpgroup."""
+
+    item: Any
+    b: Any
+    h: Any
+    index: Any  # n of N
+    row0: Any  # the warpgroup's first position of the sequence
+    rows: tuple  # index of a (B,H,N,L) vector's elements at the warpgroup's positions
+
+    def tile(self, s, tile):
+        """Index of the warpgroup's rows of one tile of Y or out."""
+        return self.b, pl.ds(self.row0, ROWS), self.h, cut(s, tile)
+
+
+def divide(n, size):
+    """n // size and n % size, of an n that is not negative: half the instructions of //, %."""
+    return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
+
+
+def where(s: Schedule, item):
+    """Sequence, head and chunk of an item."""
+    pair, chunk = divide(item, s.chunks)
+    return *divide(pair, s.heads), chunk
+
+
+def cut(s: Schedule, n):
+    """The n-th square along an axis."""
+    return pl.ds(n * s.size, s.size)
+
+
+def in_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, int]]:
+    """A chunk's squares in the order of their use: 0 B, 1 X, 2 states; row; column; 16 bytes."""
+    turned = mode in ("dq", "dk")
+    b = [(0, 0, part, 0) for part in range(parts)]
+    x = [(1, 0, tile, 0) for tile in range(tiles)]
+    states = [
+        [(2, tile, part, 0) if turned else (2, part, tile, 0) for part in range(parts)]
+        for tile in range(tiles)
+    ]
+    order = b + x[::-1] * turned  # Y X^T starts at the last tile
+    if mode == "dq":
+        return order + sum(states, []) + x
+    return order + sum(([*states[tile], x[tile]] for tile in range(tiles)), [])
+
+
+def schedule(a, x, chunks, size, *, mode, normalize, packed, sms) -> Schedule:
+    batch, length, heads, da = a.shape
+    wgs, parts, tiles = size // ROWS, da // size, x.shape[-1] // size
+    square = size * size * a.dtype.itemsize
+    slots = min(4, SMEM // square - parts - 1)
+    # Tiles that dq holds in registers leave no room for a third team.
+    most = 2 if mode == "dq" and tiles > 2 else TEAMS
+    teams = 1 if wgs > 1 else min(most, SMEM // ((slots + parts + 1) * square))
+    items = batch * heads * chunks
+    blocks = min(mosaic.cdiv(items, teams), sms)
+    return Schedule(
+        mode, normalize, packed, a.dtype, length, heads, chunks, items, size, parts, tiles,
+        wgs, teams, slots, blocks,
+    )  # fmt: skip
+
+
+def scratch(s: Schedule) -> Scratch:
+    swizzled = mosaic.wgmma_tiles(s.size, s.dtype)
+    buffer = lambda *shape: plgpu.SMEM(shape, s.dtype, transforms=swizzled)
+    threads = s.teams * s.wgs
+    return Scratch(
+        order=plgpu.SMEM((s.steps, 4), jnp.int32),
+        a=buffer(threads, s.parts, ROWS, s.size),
+        ring=buffer(s.teams * s.slots, s.size, s.size),
+        out=buffer(threads, ROWS, s.size),
+        order_full=plgpu.Barrier(),
+        a_full=plgpu.Barrier(num_barriers=threads, num_arrivals=s.parts),
+        full=plgpu.Barrier(num_barriers=s.teams * s.slots),
+        free=plgpu.Barrier(num_barriers=s.teams * s.slots, num_arrivals=s.wgs),
+        y_full=plgpu.Barrier(num_barriers=threads),
+    )

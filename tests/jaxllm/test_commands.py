@@ -1,0 +1,134 @@
+"""The command jaxllm: its help, its errors, and what it says of a Python that cannot run it."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+
+import pytest
+from training_runs import REPO
+
+from jaxllm.commands import COMMANDS, NEEDED, OLDEST, main
+from jaxllm.config import command_line
+
+# What a foreign Python reads before it can be told that it is too old.
+FIRST = ["train.py", "jaxllm/__init__.py", "jaxllm/__main__.py", "jaxllm/commands.py"]
+FIRST += [f"jaxllm/{name}.py" for name in ("generate", "evaluate", "report", "convert")]
+
+
+def python(*words, cwd=REPO):
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def help_of(*words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_the_help_lists_every_command(words, capsys):
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    for name, (_, summary) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", text, re.M)
+
+
+def test_the_help_comes_before_jax_and_all_that_is_installed():
+    done = python("-S", "-m", "jaxllm", "--help")  # -S: the standard library alone
+    assert done.returncode == 0, done.stderr
+    assert "train " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "error: unknown command 'trian'; did you mean train?\n"),
+        (["xyz"], f"error: unknown command 'xyz'; one of {', '.join(COMMANDS)}\n"),
+        (["--config", "a"], f"error: unknown command '--config'; one of {', '.join(COMMANDS)}\n"),
+    ],
+)
+def test_an_unknown_command_is_one_line(words, message, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("words", [[name] for name in COMMANDS] + [["data", "prepare"]], ids=str)
+def test_every_help_has_at_most_100_columns(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = help_of(*words, capsys=capsys)
+    assert max(map(len, text.splitlines())) <= 100
+    if words == ["train"]:
+        assert any(len(line) > 80 for line in text.splitlines())  # the width there is is used
+
+
+def test_the_options_of_training_come_in_one_group_a_section(capsys):
+    heading, seen = None, {}
+    for line in help_of("train", capsys=capsys).splitlines():
+        if found := re.match(r"(\w+): [A-Z]", line):
+            heading = found[1]
+        elif found := re.match(r"  --(\w+)\.", line):
+            seen.setdefault(heading, set()).add(found[1])
+    sections = ("model", "data", "train", "optimizer", "mesh", "sample", "profile")
+    assert seen == {section: {section} for section in sections}
+
+
+def test_options_are_taken_with_hyphens_and_shown_with_underscores(capsys):
+    text = help_of("data", "prepare", capsys=capsys)
+    assert "--text_column NAME" in text
+    assert "--text-column" not in text
+    found = [
+        command_line.read(["--config", "llama3_small", "--train.batch_size=2", "--out_dir=x_y"]),
+        command_line.read(["--config", "llama3_small", "--train.batch-size", "2", "--out-dir=x_y"]),
+    ]
+    assert found[0] == found[1]
+    assert found[0].config.train.batch_size == 2
+
+
+@pytest.mark.parametrize("path", FIRST)
+def test_what_an_old_python_meets_first_is_in_its_language(path):
+    ast.parse((REPO / path).read_text(encoding="utf-8"), path, feature_version=(3, 6))
+
+
+AS_OLD = "import runpy, sys; sys.version_info = (3, 11, 7, 'final', 0); sys.argv = ['train.py']\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-c", AS_OLD + "runpy.run_path('train.py', run_name='__main__')"], "is 3.11.7; put `uv"),
+        (["-c", AS_OLD + "runpy.run_module('jaxllm.generate', run_name='__main__')"], "is 3.11.7"),
+        (["-S", "train.py", "--config", "llama3_small"], "lacks jax, jaxlib, flax and 12 more"),
+        (
+            ["-S", "-m", "jaxllm", "train"],
+            f"install '{REPO}' (with an NVIDIA GPU '{REPO}[cuda13]')",
+        ),
+        (["-S", "-m", "jaxllm.evaluate"], "lacks jax"),
+    ],
+    ids=str,
+)
+def test_a_python_that_cannot_run_it_hears_in_one_line_what_to_install(words, message):
+    done = python(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_looked_for_is_what_pip_installs():
+    required = [r for r in metadata.requires("jaxllm") if "extra ==" not in r]
+    assert {re.split(r"[<>=!~;\[ ]", r)[0] for r in required} == set(NEEDED)
+    assert all(find_spec(module) for module in NEEDED.values())
+    python_needed = metadata.metadata("jaxllm")["Requires-Python"]
+    assert python_needed == f">={'.'.join(map(str, OLDEST))}"
+
+
+def test_every_command_has_its_module():
+    for module, _ in COMMANDS.values():
+        assert callable(importlib.import_module(module).main)

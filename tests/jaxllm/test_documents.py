@@ -1,0 +1,232 @@
+"""Packed documents (data.pack) against each document alone, from the token files to the step."""
+
+import re
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from evaluation_run import EXPECTED, run_of
+from flax import nnx
+
+from jaxllm.config import (
+    Config,
+    DataConfig,
+    GPT2Config,
+    Llama3Config,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+    VLSTMConfig,
+)
+from jaxllm.data import open_dataset
+from jaxllm.data.loader import documents
+from jaxllm.data.shards import ShardWriter
+from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
+from jaxllm.errors import InputError
+from jaxllm.infer import evaluate
+from jaxllm.infer.decode import open_run, put_model
+from jaxllm.sharding import make_mesh
+from jaxllm.train.step import IGNORE, Trainer
+from pallas_kernels import dispatch
+
+T, END = 32, 0  # tokens of a row; the id that train_tokenizer gives the end of text
+SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=64, max_seq_len=T, kernels="xla")
+SHAPE |= dict(compute_dtype="float32", residual_dtype="float32")
+MODELS = {
+    "gpt2": GPT2Config(**SHAPE),
+    "llama3": Llama3Config(**SHAPE, n_kv_heads=1, d_ff=64, window=6, softcap=2.0),
+    "vlstm": VLSTMConfig(**SHAPE, d_ff=64, chunk_size=8),
+}
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A configuration of shards of documents of 0 to 24 tokens, each behind an end of text."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(1, 250, rng.integers(0, 25)) for _ in range(60)]
+    for name, part in (("train", texts[:40]), ("val", texts[40:])):
+        (tmp_path / name).mkdir()
+        writer = ShardWriter(tmp_path / name / "0.bin", 300)
+        for text in part:
+            writer.append(np.append(END, text).astype(np.uint32))
+        writer.close()
+    train_tokenizer(["a text"], 257, tmp_path / "tokenizer.json")
+    assert Tokenizer(tmp_path / "tokenizer.json").end_of_text == END
+    return DataConfig(
+        source="shards",
+        path=str(tmp_path / "train"),
+        val_path=str(tmp_path / "val"),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        cache_dir=str(tmp_path / "cache"),
+        pack="documents",
+    )
+
+
+def opened(data, **changes):
+    return open_dataset(data.model_copy(update=changes), seq_len=T, seed=3, vocab_size=300)
+
+
+def batches_of(data, n, start=0, **changes):
+    batches = opened(data, **changes).train_batches(4, 0, 1, start)
+    found = list(islice(batches, n))
+    batches.close()
+    return found
+
+
+def alone(tokens, labels, rows, end=END):
+    """Each document of a batch in a row of its own, filled up to (rows, T)."""
+    pieces = []
+    for row, asked in zip(tokens, labels, strict=True):
+        cuts = [0, *np.flatnonzero(row == end), len(row)]
+        pieces += [(row[a:b], asked[a:b]) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    assert len(pieces) <= rows
+    apart = np.zeros((rows, T), np.int32), np.full((rows, T), IGNORE, np.int32)
+    for i, piece in enumerate(pieces):
+        for whole, part in zip(apart, piece, strict=True):
+            whole[i, : len(part)] = part
+    return map(jnp.asarray, apart)
+
+
+def test_documents_begin_with_their_separator():
+    tokens = np.array([[5, 6, 0, 7, 8, 9, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
+    packed = documents(tokens, 0)
+    np.testing.assert_array_equal(
+        packed["segment_ids"], [[0, 0, 1, 1, 1, 1, 2, 3], [1, 1, 1, 1, 1, 1, 1, 1]]
+    )
+    np.testing.assert_array_equal(
+        packed["positions"], [[0, 1, 0, 1, 2, 3, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]]
+    )
+    assert {x.dtype for x in packed.values()} == {np.dtype(np.int32)}
+
+
+def test_packing_changes_neither_tokens_nor_labels_nor_their_order(data):
+    packed, stream = batches_of(data, 12), batches_of(data, 12, pack="stream")
+    for mine, plain in zip(packed, stream, strict=True):
+        assert set(plain) == {"tokens", "labels"}
+        for name, rows in plain.items():
+            np.testing.assert_array_equal(mine[name], rows)
+        for name, rows in documents(plain["tokens"], END).items():
+            np.testing.assert_array_equal(mine[name], rows)
+    # A document's last token has to predict its end.
+    assert any((batch["labels"] == END).any() for batch in packed)
+    for at, resumed in enumerate(batches_of(data, 5, start=7 * 4)):
+        for name, rows in resumed.items():
+            np.testing.assert_array_equal(rows, packed[7 + at][name])
+    val = next(iter(opened(data).val_batches(2, 0, 1)))
+    np.testing.assert_array_equal(val["positions"], documents(val["tokens"], END)["positions"])
+
+
+def test_documents_without_a_known_end_are_refused(data, tmp_path):
+    with pytest.raises(InputError, match=r"data\.pack=documents needs the token between documen"):
+        opened(data, tokenizer=None)
+    writer = ShardWriter(tmp_path / "endless.bin", 300)
+    writer.append(np.full(200, 7, np.uint32))
+    writer.close()
+    endless = dict(path=str(tmp_path / "endless.bin"))
+    with pytest.raises(
+        InputError, match=r"finds no end-of-text token \(id 0 of .* 200 tokens; set"
+    ):
+        opened(data, **endless)
+    assert opened(data, **endless, pack="stream").separator is None
+
+
+def trainer_of(name, data, **train):
+    config = Config(
+        model=MODELS[name],
+        data=data,
+        train=TrainConfig(**dict(steps=2, batch_size=4, seq_len=T) | train),
+        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.0, b1=0.5),
+    )
+    return Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_packed_step_is_that_of_each_document_alone(name, data):
+    packed = trainer_of(name, data, grad_accum=2)
+    batch = batches_of(data, 1)[0]
+    assert set(packed.abstract_batch()) == set(batch)
+    params = packed.init().params
+    # Far from the start: weights so large that tokens depend on all that they see, open gates.
+    params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, params)
+    if name == "vlstm":
+        for block in params["blocks"].values():
+            block["vlstm"]["i"]["bias"][...] = jnp.zeros(2)
+
+    tokens, labels = alone(batch["tokens"], batch["labels"], rows=24)
+    assert (labels != IGNORE).any(1).sum() > 8  # documents
+    count = (labels != IGNORE).sum()
+    assert count == batch["labels"].size
+
+    @jax.jit
+    @jax.value_and_grad
+    def mean_loss(params):
+        return nnx.merge(packed.graph, params).loss(tokens, labels, scale=1 / float(count))
+
+    with jax.default_matmul_precision("highest"):  # a GPU would take TF32
+        loss, grads = mean_loss(params)
+        step = packed.trace_train_step().lower().compile()
+        state, metrics = step(packed.init(params), packed.put_batch(batch))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    moments = jax.tree.leaves(optax.tree.get(state.opt_state, "mu"))
+    expected = jax.tree.leaves(grads)
+    largest = max(float(jnp.abs(g).max()) for g in expected)
+    for g, moment in zip(expected, moments, strict=True):
+        allowed = 1e-5 * np.abs(g).max() + np.finfo(np.float32).eps * largest
+        np.testing.assert_allclose(moment / 0.5, g, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_packed_step_runs_on_the_kernels(name, data):
+    """Each of them has to take segments and positions: mosaic refuses what has no kernel."""
+    config = trainer_of(name, data).config
+    mosaic = dict(kernels="mosaic", compute_dtype="bfloat16", residual_dtype="bfloat16")
+    model = config.model.model_copy(update=mosaic | dict(d_model=128))
+    dispatch.forget()
+    Trainer(config.model_copy(update=dict(model=model)), make_mesh(config.mesh)).trace_train_step()
+    mixing = "vlstm" if name == "vlstm" else "attention"
+    assert {(mixing, "mosaic"), ("encoder", "mosaic")} <= {
+        (decision.op, decision.runs) for decision in dispatch.decisions()
+    }
+
+
+def test_without_packing_a_batch_has_tokens_and_labels_only(data):
+    plain = trainer_of("gpt2", data.model_copy(update=dict(pack="stream")))
+    assert set(plain.abstract_batch()) == {"tokens", "labels"}
+
+
+def test_evaluation_packs_like_the_run(tmp_path, capsys):
+    run = run_of(next(iter(EXPECTED)), tmp_path / "made")
+    config = run / "config.yaml"
+    assert "pack: stream" in config.read_text()
+    config.write_text(config.read_text().replace("pack: stream", "pack: documents"))
+    (tmp_path / "texts").mkdir()
+    for i in range(5):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"the cat {i} sat on {'the mat ' * i}\n" * 2)
+    where = f"--data.source text --data.path {tmp_path / 'texts'} --data.cache_dir {tmp_path}"
+    with jax.default_matmul_precision("highest"):
+        assert evaluate.main(f"--checkpoint {run} {where} --batch_size 2".split()) == 0
+        said = capsys.readouterr().out
+
+        tokenizer = Tokenizer(run / "tokenizer.json")
+        again = DataConfig(
+            source="text",
+            path=str(tmp_path / "texts"),
+            val_path=str(tmp_path / "texts"),
+            tokenizer=str(tokenizer.path),
+            cache_dir=str(tmp_path),
+        )
+        val = open_dataset(again, seq_len=T, seed=0, vocab_size=None).val
+        stream = val.read(0, len(val))
+        assert (stream == tokenizer.end_of_text).sum() == 5
+        rows = [stream[i : i + T + 1] for i in range(0, len(stream) - 1, T)]
+        tokens, labels = alone(
+            [row[:-1] for row in rows], [row[1:] for row in rows], 24, tokenizer.end_of_text
+        )
+        graph, params = put_model(open_run(run), make_mesh(MeshConfig(), jax.devices()[:1]))
+        loss = jax.jit(lambda params: nnx.merge(graph, params).loss(tokens, labels))(params)
+    loss, count = float(loss) / (len(stream) - 1), f"{len(stream) - 1:,} tokens"
+    assert count in said
+    assert float(re.search(r"loss ([\d.]+)", said)[1]) == pytest.approx(loss, abs=6e-5)

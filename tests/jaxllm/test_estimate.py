@@ -1,0 +1,126 @@
+"""What a run is said to need, against what the compiler allots."""
+
+import jax
+import pytest
+from training_runs import error_of
+
+import train
+from jaxllm.config import Config, GPT2Config, Llama3Config, OptimizerConfig, TrainConfig
+from jaxllm.sharding import make_mesh
+from jaxllm.train import estimate
+from jaxllm.train.step import Trainer
+
+pytestmark = pytest.mark.usefixtures("same_environment")
+SHAPE = dict(vocab_size=1000, n_layers=4, n_heads=4, d_model=128, max_seq_len=128, kernels="xla")
+
+
+def trainer_of(model, **options):
+    config = Config(
+        model=model,
+        train=TrainConfig(**{"steps": 4, "batch_size": 8, "seq_len": 128} | options),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
+    return Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA there needs room of its own")
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_the_memory_is_about_what_the_compiler_allots(remat):
+    trainer = trainer_of(
+        Llama3Config(**SHAPE | {"n_layers": 3}, n_kv_heads=2, d_ff=384, remat=remat)
+    )
+    state, more = estimate.state_memory(trainer), estimate.activation_memory(trainer)
+    allotted = trainer.trace_train_step().lower().compile().memory_analysis()
+    given = state["parameters"] + state["moments"] + state["bf16 copies"]
+    assert given == pytest.approx(allotted.argument_size_in_bytes, rel=0.01)
+    temporary = state["gradients"] + sum(more.values())
+    assert 0.6 * allotted.temp_size_in_bytes < temporary < 1.8 * allotted.temp_size_in_bytes
+
+
+def test_parts_of_the_memory():
+    whole, parts = (
+        trainer_of(GPT2Config(**SHAPE), grad_accum=n) for n in (1, 4)
+    )  # in parts, activations shrink and gradients are summed in float32
+    one, four = (estimate.state_memory(t) | estimate.activation_memory(t) for t in (whole, parts))
+    assert one["parameters"] == four["parameters"] == 4 * whole.n_params
+    assert one["moments"] == pytest.approx(8 * whole.n_params, rel=1e-4)
+    matrices = 4 * 12 * 128 * 128  # in four blocks
+    assert one["bf16 copies"] == 2 * matrices
+    assert one["gradients"] == 4 * whole.n_params - 2 * matrices
+    assert four["gradients"] == one["gradients"] + 4 * whole.n_params
+    assert four["activations"] < 0.3 * one["activations"]
+    assert one["logits"] == pytest.approx(4 * four["logits"], rel=0.1)
+    assert one["logits"] >= 8 * 128 * 1024 * (4 + 2)  # float32 and bf16
+
+
+def test_kernels_make_logits_in_chunks():
+    shape = SHAPE | {"kernels": "mosaic", "vocab_size": 300_000, "n_layers": 1}
+    parts = estimate.activation_memory(trainer_of(GPT2Config(**shape), batch_size=64))
+    assert 2048 * 300_000 * 2 <= parts["logits"] < 64 * 128 * 300_000 * 2 / 2
+
+
+def test_the_time_is_known_where_the_peak_is(monkeypatch):
+    trainer = trainer_of(GPT2Config(**SHAPE))
+    (_, unknown) = estimate._time_lines(trainer.config, trainer.mesh)
+    assert "not known" in unknown
+    flops = estimate.flops_per_token(trainer.config.model, 128) * 8 * 128
+    monkeypatch.setattr(estimate, "peak_flops", lambda kind: flops / 0.25)
+    text = "\n".join(estimate._time_lines(trainer.config, trainer.mesh))
+    assert "250.0 ms a step, 0:00:01 in all" in text
+    assert "at 40% of it 625.0 ms a step, 0:00:02 in all" in text
+
+
+def test_a_dry_run_says_what_is_needed_and_writes_nothing(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tiny.parent.rglob("*"))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # to call it would fail
+    assert train.main(["--config", str(tiny), "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    for word in ("parameters", "moments", "gradients", "bf16 copies", "activations", "logits"):
+        assert f"\n         {word} " in out
+    for word in ("devices  1 x", "FLOPs a step of 256 tokens", "\ntime  ", "\nkernels  ", "fits"):
+        assert word in out
+    assert not list(tmp_path.iterdir())
+    assert sorted(tiny.parent.rglob("*")) == before  # no tokenizer, no cache
+
+
+@pytest.mark.parametrize("more", [(), ("--dry_run",)])
+def test_what_cannot_fit_is_refused_before_anything_is_compiled(
+    tiny, tmp_path, capsys, monkeypatch, more
+):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    sizes = "--model.d_model 1048576 --model.n_layers 4096".split()
+    message = error_of(capsys, "--config", tiny, "--out_dir", tmp_path / "x", *sizes, *more)
+    assert "parameters need " in message
+    assert "GiB with their moments and gradients" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_limit_is_that_of_parameters_moments_and_gradients(monkeypatch):
+    trainer = trainer_of(GPT2Config(**SHAPE))
+    parts = estimate.state_memory(trainer)
+    need = parts["parameters"] + parts["moments"] + parts["gradients"]
+    for size, fits in ((need, True), (need - 1, False)):
+        found = estimate.Room(size, "a device", 1)
+        monkeypatch.setattr(estimate, "room", lambda mesh, found=found: found)
+        if fits:
+            estimate.check_fits(trainer.config, trainer.mesh)
+        else:
+            with pytest.raises(ValueError, match=f"the model's {trainer.n_params:,} parameters"):
+                estimate.check_fits(trainer.config, trainer.mesh)
+
+
+def test_the_smallest_device_has_the_room():
+    class Device:
+        platform = "gpu"
+
+        def __init__(self, limit):
+            self.memory_stats = lambda: limit and {"bytes_limit": limit}
+
+    class Mesh:
+        local_devices = [Device(80), Device(40), Device(None)]
+
+    assert estimate.room(Mesh) == estimate.Room(40, "a device", 1)
+    Mesh.local_devices = [Device(None)]
+    assert estimate.room(Mesh) is None
+    assert 2**28 < estimate._host_memory() < 2**50

@@ -1,0 +1,65 @@
+"""The tracker, with the real package offline where it is installed."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from training_runs import error_of
+
+from jaxllm.train import tracker
+from jaxllm.train.metrics import RunLog, read_metrics
+
+ROW = dict(loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
+
+
+def test_a_missing_package_is_one_line(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    message = error_of(capsys, "--config", tiny, "--train.tracker", "wandb")
+    assert "train.tracker=wandb needs the package wandb: pip install 'wandb" in message
+
+
+def test_a_tracker_that_fails_ends_no_run(tmp_path, capsys):
+    class Broken(tracker.Wandb):
+        def __init__(self):
+            self.run = self
+
+        def log(self, values, step):
+            raise RuntimeError("the service is gone")
+
+    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None, tracker=Broken())
+    for step in (1, 2):
+        log.train(step, **ROW)
+    log.close()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    told = capsys.readouterr().out
+    assert told.count("no more values for wandb (the service is gone)") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="of the extra wandb")
+def test_weights_and_biases_gets_every_value_offline(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    code = f"""
+import json, pathlib
+from jaxllm.train.metrics import RunLog
+from jaxllm.train.tracker import Wandb
+out_dir = pathlib.Path({str(tmp_path)!r})
+tracker = Wandb(out_dir, {{"train": {{"steps": 2}}}})
+log = RunLog(out_dir, 2, 0, tokens=100, flops=1e9, peak=None, tracker=tracker)
+log.train(1, **{ROW!r})
+log.evaluation(2, 3.25)
+log.close()
+print(tracker.where)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = written.read_bytes()
+    for word in (b"val_loss", b"3.25", b"grad_norm", json.dumps(2).encode()):
+        assert word in content
+    assert f"offline; `wandb sync {written.parent}` sends it" in done.stdout
+    assert done.stderr == ""

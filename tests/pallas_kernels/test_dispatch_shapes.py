@@ -1,0 +1,148 @@
+"""What runs which shapes under implementation=None, and the reason that is given."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import (
+    add_layer_norm,
+    add_rms_norm,
+    attention,
+    attention_qkv,
+    cross_entropy,
+    dispatch,
+    encoder,
+    gelu,
+    gelu_linear,
+    layer_norm,
+    rms_norm,
+    rope,
+    swiglu,
+    swiglu_linear,
+    vlstm,
+)
+from pallas_kernels.bench import run
+from pallas_kernels.bench.cases import CASES
+from pallas_kernels.flash_attention import op as attention_op
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.fixture
+def capable(monkeypatch):
+    """As if the default device could run every kernel."""
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+
+
+ARRAYS = {  # shapes that no kernel of these ops takes
+    "gelu": (gelu, [(128, 192), (192,)]),
+    "gelu_linear": (gelu_linear, [(128, 704), (704,), (704, 64)]),
+    "swiglu": (swiglu, [(0, 128), (0, 128)]),
+    "swiglu_linear": (swiglu_linear, [(128, 704), (128, 704), (704, 64)]),
+    "layer_norm": (layer_norm, [(2, 9000)]),
+    "add_rms_norm": (add_rms_norm, [(2, 9000), (2, 9000)]),
+    "attention": (attention, [(1, 8, 1, 260)] * 3),
+    "attention_qkv": (lambda x: attention_qkv(x, 1), [(1, 9, 3, 260)]),
+    "vlstm": (vlstm, [*[(1, 8, 1, 8)] * 3, *[(1, 8, 1)] * 2]),
+}
+
+
+@pytest.mark.parametrize("op", list(ARRAYS))
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platform, op):
+    device = SimpleNamespace(compute_capability="7.5")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(dispatch, "device_lacks", dispatch.device_lacks.__wrapped__)
+    f, shapes = ARRAYS[op]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    jax.eval_shape(lambda *arrays: f(*arrays), *arrays)  # a new function: JAX has traced none yet
+    reasons = {d.why for d in dispatch.decisions()}
+    own = {"cpu": "the platform is cpu, not gpu", "gpu": "the GPU has compute capability 7.5"}
+    assert reasons
+    assert all(why.startswith(own[platform]) for why in reasons), reasons
+
+
+SIZES = [(case, sizes) for case in CASES for sizes in case.sizes]
+
+
+@pytest.mark.parametrize(("case", "sizes"), SIZES, ids=lambda x: getattr(x, "op", None))
+def test_the_sizes_of_models_run_on_their_kernels(capable, case, sizes):
+    jax.eval_shape(run.public(case), *run.structs(case, sizes))
+    assert {d.why for d in dispatch.decisions() if d.runs == "mosaic"} == {"supported"}
+    others = {d.why for d in dispatch.decisions() if d.runs != "mosaic"}
+    assert others <= {"forward, bf16 with a bias: cuBLASLt takes it in the matmul before"}
+
+
+def rows(n, c):
+    return [(n, c), (c,)]
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "why"),
+    [
+        (layer_norm, rows(8, 1000), "the kernel would pad C=1000 to a multiple of 64"),
+        (layer_norm, rows(8, 960), None),
+        (layer_norm, rows(8, 33), "the kernel would pad C=33 to a multiple of 8"),
+        (layer_norm, rows(8, 72), None),
+        (rms_norm, rows(8, 4160), "the kernel would pad C=4160 to a multiple of 1024"),
+        (rms_norm, rows(8, 5120), None),
+        (add_layer_norm, [(8, 260)] * 2, "the kernel would pad C=260 to a multiple of 64"),
+        (add_rms_norm, [(8, 3)] * 2, "the kernel would pad C=3 to a multiple of 8"),
+        (cross_entropy, [(5, 8, 300)], "40 rows, fewer than 41, give the kernel one block each"),
+        (cross_entropy, [(41, 300)], None),
+        (rope, [(1, 128, 1, 80)], "D=80 gives the kernel tiles of 8 pairs, fewer than 16"),
+        (rope, [(3, 333, 1, 64)], "B T=999 is no multiple of the 32 positions of a tile"),
+        (rope, [(1, 64, 1, 96)], None),
+        (encoder, [(500, 72)], None),  # slower, but XLA's form is not deterministic
+    ],
+)
+def test_which_shapes_xla_is_faster_for(capable, op, shapes, why):
+    call = lambda x, *more: op(x, *more)
+    if op is rope:
+        call = lambda q: op(q, q, jnp.arange(q.shape[1]))
+    elif op is cross_entropy:
+        call = lambda x: op(x, jnp.zeros(x.shape[:-1], jnp.int32))
+    elif op is encoder:
+        call = lambda wte: op(jnp.zeros((2, 8), jnp.int32), wte, None)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    jax.eval_shape(call, *arrays)
+    (decision,) = dispatch.decisions()
+    expected = ("xla", f"faster, as {why}") if why else ("mosaic", "supported")
+    assert decision == (op.__name__, *expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "flags", "why"),
+    [  # (B, T, S, D)
+        ((1, 16, 16, 64), {}, "", None),
+        ((1, 18, 18, 64), {}, "", "the kernel would pad T=18 to a multiple of 8"),
+        ((1, 16, 20, 64), {"causal": False}, "", "the kernel would pad S=20 to a multiple of 8"),
+        ((1, 16, 16, 80), {}, "", "the kernel would pad D=80 to 96"),
+        ((1, 16, 16, 200), {}, "", "the kernel would pad D=200 to 256"),
+        ((1, 17, 17, 64), {}, "", None),  # none of these runs on cuDNN
+        ((1, 16, 17, 64), {"causal": False}, "", None),
+        ((1, 16, 16, 36), {}, "", None),
+        ((1, 18, 18, 64), {"softcap": 5.0}, "", None),
+        ((1, 18, 18, 64), {}, "--a --xla_gpu_deterministic_ops=true --b", None),
+        ((1, 18, 18, 64), {}, "--xla_gpu_deterministic_ops", None),
+        ((1, 18, 18, 64), {}, "--xla_gpu_exclude_nondeterministic_ops=1", None),
+        ((1, 16, 16, 80), {}, "--xla_gpu_deterministic_ops=false", "the kernel would pad D=80 to"),
+    ],
+)
+def test_which_shapes_cudnn_is_faster_for(capable, monkeypatch, shape, options, flags, why):
+    b, t, s, d = shape
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(attention_op, "_cudnn", lambda q, *_: q)
+    q, k = (jax.ShapeDtypeStruct((b, n, 2, d), jnp.bfloat16) for n in (t, s))
+    jax.eval_shape(lambda q, k: attention(q, k, k, **options), q, k)
+    (decision,) = dispatch.decisions()
+    assert (decision.op, decision.runs) == ("attention", "cudnn" if why else "mosaic")
+    assert decision.why.startswith(f"faster, as {why}" if why else "supported")
