@@ -4,12 +4,21 @@ A block owns keys and streams the tiles of queries that see them, head after hea
 the gradient of a kv head sums inside the block.  S and dP are computed transposed: P^T and dS^T are
 then already where a wgmma takes them, in registers.
 
+    K, V, 64 rows a warpgroup       -- k_bars, v_bars -->  warpgroup 0:  S^T = K Q^T, dP^T = V dO^T
+                                                                         P^T, dS^T
+    Q, lse     ring [n] [n+1] [n+2] [ ]  -- q_full -->                   dV += P^T dO
+    dO, delta  ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
+             <---------------------------- free --         warpgroup 1:  the same
+
 A head dimension of 256 leaves a warpgroup registers for one of dK and dV.  There two warpgroups
-share 64 keys: one computes S, P and dV, the other dP, dS and dK, with P (fp32) handed over through
-shared memory.
+pair up over the same 64 keys, with P^T (fp32) handed over through shared memory:
+
+    warpgroup 0:  S^T = K Q^T, P^T, dV += P^T dO   -- p_full -->   warpgroup 1:  dP^T = V dO^T,
+                                                  <-- p_free --                  dS^T, dK += dS^T Q
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +27,530 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.forward import STATIC, heads_of
 from pallas_kernels.flash_attention.masks import (
-    Visits,
+    Segments,
     logits,
     same_segment,
     segment_spans,
-    take,
     visible,
 )
-from pallas_kernels.flash_attention.schedule import Tiles, share_out, work_items
+from pallas_kernels.flash_attention.schedule import (
+    STATIC,
+    Schedule,
+    Tiles,
+    schedule,
+    work_items,
+)
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 
 
 def dkv_tiles(head_dim: int) -> Tiles:
-    # H100, B4 T4096 32/8: D64 1.11 ms, with two stages 1.17.  D128, by section: 32 MiB 1.65 ms,
-    # 16 MiB 1.80, all 1.64 (but 3.13, not 3.07, at B1 T16384 16/16); persistent 1.97.
-    # B8 T2048 16/16 D96: 0.387 ms, not persistent 0.452.
+    """The fastest on an H100; docs/attention.md has the others."""
     if head_dim <= 96:
         return Tiles(2, 64, 4 if head_dim <= 64 else 3, True, 16)
     return Tiles(2, 64, 4 if head_dim <= 128 else 2, False, 32)
+
+
+class Inputs(NamedTuple):
+    """References to global memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    do: Any
+    delta: Any
+    plan: Any  # None where the hardware hands out the items
+    segments: Any  # Segments, or None
+    joint: Any  # where both results go, or None
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block, see the picture."""
+
+    k: Any  # (sides sets,64,D)
+    v: Any  # (sides sets,64,D)
+    q: Any  # (stages,step,D)
+    do: Any  # (stages,step,D)
+    lse: Any  # (stages,step)
+    delta: Any  # (stages,step)
+    k_bars: Any  # of each buffer of K
+    v_bars: Any
+    q_full: Any  # of each slot
+    do_full: Any
+    free: Any
+    k_ids: Any = None  # (sides sets,64)
+    q_ids: Any = None  # (stages,step)
+    p: Any = None  # (64,step), of two warpgroups that pair up
+    p_full: Any = None
+    p_free: Any = None
+    dv: Any = None  # (sets,64,D); None: dV and dK leave through the buffers of K and V
+    dk: Any = None
+
+
+class Ring(NamedTuple):
+    """Tiles of Q or of dO, the statistics that come along, and who orders them."""
+
+    ref: Any
+    stats_ref: Any
+    ids_ref: Any  # None for dO, and without segments
+    smem: Any
+    stats_smem: Any
+    ids_smem: Any
+    full: Any
+    wg: int
+    warp: int
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block."""
+
+    schedule: Schedule
+    inputs: Inputs
+    dk_ref: Any
+    dv_ref: Any
+    smem: Scratch
+    rings: tuple[Ring, Ring]
+    wg: Any
+    set: Any  # which 64 of the block's keys it works on
+
+
+class Stream(NamedTuple):
+    """What streams past an item: tiles base ... base + steps - 1 of each head of the group."""
+
+    batch: Any
+    head: Any  # the first one
+    base: Any
+    steps: Any
+
+
+class Step(NamedTuple):
+    """One step: a tile of queries of one head."""
+
+    n: Any  # counted over all items of the block
+    i: Any  # of this item
+    g: Any  # the head of the group
+    r: Any  # the tile of the head; past the last one stand those of the next head
+
+
+class Item(NamedTuple):
+    """A block of keys, as one warpgroup sees it; its steps are n0, n0 + 1, ..."""
+
+    batch: Any
+    kv_head: Any
+    k0: Any  # the warpgroup's first key
+    at: Any  # its buffer of K and V
+    n0: Any
+    stream: Stream
+    first: Any  # the warpgroup's first step of each head; the others may see further
+    last: Any  # the one after its last
+    unmasked: Any  # its first step without a mask
+    edge: Any  # its first step after those
+    following: Any  # the block's next item, negative or None if there is none
+
+    def step(self, g, r, ahead: int = 0) -> Step:
+        i = g * self.stream.steps + r
+        i = i + ahead if ahead else i
+        return Step(self.n0 + i, i, g, r + ahead if ahead else r)
+
+
+def ahead(s: Schedule) -> int:
+    """Steps before theirs that tiles are ordered."""
+    return s.stages - (2 if s.stages > 3 else 1)
+
+
+def pairs_up(width: int) -> bool:
+    """Whether two warpgroups work on the same 64 keys.
+
+    There dK and dV of one step run under the next one, too: P and dS have registers to wait in.
+    """
+    return width > 128
+
+
+def sets(s: Schedule) -> int:
+    """How many times 64 keys a block owns."""
+    return s.block // ROWS
+
+
+# Load: K and V of a warpgroup, and the tiles of Q and dO.
+
+
+def load_kv(w: Worker, item, side):
+    s, smem = w.schedule, w.smem
+    key0, (batch, kv_head) = s.items.where(item)
+    rows = pl.ds(key0 + w.set * ROWS, ROWS)
+    at = side * sets(s) + w.set
+    k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
+    v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
+    plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
+    plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
+    if s.packed:
+        ids = w.inputs.segments.k_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
+
+
+def limits(w: Worker, key0, batch):
+    return w.schedule.limits(key0, batch, w.inputs.segments.spans if w.schedule.packed else None)
+
+
+def stream_of(w: Worker, item) -> Stream:
+    s = w.schedule
+    key0, (batch, kv_head) = s.items.where(item)
+    low, high = s.visits.seen(key0, key0 + s.block, *limits(w, key0, batch)[0])
+    return Stream(batch, kv_head * s.group, low, high - low)
+
+
+def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
+    """Orders the tile r of the head g for step n, once all warpgroups have left its buffer."""
+    s = w.schedule
+    if s.group > 1:  # no division, which would take longer than the copies
+        over = jnp.where(stream.steps == 1, r, (r >= stream.steps).astype(jnp.int32))
+        g, r = g + over, r - over * stream.steps
+    slot, at = s.slot(n), pl.ds((stream.base + r) * s.step, s.step)
+    pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))
+    bar = ring.full.at[slot]
+    tile = ring.ref.at[stream.batch, at, stream.head + g]
+    plgpu.copy_gmem_to_smem(tile, ring.smem.at[slot], bar)
+    stats = ring.stats_ref.at[stream.batch, stream.head + g, at]
+    plgpu.copy_gmem_to_smem(stats, ring.stats_smem.at[slot], bar)
+    if ring.ids_ref is not None:
+        plgpu.copy_gmem_to_smem(ring.ids_ref.at[stream.batch, at], ring.ids_smem.at[slot], bar)
+
+
+def load_one(w: Worker, ring: Ring, step: Step, stream: Stream, following):
+    past = step.i - w.schedule.group * stream.steps
+
+    def send_following():
+        coming = stream_of(w, following)
+        in_it = past < w.schedule.group * coming.steps
+        pl.when(in_it)(lambda: send(w, ring, step.n, 0, past, coming))
+
+    pl.when(past < 0)(lambda: send(w, ring, step.n, step.g, step.r, stream))
+    if following is not None:
+        pl.when((past >= 0) & (following >= 0))(send_following)
+
+
+def load(w: Worker, step: Step, stream: Stream, following):
+    """Orders the tiles of a step.
+
+    It may lie up to `ahead` tiles past its head's last one, and after those of the item's last head
+    come those of the next item.  Two warps do, one for Q and one for dO; only they wait until all
+    warpgroups have left the buffers.
+    """
+
+    def by_warp(warp):
+        for ring in w.rings:
+            pl.when((warp == ring.warp) & (w.wg == ring.wg))(
+                lambda ring=ring: load_one(w, ring, step, stream, following)
+            )
+
+    plgpu.warp_map(by_warp)
+
+
+def load_later(w: Worker, i: Item, g, r):
+    """Orders what is to be on its way after step r of the head g."""
+    load(w, i.step(g, r, ahead(w.schedule)), i.stream, i.following)
+
+
+def begin(w: Worker, item):
+    """Orders what the first item of a block needs at once."""
+    pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
+    stream = stream_of(w, item)
+    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, n, 0, n), stream, None))
+
+
+# Hand buffers back.
+
+
+def release(w: Worker, n):
+    """This warpgroup has read the tiles of step n."""
+    plgpu.commit_smem()  # plain loads have read the statistics
+    plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
+
+
+def pass_by(w: Worker, i: Item, g, low, high):
+    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+
+    @pl.loop(low, high)
+    def _(r):
+        slot = w.schedule.slot(i.step(g, r).n)
+        load_later(w, i, g, r)
+        plgpu.barrier_wait(w.smem.q_full.at[slot])
+        plgpu.barrier_wait(w.smem.do_full.at[slot])
+        plgpu.barrier_arrive(w.smem.free.at[slot])
+
+
+# Compute P and dS, and add to dV and dK.
+
+
+def across(w: Worker, acc, rows, ring, slot):
+    """acc += rows times a tile of the ring, transposed."""
+    plgpu.wgmma(acc, rows, ring.at[slot].transpose((1, 0)))
+
+
+def column(w: Worker, ref, slot):
+    """A statistic of the queries, over a tile of S^T."""
+    stat = plgpu.load(ref.at[slot], layout=COL, optimized=False)
+    return along(stat, (ROWS, w.schedule.step), 1)
+
+
+def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, masked):
+    """P^T and d logits / d (scale S), None for 1, from K Q^T."""
+    s, visits, slot = w.schedule, w.schedule.visits, w.schedule.slot(step.n)
+    x, slope = logits(scores, s.scale, s.softcap)
+    if masked and s.packed:
+        q_ids = plgpu.load(w.smem.q_ids.at[slot], layout=COL, optimized=False)
+        x = same_segment(x, k_ids, q_ids)
+    if masked:
+        q0 = (i.stream.base + step.r) * s.step + visits.offset
+        x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
+    return jnp.exp2(x - column(w, w.smem.lse, slot) * LOG2E), slope
+
+
+def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, masked, s_acc, dp_acc):
+    """Adds P^T dO to dV and dS^T Q to dK."""
+    s, smem, slot = w.schedule, w.smem, w.schedule.slot(step.n)
+    # Issue S^T = K Q^T and dP^T = V dO^T.  This minimum changes nothing.  But where the compiler
+    # sees that an operand stays in place, it holds the descriptors of all its slices in registers.
+    here = jnp.minimum(i.at, step.n + s.sides * sets(s))
+    k, v = smem.k.at[here], smem.v.at[here]
+    across(w, s_acc, k, smem.q, slot)
+    plgpu.barrier_wait(smem.do_full.at[slot])
+    across(w, dp_acc, v, smem.do, slot)
+    load_later(w, i, step.g, step.r)
+    # Compute P under dP, accumulate dV.
+    scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+    p, slope = probabilities(w, i, k_ids, scores, step, masked)
+    plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
+    # Compute dS under dV, accumulate dK.
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+    ds = p * (dp - column(w, smem.delta, slot))
+    ds = (ds if slope is None else ds * slope).astype(s.dtype)
+    plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
+    plgpu.wgmma_wait(0)
+    release(w, step.n)
+
+
+def add_dv(w: Worker, i: Item, k_ids, dv_acc, step, masked, begins, s_acc):
+    """Of a pair the first warpgroup: hands P over, and adds P^T dO to dV."""
+    s, smem, slot = w.schedule, w.smem, w.schedule.slot(step.n)
+    # Compute P.
+    across(w, s_acc, smem.k.at[i.at], smem.q, slot)
+    scores = s_acc[...]
+    if not begins:
+        release(w, step.n - 1)
+    p, slope = probabilities(w, i, k_ids, scores, step, masked)
+    # Hand it over.
+    plgpu.barrier_wait(smem.p_free)
+    smem.p[...] = p if slope is None else p * slope
+    plgpu.barrier_arrive(smem.p_full)
+    # Accumulate dV, under the next step.
+    plgpu.barrier_wait(smem.do_full.at[slot])
+    plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
+
+
+def add_dk(w: Worker, i: Item, dk_acc, step, begins, dp_acc):
+    """Of a pair the second warpgroup: takes P, and adds dS^T Q to dK."""
+    s, smem, slot = w.schedule, w.smem, w.schedule.slot(step.n)
+    # Compute dP.
+    plgpu.barrier_wait(smem.do_full.at[slot])
+    across(w, dp_acc, smem.v.at[i.at], smem.do, slot)
+    dp = dp_acc[...]
+    if not begins:
+        release(w, step.n - 1)
+    load_later(w, i, step.g, step.r)
+    # Take P, compute dS.
+    plgpu.barrier_wait(smem.p_full)
+    p = plgpu.load(smem.p, layout=WGMMA)
+    ds = (p * (dp - column(w, smem.delta, slot))).astype(s.dtype)
+    plgpu.barrier_arrive(smem.p_free)
+    # Accumulate dK, under the next step.
+    plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
+
+
+def one_step(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g, r, masked, begins=False):
+    step, tile = i.step(g, r), plgpu.ACC((ROWS, w.schedule.step), jnp.float32)
+    plgpu.barrier_wait(w.smem.q_full.at[w.schedule.slot(step.n)])
+    if not pairs_up(w.schedule.width):
+        add = functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc, step, masked)
+        pl.run_scoped(add, tile, tile)
+    elif dk_acc is None:
+        pl.run_scoped(functools.partial(add_dv, w, i, k_ids, dv_acc, step, masked, begins), tile)
+    else:
+        pl.run_scoped(functools.partial(add_dk, w, i, dk_acc, step, begins), tile)
+
+
+def one_head(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g):
+    """Walks over the steps of one query head that the warpgroup sees."""
+    s, visits = w.schedule, w.schedule.visits
+    one = functools.partial(one_step, w, i, k_ids, dk_acc, dv_acc, g)
+    walk = lambda low, high, masked: pl.loop(low, high)(lambda r: one(r, masked))
+    lazy = pairs_up(s.width)  # one step runs on under the next
+    pass_by(w, i, g, 0, i.first)
+    if lazy:
+        one(i.first, visits.causal or s.packed, begins=True)
+    start = i.first + lazy
+    # The diagonal may cross two tiles, and segments may begin anywhere.
+    diagonal = visits.causal and (not lazy or visits.offset % ROWS or s.step % ROWS)
+    if s.packed or diagonal:
+        walk(start, i.unmasked, True)
+        start = i.unmasked
+    walk(start, i.edge, False)
+    if visits.window is not None or s.packed:
+        walk(i.edge, i.last, True)
+    if lazy:
+        plgpu.wgmma_wait(0)
+        release(w, i.step(g, i.last - 1).n)
+    if visits.window is not None:
+        pass_by(w, i, g, i.last, i.stream.steps)
+
+
+def all_heads(w: Worker, i: Item, dk_acc, dv_acc):
+    """Waits for K and V as far as the warpgroup needs them, and walks over the group's heads."""
+    k_ids = None
+    if dv_acc is not None:
+        plgpu.barrier_wait(w.smem.k_bars.at[i.at])
+        if w.schedule.packed:
+            k_ids = plgpu.load(w.smem.k_ids.at[i.at], layout=ROW, optimized=False)
+    if dk_acc is not None:
+        plgpu.barrier_wait(w.smem.v_bars.at[i.at])
+    pl.loop(0, w.schedule.group)(lambda g: one_head(w, i, k_ids, dk_acc, dv_acc, g))
+
+
+# The epilogue scales dK, and stores both.
+
+
+def store(w: Worker, x, smem, target):
+    plgpu.commit_smem()  # all warps have read what was there
+    smem[w.set] = x.astype(w.schedule.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.at[w.set], target)
+
+
+def store_dk(w: Worker, i: Item, dk):
+    # Of two warpgroups that pair up each is the only reader of one of K and V.
+    s, smem = w.schedule, w.smem.v if w.smem.dk is None else w.smem.dk
+    target = w.dk_ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head]
+    store(w, dk * s.scale, smem, target)
+
+
+def store_dv(w: Worker, i: Item, dv):
+    s, smem = w.schedule, w.smem.k if w.smem.dv is None else w.smem.dv
+    store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
+
+
+def both(w: Worker, i: Item, dk_acc, dv_acc):
+    all_heads(w, i, dk_acc, dv_acc)
+    dk, dv = dk_acc[...], dv_acc[...]
+    plgpu.wait_smem_to_gmem(0)  # the block before has left
+    store_dk(w, i, dk)
+    store_dv(w, i, dv)
+
+
+def only_dk(w: Worker, i: Item, dk_acc):
+    all_heads(w, i, dk_acc, None)
+    store_dk(w, i, dk_acc[...])
+
+
+def only_dv(w: Worker, i: Item, dv_acc):
+    all_heads(w, i, None, dv_acc)
+    store_dv(w, i, dv_acc[...])
+
+
+def item_of(w: Worker, item, following, side, n0) -> Item:
+    s, at = w.schedule, side * sets(w.schedule) + w.set
+    visits = s.visits
+    key0, (batch, kv_head) = s.items.where(item)
+    k0 = key0 + w.set * ROWS
+    left, same = limits(w, key0, batch)
+    stream = stream_of(w, item)
+    own = visits.seen(k0, k0 + ROWS, *left)
+    whole = visits.whole(k0, k0 + ROWS, *same)
+    first, last = own[0] - stream.base, own[1] - stream.base
+    unmasked, edge = first + 1, last
+    if visits.causal or s.packed:
+        unmasked = jnp.clip(whole[0] - stream.base, first + 1, last)
+    if visits.window is not None or s.packed:
+        edge = jnp.clip(whole[1] - stream.base, unmasked, last)
+    return Item(batch, kv_head, k0, at, n0, stream, first, last, unmasked, edge, following)
+
+
+def differentiate(w: Worker, item, following, side, n0):
+    """One block of keys; returns the step after its last."""
+    s, keys = w.schedule, w.schedule.visits.lengths[1]
+    if following is not None:
+        pl.when(following >= 0)(lambda: load_kv(w, following, 1 - side))
+    i = item_of(w, item, following, side, n0)
+    total = s.group * i.stream.steps
+    if s.items.persistent:  # of an item of fewer steps than are on their way when it begins
+        pl.loop(total, ahead(s))(
+            lambda step: load(w, Step(n0 + step, step, 0, step), i.stream, following)
+        )
+
+    @pl.when(i.k0 < keys)
+    def _():
+        acc = plgpu.ACC((ROWS, s.width), jnp.float32)
+        if pairs_up(s.width):
+            pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(only_dv, w, i), acc))
+            pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(only_dk, w, i), acc))
+        else:
+            pl.run_scoped(functools.partial(both, w, i), acc, acc)
+
+    if mosaic.cdiv(keys, s.block) * s.block - keys >= ROWS:
+
+        @pl.when(i.k0 >= keys)  # nothing but padding
+        def _():
+            plgpu.barrier_wait(w.smem.k_bars.at[i.at])
+            plgpu.barrier_wait(w.smem.v_bars.at[i.at])
+            pl.loop(0, s.group)(lambda g: pass_by(w, i, g, 0, i.stream.steps))
+
+    return n0 + total
+
+
+def body(s: Schedule, inputs: Inputs, dk_ref, dv_ref, smem: Scratch):
+    wg, pair = lax.axis_index("wg"), pairs_up(s.width)
+    q_ids = inputs.segments.q_ids if s.packed else None
+    q = Ring(
+        inputs.q, inputs.lse, q_ids, smem.q, smem.lse, smem.q_ids, smem.q_full, s.wgs - 1, warp=0
+    )
+    # Of two warpgroups that pair up the second orders both: it has more time.
+    sender = s.wgs - 1 if pair else 0
+    do = Ring(
+        inputs.do, inputs.delta, None, smem.do, smem.delta, None, smem.do_full, sender, warp=1
+    )
+    w = Worker(s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg)
+    if pair:
+        pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
+    work_items(inputs.plan, functools.partial(begin, w), functools.partial(differentiate, w))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(s: Schedule) -> dict:
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    n, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.step), jnp.float32)
+    buffers = dict(
+        k=s.buffer(n, ROWS),
+        v=s.buffer(n, ROWS),
+        q=s.buffer(s.stages, s.step),
+        do=s.buffer(s.stages, s.step),
+        lse=stat,
+        delta=stat,
+        k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=n),
+        v_bars=plgpu.Barrier(num_barriers=n),
+        q_full=ring(num_arrivals=2 + s.packed),
+        do_full=ring(num_arrivals=2),
+        free=ring(num_arrivals=s.wgs),
+    )
+    if s.packed:
+        buffers["k_ids"] = plgpu.SMEM((n, ROWS), jnp.int32)
+        buffers["q_ids"] = plgpu.SMEM((s.stages, s.step), jnp.int32)
+    if pairs_up(s.width):
+        swizzled = mosaic.wgmma_tiles(s.step, jnp.float32)
+        buffers["p"] = plgpu.SMEM((ROWS, s.step), jnp.float32, transforms=swizzled)
+        buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
+    if s.items.persistent:
+        buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)
+    return buffers
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -46,351 +559,32 @@ def backward_dkv(
     softcap=None, heads=None, tile=None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
-    b, _, _, d = q.shape
-    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
-    t, s_len = lengths
-    group, dtype = h // kv_heads, q.dtype
-    tile = tile or dkv_tiles(d)
-    wgs, bq, stages = tile[:3]
-    ahead = stages - (2 if stages > 3 else 1)  # steps before theirs that tiles are sent for
-    shared = d > 128  # two warpgroups share the keys
-    sets = 1 if shared else wgs  # of 64 keys
-    packed = segments is not None
-    block = sets * ROWS
-    blocks = mosaic.cdiv(s_len, block)
-    visits = Visits(lengths, causal, window, bq, by_keys=True)
-    offset = visits.offset
-    # dK and dV of one step can run under the next one where P and dS have registers to wait in.
-    lazy = shared
+    width, packed = q.shape[-1], segments is not None
+    tile = tile or dkv_tiles(width)
     # K and V in registers would spare shared memory half of S and dP (D64: 0.9 of the time), but
     # ptxas gives these registers away while a later step needs them: wrong dK on an H100, with
     # ptxas 12.9 for one step a head, with nvJitLink 13.0 for several.
-
-    first_key = lambda level: level * block  # the first keys are seen by most queries
-    pair_bytes = 4 * t * d * group  # Q and dO of a kv head
-    items = share_out(
-        visits, block, first_key, (b, kv_heads), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
-    )
-    where, persistent = items.where, items.persistent
-    sides = 2 if persistent else 1  # buffers of K and V: of this item and of the next one
-
-    def limits_of(key0, batch, spans_ref):  # the tiles that segments leave to a block
-        mine = lax.div(key0, jnp.int32(block))
-        return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
-
-    def attention_backward_dkv(q_ref, k_ref, v_ref, lse_ref, do_ref, delta_ref, *rest):
-        (plan_ref,), rest = take(rest, 1, persistent)
-        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
-        dk_ref, dv_ref, *rest = rest if joint is None else (rest[0], *rest)
-        (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
-         k_bars, v_bars, q_full, do_full, free, *rest) = rest  # fmt: skip
-        (k_ids_smem, q_ids_smem), rest = take(rest, 2, packed)
-        (p_smem, p_full, p_free), rest = take(rest, 3, shared)
-        # dV and dK leave through the buffers of K and V (of two warpgroups that share keys each is
-        # the only reader of one), unless the next item's are on their way.
-        dv_smem, dk_smem = rest if persistent else (k_smem, v_smem)
-        wg = lax.axis_index("wg")
-        mine = 0 if shared else wg
-        slot_of = lambda n: lax.rem(n, jnp.int32(stages))
-
-        def stream_of(item):
-            """What streams past an item: (batch, first head, first tile, tiles of each head)."""
-            key0, (batch, kv_head) = where(item)
-            low, high = visits.seen(key0, key0 + block, *limits_of(key0, batch, spans_ref)[0])
-            return batch, kv_head * group, low, high - low
-
-        do_sender = wgs - 1 if shared else 0  # of two that share keys the second sends for all
-
-        def load_step(n, i, g, r, stream, following):
-            """Sends for the tiles of step n of this kernel block: i of an item, r of its head g.
-
-            Step r may lie up to `ahead` past the head's last one, and after those of the item's
-            last head come those of the next item.  Two warps do, one for Q and one for dO; only
-            they wait until all warpgroups have left the buffers.
-            """
-            q_arrays = (q_ref, lse_ref, q_smem, lse_smem, q_full)
-            do_arrays = (do_ref, delta_ref, do_smem, delta_smem, do_full)
-
-            def send(arrays):
-                tile_ref, stats_ref, smem, stats_smem, full = arrays
-
-                def copy(g, r, batch, head, base, steps):
-                    if group > 1:  # no division, which would take longer than the copies
-                        over = jnp.where(steps == 1, r, (r >= steps).astype(jnp.int32))
-                        g, r = g + over, r - over * steps
-                    slot, at = slot_of(n), pl.ds((base + r) * bq, bq)
-                    pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    bar = full.at[slot]
-                    plgpu.copy_gmem_to_smem(tile_ref.at[batch, at, head + g], smem.at[slot], bar)
-                    stats = stats_ref.at[batch, head + g, at]
-                    plgpu.copy_gmem_to_smem(stats, stats_smem.at[slot], bar)
-                    if packed and arrays is q_arrays:
-                        plgpu.copy_gmem_to_smem(q_ids_ref.at[batch, at], q_ids_smem.at[slot], bar)
-
-                def of_following():
-                    coming = stream_of(following)
-                    pl.when(past < group * coming[3])(lambda: copy(0, past, *coming))
-
-                past = i - group * stream[3]
-                pl.when(past < 0)(lambda: copy(g, r, *stream))
-                if following is not None:
-                    pl.when((past >= 0) & (following >= 0))(of_following)
-
-            def by_warp(warp):
-                pl.when((warp == 0) & (wg == wgs - 1))(lambda: send(q_arrays))
-                pl.when((warp == 1) & (wg == do_sender))(lambda: send(do_arrays))
-
-            plgpu.warp_map(by_warp)
-
-        def load_kv(item, side):
-            key0, (batch, kv_head) = where(item)
-            rows = pl.ds(key0 + mine * ROWS, ROWS)
-            at = side * sets + mine
-            k, v = (
-                ref.at[batch, rows, first + kv_head]
-                for ref, first in ((k_ref, k_first), (v_ref, v_first))
-            )
-            plgpu.copy_gmem_to_smem(k, k_smem.at[at], k_bars.at[at])
-            plgpu.copy_gmem_to_smem(v, v_smem.at[at], v_bars.at[at])
-            if packed:
-                ids = k_ids_ref.at[batch, rows]
-                plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[at], k_bars.at[at])
-
-        def differentiate(item, following, side, n0):
-            """One block of keys; its steps are n0, n0 + 1, ... of this kernel block."""
-            if following is not None:
-                pl.when(following >= 0)(lambda: load_kv(following, 1 - side))
-            at = side * sets + mine  # this item's K and V
-            key0, (batch, kv_head) = where(item)
-            k0 = key0 + mine * ROWS
-            limits, same = limits_of(key0, batch, spans_ref)
-            stream = stream_of(item)
-            base, steps = stream[2:]  # steps: of each query head
-            total = group * steps
-
-            def load_later(g, r):
-                i = g * steps + r + ahead
-                load_step(n0 + i, i, g, r + ahead, stream, following)
-
-            if persistent:  # of an item of fewer steps than are on their way when it begins
-                pl.loop(total, ahead)(lambda i: load_step(n0 + i, i, 0, i, stream, following))
-            own = visits.seen(k0, k0 + ROWS, *limits)
-            whole = visits.whole(k0, k0 + ROWS, *same)
-            # This warpgroup's steps, and those without a mask inside them.
-            first, last = own[0] - base, own[1] - base
-            unmasked, edge = first + 1, last
-            if causal or packed:
-                unmasked = jnp.clip(whole[0] - base, first + 1, last)
-            if window is not None or packed:
-                edge = jnp.clip(whole[1] - base, unmasked, last)
-
-            def pass_by(g, lo, hi):  # steps in which the block's other warpgroups work
-                @pl.loop(lo, hi)
-                def _(r):
-                    n = n0 + g * steps + r
-                    load_later(g, r)
-                    plgpu.barrier_wait(q_full.at[slot_of(n)])
-                    plgpu.barrier_wait(do_full.at[slot_of(n)])
-                    plgpu.barrier_arrive(free.at[slot_of(n)])
-
-            def release(n):
-                plgpu.commit_smem()  # the statistics were read with plain loads
-                plgpu.barrier_arrive(free.at[slot_of(n)])
-
-            def step(dk_acc, dv_acc, k, v, k_ids, g, r, masked, begins):
-                """Query tile base + r of the head g."""
-                n = n0 + g * steps + r
-                slot = slot_of(n)
-                plgpu.barrier_wait(q_full.at[slot])
-                column = lambda ref: along(
-                    plgpu.load(ref.at[slot], layout=COL, optimized=False), (ROWS, bq), 1
-                )
-                across = lambda acc, rows, tile: plgpu.wgmma(
-                    acc, rows, tile.at[slot].transpose((1, 0))
-                )
-
-                def p_of(s):  # -> P, d logits / d (scale S)
-                    x, slope = logits(s, scale, softcap)
-                    if masked and packed:
-                        q_ids = plgpu.load(q_ids_smem.at[slot], layout=COL, optimized=False)
-                        x = same_segment(x, k_ids, q_ids)
-                    if masked:
-                        q0 = (base + r) * bq + offset
-                        x = visible(x, q0, k0, causal=causal, window=window, transposed=True)
-                    return jnp.exp2(x - column(lse_smem) * LOG2E), slope
-
-                def release_before():  # the step before is done
-                    if lazy and not begins:
-                        release(n - 1)
-
-                def dv_and_dk(s_acc, dp_acc):
-                    # This minimum changes nothing.  But where the compiler sees that an operand
-                    # stays in place, it holds the descriptors of all its slices in registers.
-                    here = jnp.minimum(at, n + sides * sets)
-                    k, v = k_smem.at[here], v_smem.at[here]
-                    across(s_acc, k, q_smem)
-                    plgpu.barrier_wait(do_full.at[slot])
-                    across(dp_acc, v, do_smem)
-                    load_later(g, r)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    release_before()
-                    p, slope = p_of(s)
-                    plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                    ds = p * (dp - column(delta_smem))
-                    ds = (ds if slope is None else ds * slope).astype(dtype)
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
-                    if not lazy:
-                        plgpu.wgmma_wait(0)
-                        release(n)
-
-                def only_dv(s_acc):
-                    across(s_acc, k, q_smem)
-                    s = s_acc[...]
-                    release_before()
-                    p, slope = p_of(s)
-                    plgpu.barrier_wait(p_free)
-                    p_smem[...] = p if slope is None else p * slope
-                    plgpu.barrier_arrive(p_full)
-                    plgpu.barrier_wait(do_full.at[slot])
-                    plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-
-                def only_dk(dp_acc):
-                    plgpu.barrier_wait(do_full.at[slot])
-                    across(dp_acc, v, do_smem)
-                    dp = dp_acc[...]
-                    release_before()
-                    load_later(g, r)
-                    plgpu.barrier_wait(p_full)
-                    p = plgpu.load(p_smem, layout=WGMMA)
-                    ds = (p * (dp - column(delta_smem))).astype(dtype)
-                    plgpu.barrier_arrive(p_free)
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
-
-                acc = plgpu.ACC((ROWS, bq), jnp.float32)
-                if not shared:
-                    pl.run_scoped(dv_and_dk, acc, acc)
-                else:
-                    pl.run_scoped(only_dv if dk_acc is None else only_dk, acc)
-
-            def all_heads(dk_acc, dv_acc):
-                k_ids = None
-                if dv_acc is not None:
-                    plgpu.barrier_wait(k_bars.at[at])
-                    if packed:
-                        k_ids = plgpu.load(k_ids_smem.at[at], layout=ROW, optimized=False)
-                if dk_acc is not None:
-                    plgpu.barrier_wait(v_bars.at[at])
-                k, v = k_smem.at[at], v_smem.at[at]
-
-                @pl.loop(0, group)
-                def _(g):
-                    pass_by(g, 0, first)
-                    do_step = functools.partial(step, dk_acc, dv_acc, k, v, k_ids, g)
-                    go = lambda lo, hi, masked: pl.loop(lo, hi)(
-                        lambda r: do_step(r, masked, begins=False)
-                    )
-                    if lazy:
-                        do_step(first, causal or packed, begins=True)
-                    start = first + lazy
-                    # The diagonal may cross two tiles, and segments may begin anywhere.
-                    diagonal = causal and (not lazy or offset % ROWS or bq % ROWS)
-                    if packed or diagonal:
-                        go(start, unmasked, True)
-                        start = unmasked
-                    go(start, edge, False)
-                    if window is not None or packed:
-                        go(edge, last, True)
-                    if lazy:
-                        plgpu.wgmma_wait(0)
-                        release(n0 + g * steps + last - 1)
-                    if window is not None:
-                        pass_by(g, last, steps)
-
-            def store_dk(dk):
-                store(dk * scale, dk_smem, dk_ref.at[batch, pl.ds(k0, ROWS), k_first + kv_head])
-
-            def store_dv(dv):
-                store(dv, dv_smem, dv_ref.at[batch, pl.ds(k0, ROWS), v_first + kv_head])
-
-            def store(x, smem, target):
-                plgpu.commit_smem()  # all warps have read what was there
-                smem[mine] = x.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.at[mine], target)
-
-            def both(dk_acc, dv_acc):
-                all_heads(dk_acc, dv_acc)
-                dk, dv = dk_acc[...], dv_acc[...]
-                plgpu.wait_smem_to_gmem(0)  # the block before has left
-                store_dk(dk)
-                store_dv(dv)
-
-            def one(dk_acc, dv_acc):
-                all_heads(dk_acc, dv_acc)
-                if dk_acc is not None:
-                    store_dk(dk_acc[...])
-                else:
-                    store_dv(dv_acc[...])
-
-            @pl.when(k0 < s_len)
-            def _():
-                acc = plgpu.ACC((ROWS, d), jnp.float32)
-                if not shared:
-                    pl.run_scoped(both, acc, acc)
-                else:
-                    pl.when(wg == 0)(lambda: pl.run_scoped(lambda x: one(None, x), acc))
-                    pl.when(wg == 1)(lambda: pl.run_scoped(lambda x: one(x, None), acc))
-
-            if blocks * block - s_len >= ROWS:
-
-                @pl.when(k0 >= s_len)  # nothing but padding
-                def _():
-                    plgpu.barrier_wait(k_bars.at[at])
-                    plgpu.barrier_wait(v_bars.at[at])
-                    pl.loop(0, group)(lambda g: pass_by(g, 0, steps))
-
-            return n0 + total
-
-        def begin(item):
-            pl.when(wg < sets)(lambda: load_kv(item, 0))
-            stream = stream_of(item)
-            pl.loop(0, ahead)(lambda n: load_step(n, n, 0, n, stream, None))
-
-        if shared:
-            pl.when(wg == 1)(lambda: plgpu.barrier_arrive(p_free))
-        work_items(plan_ref, begin, differentiate)
-        plgpu.wait_smem_to_gmem(0)
-
-    args = [items.table] if persistent else []
+    s = schedule(
+        q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
+        softcap=softcap, heads=heads, packed=packed, by_keys=True,
+        sets=1 if pairs_up(width) else tile.wgs,
+    )  # fmt: skip
     if packed:
         q_ids, k_ids = segments
-        args += [q_ids, k_ids, segment_spans(k_ids, q_ids, visits, block)]
-    args += [joint] if heads else []
-    smem = lambda n: plgpu.SMEM((n, ROWS, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
-    stat = plgpu.SMEM((stages, bq), jnp.float32)
-    handed = plgpu.SMEM((ROWS, bq), jnp.float32, transforms=mosaic.wgmma_tiles(bq, jnp.float32))
-    ring = functools.partial(plgpu.Barrier, num_barriers=stages)
-    like = jax.ShapeDtypeStruct(k.shape, dtype)
+        segments = Segments(q_ids, k_ids, segment_spans(k_ids, q_ids, s.visits, s.block))
+
+    def attention_backward_dkv(inputs, *results, **smem):
+        dk_ref, dv_ref = results or (inputs.joint, inputs.joint)
+        body(s, inputs, dk_ref, dv_ref, Scratch(**smem))
+
+    like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     return mosaic.kernel(
         attention_backward_dkv,
         out_type=() if heads else (like, like),
-        scratch_types=[
-            *[smem(sides * sets)] * 2,
-            *[smem(stages)] * 2,
-            *[stat] * 2,
-            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sides * sets),
-            plgpu.Barrier(num_barriers=sides * sets),
-            ring(num_arrivals=2 + packed),
-            ring(num_arrivals=2),
-            ring(num_arrivals=wgs),
-            *[plgpu.SMEM(x, jnp.int32) for x in ((sides * sets, ROWS), (stages, bq)) if packed],
-            *([handed, plgpu.Barrier(), plgpu.Barrier()] if shared else []),
-            *[smem(sets)] * (2 if persistent else 0),
-        ],
-        grid=(items.grid,),
+        scratch_types=scratch(s),
+        grid=(s.items.grid,),
         grid_names=("block",),
-        num_threads=wgs,
+        num_threads=s.wgs,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(q, k, v, lse, dout, delta, *args)
+    )(Inputs(q, k, v, lse, dout, delta, s.items.table, segments, joint))

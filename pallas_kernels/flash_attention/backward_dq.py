@@ -6,22 +6,24 @@ With P = exp(c S - lse) recomputed from the saved log-sum-exp,
     dQ = c dS K                          dK = c dS^T Q        dV = P^T dO
 
 The dQ kernel owns queries and streams keys, the dK/dV kernel owns keys and streams queries: seven
-matmuls where one fused kernel would do five, but no sum crosses blocks, so the result is the same
-bit for bit in every run.  The gradient of a kv head sums over its query heads inside the block.
-Both work in warpgroups with 64 rows each, P and dS handed to the tensor core in registers.  Tiles
-that no row of a block sees are never loaded (masks.py).  This file has the dQ kernel,
-backward_dkv.py the other one.
+matmuls where one fused kernel would do five, but no sum crosses blocks, so every run gives the same
+result bit for bit.  docs/attention.md has what the fused kernel took.  This file has the dQ kernel,
+backward_dkv.py the other one.  In both a warpgroup owns 64 rows and hands P and dS to the tensor
+core in registers, and nobody loads tiles that no row of a block sees (masks.py).
 
-The last warpgroup also issues the copies of K and V, for the steps to come.  Under a causal mask it
-sees the most keys and so is the last to leave a step: it does not wait for the others.
+    Q, dO, O, lse, dlse, 64 rows a warpgroup  -- q_bars -->  warpgroup 0:  S = Q K^T, dP = dO V^T
+                                                                           P, dS, dQ += dS K
+    K ring  [n-1] [n] [n+1] [n+2]  -- k_full -->             warpgroup 1:  the same
+    V ring        [n] [n+1] [n+2]  -- v_full -->                 ...
+             <---------------------- free --   all warpgroups have left V of step n, and K of n - 1
 
-Tried: one fused kernel with five matmuls, as in FlashAttention-3: dS through shared memory, dQ
-added to fp32 in global memory by TMA.  At B1 T16384 16/16 D128 on an H100 it takes 4.7 ms where
-blocks add in any order and 5.2 ms where semaphores order them, and 0.12 ms for delta before it and
-the cast of dQ after it; these two kernels take 5.3 ms, and less than it at the shorter shapes.
+dQ += dS K of a step runs on under the next one, so K has a slot more than V.  The last warpgroup
+also orders the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
+leave a step: it does not wait for the others.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,28 +33,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
-from pallas_kernels.flash_attention.forward import (
-    STATIC,
-    heads_of,
-    pad_segments,
-    some_rows_see_nothing,
-)
 from pallas_kernels.flash_attention.masks import (
-    Visits,
+    Segments,
     logits,
     same_segment,
     segment_spans,
-    take,
+    some_rows_see_nothing,
     visible,
 )
-from pallas_kernels.flash_attention.schedule import Tiles, share_out, work_items
+from pallas_kernels.flash_attention.schedule import (
+    STATIC,
+    Schedule,
+    Tiles,
+    pad_segments,
+    schedule,
+    work_items,
+)
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 
 
 def dq_tiles(head_dim: int) -> Tiles:
-    # H100, B4 T4096 32/8: D64 0.73 ms, two warpgroups 0.76, not persistent 0.80.  D128, by section:
-    # one head at a time 1.27 ms, 4 MiB 1.33, 32 MiB 1.42, all 1.49; persistent 1.43.
-    # B8 T2048 16/16 D96: 0.268 ms, not persistent 0.301.
+    """The fastest on an H100; docs/attention.md has the others."""
     if head_dim <= 64:
         return Tiles(3, 64, 4, True, 16)
     if head_dim <= 96:
@@ -94,278 +95,452 @@ def backward(
     return mosaic.in_place(second, dq, q, k, v, lse, dout, delta, segments)
 
 
+class Inputs(NamedTuple):
+    """References to global memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    do: Any
+    plan: Any  # None where the hardware hands out the items
+    dlse: Any  # None for zeros
+    segments: Any  # Segments, or None
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block, see the picture."""
+
+    q: Any  # (sides wgs,64,D)
+    do: Any  # (sides wgs,64,D)
+    kv: Any  # (stages + ahead,step,D): the ring of K, and then the ring of V
+    stats: Any  # (1 or 2,wgs,64): lse, dlse
+    q_bars: Any  # of each warpgroup
+    k_full: Any  # of each slot of K
+    v_full: Any  # of each slot of V
+    free: Any  # of each slot of K
+    ids: Any = None  # (stages + wgs,64): of each slot of K, of each warpgroup's queries
+    k_free: Any = None  # of each slot of K, where `free` is about V alone
+    o: Any = None  # (wgs,64,D); None: O comes through slots of K and V that are not in use yet
+    dq: Any = None  # (wgs,64,D); None: dQ leaves through the buffer of dO
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block."""
+
+    schedule: Schedule
+    inputs: Inputs
+    dq_ref: Any
+    delta_ref: Any
+    smem: Scratch
+    wg: Any
+
+
+class Stream(NamedTuple):
+    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
+
+    batch: Any
+    head: Any  # of the queries
+    top: Any
+    end: Any
+
+
+class Item(NamedTuple):
+    """A block of queries, as one warpgroup sees it; steps are numbered across a block's items."""
+
+    batch: Any
+    head: Any
+    q0: Any  # the warpgroup's first query
+    at: Any  # its buffer of Q and dO
+    n0: Any  # the first step of the block
+    stream: Stream
+    first: Any  # the warpgroup's first step; the others may see further
+    last: Any  # the one after its last
+    unmasked: Any  # its first step without a mask, after `first`
+    edge: Any  # its first step after those
+    following: Any  # the block's next item, negative or None if there is none
+    side: Any
+
+    @property
+    def rows(self):
+        return pl.ds(self.q0, ROWS)
+
+
+class Rows(NamedTuple):
+    """What a warpgroup keeps of its rows in registers."""
+
+    lse2: Any  # log-sum-exp in base 2
+    delta: Any
+    q_ids: Any  # None without segments
+
+
+def ahead(s: Schedule) -> int:
+    """Steps before theirs that tiles are ordered, and slots of V: a step reads K longer."""
+    return s.stages - 1
+
+
+def frees_k_apart(s: Schedule) -> bool:
+    """Ordered one step ahead, K cannot wait until V's slot is free as well."""
+    return ahead(s) == 1
+
+
+def has_o_buffer(s: Schedule) -> bool:
+    """Whether O has a buffer of its own, and not slots that K and V fill later."""
+    return s.width <= 128
+
+
+def is_ragged(s: Schedule) -> bool:
+    """Whether the last tile of keys is not full."""
+    return s.visits.lengths[1] % s.step != 0
+
+
+def v_slot(s: Schedule, n):
+    """The slot of step n in the ring of V."""
+    return lax.rem(n, jnp.int32(ahead(s)))
+
+
+# Load: a warpgroup's rows, and the tiles of K and V.
+
+
+def o_buffer(w: Worker):
+    s = w.schedule
+    return w.smem.o.at[w.wg] if has_o_buffer(s) else w.smem.kv.at[ahead(s) * (w.wg + 1)]
+
+
+def load_rows(w: Worker, item, side):
+    s, inputs, smem = w.schedule, w.inputs, w.smem
+    row, (batch, head) = s.items.where(item)
+    rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
+    at, bar = side * s.wgs + w.wg, smem.q_bars.at[w.wg]
+    buffers = (inputs.q, smem.q.at[at]), (inputs.do, smem.do.at[at]), (inputs.o, o_buffer(w))
+    for ref, buffer in buffers:
+        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], buffer, bar)
+    stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
+    for n, ref in enumerate(stats):
+        plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.stats.at[n, w.wg], bar)
+    if s.packed:
+        ids = inputs.segments.q_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
+
+
+def limits(w: Worker, row, batch):
+    return w.schedule.limits(row, batch, w.inputs.segments.spans if w.schedule.packed else None)
+
+
+def stream_of(w: Worker, item, n0) -> Stream:
+    """The Stream of an item whose first step is n0."""
+    s = w.schedule
+    row, (batch, head) = s.items.where(item)
+    low, high = s.visits.seen(row, row + s.block, *limits(w, row, batch)[0])
+    return Stream(batch, head, n0 + high, n0 + high - low)
+
+
+def send_k(w: Worker, n, stream: Stream):
+    s, smem = w.schedule, w.smem
+    keys, kv_head = pl.ds((stream.top - 1 - n) * s.step, s.step), stream.head // s.group
+    slot, k = s.slot(n), w.inputs.k.at[stream.batch, keys, s.k_first + kv_head]
+    plgpu.copy_gmem_to_smem(k, smem.kv.at[slot], smem.k_full.at[slot])
+    if s.packed:
+        ids = w.inputs.segments.k_ids.at[stream.batch, keys]
+        plgpu.copy_gmem_to_smem(ids, smem.ids.at[slot], smem.k_full.at[slot])
+
+
+def send_v(w: Worker, n, stream: Stream):
+    s, smem = w.schedule, w.smem
+    keys, kv_head = pl.ds((stream.top - 1 - n) * s.step, s.step), stream.head // s.group
+    slot, v = v_slot(s, n), w.inputs.v.at[stream.batch, keys, s.v_first + kv_head]
+    plgpu.copy_gmem_to_smem(v, smem.kv.at[s.stages + slot], smem.v_full.at[slot])
+
+
+WARPS = {send_k: 0, send_v: 1}  # of the last warpgroup, who order K and V
+
+
+def load(w: Worker, i: Item, n, *sends):
+    """Orders K or V or both of step n, if there is one: from the stream's end on of the next item.
+
+    sends: of send_k and send_v those to do.
+    """
+
+    def send_all(stream):
+        for send in sends:
+            send(w, n, stream)
+
+    def send_following():
+        coming = stream_of(w, i.following, i.stream.end)
+        pl.when(n < coming.end)(lambda: send_all(coming))
+
+    pl.when(n < i.stream.end)(lambda: send_all(i.stream))
+    if w.schedule.items.persistent:
+        pl.when((n >= i.stream.end) & (i.following >= 0))(send_following)
+
+
+def refill(w: Worker, i: Item, n, free, *sends):
+    """Orders the tiles for the slots that all warpgroups leave at step n."""
+    s = w.schedule
+
+    def one(send):
+        plgpu.barrier_wait(free.at[s.slot(n)])
+        load(w, i, n + ahead(s), send)
+
+    def by_warp(warp):  # only these two wait until all have left
+        for send in sends:
+            pl.when(warp == WARPS[send])(lambda send=send: one(send))
+
+    pl.when((w.wg == s.wgs - 1) & (n >= 0))(lambda: plgpu.warp_map(by_warp))
+
+
+def load_first(w: Worker, i: Item):
+    """Orders what the item before has not: it had fewer steps than `ahead`, or is none."""
+    s = w.schedule
+    begin = jnp.where(i.n0 == 0, 0, i.stream.end - i.n0) if s.items.persistent else 0
+
+    @pl.loop(begin, ahead(s))
+    def _(step):
+        if has_o_buffer(s):
+            load(w, i, i.n0 + step, send_k, send_v)
+        else:  # O is in the last slot of V
+            load(w, i, i.n0 + step, send_k)
+            pl.when(step < ahead(s) - 1)(lambda: load(w, i, i.n0 + step, send_v))
+
+
+def load_following(w: Worker, i: Item):
+    """Orders the next item's rows, and what comes where O was: O and the statistics are read."""
+    s = w.schedule
+    if not has_o_buffer(s):
+        pl.when(w.wg == s.wgs - 1)(lambda: load(w, i, i.n0 + ahead(s) - 1, send_v))
+    if s.items.persistent:
+        pl.when(i.following >= 0)(lambda: load_rows(w, i.following, 1 - i.side))
+
+
+# Hand buffers back.
+
+
+def release_k(w: Worker, i: Item, n):
+    """dQ += dS K of the step before n is done."""
+    if frees_k_apart(w.schedule):
+        plgpu.barrier_arrive(w.smem.k_free.at[w.schedule.slot(n)])
+        refill(w, i, n, w.smem.k_free, send_k)
+
+
+def refill_v(w: Worker, i: Item, n):
+    """Orders for the slots that `free` is about."""
+    sends = (send_v,) if frees_k_apart(w.schedule) else (send_k, send_v)
+    refill(w, i, n, w.smem.free, *sends)
+
+
+def pass_by(w: Worker, i: Item, low, high):
+    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+    s, smem = w.schedule, w.smem
+
+    @pl.loop(low, high)
+    def _(n):
+        plgpu.barrier_wait(smem.k_full.at[s.slot(n)])
+        plgpu.barrier_wait(smem.v_full.at[v_slot(s, n)])
+        release_k(w, i, n)
+        plgpu.barrier_arrive(smem.free.at[s.slot(n)])
+        refill_v(w, i, n)
+
+
+# Compute P, dS and dQ.
+
+
+def rows_of(w: Worker, i: Item) -> Rows:
+    """Reads the statistics; computes delta = rowsum(dO * O) - dlse, and stores it."""
+    s, smem = w.schedule, w.smem
+    stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
+    tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
+    # Without the barrier the compiler would round the product with the logits, not before.
+    lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)
+    q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
+    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], o_buffer(w)))
+    delta = jnp.sum(do * out, axis=1)
+    if w.inputs.dlse is not None:
+        delta = delta - stat(smem.stats.at[1, w.wg])
+    mosaic.store(w.delta_ref.at[i.batch, i.head, i.rows], delta)
+    plgpu.commit_smem()  # plain loads have read O and the statistics
+    return Rows(lse2, delta, q_ids)
+
+
+def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
+    """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
+    s, visits = w.schedule, w.schedule.visits
+    x, slope = logits(scores, s.scale, s.softcap)
+    if masked and s.packed:
+        k_ids = plgpu.load(w.smem.ids.at[s.slot(n)], layout=COL, optimized=False)
+        x = same_segment(x, rows.q_ids, k_ids)
+    if masked:
+        k0, keys = (i.stream.top - 1 - n) * s.step, visits.lengths[1] if is_ragged(s) else None
+        q0 = i.q0 + visits.offset
+        x = visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
+    return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
+
+
+def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
+    """Adds dS K of step n to dQ."""
+    acc = plgpu.ACC((ROWS, w.schedule.step), jnp.float32)
+    pl.run_scoped(functools.partial(add_dq, w, i, rows, dq_acc, n, masked), acc, acc)
+
+
+def add_dq(w: Worker, i: Item, rows: Rows, dq_acc, n, masked, s_acc, dp_acc):
+    s, smem = w.schedule, w.smem
+    slot, slot_of_v = s.slot(n), v_slot(s, n)
+    # These minima change nothing.  But where the compiler sees that an operand stays in place, it
+    # holds the descriptors of all its slices in registers, up to 64 of them.
+    here = jnp.minimum(i.at, n + s.sides * s.wgs)
+    v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]
+    across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
+    # Issue S = Q K^T and dP = dO V^T.
+    plgpu.barrier_wait(smem.k_full.at[slot])
+    across(s_acc, smem.q.at[here], smem.kv.at[slot])
+    plgpu.barrier_wait(smem.v_full.at[slot_of_v])
+    across(dp_acc, smem.do.at[here], v)
+    # Compute P under dP.
+    scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+    release_k(w, i, n)
+    p, slope = probabilities(w, i, rows, scores, n, masked)
+    # Compute dS.
+    dp = dp_acc[...]
+    if masked and s.packed:
+        plgpu.commit_smem()  # plain loads have read the ids
+    plgpu.barrier_arrive(smem.free.at[slot])
+    ds = p * (dp - along(rows.delta, p.shape, 0))
+    ds = (ds if slope is None else ds * slope).astype(s.dtype)
+    # Accumulate dQ, under the next step.
+    plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
+    refill_v(w, i, n)
+
+
+def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
+    """Walks over the steps that the warpgroup sees, and stores dQ."""
+    s, visits = w.schedule, w.schedule.visits
+    one = functools.partial(step, w, i, rows, dq_acc)
+    walk = lambda low, high, masked: pl.loop(low, high)(lambda n: one(n, masked))
+    one(i.first, visits.causal or is_ragged(s) or s.packed)
+    start = i.first + 1
+    # The diagonal may cross two tiles, and segments may begin and end anywhere.
+    if s.packed or (visits.causal and (visits.offset % ROWS or s.step % ROWS)):
+        walk(start, i.unmasked, True)
+        start = i.unmasked
+    walk(start, i.edge, False)
+    if visits.window is not None or s.packed:
+        walk(i.edge, i.last, True)
+    store(w, i, dq_acc[...])
+
+
+def store(w: Worker, i: Item, dq):
+    # dQ leaves through the buffer of dO, unless the next item's is on its way into that.
+    smem = w.smem.do if w.smem.dq is None else w.smem.dq
+    plgpu.wait_smem_to_gmem(0)  # the block before has left it
+    smem[w.wg] = (dq * w.schedule.scale).astype(w.schedule.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.at[w.wg], w.dq_ref.at[i.batch, i.rows, i.head])
+
+
+def item_of(w: Worker, item, following, side, n0) -> Item:
+    s = w.schedule
+    visits, at = s.visits, side * s.wgs + w.wg
+    row, (batch, head) = s.items.where(item)
+    q0 = row + w.wg * ROWS
+    left, same = limits(w, row, batch)
+    low, high = visits.seen(row, row + s.block, *left)
+    own = visits.seen(q0, q0 + ROWS, *left)
+    whole = visits.whole(q0, q0 + ROWS, *same)
+    stream = Stream(batch, head, n0 + high, n0 + high - low)
+    first, last = stream.top - own[1], stream.top - own[0]
+    unmasked = jnp.clip(stream.top - whole[1], first + 1, last)
+    edge = last
+    if visits.window is not None or s.packed:
+        edge = jnp.clip(stream.top - whole[0], unmasked, last)
+    return Item(
+        batch, head, q0, at, n0, stream, first, last, unmasked, edge, following, side
+    )  # fmt: skip
+
+
+def differentiate(w: Worker, item, following, side, n0):
+    """One block of queries, from the diagonal downwards; returns the step after its last."""
+    s, i = w.schedule, item_of(w, item, following, side, n0)
+    # Load.
+    pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
+    plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
+
+    @pl.when(i.q0 >= 0)
+    def _():
+        rows = rows_of(w, i)
+        load_following(w, i)
+        # Compute, while others may see tiles before these and after them.
+        pass_by(w, i, n0, i.first)
+        accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
+        pl.run_scoped(functools.partial(accumulate, w, i, rows), accumulator)
+        if s.visits.window is not None:
+            pass_by(w, i, i.last, i.stream.end)
+
+    if s.lead:
+
+        @pl.when(i.q0 < 0)  # nothing but padding
+        def _():
+            load_following(w, i)
+            pass_by(w, i, n0, i.stream.end)
+
+    return i.stream.end
+
+
+def scratch(s: Schedule, has_dlse: bool) -> dict:
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    buffers = dict(
+        q=s.buffer(s.sides * s.wgs, ROWS),
+        do=s.buffer(s.sides * s.wgs, ROWS),
+        kv=s.buffer(s.stages + ahead(s), s.step),
+        stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),
+        q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.packed, num_barriers=s.wgs),
+        k_full=ring(num_arrivals=1 + s.packed),
+        v_full=plgpu.Barrier(num_barriers=ahead(s)),
+        free=ring(num_arrivals=s.wgs),
+    )
+    if s.packed:
+        buffers["ids"] = plgpu.SMEM((s.stages + s.wgs, ROWS), jnp.int32)
+    if frees_k_apart(s):
+        buffers["k_free"] = ring(num_arrivals=s.wgs)
+    if has_o_buffer(s):
+        buffers["o"] = s.buffer(s.wgs, ROWS)
+    if s.items.persistent:
+        buffers["dq"] = s.buffer(s.wgs, ROWS)
+    return buffers
+
+
 @functools.partial(jax.jit, static_argnames=STATIC)
 def _backward_dq(
     q, k, v, out, lse, dout, dlse, segments, *, lengths, causal, scale, sms, window=None,
     softcap=None, heads=None, tile=None,
 ):  # fmt: skip
     """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
-    b, _, _, d = q.shape
-    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
-    t, s_len = lengths
-    group, dtype = h // kv_heads, q.dtype
-    tile = tile or dq_tiles(d)
-    wgs, bkv, stages = tile[:3]
-    ahead = stages - 1  # steps loaded ahead, and slots of V: K is read a step longer
-    loader = wgs - 1  # the warpgroup that loads K and V
-    # One step ahead K cannot wait until V's slot is free as well.
-    split = ahead == 1
-    apart = d <= 128  # O has a buffer of its own, and not slots that K and V fill later
-    packed = segments is not None
-    block = wgs * ROWS
-    blocks = mosaic.cdiv(t, block)
-    lead = (blocks * block - t) // ROWS * ROWS  # the block that is not full is the first one
-    visits = Visits(lengths, causal, window, bkv)
-    offset = visits.offset
-    ragged, has_dlse = s_len % bkv != 0, dlse is not None
+    tile, packed = tile or dq_tiles(q.shape[-1]), segments is not None
+    s = schedule(
+        q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
+        softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
+    )  # fmt: skip
+    if packed:
+        segments = Segments(*segments, segment_spans(*segments, s.visits, s.block, s.lead))
 
-    first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
-    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    items = share_out(
-        visits, block, first_row, (b, h), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
-    )
-    where, persistent = items.where, items.persistent
-    sides = 2 if persistent else 1  # buffers of Q and dO: of this item and of the next one
-
-    def attention_backward_dq(q_ref, k_ref, v_ref, o_ref, lse_ref, do_ref, *rest):
-        (plan_ref,), rest = take(rest, 1, persistent)
-        (dlse_ref,), rest = take(rest, 1, has_dlse)
-        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
-        (dq_ref, delta_ref, q_smem, do_smem, kv_smem, stats_smem,
-         q_bars, k_full, v_full, free, *rest) = rest  # fmt: skip
-        (ids_smem,), rest = take(rest, 1, packed)
-        (k_free,), rest = take(rest, 1, split)
-        (o_smem,), rest = take(rest, 1, apart)
-        wg = lax.axis_index("wg")
-        o_rows = o_smem.at[wg] if apart else kv_smem.at[ahead * (wg + 1)]
-        # dQ leaves through the buffer of dO, unless the next item's is on its way into that.
-        dq_smem = rest[0] if persistent else do_smem
-        slot_of = lambda n: lax.rem(n, jnp.int32(stages))
-        v_slot_of = lambda n: lax.rem(n, jnp.int32(ahead))
-
-        def load_rows(item, side):
-            row, (batch, head) = where(item)
-            rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
-            at, bar = side * wgs + wg, q_bars.at[wg]
-            for ref, smem in (
-                (q_ref, q_smem.at[at]), (do_ref, do_smem.at[at]), (o_ref, o_rows)
-            ):  # fmt: skip
-                plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem, bar)
-            for i, ref in enumerate((lse_ref, dlse_ref)[: 1 + has_dlse]):
-                plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], stats_smem.at[i, wg], bar)
-            if packed:
-                plgpu.copy_gmem_to_smem(q_ids_ref.at[batch, rows], ids_smem.at[stages + wg], bar)
-
-        def tiles_of(item):  # (visited by the block, left to it by segments, of one segment)
-            row, (batch, _) = where(item)
-            mine = lax.div(row + lead, jnp.int32(block))
-            limits, same = visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
-            return visits.seen(row, row + block, *limits), limits, same
-
-        def differentiate(item, following, side, n0):
-            """One block of queries, from the diagonal downwards as in the forward kernel."""
-            at = side * wgs + wg  # this item's Q and dO
-            row, (batch, head) = where(item)
-            q0 = row + wg * ROWS
-            rows = pl.ds(q0, ROWS)
-            (low, high), limits, same = tiles_of(item)
-            own = visits.seen(q0, q0 + ROWS, *limits)
-            whole = visits.whole(q0, q0 + ROWS, *same)
-            top, end = n0 + high, n0 + high - low  # step n takes the tile top - 1 - n
-            # This warpgroup's steps, and those without a mask inside them.
-            first, last = top - own[1], top - own[0]
-            unmasked = jnp.clip(top - whole[1], first + 1, last)
-            edge = last
-            if window is not None or packed:
-                edge = jnp.clip(top - whole[0], unmasked, last)
-
-            def load(n, of_k=True, of_v=True):
-                """K and V of step n, if there is one: from `end` on of the following item."""
-
-                def copy(its_top, batch, head):
-                    keys, kv_head = pl.ds((its_top - 1 - n) * bkv, bkv), head // group
-                    if of_k:
-                        slot, k = slot_of(n), k_ref.at[batch, keys, k_first + kv_head]
-                        plgpu.copy_gmem_to_smem(k, kv_smem.at[slot], k_full.at[slot])
-                        if packed:
-                            ids = k_ids_ref.at[batch, keys]
-                            plgpu.copy_gmem_to_smem(ids, ids_smem.at[slot], k_full.at[slot])
-                    if of_v:
-                        slot, v = v_slot_of(n), v_ref.at[batch, keys, v_first + kv_head]
-                        plgpu.copy_gmem_to_smem(v, kv_smem.at[stages + slot], v_full.at[slot])
-
-                def of_following():
-                    (low, high), *_ = tiles_of(following)
-                    its_top, place = end + high, where(following)[1]
-                    pl.when(n < its_top - low)(lambda: copy(its_top, *place))
-
-                pl.when(n < end)(lambda: copy(top, batch, head))
-                if persistent:
-                    pl.when((n >= end) & (following >= 0))(of_following)
-
-            def refill(n, bar, **what):  # the slots that all warpgroups have left at step n
-                def by_warp(warp):  # only these two wait until all have left
-                    for its, of in (("of_k", "of_v"), ("of_v", "of_k")):
-                        if what.get(its, True):
-
-                            @pl.when(warp == (its == "of_v"))
-                            def _(of=of):
-                                plgpu.barrier_wait(bar.at[slot_of(n)])
-                                load(n + ahead, **what | {of: False})
-
-                pl.when((wg == loader) & (n >= 0))(lambda: plgpu.warp_map(by_warp))
-
-            def leave_k(n):  # of the step before: dQ += dS K is done
-                if split:
-                    plgpu.barrier_arrive(k_free.at[slot_of(n)])
-                    refill(n, k_free, of_v=False)
-
-            def pass_by(lo, hi):  # steps in which the block's other warpgroups work
-                @pl.loop(lo, hi)
-                def _(n):
-                    plgpu.barrier_wait(k_full.at[slot_of(n)])
-                    plgpu.barrier_wait(v_full.at[v_slot_of(n)])
-                    leave_k(n)
-                    plgpu.barrier_arrive(free.at[slot_of(n)])
-                    refill(n, free, of_k=not split)
-
-            def step(dq_acc, lse2, delta, q_ids, n, masked):
-                slot, v_slot = slot_of(n), v_slot_of(n)
-
-                def p_of(s):  # -> P, d logits / d (scale S)
-                    x, slope = logits(s, scale, softcap)
-                    if masked and packed:
-                        k_ids = plgpu.load(ids_smem.at[slot], layout=COL, optimized=False)
-                        x = same_segment(x, q_ids, k_ids)
-                    if masked:
-                        k0 = (top - 1 - n) * bkv
-                        keys = s_len if ragged else None
-                        x = visible(x, q0 + offset, k0, causal=causal, window=window, keys=keys)
-                    return jnp.exp2(x - along(lse2, s.shape, 0)), slope
-
-                def add_dq(s_acc, dp_acc):
-                    # These minima change nothing.  But where the compiler sees that an operand
-                    # stays in place, it holds the descriptors of all its slices in registers, up
-                    # to 64 of them.
-                    here = jnp.minimum(at, n + sides * wgs)
-                    v = kv_smem.at[stages + jnp.minimum(v_slot, n)]
-                    across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
-                    plgpu.barrier_wait(k_full.at[slot])
-                    across(s_acc, q_smem.at[here], kv_smem.at[slot])
-                    plgpu.barrier_wait(v_full.at[v_slot])
-                    across(dp_acc, do_smem.at[here], v)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    leave_k(n)
-                    p, slope = p_of(s)
-                    dp = dp_acc[...]
-                    if masked and packed:
-                        plgpu.commit_smem()  # the ids were read with plain loads
-                    plgpu.barrier_arrive(free.at[slot])
-                    ds = p * (dp - along(delta, p.shape, 0))
-                    ds = (ds if slope is None else ds * slope).astype(dtype)
-                    plgpu.wgmma(dq_acc, ds, kv_smem.at[slot])  # runs on under the next step
-                    refill(n, free, of_k=not split)
-
-                acc = plgpu.ACC((ROWS, bkv), jnp.float32)
-                pl.run_scoped(add_dq, acc, acc)
-
-            def all_steps(dq_acc, *of_rows):
-                do_step = functools.partial(step, dq_acc, *of_rows)
-                go = lambda lo, hi, masked: pl.loop(lo, hi)(lambda n: do_step(n, masked))
-                do_step(first, causal or ragged or packed)
-                start = first + 1
-                # The diagonal may cross two tiles, and segments may begin and end anywhere.
-                if packed or (causal and (offset % ROWS or bkv % ROWS)):
-                    go(start, unmasked, True)
-                    start = unmasked
-                go(start, edge, False)
-                if window is not None or packed:
-                    go(edge, last, True)
-                dq = dq_acc[...]
-                plgpu.wait_smem_to_gmem(0)  # the block before has left dq_smem
-                dq_smem[wg] = (dq * scale).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq_ref.at[batch, rows, head])
-
-            def all_rows():
-                stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
-                tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
-                # Behind a barrier, or the product would be rounded with the logits, not before.
-                lse2 = lax.optimization_barrier(stat(stats_smem.at[0, wg]) * LOG2E)
-                q_ids = stat(ids_smem.at[stages + wg]) if packed else None
-                do, out = (tile_of(x).astype(jnp.float32) for x in (do_smem.at[at], o_rows))
-                delta = jnp.sum(do * out, axis=1)
-                if has_dlse:
-                    delta = delta - stat(stats_smem.at[1, wg])
-                mosaic.store(delta_ref.at[batch, head, rows], delta)
-                plgpu.commit_smem()  # O and the statistics were read with plain loads
-                load_following()
-                pass_by(n0, first)
-                acc = plgpu.ACC((ROWS, d), jnp.float32)
-                pl.run_scoped(lambda dq: all_steps(dq, lse2, delta, q_ids), acc)
-                if window is not None:
-                    pass_by(last, end)
-
-            def load_following():  # where O and the statistics were
-                if not apart:
-                    pl.when(wg == loader)(lambda: load(n0 + ahead - 1, of_k=False))
-                if persistent:
-                    pl.when(following >= 0)(lambda: load_rows(following, 1 - side))
-
-            @pl.when(wg == loader)
-            def _():
-                # What the item before has not loaded: it had less steps than `ahead`, or is none.
-                @pl.loop(jnp.where(n0 == 0, 0, end - n0) if persistent else 0, ahead)
-                def _(i):
-                    load(n0 + i, of_v=apart)
-                    if not apart:
-                        pl.when(i < ahead - 1)(lambda: load(n0 + i, of_k=False))
-
-            plgpu.barrier_wait(q_bars.at[wg])
-            pl.when(q0 >= 0)(all_rows)
-            if lead:
-
-                @pl.when(q0 < 0)  # nothing but padding
-                def _():
-                    load_following()
-                    pass_by(n0, end)
-
-            return end
-
-        work_items(plan_ref, lambda item: load_rows(item, 0), differentiate)
+    def attention_backward_dq(inputs, dq_ref, delta_ref, **smem):
+        w = Worker(s, inputs, dq_ref, delta_ref, Scratch(**smem), lax.axis_index("wg"))
+        begin = lambda item: load_rows(w, item, 0)
+        work_items(inputs.plan, begin, functools.partial(differentiate, w))
         plgpu.wait_smem_to_gmem(0)
 
-    args = [items.table] if persistent else []
-    args += [dlse] if has_dlse else []
-    if packed:
-        q_ids, k_ids = segments
-        args += [q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead)]
-    smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
-    ring = functools.partial(plgpu.Barrier, num_barriers=stages)
     return mosaic.kernel(
         attention_backward_dq,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(lse.shape, jnp.float32),
         ),
-        scratch_types=[
-            *[smem(sides * wgs, ROWS)] * 2,
-            smem(stages + ahead, bkv),
-            plgpu.SMEM((1 + has_dlse, wgs, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=4 + has_dlse + packed, num_barriers=wgs),
-            ring(num_arrivals=1 + packed),
-            plgpu.Barrier(num_barriers=ahead),
-            ring(num_arrivals=wgs),
-            *[plgpu.SMEM((stages + wgs, ROWS), jnp.int32)] * packed,
-            *[ring(num_arrivals=wgs)] * split,
-            *[smem(wgs, ROWS)] * (apart + persistent),
-        ],
-        grid=(items.grid,),
+        scratch_types=scratch(s, dlse is not None),
+        grid=(s.items.grid,),
         grid_names=("block",),
-        num_threads=wgs,
+        num_threads=s.wgs,
         thread_name="wg",
         # Sums of rows need no scratch, and a head dimension of 256 leaves none.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(q, k, v, out, lse, dout, *args)
+    )(Inputs(q, k, v, out, lse, dout, s.items.table, dlse, segments))

@@ -1,26 +1,33 @@
 """Attention forward on Hopper: one block owns some hundred queries of one head, keys stream by.
 
 The FlashAttention algorithm (Dao et al. 2022; online softmax: Milakov and Gimelshein 2018) in the
-arrangement of FlashAttention-3 (Shah et al. 2024).  A block has `wgs` warpgroups with 64 query rows
-each; tiles of keys and values come by TMA into rings of `stages` buffers.  Per tile of keys a
-warpgroup
+arrangement of FlashAttention-3 (Shah et al. 2024).  A block has up to three warpgroups with 64
+queries each; TMA copies tiles of K and V into rings of buffers.
 
-    issues  S_i = Q K_i^T  and  O += P_{i-1} V_{i-1}   (wgmma: asynchronous, on the tensor core)
-    takes   S_i, and computes P_i = exp2(c S_i - m), the row sums and the rescale of O
+    q, 64 rows a warpgroup    -- q_bars -->  warpgroup 0:  S = Q K^T -> P -> O += P V
+    K ring   [n] [n+1] [ ] [ ]  -- k_full -->  warpgroup 1:     the same, one turn later
+             <------------------ k_free --        ...
+    V ring   [n-1] [n] [ ] [ ]  -- v_full -->
+             <------------------ v_free --     turn: 0 -> 1 -> 2 -> 0, who issues matmuls
 
-so its own O += P V runs under its softmax, and the other warpgroups' matmuls too: `turn` barriers
-let the warpgroups issue their matmuls one after the other, which keeps their softmaxes apart.
-P never leaves the registers: it is the register operand of the second wgmma.
+Per tile of keys a warpgroup
 
-No warpgroup is there for loads alone: its registers would be missed (`setmaxnreg` would hand them
-over, but is ignored where a kernel is compiled relocatably, as jaxlib does from 0.12 on).  While
-the tensor core works on S_i, one warp of the first warpgroup sends for the keys of the next step
-and one of the last for its values, into buffers that all left a step ago.  Which tiles a block
-visits, and which of them need a mask, is in masks.py.
+    issues  S_n = Q K_n^T  and  O += P_{n-1} V_{n-1}   (wgmma: asynchronous, on the tensor core)
+    takes   S_n, and computes P_n = exp2(c S_n - m), the row sums and the rescale of O
+
+so its own O += P V runs under its softmax, and the other warpgroups' matmuls do, too: the `turn`
+barriers let the warpgroups issue their matmuls one after the other, which keeps their softmaxes
+apart.  P never leaves the registers: it is the register operand of the second wgmma.
+
+No warpgroup only loads: the others would miss its registers (`setmaxnreg` would hand them over, but
+the compiler ignores it where it compiles relocatably, as jaxlib does from 0.12 on).  While the
+tensor core works on S_n, one warp of the first warpgroup orders the keys of the next step and one
+of the last its values, into buffers that all warpgroups left a step ago.  masks.py says which
+tiles a block visits, and which of them need a mask; schedule.py which block works on what.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +37,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import (
-    Visits,
+    Segments,
     logits,
     same_segment,
     segment_spans,
-    take,
+    some_rows_see_nothing,
     visible,
 )
-from pallas_kernels.flash_attention.schedule import Tiles, share_out, work_items
+from pallas_kernels.flash_attention.schedule import (
+    STATIC,
+    Heads,
+    Schedule,
+    Tiles,
+    pad_segments,
+    schedule,
+    stat_rows,
+    work_items,
+)
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
 
 def tiles(head_dim: int) -> Tiles:
-    # H100, B32 T1024 12/12 D64: 0.141 ms, without sections 0.159 (and if not persistent 0.184).
-    # B8 T2048 16/16 D96: 0.203 ms, not persistent 0.228.  D128: B4 T4096 32/8 0.805 ms, not
-    # persistent 0.856; B1 T16384 16/16 1.512 and 1.537.
+    """The fastest on an H100; docs/attention.md has the others."""
     if head_dim <= 64:
         return Tiles(3, 128, 4, True, 16)
     if head_dim <= 128:
@@ -54,43 +68,432 @@ def tiles(head_dim: int) -> Tiles:
     return Tiles(2, 64, 3, False, 16)  # 256 columns of O leave registers for 64 keys
 
 
-def stat_rows(t: int) -> int:
-    """Length of the arrays of row statistics (lse, delta) for t queries.
+class Inputs(NamedTuple):
+    """References to global memory."""
 
-    A whole number of blocks of every kernel: a copy of a contiguous row is a plain bulk copy, which
-    nothing clips at the end of the row.
+    q: Any
+    k: Any
+    v: Any
+    plan: Any  # None where the hardware hands out the items
+    segments: Any  # Segments, or None
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block, see the picture."""
+
+    qo: Any  # (sides wgs,64,D): Q, and then O
+    k: Any  # (stages,step,D), the ring of K
+    v: Any  # (v_stages,step,D), the ring of V
+    q_bars: Any  # of each buffer of qo
+    k_full: Any  # of each slot
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    turn: Any  # of each warpgroup
+    q_ids: Any = None  # (sides wgs,64)
+    k_ids: Any = None  # (stages,step)
+
+
+class Ring(NamedTuple):
+    """One of the two rings, and who fills it."""
+
+    ref: Any
+    first_head: int
+    smem: Any
+    full: Any
+    free: Any
+    stages: int
+    ids_ref: Any  # the ids that come along with each tile, or None
+    ids_smem: Any
+    ahead: int  # steps before theirs that tiles are ordered
+    wg: int
+    warp: int
+
+    def slot(self, n):
+        return lax.rem(n, jnp.int32(self.stages))
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block."""
+
+    schedule: Schedule
+    inputs: Inputs
+    o_ref: Any
+    lse_ref: Any
+    smem: Scratch
+    k: Ring
+    v: Ring
+    wg: Any
+
+
+class Stream(NamedTuple):
+    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
+
+    batch: Any
+    kv_head: Any
+    top: Any
+    end: Any
+
+
+class Item(NamedTuple):
+    """A block of queries, as one warpgroup sees it; steps are numbered across a block's items."""
+
+    batch: Any
+    head: Any
+    q0: Any  # the warpgroup's first query
+    at: Any  # its buffer of qo
+    n0: Any  # the first step of the block
+    stream: Stream
+    first: Any  # the warpgroup's first step; the others may see further
+    last: Any  # the one after its last
+    unmasked: Any  # its first step without a mask, after `first`
+    edge: Any  # its first step after those
+    following: Any  # the block's next item, negative or None if there is none
+    side: Any
+
+
+def v_stages(s: Schedule) -> int:
+    """A step uses its values after its keys, so a ring of V serves with fewer buffers."""
+    return s.stages if s.width <= 64 else 2
+
+
+def is_ragged(s: Schedule) -> bool:
+    """Whether the last tile of keys is not full."""
+    return s.visits.lengths[1] % s.step != 0
+
+
+def mixes_masks(s: Schedule) -> bool:
+    """Whether steps after the first one may need the mask.
+
+    The diagonal may cross two tiles, segments may begin and end anywhere, and so may the window.
     """
-    return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
+    diagonal = s.visits.causal and bool(s.visits.offset % ROWS or s.step % ROWS)
+    return diagonal or s.visits.window is not None or s.packed
 
 
-def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
-    """Rows without any key: of segments, or past T, under a window of less than their number."""
-    return packed or (window is not None and window < ROWS)
+# Load: the rows of Q, and the tiles of K and V.
 
 
-def pad_segments(segments, lengths):
-    """Ids of queries and keys as the kernels copy them: int32, whole tiles of every kernel."""
-    return tuple(
-        mosaic.pad_axis(ids[:, :n].astype(jnp.int32), 1, stat_rows(1))
-        for ids, n in zip(segments, lengths, strict=True)
+def load_q(w: Worker, item, side):
+    s, smem = w.schedule, w.smem
+    row, (batch, head) = s.items.where(item)
+    rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
+    at = side * s.wgs + w.wg
+    plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], smem.qo.at[at], smem.q_bars.at[at])
+    if s.packed:
+        ids = w.inputs.segments.q_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
+
+
+def limits(w: Worker, row, batch):
+    return w.schedule.limits(row, batch, w.inputs.segments.spans if w.schedule.packed else None)
+
+
+def stream_of(w: Worker, item, n0) -> Stream:
+    """The Stream of an item whose first step is n0."""
+    s = w.schedule
+    row, (batch, head) = s.items.where(item)
+    low, high = s.visits.seen(row, row + s.block, *limits(w, row, batch)[0])
+    return Stream(batch, head // s.group, n0 + high, n0 + high - low)
+
+
+def send(w: Worker, ring: Ring, n, stream: Stream):
+    """Orders the tile of step n, once all warpgroups have left its buffer."""
+    slot, keys = ring.slot(n), pl.ds((stream.top - 1 - n) * w.schedule.step, w.schedule.step)
+    pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+    source = ring.ref.at[stream.batch, keys, ring.first_head + stream.kv_head]
+    plgpu.copy_gmem_to_smem(source, ring.smem.at[slot], ring.full.at[slot])
+    if ring.ids_ref is not None:
+        ids = ring.ids_ref.at[stream.batch, keys]
+        plgpu.copy_gmem_to_smem(ids, ring.ids_smem.at[slot], ring.full.at[slot])
+
+
+def load(w: Worker, ring: Ring, n, stream: Stream, following):
+    """Orders the tile of step n: from the stream's end on one of the next item.
+
+    One warp does; only it waits until all warpgroups have left the buffer.
+    """
+
+    def send_following():
+        coming = stream_of(w, following, stream.end)
+        pl.when(n < coming.end)(lambda: send(w, ring, n, coming))
+
+    def by_warp(warp):
+        @pl.when(warp == ring.warp)
+        def _():
+            pl.when(n < stream.end)(lambda: send(w, ring, n, stream))
+            if following is not None:
+                pl.when((n >= stream.end) & (following >= 0))(send_following)
+
+    pl.when(w.wg == ring.wg)(lambda: plgpu.warp_map(by_warp))
+
+
+def load_from(w: Worker, begin, n0, stream: Stream, following):
+    """Orders the tiles from step `begin` on that are to be on their way when step n0 begins."""
+    for ring in (w.k, w.v):
+        pl.loop(begin, n0 + ring.ahead)(
+            lambda n, ring=ring: load(w, ring, n, stream, following)
+        )  # fmt: skip
+
+
+def load_later(w: Worker, i: Item, n):
+    """Orders tiles under the matmuls of step n: all warpgroups have left the step before."""
+    for ring in (w.k, w.v):
+        load(w, ring, n + ring.ahead, i.stream, i.following)
+
+
+def begin(w: Worker, item):
+    """Orders what the first item of a block needs at once."""
+    load_q(w, item, 0)
+    load_from(w, 0, 0, stream_of(w, item, 0), None)
+
+
+def load_following_q(w: Worker, i: Item):
+    if i.following is not None:
+        plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
+        pl.when(i.following >= 0)(lambda: load_q(w, i.following, 1 - i.side))
+
+
+# Take turns, and hand buffers back.
+
+
+def my_turn(w: Worker):
+    if w.schedule.wgs > 1:
+        plgpu.barrier_wait(w.smem.turn.at[w.wg])
+
+
+def next_turn(w: Worker):
+    if w.schedule.wgs > 1:
+        plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
+
+
+def release(ring: Ring, n):
+    """This warpgroup has read the tile of step n."""
+    plgpu.barrier_arrive(ring.free.at[ring.slot(n)])
+
+
+def pass_by(w: Worker, i: Item, low, high):
+    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+
+    @pl.loop(low, high)
+    def _(n):
+        plgpu.barrier_wait(w.k.full.at[w.k.slot(n)])
+        my_turn(w)
+        next_turn(w)
+        load_later(w, i, n)
+        release(w.k, n)
+        plgpu.barrier_wait(w.v.full.at[w.v.slot(n)])
+        release(w.v, n)
+
+
+# Compute scores and softmax.
+
+
+def mask(w: Worker, i: Item, x, n):
+    s, smem = w.schedule, w.smem
+    if s.packed:
+        stat = functools.partial(plgpu.load, optimized=False)
+        q_ids = stat(smem.q_ids.at[i.at], layout=ROW)
+        k_ids = stat(smem.k_ids.at[w.k.slot(n)], layout=COL)
+        x = same_segment(x, q_ids, k_ids)
+        plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
+    k0, keys = (i.stream.top - 1 - n) * s.step, s.visits.lengths[1] if is_ragged(s) else None
+    visits = s.visits
+    q0 = i.q0 + visits.offset
+    return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
+
+
+def scores(w: Worker, i: Item, x, n, masked):
+    """Scores of step n in base 2 before the factor, from Q K^T; the tile of keys is free then."""
+    s = w.schedule
+    if s.softcap is not None:
+        x = logits(x, s.scale, s.softcap)[0]
+    if not s.packed:
+        release(w.k, n)
+    if masked is True:
+        x = mask(w, i, x, n)
+    elif masked is not False:
+        x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
+    if s.packed:
+        release(w.k, n)
+    return x
+
+
+def softmax(s: Schedule, x, m, l):
+    """Scores, the row's largest and its sum so far -> P, both with these scores, O's rescale."""
+    # In base 2: one multiply-add and one exp2 an element.
+    factor = s.scale * LOG2E if s.softcap is None else 1.0
+    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
+
+
+def first_step(w: Worker, i: Item):
+    """P, the largest and the sum of each row for the first step, which has no O to add to yet."""
+    s, slot = w.schedule, w.k.slot(i.first)
+
+    def issue(s_acc):
+        plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
+        next_turn(w)
+        load_later(w, i, i.first)
+        return s_acc[...]
+
+    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.step), jnp.float32))
+    row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+    masked = s.visits.causal or is_ragged(s) or s.packed
+    return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
+
+
+def step(w: Worker, i: Item, o_acc, n, carry):
+    """Adds the values of the step before to O under the scores and softmax of step n."""
+    s = w.schedule
+    p, m, l = carry
+    masked = ((n < i.unmasked) | (n >= i.edge)) if mixes_masks(s) else False
+    slot, before = w.k.slot(n), w.v.slot(n - 1)
+    # Issue both matmuls.
+    plgpu.barrier_wait(w.smem.k_full.at[slot])
+    my_turn(w)
+
+    def issue(s_acc):
+        here = jnp.minimum(i.at, n + s.sides * s.wgs)  # i.at, but the compiler may not know it
+        plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
+        plgpu.barrier_wait(w.smem.v_full.at[before])
+        plgpu.wgmma(o_acc, p, w.smem.v.at[before])
+        next_turn(w)
+        load_later(w, i, n)
+        return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
+
+    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.step), jnp.float32))
+    # Compute the softmax under O += P V.
+    p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
+    # Rescale O.
+    o = o_acc[...]  # waits for O += P V
+    release(w.v, n - 1)
+    o_acc[...] = o * along(alpha, o.shape, 0)
+    return p, m, l
+
+
+def accumulate(w: Worker, i: Item, o_acc):
+    """-> O before its division, the largest logit and the sum of each row."""
+    # Begin with the first tile.
+    plgpu.barrier_wait(w.smem.q_bars.at[i.at])
+    plgpu.barrier_wait(w.smem.k_full.at[w.k.slot(i.first)])
+    my_turn(w)
+    carry = first_step(w, i)
+    load_following_q(w, i)
+    # Walk over the others.
+    p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
+    if w.schedule.packed:
+        plgpu.commit_smem()  # plain loads have read the queries' ids
+    # Add the last values.
+    slot = w.v.slot(i.last - 1)
+    plgpu.barrier_wait(w.smem.v_full.at[slot])
+    plgpu.wgmma(o_acc, p, w.smem.v.at[slot])
+    o = o_acc[...]
+    release(w.v, i.last - 1)
+    if w.schedule.visits.window is not None:
+        pass_by(w, i, i.last, i.stream.end)
+    return o, m, l
+
+
+# The epilogue divides O by the sums, and stores it and the log-sum-exp.
+
+
+def store(w: Worker, i: Item, o, m, l):
+    s, smem = w.schedule, w.smem
+    inverse = 1 / l
+    if some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
+        inverse = jnp.where(l > 0, inverse, 0)
+    # O leaves through the buffer of its own queries: another one would not fit beside those of the
+    # next queries at D = 128, and at D = 64 it gains less than 1%.
+    plgpu.commit_smem()  # all warps have multiplied with the queries
+    smem.qo[i.at] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
+    plgpu.commit_smem()
+    rows = pl.ds(i.q0, ROWS)
+    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], w.o_ref.at[i.batch, rows, i.head])
+    mosaic.store(w.lse_ref.at[i.batch, i.head, rows], m * (1 / LOG2E) + jnp.log(l))
+
+
+def item_of(w: Worker, item, following, side, n0) -> Item:
+    s = w.schedule
+    visits, at = s.visits, side * s.wgs + w.wg
+    row, (batch, head) = s.items.where(item)
+    q0 = row + w.wg * ROWS
+    left, same = limits(w, row, batch)
+    low, high = visits.seen(row, row + s.block, *left)
+    stream = Stream(batch, head // s.group, n0 + high, n0 + high - low)
+    own = visits.seen(q0, q0 + ROWS, *left)
+    whole = visits.whole(q0, q0 + ROWS, *same)
+    first, last = stream.top - own[1], stream.top - own[0]
+    unmasked = jnp.clip(stream.top - whole[1], first + 1, last)
+    edge = last
+    if visits.window is not None or s.packed:
+        edge = jnp.clip(stream.top - whole[0], unmasked, last)
+    return Item(
+        batch, head, q0, at, n0, stream, first, last, unmasked, edge, following, side
+    )  # fmt: skip
+
+
+def attend(w: Worker, item, following, side, n0):
+    """One block of queries, with the steps from n0 on; returns the step after its last."""
+    s, i = w.schedule, item_of(w, item, following, side, n0)
+    if following is not None:  # where this item has few steps
+        load_from(w, i.stream.end, n0, i.stream, following)
+
+    @pl.when(i.q0 >= 0)
+    def _():
+        pass_by(w, i, n0, i.first)
+        accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
+        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i), accumulator)
+        store(w, i, o, m, l)
+
+    if s.lead:
+
+        @pl.when(i.q0 < 0)  # nothing but padding
+        def _():
+            plgpu.barrier_wait(w.smem.q_bars.at[i.at])
+            load_following_q(w, i)
+            pass_by(w, i, n0, i.stream.end)
+
+    return i.stream.end
+
+
+def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem: Scratch):
+    k_ids = inputs.segments.k_ids if s.packed else None
+    ahead = int(s.width <= 64)  # for values a second step pays where the ring has room for it
+    k = Ring(
+        inputs.k, s.k_first, smem.k, smem.k_full, smem.k_free, s.stages, k_ids, smem.k_ids,
+        ahead=1, wg=0, warp=0,
+    )  # fmt: skip
+    v = Ring(
+        inputs.v, s.v_first, smem.v, smem.v_full, smem.v_free, v_stages(s), None, None,
+        ahead=ahead, wg=s.wgs - 1, warp=1,
+    )  # fmt: skip
+    w = Worker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
+    if s.wgs > 1:
+        pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+    work_items(inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(s: Schedule) -> dict:
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    buffers = dict(
+        qo=s.buffer(s.sides * s.wgs, ROWS),
+        k=s.buffer(s.stages, s.step),
+        v=s.buffer(v_stages(s), s.step),
+        q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=s.sides * s.wgs),
+        k_full=ring(num_arrivals=1 + s.packed),
+        v_full=plgpu.Barrier(num_barriers=v_stages(s)),
+        k_free=ring(num_arrivals=s.wgs),
+        v_free=plgpu.Barrier(num_arrivals=s.wgs, num_barriers=v_stages(s)),
+        turn=plgpu.Barrier(num_barriers=s.wgs),
     )
-
-
-class Heads(NamedTuple):
-    """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
-
-    q: int  # H, which come first
-    kv: int  # K, first those of k, then those of v
-
-
-def heads_of(q, k, heads: Heads | None) -> tuple[int, int, int, int]:
-    """(H, K, first head of k, first head of v)."""
-    if heads is None:
-        return q.shape[2], k.shape[2], 0, 0
-    return heads.q, heads.kv, heads.q, heads.q + heads.kv
-
-
-STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "heads", "tile")
+    if s.packed:
+        buffers["q_ids"] = plgpu.SMEM((s.sides * s.wgs, ROWS), jnp.int32)
+        buffers["k_ids"] = plgpu.SMEM((s.stages, s.step), jnp.int32)
+    return buffers
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -106,309 +509,33 @@ def forward(
     segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
     heads: q, k and v are the same array, which holds all three.
     """
-    b, rows, _, d = q.shape
-    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
-    t, s_len = lengths
-    group, dtype = h // kv_heads, q.dtype
+    (b, rows, _, d), packed = q.shape, segments is not None
+    h = q.shape[2] if heads is None else heads.q
     tile = tile or tiles(d)
-    wgs, bkv, stages = tile[:3]
-    packed = segments is not None
     if packed and d > 128:  # shared memory has no more, beside the ids
-        stages = 2
-    # Values are used a step after the keys of their number.
-    v_stages = stages if d <= 64 else 2
-    k_ahead, v_ahead = 1, int(d <= 64)  # steps before theirs that tiles are sent for
-    block = wgs * ROWS
-    blocks = mosaic.cdiv(t, block)
-    # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
-    # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
-    lead = (blocks * block - t) // ROWS * ROWS
-    visits = Visits(lengths, causal, window, bkv)
-    offset = visits.offset
-    ragged = s_len % bkv != 0
-    # Steps after the first one may need the mask: the diagonal may cross two tiles, segments may
-    # begin and end anywhere, and so may the window.
-    mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
-    factor = (
-        scale * LOG2E if softcap is None else 1.0
-    )  # softmax in base 2: one multiply-add and one exp2 an element
-
-    first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
-    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    items = share_out(
-        visits, block, first_row, (b, h), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
-    )
-    where, persistent = items.where, items.persistent
-    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
-
-    def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
-        mine = lax.div(row + lead, jnp.int32(block))
-        return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
-
-    def attention_forward(q_ref, k_ref, v_ref, *rest):
-        (plan_ref,), rest = take(rest, 1, persistent)
-        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
-        # O leaves through the buffer of its own queries: another one would not fit beside those of
-        # the next queries at D = 128, and at D = 64 it gains less than 1%.
-        o_ref, lse_ref, qo_smem, k_smem, v_smem, *rest = rest
-        q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
-        (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
-        wg = lax.axis_index("wg")
-        slot_of = lambda n: lax.rem(n, jnp.int32(stages))
-        v_slot_of = lambda n: lax.rem(n, jnp.int32(v_stages))
-
-        def load_q(item, side):
-            row, (batch, head) = where(item)
-            rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
-            at = side * wgs + wg
-            plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], qo_smem.at[at], q_bars.at[at])
-            if packed:
-                ids = q_ids_ref.at[batch, rows]
-                plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[at], q_bars.at[at])
-
-        def tiles_of(item, n0):
-            """(batch, kv head, step n takes tile top - 1 - n, its last step + 1) of an item."""
-            row, (batch, head) = where(item)
-            low, high = visits.seen(row, row + block, *limits_of(row, batch, spans_ref)[0])
-            return batch, head // group, n0 + high, n0 + high - low
-
-        def load(ref, step, own, following, end):
-            """Sends for the keys (k_ref) or values of a step, from `end` on of the next item.
-
-            One warp does, of the first warpgroup for keys and of the last for values.  Only it
-            waits until all warpgroups have left the buffer.
-            """
-            first_head, smem, full, free, count = (
-                (k_first, k_smem, k_full, k_free, stages)
-                if ref is k_ref
-                else (v_first, v_smem, v_full, v_free, v_stages)
-            )
-
-            def copy(batch, head, top):
-                slot, tile = lax.rem(step, jnp.int32(count)), pl.ds((top - 1 - step) * bkv, bkv)
-                pl.when(step >= count)(lambda: plgpu.barrier_wait(free.at[slot]))
-                source = ref.at[batch, tile, first_head + head]
-                plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
-                if packed and ref is k_ref:
-                    ids = k_ids_ref.at[batch, tile]
-                    plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], full.at[slot])
-
-            def of_following():
-                batch, head, top, stop = tiles_of(following, end)
-                pl.when(step < stop)(lambda: copy(batch, head, top))
-
-            def by_warp(warp):
-                @pl.when(warp == (ref is v_ref))
-                def _():
-                    pl.when(step < end)(lambda: copy(*own))
-                    if following is not None:
-                        pl.when((step >= end) & (following >= 0))(of_following)
-
-            pl.when(wg == (0 if ref is k_ref else wgs - 1))(lambda: plgpu.warp_map(by_warp))
-
-        def load_from(begin, n0, *item):
-            """Loads the steps from `begin` on that are to be on their way when step n0 begins."""
-            for ref, ahead in ((k_ref, k_ahead), (v_ref, v_ahead)):
-                pl.loop(begin, n0 + ahead)(lambda n, ref=ref: load(ref, n, *item))
-
-        def begin(item):
-            load_q(item, 0)
-            *own, end = tiles_of(item, 0)
-            load_from(0, 0, own, None, end)
-
-        def my_turn():
-            if wgs > 1:
-                plgpu.barrier_wait(turn.at[wg])
-
-        def next_turn():
-            if wgs > 1:
-                plgpu.barrier_arrive(turn.at[lax.rem(wg + 1, jnp.int32(wgs))])
-
-        def attend(item, following, side, n0):
-            """One block of queries, with steps n0, n0 + 1, ... of this kernel block."""
-            at = side * wgs + wg  # this item's queries
-            row, (batch, head) = where(item)
-            q0 = row + wg * ROWS
-            limits, same = limits_of(row, batch, spans_ref)
-            low, high = visits.seen(row, row + block, *limits)
-            top, end = n0 + high, n0 + high - low
-            mine = visits.seen(q0, q0 + ROWS, *limits)
-            whole = visits.whole(q0, q0 + ROWS, *same)
-            # This warpgroup's steps (the others may see further), those without a mask inside.
-            first, last = top - mine[1], top - mine[0]
-            unmasked = jnp.clip(top - whole[1], first + 1, last)
-            edge = last
-            if window is not None or packed:
-                edge = jnp.clip(top - whole[0], unmasked, last)
-
-            item_and_next = (batch, head // group, top), following, end
-            if following is not None:  # where this item has few steps
-                load_from(end, n0, *item_and_next)
-
-            def load_following():
-                if following is not None:
-                    plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
-                    pl.when(following >= 0)(lambda: load_q(following, 1 - side))
-
-            def load_later(n):  # under the matmuls of step n: all have left the step before
-                load(k_ref, n + k_ahead, *item_and_next)
-                load(v_ref, n + v_ahead, *item_and_next)
-
-            def free_keys(n):
-                plgpu.barrier_arrive(k_free.at[slot_of(n)])
-
-            def free_values(n):
-                plgpu.barrier_arrive(v_free.at[v_slot_of(n)])
-
-            def pass_by(lo, hi):  # steps in which the block's other warpgroups work
-                @pl.loop(lo, hi)
-                def _(n):
-                    plgpu.barrier_wait(k_full.at[slot_of(n)])
-                    my_turn()
-                    next_turn()
-                    load_later(n)
-                    free_keys(n)
-                    plgpu.barrier_wait(v_full.at[v_slot_of(n)])
-                    free_values(n)
-
-            def mask(s, n):
-                if packed:
-                    stat = functools.partial(plgpu.load, optimized=False)
-                    q_ids = stat(q_ids_smem.at[at], layout=ROW)
-                    k_ids = stat(k_ids_smem.at[slot_of(n)], layout=COL)
-                    s = same_segment(s, q_ids, k_ids)
-                    plgpu.commit_smem()  # read with plain loads: done before TMA writes there
-                k0, keys = (top - 1 - n) * bkv, s_len if ragged else None
-                return visible(s, q0 + offset, k0, causal=causal, window=window, keys=keys)
-
-            def scores(s, n, masked):
-                """Of step n in base 2 before the factor; the tile of keys is free then."""
-                if softcap is not None:
-                    s = logits(s, scale, softcap)[0]
-                if not packed:
-                    free_keys(n)
-                if masked is True:
-                    s = mask(s, n)
-                elif masked is not False:
-                    s = lax.cond(masked, lambda s: mask(s, n), lambda s: s, s)
-                if packed:
-                    free_keys(n)
-                return s
-
-            def softmax(s, m, l):
-                m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
-                alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(s * factor - along(m_new, s.shape, 0))
-                return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
-
-            def first_scores(s_acc):
-                plgpu.wgmma(s_acc, qo_smem.at[at], k_smem.at[slot_of(first)].transpose((1, 0)))
-                next_turn()
-                load_later(first)
-                return s_acc[...]
-
-            def step(o_acc, n, carry):
-                p, m, l = carry
-                masked = ((n < unmasked) | (n >= edge)) if mixed else False
-                slot, before = slot_of(n), v_slot_of(n - 1)
-                plgpu.barrier_wait(k_full.at[slot])
-                my_turn()
-
-                def issue(s_acc):
-                    here = jnp.minimum(at, n + sides * wgs)
-                    plgpu.wgmma(s_acc, qo_smem.at[here], k_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(v_full.at[before])
-                    plgpu.wgmma(o_acc, p, v_smem.at[before])
-                    next_turn()
-                    load_later(n)
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
-
-                s = pl.run_scoped(issue, plgpu.ACC((ROWS, bkv), jnp.float32))
-                p, m, l, alpha = softmax(scores(s, n, masked), m, l)
-                o = o_acc[...]  # waits for O += P V
-                free_values(n - 1)
-                o_acc[...] = o * along(alpha, o.shape, 0)
-                return p, m, l
-
-            def all_steps_of(o_acc):
-                plgpu.barrier_wait(q_bars.at[at])
-                plgpu.barrier_wait(k_full.at[slot_of(first)])
-                my_turn()
-                s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
-                row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
-                begin_masked = causal or ragged or packed
-                carry = softmax(scores(s, first, begin_masked), row(LOWEST), row(0))[:3]
-                load_following()
-                body = functools.partial(step, o_acc)
-                p, m, l = lax.fori_loop(first + 1, last, body, carry)
-                if packed:
-                    plgpu.commit_smem()  # the queries' ids were read
-                slot = v_slot_of(last - 1)
-                plgpu.barrier_wait(v_full.at[slot])
-                plgpu.wgmma(o_acc, p, v_smem.at[slot])
-                o = o_acc[...]
-                free_values(last - 1)
-                if window is not None:
-                    pass_by(last, end)
-                return o, m, l
-
-            @pl.when(q0 >= 0)
-            def _():
-                pass_by(n0, first)
-                o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
-                inverse = 1 / l
-                if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
-                    inverse = jnp.where(l > 0, inverse, 0)
-                plgpu.commit_smem()  # all warps have multiplied with the queries
-                qo_smem[at] = (o * along(inverse, o.shape, 0)).astype(dtype)
-                plgpu.commit_smem()
-                rows = pl.ds(q0, ROWS)
-                plgpu.copy_smem_to_gmem(qo_smem.at[at], o_ref.at[batch, rows, head])
-                mosaic.store(lse_ref.at[batch, head, rows], m * (1 / LOG2E) + jnp.log(l))
-
-            if lead:
-
-                @pl.when(q0 < 0)  # nothing but padding
-                def _():
-                    plgpu.barrier_wait(q_bars.at[at])
-                    load_following()
-                    pass_by(n0, end)
-
-            return end
-
-        if wgs > 1:
-            pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
-        work_items(plan_ref, begin, attend)
-        plgpu.wait_smem_to_gmem(0)
-
-    args = (items.table,) if persistent else ()
+        tile = tile._replace(stages=2)
+    s = schedule(
+        q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
+        softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
+    )  # fmt: skip
     if packed:
         q_ids, k_ids = pad_segments(segments, lengths)
-        args += (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
-    smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
-    ring = functools.partial(plgpu.Barrier, num_barriers=stages)
-    ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((sides * wgs, ROWS), (stages, bkv))]
+        spans = segment_spans(q_ids, k_ids, s.visits, s.block, s.lead)
+        segments = Segments(q_ids, k_ids, spans)
+
+    def attention_forward(inputs, o_ref, lse_ref, **smem):
+        body(s, inputs, o_ref, lse_ref, Scratch(**smem))
+
     return mosaic.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct((b, rows, h, d), dtype),
-            jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
+            jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
+            jax.ShapeDtypeStruct((b, h, stat_rows(lengths[0])), jnp.float32),
         ),
-        scratch_types=[
-            smem(sides * wgs, ROWS),
-            smem(stages, bkv),
-            smem(v_stages, bkv),
-            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sides * wgs),
-            ring(num_arrivals=1 + packed),
-            plgpu.Barrier(num_barriers=v_stages),
-            ring(num_arrivals=wgs),
-            plgpu.Barrier(num_arrivals=wgs, num_barriers=v_stages),
-            plgpu.Barrier(num_barriers=wgs),
-            *ids_smem * packed,
-        ],
-        grid=(items.grid,),
+        scratch_types=scratch(s),
+        grid=(s.items.grid,),
         grid_names=("block",),
-        num_threads=wgs,
+        num_threads=s.wgs,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(q, k, v, *args)
+    )(Inputs(q, k, v, s.items.table, segments))

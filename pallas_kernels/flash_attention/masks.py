@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import COL, LOG2E, ROW
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
 
 class Visits(NamedTuple):
@@ -87,6 +87,19 @@ class Visits(NamedTuple):
         return (spans(0), spans(1)), (spans(2), spans(3))
 
 
+class Segments(NamedTuple):
+    """Arrays of a call with segments, or references to them."""
+
+    q_ids: Any  # (B, T or more)
+    k_ids: Any  # (B, S or more)
+    spans: Any  # of `segment_spans`
+
+
+def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
+    """Rows without any key: of segments, or past T, under a window of less than their number."""
+    return packed or (window is not None and window < ROWS)
+
+
 def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
     """For each block of rows (first, end, whole_first, whole_end): (B, blocks, 4) int32.
 
@@ -152,8 +165,3 @@ def same_segment(s, row_ids, column_ids):
     """s with -inf where a row's id is not the column's."""
     along = lambda ids, axis: mosaic.along(ids, s.shape, axis)
     return jnp.where(along(row_ids, 0) == along(column_ids, 1), s, -jnp.inf)
-
-
-def take(refs, n: int, present: bool) -> tuple[list[Any], list[Any]]:
-    """(n refs that only some calls have, or n times None; the refs after them)."""
-    return (list(refs[:n]), list(refs[n:])) if present else ([None] * n, list(refs))
