@@ -128,7 +128,6 @@ class Step(NamedTuple):
     """One step: a tile of queries of one head."""
 
     n: Any  # counted over all items of the block
-    i: Any  # of this item
     g: Any  # the head of the group
     r: Any  # the tile of the head; past the last one stand those of the next head
 
@@ -138,20 +137,19 @@ class Item(NamedTuple):
 
     batch: Any
     kv_head: Any
-    k0: Any  # the warpgroup's first key
+    key0: Any  # the block's first key
+    k0: Any  # the warpgroup's
     at: Any  # its buffer of K and V
     n0: Any
     stream: Stream
-    first: Any  # the warpgroup's first step of each head; the others may see further
-    last: Any  # the one after its last
-    unmasked: Any  # its first step without a mask
-    edge: Any  # its first step after those
     following: Any  # the block's next item, negative or None if there is none
+    first: Any = None  # the warpgroup's first step of each head; the others may see further
+    last: Any = None  # the one after its last
+    unmasked: Any = None  # its first step without a mask
+    edge: Any = None  # its first step after those
 
-    def step(self, g, r, ahead: int = 0) -> Step:
-        i = g * self.stream.steps + r
-        i = i + ahead if ahead else i
-        return Step(self.n0 + i, i, g, r + ahead if ahead else r)
+    def step(self, g, r) -> Step:
+        return Step(self.n0 + g * self.stream.steps + r, g, r)
 
 
 def ahead(s: Schedule) -> int:
@@ -217,8 +215,8 @@ def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
         plgpu.copy_gmem_to_smem(ring.ids_ref.at[stream.batch, at], ring.ids_smem.at[slot], bar)
 
 
-def load_one(w: Worker, ring: Ring, step: Step, stream: Stream, following):
-    past = step.i - w.schedule.group * stream.steps
+def load_one(w: Worker, ring: Ring, step: Step, i, stream: Stream, following):
+    past = i - w.schedule.group * stream.steps
 
     def send_following():
         coming = stream_of(w, following)
@@ -230,8 +228,8 @@ def load_one(w: Worker, ring: Ring, step: Step, stream: Stream, following):
         pl.when((past >= 0) & (following >= 0))(send_following)
 
 
-def load(w: Worker, step: Step, stream: Stream, following):
-    """Orders the tiles of a step.
+def load(w: Worker, step: Step, i, stream: Stream, following):
+    """Orders the tiles of a step, the i-th of its item.
 
     It may lie up to `ahead` tiles past its head's last one, and after those of the item's last head
     come those of the next item.  Two warps do, one for Q and one for dO; only they wait until all
@@ -241,7 +239,7 @@ def load(w: Worker, step: Step, stream: Stream, following):
     def by_warp(warp):
         for ring in w.rings:
             pl.when((warp == ring.warp) & (w.wg == ring.wg))(
-                lambda ring=ring: load_one(w, ring, step, stream, following)
+                lambda ring=ring: load_one(w, ring, step, i, stream, following)
             )
 
     plgpu.warp_map(by_warp)
@@ -249,14 +247,16 @@ def load(w: Worker, step: Step, stream: Stream, following):
 
 def load_later(w: Worker, i: Item, g, r):
     """Orders what is to be on its way after step r of the head g."""
-    load(w, i.step(g, r, ahead(w.schedule)), i.stream, i.following)
+    nth = g * i.stream.steps + r + ahead(w.schedule)
+    step = Step(i.n0 + nth, g, r + ahead(w.schedule))
+    load(w, step, nth, i.stream, i.following)
 
 
 def begin(w: Worker, item):
     """Orders what the first item of a block needs at once."""
     pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
     stream = stream_of(w, item)
-    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, n, 0, n), stream, None))
+    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream, None))
 
 
 # Hand buffers back.
@@ -273,8 +273,9 @@ def pass_by(w: Worker, i: Item, g, low, high):
 
     @pl.loop(low, high)
     def _(r):
-        slot = w.schedule.slot(i.step(g, r).n)
+        n = i.step(g, r).n
         load_later(w, i, g, r)
+        slot = w.schedule.slot(n)
         plgpu.barrier_wait(w.smem.q_full.at[slot])
         plgpu.barrier_wait(w.smem.do_full.at[slot])
         plgpu.barrier_arrive(w.smem.free.at[slot])
@@ -294,9 +295,9 @@ def column(w: Worker, ref, slot):
     return along(stat, (ROWS, w.schedule.step), 1)
 
 
-def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, masked):
+def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
     """P^T and d logits / d (scale S), None for 1, from K Q^T."""
-    s, visits, slot = w.schedule, w.schedule.visits, w.schedule.slot(step.n)
+    s, visits = w.schedule, w.schedule.visits
     x, slope = logits(scores, s.scale, s.softcap)
     if masked and s.packed:
         q_ids = plgpu.load(w.smem.q_ids.at[slot], layout=COL, optimized=False)
@@ -307,9 +308,9 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, masked):
     return jnp.exp2(x - column(w, w.smem.lse, slot) * LOG2E), slope
 
 
-def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, masked, s_acc, dp_acc):
+def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, slot, masked, s_acc, dp_acc):
     """Adds P^T dO to dV and dS^T Q to dK."""
-    s, smem, slot = w.schedule, w.smem, w.schedule.slot(step.n)
+    s, smem = w.schedule, w.smem
     # Issue S^T = K Q^T and dP^T = V dO^T.  This minimum changes nothing.  But where the compiler
     # sees that an operand stays in place, it holds the descriptors of all its slices in registers.
     here = jnp.minimum(i.at, step.n + s.sides * sets(s))
@@ -320,7 +321,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, masked, s_acc, dp_
     load_later(w, i, step.g, step.r)
     # Compute P under dP, accumulate dV.
     scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-    p, slope = probabilities(w, i, k_ids, scores, step, masked)
+    p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
     plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
     # Compute dS under dV, accumulate dK.
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -331,15 +332,15 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, masked, s_acc, dp_
     release(w, step.n)
 
 
-def add_dv(w: Worker, i: Item, k_ids, dv_acc, step, masked, begins, s_acc):
+def add_dv(w: Worker, i: Item, k_ids, dv_acc, step, slot, masked, begins, s_acc):
     """Of a pair the first warpgroup: hands P over, and adds P^T dO to dV."""
-    s, smem, slot = w.schedule, w.smem, w.schedule.slot(step.n)
+    s, smem = w.schedule, w.smem
     # Compute P.
     across(w, s_acc, smem.k.at[i.at], smem.q, slot)
     scores = s_acc[...]
     if not begins:
         release(w, step.n - 1)
-    p, slope = probabilities(w, i, k_ids, scores, step, masked)
+    p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
     # Hand it over.
     plgpu.barrier_wait(smem.p_free)
     smem.p[...] = p if slope is None else p * slope
@@ -349,9 +350,9 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step, masked, begins, s_acc):
     plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
 
 
-def add_dk(w: Worker, i: Item, dk_acc, step, begins, dp_acc):
+def add_dk(w: Worker, i: Item, dk_acc, step, slot, begins, dp_acc):
     """Of a pair the second warpgroup: takes P, and adds dS^T Q to dK."""
-    s, smem, slot = w.schedule, w.smem, w.schedule.slot(step.n)
+    s, smem = w.schedule, w.smem
     # Compute dP.
     plgpu.barrier_wait(smem.do_full.at[slot])
     across(w, dp_acc, smem.v.at[i.at], smem.do, slot)
@@ -370,14 +371,16 @@ def add_dk(w: Worker, i: Item, dk_acc, step, begins, dp_acc):
 
 def one_step(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g, r, masked, begins=False):
     step, tile = i.step(g, r), plgpu.ACC((ROWS, w.schedule.step), jnp.float32)
-    plgpu.barrier_wait(w.smem.q_full.at[w.schedule.slot(step.n)])
+    slot = w.schedule.slot(step.n)
+    plgpu.barrier_wait(w.smem.q_full.at[slot])
     if not pairs_up(w.schedule.width):
-        add = functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc, step, masked)
+        add = functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc, step, slot, masked)
         pl.run_scoped(add, tile, tile)
     elif dk_acc is None:
-        pl.run_scoped(functools.partial(add_dv, w, i, k_ids, dv_acc, step, masked, begins), tile)
+        add = functools.partial(add_dv, w, i, k_ids, dv_acc, step, slot, masked, begins)
+        pl.run_scoped(add, tile)
     else:
-        pl.run_scoped(functools.partial(add_dk, w, i, dk_acc, step, begins), tile)
+        pl.run_scoped(functools.partial(add_dk, w, i, dk_acc, step, slot, begins), tile)
 
 
 def one_head(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g):
@@ -458,21 +461,26 @@ def only_dv(w: Worker, i: Item, dv_acc):
 
 
 def item_of(w: Worker, item, following, side, n0) -> Item:
+    """The Item, without its steps."""
     s, at = w.schedule, side * sets(w.schedule) + w.set
-    visits = s.visits
     key0, (batch, kv_head) = s.items.where(item)
-    k0 = key0 + w.set * ROWS
-    left, same = limits(w, key0, batch)
-    stream = stream_of(w, item)
-    own = visits.seen(k0, k0 + ROWS, *left)
-    whole = visits.whole(k0, k0 + ROWS, *same)
-    first, last = own[0] - stream.base, own[1] - stream.base
+    return Item(
+        batch, kv_head, key0, key0 + w.set * ROWS, at, n0, stream_of(w, item), following
+    )  # fmt: skip
+
+
+def with_steps(w: Worker, i: Item) -> Item:
+    visits, packed = w.schedule.visits, w.schedule.packed
+    left, same = limits(w, i.key0, i.batch)
+    own = visits.seen(i.k0, i.k0 + ROWS, *left)
+    whole = visits.whole(i.k0, i.k0 + ROWS, *same)
+    first, last = own[0] - i.stream.base, own[1] - i.stream.base
     unmasked, edge = first + 1, last
-    if visits.causal or s.packed:
-        unmasked = jnp.clip(whole[0] - stream.base, first + 1, last)
-    if visits.window is not None or s.packed:
-        edge = jnp.clip(whole[1] - stream.base, unmasked, last)
-    return Item(batch, kv_head, k0, at, n0, stream, first, last, unmasked, edge, following)
+    if visits.causal or packed:
+        unmasked = jnp.clip(whole[0] - i.stream.base, first + 1, last)
+    if visits.window is not None or packed:
+        edge = jnp.clip(whole[1] - i.stream.base, unmasked, last)
+    return i._replace(first=first, last=last, unmasked=unmasked, edge=edge)
 
 
 def differentiate(w: Worker, item, following, side, n0):
@@ -484,8 +492,9 @@ def differentiate(w: Worker, item, following, side, n0):
     total = s.group * i.stream.steps
     if s.items.persistent:  # of an item of fewer steps than are on their way when it begins
         pl.loop(total, ahead(s))(
-            lambda step: load(w, Step(n0 + step, step, 0, step), i.stream, following)
+            lambda nth: load(w, Step(n0 + nth, 0, nth), nth, i.stream, following)
         )
+    i = with_steps(w, i)
 
     @pl.when(i.k0 < keys)
     def _():

@@ -135,6 +135,7 @@ class Worker(NamedTuple):
     delta_ref: Any
     smem: Scratch
     wg: Any
+    o: Any  # its buffer of O
 
 
 class Stream(NamedTuple):
@@ -203,17 +204,12 @@ def v_slot(s: Schedule, n):
 # Load: a warpgroup's rows, and the tiles of K and V.
 
 
-def o_buffer(w: Worker):
-    s = w.schedule
-    return w.smem.o.at[w.wg] if has_o_buffer(s) else w.smem.kv.at[ahead(s) * (w.wg + 1)]
-
-
 def load_rows(w: Worker, item, side):
     s, inputs, smem = w.schedule, w.inputs, w.smem
     row, (batch, head) = s.items.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at, bar = side * s.wgs + w.wg, smem.q_bars.at[w.wg]
-    buffers = (inputs.q, smem.q.at[at]), (inputs.do, smem.do.at[at]), (inputs.o, o_buffer(w))
+    buffers = (inputs.q, smem.q.at[at]), (inputs.do, smem.do.at[at]), (inputs.o, w.o)
     for ref, buffer in buffers:
         plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], buffer, bar)
     stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
@@ -353,7 +349,7 @@ def rows_of(w: Worker, i: Item) -> Rows:
     # Without the barrier the compiler would round the product with the logits, not before.
     lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
-    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], o_buffer(w)))
+    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], w.o))
     delta = jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
         delta = delta - stat(smem.stats.at[1, w.wg])
@@ -378,37 +374,37 @@ def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
 
 def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
-    acc = plgpu.ACC((ROWS, w.schedule.step), jnp.float32)
-    pl.run_scoped(functools.partial(add_dq, w, i, rows, dq_acc, n, masked), acc, acc)
-
-
-def add_dq(w: Worker, i: Item, rows: Rows, dq_acc, n, masked, s_acc, dp_acc):
     s, smem = w.schedule, w.smem
     slot, slot_of_v = s.slot(n), v_slot(s, n)
-    # These minima change nothing.  But where the compiler sees that an operand stays in place, it
-    # holds the descriptors of all its slices in registers, up to 64 of them.
-    here = jnp.minimum(i.at, n + s.sides * s.wgs)
-    v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]
     across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
-    # Issue S = Q K^T and dP = dO V^T.
-    plgpu.barrier_wait(smem.k_full.at[slot])
-    across(s_acc, smem.q.at[here], smem.kv.at[slot])
-    plgpu.barrier_wait(smem.v_full.at[slot_of_v])
-    across(dp_acc, smem.do.at[here], v)
-    # Compute P under dP.
-    scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-    release_k(w, i, n)
-    p, slope = probabilities(w, i, rows, scores, n, masked)
-    # Compute dS.
-    dp = dp_acc[...]
-    if masked and s.packed:
-        plgpu.commit_smem()  # plain loads have read the ids
-    plgpu.barrier_arrive(smem.free.at[slot])
-    ds = p * (dp - along(rows.delta, p.shape, 0))
-    ds = (ds if slope is None else ds * slope).astype(s.dtype)
-    # Accumulate dQ, under the next step.
-    plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
-    refill_v(w, i, n)
+
+    def add_dq(s_acc, dp_acc):
+        # Issue S = Q K^T and dP = dO V^T.  These minima change nothing.  But where the compiler
+        # sees that an operand stays in place, it holds the descriptors of all its slices in
+        # registers, up to 64 of them.
+        here = jnp.minimum(i.at, n + s.sides * s.wgs)
+        v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]
+        plgpu.barrier_wait(smem.k_full.at[slot])
+        across(s_acc, smem.q.at[here], smem.kv.at[slot])
+        plgpu.barrier_wait(smem.v_full.at[slot_of_v])
+        across(dp_acc, smem.do.at[here], v)
+        # Compute P under dP.
+        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        release_k(w, i, n)
+        p, slope = probabilities(w, i, rows, scores, n, masked)
+        # Compute dS.
+        dp = dp_acc[...]
+        if masked and s.packed:
+            plgpu.commit_smem()  # plain loads have read the ids
+        plgpu.barrier_arrive(smem.free.at[slot])
+        ds = p * (dp - along(rows.delta, p.shape, 0))
+        ds = (ds if slope is None else ds * slope).astype(s.dtype)
+        # Accumulate dQ, under the next step.
+        plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
+        refill_v(w, i, n)
+
+    acc = plgpu.ACC((ROWS, s.step), jnp.float32)
+    pl.run_scoped(add_dq, acc, acc)
 
 
 def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
@@ -485,6 +481,14 @@ def differentiate(w: Worker, item, following, side, n0):
     return i.stream.end
 
 
+def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem: Scratch):
+    wg = lax.axis_index("wg")
+    o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
+    w = Worker(s, inputs, dq_ref, delta_ref, smem, wg, o)
+    work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))
+    plgpu.wait_smem_to_gmem(0)
+
+
 def scratch(s: Schedule, has_dlse: bool) -> dict:
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     buffers = dict(
@@ -523,10 +527,7 @@ def _backward_dq(
         segments = Segments(*segments, segment_spans(*segments, s.visits, s.block, s.lead))
 
     def attention_backward_dq(inputs, dq_ref, delta_ref, **smem):
-        w = Worker(s, inputs, dq_ref, delta_ref, Scratch(**smem), lax.axis_index("wg"))
-        begin = lambda item: load_rows(w, item, 0)
-        work_items(inputs.plan, begin, functools.partial(differentiate, w))
-        plgpu.wait_smem_to_gmem(0)
+        body(s, inputs, dq_ref, delta_ref, Scratch(**smem))
 
     return mosaic.kernel(
         attention_backward_dq,
