@@ -187,14 +187,10 @@ def load_kv(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
 
 
-def limits(w: Worker, key0, batch):
-    return w.schedule.limits(key0, batch, w.inputs.segments.spans if w.schedule.packed else None)
-
-
 def stream_of(w: Worker, item) -> Stream:
     s = w.schedule
     key0, (batch, kv_head) = s.items.where(item)
-    low, high = s.visits.seen(key0, key0 + s.block, *limits(w, key0, batch)[0])
+    low, high = s.visits.seen(key0, key0 + s.block, *s.limits(key0, batch, w.inputs.segments)[0])
     return Stream(batch, kv_head * s.group, low, high - low)
 
 
@@ -471,8 +467,8 @@ def item_of(w: Worker, item, following, side, n0) -> Item:
 
 def with_steps(w: Worker, i: Item) -> Item:
     visits, packed = w.schedule.visits, w.schedule.packed
-    left, same = limits(w, i.key0, i.batch)
-    own = visits.seen(i.k0, i.k0 + ROWS, *left)
+    limits, same = w.schedule.limits(i.key0, i.batch, w.inputs.segments)
+    own = visits.seen(i.k0, i.k0 + ROWS, *limits)
     whole = visits.whole(i.k0, i.k0 + ROWS, *same)
     first, last = own[0] - i.stream.base, own[1] - i.stream.base
     unmasked, edge = first + 1, last

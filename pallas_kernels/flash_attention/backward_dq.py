@@ -41,6 +41,13 @@ from pallas_kernels.flash_attention.masks import (
     some_rows_see_nothing,
     visible,
 )
+from pallas_kernels.flash_attention.queries import (
+    Item,
+    diagonal_crosses_tiles,
+    is_ragged,
+    item_of,
+    tiles_of,
+)
 from pallas_kernels.flash_attention.schedule import (
     STATIC,
     Schedule,
@@ -147,27 +154,6 @@ class Stream(NamedTuple):
     end: Any
 
 
-class Item(NamedTuple):
-    """A block of queries, as one warpgroup sees it; steps are numbered across a block's items."""
-
-    batch: Any
-    head: Any
-    q0: Any  # the warpgroup's first query
-    at: Any  # its buffer of Q and dO
-    n0: Any  # the first step of the block
-    stream: Stream
-    first: Any  # the warpgroup's first step; the others may see further
-    last: Any  # the one after its last
-    unmasked: Any  # its first step without a mask, after `first`
-    edge: Any  # its first step after those
-    following: Any  # the block's next item, negative or None if there is none
-    side: Any
-
-    @property
-    def rows(self):
-        return pl.ds(self.q0, ROWS)
-
-
 class Rows(NamedTuple):
     """What a warpgroup keeps of its rows in registers."""
 
@@ -189,11 +175,6 @@ def frees_k_apart(s: Schedule) -> bool:
 def has_o_buffer(s: Schedule) -> bool:
     """Whether O has a buffer of its own, and not slots that K and V fill later."""
     return s.width <= 128
-
-
-def is_ragged(s: Schedule) -> bool:
-    """Whether the last tile of keys is not full."""
-    return s.visits.lengths[1] % s.step != 0
 
 
 def v_slot(s: Schedule, n):
@@ -220,16 +201,9 @@ def load_rows(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
 
 
-def limits(w: Worker, row, batch):
-    return w.schedule.limits(row, batch, w.inputs.segments.spans if w.schedule.packed else None)
-
-
 def stream_of(w: Worker, item, n0) -> Stream:
     """The Stream of an item whose first step is n0."""
-    s = w.schedule
-    row, (batch, head) = s.items.where(item)
-    low, high = s.visits.seen(row, row + s.block, *limits(w, row, batch)[0])
-    return Stream(batch, head, n0 + high, n0 + high - low)
+    return Stream(*tiles_of(w.schedule, w.inputs.segments, item, n0))
 
 
 def send_k(w: Worker, n, stream: Stream):
@@ -263,12 +237,12 @@ def load(w: Worker, i: Item, n, *sends):
             send(w, n, stream)
 
     def send_following():
-        coming = stream_of(w, i.following, i.stream.end)
+        coming = stream_of(w, i.following, i.end)
         pl.when(n < coming.end)(lambda: send_all(coming))
 
-    pl.when(n < i.stream.end)(lambda: send_all(i.stream))
+    pl.when(n < i.end)(lambda: send_all(i.stream))
     if w.schedule.items.persistent:
-        pl.when((n >= i.stream.end) & (i.following >= 0))(send_following)
+        pl.when((n >= i.end) & (i.following >= 0))(send_following)
 
 
 def refill(w: Worker, i: Item, n, free, *sends):
@@ -289,7 +263,7 @@ def refill(w: Worker, i: Item, n, free, *sends):
 def load_first(w: Worker, i: Item):
     """Orders what the item before has not: it had fewer steps than `ahead`, or is none."""
     s = w.schedule
-    begin = jnp.where(i.n0 == 0, 0, i.stream.end - i.n0) if s.items.persistent else 0
+    begin = jnp.where(i.n0 == 0, 0, i.end - i.n0) if s.items.persistent else 0
 
     @pl.loop(begin, ahead(s))
     def _(step):
@@ -366,7 +340,7 @@ def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
         k_ids = plgpu.load(w.smem.ids.at[s.slot(n)], layout=COL, optimized=False)
         x = same_segment(x, rows.q_ids, k_ids)
     if masked:
-        k0, keys = (i.stream.top - 1 - n) * s.step, visits.lengths[1] if is_ragged(s) else None
+        k0, keys = (i.top - 1 - n) * s.step, visits.lengths[1] if is_ragged(s) else None
         q0 = i.q0 + visits.offset
         x = visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
@@ -415,7 +389,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     one(i.first, visits.causal or is_ragged(s) or s.packed)
     start = i.first + 1
     # The diagonal may cross two tiles, and segments may begin and end anywhere.
-    if s.packed or (visits.causal and (visits.offset % ROWS or s.step % ROWS)):
+    if s.packed or diagonal_crosses_tiles(s):
         walk(start, i.unmasked, True)
         start = i.unmasked
     walk(start, i.edge, False)
@@ -433,29 +407,11 @@ def store(w: Worker, i: Item, dq):
     plgpu.copy_smem_to_gmem(smem.at[w.wg], w.dq_ref.at[i.batch, i.rows, i.head])
 
 
-def item_of(w: Worker, item, following, side, n0) -> Item:
-    s = w.schedule
-    visits, at = s.visits, side * s.wgs + w.wg
-    row, (batch, head) = s.items.where(item)
-    q0 = row + w.wg * ROWS
-    left, same = limits(w, row, batch)
-    low, high = visits.seen(row, row + s.block, *left)
-    own = visits.seen(q0, q0 + ROWS, *left)
-    whole = visits.whole(q0, q0 + ROWS, *same)
-    stream = Stream(batch, head, n0 + high, n0 + high - low)
-    first, last = stream.top - own[1], stream.top - own[0]
-    unmasked = jnp.clip(stream.top - whole[1], first + 1, last)
-    edge = last
-    if visits.window is not None or s.packed:
-        edge = jnp.clip(stream.top - whole[0], unmasked, last)
-    return Item(
-        batch, head, q0, at, n0, stream, first, last, unmasked, edge, following, side
-    )  # fmt: skip
-
-
 def differentiate(w: Worker, item, following, side, n0):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
-    s, i = w.schedule, item_of(w, item, following, side, n0)
+    s = w.schedule
+    i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
+    i = i._replace(stream=Stream(i.batch, i.head, i.top, i.end))
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
@@ -469,16 +425,16 @@ def differentiate(w: Worker, item, following, side, n0):
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
         pl.run_scoped(functools.partial(accumulate, w, i, rows), accumulator)
         if s.visits.window is not None:
-            pass_by(w, i, i.last, i.stream.end)
+            pass_by(w, i, i.last, i.end)
 
     if s.lead:
 
         @pl.when(i.q0 < 0)  # nothing but padding
         def _():
             load_following(w, i)
-            pass_by(w, i, n0, i.stream.end)
+            pass_by(w, i, n0, i.end)
 
-    return i.stream.end
+    return i.end
 
 
 def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem: Scratch):

@@ -44,6 +44,13 @@ from pallas_kernels.flash_attention.masks import (
     some_rows_see_nothing,
     visible,
 )
+from pallas_kernels.flash_attention.queries import (
+    Item,
+    diagonal_crosses_tiles,
+    is_ragged,
+    item_of,
+    tiles_of,
+)
 from pallas_kernels.flash_attention.schedule import (
     STATIC,
     Heads,
@@ -135,31 +142,9 @@ class Stream(NamedTuple):
     end: Any
 
 
-class Item(NamedTuple):
-    """A block of queries, as one warpgroup sees it; steps are numbered across a block's items."""
-
-    batch: Any
-    head: Any
-    q0: Any  # the warpgroup's first query
-    at: Any  # its buffer of qo
-    n0: Any  # the first step of the block
-    stream: Stream
-    first: Any  # the warpgroup's first step; the others may see further
-    last: Any  # the one after its last
-    unmasked: Any  # its first step without a mask, after `first`
-    edge: Any  # its first step after those
-    following: Any  # the block's next item, negative or None if there is none
-    side: Any
-
-
 def v_stages(s: Schedule) -> int:
     """A step uses its values after its keys, so a ring of V serves with fewer buffers."""
     return s.stages if s.width <= 64 else 2
-
-
-def is_ragged(s: Schedule) -> bool:
-    """Whether the last tile of keys is not full."""
-    return s.visits.lengths[1] % s.step != 0
 
 
 def mixes_masks(s: Schedule) -> bool:
@@ -167,8 +152,7 @@ def mixes_masks(s: Schedule) -> bool:
 
     The diagonal may cross two tiles, segments may begin and end anywhere, and so may the window.
     """
-    diagonal = s.visits.causal and bool(s.visits.offset % ROWS or s.step % ROWS)
-    return diagonal or s.visits.window is not None or s.packed
+    return diagonal_crosses_tiles(s) or s.visits.window is not None or s.packed
 
 
 # Load: the rows of Q, and the tiles of K and V.
@@ -185,16 +169,10 @@ def load_q(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
 
 
-def limits(w: Worker, row, batch):
-    return w.schedule.limits(row, batch, w.inputs.segments.spans if w.schedule.packed else None)
-
-
 def stream_of(w: Worker, item, n0) -> Stream:
     """The Stream of an item whose first step is n0."""
-    s = w.schedule
-    row, (batch, head) = s.items.where(item)
-    low, high = s.visits.seen(row, row + s.block, *limits(w, row, batch)[0])
-    return Stream(batch, head // s.group, n0 + high, n0 + high - low)
+    batch, head, top, end = tiles_of(w.schedule, w.inputs.segments, item, n0)
+    return Stream(batch, head // w.schedule.group, top, end)
 
 
 def send(w: Worker, ring: Ring, n, stream: Stream):
@@ -297,7 +275,7 @@ def mask(w: Worker, i: Item, x, n):
         k_ids = stat(smem.k_ids.at[w.k.slot(n)], layout=COL)
         x = same_segment(x, q_ids, k_ids)
         plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
-    k0, keys = (i.stream.top - 1 - n) * s.step, s.visits.lengths[1] if is_ragged(s) else None
+    k0, keys = (i.top - 1 - n) * s.step, s.visits.lengths[1] if is_ragged(s) else None
     visits = s.visits
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
@@ -393,7 +371,7 @@ def accumulate(w: Worker, i: Item, o_acc):
     o = o_acc[...]
     release(w.v, i.last - 1)
     if w.schedule.visits.window is not None:
-        pass_by(w, i, i.last, i.stream.end)
+        pass_by(w, i, i.last, i.end)
     return o, m, l
 
 
@@ -410,36 +388,17 @@ def store(w: Worker, i: Item, o, m, l):
     plgpu.commit_smem()  # all warps have multiplied with the queries
     smem.qo[i.at] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
     plgpu.commit_smem()
-    rows = pl.ds(i.q0, ROWS)
-    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], w.o_ref.at[i.batch, rows, i.head])
-    mosaic.store(w.lse_ref.at[i.batch, i.head, rows], m * (1 / LOG2E) + jnp.log(l))
-
-
-def item_of(w: Worker, item, following, side, n0) -> Item:
-    s = w.schedule
-    visits, at = s.visits, side * s.wgs + w.wg
-    row, (batch, head) = s.items.where(item)
-    q0 = row + w.wg * ROWS
-    left, same = limits(w, row, batch)
-    low, high = visits.seen(row, row + s.block, *left)
-    stream = Stream(batch, head // s.group, n0 + high, n0 + high - low)
-    own = visits.seen(q0, q0 + ROWS, *left)
-    whole = visits.whole(q0, q0 + ROWS, *same)
-    first, last = stream.top - own[1], stream.top - own[0]
-    unmasked = jnp.clip(stream.top - whole[1], first + 1, last)
-    edge = last
-    if visits.window is not None or s.packed:
-        edge = jnp.clip(stream.top - whole[0], unmasked, last)
-    return Item(
-        batch, head, q0, at, n0, stream, first, last, unmasked, edge, following, side
-    )  # fmt: skip
+    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], w.o_ref.at[i.batch, i.rows, i.head])
+    mosaic.store(w.lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
 
 
 def attend(w: Worker, item, following, side, n0):
     """One block of queries, with the steps from n0 on; returns the step after its last."""
-    s, i = w.schedule, item_of(w, item, following, side, n0)
+    s = w.schedule
+    i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
+    i = i._replace(stream=Stream(i.batch, i.head // s.group, i.top, i.end))
     if following is not None:  # where this item has few steps
-        load_from(w, i.stream.end, n0, i.stream, following)
+        load_from(w, i.end, n0, i.stream, following)
 
     @pl.when(i.q0 >= 0)
     def _():
@@ -454,9 +413,9 @@ def attend(w: Worker, item, following, side, n0):
         def _():
             plgpu.barrier_wait(w.smem.q_bars.at[i.at])
             load_following_q(w, i)
-            pass_by(w, i, n0, i.stream.end)
+            pass_by(w, i, n0, i.end)
 
-    return i.stream.end
+    return i.end
 
 
 def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem: Scratch):

@@ -93,10 +93,13 @@ class Schedule(NamedTuple):
         """The slot of step n in a ring of `stages`."""
         return lax.rem(n, jnp.int32(self.stages))
 
-    def limits(self, row, batch, spans_ref):
-        """The tiles that segments leave to the block that begins at `row`, see Visits.limits."""
+    def limits(self, row, batch, segments):
+        """The tiles that segments leave to the block that begins at `row`, see Visits.limits.
+
+        segments: references to Segments, or None.
+        """
         mine = lax.div(row + self.lead, jnp.int32(self.block))
-        return self.visits.limits((lambda i: spans_ref[batch, mine, i]) if self.packed else None)
+        return self.visits.limits((lambda n: segments.spans[batch, mine, n]) if segments else None)
 
     def buffer(self, n: int, rows: int):
         """Shared memory for n tiles of that many rows, as TMA and wgmma want it."""
