@@ -429,8 +429,7 @@ def store(w: Worker, x, smem, target):
 def store_dk(w: Worker, i: Item, dk):
     # Of two warpgroups that pair up each is the only reader of one of K and V.
     s, smem = w.schedule, w.smem.v if w.smem.dk is None else w.smem.dk
-    target = w.dk_ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head]
-    store(w, dk * s.scale, smem, target)
+    store(w, dk * s.scale, smem, w.dk_ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head])
 
 
 def store_dv(w: Worker, i: Item, dv):
