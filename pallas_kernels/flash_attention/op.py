@@ -6,10 +6,10 @@ Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 202
 h reads kv head h // (H / K).  Only the log-sum-exp of each row is saved; the backward pass computes
 P again from it (Dao et al. 2022, "FlashAttention").
 
-The kernels are in forward.py, backward_dq.py (dQ) and backward_dkv.py, what a query
-sees in masks.py, which block works on what in schedule.py.  This file has the op, its jnp
-reference, what ties the two directions together, and cuDNN as the stand-in where the kernels cannot
-run.  qkv.py has the op for q, k and v in one array.
+forward.py, backward_dq.py and backward_dkv.py have the kernels, masks.py what a query sees,
+schedule.py which block works on what, queries.py the blocks of queries of the first two kernels.
+This file has the op, its jnp reference, what ties the two directions together, and cuDNN as the
+stand-in where the kernels cannot run.  qkv.py has the op for q, k and v in one array.
 """
 
 import functools
@@ -123,18 +123,11 @@ def cudnn_why_not(
 def why_slower(q, k) -> str | None:
     """Why cuDNN is faster than the kernels, which would pad q, k and v in copies, or None.
 
-    Speed of the kernels relative to cuDNN, forward / both directions, H100, JAX 0.11.2 (python -m
-    pallas_kernels.benchmark --untuned), as (B, T, H/K, D):
-
-        (2, 2050, 10/5, 128) 0.87 / 0.95                       (4, 1500, 8/8, 40)  0.80 / 1.07
-        (1, 2050, 10/2, 64), window 100, 0.52 / 0.75           (3, 1000, 6/6, 80)  0.76 / 0.92
-        (7, 300, 3/1, 128), not causal, 0.61 / 0.61            (9, 500, 5/5, 120)  0.53 / 0.82
-                                                               (2, 3000, 9/3, 160) 0.81 / 1.01
-
-    Told to add in a fixed order cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md), and
+    Padded, they ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md has the table).
+    Asked to add in a fixed order, cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md), and
     nobody has measured these shapes so: the kernels, which always do, stay.
     """
-    if _told_to_be_deterministic():
+    if _xla_is_deterministic():
         return None
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 8:
@@ -144,7 +137,7 @@ def why_slower(q, k) -> str | None:
     return f"the kernel would pad D={d} to {width}" if width > d else None
 
 
-def _told_to_be_deterministic() -> bool:
+def _xla_is_deterministic() -> bool:
     flag = r"--xla_gpu_(?:exclude_non)?deterministic_ops(=\S*)?(?!\S)"
     values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
     return any(value.lower() in ("", "=true", "=1") for value in values)
