@@ -89,7 +89,7 @@ class Scratch(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Tiles of Q or of dO, the statistics that come along, and who orders them."""
+    """Tiles of Q or of dO, the statistics that come along, and who loads them."""
 
     ref: Any
     stats_ref: Any
@@ -153,7 +153,7 @@ class Item(NamedTuple):
 
 
 def ahead(s: Schedule) -> int:
-    """Steps before theirs that tiles are ordered."""
+    """How many steps early tiles are loaded."""
     return s.stages - (2 if s.stages > 3 else 1)
 
 
@@ -195,7 +195,7 @@ def stream_of(w: Worker, item) -> Stream:
 
 
 def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
-    """Orders the tile r of the head g for step n, once all warpgroups have left its buffer."""
+    """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
     s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
         over = jnp.where(stream.steps == 1, r, (r >= stream.steps).astype(jnp.int32))
@@ -225,10 +225,10 @@ def load_one(w: Worker, ring: Ring, step: Step, i, stream: Stream, following):
 
 
 def load(w: Worker, step: Step, i, stream: Stream, following):
-    """Orders the tiles of a step, the i-th of its item.
+    """Loads the tiles of a step, the i-th of its item.
 
-    It may lie up to `ahead` tiles past its head's last one, and after those of the item's last head
-    come those of the next item.  Two warps do, one for Q and one for dO; only they wait until all
+    It may lie up to `ahead` tiles past its head's last one; after those of the item's last head
+    come those of the next item.  Two warps load, one Q and one dO; only they wait until all
     warpgroups have left the buffers.
     """
 
@@ -242,14 +242,14 @@ def load(w: Worker, step: Step, i, stream: Stream, following):
 
 
 def load_later(w: Worker, i: Item, g, r):
-    """Orders what is to be on its way after step r of the head g."""
+    """Loads what must be on its way after step r of head g."""
     nth = g * i.stream.steps + r + ahead(w.schedule)
     step = Step(i.n0 + nth, g, r + ahead(w.schedule))
     load(w, step, nth, i.stream, i.following)
 
 
 def begin(w: Worker, item):
-    """Orders what the first item of a block needs at once."""
+    """Loads what the first item of a block needs at once."""
     pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
     stream = stream_of(w, item)
     pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream, None))
@@ -517,7 +517,7 @@ def body(s: Schedule, inputs: Inputs, dk_ref, dv_ref, smem: Scratch):
     q = Ring(
         inputs.q, inputs.lse, q_ids, smem.q, smem.lse, smem.q_ids, smem.q_full, s.wgs - 1, warp=0
     )
-    # Of two warpgroups that pair up the second orders both: it has more time.
+    # Of two warpgroups that pair up, the second loads both rings.
     sender = s.wgs - 1 if pair else 0
     do = Ring(
         inputs.do, inputs.delta, None, smem.do, smem.delta, None, smem.do_full, sender, warp=1

@@ -18,7 +18,7 @@ core in registers, and nobody loads tiles that no row of a block sees (masks.py)
              <---------------------- free --   all warpgroups have left V of step n, and K of n - 1
 
 dQ += dS K of a step runs on under the next one, so K has a slot more than V.  The last warpgroup
-also orders the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
+also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
 leave a step: it does not wait for the others.
 """
 
@@ -128,7 +128,7 @@ class Scratch(NamedTuple):
     v_full: Any  # of each slot of V
     free: Any  # of each slot of K
     ids: Any = None  # (stages + wgs,64): of each slot of K, of each warpgroup's queries
-    k_free: Any = None  # of each slot of K, where `free` is about V alone
+    k_free: Any = None  # of each slot of K, where `free` guards V alone
     o: Any = None  # (wgs,64,D); None: O comes through slots of K and V that are not in use yet
     dq: Any = None  # (wgs,64,D); None: dQ leaves through the buffer of dO
 
@@ -163,12 +163,12 @@ class Rows(NamedTuple):
 
 
 def ahead(s: Schedule) -> int:
-    """Steps before theirs that tiles are ordered, and slots of V: a step reads K longer."""
+    """How many steps early tiles are loaded, and how many slots V has: a step reads K longer."""
     return s.stages - 1
 
 
 def frees_k_apart(s: Schedule) -> bool:
-    """Ordered one step ahead, K cannot wait until V's slot is free as well."""
+    """Loaded only one step early, K cannot wait until V's slot is free as well."""
     return ahead(s) == 1
 
 
@@ -223,13 +223,13 @@ def send_v(w: Worker, n, stream: Stream):
     plgpu.copy_gmem_to_smem(v, smem.kv.at[s.stages + slot], smem.v_full.at[slot])
 
 
-WARPS = {send_k: 0, send_v: 1}  # of the last warpgroup, who order K and V
+WARPS = {send_k: 0, send_v: 1}  # the warps of the last warpgroup that load K and V
 
 
 def load(w: Worker, i: Item, n, *sends):
-    """Orders K or V or both of step n, if there is one: from the stream's end on of the next item.
+    """Loads K or V or both of step n, if there is one: from the stream's end on of the next item.
 
-    sends: of send_k and send_v those to do.
+    sends: send_k, send_v or both.
     """
 
     def send_all(stream):
@@ -246,7 +246,7 @@ def load(w: Worker, i: Item, n, *sends):
 
 
 def refill(w: Worker, i: Item, n, free, *sends):
-    """Orders the tiles for the slots that all warpgroups leave at step n."""
+    """Loads tiles into the slots that all warpgroups leave at step n."""
     s = w.schedule
 
     def one(send):
@@ -261,7 +261,7 @@ def refill(w: Worker, i: Item, n, free, *sends):
 
 
 def load_first(w: Worker, i: Item):
-    """Orders what the item before has not: it had fewer steps than `ahead`, or is none."""
+    """Loads what the item before has not loaded: it had fewer steps than `ahead`, or is none."""
     s = w.schedule
     begin = jnp.where(i.n0 == 0, 0, i.end - i.n0) if s.items.persistent else 0
 
@@ -275,7 +275,7 @@ def load_first(w: Worker, i: Item):
 
 
 def load_following(w: Worker, i: Item):
-    """Orders the next item's rows, and what comes where O was: O and the statistics are read."""
+    """Loads the next item's rows, and the tile where O was: O and the statistics have been read."""
     s = w.schedule
     if not has_o_buffer(s):
         pl.when(w.wg == s.wgs - 1)(lambda: load(w, i, i.n0 + ahead(s) - 1, send_v))
@@ -293,8 +293,8 @@ def release_k(w: Worker, i: Item, n):
         refill(w, i, n, w.smem.k_free, send_k)
 
 
-def refill_v(w: Worker, i: Item, n):
-    """Orders for the slots that `free` is about."""
+def refill_free(w: Worker, i: Item, n):
+    """Loads into the slots that `free` guards."""
     sends = (send_v,) if frees_k_apart(w.schedule) else (send_k, send_v)
     refill(w, i, n, w.smem.free, *sends)
 
@@ -309,7 +309,7 @@ def pass_by(w: Worker, i: Item, low, high):
         plgpu.barrier_wait(smem.v_full.at[v_slot(s, n)])
         release_k(w, i, n)
         plgpu.barrier_arrive(smem.free.at[s.slot(n)])
-        refill_v(w, i, n)
+        refill_free(w, i, n)
 
 
 # Compute P, dS and dQ.
@@ -375,7 +375,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         # Accumulate dQ, under the next step.
         plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
-        refill_v(w, i, n)
+        refill_free(w, i, n)
 
     acc = plgpu.ACC((ROWS, s.step), jnp.float32)
     pl.run_scoped(add_dq, acc, acc)
@@ -480,7 +480,9 @@ def _backward_dq(
         softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
     )  # fmt: skip
     if packed:
-        segments = Segments(*segments, segment_spans(*segments, s.visits, s.block, s.lead))
+        q_ids, k_ids = segments
+        spans = segment_spans(q_ids, k_ids, s.visits, s.block, s.lead)
+        segments = Segments(q_ids, k_ids, spans)
 
     def attention_backward_dq(inputs, dq_ref, delta_ref, **smem):
         body(s, inputs, dq_ref, delta_ref, Scratch(**smem))

@@ -21,8 +21,8 @@ apart.  P never leaves the registers: it is the register operand of the second w
 
 No warpgroup only loads: the others would miss its registers (`setmaxnreg` would hand them over, but
 the compiler ignores it where it compiles relocatably, as jaxlib does from 0.12 on).  While the
-tensor core works on S_n, one warp of the first warpgroup orders the keys of the next step and one
-of the last its values, into buffers that all warpgroups left a step ago.  masks.py says which
+tensor core works on S_n, one warp of the first warpgroup loads the keys of the next step and one of
+the last its values, into buffers that all warpgroups left a step ago.  masks.py says which
 tiles a block visits, and which of them need a mask; schedule.py which block works on what.
 """
 
@@ -112,7 +112,7 @@ class Ring(NamedTuple):
     stages: int
     ids_ref: Any  # the ids that come along with each tile, or None
     ids_smem: Any
-    ahead: int  # steps before theirs that tiles are ordered
+    ahead: int  # how many steps early it loads a tile
     wg: int
     warp: int
 
@@ -176,7 +176,7 @@ def stream_of(w: Worker, item, n0) -> Stream:
 
 
 def send(w: Worker, ring: Ring, n, stream: Stream):
-    """Orders the tile of step n, once all warpgroups have left its buffer."""
+    """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
     slot, keys = ring.slot(n), pl.ds((stream.top - 1 - n) * w.schedule.step, w.schedule.step)
     pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
     source = ring.ref.at[stream.batch, keys, ring.first_head + stream.kv_head]
@@ -187,9 +187,9 @@ def send(w: Worker, ring: Ring, n, stream: Stream):
 
 
 def load(w: Worker, ring: Ring, n, stream: Stream, following):
-    """Orders the tile of step n: from the stream's end on one of the next item.
+    """Loads the tile of step n, which from the stream's end on is one of the next item.
 
-    One warp does; only it waits until all warpgroups have left the buffer.
+    One warp does so; only it waits until all warpgroups have left the buffer.
     """
 
     def send_following():
@@ -207,21 +207,20 @@ def load(w: Worker, ring: Ring, n, stream: Stream, following):
 
 
 def load_from(w: Worker, begin, n0, stream: Stream, following):
-    """Orders the tiles from step `begin` on that are to be on their way when step n0 begins."""
+    """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
     for ring in (w.k, w.v):
-        pl.loop(begin, n0 + ring.ahead)(
-            lambda n, ring=ring: load(w, ring, n, stream, following)
-        )  # fmt: skip
+        one = functools.partial(load, w, ring, stream=stream, following=following)
+        pl.loop(begin, n0 + ring.ahead)(lambda n, one=one: one(n))
 
 
 def load_later(w: Worker, i: Item, n):
-    """Orders tiles under the matmuls of step n: all warpgroups have left the step before."""
+    """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
     for ring in (w.k, w.v):
         load(w, ring, n + ring.ahead, i.stream, i.following)
 
 
 def begin(w: Worker, item):
-    """Orders what the first item of a block needs at once."""
+    """Loads what the first item of a block needs at once."""
     load_q(w, item, 0)
     load_from(w, 0, 0, stream_of(w, item, 0), None)
 
@@ -397,7 +396,7 @@ def attend(w: Worker, item, following, side, n0):
     s = w.schedule
     i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
     i = i._replace(stream=Stream(i.batch, i.head // s.group, i.top, i.end))
-    if following is not None:  # where this item has few steps
+    if following is not None:  # its tiles may follow at once: this item has few steps
         load_from(w, i.end, n0, i.stream, following)
 
     @pl.when(i.q0 >= 0)

@@ -1,7 +1,7 @@
 """What a query sees, for all three kernels: the tiles that a block visits, the mask inside a tile.
 
 A block owns rows (of queries; in the dK/dV kernel of keys) and tiles of columns stream past it.
-It visits one range of them, the others are never loaded.  Inside that range lies another one whose
+It visits one range of them and never loads the others.  Inside that range lies another one whose
 tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 128, 64-key tiles:
 
     tile 0      tile 1         tile 2         tile 3             tile 4
