@@ -70,18 +70,18 @@ class Scratch(NamedTuple):
 
     k: Any  # (sides sets,64,D)
     v: Any  # (sides sets,64,D)
-    q: Any  # (stages,step,D)
-    do: Any  # (stages,step,D)
-    lse: Any  # (stages,step)
-    delta: Any  # (stages,step)
+    q: Any  # (stages,columns,D)
+    do: Any  # (stages,columns,D)
+    lse: Any  # (stages,columns)
+    delta: Any  # (stages,columns)
     k_bars: Any  # of each buffer of K
     v_bars: Any
     q_full: Any  # of each slot
     do_full: Any
     free: Any
     k_ids: Any = None  # (sides sets,64)
-    q_ids: Any = None  # (stages,step)
-    p: Any = None  # (64,step), of two warpgroups that pair up
+    q_ids: Any = None  # (stages,columns)
+    p: Any = None  # (64,columns), of two warpgroups that pair up
     p_full: Any = None
     p_free: Any = None
     dv: Any = None  # (sets,64,D); None: dV and dK leave through the buffers of K and V
@@ -200,7 +200,7 @@ def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
     if s.group > 1:  # no division, which would take longer than the copies
         over = jnp.where(stream.steps == 1, r, (r >= stream.steps).astype(jnp.int32))
         g, r = g + over, r - over * stream.steps
-    slot, at = s.slot(n), pl.ds((stream.base + r) * s.step, s.step)
+    slot, at = s.slot(n), pl.ds((stream.base + r) * s.columns, s.columns)
     pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))
     bar = ring.full.at[slot]
     tile = ring.ref.at[stream.batch, at, stream.head + g]
@@ -288,7 +288,7 @@ def across(w: Worker, acc, rows, ring, slot):
 def column(w: Worker, ref, slot):
     """A statistic of the queries, over a tile of S^T."""
     stat = plgpu.load(ref.at[slot], layout=COL, optimized=False)
-    return along(stat, (ROWS, w.schedule.step), 1)
+    return along(stat, (ROWS, w.schedule.columns), 1)
 
 
 def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
@@ -299,7 +299,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
         q_ids = plgpu.load(w.smem.q_ids.at[slot], layout=COL, optimized=False)
         x = same_segment(x, k_ids, q_ids)
     if masked:
-        q0 = (i.stream.base + step.r) * s.step + visits.offset
+        q0 = (i.stream.base + step.r) * s.columns + visits.offset
         x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
     return jnp.exp2(x - column(w, w.smem.lse, slot) * LOG2E), slope
 
@@ -366,7 +366,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step, slot, begins, dp_acc):
 
 
 def one_step(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g, r, masked, begins=False):
-    step, tile = i.step(g, r), plgpu.ACC((ROWS, w.schedule.step), jnp.float32)
+    step, tile = i.step(g, r), plgpu.ACC((ROWS, w.schedule.columns), jnp.float32)
     slot = w.schedule.slot(step.n)
     plgpu.barrier_wait(w.smem.q_full.at[slot])
     if not pairs_up(w.schedule.width):
@@ -390,7 +390,7 @@ def one_head(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g):
         one(i.first, visits.causal or s.packed, begins=True)
     start = i.first + lazy
     # The diagonal may cross two tiles, and segments may begin anywhere.
-    diagonal = visits.causal and (not lazy or visits.offset % ROWS or s.step % ROWS)
+    diagonal = visits.causal and (not lazy or visits.offset % ROWS or s.columns % ROWS)
     if s.packed or diagonal:
         walk(start, i.unmasked, True)
         start = i.unmasked
@@ -531,12 +531,12 @@ def body(s: Schedule, inputs: Inputs, dk_ref, dv_ref, smem: Scratch):
 
 def scratch(s: Schedule) -> dict:
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    n, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.step), jnp.float32)
+    n, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
     buffers = dict(
         k=s.buffer(n, ROWS),
         v=s.buffer(n, ROWS),
-        q=s.buffer(s.stages, s.step),
-        do=s.buffer(s.stages, s.step),
+        q=s.buffer(s.stages, s.columns),
+        do=s.buffer(s.stages, s.columns),
         lse=stat,
         delta=stat,
         k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=n),
@@ -547,10 +547,10 @@ def scratch(s: Schedule) -> dict:
     )
     if s.packed:
         buffers["k_ids"] = plgpu.SMEM((n, ROWS), jnp.int32)
-        buffers["q_ids"] = plgpu.SMEM((s.stages, s.step), jnp.int32)
+        buffers["q_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
     if pairs_up(s.width):
-        swizzled = mosaic.wgmma_tiles(s.step, jnp.float32)
-        buffers["p"] = plgpu.SMEM((ROWS, s.step), jnp.float32, transforms=swizzled)
+        swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
+        buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
         buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
     if s.items.persistent:
         buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)

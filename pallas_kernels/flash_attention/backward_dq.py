@@ -121,7 +121,7 @@ class Scratch(NamedTuple):
 
     q: Any  # (sides wgs,64,D)
     do: Any  # (sides wgs,64,D)
-    kv: Any  # (stages + ahead,step,D): the ring of K, and then the ring of V
+    kv: Any  # (stages + ahead,columns,D): the ring of K, and then the ring of V
     stats: Any  # (1 or 2,wgs,64): lse, dlse
     q_bars: Any  # of each warpgroup
     k_full: Any  # of each slot of K
@@ -208,7 +208,7 @@ def stream_of(w: Worker, item, n0) -> Stream:
 
 def send_k(w: Worker, n, stream: Stream):
     s, smem = w.schedule, w.smem
-    keys, kv_head = pl.ds((stream.top - 1 - n) * s.step, s.step), stream.head // s.group
+    keys, kv_head = pl.ds((stream.top - 1 - n) * s.columns, s.columns), stream.head // s.group
     slot, k = s.slot(n), w.inputs.k.at[stream.batch, keys, s.k_first + kv_head]
     plgpu.copy_gmem_to_smem(k, smem.kv.at[slot], smem.k_full.at[slot])
     if s.packed:
@@ -218,7 +218,7 @@ def send_k(w: Worker, n, stream: Stream):
 
 def send_v(w: Worker, n, stream: Stream):
     s, smem = w.schedule, w.smem
-    keys, kv_head = pl.ds((stream.top - 1 - n) * s.step, s.step), stream.head // s.group
+    keys, kv_head = pl.ds((stream.top - 1 - n) * s.columns, s.columns), stream.head // s.group
     slot, v = v_slot(s, n), w.inputs.v.at[stream.batch, keys, s.v_first + kv_head]
     plgpu.copy_gmem_to_smem(v, smem.kv.at[s.stages + slot], smem.v_full.at[slot])
 
@@ -340,7 +340,7 @@ def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
         k_ids = plgpu.load(w.smem.ids.at[s.slot(n)], layout=COL, optimized=False)
         x = same_segment(x, rows.q_ids, k_ids)
     if masked:
-        k0, keys = (i.top - 1 - n) * s.step, visits.lengths[1] if is_ragged(s) else None
+        k0, keys = (i.top - 1 - n) * s.columns, visits.lengths[1] if is_ragged(s) else None
         q0 = i.q0 + visits.offset
         x = visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
@@ -377,7 +377,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
         refill_free(w, i, n)
 
-    acc = plgpu.ACC((ROWS, s.step), jnp.float32)
+    acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
     pl.run_scoped(add_dq, acc, acc)
 
 
@@ -450,7 +450,7 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
     buffers = dict(
         q=s.buffer(s.sides * s.wgs, ROWS),
         do=s.buffer(s.sides * s.wgs, ROWS),
-        kv=s.buffer(s.stages + ahead(s), s.step),
+        kv=s.buffer(s.stages + ahead(s), s.columns),
         stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),
         q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.packed, num_barriers=s.wgs),
         k_full=ring(num_arrivals=1 + s.packed),

@@ -89,8 +89,8 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of a block, see the picture."""
 
     qo: Any  # (sides wgs,64,D): Q, and then O
-    k: Any  # (stages,step,D), the ring of K
-    v: Any  # (v_stages,step,D), the ring of V
+    k: Any  # (stages,columns,D), the ring of K
+    v: Any  # (v_stages,columns,D), the ring of V
     q_bars: Any  # of each buffer of qo
     k_full: Any  # of each slot
     v_full: Any
@@ -98,7 +98,7 @@ class Scratch(NamedTuple):
     v_free: Any
     turn: Any  # of each warpgroup
     q_ids: Any = None  # (sides wgs,64)
-    k_ids: Any = None  # (stages,step)
+    k_ids: Any = None  # (stages,columns)
 
 
 class Ring(NamedTuple):
@@ -177,7 +177,7 @@ def stream_of(w: Worker, item, n0) -> Stream:
 
 def send(w: Worker, ring: Ring, n, stream: Stream):
     """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
-    slot, keys = ring.slot(n), pl.ds((stream.top - 1 - n) * w.schedule.step, w.schedule.step)
+    slot, keys = ring.slot(n), pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
     pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
     source = ring.ref.at[stream.batch, keys, ring.first_head + stream.kv_head]
     plgpu.copy_gmem_to_smem(source, ring.smem.at[slot], ring.full.at[slot])
@@ -274,7 +274,7 @@ def mask(w: Worker, i: Item, x, n):
         k_ids = stat(smem.k_ids.at[w.k.slot(n)], layout=COL)
         x = same_segment(x, q_ids, k_ids)
         plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
-    k0, keys = (i.top - 1 - n) * s.step, s.visits.lengths[1] if is_ragged(s) else None
+    k0, keys = (i.top - 1 - n) * s.columns, s.visits.lengths[1] if is_ragged(s) else None
     visits = s.visits
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
@@ -316,7 +316,7 @@ def first_step(w: Worker, i: Item):
         load_later(w, i, i.first)
         return s_acc[...]
 
-    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.step), jnp.float32))
+    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
     masked = s.visits.causal or is_ragged(s) or s.packed
     return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
@@ -341,7 +341,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
         load_later(w, i, n)
         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
 
-    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.step), jnp.float32))
+    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     # Compute the softmax under O += P V.
     p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
     # Rescale O.
@@ -439,8 +439,8 @@ def scratch(s: Schedule) -> dict:
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     buffers = dict(
         qo=s.buffer(s.sides * s.wgs, ROWS),
-        k=s.buffer(s.stages, s.step),
-        v=s.buffer(v_stages(s), s.step),
+        k=s.buffer(s.stages, s.columns),
+        v=s.buffer(v_stages(s), s.columns),
         q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=s.sides * s.wgs),
         k_full=ring(num_arrivals=1 + s.packed),
         v_full=plgpu.Barrier(num_barriers=v_stages(s)),
@@ -450,7 +450,7 @@ def scratch(s: Schedule) -> dict:
     )
     if s.packed:
         buffers["q_ids"] = plgpu.SMEM((s.sides * s.wgs, ROWS), jnp.int32)
-        buffers["k_ids"] = plgpu.SMEM((s.stages, s.step), jnp.int32)
+        buffers["k_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
     return buffers
 
 

@@ -67,9 +67,9 @@ def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
 
 def is_ragged(s: Schedule) -> bool:
     """Whether the last tile of keys is not full."""
-    return s.visits.lengths[1] % s.step != 0
+    return s.visits.lengths[1] % s.columns != 0
 
 
 def diagonal_crosses_tiles(s: Schedule) -> bool:
     """Whether the diagonal of a warpgroup's queries may cross a second tile."""
-    return s.visits.causal and bool(s.visits.offset % ROWS or s.step % ROWS)
+    return s.visits.causal and bool(s.visits.offset % ROWS or s.columns % ROWS)

@@ -77,7 +77,8 @@ class Schedule(NamedTuple):
         return self.tile.wgs
 
     @property
-    def step(self) -> int:
+    def columns(self) -> int:
+        """Columns of one step: keys, or queries in the dK/dV kernel."""
         return self.tile.step
 
     @property
