@@ -3,6 +3,7 @@
 import os
 import shutil
 
+import pytest
 from jaxtyping import install_import_hook
 
 # The interpreter runs each warpgroup of a block as a thread of its own and needs them all at once:
@@ -20,3 +21,27 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Layers and models check the shapes and dtypes that their annotations promise.
 install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
+
+# `pytest -m quick`: these files, and of each of these tests its first case.
+QUICK_FILES = {"test_config.py", "test_dispatch.py", "test_house.py", "test_parity.py"}
+QUICK_TESTS = set(
+    """
+    test_attention_matches_float64 test_it_matches_float64 test_encoder_matches_float64
+    test_layer_norm_matches_float64 test_add_layer_norm_matches_float64
+    test_rms_norm_matches_float64 test_add_rms_norm_matches_float64 test_rope_matches_float64
+    test_gelu_matches_float64 test_gelu_linear_matches_float64 test_swiglu_matches_float64
+    test_swiglu_linear_matches_float64 test_cross_entropy_matches_float64
+    test_linear_cross_entropy_matches_float64 test_error_ratio test_chunks_walked_in_spans
+    test_a_later_token_changes_nothing_before_it test_a_run_leaves_everything_it_promises
+    """.split()
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the quick tests."""
+    left = set(QUICK_TESTS)
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if item.path.name in QUICK_FILES or name in left:
+            item.add_marker(pytest.mark.quick)
+        left.discard(name)

@@ -1,6 +1,7 @@
-"""The limits that keep the code readable: lines of a function, depth of its nesting."""
+"""What keeps the code readable: short flat functions, imports in one direction, links that lead."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,54 @@ class A:
 def h(): pass
 """
     assert functions(source) == [("h", 1, 0), ("f", 7, 3)]
+
+
+# A room imports only from rooms of a lower number (docs/architecture.md).
+ROOMS = {
+    "errors": 0, "files": 0, "config": 1, "sharding": 2, "data": 2, "layers": 3, "models": 4,
+    "weights": 5, "infer": 6, "train": 7, "commands": 8,
+}  # fmt: skip
+ENTRIES = {"__init__", "__main__", "convert", "evaluate", "generate", "report"}  # of python -m
+
+
+def imported(path: Path) -> set[str]:
+    """Names of the modules of ours that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= set(names) if "." not in node.module else {node.module}
+    return {name for name in found if name.split(".")[0] in ("jaxllm", "pallas_kernels")}
+
+
+def test_imports_run_in_one_direction():
+    seen = set()
+    for path in sorted((ROOT / "jaxllm").rglob("*.py")):
+        room = path.relative_to(ROOT / "jaxllm").parts[0].removesuffix(".py")
+        if room in ENTRIES:
+            continue
+        seen.add(room)
+        for name in imported(path):
+            package, _, rest = name.partition(".")
+            other = rest.split(".")[0]
+            if package == "jaxllm" and other != room:
+                assert ROOMS[other] < ROOMS[room], f"{path.relative_to(ROOT)} imports {name}"
+    assert seen == set(ROOMS)
+
+
+def test_kernels_do_not_know_the_models():
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        assert not any(name.startswith("jaxllm") for name in imported(path)), path
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    prose = "".join(page.read_text().split("```")[::2])
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        if not re.match(r"https?:", target):
+            assert (page.parent / target).exists(), target

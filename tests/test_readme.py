@@ -1,4 +1,4 @@
-"""The README's code and commands run, from the checkout and a wheel, and what it names exists."""
+"""The code and commands of the README and its pages run, from the checkout and from a wheel."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from jaxllm.config import CONFIG_DIR, command_line
 from jaxllm.infer import evaluate
 
 REPO = Path(__file__).resolve().parents[1]
-README = (REPO / "README.md").read_text(encoding="utf-8")
+PAGES = ("README.md", *(f"docs/{page}.md" for page in ("training", "data", "inference", "weights")))
+TEXT_OF_PAGES = "\n".join((REPO / page).read_text(encoding="utf-8") for page in PAGES)
 TEXT = "def main(words):\n    return [word for word in words if word]  # the words; none is empty\n"
 # Added to every command that trains: seconds instead of hours.  A constant learning rate makes a
 # resumed run of one step more the same program, which JAX finds in its cache.
@@ -29,7 +30,7 @@ SMALL = """
 
 
 def blocks(language: str) -> list[str]:
-    fenced = README.split("```")[1::2]
+    fenced = TEXT_OF_PAGES.split("```")[1::2]
     return [b.partition("\n")[2] for b in fenced if b.partition("\n")[0] == language]
 
 

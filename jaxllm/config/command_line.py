@@ -156,27 +156,6 @@ def read_overrides(words: list[str]) -> dict[str, str]:
     return overrides
 
 
-def check_trainable(config: configs.Config) -> None:
-    """Raises InputError for what is right in a configuration, but not to train with, or is absent.
-
-    Without JAX, which takes seconds to import.
-    """
-    from jaxllm.data.loader import check_paths
-
-    for key in ("compute_dtype", "residual_dtype"):
-        if getattr(config.model, key) == "float16":
-            raise InputError(
-                f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
-                " without loss scaling; train in bfloat16 (or float32)"
-            )
-    weights = config.model.init_from
-    if weights is not None and not Path(weights).expanduser().is_dir():
-        raise InputError(
-            f"model.init_from={weights} does not exist: a run's directory or a Hugging Face folder"
-        )
-    check_paths(config.data)
-
-
 def check_free(out_dir: Path) -> None:
     """Raises InputError if a run is there, or cannot be."""
     if out_dir.exists() and not out_dir.is_dir():

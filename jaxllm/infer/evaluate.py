@@ -99,8 +99,8 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     from jaxllm.data import open_dataset
     from jaxllm.data.loader import documents
     from jaxllm.infer.decode import open_run, put_model
+    from jaxllm.models.language_model import IGNORE
     from jaxllm.sharding import make_mesh
-    from jaxllm.train.step import IGNORE
 
     weights = open_run(args.checkpoint, args.step)
     if "data.source" in overrides or "data.path" in overrides:  # other data than the run's: all

@@ -10,9 +10,8 @@ from flax import nnx
 from jaxllm.config import MeshConfig, round_up
 from jaxllm.errors import InputError
 from jaxllm.infer.decode import WIDTHS, most_tokens, put_model
-from jaxllm.models.language_model import LanguageModel
+from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.sharding import make_mesh
-from jaxllm.train.step import IGNORE
 from jaxllm.weights.pretrained import RunWeights
 
 

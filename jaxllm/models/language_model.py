@@ -21,6 +21,7 @@ from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import linear_cross_entropy
 
 STD = 0.02  # of all weights at the start
+IGNORE = -100  # label of a position that takes no part in the loss
 
 
 def block_weights(config: ModelConfig, rngs: nnx.Rngs) -> dict:

@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 
 from jaxllm.config import Config, command_line
+from jaxllm.data.loader import check_paths
 from jaxllm.errors import InputError, RunError, memory_errors
 from jaxllm.train.metrics import read_metrics, say
 from jaxllm.train.process import StopSignals, alone, no_long_pauses, set_xla_flags
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = command_line.read(argv)
     config = arguments.config
-    command_line.check_trainable(config)
+    check_trainable(config)
     check_tracker(config)
     set_xla_flags(config.train.deterministic)
     if arguments.dry_run:
@@ -39,6 +40,25 @@ def _run(argv: list[str]) -> int:
         run = Run(config, arguments.out_dir, arguments.resume, held)
         with StopSignals() as stop, no_long_pauses():
             return run.loop(stop)
+
+
+def check_trainable(config: Config) -> None:
+    """Raises InputError for what is right in a configuration, but not to train with, or is absent.
+
+    Without JAX, which takes seconds to import.
+    """
+    for key in ("compute_dtype", "residual_dtype"):
+        if getattr(config.model, key) == "float16":
+            raise InputError(
+                f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
+                " without loss scaling; train in bfloat16 (or float32)"
+            )
+    weights = config.model.init_from
+    if weights is not None and not Path(weights).expanduser().is_dir():
+        raise InputError(
+            f"model.init_from={weights} does not exist: a run's directory or a Hugging Face folder"
+        )
+    check_paths(config.data)
 
 
 def dry_run(config: Config) -> int:

@@ -16,11 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm import sharding
 from jaxllm.config import Config
 from jaxllm.models import create
-from jaxllm.models.language_model import LanguageModel
+from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.train import guard
 from jaxllm.train.optim import global_norm, learning_rate, make_optimizer
-
-IGNORE = -100  # label of a position that takes no part in the loss
 
 
 class TrainState(NamedTuple):
