@@ -283,7 +283,7 @@ def test_one_array_of_segments_serves_queries_and_keys():
         ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "q is float32, not bfloat16 or float16"),
         ((1, 8, 8, 2, 1, 64), BF16, {"scale": -1.0}, "scale=-1.0 is not positive"),
         ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 101.0}, "softcap=101.0 is over 100"),
-        ((0, 8, 8, 2, 1, 64), BF16, {}, "no elements"),
+        ((0, 8, 8, 2, 1, 64), BF16, {}, "without elements"),
     ],
 )
 def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):

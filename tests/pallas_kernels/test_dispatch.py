@@ -155,8 +155,8 @@ def test_silenced_decisions_are_taken_but_neither_recorded_nor_logged(capable, c
         ("8.9", "sm_80", None),
         ("8.9", "sm_90", "the GPU has compute capability 8.9, the kernel needs 9.0 or newer"),
         ("7.5", "sm_80", "the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
-        ("gfx942", "sm_80", "compute capability gfx942 is not one of an NVIDIA GPU"),
-        (None, "sm_80", "compute capability None is not one of an NVIDIA GPU"),
+        ("gfx942", "sm_80", "compute capability gfx942 is not that of an NVIDIA GPU"),
+        (None, "sm_80", "compute capability None is not that of an NVIDIA GPU"),
     ],
 )
 def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):
@@ -294,7 +294,7 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
 @pytest.mark.parametrize("asked", [None, "mosaic"])
 @pytest.mark.parametrize("kind", ["mesh", "index"])
 def test_no_kernel_runs_in_a_shard_map_of_an_unknown_jax(capable, monkeypatch, kind, asked):
-    """One that has renamed what tells whether shard_map checks types that vary."""
+    """A JAX that has renamed the attribute that says whether shard_map checks varying types."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     unknown = {
         "mesh": (jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(empty=False)),
@@ -314,12 +314,12 @@ def test_no_kernel_runs_in_a_shard_map_of_an_unknown_jax(capable, monkeypatch, k
         )(jnp.ones(4))
 
     if asked == "mosaic":
-        with pytest.raises(NotImplementedError, match=r"JAX .* does not tell what a shard_map"):
+        with pytest.raises(NotImplementedError, match=r"JAX .* does not say whether shard_map"):
             trace()
         return
     trace()
     assert took == [False]
-    assert "does not tell what a shard_map around it checks" in dispatch.decisions()[0].why
+    assert "does not say whether shard_map checks varying types" in dispatch.decisions()[0].why
     assert use_kernel("op", None, None)  # outside
 
 

@@ -78,7 +78,7 @@ def test_the_sizes_of_models_run_on_their_kernels(capable, case, sizes):
     jax.eval_shape(run.public(case), *run.structs(case, sizes))
     assert {d.why for d in dispatch.decisions() if d.runs == "mosaic"} == {"supported"}
     others = {d.why for d in dispatch.decisions() if d.runs != "mosaic"}
-    assert others <= {"forward, bf16 with a bias: cuBLASLt takes it in the matmul before"}
+    assert others <= {"forward, bf16 with a bias: cuBLASLt fuses it with the matmul before"}
 
 
 def rows(n, c):

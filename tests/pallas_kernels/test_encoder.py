@@ -116,7 +116,7 @@ def test_encoder_against_one_hot_matmuls():
     ("tokens", "wte", "wpe", "message"),
     [
         (jnp.zeros((2, 4)), (8, 128), (4, 128), "tokens is float32: cast it to an integer dtype"),
-        (jnp.zeros(4, jnp.int32), (8, 128), (4, 128), r"tokens has shape \(4,\), it needs 2 axes"),
+        (jnp.zeros(4, jnp.int32), (8, 128), (4, 128), r"tokens has shape \(4,\), but needs 2 axes"),
         (jnp.zeros((2, 4), jnp.int32), (8, 256), (4, 128), "wpe has 128 columns, wte has 256"),
         (jnp.zeros((2, 4), jnp.int32), (8, 128), (4, 1), "wpe has 1 columns, wte has 128"),
     ],

@@ -56,9 +56,9 @@ def test_extreme_activations_are_finite(extreme):
             "float32",
             "weight is float32, inputs are float32, not bfloat16 or float16",
         ),
-        (192, 64, 128, "bfloat16", "rows=192 is no multiple of 128"),
-        (128, 64, 192, "bfloat16", "F=192 is no multiple of 128"),
-        (128, 96, 128, "bfloat16", "C=96 is no multiple of 64"),
+        (192, 64, 128, "bfloat16", "rows=192 is not a positive multiple of 128"),
+        (128, 64, 192, "bfloat16", "F=192 is not a positive multiple of 128"),
+        (128, 96, 128, "bfloat16", "C=96 is not a positive multiple of 64"),
     ],
 )
 def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypatch):
@@ -80,7 +80,7 @@ def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypat
 
 def test_elements_that_the_forward_kernel_cannot_count():
     x, weight = jax.ShapeDtypeStruct((2**15, 2**16), BF16), jax.ShapeDtypeStruct((2**16, 64), BF16)
-    with pytest.raises(NotImplementedError, match="counts to 2147483647"):
+    with pytest.raises(NotImplementedError, match="more than 2147483647"):
         jax.eval_shape(lambda x, w: swiglu_linear(x, x, w, implementation="mosaic"), x, weight)
 
 
