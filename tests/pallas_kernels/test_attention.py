@@ -279,10 +279,10 @@ def test_one_array_of_segments_serves_queries_and_keys():
 @pytest.mark.parametrize(
     ("shape", "dtype", "options", "reason"),
     [
-        ((1, 8, 8, 2, 1, 260), BF16, {}, "D=260 is over 256"),
+        ((1, 8, 8, 2, 1, 260), BF16, {}, "D=260 is more than 256"),
         ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "q is float32, not bfloat16 or float16"),
         ((1, 8, 8, 2, 1, 64), BF16, {"scale": -1.0}, "scale=-1.0 is not positive"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 101.0}, "softcap=101.0 is over 100"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 101.0}, "softcap=101.0 is more than 100"),
         ((0, 8, 8, 2, 1, 64), BF16, {}, "without elements"),
     ],
 )
@@ -393,7 +393,7 @@ def one(*shape):
     ("shape", "options", "message"),
     [
         ((1, 8, 8, 3, 2, 64), {}, "H=3 query heads are not a multiple of K=2"),
-        ((1, 9, 8, 2, 2, 64), {}, "T=9 queries are more than S=8 keys"),
+        ((1, 9, 8, 2, 2, 64), {}, "T=9 is more than S=8 keys"),
         ((1, 8, 8, 2, 2, 64), {"causal": False, "window": 3}, "window=3 needs causal=True"),
         ((1, 8, 8, 2, 2, 64), {"softcap": 0.0}, "softcap=0.0 must be positive"),
         (

@@ -42,7 +42,7 @@ def test_it_matches_float64(shape, heads, theta, options):
     check_op(op, op, qkv, positions, kernels=KERNELS + (ROPE if theta else ()))
 
 
-@pytest.mark.parametrize("t", [16, 20])  # in one array; taken apart, as 20 is no multiple of 8
+@pytest.mark.parametrize("t", [16, 20])  # in one array; split, as 20 is not a multiple of 8
 def test_the_kernels_say_so_in_the_lowered_program(t):
     qkv = jnp.zeros((1, t, 4, 64), BF16)
     f = functools.partial(attention_qkv, n_heads=2, implementation="mosaic")
@@ -76,7 +76,7 @@ def test_it_is_rope_and_attention_of_its_parts():
 
 @pytest.mark.parametrize("n_heads", [4, 5, 6, 8])
 def test_heads_that_do_not_add_up_are_an_error(n_heads):
-    with pytest.raises(ValueError, match=f"qkv has 9 heads: not n_heads={n_heads} and twice"):
+    with pytest.raises(ValueError, match=f"qkv has 9 heads, not n_heads={n_heads} plus twice"):
         attention_qkv(jnp.zeros((1, 8, 9, 64)), n_heads)
 
 

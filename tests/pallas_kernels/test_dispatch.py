@@ -282,7 +282,7 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
             dispatch.forget()
             f = jax.shard_map(lambda x, b=asked: op(x, implementation=b), check_vma=check, **specs)
             if check and asked == "mosaic":
-                with pytest.raises(NotImplementedError, match="pass it check_vma=False"):
+                with pytest.raises(NotImplementedError, match="pass check_vma=False"):
                     jax.eval_shape(f, x)
                 continue
             jax.eval_shape(f, x)

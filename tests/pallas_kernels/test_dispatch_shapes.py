@@ -96,10 +96,10 @@ def rows(n, c):
         (rms_norm, rows(8, 5120), None),
         (add_layer_norm, [(8, 260)] * 2, "the kernel would pad C=260 to a multiple of 64"),
         (add_rms_norm, [(8, 3)] * 2, "the kernel would pad C=3 to a multiple of 8"),
-        (cross_entropy, [(5, 8, 300)], "40 rows, fewer than 41, give the kernel one block each"),
+        (cross_entropy, [(5, 8, 300)], "40 rows, of one block each, are fewer than 41"),
         (cross_entropy, [(41, 300)], None),
-        (rope, [(1, 128, 1, 80)], "D=80 gives the kernel tiles of 8 pairs, fewer than 16"),
-        (rope, [(3, 333, 1, 64)], "B T=999 is no multiple of the 32 positions of a tile"),
+        (rope, [(1, 128, 1, 80)], "tiles of 8 pairs, for D=80, are smaller than 16 pairs"),
+        (rope, [(3, 333, 1, 64)], "B T=999 is not a multiple of 32, the positions of a tile"),
         (rope, [(1, 64, 1, 96)], None),
         (encoder, [(500, 72)], None),  # slower, but XLA's form is not deterministic
     ],

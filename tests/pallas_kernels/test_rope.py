@@ -98,7 +98,9 @@ def test_rope_refuses_what_does_not_fit():
     p = jnp.arange(4, dtype=jnp.int32)
     with pytest.raises(ValueError, match="differ in more than their heads"):
         rope(q, k[:, :3], p)
-    with pytest.raises(ValueError, match=r"positions \(3,\) are neither \(4,\) nor \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"positions have shape \(3,\), neither \(4,\) nor \(2, 4\)"
+    ):
         rope(q, k, p[:3])
     with pytest.raises(ValueError, match="D=7 is odd"):
         rope(q[..., :7], k[..., :7], p)
