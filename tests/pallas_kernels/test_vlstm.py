@@ -366,7 +366,7 @@ def test_it_runs_on_xla_and_says_why():
 
 def test_wrong_arguments_are_named():
     q, k, v, i, f = inputs(1, 3, 1, 2, 2)
-    with pytest.raises(ValueError, match=r"f \(1, 2, 1\) do not belong"):
+    with pytest.raises(ValueError, match=r"f \(1, 2, 1\) do not match"):
         vlstm(q, k, v, i, f[:, :2])
     with pytest.raises(ValueError, match="gate='relu' is not one of exp, sigmoid"):
         vlstm(q, k, v, i, f, gate="relu")

@@ -40,7 +40,7 @@ def flat(form):
 @flat
 def xla(q, k, v, i, f, **options):
     """In chunks of the kernels' size: it rounds as many states as they do."""
-    size = chunkwise.edge(q.shape[-1], v.shape[-1])
+    size = chunkwise.tile_size(q.shape[-1], v.shape[-1])
     return vlstm(q, k, v, i, f, chunk_size=size, implementation="xla", **options)
 
 
@@ -137,7 +137,7 @@ def test_spans_fill_idle_sms_only():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_chunks_walked_in_spans(reverse, monkeypatch):
     """Five chunks in spans of 2, 2 and 1, the last one short; one decay empties the state."""
-    monkeypatch.setattr(inter_chunk, "LEAST", 1)
+    monkeypatch.setattr(inter_chunk, "MIN_SPAN", 1)
     assert inter_chunk.spans(1, 5, 4) == 3
     x, y = (normal(n, (1, 296, 1, 64), BF16) for n in (0, 1))
     weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
