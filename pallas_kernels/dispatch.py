@@ -43,7 +43,7 @@ class Decision(NamedTuple):
     why: str
 
     @property
-    def has_kernel(self) -> bool:
+    def supported(self) -> bool:
         """Whether the kernel supports the call, even if the other form is faster and runs."""
         return self.runs == "mosaic" or self.why.startswith(_FASTER)
 
@@ -65,7 +65,7 @@ _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer B
 _FASTER = "faster, as "
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
-_silenced = False
+_recording = True
 
 
 def decide(
@@ -73,30 +73,30 @@ def decide(
     implementation: Implementation | None,
     reason: str | None,
     gpu: Gpu = "sm_80",
-    otherwise: Literal["cudnn", "xla"] = "xla",
+    fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
 ) -> Decision:
     """Decides how `op` runs, without recording or logging it (`use_kernel` does both).
 
     reason: why the kernel does not support this call, or None.
     gpu: the GPU that the kernel needs.
-    otherwise: what runs in place of the kernel if implementation is None.
-    slower: why the kernel is slower than `otherwise`, or None; used if implementation is None.
+    fallback: what runs in place of the kernel if implementation is None.
+    slower: why the kernel is slower than `fallback`, or None; used if implementation is None.
     Raises NotImplementedError for "mosaic" with a reason, ValueError for an unknown implementation.
     """
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(f"implementation={implementation!r} is not None, mosaic or xla")
     if implementation == "xla":
         return Decision(op, "xla", "asked for")
-    reason = shard_map_lacks() or reason
+    reason = shard_map_why_not() or reason
     if implementation == "mosaic":
         if reason is not None:
             raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
         return Decision(op, "mosaic", "asked for")
     if reason := device_lacks(gpu) or reason:
-        return Decision(op, otherwise, reason)
+        return Decision(op, fallback, reason)
     if slower:
-        return Decision(op, otherwise, _FASTER + slower)
+        return Decision(op, fallback, _FASTER + slower)
     return Decision(op, "mosaic", "supported")
 
 
@@ -105,31 +105,31 @@ def use_kernel(
     implementation: Implementation | None,
     reason: str | None,
     gpu: Gpu = "sm_80",
-    otherwise: Literal["cudnn", "xla"] = "xla",
+    fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
 ) -> bool:
     """Whether `op` runs on its kernel; records and logs the decision.  Arguments as in `decide`."""
-    decision = decide(op, implementation, reason, gpu, otherwise, slower)
-    if not _silenced:
-        told = decision in _decisions or decision.why == "asked for"
-        if not told and decision.runs != "mosaic":
+    decision = decide(op, implementation, reason, gpu, fallback, slower)
+    if _recording:
+        logged = decision in _decisions or decision.why == "asked for"
+        if not logged and decision.runs != "mosaic":
             # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
-            missed = jax.default_backend() != "cpu" and not decision.has_kernel
+            missed = jax.default_backend() != "cpu" and not decision.supported
             level = logging.WARNING if missed else logging.INFO
             log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
-    tell(decision)
+    record(decision)
     if decision.runs == "mosaic" and jax.default_backend() == "gpu":
         _warn_of_compiler()
     return decision.runs == "mosaic"
 
 
-def tell(decision: Decision) -> None:
+def record(decision: Decision) -> None:
     """Records a decision for `explain()`; `use_kernel` calls it."""
-    if not _silenced:
+    if _recording:
         _decisions[decision] = _decisions.get(decision, 0) + 1
 
 
-def shard_map_lacks() -> str | None:
+def shard_map_why_not() -> str | None:
     """Why the surrounding `shard_map` rules out kernels, or None.
 
     Kernel results carry no varying-axes types, so a `shard_map` that checks them would take one
@@ -218,7 +218,7 @@ def _warn_of_compiler() -> None:
 
 
 def explain() -> str:
-    """One line for each op and each way it has run since the start or `forget()`.
+    """One line for each op and each way it has run since the start or `reset()`.
 
     On a GPU the last line names the compiler of the kernels, if any ran.
     """
@@ -241,7 +241,7 @@ def decisions() -> list[Decision]:
     return list(_decisions)
 
 
-def forget() -> None:
+def reset() -> None:
     """Clears all decisions, so that `explain()` reports only what is traced from here on.
 
     JAX does not trace cached functions again, so their decisions do not reappear.
@@ -250,11 +250,11 @@ def forget() -> None:
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """A context in which decisions are neither recorded nor logged."""
-    global _silenced
-    before, _silenced = _silenced, True
+    global _recording
+    before, _recording = _recording, False
     try:
         yield
     finally:
-        _silenced = before
+        _recording = before

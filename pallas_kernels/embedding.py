@@ -68,7 +68,7 @@ def encoder(
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
     mosaic.check_axes("B T", tokens=tokens)
-    mosaic.check_whole_numbers(tokens=tokens)
+    mosaic.check_integers(tokens=tokens)
     mosaic.check_axes("rows C", wte=wte, **({} if wpe is None else {"wpe": wpe}))
     if wpe is not None and wpe.shape[1] != wte.shape[1]:
         raise ValueError(f"wpe has {wpe.shape[1]} columns but wte has {wte.shape[1]}")

@@ -131,8 +131,8 @@ def in_place(call, state, *arrays):
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        state, *arrays = _isolate((state, *arrays))
-        return _isolate(pl.run_state(lambda refs: call(refs, *arrays))(state))
+        state, *arrays = _prevent_fusion((state, *arrays))
+        return _prevent_fusion(pl.run_state(lambda refs: call(refs, *arrays))(state))
 
     return run(state, *arrays)
 
@@ -142,16 +142,16 @@ def in_place_with_results(call, state, *arrays):
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        state, *arrays = _isolate((state, *arrays))
+        state, *arrays = _prevent_fusion((state, *arrays))
         state = jax.new_ref(state)
         results = call(state, *arrays)
         # The barrier also ties them together: jax.checkpoint drops a call with unused results.
-        return _isolate((jax.freeze(state), results))
+        return _prevent_fusion((jax.freeze(state), results))
 
     return run(state, *arrays)
 
 
-def _isolate(arrays):
+def _prevent_fusion(arrays):
     """Keeps XLA from fusing the operands or results of an in-place kernel.
 
     Inside a loop XLA may fuse a kernel with slices of its operands and give it separate input and
@@ -192,7 +192,7 @@ def check_axes(axes: str, **arrays) -> None:
             raise ValueError(f"{name} has shape {x.shape}, but needs {len(names)} axes: {axes}")
 
 
-def check_whole_numbers(**arrays) -> None:
+def check_integers(**arrays) -> None:
     """Raises ValueError for an array of floats, which a kernel would truncate to integers."""
     for name, x in arrays.items():
         if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):

@@ -151,7 +151,7 @@ def test_an_op_is_timed_in_both_directions(monkeypatch):
     with kernels_run_here():
         measure = gpu_worker.prepare_op("gelu N4", dry=False)
         assert measure() == {"ms": {"gelu N4 forward": 2.0, "gelu N4 backward": 2.0}}
-    dispatch.forget()
+    dispatch.reset()
 
 
 @pytest.fixture

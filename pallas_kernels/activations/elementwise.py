@@ -39,7 +39,7 @@ def sigmoid(z):
     return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
 
 
-def quick_sigmoid(z):
+def fast_sigmoid(z):
     """The same through rsqrt: 4 instructions fewer than a guarded division, twice the error."""
     return jnp.square(lax.rsqrt(1 + jnp.exp(-z)))
 

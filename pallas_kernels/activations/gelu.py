@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
-from pallas_kernels.activations.elementwise import elementwise, quick_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
@@ -54,7 +54,7 @@ def gelu(
         return gelu_reference(x, bias)
     if bias is None:
         return _gelu(x)
-    _tell_of_forward("gelu", x)
+    _record_forward("gelu", x)
     return _gelu_of_sum(x.reshape(-1, bias.size), bias).reshape(x.shape)
 
 
@@ -77,7 +77,7 @@ def gelu_linear(
         raise ValueError(f"{shapes} do not fit: they must be (..., F), (F,) and (F, C)")
     reason = linear_why_not(x, bias, weight)
     if dispatch.use_kernel("gelu_linear", implementation, reason, "sm_90a"):
-        _tell_of_forward("gelu_linear", x)
+        _record_forward("gelu_linear", x)
         y = _gelu_linear(x.reshape(-1, bias.size), bias, weight)
         return y.reshape(*x.shape[:-1], -1)
     return gelu(x, bias, implementation=implementation) @ weight
@@ -211,10 +211,10 @@ def _in_the_matmul(z):
     return z * (0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * (z * z * z)))))
 
 
-def _tell_of_forward(op, x):
+def _record_forward(op, x):
     if x.dtype == jnp.bfloat16:
         why = "forward, bf16 with a bias: cuBLASLt fuses it with the matmul before"
-        dispatch.tell(dispatch.Decision(op, "xla", why))
+        dispatch.record(dispatch.Decision(op, "xla", why))
 
 
 def _backward_of_sum(saved, dy):
@@ -228,7 +228,7 @@ _gelu_of_sum.defvjp(_forward_of_sum, _backward_of_sum)
 
 # ---- and a weight ----------------------------------------------------------------------------
 
-_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=quick_sigmoid)
+_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=fast_sigmoid)
 
 
 @jax.custom_vjp

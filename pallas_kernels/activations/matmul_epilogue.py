@@ -67,14 +67,14 @@ def linear_backward(inputs, h, weight, dy, tile, **options):
     """Gradients of h @ weight, h = f(*inputs), for the inputs and for weight.
 
     inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f, as in
-    `matmul_then`.
+    `matmul_with_epilogue`.
     """
-    gradients = matmul_then(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
+    gradients = matmul_with_epilogue(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
     return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "outputs", "sums", "name", "sms"))
-def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
+def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     """tile(*inputs, a b^T) in float32: a tuple of `outputs` arrays (N, F) of a's dtype.
 
     a: (N, K), b: (F, K), inputs: tuple of arrays (N, F).

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
-from pallas_kernels.activations.elementwise import elementwise, quick_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
 
 
@@ -107,7 +107,7 @@ _swiglu.defvjp(
 )
 
 
-_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=quick_sigmoid)
+_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=fast_sigmoid)
 
 
 @jax.custom_vjp

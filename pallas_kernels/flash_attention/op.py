@@ -62,8 +62,8 @@ def attention(
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
     by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
-    otherwise, slower = ("cudnn", why_slower(q, k)) if by_cudnn else ("xla", None)
-    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", otherwise, slower):
+    fallback, slower = ("cudnn", why_slower(q, k)) if by_cudnn else ("xla", None)
+    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", fallback, slower):
         if implementation is None and by_cudnn:
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
@@ -191,7 +191,7 @@ def _check_segments(segment_ids, b, t, s):
     if (have := tuple(ids.shape for ids in segment_ids)) != need:
         raise ValueError(f"segment_ids have shapes {have}, not {need}")
     for ids in segment_ids:
-        mosaic.check_whole_numbers(segment_ids=ids)
+        mosaic.check_integers(segment_ids=ids)
 
 
 def scale_of(scale, q) -> float:

@@ -49,7 +49,7 @@ def cross_entropy(
         raise ValueError("logits has shape (), but needs the vocabulary axis")
     v = logits.shape[-1]
     vocab_size = v if vocab_size is None else vocab_size
-    mosaic.check_whole_numbers(labels=labels)
+    mosaic.check_integers(labels=labels)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {labels.shape}, but logits {logits.shape} need {logits.shape[:-1]}"

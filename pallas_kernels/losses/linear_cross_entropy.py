@@ -77,7 +77,7 @@ def linear_cross_entropy(
     for a call that the kernel does not support.
     """
     mosaic.check_axes("C V" if transposed else "V C", weight=weight)
-    mosaic.check_whole_numbers(labels=labels)
+    mosaic.check_integers(labels=labels)
     v, c = weight.shape[::-1] if transposed else weight.shape
     parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
     vocab_size = v * parts if vocab_size is None else vocab_size

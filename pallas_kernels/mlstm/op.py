@@ -63,7 +63,7 @@ def vlstm(
     if segment_ids is not None:
         if segment_ids.shape != q.shape[:2]:
             raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
-        mosaic.check_whole_numbers(segment_ids=segment_ids)
+        mosaic.check_integers(segment_ids=segment_ids)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")
     options = dict(

@@ -248,7 +248,7 @@ def _first_pass(now: _Tile, totals):
         terms = []
         for c in now.t.chunks:
             n, g, dy = now.operands(group, c)
-            if now.t.keeps:
+            if now.t.keeps_operands:
                 _add(totals, c, n, dy)
                 kept[group, c] = n, g
             terms.append(now.kind.averaged(n, g))
@@ -260,7 +260,7 @@ def _second_pass(now: _Tile, kept, means, totals):
     """Overwrites x with dx."""
     for group in range(now.t.groups):
         for c in now.t.chunks:
-            if now.t.keeps:
+            if now.t.keeps_operands:
                 n, g = kept[group, c]
             else:
                 n, g, dy = now.operands(group, c)

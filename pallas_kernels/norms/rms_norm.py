@@ -96,7 +96,7 @@ def _statistics(t, x, eps):
 
 
 def _normalise(t, x, r):
-    return x * t.spread(r)
+    return x * t.broadcast(r)
 
 
 def _averaged(n, g):
@@ -104,7 +104,7 @@ def _averaged(n, g):
 
 
 def _differentiate(t, n, g, means, r):
-    return t.spread(r) * g - n * t.spread(r * means[0])
+    return t.broadcast(r) * g - n * t.broadcast(r * means[0])
 
 
 _NORM = kernels.Norm("rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1)

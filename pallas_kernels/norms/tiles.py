@@ -83,7 +83,7 @@ class Tiling(NamedTuple):
         return range(self.blocks // LINES if self.wide else self.blocks)
 
     @property
-    def keeps(self) -> bool:
+    def keeps_operands(self) -> bool:
         """Whether the backward kernel keeps n and g in registers between its passes over a tile.
 
         For narrow rows it is faster to compute them again from shared memory.
@@ -121,7 +121,7 @@ class Tiling(NamedTuple):
         """The columns of a chunk of a (blocks, block) weight, broadcast to every row."""
         if self.wide:
             return mosaic.load(smem.at[pl.ds(chunk * LINES, LINES)], self.layout)
-        return self.spread(mosaic.load(smem.at[chunk], self.layout.reduce(0)), axis=1)
+        return self.broadcast(mosaic.load(smem.at[chunk], self.layout.reduce(0)), axis=1)
 
     def mean(self, f):
         """Row means of f(chunk), or of each array of a tuple: one number for each line.
@@ -141,11 +141,11 @@ class Tiling(NamedTuple):
         """Broadcasts a number to every line."""
         return plgpu.layout_cast(jnp.broadcast_to(number, (LINES,)), self.layout.reduce(1))
 
-    def spread(self, line, axis=0):
+    def broadcast(self, line, axis=0):
         """Broadcasts one number for each line (axis 0) or column (axis 1) to a register array."""
         return mosaic.along(line, self.shape, axis)
 
-    def inside(self, x, chunk):
+    def zero_padding(self, x, chunk):
         """Sets the padding columns of the last blocks to zero."""
         blocks = (self.parts - 1) * self.blocks + (chunk + 1) * LINES if self.wide else chunk + 1
         if blocks * self.block <= self.cols:

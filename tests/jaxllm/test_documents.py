@@ -184,7 +184,7 @@ def test_a_packed_step_runs_on_the_kernels(name, data):
     config = trainer_of(name, data).config
     mosaic = dict(kernels="mosaic", compute_dtype="bfloat16", residual_dtype="bfloat16")
     model = config.model.model_copy(update=mosaic | dict(d_model=128))
-    dispatch.forget()
+    dispatch.reset()
     Trainer(config.model_copy(update=dict(model=model)), make_mesh(config.mesh)).trace_train_step()
     mixing = "vlstm" if name == "vlstm" else "attention"
     assert {(mixing, "mosaic"), ("encoder", "mosaic")} <= {

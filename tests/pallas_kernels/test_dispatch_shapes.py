@@ -1,4 +1,4 @@
-"""What runs which shapes under implementation=None, and the reason that is given."""
+"""Which implementation runs which shapes under implementation=None, and for what reason."""
 
 from types import SimpleNamespace
 
@@ -30,18 +30,18 @@ from pallas_kernels.flash_attention import op as attention_op
 
 @pytest.fixture(autouse=True)
 def fresh():
-    dispatch.forget()
+    dispatch.reset()
     yield
-    dispatch.forget()
+    dispatch.reset()
 
 
 @pytest.fixture
 def capable(monkeypatch):
-    """As if the default device could run every kernel."""
+    """Pretends that the default device can run every kernel."""
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
 
 
-ARRAYS = {  # shapes that no kernel of these ops takes
+ARRAYS = {  # shapes that the kernels of these ops do not support
     "gelu": (gelu, [(128, 192), (192,)]),
     "gelu_linear": (gelu_linear, [(128, 704), (704,), (704, 64)]),
     "swiglu": (swiglu, [(0, 128), (0, 128)]),
@@ -63,7 +63,7 @@ def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platfo
     monkeypatch.setattr(dispatch, "device_lacks", dispatch.device_lacks.__wrapped__)
     f, shapes = ARRAYS[op]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    jax.eval_shape(lambda *arrays: f(*arrays), *arrays)  # a new function: JAX has traced none yet
+    jax.eval_shape(lambda *arrays: f(*arrays), *arrays)  # a new function, so that JAX traces it
     reasons = {d.why for d in dispatch.decisions()}
     own = {"cpu": "the platform is cpu, not gpu", "gpu": "the GPU has compute capability 7.5"}
     assert reasons

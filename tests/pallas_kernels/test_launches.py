@@ -1,4 +1,4 @@
-"""Sizes that no CPU could hold: the grids that the kernels would be launched with."""
+"""The grids with which kernels would be launched, at sizes too large to run on a CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ TOKENS = 2**22 + 64
 
 @pytest.fixture
 def grids(monkeypatch):
-    """The grid of every kernel that is built from here on, by the kernel's name."""
+    """Collects the grid of every kernel built from here on, by the kernel's name."""
     built, kernel = {}, plgpu.kernel
 
     def record(body, **options):

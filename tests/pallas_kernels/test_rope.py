@@ -20,7 +20,7 @@ def inputs(b, t, h, k, d, dtype):
     ("layout", "b", "t", "h", "k", "d", "dtype"),
     [
         ("half", 2, 32, 6, 2, 64, BF16),  # whole tiles
-        ("half", 2, 33, 5, 1, 64, F32),  # a remainder, and positions that do not fit the tiles
+        ("half", 2, 33, 5, 1, 64, F32),  # a remainder and positions that do not fit the tiles
         ("half", 1, 3, 2, 2, 96, F16),  # only a remainder
         ("half", 1, 3, 1, 1, 100, BF16),  # loads of 4 bytes
         ("half", 1, 130, 1, 1, 2, F32),
@@ -61,7 +61,7 @@ def test_rope_reference_is_a_complex_rotation(layout):
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 @pytest.mark.parametrize("d", [64, 128])
 def test_scaled_frequencies_are_those_of_llama3_in_transformers(d, factor):
-    """The branches of transformers' rope_type="llama3", written out one wavelength at a time."""
+    """Computes the branches of transformers' rope_type="llama3" one wavelength at a time."""
     theta, low, high, original = 500000.0, 1.0, 4.0, 8192
     expected = []
     for i in range(d // 2):
@@ -79,7 +79,7 @@ def test_scaled_frequencies_are_those_of_llama3_in_transformers(d, factor):
     plain = frequencies(d, theta)
     kinds = {"kept": scaled == plain, "divided": scaled == plain / np.float32(factor)}
     assert all(0 < kind.sum() < d // 2 for kind in kinds.values())
-    assert (~kinds["kept"] & ~kinds["divided"]).any()  # and some between
+    assert (~kinds["kept"] & ~kinds["divided"]).any()  # some are in between
 
 
 def test_rope_depends_on_relative_positions_only():
