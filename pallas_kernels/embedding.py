@@ -71,7 +71,9 @@ def encoder(
     mosaic.check_integers(tokens=tokens)
     mosaic.check_axes("rows C", wte=wte, **({} if wpe is None else {"wpe": wpe}))
     if wpe is not None and wpe.shape[1] != wte.shape[1]:
-        raise ValueError(f"wpe has {wpe.shape[1]} columns but wte has {wte.shape[1]}")
+        raise ValueError(
+            f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}; they must be equal"
+        )
     if wpe is not None and tokens.shape[1] > wpe.shape[0]:
         raise ValueError(
             f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe: shorten the"
