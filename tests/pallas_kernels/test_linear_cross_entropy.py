@@ -193,7 +193,7 @@ def test_linear_cross_entropy_of_a_part_that_is_all_padding():
 
 def test_linear_cross_entropy_refuses_what_does_not_fit():
     x, weight, labels = jnp.ones((2, 8)), jnp.ones((5, 8)), jnp.zeros(2, jnp.int32)
-    with pytest.raises(ValueError, match=r"weight has 5 features \(shape \(5, 8\)\), x has 8"):
+    with pytest.raises(ValueError, match=r"weight has 5 features \(shape \(5, 8\)\), but x has 8"):
         linear_cross_entropy(x, weight, labels, transposed=True)
     with pytest.raises(ValueError, match=r"labels have shape \(3,\), .* needs \(2,\)"):
         linear_cross_entropy(x, weight, jnp.zeros(3, jnp.int32))
@@ -206,7 +206,7 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="chunk=0 is not at least 1 token"):
         linear_cross_entropy(x, weight, labels, chunk=0)
     for implementation in ("mosaic", "xla"):  # a scale for each token would silently weight them
-        with pytest.raises(ValueError, match=r"scale has shape \(2,\), it is one number"):
+        with pytest.raises(ValueError, match=r"scale has shape \(2,\), but must be one number"):
             linear_cross_entropy(
                 x, weight, labels, scale=jnp.ones(2), implementation=implementation
             )
