@@ -129,7 +129,7 @@ def test_refusals_and_errors_name_the_reason():
         add_layer_norm(x, x, x_bias=jnp.ones(64, jnp.int32), implementation="mosaic")
     with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not the last axes"):
         add_layer_norm(x, x, x_bias=jnp.ones(32))
-    with pytest.raises(ValueError, match=r"each head: weight \(64,\), x_bias \(4, 64\)"):
+    with pytest.raises(ValueError, match=r"weight \(64,\), x_bias \(4, 64\): all must be"):
         add_layer_norm(x, x, jnp.ones(64), x_bias=x)
     with pytest.raises(ValueError, match=r"weight has shape \(32,\), not the last axes"):
         layer_norm(x, jnp.ones(32))
