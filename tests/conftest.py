@@ -13,7 +13,7 @@ os.environ.setdefault("NPROC", "16")
 if shutil.which("nvidia-smi") is None:
     fast = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        " --xla_cpu_experimental_ynn_fusion_type="  # see set_xla_flags
+
     )
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # Several test processes share one GPU.
