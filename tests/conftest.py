@@ -1,4 +1,4 @@
-"""Settings that have to stand before JAX starts."""
+"""Settings that must be made before JAX starts."""
 
 import os
 import shutil
@@ -6,10 +6,10 @@ import shutil
 import pytest
 from jaxtyping import install_import_hook
 
-# The interpreter runs each warpgroup of a block as a thread of its own and needs them all at once:
-# on a machine of two cores, four warpgroups would wait for each other for ever.
+# The interpreter runs each warpgroup of a block in its own thread and needs them all at once: with
+# two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
-# Tests on a CPU compile much and compute little: a quarter less time, and the same mathematics.
+# Tests on a CPU compile much and compute little; this saves a quarter of their time.
 if shutil.which("nvidia-smi") is None:
     fast = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -19,7 +19,7 @@ if shutil.which("nvidia-smi") is None:
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Layers and models check the shapes and dtypes that their annotations promise.
+# Check the shapes and dtypes in the annotations of layers and models.
 install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
 
 # `pytest -m quick`: these files, and of each of these tests its first case.
