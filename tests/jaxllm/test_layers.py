@@ -20,7 +20,7 @@ from jaxllm.layers import (
     RMSNorm,
     VLSTMLayer,
 )
-from jaxllm.layers.linear import ROWS, copies
+from jaxllm.layers.linear import ROWS, fan_out
 from jaxllm.sharding import P, spec_of
 
 
@@ -58,7 +58,7 @@ def test_gradients_of_copies_are_added_with_the_newest_product_on_the_left():
     x, weights = normal(0, 8, 4), [normal(i, 4, 4) for i in (1, 2, 3)]
 
     def f(x):
-        return sum((y @ w).sum() for y, w in zip(copies(x, 3), weights, strict=True))
+        return sum((y @ w).sum() for y, w in zip(fan_out(x, 3), weights, strict=True))
 
     close(jax.grad(f)(x), sum(jnp.ones((8, 4)) @ w.T for w in weights))
     text = jax.jit(jax.grad(f)).lower(x).as_text()
