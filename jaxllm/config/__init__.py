@@ -9,7 +9,7 @@ command_line.py  the options of `jaxllm train`, and what all commands share
 """
 
 from jaxllm.config.describe import help_text
-from jaxllm.config.loading import CONFIG_DIR, keys, load, sentence
+from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message
 from jaxllm.config.model import (
     MODEL_CONFIGS,
     GPT2Config,
@@ -51,6 +51,6 @@ __all__ = [
     "help_text",
     "keys",
     "load",
+    "plain_message",
     "round_up",
-    "sentence",
 ]

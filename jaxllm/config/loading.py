@@ -118,7 +118,7 @@ def _parse(key: str, text: str, annotation):
     try:
         value = TypeAdapter(annotation).validate_strings(text)
     except ValidationError as e:
-        raise InputError(f"{key}={text!r}: {sentence(e.errors()[0]['msg'])}") from e
+        raise InputError(f"{key}={text!r}: {plain_message(e.errors()[0]['msg'])}") from e
     if not isinstance(value, str) and "_" in text:  # pydantic reads 1_0 as 10
         raise InputError(f"{key}={text!r}: must be a number without _")
     return value
@@ -137,7 +137,7 @@ def _one_line(e: ValidationError) -> str:
     at = [str(p) for p in error["loc"]]
     if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
         del at[1]
-    key, message = ".".join(at), sentence(error["msg"])
+    key, message = ".".join(at), plain_message(error["msg"])
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "value_error":  # our own checks already name the value
@@ -157,7 +157,7 @@ _WORDS = (  # pydantic's wording, which addresses programmers, and ours
 )
 
 
-def sentence(message: str) -> str:
+def plain_message(message: str) -> str:
     """Translates pydantic's message into our wording."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     for theirs, ours in _WORDS:

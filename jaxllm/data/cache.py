@@ -62,7 +62,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def remembered(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> dict:
+def cached(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> dict:
     """Returns `compute()`, a JSON-like fact about a file, and caches it until the file changes.
 
     A change means a new size or modification time; reading 100 GB at every start would be too slow.
@@ -90,4 +90,4 @@ def file_digest(cache: Path, path: Path) -> str:
 
     if path.stat().st_size < 1 << 22:  # hashing 4 MiB takes 3 ms and is always right
         return compute()["sha256"]
-    return remembered(cache, path, "sha256", compute)["sha256"]
+    return cached(cache, path, "sha256", compute)["sha256"]

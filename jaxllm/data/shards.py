@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.data.cache import remembered
+from jaxllm.data.cache import cached
 from jaxllm.errors import InputError
 
 HEADER_BYTES = 256 * 4
@@ -77,7 +77,7 @@ def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
             largest = max(largest, int(chunk.max()))
         return {"sha256": sha.hexdigest(), "largest": largest}
 
-    fact = remembered(cache, path, "shard", scan)
+    fact = cached(cache, path, "shard", scan)
     if fact["largest"] >= vocab_size:
         tokens, _ = open_shard(path)
         for start in range(0, len(tokens), _CHUNK):

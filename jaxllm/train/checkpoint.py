@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from jaxllm.errors import InputError, RunError, out_of_memory
-from jaxllm.weights.checksums import array_checksums, changed, check_seal, sealed
+from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 
 
 class Checkpoints:
@@ -105,7 +105,7 @@ class Checkpoints:
             page = self.manager.restore(
                 step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
             )["about"]
-            check_seal(page)
+            check_digest(page)
         except Exception as e:
             raise self._damaged(step, e) from e
         return page
@@ -137,7 +137,7 @@ class Checkpoints:
             if out_of_memory(e):
                 raise
             raise self._damaged(step, e, wanted) from e
-        if name := changed(flat, about.get("checksums", {})):
+        if name := first_mismatch(flat, about.get("checksums", {})):
             raise self._damaged(step, ValueError("its checksum differs"), [name])
         return jax.tree.unflatten(
             jax.tree.structure(abstract_state), [flat[name] for name in wanted]
@@ -171,7 +171,7 @@ class Checkpoints:
             self.manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(sealed(about))
+                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(with_digest(about))
                 ),
                 metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
             )
