@@ -96,7 +96,7 @@ def greedy(model: str, mesh: str) -> list[list[int]]:
     with jax.set_mesh(t.mesh):
         # Weights so large that tokens depend on the whole text.
         params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, t.init().params)
-        return np.stack(list(decode.stream(t.graph, params, prompts, config))).tolist()
+        return np.stack(list(decode.stream_tokens(t.graph, params, prompts, config))).tolist()
 
 
 def is_adam(x) -> bool:

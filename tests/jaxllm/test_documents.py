@@ -27,7 +27,7 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
-from jaxllm.infer.decode import open_run, put_model
+from jaxllm.infer.decode import load_model, open_run
 from jaxllm.sharding import make_mesh
 from jaxllm.train.step import IGNORE, Trainer
 from pallas_kernels import dispatch
@@ -225,7 +225,7 @@ def test_evaluation_packs_like_the_run(tmp_path, capsys):
         tokens, labels = separate_documents(
             [row[:-1] for row in rows], [row[1:] for row in rows], 24, tokenizer.end_of_text
         )
-        graph, params = put_model(open_run(run), make_mesh(MeshConfig(), jax.devices()[:1]))
+        graph, params = load_model(open_run(run), make_mesh(MeshConfig(), jax.devices()[:1]))
         loss = jax.jit(lambda params: nnx.merge(graph, params).loss(tokens, labels))(params)
     loss, count = float(loss) / (len(stream) - 1), f"{len(stream) - 1:,} tokens"
     assert count in said
