@@ -76,16 +76,16 @@ def test_a_full_disk_is_no_device_out_of_memory():
 
 def test_a_disk_without_room_for_one_checkpoint_is_told(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
-    checkpoints.check_room(state(1))
+    checkpoints.check_disk_space(state(1))
     for total, free in ((10**9, 360_003), (0, 0)):
         monkeypatch.setattr(
             shutil, "disk_usage", lambda _, t=total, f=free: SimpleNamespace(total=t, free=f)
         )
         if total:
             with pytest.raises(InputError, match=r"run: its disk has 0\.4 MB free, one checkpoint"):
-                checkpoints.check_room(state(1))
+                checkpoints.check_disk_space(state(1))
         else:  # not told by this file system
-            checkpoints.check_room(state(1))
+            checkpoints.check_disk_space(state(1))
 
 
 def damages(content):
@@ -111,7 +111,7 @@ def test_damage_is_found_named_and_the_checkpoint_before_it_offered(tmp_path):
                 Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
             said = str(error.value)
             assert f"checkpoint {tmp_path / 'whole' / '2'} is damaged{named}" in said
-            assert "to go on from step 1, delete that folder and --resume again" in said
+            assert "to continue from step 1, delete that folder and --resume again" in said
             assert "bound method" not in said
         victim.write_bytes(content)
     for restored in (1, 2):
@@ -119,7 +119,7 @@ def test_damage_is_found_named_and_the_checkpoint_before_it_offered(tmp_path):
         np.testing.assert_array_equal(back["a"], state(restored)["a"])
     shutil.rmtree(tmp_path / "whole" / "1")
     array.write_bytes(array.read_bytes()[:-99_999])
-    with pytest.raises(InputError, match="there is none before it: start a new run"):
+    with pytest.raises(InputError, match="there is no earlier one: start a new run"):
         Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
 
 

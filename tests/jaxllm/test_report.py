@@ -86,11 +86,11 @@ def test_runs_lie_over_one_another(tmp_path, capsys):
 
 def test_the_duration_is_shown_where_it_is_known(tmp_path):
     run = a_run(tmp_path / "one", 20)
-    assert "duration" not in Page(report.page([report.Loaded(run)])).text
+    assert "duration" not in Page(report.page([report.LoadedRun(run)])).text
     with (run / "metrics.jsonl").open("a") as file:
         for seconds in (3599.6, 7322.4, 1e25, None, "x"):
             file.write("\n" + json.dumps({"step": 20, "seconds": seconds}))
-    assert "duration2:02:02" in Page(report.page([report.Loaded(run)])).text
+    assert "duration2:02:02" in Page(report.page([report.LoadedRun(run)])).text
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_only_a_report_is_overwritten(tmp_path, capsys):
 
 def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
     run = a_run(tmp_path / "long", 20_000, slope=1e-5, samples=100)
-    loaded = report.Loaded(run)
+    loaded = report.LoadedRun(run)
     points = loaded.points("loss")
     points[777] = (778, 99.0)
     kept = report.thin(points)
@@ -141,7 +141,7 @@ def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "is no run's directory"),
+        ({}, "is not a run's directory"),
         ({"metrics.jsonl": "", "config.yaml": ""}, "holds no metrics yet"),
         ({"metrics.jsonl": '{"step": 1}', "config.yaml": "", "run.json": "{"}, "is damaged"),
         ({"metrics.jsonl": '{"step": 1}', "config.yaml": "", "run.json": "3"}, "is damaged"),

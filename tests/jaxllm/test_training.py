@@ -164,14 +164,14 @@ def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
 def test_spikes_are_judged_by_the_losses_in_the_window():
     watch = guard.new_watch()
     for i in range(guard.WINDOW):
-        good, watch = guard.judge(watch, jnp.float32(5 + i % 2), jnp.float32(1), 3.0)
+        good, watch = guard.check_update(watch, jnp.float32(5 + i % 2), jnp.float32(1), 3.0)
         assert good  # nothing is a spike before the window is full
     # mean 5.5, standard deviation 0.5
-    assert guard.judge(watch, jnp.float32(6.9), jnp.float32(1), 3.0)[0]
-    assert not guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
-    assert guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
-    assert not guard.judge(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
-    good, after = guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
+    assert guard.check_update(watch, jnp.float32(6.9), jnp.float32(1), 3.0)[0]
+    assert not guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
+    assert guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
+    assert not guard.check_update(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
+    good, after = guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
     assert int(after.skips) == 1
     np.testing.assert_array_equal(after.losses, watch.losses)
 
