@@ -22,7 +22,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Check the shapes and dtypes in the annotations of layers and models.
 install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
 
-# `pytest -m quick`: these files, and of each of these tests its first case.
+# `pytest -m quick` runs these files, and the first case of each of these tests.
 QUICK_FILES = {"test_config.py", "test_dispatch.py", "test_house.py", "test_parity.py"}
 QUICK_TESTS = set(
     """
@@ -32,7 +32,7 @@ QUICK_TESTS = set(
     test_gelu_matches_float64 test_gelu_linear_matches_float64 test_swiglu_matches_float64
     test_swiglu_linear_matches_float64 test_cross_entropy_matches_float64
     test_linear_cross_entropy_matches_float64 test_error_ratio test_chunks_walked_in_spans
-    test_a_later_token_changes_nothing_before_it test_a_run_leaves_everything_it_promises
+    test_a_token_does_not_affect_earlier_outputs test_a_run_writes_everything_it_promises
     """.split()
 )
 

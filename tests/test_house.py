@@ -1,4 +1,4 @@
-"""Checks that the code stays readable: short flat functions, imports in one direction, valid links."""
+"""Checks that the code stays readable: short flat functions, one-way imports, valid links."""
 
 import ast
 import re

@@ -43,9 +43,9 @@ def _run(argv: list[str]) -> int:
 
 
 def check_trainable(config: Config) -> None:
-    """Raises InputError for what is right in a configuration, but not to train with, or is absent.
+    """Raises InputError for a valid configuration that cannot be trained or names missing files.
 
-    Without JAX, which takes seconds to import.
+    Does not import JAX, which takes seconds.
     """
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":

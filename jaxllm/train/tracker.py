@@ -49,7 +49,7 @@ class Wandb:
         self.where = f"offline; `wandb sync {folder}` sends it" if offline else self.run.url
 
     def write(self, row: dict) -> None:
-        """Logs the values of one row; raises OSError for any failure, so that the run goes on."""
+        """Logs the values of one row; raises OSError for any failure, so that the run continues."""
         values = {k: v for k, v in row.items() if k != "step" and v is not None}
         try:
             self.run.log(values, step=row["step"])

@@ -28,8 +28,9 @@ from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 from jaxllm.infer.decode import load_model, open_run
+from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
-from jaxllm.train.step import IGNORE, Trainer
+from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
 T, END = 32, 0  # tokens per row; train_tokenizer gives the end-of-text token id 0

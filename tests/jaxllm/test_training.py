@@ -18,10 +18,11 @@ from jaxllm.config import (
 )
 from jaxllm.data.loader import documents
 from jaxllm.infer import decode
+from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
 from jaxllm.train import guard
 from jaxllm.train.metrics import RunLog, peak_memory, read_metrics
-from jaxllm.train.step import IGNORE, Trainer
+from jaxllm.train.step import Trainer
 
 SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=128, max_seq_len=64)
 FP32 = dict(compute_dtype="float32", residual_dtype="float32")
