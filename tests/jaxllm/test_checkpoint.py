@@ -52,11 +52,11 @@ def test_a_full_disk_costs_only_one_checkpoint(tmp_path):
     assert checkpoints.save(1, state(1), ABOUT, None) is None
     wait(checkpoints)
     with full_disk():
-        told = [checkpoints.save(2, state(2), ABOUT, None)]
+        problems = [checkpoints.save(2, state(2), ABOUT, None)]
         wait(checkpoints)
     assert Checkpoints(tmp_path, keep=1).newest() == 1
-    told.append(checkpoints.save(3, state(3), ABOUT, None))
-    (problem,) = [line for line in told if line]
+    problems.append(checkpoints.save(3, state(3), ABOUT, None))
+    (problem,) = [line for line in problems if line]
     assert "the checkpoint of step 2 could not be written" in problem
     assert "the newest complete one is of step 1" in problem
     checkpoints.close()

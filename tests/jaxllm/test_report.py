@@ -193,6 +193,6 @@ def test_the_browser_reports_errors_of_a_page(browser, tmp_path):
     page = tmp_path / "x.html"
     page.write_text('<img src="http://localhost/x.png"><script>console.log("oh"); no()</script>')
     browser.open(page, width=400, dark=False)
-    told = "\n".join(browser.complaints())
+    complaints = "\n".join(browser.complaints())
     for word in ("request: http://localhost/x.png", '"oh"', "ReferenceError"):
-        assert word in told
+        assert word in complaints

@@ -222,8 +222,8 @@ def test_the_peak_memory_is_that_of_the_fullest_device(monkeypatch):
         def __init__(self, gib):
             self.memory_stats = lambda: gib and {"peak_bytes_in_use": gib * 2**30}
 
-    for told, wanted in (((3, 5, None), 5), ((None,), None)):
-        monkeypatch.setattr(jax, "local_devices", lambda told=told: [Device(g) for g in told])
+    for peaks, wanted in (((3, 5, None), 5), ((None,), None)):
+        monkeypatch.setattr(jax, "local_devices", lambda peaks=peaks: [Device(g) for g in peaks])
         assert peak_memory() == wanted
 
 
