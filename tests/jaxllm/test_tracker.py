@@ -15,7 +15,9 @@ ROW = dict(loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
 
 
 def test_a_missing_package_gives_one_line(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    without_wandb = lambda name: None if name == "wandb" else find_spec(name)
+    monkeypatch.setattr(importlib.util, "find_spec", without_wandb)
     message = error_of(capsys, "--config", tiny, "--train.tracker", "wandb")
     assert "train.tracker=wandb needs the package wandb: pip install 'wandb" in message
 
