@@ -26,7 +26,10 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--train.batch_size", "0"], "train.batch_size=0"),
         (["--config", "llama3_small", "--train.seq_len", "512"], "exceeds model.max_seq_len=256"),
         (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
-        (["--config", "llama3_small", "--mesh.tensor", "7"], "set mesh.data=-1 and divisors of"),
+        (
+            ["--config", "llama3_small", "--mesh.tensor", "7"],
+            "set mesh.data=-1 and the other axes to divisors of",
+        ),
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (
             ["--config", "llama3_small", "--data.path", "/nothing"],
