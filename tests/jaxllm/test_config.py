@@ -73,7 +73,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
         ({"train.batch_size": "9" * 23}, "must be less than 2147483648"),
         (
             {"train.batch_size": "2000000000"},
-            "is 512000000000 tokens per step; the limit is 2147483647",
+            "is 256000000000 tokens per step; the limit is 2147483647",
         ),
         ({"model.d_model": "2000000000"}, "model.d_model=2000000000: must be at most 1048576"),
         ({"model.vocab_size": "1000000000000"}, "model.vocab_size=1000000000000: must be at most"),
