@@ -11,10 +11,7 @@ from jaxtyping import install_import_hook
 os.environ.setdefault("NPROC", "16")
 # Tests on a CPU compile much and compute little; this saves a quarter of their time.
 if shutil.which("nvidia-smi") is None:
-    fast = (
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
-    )
+    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
