@@ -79,7 +79,8 @@ def test_generate_writes_every_prompt_and_sample_and_reports_the_speed(runs, tmp
     assert re.findall(r"^--- prompt (\d), sample (\d)\n(?:the cat|a café\u2028in)", out, re.M) == [
         (p, s) for p in "12" for s in "123"
     ]
-    assert re.search(r"^66 tokens in .* s, 4 at once: .* s for .*, then [\d,]+ tokens/s$", err)
+    speed = r"^(\d+) tokens in .* s, 4 at once: .* s for .*, then [\d,]+ tokens/s$"
+    assert 6 < int(re.search(speed, err, re.M)[1]) <= 66  # a sample may end before its 11 tokens
     # Greedy texts do not depend on the batch.
     assert generate.main([*command.split(), "0"]) == 0
     texts = re.split(r"--- prompt ., sample .\n", capsys.readouterr().out)
