@@ -6,7 +6,7 @@ from jaxllm.commands import run
 
 
 def main(argv=None):
-    """The same as jaxllm train."""
+    """Does the same as jaxllm train."""
     return run("train", argv)
 
 

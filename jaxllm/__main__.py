@@ -1,4 +1,4 @@
-"""python -m jaxllm: the same as the command jaxllm."""
+"""python -m jaxllm does the same as the command jaxllm."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """The commands: `jaxllm COMMAND ...`, `python -m jaxllm COMMAND ...`, `python train.py ...`.
 
-Imports nothing but the standard library, and Python 3.6 can read it: with a Python that is too old
-or has no JAX, one line says what to install, and --help comes at once.
+This file imports only the standard library, and Python 3.6 can parse it: a Python that is too old
+or lacks JAX prints one line that says what to install, and --help is immediate.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import os
 import sys
 
 OLDEST = (3, 12)  # pyproject.toml has the same
-NEEDED = {  # pyproject.toml's dependencies: what pip installs, and what Python imports
+NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
     "jax": "jax",
     "jaxlib": "jaxlib",
     "flax": "flax",
@@ -27,14 +27,17 @@ NEEDED = {  # pyproject.toml's dependencies: what pip installs, and what Python 
     "matplotlib": "matplotlib",
     "tensorboardx": "tensorboardX",
 }
-COMMANDS = {  # the module whose `main` takes the words, and what it does
+COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),
     "generate": ("jaxllm.infer.generate", "write text with a trained model"),
     "evaluate": ("jaxllm.infer.evaluate", "loss and perplexity, HellaSwag, lm-evaluation-harness"),
     "report": ("jaxllm.train.report", "one HTML page about one or more runs"),
     "convert": ("jaxllm.weights.convert", "Hugging Face folders to runs, and back"),
     "data": ("jaxllm.data.__main__", "prepare: text to token shards; train-tokenizer: a BPE"),
-    "benchmark": ("pallas_kernels.bench.run", "time every kernel beside XLA and cuDNN"),
+    "benchmark": (
+        "pallas_kernels.bench.run",
+        "time every kernel against XLA and cuDNN",
+    ),
 }
 
 
@@ -57,22 +60,22 @@ def main(argv=None):
 
 
 def run(name, words=None):
-    """Runs a command on its words (None: this process's); returns its exit status."""
+    """Runs a command on its arguments (None: those of this process); returns its exit status."""
     lack = _lack()
     if lack:
         return _error(lack)
-    if name == "convert":  # it needs no GPU, whose memory may be taken
+    if name == "convert":  # it needs no GPU, whose memory another process may use
         os.environ["JAX_PLATFORMS"] = "cpu"
     return importlib.import_module(COMMANDS[name][0]).main(words)
 
 
 def _lack():
-    """What this Python lacks, and how to install it; None: nothing."""
+    """A line that says what this Python lacks and how to install it, or None."""
     if sys.version_info < OLDEST:
         version = ".".join(map(str, sys.version_info[:3]))
         return (
             f"jaxllm needs Python {OLDEST[0]}.{OLDEST[1]} or newer, and {sys.executable} is"
-            f" {version}; put `uv run` before the command, which fetches one (pip install uv)"
+            f" {version}; put `uv run` before the command to fetch one (pip install uv)"
         )
     missing = [name for name, module in NEEDED.items() if not importlib.util.find_spec(module)]
     if not missing:

@@ -1,4 +1,4 @@
-"""python -m jaxllm.convert: the same as jaxllm convert."""
+"""python -m jaxllm.convert does the same as jaxllm convert."""
 
 import sys
 

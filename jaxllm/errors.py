@@ -1,4 +1,4 @@
-"""The two exceptions that a command turns into one line and an exit status."""
+"""The two exceptions that a command reports as one line and an exit status."""
 
 import contextlib
 import sys
@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 
 class InputError(ValueError):
-    """Bad input: a key, a value, a file.  One line that names the value, the limit and the fix.
+    """Bad input, such as a key, a value or a file.
 
-    It is printed as `error: ...`, and the command exits with status 2.
+    The message is one line with the value, the limit and the fix.  A command prints it as
+    `error: ...` and exits with status 2.
     """
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on (a loss that is not finite, memory that ran out); exit status 1."""
+    """A run cannot continue: the loss is not finite, memory ran out; the exit status is 1."""
 
 
 @contextlib.contextmanager
 def memory_errors(advice: str) -> Iterator[None]:
-    """Turns a device that is out of memory into a RunError that says what helps."""
+    """Turns an out-of-memory error into a RunError that ends with `advice`."""
     try:
         yield
     except MemoryError as e:
@@ -30,10 +31,10 @@ def memory_errors(advice: str) -> Iterator[None]:
 
 
 def out_of_memory(e: Exception) -> bool:
-    """Whether it was a device that had no room: XLA's error is a RuntimeError.
+    """Whether a device ran out of memory, which XLA reports as a RuntimeError.
 
-    TensorStore tells a full disk in the same word, but as a ValueError, and our own RunError may
-    quote it.
+    TensorStore reports a full disk with the same word, but as a ValueError, and our own RunError
+    may quote it.
     """
     xla = isinstance(e, RuntimeError) and not isinstance(e, RunError)
     return xla and "RESOURCE_EXHAUSTED" in str(e)

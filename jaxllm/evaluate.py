@@ -1,4 +1,4 @@
-"""python -m jaxllm.evaluate: the same as jaxllm evaluate."""
+"""python -m jaxllm.evaluate does the same as jaxllm evaluate."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Files that are whole at any time, and locks that die with their process."""
+"""Atomic writes, and locks that the system frees when their process dies."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: no lock, two processes may do the same work; renames stay atomic
+except ImportError:  # Windows: without locks two processes may repeat work; renames stay atomic
     fcntl = None
 
 
@@ -18,25 +18,25 @@ except ImportError:  # Windows: no lock, two processes may do the same work; ren
 def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Holds an exclusive lock, which the system frees when its process dies.
 
-    Yields whether the lock is really held (some network file systems have none).
+    Yields whether the lock is held; some network file systems have no locks.
     Raises BlockingIOError if `wait` is false and another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
-        held = False
+        locked = False
         if fcntl is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                held = True
+                locked = True
             except BlockingIOError:
                 raise
             except OSError:
                 pass
-        yield held
+        yield locked
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is at all times the old one or the new one, whoever is killed when."""
+    """Replaces a file atomically: even if the process is killed, it has the old or new content."""
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
@@ -50,6 +50,6 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value as JSON, and makes the folder for it; see `write_whole`."""
+    """Writes a value as JSON atomically, and creates the folder for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(value).encode())

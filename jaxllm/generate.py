@@ -1,4 +1,4 @@
-"""python -m jaxllm.generate: the same as jaxllm generate."""
+"""python -m jaxllm.generate does the same as jaxllm generate."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""python -m jaxllm.report: the same as jaxllm report."""
+"""python -m jaxllm.report does the same as jaxllm report."""
 
 import sys
 

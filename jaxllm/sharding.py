@@ -1,11 +1,12 @@
-"""The mesh of devices, and the one way in which layers run a kernel on it.
+"""The device mesh, and the wrapper that runs a kernel on it.
 
-Three axes: `data` (copies of the model that share the batch), `fsdp` (devices that share the batch
-and split the parameters), `tensor` (devices that split heads and widths).  Parameters carry their
-axes as metadata (`axes=("fsdp", "tensor")`); JAX's own sharding moves everything.
+The mesh has three axes: `data` (replicas of the model, which divide the batch), `fsdp` (devices
+that divide the batch and shard the parameters) and `tensor` (devices that divide heads and widths).
+Parameters carry their axes as metadata (`axes=("fsdp", "tensor")`); JAX's own sharding moves the
+data.
 
-Kernels do not partition themselves: under plain jit a sharded input would be gathered and the
-kernel run in full on every device, without an error.  `per_device` wraps an op in `jax.shard_map`.
+Kernels cannot be partitioned by XLA: plain jit would gather a sharded input and run the whole
+kernel on every device, without an error.  `per_device` therefore wraps ops in `jax.shard_map`.
 """
 
 from collections.abc import Callable
@@ -24,14 +25,15 @@ BATCH = ("data", "fsdp")  # the axes that divide the batch
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """Mesh (data, fsdp, tensor) over all devices; raises InputError if they do not divide so."""
+    """The mesh (data, fsdp, tensor) over all devices; raises InputError if its size differs."""
     devices = jax.devices() if devices is None else devices
     inner = config.fsdp * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
     if data * inner != len(devices) or data == 0:
         raise InputError(
-            f"mesh data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not make"
-            f" {len(devices)} devices; set mesh.data=-1 and divisors of {len(devices)}"
+            f"mesh data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not equal"
+            f" {len(devices)} devices; set mesh.data=-1 and the other axes to divisors of"
+            f" {len(devices)}"
         )
     shape = (data, config.fsdp, config.tensor)
     return Mesh(
@@ -42,7 +44,7 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
 
 
 def check_model(model: ModelConfig, mesh: Mesh) -> None:
-    """Raises InputError where the tensor axis cannot split the heads."""
+    """Raises InputError if the tensor axis does not divide the heads."""
     tensor = mesh.shape["tensor"]
     heads = getattr(model, "n_kv_heads", model.n_heads)
     name = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
@@ -54,7 +56,7 @@ def check_model(model: ModelConfig, mesh: Mesh) -> None:
 
 
 def check_batch(train: TrainConfig, mesh: Mesh) -> None:
-    """Raises InputError where the batch does not divide over devices and accumulation."""
+    """Raises InputError unless the batch divides evenly over devices and accumulation."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if train.batch_size % (parts * train.grad_accum):
         raise InputError(
@@ -64,15 +66,16 @@ def check_batch(train: TrainConfig, mesh: Mesh) -> None:
 
 
 def one_device() -> bool:
-    """Whether the mesh set by `jax.set_mesh` is of one device, or there is none."""
+    """Whether `jax.set_mesh` has set no mesh, or a mesh of one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.empty or mesh.size == 1
 
 
 def per_device(op: Callable, in_specs, out_specs) -> Callable:
-    """`op` on each device's own part under the mesh set by `jax.set_mesh`; `op` itself without one.
+    """Wraps `op` to run on each device's shard under the mesh of `jax.set_mesh`.
 
-    Gradients of inputs that a device holds whole (P()) are summed over the mesh.
+    Returns `op` itself on one device.  Gradients of replicated inputs (P()) are summed over the
+    mesh.
     """
     if one_device():
         return op
@@ -82,7 +85,7 @@ def per_device(op: Callable, in_specs, out_specs) -> Callable:
 
 
 def constrain(x: jax.Array, *axes) -> jax.Array:
-    """Says how an activation lies on the mesh; nothing without one."""
+    """Constrains the sharding of an activation; does nothing on one device."""
     if one_device():
         return x
     return jax.lax.with_sharding_constraint(x, P(*axes))
@@ -90,21 +93,21 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("shape", "axes"))
 def normal(key: jax.Array, shape: tuple[int, ...], std: float, axes: tuple) -> jax.Array:
-    """An fp32 weight drawn from N(0, std^2), made on the devices where it stays.
+    """Draws an fp32 weight from N(0, std^2) on the devices that hold it.
 
-    A program of its own, compiled once for each shape: XLA fuses all draws of one program that
-    have the same shape, and then takes minutes over the one kernel.
+    It is a separate program, compiled once per shape: XLA would fuse all draws of the same shape in
+    one program, and take minutes to compile that kernel.
     """
     return constrain(std * jax.random.normal(key, shape), *axes)
 
 
 def spec_of(variable: nnx.Variable) -> PartitionSpec:
-    """The `axes` that a parameter was made with (none: whole on every device)."""
+    """The PartitionSpec of a parameter's `axes`; without axes it is replicated."""
     return P(*(variable.get_metadata().get("axes") or ()))
 
 
 def shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """NamedShardings in the structure of a state of parameters."""
+    """The NamedShardings of a state of parameters, in the same structure."""
     return jax.tree.map(
         lambda v: v.replace(NamedSharding(mesh, spec_of(v))),
         state,

@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels for training language models, each with a jnp reference beside it."""
+"""Mosaic GPU kernels for training language models, each with a jnp reference."""
 
 from pallas_kernels.activations.gelu import gelu, gelu_linear
 from pallas_kernels.activations.swiglu import swiglu, swiglu_linear

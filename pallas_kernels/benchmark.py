@@ -1,4 +1,4 @@
-"""python -m pallas_kernels.benchmark: the command of pallas_kernels/bench/run.py."""
+"""python -m pallas_kernels.benchmark runs pallas_kernels/bench/run.py."""
 
 import sys
 

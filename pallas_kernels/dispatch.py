@@ -1,16 +1,16 @@
-"""The only place that decides how an op runs: on our Mosaic GPU kernel or as plain jnp on XLA.
+"""Decides how each op runs: on its Mosaic GPU kernel or as plain jnp on XLA.
 
-Every op calls `use_kernel(name, implementation, reason)`, where `reason` is what its own `why_not`
-said about the shapes, dtypes and options (None: the kernel can take this call).
+Every op calls `use_kernel(name, implementation, reason)`.  `reason` comes from the op's `why_not`,
+which checks shapes, dtypes and options; it is None if the kernel supports the call.
 
-  None      the kernel where it is supported, the XLA form elsewhere (for attention cuDNN's, where
-            that takes the call) and where that is faster; says so once in the log
-  "mosaic"  the kernel, or NotImplementedError with the reason; never asks for the platform, so that
-            a CPU can interpret the kernel and lower it for CUDA
-  "xla"     the jnp form
+  None      runs the kernel where it is supported and not slower, and the XLA form elsewhere
+            (attention falls back to cuDNN where cuDNN supports the call); logs a fallback once
+  "mosaic"  runs the kernel, or raises NotImplementedError with the reason; does not check the
+            platform, so that a CPU can interpret the kernel and lower it for CUDA
+  "xla"     runs the jnp form
 
-`explain()` reports every decision that was taken while JAX traced, not a guess, and on a GPU what
-compiles the kernels: where a compiler lets registers spill, a kernel takes three times as long.
+`explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
+the kernels, because a compiler that spills registers makes a kernel three times slower.
 """
 
 import contextlib
@@ -30,26 +30,26 @@ import jaxlib
 from jax import lax
 
 Implementation = Literal["mosaic", "xla"]
-Gpu = Literal["sm_80", "sm_90", "sm_90a"]  # 8.0 or newer; 9.0 (TMA, 227 KB) or newer; 9.0 (wgmma)
+Gpu = Literal["sm_80", "sm_90", "sm_90a"]  # >= 8.0; >= 9.0 (TMA, 227 KB); exactly 9.0 (wgmma)
 
 log = logging.getLogger("pallas_kernels")
 
 
 class Decision(NamedTuple):
-    """How one op was run, and why."""
+    """How an op runs, and why."""
 
     op: str
     runs: Literal["mosaic", "cudnn", "xla"]
     why: str
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether the kernel runs, or could but for the speed of the other form."""
+    def supported(self) -> bool:
+        """Whether the kernel supports the call, even if the other form is faster and runs."""
         return self.runs == "mosaic" or self.why.startswith(_FASTER)
 
 
 class Compiler(NamedTuple):
-    """What makes the programs of Mosaic kernels, of which release of CUDA."""
+    """The compiler of Mosaic kernels and its CUDA release."""
 
     name: Literal["nvJitLink", "ptxas"]
     cuda: tuple[int, int]
@@ -58,14 +58,14 @@ class Compiler(NamedTuple):
         return f"{self.name} {self.cuda[0]}.{self.cuda[1]}"
 
 
-# The release of CUDA, and of JAX, with which all kernels are known to be fast: attention's need
-# setmaxnreg, which jaxlib's nvJitLink ignores from 0.12 on.  The extra cuda13 keeps to them.
+# All kernels are known to be fast with these releases of CUDA and JAX, which the extra cuda13
+# installs.  Attention needs setmaxnreg, which nvJitLink ignores; jaxlib uses it from 0.12 on.
 _CUDA, _JAX = (13, 0), (0, 11)
-_SMEM = 227 * 1024  # bytes that a block may have from 9.0 on, but for consumer Blackwell
+_SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _FASTER = "faster, as "
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
-_decisions: dict[Decision, int] = {}  # in the order taken, with how often
-_silenced = False
+_decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
+_recording = True
 
 
 def decide(
@@ -73,29 +73,30 @@ def decide(
     implementation: Implementation | None,
     reason: str | None,
     gpu: Gpu = "sm_80",
-    otherwise: Literal["cudnn", "xla"] = "xla",
+    fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
 ) -> Decision:
-    """How `op` has to run.  Only `use_kernel`, which every op calls, records and logs it.
+    """Decides how `op` runs, without recording or logging it (`use_kernel` does both).
 
-    reason: why the kernel cannot take this call, or None.  gpu: what the kernel needs.
-    otherwise: what the op takes under None in place of its kernel.
-    slower: why the kernel, which could run, is slower than that, or None; counts under None only.
-    Raises NotImplementedError under "mosaic" with a reason, ValueError for another name.
+    reason: why the kernel does not support this call, or None.
+    gpu: the GPU that the kernel needs.
+    fallback: what runs in place of the kernel if implementation is None.
+    slower: why the kernel is slower than `fallback`, or None; used if implementation is None.
+    Raises NotImplementedError for "mosaic" with a reason, ValueError for an unknown implementation.
     """
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(f"implementation={implementation!r} is not None, mosaic or xla")
     if implementation == "xla":
         return Decision(op, "xla", "asked for")
-    reason = shard_map_lacks() or reason
+    reason = shard_map_why_not() or reason
     if implementation == "mosaic":
         if reason is not None:
             raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
         return Decision(op, "mosaic", "asked for")
     if reason := device_lacks(gpu) or reason:
-        return Decision(op, otherwise, reason)
+        return Decision(op, fallback, reason)
     if slower:
-        return Decision(op, otherwise, _FASTER + slower)
+        return Decision(op, fallback, _FASTER + slower)
     return Decision(op, "mosaic", "supported")
 
 
@@ -104,47 +105,47 @@ def use_kernel(
     implementation: Implementation | None,
     reason: str | None,
     gpu: Gpu = "sm_80",
-    otherwise: Literal["cudnn", "xla"] = "xla",
+    fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
 ) -> bool:
-    """True if `op` has to run on its kernel, False for its jnp form; `decide` has the arguments."""
-    decision = decide(op, implementation, reason, gpu, otherwise, slower)
-    if not _silenced:
-        told = decision in _decisions or decision.why == "asked for"
-        if not told and decision.runs != "mosaic":
-            # On a GPU a kernel that cannot run costs speed; one that is slower costs nothing.
-            missed = jax.default_backend() != "cpu" and not decision.has_kernel
+    """Whether `op` runs on its kernel; records and logs the decision.  Arguments as in `decide`."""
+    decision = decide(op, implementation, reason, gpu, fallback, slower)
+    if _recording:
+        logged = decision in _decisions or decision.why == "asked for"
+        if not logged and decision.runs != "mosaic":
+            # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
+            missed = jax.default_backend() != "cpu" and not decision.supported
             level = logging.WARNING if missed else logging.INFO
             log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
-    tell(decision)
+    record(decision)
     if decision.runs == "mosaic" and jax.default_backend() == "gpu":
         _warn_of_compiler()
     return decision.runs == "mosaic"
 
 
-def tell(decision: Decision) -> None:
-    """Records a decision for `explain()`; `use_kernel` does so by itself."""
-    if not _silenced:
+def record(decision: Decision) -> None:
+    """Records a decision for `explain()`; `use_kernel` calls it."""
+    if _recording:
         _decisions[decision] = _decisions.get(decision, 0) + 1
 
 
-def shard_map_lacks() -> str | None:
-    """Why no kernel can run where JAX traces now, or None.
+def shard_map_why_not() -> str | None:
+    """Why the surrounding `shard_map` rules out kernels, or None.
 
-    The results of kernels carry no types of varying axes: `shard_map` would take the part of a
-    weight's gradient that one device made for the whole, and not sum it.
+    Kernel results carry no varying-axes types, so a `shard_map` that checks them would take one
+    device's part of a weight's gradient for the whole and not sum the parts.
     """
     try:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or not (axes := mesh.manual_axes):
             return None
-        # Only where shard_map checks such types has the index of a device one.
+        # axis_index has such a type only where shard_map checks them.
         checked = jax.eval_shape(lambda: lax.axis_index(axes)).manual_axis_type is not None
-    except AttributeError as e:  # no kernel is better than gradients that nobody sums
-        return f"JAX {jax.__version__} does not tell what a shard_map around it checks ({e})"
+    except AttributeError as e:  # XLA is better than gradients that are not summed
+        return f"JAX {jax.__version__} does not say whether shard_map checks varying types ({e})"
     if not checked:
         return None
-    return "the shard_map around it checks types that vary, pass it check_vma=False"
+    return "the shard_map around it checks varying types: pass check_vma=False"
 
 
 @functools.cache
@@ -157,12 +158,12 @@ def device_lacks(gpu: Gpu) -> str | None:
     try:
         have = float(capability)
     except ValueError:
-        return f"compute capability {capability} is not one of an NVIDIA GPU"
+        return f"compute capability {capability} is not that of an NVIDIA GPU"
     need = int(gpu[3:5]) / 10
     if have < need or (gpu == "sm_90a" and have != need):
         exactly = "" if gpu == "sm_90a" else " or newer"
         return f"the GPU has compute capability {have}, the kernel needs {need}{exactly}"
-    # Kernels that stream through TMA fill an SM; consumer Blackwell (12.0) has TMA but 99 KB.
+    # Kernels that use TMA need a full SM; consumer Blackwell (12.0) has TMA but only 99 KB.
     smem = getattr(jax.devices()[0], "shared_memory_per_block_optin", _SMEM)
     if gpu != "sm_80" and smem < _SMEM:
         return f"the GPU has {smem // 1024} KB of shared memory for a block, the kernel needs 227"
@@ -171,36 +172,36 @@ def device_lacks(gpu: Gpu) -> str | None:
 
 @functools.cache
 def compiler() -> Compiler | None:
-    """What compiles Mosaic kernels in this process, on a GPU; None where nothing is found.
+    """The compiler of Mosaic kernels in this process, on a GPU, or None if none is found.
 
-    jaxlib takes ptxas before 0.12, from then on nvJitLink where it loads, and ptxas elsewhere.
+    jaxlib uses ptxas before 0.12; from 0.12 on it uses nvJitLink if that loads, ptxas otherwise.
     """
     if [int(number) for number in jaxlib.__version__.split(".")[:2]] >= [0, 12]:
         for release in (13, 12):
-            try:  # pip's is in memory already: JAX loads cuSOLVER, which needs it
+            try:  # pip's library is loaded already: JAX loads cuSOLVER, which needs it
                 library = ctypes.CDLL(f"libnvJitLink.so.{release}")
             except OSError:
                 continue
             major, minor = ctypes.c_uint(), ctypes.c_uint()
             if library.nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
                 return Compiler("nvJitLink", (major.value, minor.value))
-    nvidia = importlib.util.find_spec("nvidia")  # pip's CUDA, which XLA takes before the path's
+    nvidia = importlib.util.find_spec("nvidia")  # XLA prefers pip's CUDA to that of PATH
     places = nvidia.submodule_search_locations if nvidia else None
     found = [str(path) for place in places or () for path in Path(place).glob("*/bin/ptxas")]
     ptxas = found[0] if found else shutil.which("ptxas")
     if ptxas is None:
         return None
-    said = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
-    version = re.search(r"V(\d+)\.(\d+)", said)
+    output = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"V(\d+)\.(\d+)", output)
     return version and Compiler("ptxas", (int(version[1]), int(version[2])))
 
 
 def slow_compiler() -> str | None:
-    """Why kernels may be slow for what compiles them, with the cure, or None."""
-    made = compiler()
-    if made is None:  # Mosaic knows one, or ends with an error of its own
+    """Why the compiler may make kernels slow, with the fix, or None."""
+    used = compiler()
+    if used is None:  # Mosaic finds one itself or raises its own error
         return None
-    if made.cuda == _CUDA and jax.__version_info__[:2] == _JAX:
+    if used.cuda == _CUDA and jax.__version_info__[:2] == _JAX:
         return None
     known = "known to be fast with CUDA {}.{} and JAX {}.{}: see Install in README.md"
     return known.format(*_CUDA, *_JAX)
@@ -208,7 +209,7 @@ def slow_compiler() -> str | None:
 
 @functools.cache
 def _warn_of_compiler() -> None:
-    """Once in a process, where the kernels may be slow."""
+    """Warns once in a process if the kernels may be slow."""
     why = slow_compiler()
     if why is not None:
         log.warning(
@@ -217,9 +218,9 @@ def _warn_of_compiler() -> None:
 
 
 def explain() -> str:
-    """One line for each op and way it has run since the start or `forget()`.
+    """One line for each op and each way it has run since the start or `reset()`.
 
-    On a GPU, where kernels are among them, a last line tells what compiles these.
+    On a GPU the last line names the compiler of the kernels, if any ran.
     """
     if not _decisions:
         return "no op has been traced yet"
@@ -236,24 +237,24 @@ def explain() -> str:
 
 
 def decisions() -> list[Decision]:
-    """The decisions that `explain()` prints, in the order they were first taken."""
+    """The decisions that `explain()` prints, in the order of their first calls."""
     return list(_decisions)
 
 
-def forget() -> None:
-    """Forgets all decisions, so that `explain()` speaks of what is traced from here on.
+def reset() -> None:
+    """Clears all decisions, so that `explain()` reports only what is traced from here on.
 
-    What JAX has cached is not traced again, and so not told again.
+    JAX does not trace cached functions again, so their decisions do not reappear.
     """
     _decisions.clear()
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
-    """Inside, decisions are neither recorded nor logged (an op that calls another op)."""
-    global _silenced
-    before, _silenced = _silenced, True
+def unrecorded() -> Iterator[None]:
+    """A context in which decisions are neither recorded nor logged."""
+    global _recording
+    before, _recording = _recording, False
     try:
         yield
     finally:
-        _silenced = before
+        _recording = before

@@ -1,26 +1,25 @@
 """Token and position embedding, the first layer of every model here.
 
-    y[b, t] = wte[tokens[b, t]] + wpe[t]                    (wpe only where positions are learnt)
+    y[b, t] = wte[tokens[b, t]] + wpe[t]                    (wpe only for learnt positions)
     dwte[v] = sum of dy[b, t] over the places where tokens[b, t] = v
     dwpe[t] = sum_b dy[b, t]
 
-Forward gathers rows.  Backward must not scatter with atomics: their order, and so the last bits,
-would change from run to run.  XLA's stable sort (lax.sort) makes the places of one token
-neighbours, and two kernels sum them in that order:
+The forward pass gathers rows.  The backward pass must not scatter with atomics, whose order and so
+the last bits change from run to run.  XLA's stable sort (lax.sort) groups the places of each token,
+and two kernels sum them in that order:
 
     sorted tokens   | 3 3 3 3 | 3 3 3 3 | 3 5 5 8 | 8 8 8 8 |       tiles (of 4 here, of 32 there)
     kernel 1          sum       sum                 sum             of tiles with a single token
     kernel 2          dwte[3] = sum + sum + 1 place, dwte[8] = 1 place + sum, dwte[5] = 2 places
 
-  1. One block sums each tile of 32 places that holds a single token.  Tokens of text are Zipf
-     distributed: the most common one alone may fill 5% of the places, which one block would have to
-     sum one after the other.
-  2. Each row of the vocabulary adds up its run: the sums of its whole tiles and the places before
-     and after them.  It writes all of dwte (V, C), each row once, zeros included, which takes most
-     of the time.  Other blocks of the same kernel sum dwpe.
+  1. One block sums each tile of 32 places with a single token.  Tokens of text are Zipf
+     distributed: the most common one may fill 5% of the places, too many for one block to sum.
+  2. For each row of the vocabulary, a block sums its run: the sums of whole tiles and the places
+     before and after them.  It writes every row of dwte (V, C) once, zeros included, which takes
+     most of the time.  Other blocks of the kernel sum dwpe.
 
-Where the table is the head as well (tied), its gradient as the head, all of (V, C), comes in;
-kernel 2 adds the rows of tokens that occur to it in place, and touches no other row.
+If the table is also the head (tied), the kernel gets the head's gradient (V, C); kernel 2 adds the
+rows of the tokens that occur in place, and touches no other row.
 """
 
 import functools
@@ -35,11 +34,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 
-# The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take
-# 32 us forward and 118 us backward.
-_SLAB = 256  # columns for which the forward kernel gathers all tokens before it goes on
-_BATCH = 8  # sequences of which one block of it gathers a row
-_TILE = 32  # places of one token that a block of its own sums
+# The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take 32 us forward and
+# 118 us backward.
+_SLAB = 256  # the forward kernel gathers all tokens for these columns before the next ones
+_BATCH = 8  # a forward block gathers one row for each of these sequences
+_TILE = 32  # places of one token that one block sums
 _VOCAB = 4  # rows of dwte that one block writes
 
 
@@ -57,21 +56,24 @@ def encoder(
 ):
     """Token embedding plus position embedding, added in float32, returned in `dtype`.
 
-    dtype: of the result (default: wte's).  Float32 tables with a bfloat16 result are read as they
-    are, nothing is cast beforehand.  A token outside the vocabulary is taken as the nearest one
-    inside it (the data loader rejects it).  The gradients have the dtypes of the tables and are
-    sums in float32, the same bits in every run.  Tables of fewer than 128 columns are copied.
-    tied: returns (result, wte), and who uses wte again, as a head, takes this one: the gradient it
-    gets is then the array to which the embedding's rows are added in place, where otherwise two
-    would be written whole and summed.  Columns that are no multiple of 128 cost a copy of it.
-    Raises ValueError for tokens and tables that do not fit, NotImplementedError under "mosaic".
+    dtype: of the result (default: wte's).  The kernel reads float32 tables directly, without a cast
+    to the result's dtype.  Tables of fewer than 128 columns are copied.
+    tokens: clipped to the vocabulary (the data loader rejects others).
+    tied: returns (result, wte).  Use this wte as the head: the embedding's rows are then added in
+    place to the head's gradient, and no second array is written and summed.  That gradient is
+    copied if its columns are not a multiple of 128.
+    The gradients have the tables' dtypes.  They are summed in float32, with the same bits in every
+    run.  Raises ValueError for tokens and tables that do not fit, NotImplementedError under
+    implementation="mosaic" for a call that the kernel does not support.
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
     mosaic.check_axes("B T", tokens=tokens)
-    mosaic.check_whole_numbers(tokens=tokens)
+    mosaic.check_integers(tokens=tokens)
     mosaic.check_axes("rows C", wte=wte, **({} if wpe is None else {"wpe": wpe}))
     if wpe is not None and wpe.shape[1] != wte.shape[1]:
-        raise ValueError(f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}: not one width")
+        raise ValueError(
+            f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}; they must be equal"
+        )
     if wpe is not None and tokens.shape[1] > wpe.shape[0]:
         raise ValueError(
             f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe: shorten the"
@@ -86,7 +88,7 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
     """The formula in jnp, in float32 (float64 for float64)."""
     stat = mosaic.stat_dtype(wte.dtype)
     tokens = jnp.clip(tokens, 0, wte.shape[0] - 1)
-    # The cast comes before the gather so that the gradient is summed in float32; XLA fuses it.
+    # Casting before the gather sums the gradient in float32; XLA fuses the cast.
     y = wte.astype(stat)[tokens]
     if wpe is not None:
         y += wpe[: tokens.shape[1]].astype(stat)
@@ -94,18 +96,18 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
     return (y, wte) if tied else y
 
 
-# Where rows of fewer than 128 columns are padded, XLA's form is faster (H100, JAX 0.11.2, at
-# 4x1024x100 12 times forward, 4 times backward).  But its backward pass adds with atomics, so
-# the kernels are taken there, too: for the same bits in every run.
+# For rows of fewer than 128 columns, which the kernels pad, XLA's form is faster (H100, JAX 0.11.2,
+# at 4x1024x100 12 times forward, 4 times backward).  Its backward pass adds with atomics, however,
+# so the kernels run there too, for the same bits in every run.
 def why_not(tokens, wte, wpe, dtype) -> str | None:
-    """Why the kernel cannot take this call, or None."""
-    return mosaic.unsupported_dtype(
-        wte=wte, wpe=wpe, result=jax.ShapeDtypeStruct((), dtype)
-    ) or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
+    """Why the kernel does not support this call, or None."""
+    result = jax.ShapeDtypeStruct((), dtype)
+    reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
+    return reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
 
 
 class _Loads(NamedTuple):
-    """How `c` columns of a row from `first` on are cut into loads."""
+    """How `c` columns of a row are split into loads."""
 
     c: int
     tile: int  # columns of a load
@@ -113,7 +115,7 @@ class _Loads(NamedTuple):
     layout: Any
 
     def each(self, body, first=0):
-        """Runs body(columns) for every load."""
+        """Runs body(columns) for every load of the columns from `first` on."""
         if self.count == 1:
             body(pl.ds(first, self.tile))
             return
@@ -127,8 +129,8 @@ class _Loads(NamedTuple):
 def _loads(c: int, *dtypes, overlap: bool = True) -> _Loads:
     """The loads of rows of c >= 128 columns.
 
-    The last load of a row ends at the end of the row, so it may overlap the one before; without
-    `overlap` it does not, and c is a multiple of 128.
+    The last load ends at the end of the row and may overlap the one before.  With overlap=False no
+    loads overlap; c must then be a multiple of 128.
     """
     widest = 16 // max(jnp.dtype(d).itemsize for d in dtypes)
     choices = [
@@ -138,7 +140,7 @@ def _loads(c: int, *dtypes, overlap: bool = True) -> _Loads:
         if vec <= widest and c % vec == 0 and 128 * vec * k <= c
         if overlap or c % (128 * vec * k) == 0
     ]
-    # Load as few columns twice as possible; a load costs about as much as 64 more columns.
+    # Load as few columns twice as possible; one more load costs about as much as 64 columns.
     tile, vec = min(choices, key=lambda x: (mosaic.cdiv(c, x[0]) * (x[0] + 64), -x[1]))
     return _Loads(c, tile, mosaic.cdiv(c, tile), plgpu.Layout.WG_STRIDED((tile,), vec))
 
@@ -148,16 +150,15 @@ def _loads(c: int, *dtypes, overlap: bool = True) -> _Loads:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _forward(tokens, wte, wpe, dtype):
-    """y (B, T, C).  A block takes one position of `_BATCH` sequences: wpe is read once for them.
+    """Returns y (B, T, C).  A block takes one position of `_BATCH` sequences and reads wpe once.
 
-    All tokens are gathered for the first `_SLAB` columns, then for the next: the rows of wte that
-    a batch touches exceed the level-2 cache, a slab of them does not, so that a token that occurs
-    again is read from the cache.
+    The blocks gather all tokens for the first `_SLAB` columns, then for the next.  The rows of wte
+    for a batch exceed the L2 cache, but a slab of them fits, so repeated tokens hit the cache.
     """
     width = wte.shape[1]
     wte, wpe = _pad(wte), None if wpe is None else _pad(wpe)
     (b, t), c = tokens.shape, wte.shape[1]
-    blocks = mosaic.cdiv(b, min(_BATCH, b)) * t  # of a slab
+    blocks = mosaic.cdiv(b, min(_BATCH, b)) * t  # for each slab
     slab = _SLAB if c % _SLAB == 0 else c
     loads = _loads(slab, dtype, *(table.dtype for table in (wte, wpe) if table is not None))
     y = mosaic.kernel(
@@ -171,12 +172,12 @@ def _forward(tokens, wte, wpe, dtype):
 
 
 def _gather(loads: _Loads, blocks, tokens_ref, wte_ref, wpe_ref, y_ref):
-    """A block: one position of some sequences, a slab of columns."""
+    """A block gathers a slab of columns for one position of some sequences."""
     (b, t), v = tokens_ref.shape, wte_ref.shape[0]
     batch = min(_BATCH, b)
     block = lax.axis_index("block")
     group, position = block % blocks // t, block % t
-    # Past the last sequence the block repeats it, with the same values.
+    # Past the last sequence the block writes it again, with the same values.
     sequences = [jnp.minimum(group * batch + i, b - 1) for i in range(batch)]
     ids = [jnp.clip(tokens_ref[sequence, position], 0, v - 1) for sequence in sequences]
 
@@ -196,12 +197,12 @@ def _gather(loads: _Loads, blocks, tokens_ref, wte_ref, wpe_ref, y_ref):
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _backward(tokens, dy, table, v, wte_dtype, positions, wpe_dtype):
-    """dwte (v, C) and dwpe (positions, C), which is None for positions = 0.
+    """Returns dwte (v, C) and dwpe (positions, C), or None for positions = 0.
 
-    table: what dwte is added to (v, C), in its place, or None.
+    table: an array (v, C) to which dwte is added in place, or None.
     """
     (b, t), width = tokens.shape, dy.shape[-1]
-    if table is not None:  # no load may overlap another: it would add again
+    if table is not None:  # overlapping loads would add some columns twice
         dy, table = (mosaic.pad_axis(x, x.ndim - 1, 128) for x in (dy, table))
     dy = _pad(dy).reshape(b * t, -1)
     runs = _runs(tokens.reshape(-1), v)
@@ -212,19 +213,19 @@ def _backward(tokens, dy, table, v, wte_dtype, positions, wpe_dtype):
 
 
 def _runs(tokens, v):
-    """(ids, order, ends): the tokens sorted, the place of each, the run of every row.
+    """(ids, order, ends): the sorted tokens, their places, and the run of every row.
 
-    The places order[ends[i] : ends[v + i]] hold token i; both ends are 0 for an absent token.
+    order[ends[i] : ends[v + i]] are the places of token i; both ends are 0 for an absent token.
     """
     n = tokens.size
     place = lax.iota(jnp.int32, n)
-    # Radix sort takes two passes for 16 bits, four for 32.
+    # A radix sort takes two passes for 16 bits and four for 32.
     keys = jnp.clip(tokens, 0, v - 1).astype(jnp.uint16 if v <= 1 << 16 else jnp.uint32)
     ids, order = lax.sort((keys, place), num_keys=1, is_stable=True)
     differ = ids[1:] != ids[:-1]
     first_and_last = [jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1))]
     is_end = jnp.stack(first_and_last)
-    # One scatter for both ends; all others go past the array, each to an index of its own.
+    # One scatter writes both ends; all other elements get unique indices past the array.
     row = ids.astype(jnp.int32)
     at = jnp.where(
         is_end, jnp.stack([row, row + v]), 2 * v + lax.iota(jnp.int32, 2 * n).reshape(2, n)
@@ -235,11 +236,11 @@ def _runs(tokens, v):
 
 
 def _sum(load, start, stop, group, total, index=lambda i: i):
-    """total + the sum of load(index(i)) for i in [start, stop), `group` rows at a time."""
+    """Adds load(index(i)) for i in [start, stop) to total, `group` rows at a time."""
 
     def step(i, total):
         first = start + i * group
-        # All loads of a group are in flight together; past the end the last row counts 0 times.
+        # All loads of a group are in flight together; past the end the last row has weight 0.
         at = [index(jnp.minimum(first + u, stop - 1)) for u in range(group)]
         weights = [jnp.where(first + u < stop, 1.0, 0.0) for u in range(group)]
         return total + functools.reduce(jnp.add, map(jnp.multiply, map(load, at), weights))
@@ -248,7 +249,7 @@ def _sum(load, start, stop, group, total, index=lambda i: i):
 
 
 def _sum_tiles(runs, dy):
-    """Sums of the tiles of one token (n // _TILE, C), other tiles undefined."""
+    """Sums of the tiles with a single token, (n // _TILE, C); other rows are undefined."""
     ids, order, _ = runs
     n, c = dy.shape
     tiles = n // _TILE
@@ -264,7 +265,7 @@ def _sum_tiles(runs, dy):
 
 
 def _sum_tile(loads: _Loads, ids_ref, order_ref, dy_ref, sums_ref):
-    """A block: the sum of one tile, if all its places hold the same token."""
+    """A block sums one tile if all its places hold the same token."""
     n = ids_ref.shape[0]
     first = lax.axis_index("block") * _TILE
 
@@ -281,7 +282,7 @@ def _sum_tile(loads: _Loads, ids_ref, order_ref, dy_ref, sums_ref):
 def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
     """[dwte (v, C), dwpe (positions, C)].  A block writes one position or `_VOCAB` rows of dwte.
 
-    With a table, dwte is added to it, and rows that do not occur are neither read nor written.
+    With a table, dwte is added to it; rows of absent tokens are neither read nor written.
     """
     _, order, ends = runs
     c = dy.shape[1]
@@ -305,7 +306,7 @@ def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
 def _vocabulary_body(
     loads: _Loads, v, positions, adds, order_ref, ends_ref, dy_ref, sums_ref, gradient_refs
 ):
-    """A block: a row of dwpe, or some rows of dwte."""
+    """A block writes a row of dwpe or some rows of dwte."""
     block = lax.axis_index("block")
     dwte_ref, *dwpe_ref = gradient_refs
     if positions:
@@ -329,11 +330,11 @@ def _sum_position(loads: _Loads, positions, position, dy_ref, dwpe_ref):
 
 
 class _Runs(NamedTuple):
-    """The references that rows of dwte are made from."""
+    """The references from which rows of dwte are computed."""
 
     loads: _Loads
     v: int
-    adds: bool  # to what dwte holds
+    adds: bool  # adds to what dwte holds
     order: Any
     ends: Any
     dy: Any
@@ -348,7 +349,7 @@ class _Runs(NamedTuple):
 def _write_rows(r: _Runs, block):
     """Writes `_VOCAB` rows of dwte."""
     blocks = mosaic.cdiv(r.v, _VOCAB)
-    # Rows far from each other: the first ones of a vocabulary are the most common.
+    # The rows are far from each other, as the first rows of a vocabulary are the most common.
     rows = [block + i * blocks for i in range(_VOCAB)]
     safe = [jnp.minimum(row, r.v - 1) for row in rows]
     starts = [r.ends[row] for row in safe]
@@ -356,10 +357,10 @@ def _write_rows(r: _Runs, block):
     places = [r.order[start] for start in starts]
 
     def body(columns):
-        # Most tokens of a vocabulary occur once or not at all in a batch, so all rows of the block
-        # load their first place together (an absent token some place, unused).
+        # Most tokens of a vocabulary occur at most once in a batch, so all rows of the block load
+        # their first place together (for an absent token any place, unused).
         firsts = [mosaic.load(r.dy.at[place, columns], r.loads.layout) for place in places]
-        for row, count in zip(rows, counts, strict=True):  # meanwhile the zeros
+        for row, count in zip(rows, counts, strict=True):  # stores zeros during these loads
             absent = False if r.adds else (count == 0) & (row < r.v)
             zero = lambda row=row: mosaic.store(r.dwte.at[row, columns], r.loads.zeros())
             pl.when(absent)(zero)
@@ -373,7 +374,7 @@ def _write_rows(r: _Runs, block):
 
 
 def _write_run(r: _Runs, row, columns):
-    """Writes a row of dwte whose token occurs more than once."""
+    """Writes a row of dwte if its token occurs more than once."""
     start = r.ends[jnp.minimum(row, r.v - 1)]
     stop = r.ends[jnp.minimum(r.v + row, 2 * r.v - 1)]
 
@@ -392,7 +393,7 @@ def _write_run(r: _Runs, row, columns):
 
 
 def _pad(x: jax.Array) -> jax.Array:
-    """Rows of fewer than 128 columns, one for each thread, are padded to 128."""
+    """Pads rows to at least 128 columns, one for each thread."""
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
@@ -407,7 +408,7 @@ def _encoder_forward(tokens, wte, wpe, dtype, tied):
 
 
 def _encoder_backward(dtype, tied, saved, gradients):
-    tokens, wte, wpe = saved  # of the tables only shape and dtype are used
+    tokens, wte, wpe = saved  # only the tables' shapes and dtypes are used
     dy, table = gradients if tied else (gradients, None)
     positions, wpe_dtype = (0, None) if wpe is None else (wpe.shape[0], wpe.dtype)
     return None, *_backward(tokens, dy, table, wte.shape[0], wte.dtype, positions, wpe_dtype)

@@ -1,4 +1,4 @@
-"""Layouts, tiles and small loads and stores that the Mosaic GPU kernels share."""
+"""Layouts, tiles, loads, stores and checks that the Mosaic GPU kernels share."""
 
 import math
 import os
@@ -10,17 +10,17 @@ from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WGMMA = plgpu.Layout.WGMMA  # of the result of a wgmma, and of its left operand in registers
+WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
-LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is an instruction
+LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
 
 
 def warp_rows(vec: int) -> plgpu.Layout:
     """Register layout of a (4 k, 32 vec n) array in which each row lives in one warp.
 
-    A reduction over axis 1 then takes registers and five shuffles, and no shared memory.  A lane
-    holds `vec` consecutive elements of every 32 vec.
+    A lane holds `vec` consecutive elements of every 32 vec.  A reduction over axis 1 then takes
+    five shuffles and no shared memory.
     """
     # pyrefly: ignore[bad-return]
     return plgpu.Layout.TILED(
@@ -32,34 +32,33 @@ def warp_rows(vec: int) -> plgpu.Layout:
 
 
 def wgmma_tiles(cols: int, dtype) -> tuple:
-    """Tiling and swizzle of a (rows, cols) shared-memory buffer that TMA and wgmma agree on."""
+    """Tiling and swizzle with which TMA and wgmma can share a (rows, cols) buffer."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(cols * itemsize * 8)
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
 def registers(wgs: int) -> tuple[int, int]:
-    """Registers of a computing and of a loading thread, in blocks with one loading warpgroup.
+    """Registers of a computing and of a loading thread, for one loading warpgroup in a block.
 
-    wgs: computing warpgroups.  An SM has 65,536 registers; a thread gets them in steps of 8.
+    wgs: computing warpgroups.  An SM has 65,536 registers; a thread gets a multiple of 8.
     """
     return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
 
 
 def sm_count() -> int:
-    """Blocks of persistent grids: one for each SM (132 on an H100 or H200)."""
+    """Blocks of a persistent grid: one for each SM (132 on an H100 or H200)."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
 def load(ref, layout) -> jax.Array:
-    """Loads a global or unswizzled shared ref straight into registers of `layout`, as float32."""
-    # optimized=False: these layouts are coalesced already, and the optimised path supports only
-    # swizzled shared memory.
+    """Loads a global or unswizzled shared ref into registers of `layout`, as float32."""
+    # The optimised path supports only swizzled shared memory; these layouts are coalesced anyway.
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def store(ref, value) -> None:
-    """Stores registers to a ref in the ref's dtype, from any layout."""
+    """Stores registers of any layout to a ref, in the ref's dtype."""
     value = value.astype(ref.dtype)
     if hasattr(plgpu, "store"):  # jax >= 0.12 rejects small global stores otherwise
         plgpu.store(ref, value, optimized=False)
@@ -68,12 +67,12 @@ def store(ref, value) -> None:
 
 
 def zeros(shape, layout) -> jax.Array:
-    """float32 zeros that a loop can carry (a loop-carried constant needs its layout named)."""
+    """float32 zeros with a layout, as a loop carry needs."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Zero-pads one axis up to a multiple (no operation where it is one already)."""
+    """Zero-pads one axis up to a multiple; returns x itself if nothing is missing."""
     extra = -x.shape[axis] % multiple
     if not extra:
         return x
@@ -87,28 +86,28 @@ def _check_interpreter(threads: int) -> None:
     mode = getattr(jax_config, "pallas_tpu_interpret_mode_context_manager", None)
     if mode is None or mode.value is None:
         return
-    # It runs all warpgroups of a block at once, each in an XLA thread.  XLA has one thread for each
-    # core, or $NPROC threads if that is set when JAX initialises its devices.
+    # The interpreter runs all warpgroups of a block at once, each in an XLA thread.  XLA has one
+    # thread for each core, or $NPROC threads if NPROC is set when JAX initialises its devices.
     nproc, cores = os.environ.get("NPROC", ""), getattr(os, "sched_getaffinity", None)
     have = int(nproc) if nproc.isdecimal() else len(cores(0)) if cores else os.cpu_count() or 1
     if have < threads:
         raise RuntimeError(
-            f"interpreting {threads} warpgroups of a block needs {threads} threads of XLA, which"
+            f"interpreting {threads} warpgroups of a block needs {threads} XLA threads, but XLA"
             f" has {have}: set NPROC=16 in the environment before JAX starts"
         )
 
 
 def kernel(body, *, name: str | None = None, scratch_types=(), **options):
-    """`plgpu.kernel`, whose references come by name, and which vmap calls once for each member.
+    """`plgpu.kernel` that passes scratch by name and that vmap calls once for each member.
 
-    body(*inputs, *outputs, **scratch): one argument for each argument of the call and each entry of
-    out_type, a tree of references for a tree of arrays, None for None.
-    name: of the kernel (default: the body's).
+    body(*inputs, *outputs, **scratch): gets one argument for each argument of the call and each
+    entry of out_type: a tree of references for a tree of arrays, None for None.
+    name: the kernel's name (default: the body's).
     scratch_types: a dictionary, allocated in its order (plgpu.kernel would sort the names), or a
     list, whose references follow the outputs.
 
-    JAX's own rule for vmap adds the members to the grid.  Natively (0.11.2) the last rows of one
-    member then overwrote the first rows of the next.
+    JAX's own vmap rule adds the members to the grid.  On a GPU (0.11.2) the last rows of one member
+    then overwrite the first rows of the next.
     """
     _check_interpreter(options.get("num_threads") or 1)
     names, types = [], scratch_types
@@ -124,54 +123,55 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
 
 
 def in_place(call, state, *arrays):
-    """`state`, one array or a list, after call(references to it, *arrays) has written into it.
+    """Calls call(references to state, *arrays), and returns `state` as that call has changed it.
 
-    Not new_ref and freeze: between them jax.checkpoint drops a call that returns nothing.
+    state: an array or a list of arrays.  This uses run_state because jax.checkpoint drops a call
+    that returns nothing between new_ref and freeze.
     """
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        state, *arrays = _isolate((state, *arrays))
-        return _isolate(pl.run_state(lambda refs: call(refs, *arrays))(state))
+        state, *arrays = _prevent_fusion((state, *arrays))
+        return _prevent_fusion(pl.run_state(lambda refs: call(refs, *arrays))(state))
 
     return run(state, *arrays)
 
 
 def in_place_with_results(call, state, *arrays):
-    """(state, results) after results = call(reference to state, *arrays) has written into it."""
+    """`in_place` for a call that also returns results: (state, results); state is one array."""
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        state, *arrays = _isolate((state, *arrays))
+        state, *arrays = _prevent_fusion((state, *arrays))
         state = jax.new_ref(state)
         results = call(state, *arrays)
-        # Tied together: jax.checkpoint would drop a call whose results nobody uses.
-        return _isolate((jax.freeze(state), results))
+        # The barrier also ties them together: jax.checkpoint drops a call with unused results.
+        return _prevent_fusion((jax.freeze(state), results))
 
     return run(state, *arrays)
 
 
-def _isolate(arrays):
-    """`arrays`, kept from XLA's fusions: the operands or the results of an in-place kernel.
+def _prevent_fusion(arrays):
+    """Keeps XLA from fusing the operands or results of an in-place kernel.
 
-    Inside a loop XLA may fuse a kernel with slices of its operands or results and give it separate
-    input and output buffers, so that in-place writes are lost.
+    Inside a loop XLA may fuse a kernel with slices of its operands and give it separate input and
+    output buffers, so in-place writes are lost.
     """
     return lax.optimization_barrier(arrays)
 
 
 def grid(**axes: int) -> dict:
-    """grid and grid_names for `kernel`: the blocks along each axis, the last one fastest.
+    """`grid` and `grid_names` for `kernel`: the blocks along each axis; the last varies fastest.
 
-    CUDA allows 65,535 blocks along every axis but the fastest: a longer axis becomes the fastest.
+    CUDA allows only 65,535 blocks along the other axes, so a longer axis becomes the fastest.
     """
     long = [name for name, blocks in axes.items() if blocks > 65_535]
-    names = sorted(axes, key=lambda name: name in long)  # stable: short axes keep their order
+    names = sorted(axes, key=lambda name: name in long)  # stable, so short axes keep their order
     return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
 
 
 def stat_dtype(dtype) -> jnp.dtype:
-    """float32 for statistics and sums, float64 for float64 data (the tests' truth)."""
+    """The dtype of statistics and sums: float32, or float64 for float64 data (in tests)."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -180,7 +180,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def along(vector, shape, axis: int) -> jax.Array:
-    """Broadcasts a vector that runs along `axis` to a two-dimensional shape, inside a kernel."""
+    """Broadcasts a vector along `axis` of a two-dimensional shape, inside a kernel."""
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
@@ -189,42 +189,41 @@ def check_axes(axes: str, **arrays) -> None:
     names = axes.split()
     for name, x in arrays.items():
         if x.ndim != len(names):
-            raise ValueError(f"{name} has shape {x.shape}, it needs {len(names)} axes: {axes}")
+            raise ValueError(f"{name} has shape {x.shape}, but needs {len(names)} axes: {axes}")
 
 
-def check_whole_numbers(**arrays) -> None:
+def check_integers(**arrays) -> None:
     """Raises ValueError for an array of floats, which a kernel would truncate to integers."""
     for name, x in arrays.items():
         if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
-            raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype, as int32")
+            raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype such as int32")
 
 
 def lossy_softcap(softcap: float | None) -> str | None:
-    """Why a kernel would lose digits of logits under this softcap, or None.
+    """Why the kernels would lose precision under this softcap, or None.
 
-    The kernels' tanh errs by 1e-7 of the softcap.  At 300 the error of attention's lse is 5.5 times
-    the reference's; at 1000 the loss of linear_cross_entropy is wrong by 2e-5.
+    The error of the kernels' tanh is 1e-7 of the softcap.  At 300 the error of attention's lse is
+    5.5 times the reference's; at 1000 the loss of linear_cross_entropy is wrong by 2e-5.
     """
-    most = 100
-    if softcap is None or softcap <= most:
+    limit = 100
+    if softcap is None or softcap <= limit:
         return None
-    return f"softcap={softcap} is over {most}, which costs the logits digits"
+    return f"softcap={softcap} is more than {limit}, so the logits would lose precision"
 
 
 def put_ends(results, ends, start: int, rest: int) -> list[jax.Array]:
-    """`results` with the first `rest` rows of `ends` from row `start` on.
+    """Writes the first `rest` rows of `ends` into `results` from row `start` on.
 
-    A kernel cannot write past an array's end, so the results of the last, partial block come in
-    arrays of their own.
+    Kernels do not check bounds, so they write the last, partial block to padded arrays.
     """
     # Without the barrier XLA's dynamic-slice fusion may fuse an update with the kernel whose result
-    # it needs: "a cycle is detected", as in GELU of 6144 elements in JAX 0.11.2.
+    # it needs and fail with "a cycle is detected" (GELU of 6144 elements in JAX 0.11.2).
     results, ends = lax.optimization_barrier((tuple(results), tuple(ends)))
     return [y.at[start:].set(end[:rest]) for y, end in zip(results, ends, strict=True)]
 
 
 def unsupported_dtype(**arrays) -> str | None:
-    """Why kernels cannot take arrays of these dtypes, or None."""
+    """Why the kernels do not support these dtypes, or None."""
     for name, x in arrays.items():
         if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return f"{name} is {x.dtype}, not float32, bfloat16 or float16"
@@ -232,8 +231,8 @@ def unsupported_dtype(**arrays) -> str | None:
 
 
 def empty(**arrays) -> str | None:
-    """Why kernels cannot take arrays of these sizes, or None."""
+    """Why the kernels do not support these shapes (an array is empty), or None."""
     for name, x in arrays.items():
         if x is not None and x.size == 0:
-            return f"{name} has shape {x.shape}, no elements"
+            return f"{name} has shape {x.shape}, without elements"
     return None

@@ -3,14 +3,14 @@
     angle[t, i] = position[t] freq[i],   freq[i] = theta^(-2 i / D),   i < D/2
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-Su et al. 2021, "RoFormer", equation 34.  The pair i is (x[i], x[i + D/2]) in the layout "half"
-(Hugging Face) and (x[2 i], x[2 i + 1]) in "interleaved" (Meta).  The backward pass is the rotation
-by the negative angle: it takes the same kernel and saves only the positions.
+Su et al. 2021, "RoFormer", equation 34.  Pair i is (x[i], x[i + D/2]) in the layout "half" (Hugging
+Face) and (x[2 i], x[2 i + 1]) in "interleaved" (Meta).  The backward pass rotates by the negative
+angle: it uses the same kernel and saves only the positions.
 
-Each block computes cos and sin of its positions in registers and uses them for all of its heads;
-there is no table in memory.  The frequencies and the angle are float32, as in Hugging Face.  The
-angle's rounding, up to p 6e-8 at position p, is part of the function and not an error of the
-kernel: the reference takes the same float32 angle even in float64.
+Each block computes cos and sin of its positions in registers and uses them for all of its heads,
+without a table in memory.  The frequencies and the angle are float32, as in Hugging Face.  The
+angle's rounding error, up to p 6e-8 at position p, is part of the function and not an error of the
+kernel: the reference uses the same float32 angle even in float64.
 """
 
 import functools
@@ -29,17 +29,18 @@ from pallas_kernels import dispatch, mosaic
 
 Layout = Literal["half", "interleaved"]
 
-# 2.81 and 2.91 TB/s on an H100, whose copy reaches 3.03 (docs/performance.md).  More groups
-# mean more and shorter blocks, so that fewer wait for the last one, but more sines.
-_HEADS_IN_FLIGHT = 4  # whose loads a thread issues before it computes
-_GROUPS = 4  # of heads, each with blocks of its own, as far as H and K allow
+# 2.81 and 2.91 TB/s on an H100, where a copy reaches 3.03 (docs/performance.md).  More groups mean
+# more and shorter blocks, which finish at about the same time, but more sines.
+_HEADS_IN_FLIGHT = 4  # a thread issues the loads of these heads before it computes
+_GROUPS = 4  # groups of heads, each with its own blocks; fewer if H and K are not multiples
 
 
 class RopeScaling(NamedTuple):
-    """Llama 3.1's stretching of the long wavelengths; its defaults are those of 3.1 8B.
+    """Llama 3.1's scaling of long wavelengths; the defaults are those of 3.1 8B.
 
-    Wavelengths up to original_max_position_embeddings / high_freq_factor stay, those over
-    original / low_freq_factor grow by `factor`, those between are interpolated.
+    Wavelengths up to original_max_position_embeddings / high_freq_factor stay the same, those over
+    original_max_position_embeddings / low_freq_factor grow by `factor`, and those between are
+    interpolated.
     """
 
     factor: float = 8.0
@@ -60,10 +61,12 @@ def rope(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
     """Rotates every pair of q and k by its position's angle, computed in float32.
 
-    positions: (B, T), or (T,) for all batch rows; exact up to 2^24; they get no gradient.
-    theta: the base.  Results have the inputs' dtypes.
+    positions: (B, T), or (T,) for all batch rows; exact up to 2^24; without a gradient.
+    theta: base of the frequencies.  scaling: scales them, if given.
+    layout: how pairs are stored, "half" or "interleaved".
+    The results have the inputs' dtypes.
     Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
-    under implementation="mosaic" for dtypes other than fp32, bf16, fp16.
+    under implementation="mosaic" for dtypes other than fp32, bf16 and fp16.
     """
     _check(q, k, positions, layout)
     reason, slower = why_not(q, k, positions), why_slower(q, k, layout)
@@ -81,14 +84,14 @@ def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = No
         factor, low, high, original = scaling
         if not low < high:
             raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
-        keep = (original * freq / (2 * math.pi) - low) / (high - low)  # 1: as it is, 0: stretched
+        keep = (original * freq / (2 * math.pi) - low) / (high - low)  # 1: unchanged, 0: scaled
         keep = np.clip(keep, 0, 1)
         freq = (1 - keep) * freq / factor + keep * freq
     return freq.astype(np.float32)
 
 
 def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half"):
-    """The formula in jnp, in float32 (float64 for float64, of the same float32 angle)."""
+    """The formula in jnp, in float32 (float64 for float64, with the same float32 angle)."""
     freq = frequencies(q.shape[-1], theta, scaling)
     angle = positions.astype(jnp.float32)[..., None, None] * freq  # (B or nothing, T, 1, D/2)
 
@@ -105,14 +108,14 @@ def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half
 
 
 def why_not(q, k, positions) -> str | None:
-    """Why the kernel cannot take this call, or None."""
+    """Why the kernel does not support this call, or None."""
     return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
 
 
 def why_slower(q, k, layout) -> str | None:
-    """Why XLA's form is faster than the kernel, or None: a tile fits the head or the rows badly.
+    """Why XLA's form is faster than the kernel (tiles fit the head or the rows badly), or None.
 
-    Speed of the kernel relative to XLA, "half", forward and the same backward, H100, JAX 0.11.2
+    Speed of the kernel relative to XLA, "half", in either direction, H100, JAX 0.11.2
     (python -m pallas_kernels.benchmark --untuned):
 
         1x7777x(3 + 3)x34: tiles of 1 pair, 97 rows left over                       0.15 to 0.18
@@ -123,25 +126,25 @@ def why_slower(q, k, layout) -> str | None:
     b, t, _, d = q.shape
     tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), layout == "interleaved")
     if tile.pairs < 16:
-        return f"D={d} gives the kernel tiles of {tile.pairs} pairs, fewer than 16"
+        return f"tiles of {tile.pairs} pairs, for D={d}, are smaller than 16 pairs"
     if b * t % tile.rows:
-        return f"B T={b * t} is no multiple of the {tile.rows} positions of a tile"
+        return f"B T={b * t} is not a multiple of {tile.rows}, the positions of a tile"
     return None
 
 
 def rotate_in_place(x, heads: int, positions, theta, scaling, *, backward=False):
-    """x (B, T, P, D) with its first heads rotated (layout "half"), backward by the negative angles.
+    """Rotates the first heads of x (B, T, P, D), in layout "half"; backward by the negative angles.
 
-    Inside a program in which x is not used again nothing is copied.
+    Nothing is copied in a program that does not use x again.
     """
     return _rotate("half", theta, scaling, (x,), positions, backward=backward, in_place=heads)[0]
 
 
 def why_not_in_place(x, positions) -> str | None:
-    """Why `rotate_in_place` cannot take this call, or None."""
+    """Why `rotate_in_place` does not support this call, or None."""
     n, rows = x.shape[0] * x.shape[1], _tile(x.shape[3] // 2, x.dtype.itemsize, False).rows
     if n % rows:
-        return f"{n} positions are no multiple of {rows}"
+        return f"{n} positions are not a multiple of {rows}"
     return why_not(x, x, positions)
 
 
@@ -158,14 +161,14 @@ def _check(q, k, positions, layout):
 
 
 def check_positions(x, positions):
-    """Raises ValueError unless there is one position for each of x's rows, (B, T) or (T,)."""
+    """Raises ValueError unless x (B, T, ...) has positions (B, T) or (T,)."""
     b, t = x.shape[:2]
     if positions.shape not in ((t,), (b, t)):
-        raise ValueError(f"positions {positions.shape} are neither ({t},) nor ({b}, {t})")
+        raise ValueError(f"positions have shape {positions.shape}, neither ({t},) nor ({b}, {t})")
 
 
 class _Tile(NamedTuple):
-    """What a block takes of one head at a time, and how its 128 threads hold it in registers."""
+    """A block's tile of one head, and how its 128 threads hold it in registers."""
 
     rows: int  # positions
     pairs: int
@@ -177,18 +180,15 @@ class _Tile(NamedTuple):
         return (self.rows, self.pairs)
 
     def second(self):
-        """Whether an element is the second of its pair.
-
-        Mosaic knows it for each register, so that choosing costs nothing.
-        """
+        """Whether an element is the second of its pair; constant for each register, so free."""
         return plgpu.broadcasted_iota(jnp.int32, (*self.shape, 2), 2, layout=self.both) == 1
 
 
 def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
-    """As many lanes as fit along a head's pairs, the others along the positions."""
-    if interleaved:  # a lane holds the two of one pair: loads of 4 bytes of bf16, side by side
+    """Puts as many lanes as fit along a head's pairs, and the others along the positions."""
+    if interleaved:  # a lane holds one pair: adjacent loads of 4 bytes of bf16
         lanes = math.gcd(pairs, 16)
-        rows = 32 // lanes  # of each of the 4 warps
+        rows = 32 // lanes  # for each of the 4 warps
         both = plgpu.Layout.TILED(
             plgpu.Tiling(((4 * rows, lanes, 2), (rows, lanes, 2))),
             warp_dims=(-6,),
@@ -196,7 +196,7 @@ def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
             vector_dim=-1,
         )
         return _Tile(4 * rows, lanes, both.reduce((2,)), both)
-    vec = math.gcd(pairs, 16 // itemsize)  # loads of 16 bytes, if they divide the width
+    vec = math.gcd(pairs, 16 // itemsize)  # 16-byte loads, if they divide the width
     lanes = math.gcd(pairs // vec, 16)
     rows, width = 32 // lanes, lanes * vec
     if lanes == 1:  # the same layout without its dimension of size 1, which Mosaic rejects
@@ -209,9 +209,9 @@ def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
 
 @functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward", "in_place"))
 def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
-    """The kernel: every array (B, T, heads, D) rotated by its angles, or by the negative angles.
+    """Rotates every array (B, T, heads, D) by its angles, or by the negative angles.
 
-    in_place: this many heads of the one array are rotated where they are, the others stay.
+    in_place: rotates this many heads of a single array in place, and leaves the others.
     """
     b, t, _, d = arrays[0].shape
     n = b * t
@@ -219,12 +219,12 @@ def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
     tile = _tile(d // 2, max(x.dtype.itemsize for x in arrays), interleaved)
     split = (d // 2, 2) if interleaved else (2, d // 2)
     flat = [x.reshape(n, x.shape[2], *split) for x in arrays]
-    if positions.ndim == 1 and t % tile.rows == 0:  # one row of positions serves every batch row
+    if positions.ndim == 1 and t % tile.rows == 0:  # all batch rows share the positions
         period = t
     else:
         positions, period = jnp.broadcast_to(positions, (b, t)).reshape(n), n
-    # Kernels do not check bounds, so the positions after the last whole tile come as padded arrays
-    # of their own, and their results are put in place afterwards: only the remainder is copied.
+    # Kernels do not check bounds, so the positions after the last whole tile go through padded
+    # arrays, and their results are inserted afterwards: only the remainder is copied.
     whole, rest = divmod(n, tile.rows)
     ends = [mosaic.pad_axis(x[whole * tile.rows :], 0, tile.rows) for x in (*flat, positions)]
     *end_arrays, end_positions = ends if rest else (None,)
@@ -270,9 +270,9 @@ def _body(
     targets,
     end_targets,
 ):
-    """A block: the heads of its group at one tile of positions, whole or at the end.
+    """A block rotates the heads of its group at one tile of positions, whole or at the end.
 
-    period: after how many positions they repeat.
+    period: the number of positions after which they repeat.
     """
     i = lax.axis_index("row")
     row = i * tile.rows
@@ -301,7 +301,7 @@ def _rotate_tile(
     position_row,
 ):
     """Rotates the heads of this block's group in every array."""
-    # The angles, their sines and cosines.
+    # Compute the sines and cosines of the angles.
     rows = pl.ds(row, tile.rows)
     columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
     position = mosaic.load(positions_ref.at[pl.ds(position_row, tile.rows)], tile.one.reduce(1))
@@ -311,7 +311,7 @@ def _rotate_tile(
     if backward:
         sin = -sin
 
-    # Several heads at a time, then those that are left.
+    # Rotate several heads at a time, then the remaining ones.
     for x_ref, y_ref, of_all in zip(sources, targets, heads, strict=True):
         of_group = of_all // groups
         first = lax.axis_index("group") * of_group
@@ -327,7 +327,7 @@ def _rotate_tile(
 
 
 def _rotate_heads(tile: _Tile, x_ref, y_ref, rows, columns, cos, sin, head, count):
-    """Rotates `count` heads from `head` on: loads them all, then computes and stores each."""
+    """Rotates `count` heads from `head` on: loads all, then computes and stores each."""
     pairs = [_load_pairs(tile, x_ref, rows, head + i, columns) for i in range(count)]
     for i, (a, b) in enumerate(pairs):
         turned = a * cos - b * sin, b * cos + a * sin

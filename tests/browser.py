@@ -1,4 +1,4 @@
-"""Chromium without a window, driven through its DevTools protocol on two pipes."""
+"""Drives headless Chromium through its DevTools protocol on two pipes."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 
 
 class Browser:
-    """One page; `events` holds everything that the browser told of it: (method, parameters)."""
+    """One page; `events` holds all events of the browser as (method, parameters)."""
 
     def __enter__(self):
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -64,7 +64,7 @@ class Browser:
             self.events.append((answer["method"], answer["params"]))
 
     def open(self, path: Path, *, width: int, dark: bool):
-        """Shows a file in a window of that width, in light or dark; waits until it is loaded."""
+        """Opens a file in a window of this width, in light or dark mode; waits until it loads."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -76,29 +76,29 @@ class Browser:
             self.events.append((answer["method"], answer["params"]))
 
     def ask(self, expression: str):
-        """The value of a JavaScript expression on the page."""
+        """Evaluates a JavaScript expression on the page."""
         return self.call("Runtime.evaluate", expression=expression)["result"]["value"]
 
     def picture(self):
-        """The whole page as an array (height, width, 3), and its PNG."""
+        """A screenshot of the whole page: an array (height, width, 3), and its PNG."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         png = base64.b64decode(shot)
         return imread(io.BytesIO(png))[..., :3], png
 
     def complaints(self) -> list[str]:
-        """Everything on the console, every error, and every request but that for the page."""
-        told = []
+        """Console output, errors, and all requests but that for the page."""
+        found = []
         for method, params in self.events:
             if method in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
-                told.append(f"{method}: {json.dumps(params)}")
+                found.append(f"{method}: {json.dumps(params)}")
             elif method == "Network.requestWillBeSent" and params["type"] != "Document":
-                told.append(f"request: {params['request']['url']}")
-        return told
+                found.append(f"request: {params['request']['url']}")
+        return found
 
     def _next(self):
         while b"\0" not in self.rest:
             block = os.read(self.out_of, 1 << 20)
-            assert block, "the browser has ended"
+            assert block, "the browser has exited"
             self.rest += block
         message, _, self.rest = self.rest.partition(b"\0")
         return json.loads(message)

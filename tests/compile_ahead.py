@@ -1,14 +1,14 @@
-"""Compiles kernels for NVIDIA GPUs that are not there: registers, spills, complaints of ptxas.
+"""Compiles kernels for NVIDIA GPUs without having them: registers, spills, warnings of ptxas.
 
     uv run --extra cuda13 python tests/compile_ahead.py          those for sm_80, on sm_80 and sm_89
     uv run --extra cuda13 python tests/compile_ahead.py gelu rms_norm --gpu sm_90 sm_100
     uv run --extra cuda13 python tests/compile_ahead.py attention:0:1 vlstm --all --gpu sm_90
 
-Forward and backward at the first shape of the benchmark's table; op:case:size names another one,
---all takes them all.  Each kernel is compiled as a whole program and relocatably (-c), as nvJitLink
-does, which JAX 0.12 calls; PTXAS=path:path names other compilers than the installed one.  Exit
-status 1 where one spills or complains.  Needs no GPU, only JAX's CUDA wheels.  A kernel that does
-not compile ends its process (LLVM does), so that each case has one of its own.
+Compiles forward and backward at the first shape of the benchmark's table; op:case:size selects
+another shape, --all selects all.  Each kernel is compiled as a whole program and relocatably (-c),
+as nvJitLink does, which JAX 0.12 calls; PTXAS=path:path names other compilers than the installed
+one.  The exit status is 1 if a kernel spills or ptxas warns.  It needs no GPU, only JAX's CUDA
+wheels.  LLVM ends the process if a kernel does not compile, so each case gets its own process.
 """
 
 import argparse
@@ -33,9 +33,9 @@ GPUS = {
 }
 SM_80 = ("gelu", "swiglu", "rope", "encoder", "cross_entropy")  # need neither TMA nor wgmma
 WGMMA = ("attention", "attention_qkv", "vlstm", "swiglu_linear", "gelu_linear")
-HARMLESS = {"C7519"}  # a warpgroup.arrive that ptxas puts in: one cheap instruction
+HARMLESS = {"C7519"}  # ptxas inserts a warpgroup.arrive, which is one cheap instruction
 
-# What XLA wants to know; of all this only the compute capability decides about a Mosaic kernel.
+# XLA requires all of these; only the compute capability affects a Mosaic kernel.
 TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -54,36 +54,36 @@ device_description_str: "{name}"
 
 
 class Build(NamedTuple):
-    """What one compiler made of one kernel."""
+    """The result of one compiler for one kernel."""
 
     kernel: str
-    compiler: str  # "13.0.88", or "13.0.88 -c": relocatably
+    compiler: str  # "13.0.88", or "13.0.88 -c" for relocatable code
     registers: int
     spilled: int  # bytes
     complaints: tuple[str, ...]  # "C7504 'setmaxnreg' ignored to maintain ..."
 
     def bad(self) -> bool:
-        """Whether it runs slowly: registers in memory, or wgmma one after the other."""
+        """Whether the kernel is slow because it spills registers or serializes wgmma."""
         return bool(self.spilled or self.complaints)
 
     def __str__(self) -> str:
-        said = "".join(f"; {complaint}" for complaint in self.complaints)
+        complaints = "".join(f"; {complaint}" for complaint in self.complaints)
         return (
             f"{self.kernel}, ptxas {self.compiler}: {self.registers} registers, "
-            f"{self.spilled} bytes spilled{said}"
+            f"{self.spilled} bytes spilled{complaints}"
         )
 
 
 class Kernel(NamedTuple):
-    """One kernel of a case, as Mosaic gives it to the compiler."""
+    """The PTX of one kernel of a case, as Mosaic passes it to the compiler."""
 
     name: str
     ptx: Path
-    shared: int | None  # bytes of shared memory a block, where JAX tells
+    shared: int | None  # bytes of shared memory per block, if JAX reports it
 
 
 def specs(op: str, every: bool) -> list[str]:
-    """op:case:size of the op's first shape, or of all its shapes; one that is named whole stays."""
+    """op:case:size of the op's first shape, or of all its shapes; keeps a complete op:case:size."""
     from pallas_kernels.bench.cases import CASES
 
     if ":" in op:
@@ -94,7 +94,7 @@ def specs(op: str, every: bool) -> list[str]:
 
 
 def ptxas() -> list[str]:
-    """The compilers that PTXAS names, or else the one that was installed with JAX."""
+    """The compilers in PTXAS, or else the one installed with JAX."""
     if "PTXAS" in os.environ:
         return [str(Path(path).resolve()) for path in os.environ["PTXAS"].split(os.pathsep)]
     spec = importlib.util.find_spec("nvidia")  # pip's CUDA wheels
@@ -104,15 +104,15 @@ def ptxas() -> list[str]:
 
 
 def version(compiler: str) -> str:
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    return re.search(r"V(\d+\.\d+\.\d+)", said.stdout)[1]
+    ran = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    return re.search(r"V(\d+\.\d+\.\d+)", ran.stdout)[1]
 
 
 def dump(spec: str, gpu: str, compiler: str, folder: str) -> list[Kernel]:
-    """The kernels of op:case:size; raises RuntimeError where one does not get as far as PTX."""
+    """The kernels of op:case:size; raises RuntimeError if one does not compile to PTX."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",  # those of the tests compile without care
+        "XLA_FLAGS": "",  # the tests' flags disable optimizations
         "MOSAIC_GPU_DUMP_PTX": "1",
         "MOSAIC_GPU_DUMP_TO": folder,
         "PATH": os.pathsep.join([str(Path(compiler).parent), os.environ["PATH"]]),
@@ -120,11 +120,11 @@ def dump(spec: str, gpu: str, compiler: str, folder: str) -> list[Kernel]:
     }
     command = [sys.executable, __file__, spec, "--gpu", gpu, "--here"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-    shared = {}  # of kernels of one name the most
+    shared = {}  # the largest of the kernels with the same name
     for path in Path(folder).glob("*.resources.txt"):
         name = re.sub(r"_\d+$", "", path.name.removesuffix(".resources.txt"))
-        told = re.search(r"smem_scratch_bytes=(\d+)", path.read_text())
-        shared[name] = max(shared.get(name, 0), int(told[1]))
+        found = re.search(r"smem_scratch_bytes=(\d+)", path.read_text())
+        shared[name] = max(shared.get(name, 0), int(found[1]))
     kernels = []
     for text in re.split(r"(?=^// Generated by LLVM)", ran.stdout, flags=re.MULTILINE)[1:]:
         name = re.search(r"\.entry (\w+?)(?:_mosaic_gpu_kernel)?\(", text)[1]
@@ -133,8 +133,8 @@ def dump(spec: str, gpu: str, compiler: str, folder: str) -> list[Kernel]:
         kernels.append(Kernel(name, path, shared.get(name)))
     kernels.sort()
     if ran.returncode or not kernels:
-        said = ran.stderr.splitlines()
-        why = [line for line in said if "error" in line.lower()] or said[-1:] or ["no kernel"]
+        lines = ran.stderr.splitlines()
+        why = [line for line in lines if "error" in line.lower()] or lines[-1:] or ["no kernel"]
         raise RuntimeError(f"{spec} does not compile for {gpu}: {why[0][:300]}")
     return kernels
 
@@ -144,23 +144,22 @@ def build(kernel: Kernel, compiler: str, relocatable: bool) -> Build:
     how = ["-c"] if relocatable else []
     command = [compiler, *how, "-v", "--gpu-name", target, str(kernel.ptx), "-o", os.devnull]
     ran = subprocess.run(command, capture_output=True, text=True)
-    said = ran.stdout + ran.stderr
-    registers = re.search(r"Used (\d+) registers", said)
+    output = ran.stdout + ran.stderr
+    registers = re.search(r"Used (\d+) registers", output)
     name = " ".join([version(compiler), *how])
     if ran.returncode or not registers:
-        return Build(kernel.name, name, 0, 0, (f"FAILED: {said[:300]}",))
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    complaints = re.findall(r"\((C\d+)\) (?:Potential Performance Loss: )?(.*)", said)
-    told = [
+        return Build(kernel.name, name, 0, 0, (f"FAILED: {output[:300]}",))
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", output)))
+    complaints = [
         f"{code} {re.sub(' (in|for) the function .*', '', text)}"
-        for code, text in complaints
+        for code, text in re.findall(r"\((C\d+)\) (?:Potential Performance Loss: )?(.*)", output)
         if code not in HARMLESS
     ]
-    return Build(kernel.name, name, int(registers[1]), spilled, tuple(dict.fromkeys(told)))
+    return Build(kernel.name, name, int(registers[1]), spilled, tuple(dict.fromkeys(complaints)))
 
 
 def builds(spec: str, gpu: str, compilers: list[str]) -> list[tuple[Kernel, list[Build]]]:
-    """What each compiler makes of each kernel of op:case:size, whole and relocatably."""
+    """Compiles each kernel of op:case:size with each compiler, whole and relocatably."""
     with tempfile.TemporaryDirectory() as folder:
         return [
             (kernel, [build(kernel, path, c) for path in compilers for c in (False, True)])
@@ -178,7 +177,7 @@ def compile_here(spec: str, gpu: str) -> None:
     from pallas_kernels.bench.cases import CASES
 
     major, minor = int(gpu[3:-1]), int(gpu[-1])
-    # sm_90a rather than sm_90, and so on: what Mosaic asks ptxas for.
+    # Mosaic compiles for sm_90a rather than sm_90, and so on.
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     target = TARGET.format(major=major, minor=minor, features=features, name=GPUS[gpu])
     devices = topologies.get_topology_desc(
@@ -199,16 +198,16 @@ def compile_here(spec: str, gpu: str) -> None:
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
         (jax.eval_shape(kernel, *inputs), *inputs),
     )
-    with jax.default_device(devices[0]):  # Mosaic asks the default device for its capability
+    with jax.default_device(devices[0]):  # Mosaic reads its compute capability
         lowered = jax.jit(both, out_shardings=sharding).lower(*arguments)
-        # Lowering has written what the kernels need.  In that folder compiling would write 100 MB
-        # of MLIR beside the PTX, for half of its time; without it the PTX goes to stdout.
+        # Lowering has written the resources of the kernels.  With the folder, compilation would
+        # spend half of its time on 100 MB of MLIR; without it, the PTX goes to stdout.
         os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
         lowered.compile()
 
 
 def table(spec: str, gpu: str, compilers: list[str]) -> tuple[list[str], list[Build]]:
-    """A line for each kernel, and all that the compilers made."""
+    """A line for each kernel, and the results of all compilers."""
     lines, made = [], []
     for kernel, some in builds(spec, gpu, compilers):
         cells = []
@@ -240,7 +239,7 @@ def main() -> int:
     heads = "".join(f"{f'ptxas {name}':<29}" for name in names)
     print(f"{'GPU':<6}  {'op:case:size':<17}  {'kernel':<24}  shared  {heads}".rstrip())
     work = [(s, g) for g in arguments.gpu for op in arguments.op for s in specs(op, arguments.all)]
-    failed, said = False, {}
+    failed, meanings = False, {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for running in [pool.submit(table, *each, compilers) for each in work]:
             try:
@@ -249,8 +248,8 @@ def main() -> int:
                 lines, made, failed = [f"FAILED: {error}"], [], True
             print("\n".join(lines), flush=True)
             failed |= any(b.bad() for b in made)
-            said |= dict(c.split(" ", 1) for b in made for c in b.complaints)
-    for code, text in sorted(said.items()):
+            meanings |= dict(c.split(" ", 1) for b in made for c in b.complaints)
+    for code, text in sorted(meanings.items()):
         print(f"{code}: {text}")
     return int(failed)
 

@@ -1,4 +1,4 @@
-"""Settings that have to stand before JAX starts."""
+"""Settings that must be made before JAX starts."""
 
 import os
 import shutil
@@ -6,23 +6,20 @@ import shutil
 import pytest
 from jaxtyping import install_import_hook
 
-# The interpreter runs each warpgroup of a block as a thread of its own and needs them all at once:
-# on a machine of two cores, four warpgroups would wait for each other for ever.
+# The interpreter runs each warpgroup of a block in its own thread and needs them all at once: with
+# two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
-# Tests on a CPU compile much and compute little: a quarter less time, and the same mathematics.
+# Tests on a CPU compile much and compute little; this saves a quarter of their time.
 if shutil.which("nvidia-smi") is None:
-    fast = (
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        " --xla_cpu_experimental_ynn_fusion_type="  # see set_xla_flags
-    )
+    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Layers and models check the shapes and dtypes that their annotations promise.
+# Check the shapes and dtypes in the annotations of layers and models.
 install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
 
-# `pytest -m quick`: these files, and of each of these tests its first case.
+# `pytest -m quick` runs these files, and the first case of each of these tests.
 QUICK_FILES = {"test_config.py", "test_dispatch.py", "test_house.py", "test_parity.py"}
 QUICK_TESTS = set(
     """
@@ -32,7 +29,7 @@ QUICK_TESTS = set(
     test_gelu_matches_float64 test_gelu_linear_matches_float64 test_swiglu_matches_float64
     test_swiglu_linear_matches_float64 test_cross_entropy_matches_float64
     test_linear_cross_entropy_matches_float64 test_error_ratio test_chunks_walked_in_spans
-    test_a_later_token_changes_nothing_before_it test_a_run_leaves_everything_it_promises
+    test_a_token_does_not_affect_earlier_outputs test_a_run_writes_everything_it_promises
     """.split()
 )
 

@@ -1,4 +1,4 @@
-"""The figures of a GPU: kept in docs/gpu, compared with those of another run, shown as a table."""
+"""Stores the figures of a GPU in docs/gpu, compares them with another run, and prints a table."""
 
 import dataclasses
 import json
@@ -11,16 +11,16 @@ HIGHER_IS_BETTER = {"tokens/s"}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A figure beside the stored one."""
+    """A measured figure and the stored one."""
 
     name: str
     unit: str
-    now: float | None  # None: it was not measured
-    stored: float | None  # None: there is none yet
+    now: float | None  # None: not measured
+    stored: float | None  # None: not stored yet
 
     @property
     def worse(self) -> float | None:
-        """By which share it is worse than stored; negative: better."""
+        """How much worse it is than stored, as a fraction; negative: better."""
         if self.now is None or self.stored is None:
             return None
         if self.unit in HIGHER_IS_BETTER:
@@ -33,13 +33,13 @@ class Row:
 
 
 def path_of(folder: Path, device: str, jax_version: str) -> Path:
-    """Where the figures of a GPU and a JAX are kept; PCIe and SXM boards are two GPUs."""
+    """The file for the figures of a GPU and a JAX; PCIe and SXM boards count as different GPUs."""
     words = re.findall(r"[a-z0-9]+", device.lower().replace("nvidia", ""))
     return folder / f"{'-'.join(words)}_jax{jax_version}.json"
 
 
 def read(path: Path) -> dict:
-    """What `write` has kept: device, versions, date, tests, figures; {} if there is nothing."""
+    """Reads what `write` stored: device, versions, date, tests, figures; {} without a file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -49,9 +49,10 @@ def write(path: Path, figures: dict) -> None:
 
 
 def compare(now: dict, stored: dict, names: list[str], units: tuple[str, ...]) -> list[Row]:
-    """Rows of all that was measured, that is stored, or that failed of what was to be measured.
+    """Rows for everything that was measured, is stored, or should have been measured.
 
-    names: those, in the order of the rows; one may begin several rows' (forward, backward).
+    names: what should be measured, in the order of the rows; a name may be the prefix of several
+    rows (forward, backward).
     """
     rows = []
     for unit in units:
@@ -69,9 +70,9 @@ def belongs(row: str, name: str) -> bool:
 
 
 def merged(before: dict, about: dict, rows: list[Row], names: list[str]) -> dict:
-    """What to keep: of a part that did not run, and of a row that failed, what was kept before.
+    """The figures to store; parts that did not run and rows that failed keep their old figures.
 
-    names: of what was to be measured; what is kept under others is dropped.
+    names: what should be measured; figures of other names are dropped.
     """
     ran = {row.unit for row in rows}
     figures = {u: dict(f) for u, f in before.get("figures", {}).items() if u not in ran}
@@ -84,13 +85,13 @@ def merged(before: dict, about: dict, rows: list[Row], names: list[str]) -> dict
 
 
 def rows(kept: dict) -> list[Row]:
-    """What is kept, with nothing beside it."""
+    """Rows of stored figures, without a comparison."""
     figures = kept["figures"].items()
     return [Row(name, unit, figure, None) for unit, f in figures for name, figure in f.items()]
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown; bold is what is worse than stored beyond the tolerance, or was not measured."""
+    """A Markdown table; bold rows are worse than stored beyond the tolerance, or not measured."""
     beside = any(row.stored is not None for row in rows)
     lines = (
         ["| | now | stored | change |", "|---|---|---|---|"] if beside else ["| | |", "|---|---|"]
@@ -112,18 +113,18 @@ def _figure(value: float | None, unit: str) -> str:
 
 
 def report(about: dict, rows: list[Row], failed: dict[str, str]) -> str:
-    """The page that is printed and kept: device, versions, tests, figures, what failed and why."""
+    """The page to print and store: device, versions, tests, figures, failures and their reasons."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     parts = [f"# {about['device']}, JAX {about['versions'].get('JAX', '?')}"]
     parts.append(f"`.ci/gpu` of {about['date']}: {versions}.")
-    if tests := about["tests"]:  # None: they did not run
+    if tests := about["tests"]:  # None: the tests did not run
         parts.append(
             f"Tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
             f" in {tests['seconds']:.0f} s."
         )
     if rows:
         parts.append(
-            "GPU time of a call (CUPTI), tokens/s and peak memory of training steps. Bold: worse"
+            "GPU time per call (CUPTI), tokens/s and peak memory of training steps. Bold: worse"
             f" than stored by more than {TOLERANCE:.0%}, or not measured."
         )
         parts.append(table(rows))

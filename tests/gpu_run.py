@@ -1,14 +1,14 @@
-"""All that a GPU has to show, in less than ten minutes on 16 cores: `.ci/gpu`.
+"""Checks a GPU in less than ten minutes on 16 cores: `.ci/gpu`.
 
     .ci/gpu                   tests, ops, training steps; compares with the figures in docs/gpu
-    .ci/gpu --only ops steps  some of it
-    .ci/gpu --save            and keeps these figures as those of this GPU and this JAX
+    .ci/gpu --only ops steps  only these parts
+    .ci/gpu --save            also stores the figures for this GPU and this JAX
 
 The tests run natively in as many processes as there are cores.  Then every case of
-pallas_kernels.benchmark and three training steps are measured: they are compiled in many processes
-at once, and timed one after the other when none of them compiles any more.  A figure that is worse
-than the stored one by more than 5%, twice, is a regression.  Exit status: 0, 1 with a regression or
-a failure, 2 for a command that makes no sense.  --out gets the logs, the table and the figures.
+pallas_kernels.benchmark and three training steps are measured: many processes compile them in
+parallel, and when all are done, time them one after another.  A figure that is worse than the
+stored one by more than 5%, twice, is a regression.  Exit status: 0: passed, 1: a regression or a
+failure, 2: a bad command.  --out gets the logs, the table and the figures.
 """
 
 import argparse
@@ -31,31 +31,31 @@ import gpu_worker
 REPO = Path(__file__).resolve().parents[1]
 FIGURES = REPO / "docs" / "gpu"
 UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
-# What is late is stopped, and the rest goes on; "turn": of one process that times.
+# A part that exceeds its limit is stopped, and the others continue; "turn": one process's timing.
 SECONDS = {"tests": 330, "compile": 120, "turn": 60, "all": 570}
-PROCESSES = 12  # that compile; each takes 0.5 GiB of the GPU, and one core most of the time
+PROCESSES = 12  # compile in parallel; each takes 0.5 GiB of the GPU and about one core
 
 
 def environment(dry: bool) -> dict[str, str]:
-    """Of all processes here: each takes of the GPU's memory what it needs; none runs without."""
+    """The environment of all processes: each allocates GPU memory as needed, and requires a GPU."""
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ | {"PYTHONPATH": path}
     return shared | {"JAX_PLATFORMS": "cpu" if dry else "cuda,cpu"}
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kills a process that this one started as the leader of its group, and its children."""
+    """Kills a process that this one started as the leader of a group, and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def run_tests(log: Path, dry: bool) -> tuple[dict, dict[str, str]]:
-    """Runs pytest; returns its counts and, by name, why tests failed."""
-    # worksteal: a file of many compilations is spread over all processes.  The fixture of a file
-    # (test_train.py has one of half a minute) is then made in each process that gets a part of it.
+    """Runs pytest; returns its counts and {name: reason} of failed tests."""
+    # worksteal spreads a file with many compilations over all processes.  Each of them then makes
+    # the file's fixture, which takes half a minute in test_train.py.
     command = [sys.executable, "-m", "pytest", "-vv", "-n", str(os.cpu_count())]
-    command += ["--dist", "worksteal", "-p", "no:benchmark"]  # a plugin that warns beside xdist
+    command += ["--dist", "worksteal", "-p", "no:benchmark"]  # pytest-benchmark warns under xdist
     command += ["tests/jaxllm/test_optim.py"] if dry else ["tests"]
     start, late = time.monotonic(), False
     with log.open("w") as file:
@@ -71,21 +71,21 @@ def run_tests(log: Path, dry: bool) -> tuple[dict, dict[str, str]]:
             process.wait(SECONDS["tests"])
         except subprocess.TimeoutExpired:
             late = True
-            process.send_signal(signal.SIGINT)  # it still tells which tests failed, and why
+            process.send_signal(signal.SIGINT)  # pytest then still lists failures and reasons
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(15)
         finally:
             end(process)
     counts, failed = read_tests(log.read_text(errors="replace"))
     if late:
-        failed["tests"] = f"were stopped after {SECONDS['tests']} s"
+        failed["tests"] = f"stopped after {SECONDS['tests']} s"
     elif process.returncode and not failed:
-        failed["pytest"] = f"ended with status {process.returncode}: {log}"
+        failed["pytest"] = f"exited with status {process.returncode}: {log}"
     return counts | {"seconds": time.monotonic() - start}, failed
 
 
 def read_tests(log: str) -> tuple[dict[str, int], dict[str, str]]:
-    """Counts, and why by name of what failed, from what pytest printed, complete or not."""
+    """Parses pytest's output, even if truncated: counts, and {name: reason} of failed tests."""
     results = re.findall(
         r"^\[gw\d+\][^\n]*? (PASSED|SKIPPED|FAILED|ERROR) (tests\S*[^\n]*)", log, re.M
     )
@@ -101,7 +101,7 @@ def read_tests(log: str) -> tuple[dict[str, int], dict[str, str]]:
 
 
 class Workers:
-    """Processes of gpu_worker.py: all compile at once, one after the other they measure."""
+    """Processes of gpu_worker.py, which compile in parallel and measure one after another."""
 
     def __init__(self, shares: list[list[str]], log: Path, dry: bool):
         self.figures, self.failed, self.about = {}, {}, {}
@@ -125,7 +125,7 @@ class Workers:
             ]
 
     def run(self, until: float) -> None:
-        """Measures all, or what can be measured in time."""
+        """Measures everything that can be measured in time."""
         start = time.monotonic()
         try:
             ready_by = min(until, start + SECONDS["compile"])
@@ -133,7 +133,7 @@ class Workers:
                 list(threads.map(lambda process: self._listen(process, ready_by), self.processes))
             print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
             for process, names in zip(self.processes, self.shares, strict=True):
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the process may have exited
                     process.stdin.write("go\n")
                     process.stdin.flush()
                 self._listen(process, min(until, time.monotonic() + SECONDS["turn"]))
@@ -143,11 +143,11 @@ class Workers:
             for process in self.processes:
                 end(process)
                 for pipe in (process.stdin, process.stdout):
-                    with contextlib.suppress(OSError):  # nobody reads what was written last
+                    with contextlib.suppress(OSError):  # flushing to a dead process fails
                         pipe.close()
 
     def _listen(self, process: subprocess.Popen, until: float) -> None:
-        """Takes what a process says until it is ready or has ended, or is ended when it is late."""
+        """Reads a process's messages until it is ready or exits; kills it if it is late."""
 
         def stop():
             self.stopped.add(process)
@@ -156,22 +156,22 @@ class Workers:
         timer = threading.Timer(max(0, until - time.monotonic()), stop)
         timer.start()
         for line in process.stdout:
-            said = json.loads(line)
-            if "failed" in said:
-                self.failed[said["failed"]] = said["why"]
-            for unit, figures in said.get("figures", {}).items():
+            message = json.loads(line)
+            if "failed" in message:
+                self.failed[message["failed"]] = message["why"]
+            for unit, figures in message.get("figures", {}).items():
                 self.figures.setdefault(unit, {}).update(figures)
                 for name, figure in figures.items():
                     print(f"  {name}: {figure:.5g} {unit}", flush=True)
-            if said.get("ready"):
-                self.about = {"device": said["device"], "versions": said["versions"]}
+            if message.get("ready"):
+                self.about = {"device": message["device"], "versions": message["versions"]}
                 break
         timer.cancel()
 
     def _look_for_the_rest(self, process: subprocess.Popen, names: list[str]) -> None:
-        """A process that LLVM or the clock has ended could not say what it did not measure."""
-        why = f"its process ended with {process.wait()}"
-        why = "had no time left" if process in self.stopped else why
+        """Marks what a process did not measure as failed, because LLVM or a timeout ended it."""
+        why = f"its process exited with status {process.wait()}"
+        why = "ran out of time" if process in self.stopped else why
         found = [name for figures in self.figures.values() for name in figures]
         for name in names:
             if name not in self.failed and not any(gpu_figures.belongs(f, name) for f in found):
@@ -179,15 +179,15 @@ class Workers:
 
 
 def names(parts: list[str], dry: bool) -> list[str]:
-    """What is measured."""
+    """The names of everything to measure."""
     ops = list(gpu_worker.ops())[:: 12 if dry else 1] if "ops" in parts else []
     return ops + (list(gpu_worker.steps()) if "steps" in parts else [])
 
 
 def shares(measured: list[str]) -> list[list[str]]:
-    """What each process measures.  Neighbours are alike: each goes to another process.
+    """The names that each process measures; neighbors are similar, so they go to different ones.
 
-    With nothing to measure one process is left, which tells the device and the versions.
+    Without names there is still one process, which reports the device and the versions.
     """
     steps = [name for name in measured if name in gpu_worker.steps()]
     ops = [name for name in measured if name not in steps]
@@ -200,15 +200,15 @@ def main(argv: list[str] | None = None) -> int:
         prog=".ci/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=("tests", "ops", "steps"), metavar="PART")
-    parser.add_argument("--save", action="store_true", help="keep the figures in docs/gpu")
+    parser.add_argument("--save", action="store_true", help="store the figures in docs/gpu")
     parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "gpu", metavar="DIR")
-    parser.add_argument("--dry", action="store_true", help="no GPU: a little of all on the CPU")
+    parser.add_argument("--dry", action="store_true", help="run a little of everything on the CPU")
     a = parser.parse_args(argv)
     if not a.dry and shutil.which("nvidia-smi") is None:
-        print("error: there is no nvidia-smi, so no GPU; --dry runs without", file=sys.stderr)
+        print("error: nvidia-smi is missing, so there is no GPU; use --dry", file=sys.stderr)
         return 2
     if a.dry and a.save:
-        print("error: --dry measures nothing that --save could keep", file=sys.stderr)
+        print("error: --dry measures nothing to --save; drop one of them", file=sys.stderr)
         return 2
     parts, out = a.only or ["tests", "ops", "steps"], a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         file.with_suffix(".md").write_text(gpu_figures.report(now, gpu_figures.rows(now), failed))
     print("\n" + content)
     if units and not before:
-        print(f"No figures of this GPU and JAX yet ({file}): run with --save.")
+        print(f"There are no figures for this GPU and JAX yet ({file}): run with --save.")
     return gpu_figures.status(rows, failed)
 
 

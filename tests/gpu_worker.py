@@ -1,9 +1,9 @@
-"""One of the processes of gpu_run.py that measure: it compiles beside the others, times alone.
+"""A process of gpu_run.py that measures: it compiles in parallel with others, but times alone.
 
     gpu_worker.py FIGURES gpu|dry NAME ...
 
-Says what happens in lines of JSON.  When all is compiled, it says "ready" and waits for a line
-on standard input.  A figure that looks worse than the one in FIGURES is measured a second time.
+Reports in lines of JSON.  After compiling it prints "ready" and waits for a line on standard input.
+It measures a figure again if the first is worse than in FIGURES.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ import gpu_figures
 STEPS = {"gpt2_124m": 32, "llama3_124m": 32, "llama3_1b": 4}  # batch; T is the configuration's
 UNTIMED, TIMED = 6, 30  # steps
 TINY = {"n_layers": "1", "d_model": "64", "n_heads": "2", "vocab_size": "300", "max_seq_len": "32"}
-# XLA chooses their matmuls by timing them: while others compile it would choose worse ones.
+# XLA chooses the matmuls of these by timing them, and would choose badly while others compile.
 COMPILED_ALONE = ("swiglu_linear", "gelu_linear", "linear_cross_entropy")
 
 Figures = dict[str, dict[str, float]]  # unit -> name -> figure
@@ -39,7 +39,7 @@ def ops() -> dict[str, tuple]:
 
 
 def prepare_op(name: str, dry: bool) -> Callable[[], Figures]:
-    """Compiles an op and makes its arrays, on the host; returns what times its kernels."""
+    """Compiles an op and makes its arrays on the host; returns a function that times kernels."""
     import jax
 
     from pallas_kernels.bench import run
@@ -60,8 +60,8 @@ def prepare_op(name: str, dry: bool) -> Callable[[], Figures]:
     def measure():
         nonlocal programs
         programs = programs or compiled()
-        there = jax.device_put((dy, inputs), jax.devices()[0])
-        times, failed = run.time_ops({"ours": programs}, *there)
+        on_device = jax.device_put((dy, inputs), jax.devices()[0])
+        times, failed = run.time_ops({"ours": programs}, *on_device)
         if failed:
             raise RuntimeError(failed["ours"])
         return {"ms": {f"{name} {direction}": ms for direction, ms in times["ours"].items()}}
@@ -70,7 +70,7 @@ def prepare_op(name: str, dry: bool) -> Callable[[], Figures]:
 
 
 def steps() -> dict[str, tuple[str, int]]:
-    """The training steps that are timed, by name."""
+    """{name: (configuration, batch size)} of the timed training steps."""
     from jaxllm.config import load
 
     name = lambda config, batch: f"{config} B{batch} T{load(config).train.seq_len}"
@@ -78,7 +78,7 @@ def steps() -> dict[str, tuple[str, int]]:
 
 
 def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
-    """Traces a training step, as train.py does; returns what trains some steps on random tokens."""
+    """Traces a training step; returns a function that times some steps on random tokens."""
     import jax
     import numpy as np
 
@@ -107,20 +107,20 @@ def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
 
     def measure():
         nonlocal program, state
-        program = program or lowered.compile()  # XLA chooses matmuls by timing them, see above
+        program = program or lowered.compile()  # late, as for COMPILED_ALONE
         state = state or trainer.init()
-        seconds, waiting = [], None
+        seconds, running = [], None
         with no_long_pauses():
             clock = time.perf_counter()
             for i in range(UNTIMED + TIMED):
                 rows = tokens[i % 2]
                 batch = trainer.put_batch({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
                 state, metrics = program(state, batch)
-                if waiting is not None:  # one step behind, as in train.py
-                    values = {key: float(value) for key, value in waiting.items()}
+                if running is not None:  # one step behind, as in train.py
+                    values = {key: float(value) for key, value in running.items()}
                     seconds.append(time.perf_counter() - clock)
                     clock = time.perf_counter()
-                waiting = metrics
+                running = metrics
         if values["skips"] or not values["loss"] < 2 * np.log(vocab):
             raise RuntimeError(f"does not train: {values}")
         speed = train.batch_size * train.seq_len / statistics.median(seconds[UNTIMED:])
@@ -131,7 +131,7 @@ def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
 
 
 def measured(measure: Callable[[], Figures], stored: Figures) -> Figures:
-    """What `measure` finds; what looks worse than stored is measured twice, the better counts."""
+    """Calls `measure`, again if a figure is worse than stored; returns the better figures."""
     first = measure()
     rows = gpu_figures.compare(first, stored, [], tuple(first))
     if not any((row.worse or 0) > gpu_figures.TOLERANCE for row in rows):
@@ -144,7 +144,7 @@ def measured(measure: Callable[[], Figures], stored: Figures) -> Figures:
 
 
 def versions() -> dict[str, str]:
-    """Of what makes and runs the programs here; called when something was compiled."""
+    """Versions of the software that compiles and runs programs; call it after a compilation."""
     import jax
     import jaxlib
     from jax._src import lib
@@ -154,7 +154,7 @@ def versions() -> dict[str, str]:
     def note(name: str, version: Callable[[], str]) -> None:
         try:
             found[name] = version()
-        except Exception as e:  # costs no run its figures
+        except Exception as e:  # a missing version must not lose the figures
             found[name] = f"unknown ({type(e).__name__})"
 
     if jax.default_backend() == "gpu":
@@ -172,7 +172,7 @@ def versions() -> dict[str, str]:
 
 
 def ptxas() -> str:
-    """The version of the ptxas that JAX points XLA to, else of that on the path or of CUDA."""
+    """The version of ptxas that XLA uses: JAX's, or else that on the path or of CUDA."""
     from jax._src import lib
 
     places = [f"{lib.cuda_path}/bin", *os.environ["PATH"].split(":"), "/usr/local/cuda/bin"]
@@ -189,7 +189,7 @@ def nvjitlink() -> str:
 
 
 def main() -> None:
-    # What libraries print goes to the log with all else; here there are only lines of JSON.
+    # Output of libraries goes to the log; this stream has only lines of JSON.
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     say = lambda **what: print(json.dumps(what), file=lines, flush=True)
@@ -207,7 +207,7 @@ def main() -> None:
     def attempt(name: str, f: Callable) -> None:
         try:
             f()
-        except Exception as e:  # the others go on
+        except Exception as e:  # the other names continue
             traceback.print_exc()
             say(failed=name, why=f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}")
 
@@ -218,7 +218,7 @@ def main() -> None:
     say(ready=True, device=device, versions=found)
     sys.stdin.readline()
     for name in list(waiting):
-        measure = waiting.pop(name)  # let go afterwards, with its arrays
+        measure = waiting.pop(name)  # `del` below frees it with its arrays
         attempt(name, lambda m=measure: say(figures=measured(m, before.get("figures", {}))))
         del measure
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders of the fixtures' models, for tests and for fixtures/make_scores.py."""
+"""Makes Hugging Face folders of the fixtures' models, for tests and fixtures/make_scores.py."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ LLAMA = dict(
 SCALING = dict(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
 )
-PAGES = {  # config.json as transformers writes it, as far as it matters
+PAGES = {  # the relevant parts of config.json as transformers writes it
     "gpt2": dict(
         model_type="gpt2",
         vocab_size=67,
@@ -57,7 +57,7 @@ def weights_of(name):
 
 
 def folder_of(folder, name, tensors=None, **page):
-    """A Hugging Face folder of one file."""
+    """A Hugging Face folder with one safetensors file."""
     folder.mkdir(parents=True)
     save_file(weights_of(name) if tensors is None else tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(PAGES[name] | page))

@@ -1,8 +1,8 @@
-"""How every kernel is checked: against float64, beside its jnp reference in the same dtype.
+"""Checks a kernel against float64, relative to its jnp reference in the same dtype.
 
-On a CPU the kernel is interpreted with race detection, and lowered for CUDA with the kernels' names
-found in the lowered text.  On a GPU it runs natively, twice, and both results must be equal bit for
-bit.  The error of the kernel may be at most `RATIO` times the error of the reference, in the
+On a CPU the kernel is interpreted with race detection, and lowered for CUDA; the lowered text must
+contain the kernels' names.  On a GPU it runs natively, twice, and both results must be equal bit
+for bit.  The error of the kernel may be at most `RATIO` times the error of the reference, in the
 maximum and in the root mean square, for the outputs and for every gradient.
 """
 
@@ -16,12 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ON_GPU = jax.default_backend() == "gpu"
 RATIO = 2.0
-FLOOR = 2 * np.finfo(np.float32).eps  # of the largest true value: two float32 roundings
+FLOOR = 2 * np.finfo(np.float32).eps  # two float32 roundings, relative to the largest true value
 
 
 @contextlib.contextmanager
 def kernels_run_here():
-    """Interprets Mosaic kernels with race detection on a CPU; natively on a GPU."""
+    """Interprets Mosaic kernels with race detection on a CPU; on a GPU they run natively."""
     if ON_GPU:
         yield
         return
@@ -29,7 +29,7 @@ def kernels_run_here():
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
     interpreter_extension.install()
-    # The interpreter is chosen while tracing: nothing traced outside may be reused inside.
+    # JAX chooses the interpreter while tracing, so nothing traced outside may be reused inside.
     jax.clear_caches()
     try:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -44,10 +44,10 @@ def kernels_run_here():
 def check_op(op, reference, *arrays, kernels, differentiable=None, seed=0, ratio=RATIO, **options):
     """Asserts that op(*arrays, implementation="mosaic", **options) is right, forward and backward.
 
-    reference: the jnp form, taking the same arrays and options.
+    reference: the jnp form, with the same arrays and options.
     kernels: names of all kernels that forward and backward must contain.
-    differentiable: positions of the arrays to take gradients of (default: all floating ones).
-    Outputs may be any pytree; each gets a random cotangent of its own dtype.
+    differentiable: positions of the arrays that get gradients (default: all floating arrays).
+    The outputs may be any pytree; each gets a random cotangent of its own dtype.
     """
     if differentiable is None:
         differentiable = [
@@ -56,7 +56,7 @@ def check_op(op, reference, *arrays, kernels, differentiable=None, seed=0, ratio
             if a is not None and jnp.issubdtype(a.dtype, jnp.floating)
         ]
     outputs = jax.eval_shape(lambda *a: reference(*a, **options), *arrays)
-    rng = np.random.default_rng((seed, 1))  # other numbers than `normal` gives the arrays
+    rng = np.random.default_rng((seed, 1))  # differs from the generator of `normal`
     cotangents = jax.tree.map(
         lambda o: jnp.asarray(rng.standard_normal(o.shape), dtype=o.dtype), outputs
     )
@@ -95,7 +95,7 @@ def check_op(op, reference, *arrays, kernels, differentiable=None, seed=0, ratio
 
 
 def assert_error_ratio(actual, expected, truth, what="", ratio=RATIO):
-    """Error of `actual` against `truth` at most `ratio` x the error of `expected`, max and RMS."""
+    """Asserts that the error of `actual` is at most `ratio` x that of `expected`, max and RMS."""
     actual, expected, truth = (np.asarray(x).astype(np.float64) for x in (actual, expected, truth))
     assert np.isfinite(actual).all(), f"{what}: the kernel's result is not finite"
     floor = FLOOR * max(np.abs(truth).max(initial=0), np.finfo(np.float32).tiny)
@@ -108,7 +108,7 @@ def assert_error_ratio(actual, expected, truth, what="", ratio=RATIO):
 
 
 def assert_lowers(f, args, kernels):
-    """`jit(f)(*args)` lowers for CUDA without a GPU and contains every named kernel."""
+    """Asserts that `jit(f)(*args)` lowers for CUDA without a GPU and has every named kernel."""
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     names = names_in(text)
     for name in kernels:
@@ -116,15 +116,15 @@ def assert_lowers(f, args, kernels):
 
 
 def names_in(text):
-    """Whole names in a lowered program: `add_rms_norm_forward` is no `rms_norm_forward`.
+    """Whole names in a lowered program: `add_rms_norm_forward` is not `rms_norm_forward`.
 
-    Mosaic's modules are in it as bytes, where a name stands between two zeros, written \\00.
+    The text contains Mosaic's modules as bytes, where a name is enclosed in zeros, written \\00.
     """
     return set(re.findall(r"\w+", re.sub(r"\\[0-9A-Fa-f]{2}", " ", text)))
 
 
 def normal(seed, shape, dtype=jnp.float32, scale=1.0, offset=0.0):
-    """Fixed pseudo-random normal data of any dtype."""
+    """Normal data of any dtype, the same for the same seed."""
     x = np.random.default_rng(seed).standard_normal(shape) * scale + offset
     return jnp.asarray(x, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""Are the losses of our kernels those of XLA's forms?  Paired runs of GPT-2 124M, seed by seed.
+"""Compares the losses of our kernels with those of XLA's forms in paired runs of GPT-2 124M.
 
     python -m jaxllm.data train-tokenizer --source stdlib --vocab_size 16384 --out tok.json
     python -m jaxllm.data prepare --source stdlib --tokenizer tok.json --out shards \\
@@ -7,9 +7,9 @@
     python tests/paired_losses.py run xla shards losses.jsonl --seeds 0 16
     python tests/paired_losses.py draw losses.jsonl --out docs/losses.png
 
-A seed gives a run its parameters and the order of its data, whichever kernels it uses.  16 pairs of
-500 steps at batch 8 take four minutes on two H200 (one process for each of the two kernels and half
-of the seeds on each GPU).
+The seed alone determines a run's parameters and the order of its data.  16 pairs of 500 steps at
+batch 8 take four minutes on two H200, with two processes on each GPU: one for each implementation,
+with half of the seeds.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH, EVAL_BATCHES = 8, 16
 
 
 def shard(path: Path) -> np.ndarray:
-    return np.fromfile(path, np.uint16)[512:]  # behind a header of 256 int32
+    return np.fromfile(path, np.uint16)[512:]  # skips a header of 256 int32
 
 
 def batch_of(data: np.ndarray, starts, length: int) -> dict[str, np.ndarray]:
@@ -54,7 +54,7 @@ def run(kernels: str, shards: Path, out: Path, seeds: range, steps: int) -> None
     held_out = np.arange(EVAL_BATCHES * BATCH).reshape(-1, BATCH) * length
     for seed in seeds:
         now = trainer(seed)
-        if program is None:  # the seed is data to the program
+        if program is None:  # the program does not depend on the seed
             program, evaluate = now.trace_train_step().lower().compile(), now.eval_step()
         state, losses = now.init(), []
         windows = np.random.default_rng(seed).permutation((len(train) - 1) // length) * length
@@ -75,7 +75,7 @@ def run(kernels: str, shards: Path, out: Path, seeds: range, steps: int) -> None
 
 
 def mean_and_error(differences) -> tuple[float, float]:
-    """The mean, and its standard error."""
+    """The mean and its standard error."""
     return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
 
 

@@ -1,12 +1,12 @@
-"""The peers of docs/benchmarks.md and docs/vlstm.md, timed on this GPU in one run with ours.
+"""Times the peers of docs/benchmarks.md and docs/vlstm.md on this GPU in one run with ours.
 
     python tests/peers.py attention             ours, JAX (cuDNN, XLA), tokamax, PyTorch
     python tests/peers.py vlstm                 ours, mlstm_kernels
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
 
-Needs an NVIDIA GPU, and torch, tokamax and mlstm_kernels for their rows; a peer that is not there
-says so in its row.  JAX's calls take turns and are timed by their kernels (CUPTI), as in
-pallas_kernels.benchmark; PyTorch's by CUDA events, launches and gaps included.
+It needs an NVIDIA GPU, and torch, tokamax and mlstm_kernels for their rows; the row of a missing
+peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
+pallas_kernels.benchmark.  CUDA events time PyTorch's calls, including launches and gaps.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def events_ms(f) -> float:
 
 
 def kernels_ms(f, calls=10) -> float:
-    """GPU time alone of one call."""
+    """GPU time of one call, without launches."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -49,7 +49,7 @@ def show(name: str, **columns: float | str) -> None:
 
 
 def rows(results: dict[str, dict], failed: dict[str, str]) -> None:
-    """A row of each peer, or why it has none: not installed, not this shape, out of memory."""
+    """Prints a row for each peer, or the reason why it has none, such as a missing package."""
     for name, columns in (results | {n: {"failed": why} for n, why in failed.items()}).items():
         show(name, **columns)
 
@@ -112,7 +112,7 @@ def vlstm() -> None:
         for sizes in case.sizes:
             print(f"vlstm {text(sizes)}, ms")
             q, k, v, i, f = run.arrays(case, sizes)
-            inputs = [q, k, v, i - 2, f + 4]  # gates as at the start of training
+            inputs = [q, k, v, i - 2, f + 4]  # gates like those at the start of training
             op = run.public(case, implementation="mosaic")
             dy = jax.random.normal(jax.random.key(0), v.shape, jnp.bfloat16)
             programs = run.compile_op(case, op, inputs, keep=False)
@@ -155,7 +155,7 @@ def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
 
 
 def torch_model(model: Any):
-    """GPT-2 or Llama as a PyTorch user would write it: (tokens, labels) -> mean loss."""
+    """GPT-2 or Llama in idiomatic PyTorch: (tokens, labels) -> mean loss."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -254,18 +254,18 @@ def train(name: str, batch: int, seq_len: int | None, device="cuda", steps=19) -
 
 
 def main() -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is there, too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("attention", "vlstm", "train"))
-    parser.add_argument("config", nargs="?", help="of train: gpt2_124m, llama3_124m, llama3_1b")
-    parser.add_argument("batch", nargs="?", type=int, default=32, help="of train (default 32)")
-    parser.add_argument("--seq_len", type=int, help="of train (default: the configuration's)")
+    parser.add_argument("config", nargs="?", help="for train: gpt2_124m, llama3_124m, llama3_1b")
+    parser.add_argument("batch", nargs="?", type=int, default=32, help="for train (default: 32)")
+    parser.add_argument("--seq_len", type=int, help="for train (default: the configuration's)")
     a = parser.parse_args()
     if a.what == "train":
         if a.config is None:
-            parser.error("train needs a configuration, as gpt2_124m")
+            parser.error("train needs a configuration, such as gpt2_124m")
         timed = functools.partial(train, batch=a.batch, seq_len=a.seq_len)
         rows(*run.attempt(timed, {f"PyTorch {a.config}": a.config}))
         return 0

@@ -1,4 +1,4 @@
-"""`.ci/gpu` but for the GPU: what it compares, keeps and tells, and that it goes on."""
+"""Tests `.ci/gpu` without a GPU: what it compares, stores and prints, and that it continues."""
 
 import json
 
@@ -14,7 +14,7 @@ from pallas_kernels.bench.cases import A, Case
 
 ABOUT = {"device": "NVIDIA H100 PCIe", "versions": {"JAX": "1.2"}, "date": "today", "tests": None}
 
-# Stands in for gpu_worker.py: what it measures, and how that goes, is in its names.
+# Replaces gpu_worker.py; the names say what it measures and how it fails.
 WORKER = """
 import json, os, sys, time
 say = lambda **what: print(json.dumps(what), flush=True)
@@ -48,7 +48,7 @@ def test_a_figure_may_be_worse_by_the_tolerance():
     assert worse("ms", None, 1.0)
 
 
-def test_rows_are_what_was_measured_or_stored_or_failed():
+def test_rows_include_measured_stored_and_failed_figures():
     now = {"ms": {"b N1 backward": 2.0, "b N1 forward": 1.0, "a N1 forward": 3.0}}
     stored = {"ms": {"a N1 forward": 3.3, "gone": 1.0}, "GiB": {"step": 1.0}}
     rows = gpu_figures.compare(now, stored, ["a N1", "b N1", "b N12"], ("ms",))
@@ -64,7 +64,7 @@ def test_rows_are_what_was_measured_or_stored_or_failed():
     assert gpu_figures.status(rows[:3], {"a test": "why"}) == 1
 
 
-def test_what_failed_or_did_not_run_is_kept_as_it_was():
+def test_figures_that_failed_or_did_not_run_are_kept():
     before = {"tests": {"passed": 3}, "figures": {"ms": {"a": 1.0, "b": 2.0, "gone": 3.0}}}
     before["figures"]["GiB"] = {"step": 4.0}
     rows = gpu_figures.compare({"ms": {"a": 0.5}}, before["figures"], ["a", "b"], ("ms",))
@@ -74,7 +74,7 @@ def test_what_failed_or_did_not_run_is_kept_as_it_was():
     assert kept["device"] == ABOUT["device"]
 
 
-def test_the_table_shows_in_bold_what_is_worse():
+def test_the_table_shows_worse_figures_in_bold():
     rows = [
         gpu_figures.Row("a", "ms", 1.1, 1.0),
         gpu_figures.Row("b", "tokens/s", 612_345.6, 600_000.0),
@@ -92,13 +92,13 @@ def test_the_table_shows_in_bold_what_is_worse():
     assert "- `tests/a.py::b` assert 1 == 2" in page
 
 
-def test_two_boards_are_two_gpus(tmp_path):
+def test_two_boards_count_as_two_gpus(tmp_path):
     path = lambda device: gpu_figures.path_of(tmp_path, device, "0.12").name
     assert path("NVIDIA H100 PCIe") == "h100-pcie_jax0.12.json"
     assert path("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3_jax0.12.json"
 
 
-def test_what_looks_worse_is_measured_again_and_the_better_counts():
+def test_a_worse_figure_is_measured_again_and_the_better_counts():
     def times(*values):
         left = [{"ms": {"a": ms}, "tokens/s": {"a": 10 / ms}} for ms in values]
         return lambda: left.pop(0)
@@ -111,7 +111,7 @@ def test_what_looks_worse_is_measured_again_and_the_better_counts():
     assert gpu_worker.measured(times(2.0), {})["ms"] == {"a": 2.0}
 
 
-def test_what_pytest_printed_is_understood():
+def test_the_output_of_pytest_is_parsed():
     log = """16 workers [6 items]
 tests/a.py::test_a[x y]
 tests/a.py::test_e
@@ -133,7 +133,7 @@ ERROR tests/c.py
     }
 
 
-def test_each_is_measured_once_by_a_name_of_its_own():
+def test_each_case_is_measured_once_under_a_unique_name():
     names = gpu_run.names(["ops", "steps"], dry=False)
     assert "gpt2_124m B32 T1024" in names
     assert len(names) == len(set(names))
@@ -151,12 +151,12 @@ def test_an_op_is_timed_in_both_directions(monkeypatch):
     with kernels_run_here():
         measure = gpu_worker.prepare_op("gelu N4", dry=False)
         assert measure() == {"ms": {"gelu N4 forward": 2.0, "gelu N4 backward": 2.0}}
-    dispatch.forget()
+    dispatch.reset()
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Runs the command as if there were a GPU that measures `names`."""
+    """Runs the command as on a machine with a GPU that measures `names`."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     monkeypatch.setattr(gpu_worker, "__file__", str(script))
@@ -171,9 +171,9 @@ def machine(tmp_path, monkeypatch):
     return run
 
 
-def test_figures_are_kept_and_held(machine, tmp_path, capsys):
+def test_figures_are_stored_and_compared(machine, tmp_path, capsys):
     assert machine(["b=2"]) == 0
-    assert "No figures of this GPU and JAX yet" in capsys.readouterr().out
+    assert "There are no figures for this GPU and JAX yet" in capsys.readouterr().out
     assert not (tmp_path / "figures").exists()
     assert machine(["a=1", "b=2"], "--save") == 0
     path = tmp_path / "figures" / "h100-pcie_jax1.2.json"
@@ -188,21 +188,21 @@ def test_figures_are_kept_and_held(machine, tmp_path, capsys):
     assert row in (tmp_path / "out" / "h100-pcie_jax1.2.md").read_text()
 
 
-def test_whatever_fails_the_others_are_measured(machine, monkeypatch, capsys):
+def test_a_failure_does_not_stop_the_other_measurements(machine, monkeypatch, capsys):
     monkeypatch.setattr(gpu_run, "SECONDS", gpu_run.SECONDS | {"compile": 5})
     assert machine(["crash", "hang", "bad", "half", "a=1"]) == 1
     shown = capsys.readouterr().out
     assert "| a=1 forward | 1 ms |" in shown
     assert "- `bad` ValueError: no" in shown
-    assert "- `crash` its process ended with -6" in shown
-    assert "- `half` its process ended with -6" in shown
-    assert "- `hang` had no time left" in shown
+    assert "- `crash` its process exited with status -6" in shown
+    assert "- `half` its process exited with status -6" in shown
+    assert "- `hang` ran out of time" in shown
     assert machine(["crash"]) == 1
     assert "error: no process could use the GPU" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+def test_a_missing_gpu_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(gpu_run.shutil, "which", lambda name: None)
     assert gpu_run.main([]) == 2
-    assert capsys.readouterr().err.startswith("error: there is no nvidia-smi")
+    assert capsys.readouterr().err.startswith("error: nvidia-smi is missing")
     assert gpu_run.main(["--dry", "--save"]) == 2

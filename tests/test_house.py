@@ -1,4 +1,4 @@
-"""What keeps the code readable: short flat functions, imports in one direction, links that lead."""
+"""Checks that the code stays readable: short flat functions, one-way imports, valid links."""
 
 import ast
 import re
@@ -9,17 +9,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES, MOST_DEPTH = 80, 3
 BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
-# mlstm is left out until its kernels are phases of at most this size, too.
 FILES = [
     "mosaic.py",
     "embedding.py",
     "rotary.py",
-    *(f"{family}/*.py" for family in ("norms", "losses", "activations", "flash_attention")),
+    *(
+        f"{family}/*.py"
+        for family in ("norms", "losses", "activations", "mlstm", "flash_attention")
+    ),
 ]
 
 
 def depth(node: ast.AST) -> int:
-    """How deep blocks (functions among them) stand in each other below `node`; elif adds none."""
+    """Depth of nested blocks (functions included) below `node`; elif adds none."""
     deepest = 0
     for field, value in ast.iter_fields(node):
         children = [x for x in (value if isinstance(value, list) else [value])]
@@ -30,7 +32,7 @@ def depth(node: ast.AST) -> int:
 
 
 def functions(source: str) -> list[tuple[str, int, int]]:
-    """(name, lines, depth) of every function and method that stands in no other function."""
+    """(name, lines, depth) of every function and method that is not inside another function."""
     tree = ast.parse(source)
     bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
     found = [node for body in bodies for node in body if isinstance(node, ast.FunctionDef)]

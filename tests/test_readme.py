@@ -19,8 +19,8 @@ REPO = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *(f"docs/{page}.md" for page in ("training", "data", "inference", "weights")))
 TEXT_OF_PAGES = "\n".join((REPO / page).read_text(encoding="utf-8") for page in PAGES)
 TEXT = "def main(words):\n    return [word for word in words if word]  # the words; none is empty\n"
-# Added to every command that trains: seconds instead of hours.  A constant learning rate makes a
-# resumed run of one step more the same program, which JAX finds in its cache.
+# Added to every command that trains, so that it takes seconds.  With a constant learning rate, a
+# resumed run with one more step is the same program, which JAX finds in its cache.
 SMALL = """
     --model.vocab_size 300 --model.n_layers 1 --model.n_heads 2 --model.d_model 32 --model.d_ff 64
     --model.max_seq_len 256 --data.tokenizer_vocab_size 300 --train.steps 2 --train.seq_len 32
@@ -40,7 +40,7 @@ def test_the_code_runs(code):
 
 
 def commands() -> list[list[str]]:
-    """The words of every command, without `uv run` and its options."""
+    """The arguments of every command, without `uv run` and its options."""
     lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
     found = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
     for words in found:
@@ -50,7 +50,7 @@ def commands() -> list[list[str]]:
 
 
 def words_of(program: str) -> list[list[str]]:
-    """What follows this program in every command that starts with it."""
+    """The arguments of this program in every command that starts with it."""
     return [words for first, *words in commands() if first == program]
 
 
@@ -65,7 +65,7 @@ def runs(words: list[str]) -> bool:
 
 
 def small(words: list[str]) -> list[str]:
-    """A command that trains, on little data and for two steps."""
+    """A training command, reduced to little data and two steps."""
     if "--resume" in words:
         return [*words, "--train.steps", "3"]
     kv_heads = ["--model.n_kv_heads", "1"] if any("llama3" in word for word in words) else []
@@ -74,14 +74,14 @@ def small(words: list[str]) -> list[str]:
 
 
 def in_order(words: list[str]) -> int:
-    """The README shows how to train before it shows where shards and weights come from."""
+    """The sort key of a command, because the README trains before it makes shards and weights."""
     known = [["data"], ["train"], ["convert", "runs/a"]]
     return next((i for i, begin in enumerate(known) if words[: len(begin)] == begin), len(known))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with all that the commands read."""
+    """A folder with all files that the commands read."""
     for name in ("notes", "corpus"):
         (tmp_path / name).mkdir()
     texts = [TEXT * 20 for _ in range(30)]
@@ -99,7 +99,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A folder into which pip installed a wheel of this checkout, and nothing else."""
+    """A folder with nothing but a wheel of this checkout, installed by pip."""
     pytest.importorskip("hatchling")
     target = tmp_path_factory.mktemp("installed")
     words = "-m pip install -q --no-index --no-deps --no-build-isolation --target".split()
@@ -112,7 +112,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """JAX's cache of what one run has compiled for the next."""
+    """JAX's compilation cache, which the runs share."""
     return {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -162,7 +162,7 @@ def test_the_commands_run_with_a_wheel(wheel, folder, compiled):
     assert {words[0] for words in chosen} >= commands
     assert len(chosen) >= 14
     chosen = [small(words) if words[0] == "train" else words for words in chosen]
-    # One process for all: each would import JAX.
+    # One process for all, because each would import JAX.
     env = compiled | {"PYTHONPATH": str(wheel)}
     done = run(folder, sys.executable, "-c", RUN_ALL, input=json.dumps(chosen), env=env)
     ours = [str(wheel / name / "__init__.py") for name in ("jaxllm", "pallas_kernels")]
@@ -192,7 +192,7 @@ def test_the_other_commands_are_understood(folder, monkeypatch):
     assert len(found) >= 6
 
 
-def test_what_is_installed_exists():
+def test_the_extras_in_the_readme_exist():
     extras = set(metadata.metadata("jaxllm").get_all("Provides-Extra"))
     seen = 0
     for words in commands():

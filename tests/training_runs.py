@@ -1,4 +1,4 @@
-"""Runs of train.py that tests start: what they train, and what they tell."""
+"""Starts runs of train.py for tests, and reads their errors."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def error_of(capsys, *argv):
     status = train.main([str(a) for a in argv])
     captured = capsys.readouterr()
     assert status == 2, captured.out + captured.err
-    # Before it the data may have said that it trains a tokenizer; after it comes nothing.
+    # The data may print that it trains a tokenizer before the error, but nothing follows it.
     lines = captured.err.strip().splitlines()
     assert lines[-1].startswith("error: "), captured.err
     assert "Traceback" not in captured.err

@@ -1,5 +1,5 @@
-"""jnp twins of the vLSTM's two kernels: the same formulas, rounding to the data's dtype where the
-kernels do.  In float64 nothing is rounded, and what is built on them is exact mathematics."""
+"""jnp twins of the vLSTM's two kernels: the same formulas, rounded to the data's dtype where the
+kernels round.  In float64 nothing is rounded, so a cell built on them is exact."""
 
 import jax
 import jax.numpy as jnp

@@ -1,15 +1,15 @@
-"""Configuration: one YAML file is one complete run, and every value can be overridden by a flag.
+"""Configuration: one YAML file describes one complete run; a flag can override every value.
 
-model.py         the models' sections
+model.py         the model sections
 sections.py      the other sections, and Config, which holds them all
-yaml_text.py     YAML as a configuration has it
-loading.py       files and overrides -> Config, or one line that names the key and the value
-describe.py      every key for --help
-command_line.py  the words of `jaxllm train`, and what all commands share
+yaml_text.py     the YAML dialect of configurations
+loading.py       files and overrides -> Config, or a one-line error with the key and the value
+describe.py      the text of --help
+command_line.py  the options of `jaxllm train`, and what all commands share
 """
 
 from jaxllm.config.describe import help_text
-from jaxllm.config.loading import CONFIG_DIR, keys, load, sentence
+from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message
 from jaxllm.config.model import (
     MODEL_CONFIGS,
     GPT2Config,
@@ -51,6 +51,6 @@ __all__ = [
     "help_text",
     "keys",
     "load",
+    "plain_message",
     "round_up",
-    "sentence",
 ]

@@ -1,4 +1,4 @@
-"""Command lines: what all commands share, and the words of `jaxllm train`."""
+"""Command lines: what all commands share, and the options of `jaxllm train`."""
 
 import argparse
 import errno
@@ -14,7 +14,7 @@ from jaxllm import config as configs
 from jaxllm.config.describe import INDENT, columns
 from jaxllm.errors import InputError, RunError, error_line, memory_errors
 
-# What a resumed run may change; everything else would make it another run.
+# The settings that a resumed run may change; any other would make it a different run.
 CHANGEABLE = frozenset(
     """
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
@@ -27,7 +27,7 @@ CHANGEABLE = frozenset(
 
 
 class Arguments(NamedTuple):
-    """What to run, where, whether it goes on with a run that is there, or only says its needs."""
+    """The parsed command line of `jaxllm train`."""
 
     config: configs.Config
     out_dir: Path
@@ -36,25 +36,25 @@ class Arguments(NamedTuple):
 
 
 def read(argv: list[str]) -> Arguments:
-    """Reads the command line; raises InputError, prints help for --help."""
-    words, overrides = _parse(argv)
-    if words.resume:
-        return Arguments(_resumed_config(words, overrides), words.out_dir, True, words.dry_run)
+    """Parses the command line of `jaxllm train`; raises InputError for bad input."""
+    args, overrides = _parse(argv)
+    if args.resume:
+        return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    out_dir = words.out_dir or Path("runs") / f"{Path(words.config).stem}-{stamp}"
+    out_dir = args.out_dir or Path("runs") / f"{Path(args.config).stem}-{stamp}"
     check_free(out_dir)
-    return Arguments(configs.load(words.config, overrides), out_dir, False, words.dry_run)
+    return Arguments(configs.load(args.config, overrides), out_dir, False, args.dry_run)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """At most 100 columns, on wider terminals too."""
+    """Formats help in at most 100 columns, even on wider terminals."""
 
     def __init__(self, prog: str, **options):
         super().__init__(prog, max_help_position=INDENT, width=columns(), **options)
 
 
 class Parser(argparse.ArgumentParser):
-    """Whatever is wrong with the words becomes an InputError; --batch-size is --batch_size."""
+    """An ArgumentParser that raises InputError and accepts --batch-size for --batch_size."""
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
@@ -62,7 +62,8 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: str, **options) -> argparse.Action:
         hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
         action = super().add_argument(*names, *hyphens, **options)
-        action.option_strings = [name for name in names if name.startswith("-")]  # those in --help
+        # --help lists only these spellings.
+        action.option_strings = [name for name in names if name.startswith("-")]
         return action
 
     def error(self, message):
@@ -72,9 +73,11 @@ class Parser(argparse.ArgumentParser):
 def exit_status(
     run: Callable[[], int | None], *, memory: str = "use a larger one", interrupted: str = ""
 ) -> int:
-    """Runs a command: its own status (None: 0 done), 1 failed on the way, 2 bad input, 130 Ctrl-C.
+    """Runs a command and returns its exit status: its own (None means 0), 1 for a failure, 2 for
+    bad input, 130 for Ctrl-C.
 
-    memory: what helps if the device is out of it.  interrupted: a line on what Ctrl-C left.
+    memory: advice for when the device runs out of memory.
+    interrupted: the line that Ctrl-C prints.
     """
     status = 0
     try:
@@ -88,17 +91,17 @@ def exit_status(
         error_line(str(error))
         return 1
     except KeyboardInterrupt:
-        logging.disable()  # Orbax would tell the checkpoint that it has to give up
+        logging.disable()  # Orbax would log the checkpoint that it abandons
         print(interrupted, file=sys.stderr)
         return 130
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         if error.errno == errno.ENOSPC:
             error_line(f"{error.filename or 'standard output'} cannot be written: {error.strerror}")
             return 1
-        # Else the reader of a pipe has gone: `| head`.
+        # Otherwise the reader of a pipe has exited, as in `| head`.
     return status
 
 
@@ -107,8 +110,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         prog="jaxllm train",
         usage="jaxllm train --config NAME_OR_PATH [--section.key VALUE ...]\n"
         "       jaxllm train --resume --out_dir DIR [--section.key VALUE ...]",
-        description="Trains a language model.  Every value of its configuration has an option that"
-        " overrides it.",
+        description="Trains a language model.  An option overrides each value of its"
+        " configuration.",
         epilog=configs.help_text(),
     )
     parser.add_argument(
@@ -118,30 +121,30 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         + ", ".join(sorted(path.stem for path in configs.CONFIG_DIR.glob("*.yaml"))),
     )
     parser.add_argument(
-        "--out_dir", metavar="DIR", help="of the run (default: runs/<config>-<time>)"
+        "--out_dir", metavar="DIR", help="the run's directory (default: runs/<config>-<time>)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --out_dir"
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out_dir"
     )
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="say what memory and time the run needs, and stop; compiles and writes nothing",
+        help="estimate the memory and time of the run; compile and write nothing",
     )
     arguments, rest = parser.parse_known_args(argv)
     overrides = read_overrides(rest)
     if arguments.out_dir == "":
-        raise InputError("--out_dir is empty; name a directory, or leave it out")
+        raise InputError("--out_dir is empty; name a directory, or omit the option")
     arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
     if arguments.resume and arguments.out_dir is None:
-        raise InputError("--resume needs --out_dir, the directory of the run to go on with")
+        raise InputError("--resume needs --out_dir, the directory of the run to resume")
     if arguments.config is None and not arguments.resume:
         raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
     return arguments, overrides
 
 
 def read_overrides(words: list[str]) -> dict[str, str]:
-    """{"section.key": value} of the words --section.key VALUE and --section.key=VALUE."""
+    """Parses --section.key VALUE and --section.key=VALUE into {"section.key": value}."""
     overrides = {}
     rest = iter(words)
     for word in rest:
@@ -157,36 +160,36 @@ def read_overrides(words: list[str]) -> dict[str, str]:
 
 
 def check_free(out_dir: Path) -> None:
-    """Raises InputError if a run is there, or cannot be."""
+    """Raises InputError if `out_dir` already holds a run, or cannot hold one."""
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"out_dir {out_dir} is a file")
     check_writable(out_dir, "out_dir ")
     if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
         raise InputError(
-            f"out_dir {out_dir} already holds a run; add --resume to go on with it, or name another"
+            f"out_dir {out_dir} already holds a run; add --resume to continue it, or name another"
         )
 
 
 def check_writable(folder: Path, name: str = "") -> None:
-    """Raises InputError if a folder cannot be made where it is to be."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        why = "may not be written to" if there.is_dir() else "is a file"
-        raise InputError(f"{name}{folder} cannot be made: {there} {why}; name another")
+    """Raises InputError if `folder` neither is a writable folder nor can be created."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "is not writable" if existing.is_dir() else "is a file"
+        raise InputError(f"{name}{folder} cannot be created: {existing} {why}; name another")
 
 
-def _resumed_config(words: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
-    stored_path = words.out_dir / "config.yaml"
+def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
+    stored_path = args.out_dir / "config.yaml"
     if not stored_path.is_file():
-        raise InputError(f"out_dir {words.out_dir} holds no run to resume (no config.yaml)")
+        raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")
     stored = configs.load(str(stored_path))
-    wanted = configs.load(words.config or str(stored_path), overrides)
+    wanted = configs.load(args.config or str(stored_path), overrides)
     old, new = _flat(stored.model_dump()), _flat(wanted.model_dump())
     for key in sorted(set(old) | set(new)):
         if old.get(key) != new.get(key) and key not in CHANGEABLE:
             raise InputError(
                 f"{key}={new.get(key)!r} differs from {old.get(key)!r} of the run in"
-                f" {words.out_dir}; a resumed run keeps it"
+                f" {args.out_dir}; a resumed run keeps it"
             )
     return wanted
 

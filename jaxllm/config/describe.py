@@ -1,4 +1,4 @@
-"""Every key of the configuration with its type, meaning and default, for --help."""
+"""The text of --help: every key of the configuration with its type, meaning and default."""
 
 import shutil
 import textwrap
@@ -9,16 +9,16 @@ from jaxllm.config.loading import keys
 from jaxllm.config.model import MODEL_CONFIGS
 from jaxllm.config.sections import Config
 
-INDENT = 32  # of what an option means
+INDENT = 32  # columns before the meaning of an option
 
 
 def columns() -> int:
-    """Of a help text: the terminal's, at most 100."""
+    """Width of the help text: that of the terminal, at least 60 and at most 100."""
     return max(60, min(100, shutil.get_terminal_size().columns))
 
 
 def help_text() -> str:
-    """One group for each section, one entry for each key."""
+    """The help of all sections: one group per section, one entry per key."""
     groups: dict[str, list[str]] = {name: [] for name in Config.model_fields}
     for key, field, models in _meanings():
         only = f" [{', '.join(models)}]" if len(models) < len(MODEL_CONFIGS) else ""
@@ -32,8 +32,10 @@ def help_text() -> str:
 
 
 def _meanings() -> list[tuple]:
-    """(key, field, the model types that have it so): a key may mean another thing in another model,
-    or have another default."""
+    """(key, field, model types) of every entry.
+
+    Keys whose type, meaning or default depends on the model get several entries.
+    """
     seen = {}
     for model_type in MODEL_CONFIGS:
         for key, field in keys(model_type).items():
@@ -41,7 +43,7 @@ def _meanings() -> list[tuple]:
             same = (key,) if key == "model.type" else (key, *meaning)
             seen.setdefault(same, (field, []))[1].append(model_type)
     found = [(key, field, models) for (key, *_), (field, models) in seen.items()]
-    return sorted(found, key=lambda meaning: meaning[0] != "model.type")  # that one comes first
+    return sorted(found, key=lambda meaning: meaning[0] != "model.type")  # model.type comes first
 
 
 def _heading(section: str) -> str:

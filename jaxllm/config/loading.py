@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a checked `Config`, or an InputError of one line."""
+"""Loads a YAML file and overrides into a checked `Config`, or raises a one-line InputError."""
 
 import difflib
 from pathlib import Path
@@ -27,7 +27,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
         raw = yaml_text.read(path.read_text(encoding="utf-8"))
     except RecursionError as e:
         raise InputError(f"{path} cannot be read as YAML: it is nested too deep") from e
-    except (yaml.YAMLError, ValueError, OSError) as e:  # of values: bytes, endless numbers
+    except (yaml.YAMLError, ValueError, OSError) as e:  # ValueError: bad UTF-8, huge integers
         raise InputError(f"{path} cannot be read as YAML: {' '.join(str(e).split())}") from e
     if not isinstance(raw, dict):
         raise InputError(f"{path} holds {type(raw).__name__}, not sections like model: and train:")
@@ -51,7 +51,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
 
 
 def keys(model_type: str) -> dict[str, Any]:
-    """{"section.key": pydantic FieldInfo} of every value that a run of this model type has."""
+    """{"section.key": pydantic FieldInfo} of every setting of a run with this model type."""
     found = {}
 
     def walk(prefix, section):
@@ -68,7 +68,7 @@ def keys(model_type: str) -> dict[str, Any]:
 
 
 def _find(name_or_path: str) -> Path:
-    # llama3_small, llama3_small.yaml and a path all work; configs/ is looked at last.
+    # Accepts llama3_small, llama3_small.yaml or a path; configs/ is searched last.
     tried = [Path(name_or_path), Path(f"{name_or_path}.yaml")]
     tried += [CONFIG_DIR / p for p in tried]
     for path in tried:
@@ -86,7 +86,7 @@ def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
         if others:
             raise InputError(
                 f"{key}{where} is a key of model.type={' and '.join(others)}, not of {model_type};"
-                " leave it out"
+                " remove it"
             )
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -118,8 +118,8 @@ def _parse(key: str, text: str, annotation):
     try:
         value = TypeAdapter(annotation).validate_strings(text)
     except ValidationError as e:
-        raise InputError(f"{key}={text!r}: {sentence(e.errors()[0]['msg'])}") from e
-    if not isinstance(value, str) and "_" in text:  # pydantic takes 1_0 for 10
+        raise InputError(f"{key}={text!r}: {plain_message(e.errors()[0]['msg'])}") from e
+    if not isinstance(value, str) and "_" in text:  # pydantic reads 1_0 as 10
         raise InputError(f"{key}={text!r}: must be a number without _")
     return value
 
@@ -133,19 +133,19 @@ def _section_of(annotation) -> type[Section] | None:
 
 def _one_line(e: ValidationError) -> str:
     error = e.errors()[0]
-    # pydantic puts the chosen member of the model union into the location: leave it out
+    # pydantic puts the chosen member of the model union into the location; drop it.
     at = [str(p) for p in error["loc"]]
     if len(at) > 1 and at[0] == "model" and at[1] in MODEL_CONFIGS:
         del at[1]
-    key, message = ".".join(at), sentence(error["msg"])
+    key, message = ".".join(at), plain_message(error["msg"])
     if error["type"] == "missing":
         return f"{key} is missing"
-    if error["type"] == "value_error":  # our own checks name their values themselves
+    if error["type"] == "value_error":  # our own checks already name the value
         return f"{key}: {message}" if key else message
     return f"{key}={error['input']!r}: {message}"
 
 
-_WORDS = (  # pydantic's, which speaks to programmers, and ours
+_WORDS = (  # pydantic's wording, which addresses programmers, and ours
     ("Input should be ", "must be "),
     ("greater than or equal to", "at least"),
     ("less than or equal to", "at most"),
@@ -157,8 +157,8 @@ _WORDS = (  # pydantic's, which speaks to programmers, and ours
 )
 
 
-def sentence(message: str) -> str:
-    """pydantic's message in our words."""
+def plain_message(message: str) -> str:
+    """Translates pydantic's message into our wording."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     for theirs, ours in _WORDS:
         message = message.replace(theirs, ours)

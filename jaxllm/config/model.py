@@ -1,4 +1,4 @@
-"""The models' sections of the configuration: what each architecture can be told."""
+"""The model sections of the configuration: the settings of each architecture."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Dtype = Literal["bfloat16", "float16", "float32"]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
-# Beyond any model that one could train, and small enough to be told before it is built.
+# These limits exceed any trainable model, yet an error comes before anything large is built.
 Layers = Annotated[int, Field(ge=1, le=4096)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
@@ -17,24 +17,30 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys and wrong types are errors."""
+    """Base class of all sections; rejects unknown keys and wrong types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class RopeScaling(Section):
-    """Llama 3.1's stretching of the low rotary frequencies to longer texts.
+    """Llama 3.1's scaling of the low rotary frequencies to longer contexts.
 
-    The op's RopeScaling with limits and descriptions.  It is a class of its own because importing
-    the op's means importing JAX, which takes seconds, and a configuration is checked before that; a
-    test holds the two together.
+    It repeats the op's RopeScaling with limits and descriptions, because importing that one would
+    import JAX, which takes seconds, before the configuration is checked.  A test keeps the two in
+    step.
     """
 
-    factor: float = Field(8.0, ge=1, description="how far low frequencies are slowed (3.2: 32)")
-    low_freq_factor: float = Field(1.0, gt=0, description="below O/low wavelengths: scaled fully")
-    high_freq_factor: float = Field(4.0, gt=0, description="above O/high wavelengths: kept")
+    factor: float = Field(
+        8.0, ge=1, description="divisor of the low frequencies (Llama 3.1: 8, 3.2: 32)"
+    )
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="wavelengths above O / low_freq_factor are scaled in full"
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="wavelengths below O / high_freq_factor are not scaled"
+    )
     original_max_position_embeddings: int = Field(
-        8192, ge=1, description="O, the length of text before the stretching"
+        8192, ge=1, description="O, the context length before scaling, in tokens"
     )
 
     @model_validator(mode="after")
@@ -48,42 +54,45 @@ class RopeScaling(Section):
 
 
 class _Model(Section):
-    vocab_size: Vocabulary = Field(description="token ids the model knows")
-    n_layers: Layers = Field(description="number of blocks (layers)")
-    n_heads: Width = Field(description="number of heads (of queries)")
+    vocab_size: Vocabulary = Field(description="number of token ids")
+    n_layers: Layers = Field(description="number of blocks")
+    n_heads: Width = Field(description="number of (query) heads")
     d_model: Width = Field(description="width of the residual stream")
     max_seq_len: Count = Field(description="longest sequence, in tokens")
     compute_dtype: Dtype = Field("bfloat16", description="dtype of matmuls and activations")
     residual_dtype: Dtype = Field("bfloat16", description="dtype of the residual stream")
     kernels: Literal["auto", "mosaic", "xla"] = Field(
-        "auto", description="our GPU kernels where supported, always, or never"
+        "auto", description="use our GPU kernels: auto: where supported, mosaic: always, xla: never"
     )
     remat: Literal["none", "dots", "block"] = Field(
-        "none", description="recompute in the backward pass: nothing, all but matmuls, each block"
+        "none",
+        description="what the backward pass recomputes: nothing, all but matmuls, or each block",
     )
     init_from: str | None = Field(
-        None, description="weights to start from: a Hugging Face folder or a run's directory"
+        None, description="initial weights: a Hugging Face folder or a run's directory"
     )
 
     @property
     def implementation(self) -> Literal["mosaic", "xla"] | None:
-        """`kernels` as the ops take it."""
+        """`kernels` as the ops' `implementation` argument."""
         return None if self.kernels == "auto" else self.kernels
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and head: vocab_size rounded up to a multiple of 128."""
+        """Rows of the embedding and the head: vocab_size rounded up to a multiple of 128."""
         return round_up(self.vocab_size, 128)
 
 
 class _Attention(_Model):
-    """What the models with attention share."""
+    """Settings that all models with attention share."""
 
     window: Count | None = Field(
-        None, description="keys that a query sees at most, its own included; null: all before it"
+        None,
+        description="sliding window: the number of keys a query sees, its own included; null: no"
+        " window",
     )
     softcap: Positive | None = Field(
-        None, description="attention's logits are capped as cap tanh(x / cap); null: not"
+        None, description="cap of the attention logits: cap tanh(x / cap); null: no cap"
     )
 
 
@@ -112,12 +121,14 @@ class Llama3Config(_Attention):
     """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
 
     type: Literal["llama3"] = Field("llama3", description="the architecture")
-    n_kv_heads: Width = Field(description="number of key and value heads, a divisor of n_heads")
+    n_kv_heads: Width = Field(description="number of key and value heads; must divide n_heads")
     d_ff: Width = Field(description="feed-forward width")
     d_head: Width | None = Field(None, description="head dimension; null: d_model / n_heads")
     rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's stretching, or null")
-    tie_embeddings: bool = Field(False, description="the head is the token embedding")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="Llama 3.1's frequency scaling; null: none"
+    )
+    tie_embeddings: bool = Field(False, description="use the token embedding as the head")
     norm_eps: Positive = Field(1e-5, description="epsilon of the RMS norms")
 
     @property
@@ -145,10 +156,10 @@ class VLSTMConfig(_Model):
     d_ff: Width | None = Field(
         None, description="feed-forward width; null: 2.667 d_model rounded up to 64"
     )
-    gate_soft_cap: Positive = Field(15.0, description="gates are capped as cap tanh(x / cap)")
-    logit_soft_cap: Positive = Field(30.0, description="logits are capped the same way")
+    gate_soft_cap: Positive = Field(15.0, description="cap of the gates: cap tanh(x / cap)")
+    logit_soft_cap: Positive = Field(30.0, description="cap of the logits, in the same way")
     norm_eps: Positive = Field(1e-6, description="epsilon of the norms")
-    chunk_size: Count = Field(64, description="tokens of one chunk of the chunkwise form")
+    chunk_size: Count = Field(64, description="tokens per chunk of the chunkwise form")
 
     @property
     def qk_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""The sections of the configuration beside the model's, and `Config`, which holds them all."""
+"""All sections of the configuration but the model's, and `Config`, which holds them all."""
 
 import re
 from typing import Annotated, Literal
@@ -18,36 +18,40 @@ from jaxllm.config.model import (
 )
 
 SMALLEST_BPE = 257  # entries of a byte-level BPE: every byte, and the end of text
-LARGEST_BPE = 2**22  # its library makes room for all at once, and aborts where there is none
+LARGEST_BPE = 2**22  # the library allocates all entries at once, and aborts if it cannot
 
 
 class DataConfig(Section):
     """Where the text comes from."""
 
     source: Literal["stdlib", "text", "jsonl", "parquet", "shards"] = Field(
-        "stdlib", description="stdlib: the source text of Python's own library, always there"
+        "stdlib",
+        description="format of the data; stdlib: the source text of Python's own library, which"
+        " needs no path",
     )
     path: str | None = Field(None, description="file, folder or glob of the training data")
-    val_path: str | None = Field(None, description="of the validation data; null: a part held out")
-    text_column: str = Field("text", description="the text's column in JSON lines and parquet")
+    val_path: str | None = Field(
+        None, description="file, folder or glob of the validation data; null: hold out a part"
+    )
+    text_column: str = Field("text", description="column of the text in JSON lines and parquet")
     tokenizer: str | None = Field(
         None, description="a tokenizer.json; null: train a byte-level BPE on the data, once"
     )
     tokenizer_vocab_size: Annotated[int, Field(ge=SMALLEST_BPE, le=LARGEST_BPE)] = Field(
-        4096, description="entries of the tokenizer that is trained"
+        4096, description="number of entries of the trained tokenizer"
     )
     cache_dir: str | None = Field(
         None,
-        description="where trained tokenizers and encoded text are kept; null: jaxllm in"
+        description="folder for trained tokenizers and encoded text; null: jaxllm in"
         " $XDG_CACHE_HOME or ~/.cache",
     )
     pack: Literal["stream", "documents"] = Field(
         "stream",
-        description="stream: a sequence runs on over the ends of documents; documents: no token"
-        " sees another document, and positions restart with each",
+        description="stream: sequences cross document boundaries; documents: no token sees another"
+        " document, and positions restart with each document",
     )
-    shuffle: bool = Field(True, description="a new random order of the samples each epoch")
-    prefetch: Natural = Field(8, description="batches read ahead; 0: none")
+    shuffle: bool = Field(True, description="draw a new random order of the samples each epoch")
+    prefetch: Natural = Field(8, description="number of batches to read ahead; 0: none")
 
     @model_validator(mode="after")
     def _check(self):
@@ -57,29 +61,34 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long, how much, how often."""
+    """Length of the run, size of a batch, and how often to log, evaluate and save."""
 
-    steps: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="optimizer steps")
-    batch_size: Count = Field(description="sequences of one step, over all devices")
-    seq_len: Count = Field(description="tokens of one sequence")
-    grad_accum: Count = Field(1, description="parts in which the batch is computed, one by one")
+    steps: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="number of optimizer steps")
+    batch_size: Count = Field(description="sequences per step, over all devices")
+    seq_len: Count = Field(description="tokens per sequence")
+    grad_accum: Count = Field(1, description="number of parts to compute the batch in, in turn")
     seed: Seed = Field(0, description="seed of the weights and of the data order")
-    log_every: Count = Field(1, description="steps between two log lines")
-    eval_every: Natural = Field(100, description="steps between two evaluations; 0: at the end")
-    eval_batches: Count = Field(8, description="validation batches of one evaluation")
-    checkpoint_every: Natural = Field(200, description="steps between checkpoints; 0: at the end")
-    keep_checkpoints: Count = Field(2, description="newest checkpoints kept, besides the best")
+    log_every: Count = Field(1, description="steps between log lines")
+    eval_every: Natural = Field(100, description="steps between evaluations; 0: only at the end")
+    eval_batches: Count = Field(8, description="validation batches per evaluation")
+    checkpoint_every: Natural = Field(
+        200, description="steps between checkpoints; 0: only at the end"
+    )
+    keep_checkpoints: Count = Field(
+        2, description="number of newest checkpoints to keep, besides the best"
+    )
     skip_spikes: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="skip updates whose loss exceeds the mean of the last 100 by so many standard"
-        " deviations; 0: none (updates that are not finite are always skipped)",
+        description="skip an update whose loss exceeds the mean of the last 100 by this many"
+        " standard deviations; 0: never (updates that are not finite are always skipped)",
     )
-    max_skips: Count = Field(5, description="updates skipped in a row that end the run")
+    max_skips: Count = Field(5, description="end the run after this many skipped updates in a row")
     tracker: Literal["none", "wandb"] = Field(
-        "none", description="wandb: also logs to Weights & Biases, offline unless WANDB_MODE is set"
+        "none",
+        description="wandb: also log to Weights & Biases, offline unless WANDB_MODE is set",
     )
     deterministic: bool = Field(
-        True, description="bit-for-bit repeatable programs (XLA flags; see README for the cost)"
+        True, description="repeat runs bit for bit (XLA flags; the README has the cost)"
     )
 
     @model_validator(mode="after")
@@ -91,36 +100,43 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    learning_rate: Positive = Field(description="its peak, which the warm-up reaches")
+    learning_rate: Positive = Field(description="peak learning rate, reached after the warm-up")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="after the warm-up; wsd: constant, then a linear fall at the end"
+        "cosine",
+        description="shape of the decay after the warm-up; wsd: constant, then linear at the end",
     )
-    warmup_steps: Natural = Field(0, description="steps of linear rise: (step + 1) / warmup")
+    warmup_steps: Natural = Field(
+        0, description="steps of linear warm-up: (step + 1) / warmup_steps of the peak"
+    )
     final_fraction: Fraction = Field(
-        0.1, description="learning rate at the end, as a part of the peak"
+        0.1, description="final learning rate, as a fraction of the peak"
     )
     decay_fraction: Fraction = Field(
-        0.2, description="wsd: the part of all steps in which it falls"
+        0.2, description="wsd: length of the decay, as a fraction of all steps"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="on matrices only")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="weight decay, on matrices only"
+    )
     b1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
     b2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
     clip_norm: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="largest global norm of the gradient; 0: no clipping"
+        1.0, description="limit of the global gradient norm; 0: no clipping"
     )
 
 
 class MeshConfig(Section):
-    """How the devices are divided: their product is the number of devices."""
+    """The device mesh; the product of its axes is the number of devices."""
 
     data: Annotated[int, Field(ge=-1)] = Field(
-        -1, description="copies of the model that share the batch; -1: all remaining devices"
+        -1, description="replicas of the model, which divide the batch; -1: all remaining devices"
     )
-    fsdp: Count = Field(1, description="devices that share the batch and split the parameters")
-    tensor: Count = Field(1, description="devices that split each layer's heads and widths")
+    fsdp: Count = Field(1, description="devices that divide the batch and shard the parameters")
+    tensor: Count = Field(1, description="devices that divide each layer's heads and widths")
     distributed: bool = Field(
-        False, description="several hosts: jax.distributed finds them in the cluster's environment"
+        False,
+        description="train on several hosts, which jax.distributed finds in the cluster's"
+        " environment",
     )
 
     @model_validator(mode="after")
@@ -131,14 +147,16 @@ class MeshConfig(Section):
 
 
 class SampleConfig(Section):
-    """The text that the model writes at the end of the run, and on the way."""
+    """The text that the model writes during the run and at its end."""
 
-    prompt: str = Field("def ", description="what the sample goes on from")
-    tokens: Natural = Field(200, description="tokens to write; 0: no sample")
-    every: Natural = Field(0, description="steps between two samples; 0: at the end")
-    temperature: Annotated[float, Field(ge=0)] = Field(0.8, description="0: the likeliest token")
-    top_k: Natural = Field(50, description="choose among the k likeliest; 0: among all")
-    seed: Seed = Field(0, description="seed of the choice")
+    prompt: str = Field("def ", description="the text that the sample continues")
+    tokens: Natural = Field(200, description="number of tokens to write; 0: no sample")
+    every: Natural = Field(0, description="steps between samples; 0: only at the end")
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        0.8, description="sampling temperature; 0: always the most likely token"
+    )
+    top_k: Natural = Field(50, description="sample among the k most likely tokens; 0: all")
+    seed: Seed = Field(0, description="seed of the sampling")
 
     @model_validator(mode="after")
     def _check(self):
@@ -148,10 +166,10 @@ class SampleConfig(Section):
 
 
 class ProfileConfig(Section):
-    """A trace of a few steps."""
+    """Profiling of a few steps."""
 
     steps: str | None = Field(
-        None, description="10:15 traces the steps 10 to 14 and prints their ten largest kernels"
+        None, description="10:15 traces steps 10 to 14 and prints their ten longest kernels"
     )
 
     @model_validator(mode="after")
@@ -159,9 +177,7 @@ class ProfileConfig(Section):
         if self.steps is None:
             return self
         if not re.fullmatch(r"[1-9]\d{0,17}:[1-9]\d{0,17}", self.steps, re.ASCII):
-            raise ValueError(
-                f"steps={self.steps!r} is not FIRST:END; 10:15 traces the steps 10 to 14"
-            )
+            raise ValueError(f"steps={self.steps!r} is not FIRST:END; 10:15 traces steps 10 to 14")
         first, end = self.span
         if first >= end:
             raise ValueError(f"steps={self.steps!r} is empty; the end must exceed the first step")
@@ -169,7 +185,7 @@ class ProfileConfig(Section):
 
     @property
     def span(self) -> tuple[int, int]:
-        """(first step, the step after the last); (0, 0): none."""
+        """(first step, step after the last); (0, 0) without profiling."""
         first, _, end = (self.steps or "0:0").partition(":")
         return int(first), int(end)
 
@@ -195,8 +211,8 @@ class Config(Section):
         tokens = self.train.batch_size * self.train.seq_len
         if tokens >= 2**31:  # rows are counted in int32
             raise ValueError(
-                f"train.batch_size={self.train.batch_size} x train.seq_len={self.train.seq_len} are"
-                f" {tokens} tokens a step; at most {2**31 - 1}"
+                f"train.batch_size={self.train.batch_size} x train.seq_len={self.train.seq_len} is"
+                f" {tokens} tokens per step; the limit is {2**31 - 1}"
             )
         if self.profile.span[1] - 1 > self.train.steps:
             raise ValueError(
@@ -206,5 +222,5 @@ class Config(Section):
         return self
 
     def to_yaml(self) -> str:
-        """The complete, resolved configuration; `load` reads it back."""
+        """The complete configuration as YAML, which `load` reads back."""
         return yaml_text.dump(self.model_dump())

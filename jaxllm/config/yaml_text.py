@@ -1,4 +1,4 @@
-"""YAML as a configuration has it: 3e-4 is a number, 1_0 and 010 are not, no key is given twice."""
+"""The YAML dialect of configurations: 3e-4 is a number, 1_0 and 010 are not, keys are unique."""
 
 import re
 
@@ -6,17 +6,21 @@ import yaml
 
 
 def read(text: str):
-    """What a text holds; raises yaml.YAMLError, ValueError for endless numbers, RecursionError."""
+    """Parses a text.
+
+    Raises yaml.YAMLError for bad syntax, ValueError for integers that are too long, RecursionError
+    for text that is nested too deep.
+    """
     return yaml.load(text, Loader=_Loader)
 
 
 def dump(values: dict) -> str:
-    """A text that `read` turns into the same values."""
+    """Writes values as text; `read` returns the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number and refuses a key given twice."""
+    """A SafeLoader that reads 3e-4 as a number and rejects duplicate keys."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -31,10 +35,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes a text which the loader would take for a number."""
+    """A SafeDumper that quotes text that the loader would read as a number."""
 
 
-# YAML 1.1 would also take 1_0 for 10, 010 for 8 and 1:30 for 90.
+# YAML 1.1 also reads 1_0 as 10, 010 as 8 and 1:30 as 90.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":int", ":float"))]
     for first, found in _Loader.yaml_implicit_resolvers.items()

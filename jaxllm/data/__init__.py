@@ -1,9 +1,9 @@
-"""Text and token shards in, batches of (tokens, labels) out, in one resumable global order.
+"""Turns text and token shards into batches of (tokens, labels), in one resumable global order.
 
 sources.py    files -> documents (standard library, text, JSON lines, parquet)
 tokenizer.py  documents -> token ids (any tokenizer.json, or a BPE trained here)
 shards.py     token ids <-> llm.c shard files
-cache.py      work done once: locks, atomic writes, remembered facts about files
+cache.py      a cache on disk for work that is done once
 corpus.py     a source and a tokenizer -> cached shards
 loader.py     shards -> windows -> Grain -> batches
 prepare.py    jaxllm data prepare: text -> shards, restartable

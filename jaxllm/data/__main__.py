@@ -17,12 +17,12 @@ def _parser() -> Parser:
 
     command = commands.add_parser(
         "prepare",
-        help="turn text into llm.c token shards; run it again to go on after an interruption",
+        help="turn text into llm.c token shards; run it again to continue after an interruption",
     )
     _add_source(command)
     command.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json")
     command.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="folder of the shards"
+        "--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to"
     )
     command.add_argument(
         "--shard_tokens",
@@ -36,7 +36,7 @@ def _parser() -> Parser:
         type=float,
         default=0.01,
         metavar="X",
-        help="part of the documents held out for validation (default: %(default)s)",
+        help="fraction of the documents to hold out for validation (default: %(default)s)",
     )
 
     command = commands.add_parser(
@@ -44,31 +44,38 @@ def _parser() -> Parser:
     )
     _add_source(command)
     command.add_argument(
-        "--vocab_size", required=True, type=int, metavar="N", help="entries, the 256 bytes included"
+        "--vocab_size",
+        required=True,
+        type=int,
+        metavar="N",
+        help="number of entries, including the 256 bytes",
     )
     command.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="a new tokenizer.json"
+        "--out", required=True, type=Path, metavar="FILE", help="the tokenizer.json to write"
     )
     return parser
 
 
 def _add_source(command: Parser) -> None:
     command.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
-    command.add_argument("--path", help="file, folder or quoted glob (not for stdlib)")
+    command.add_argument("--path", help="file, folder or quoted glob; stdlib takes none")
     command.add_argument(
         "--text_column",
         default="text",
         metavar="NAME",
-        help="of jsonl and parquet (default: %(default)s)",
+        help="column of the text in jsonl and parquet (default: %(default)s)",
     )
 
 
 def _run(args: Namespace) -> None:
     stdlib = args.source == "stdlib"
     if stdlib and args.path is not None:
-        raise InputError(f"--path={args.path} is not read with --source=stdlib; leave one out")
+        raise InputError(f"--path={args.path} is not read with --source=stdlib; omit one of them")
     if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
-        raise InputError(f"--out={args.out} lies in --path={args.path}, whose files are read")
+        raise InputError(
+            f"--out={args.out} is inside --path={args.path}, whose files are read; choose another"
+            " --out"
+        )
     files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
     source = Source(args.source, files, args.text_column)
     if args.command == "prepare":
@@ -82,8 +89,8 @@ def _run(args: Namespace) -> None:
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
         if not tokens["val"]:
             print(
-                "no document is held out for validation: leave data.val_path out, and training"
-                " holds out the end of the tokens"
+                "no document is held out for validation: without data.val_path, training holds out"
+                " the end of the tokens"
             )
         return
     if args.out.exists():
@@ -99,10 +106,10 @@ def _run(args: Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns its exit status: 0 done, 2 bad input, 130 interrupted."""
+    """Runs the command line; returns 0: done, 2: bad input, 130: interrupted."""
     return exit_status(
         lambda: _run(_parser().parse_args(argv)),
-        interrupted="interrupted: run it again, `prepare` goes on from here",
+        interrupted="interrupted: run it again; `prepare` continues from here",
     )
 
 

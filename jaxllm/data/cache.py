@@ -1,4 +1,7 @@
-"""Work that is done once: every file of the cache is complete or absent, whoever is killed when."""
+"""A cache on disk for work that is done once.
+
+Every entry is complete or absent, even if a process is killed while it writes.
+"""
 
 import contextlib
 import hashlib
@@ -15,7 +18,7 @@ from jaxllm.files import lock, write_json
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Returns the cache's folder: `cache_dir`, else $XDG_CACHE_HOME/jaxllm or ~/.cache/jaxllm."""
+    """Returns `cache_dir`, or else $XDG_CACHE_HOME/jaxllm or ~/.cache/jaxllm."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -30,17 +33,17 @@ def digest(*parts: Any) -> str:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Returns `folder`, after `build(temporary folder)` has filled it if it did not exist.
+    """Returns `folder`; if it does not exist, `build(temporary folder)` fills it first.
 
-    Of several processes one builds and the others wait for it.
+    If several processes call this, one builds and the others wait.
     """
     if folder.is_dir():
         return folder
     try:
-        with lock(folder.with_name(folder.name + ".lock")) as held:
+        with lock(folder.with_name(folder.name + ".lock")) as locked:
             if folder.is_dir():
                 return folder
-            if held:  # then whoever left these is dead
+            if locked:  # so the processes that left these are dead
                 for stale in folder.parent.glob(folder.name + ".tmp-*"):
                     shutil.rmtree(stale, ignore_errors=True)
             temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
@@ -51,7 +54,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
             except BaseException as error:
                 shutil.rmtree(temporary, ignore_errors=True)
                 if not (isinstance(error, OSError) and folder.is_dir()):
-                    raise  # otherwise another process, unlocked, was faster: its result is ours
+                    raise  # otherwise another process finished first, without locks: use its result
     except OSError as error:
         raise InputError(
             f"cannot write the data cache in {folder.parent}: {error}; set data.cache_dir"
@@ -59,10 +62,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def remembered(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> dict:
-    """Returns `compute()`, a JSON-like fact about a file, computed again when the file changes.
+def cached(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> dict:
+    """Returns `compute()`, a JSON-like fact about a file, and caches it until the file changes.
 
-    A change is a new size or modification time: reading 100 GB at every start is no option.
+    A change means a new size or modification time; reading 100 GB at every start would be too slow.
     """
     stat = path.stat()
     key = digest(what, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
@@ -72,19 +75,19 @@ def remembered(cache: Path, path: Path, what: str, compute: Callable[[], dict]) 
     except (OSError, ValueError):
         pass
     fact = compute()
-    # A cache that cannot be written costs time at the next start, not this run.
+    # A cache that cannot be written costs time at the next start, but must not fail this run.
     with contextlib.suppress(OSError):
         write_json(note, fact)
     return fact
 
 
 def file_digest(cache: Path, path: Path) -> str:
-    """Returns the SHA-256 of a file's content; of a large file it is remembered."""
+    """Returns the SHA-256 of a file's content; that of a large file is cached."""
 
     def compute() -> dict:
         with open(path, "rb") as file:
             return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-    if path.stat().st_size < 1 << 22:  # 4 MiB take 3 ms: quicker than a note, and always right
+    if path.stat().st_size < 1 << 22:  # hashing 4 MiB takes 3 ms and is always right
         return compute()["sha256"]
-    return remembered(cache, path, "sha256", compute)["sha256"]
+    return cached(cache, path, "sha256", compute)["sha256"]

@@ -1,4 +1,4 @@
-"""A source and a tokenizer -> token ids, cached as two llm.c shards (train.bin, val.bin)."""
+"""Encodes a source into token ids, cached as two llm.c shards (train.bin, val.bin)."""
 
 import contextlib
 import sys
@@ -16,14 +16,14 @@ from jaxllm.files import write_json
 
 VAL_FRACTION = 0.05
 _BATCH = 1 << 22  # characters encoded at a time
-_TOKENIZER_TEXT = 1 << 26  # a BPE learns little more from text after the first 64 MiB
-VERSION = 2  # raise it when the same files and tokenizer would give other tokens
+_TOKENIZER_TEXT = 1 << 26  # characters; a BPE learns little more after the first 64 Mi
+VERSION = 2  # increment it when the same files and tokenizer would give different tokens
 
 
 def encode(
     pieces: Iterator[Piece], tokenizer: Tokenizer
 ) -> Iterator[list[tuple[Piece, np.ndarray]]]:
-    """Yields batches of (piece, its ids); a document begins with the end-of-text token."""
+    """Yields batches of (piece, ids); each document begins with the end-of-text token."""
     batch: list[Piece] = []
     characters = 0
 
@@ -47,7 +47,7 @@ def encode(
 
 @contextlib.contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows bytes done on a terminal; yields the function that sets them."""
+    """Shows a progress bar on a terminal; yields a function that sets the bytes done."""
     if not sys.stderr.isatty():
         print(description, file=sys.stderr, flush=True)
         yield lambda done: None
@@ -70,9 +70,9 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
 def cached_tokenizer(
     source: Source, content: str, held_out: float, vocab_size: int, cache: Path
 ) -> Tokenizer:
-    """Returns the BPE of `vocab_size` entries trained on the source, at first run or from cache.
+    """Returns a BPE of `vocab_size` entries trained on the source; trains it once, then caches it.
 
-    Of the documents, the fraction `held_out` for validation takes no part.
+    The fraction `held_out` of the documents is for validation, so the BPE does not see it.
     """
 
     def texts() -> Iterator[str]:
@@ -102,9 +102,9 @@ def cached_tokenizer(
 def cached_tokens(
     source: Source, val_source: Source | None, tokenizer: Tokenizer, key: str, cache: Path
 ) -> Path:
-    """Returns the folder of train.bin, val.bin and counts.json, written if it does not exist.
+    """Returns a folder with train.bin, val.bin and counts.json, and writes it if needed.
 
-    Without a `val_source`, a hash of their names puts about 5% of the documents into val.bin.
+    Without a `val_source`, val.bin gets about 5% of the documents, chosen by a hash of their names.
     """
 
     def build(folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Token files -> windows -> batches, through Grain.
 
-There is one global order of samples, whatever the number of ranks: sample number g is window
-`shuffle(epoch)[g % windows]` with `epoch = g // windows`. Of a world of ranks, rank r takes the
-samples with g % world == r, so step s of all ranks together is samples [s batch, (s+1) batch),
-and a run resumes from its number of samples alone, also with another world or batch.
+The global order of samples does not depend on the number of ranks: sample g is window
+`shuffle(epoch)[g % windows]` with `epoch = g // windows`. Rank r of `world` takes the samples with
+g % world == r, so in step s all ranks together take samples [s batch, (s+1) batch). The number of
+samples taken is all that a run needs to resume, even with another world or batch size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxllm.data.sources import Source, find_files, stdlib_files
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
 
-if TYPE_CHECKING:  # none is needed to run, and they take time to import
+if TYPE_CHECKING:  # only types need these, and they are slow to import
     from grain import DatasetIterator
     from jaxtyping import Int32
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:  # none is needed to run, and they take time to import
     Batch = dict[str, Int32[np.ndarray, "B T"]]
 
 
-_SEARCHED = 1 << 22  # tokens of the data among which there is an end of text
+_SEARCHED = 1 << 22  # an end-of-text token must occur in this many first tokens
 
 
 class Tokens:
-    """Several token arrays, mostly mapped files, read as one."""
+    """Several token arrays, usually memory-mapped files, read as one."""
 
     def __init__(self, parts: list[np.ndarray]):
         self.parts = [part for part in parts if len(part)]
@@ -65,14 +65,14 @@ class Tokens:
 
 
 def documents(tokens: Int32[np.ndarray, "B T"], separator: int) -> Batch:
-    """segment_ids and positions of rows of packed documents, which a `separator` begins.
+    """The segment_ids and positions of rows of packed documents, each begun by a `separator`.
 
-    The separator, the end-of-text token, stands between two documents, and it belongs to both: as
-    an input it is the first token of the one that it begins, at position 0; as a label it is what
-    the last token of the one before has to predict, as a text has to end.  So labels are the next
-    tokens as ever, and none is ignored: no token is asked for the first word of a text that it
-    does not see.  It makes no difference whether the data has the token before or after each
-    document.  What is left of a document at a row's start counts as one.
+    The separator, the end-of-text token, belongs to both documents that it divides.  As an input it
+    is the first token of the later document, at position 0; as a label it is the target of the last
+    token of the earlier one, which learns where a text ends.  Labels are therefore the next tokens
+    as usual, and none is ignored: no token has to predict the first word of a document that it
+    does not see.  The data may have the separator before or after each document.  The rest of a
+    document at the start of a row counts as a document.
     """
     begins = tokens == separator
     places = np.arange(tokens.shape[-1], dtype=np.int32)
@@ -84,9 +84,9 @@ def documents(tokens: Int32[np.ndarray, "B T"], separator: int) -> Batch:
 
 
 class _Windows:
-    """Windows of seq_len + 1 tokens that overlap by one: every token but the first is predicted.
+    """Windows of seq_len + 1 tokens that overlap by one: all tokens but the first are labels.
 
-    separator: of documents that do not see each other; None: a window is one text.
+    separator: the token between documents that do not see each other; None: a window is one text.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, separator: int | None):
@@ -109,10 +109,10 @@ class Dataset:
     """Training and validation tokens of one corpus.
 
     description: one line for people.
-    fingerprint: hash of the tokens' origin; a checkpoint resumes only on the same one.
-    vocab_size: ids that may occur are below it.
-    tokenizer: encodes and decodes text; None for shards that came without one.
-    separator: with data.pack=documents the token that begins each document, else None.
+    fingerprint: hash of the tokens' origin; a run resumes only with the same fingerprint.
+    vocab_size: exclusive upper bound of the ids.
+    tokenizer: encodes and decodes text; None for shards without one.
+    separator: the token that begins each document with data.pack=documents, else None.
     """
 
     description: str
@@ -140,9 +140,9 @@ class Dataset:
     ) -> DatasetIterator[Batch]:
         """Returns an endless iterator of {"tokens", "labels"}: int32 (batch_size / world, T).
 
-        With a separator there are "segment_ids" and "positions", too, as `documents` makes them.
-        batch_size: of all ranks together. start_sample: samples that all ranks together have
-        taken before. Every epoch has its own order. The iterator has a `close()`.
+        With a separator, batches also have "segment_ids" and "positions" from `documents`.
+        batch_size: sequences of all ranks together. start_sample: samples that all ranks together
+        have already taken. Every epoch has its own order. The iterator has a `close()`.
         """
         _check_ranks(batch_size, rank, world)
         import grain
@@ -158,10 +158,10 @@ class Dataset:
     def val_batches(
         self, batch_size: int, rank: int, world: int, max_batches: int | None = None
     ) -> DatasetIterator[Batch]:
-        """Returns an iterator of at most `max_batches` batches, each time the same.
+        """Returns an iterator of at most `max_batches` batches, the same at every call.
 
-        If that is fewer than there are, they are spread evenly over all validation windows.
-        Only whole batches are returned; if there is not even one, windows repeat to fill it.
+        If `max_batches` leaves some out, the batches are spread evenly over all windows. Only whole
+        batches are returned; if the windows do not fill one, they repeat.
         """
         _check_ranks(batch_size, rank, world)
         import grain
@@ -179,7 +179,7 @@ class Dataset:
         import grain
 
         batches = samples[start::world].batch(batch_size // world, drop_remainder=True)
-        # One thread keeps up: 32 x 1024 tokens take 2 to 3 ms on one core (70 us a sample).
+        # One thread is enough: 32 x 1024 tokens take 2 to 3 ms on one core (70 us per sample).
         threads = 1 if self.prefetch else 0
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self.prefetch)
         return iter(batches.to_iter_dataset(options))
@@ -195,10 +195,9 @@ def _check_ranks(batch_size: int, rank: int, world: int) -> None:
 
 
 def open_dataset(config: DataConfig, *, seq_len: int, seed: int, vocab_size: int | None) -> Dataset:
-    """Opens the configured data; at the first run trains the tokenizer and encodes the text.
+    """Opens the configured data; the first run trains the tokenizer and encodes the text.
 
-    vocab_size: the model's, or None to take the data's. Raises InputError for everything that
-    can be wrong with the data.
+    vocab_size: that of the model, or None to take that of the data. Raises InputError for bad data.
     """
     cache = cache_folder(config.cache_dir)
     opened = _open_shards if config.source == "shards" else _open_text
@@ -221,7 +220,7 @@ def open_dataset(config: DataConfig, *, seq_len: int, seed: int, vocab_size: int
 
 
 def check_paths(config: DataConfig) -> None:
-    """Raises InputError for a path without what it should have, before anything slow."""
+    """Raises InputError for paths without the configured data; fast, so it can run first."""
     for key in ("path", "val_path"):
         path = getattr(config, key)
         if path is not None and config.source == "stdlib":
@@ -232,7 +231,7 @@ def check_paths(config: DataConfig) -> None:
         if path is not None:
             find_files(config.source, path, key=f"data.{key}")
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_file():
-        raise InputError(f"data.tokenizer={config.tokenizer} is no file: a tokenizer.json")
+        raise InputError(f"data.tokenizer={config.tokenizer} is not a file; name a tokenizer.json")
 
 
 def _open_text(config: DataConfig, cache: Path, vocab_size: int | None):
@@ -278,12 +277,12 @@ def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None):
         val_files = [(n, p) for n, p in files if "val" in p.stem.split("_")]
         if len(val_files) < len(files):
             files = [file for file in files if file not in val_files]
-        else:  # the user named nothing but them
+        else:  # the path names only validation shards
             val_files = []
     for folder in {path.parent for _, path in files + val_files}:
         job = folder / "prepare.json"
         if job.exists() and not json.loads(job.read_text())["done"]:
-            raise InputError(f"{folder} is unfinished: run its `prepare` command again")
+            raise InputError(f"{folder} is incomplete: run its `prepare` command again")
 
     tokenizer_path = config.tokenizer
     beside = files[0][1].parent / "tokenizer.json"
@@ -310,23 +309,23 @@ def _check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> No
     if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"{tokenizer.path} has {tokenizer.vocab_size} entries, more than "
-            f"model.vocab_size={vocab_size}: raise that, or choose another tokenizer"
+            f"model.vocab_size={vocab_size}: raise it, or choose another tokenizer"
         )
 
 
 def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
-    """Returns the token between documents; raises InputError where it is not known or not there."""
+    """Returns the token between documents; raises InputError if it is unknown or does not occur."""
     if tokenizer is None:
         raise InputError(
             "data.pack=documents needs the token between documents: set data.tokenizer to the"
-            " tokenizer.json that made the shards"
+            " tokenizer.json that encoded the shards"
         )
     start = tokens.read(0, min(len(tokens), _SEARCHED))
     if not (start == tokenizer.end_of_text).any():
         raise InputError(
             f"data.pack=documents finds no end-of-text token (id {tokenizer.end_of_text} of"
-            f" {tokenizer.path}) in the first {len(start)} tokens; set data.pack=stream, or"
-            " data.tokenizer to the one that made them"
+            f" {tokenizer.path}) in the first {len(start)} tokens; set data.pack=stream, or set"
+            " data.tokenizer to the tokenizer.json that encoded them"
         )
     return tokenizer.end_of_text
 
@@ -334,14 +333,14 @@ def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
 def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[Tokens, Tokens]:
     """Returns training and validation tokens of at least one window each.
 
-    Where whole documents did not give both (one long file, few shards), the end of the tokens,
-    about 5% of the windows, is held out instead.
+    If whole documents did not suffice for both (one long file, few shards), holds out the last 5%
+    of the windows instead.  given: the user named the validation data, so nothing is held out.
     """
     window = seq_len + 1
     if given:
         for key, tokens in (("data.path", train), ("data.val_path", val)):
             if len(tokens) < window:
-                fix = "; leave it out to hold out the end of data.path" * (tokens is val)
+                fix = "; omit it to hold out the end of data.path" * (tokens is val)
                 raise InputError(
                     f"{key} has {len(tokens)} tokens, fewer than the {window} of one window "
                     f"(seq_len + 1){fix}"

@@ -1,9 +1,9 @@
-"""Text -> llm.c shards in bounded memory; interrupted at any moment, the same command goes on.
+"""Turns text into llm.c shards in bounded memory; the same command continues after an interruption.
 
-The folder holds train_000000.bin, ..., val_000000.bin, ..., tokenizer.json and prepare.json,
-which says how many pieces of text are encoded and how many tokens of each split are on the
-disk. It is written after they are, so a restart cuts back whatever came later. A shard gets its
-final name only when it is complete.
+The folder holds train_000000.bin, ..., val_000000.bin, ..., tokenizer.json and prepare.json.
+prepare.json counts the encoded pieces of text and the tokens of each split on disk. It is written
+after the tokens, so a restart truncates anything newer. A shard gets its final name only when it is
+complete.
 """
 
 import contextlib
@@ -24,16 +24,19 @@ from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
 from jaxllm.files import lock, write_json
 
-_MANY = 2000  # documents, of which by chance none is held out: at 1% in one of 5e8 corpora
+_MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out none by chance
 
 
 class _Split:
-    """The shards of one split: `shards` complete ones and `tokens` in the one being written."""
+    """The shards of one split.
+
+    state: the number of complete shards, and of tokens in the shard being written.
+    """
 
     def __init__(self, folder: Path, name: str, vocab_size: int, limit: int, state: list[int]):
         self._folder, self._name, self._vocab_size, self._limit = folder, name, vocab_size, limit
         self._shards, tokens = state
-        for path in folder.glob(f"{name}_*.bin"):  # finished after the state was written
+        for path in folder.glob(f"{name}_*.bin"):  # some may be newer than the state
             index = int(path.stem.removeprefix(f"{name}_"))
             if index == self._shards and tokens:
                 path.rename(self._partial(index))
@@ -45,7 +48,9 @@ class _Split:
         try:
             self._writer = ShardWriter(self._partial(self._shards), vocab_size, keep=tokens)
         except FileNotFoundError as error:
-            raise InputError(f"{folder} is damaged: {error.filename} is gone; delete it") from error
+            raise InputError(
+                f"{folder} is damaged: {error.filename} is missing; delete the folder"
+            ) from error
 
     def _partial(self, index: int) -> Path:
         return self._folder / f".{self._name}_{index:06d}.partial"
@@ -72,7 +77,7 @@ class _Split:
         return self._shards * self._limit + self._writer.count
 
     def finish(self) -> None:
-        """Completes the last, shorter shard."""
+        """Completes the last shard, which may be shorter."""
         if self._writer.count:
             self._finish()
         else:
@@ -80,7 +85,7 @@ class _Split:
             self._writer.path.unlink()
 
     def close(self) -> None:
-        """Closes the file, which stays as it is if it is not complete."""
+        """Closes the file without completing it."""
         self._writer.close(complete=False)
 
 
@@ -89,9 +94,9 @@ def prepare(
 ) -> dict[str, int]:
     """Encodes all documents into shards of `shard_tokens`; returns the tokens of each split.
 
-    A hash of their names puts `val_fraction` of the documents into the validation shards, of few
-    documents at least one (of a single one none).
-    Raises InputError if `out` holds anything but this same job, unfinished or done.
+    The validation shards get `val_fraction` of the documents, chosen by a hash of their names, and
+    at least one document unless there is only one.
+    Raises InputError if `out` holds anything but this same job, incomplete or done.
     """
     if not 0 < shard_tokens <= MAX_TOKENS:
         raise InputError(f"--shard_tokens={shard_tokens} is not in 1 ... {MAX_TOKENS}")
@@ -107,7 +112,10 @@ def prepare(
 
 
 def _held_out(source: Source, fraction: float) -> Callable[[str], bool]:
-    """Decides what documents are for validation: by their hash, but of few not none and not all."""
+    """Returns whether a document, by its name, is for validation.
+
+    The hash of the name decides, unless it would put all of a few documents on one side.
+    """
     names, kinds = [], set()
     pieces = source.pieces() if fraction else iter(())
     for name in islice((piece.document for piece in pieces if piece.begins), _MANY):
@@ -141,7 +149,7 @@ def _prepare(
                     f"{out} holds shards of other data or options: choose another --out or delete"
                     " it"
                 )
-            state = fresh  # of bad input that was told before anything was encoded
+            state = fresh  # that job failed on bad input before it encoded anything
         if state["done"]:
             return state["tokens"]
     else:
@@ -150,7 +158,7 @@ def _prepare(
             raise InputError(
                 f"{out} holds shards or a tokenizer of other origin: choose another --out"
             )
-        write_json(path, state)  # from here on everything in the folder is ours
+        write_json(path, state)  # from now on this job owns everything in the folder
     (out / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
 
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""llm.c token shards: 256 little-endian int32 of header, then the token ids.
+"""llm.c token shards: a header of 256 little-endian int32, then the token ids.
 
 header[0] = 20240520, header[1] = 1, header[2] = number of tokens, then uint16 (GPT-2);
 header[0] = 20240801, header[1] = 7, header[2] = number of tokens, then uint32 (Llama 3).
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.data.cache import remembered
+from jaxllm.data.cache import cached
 from jaxllm.errors import InputError
 
 HEADER_BYTES = 256 * 4
-# magic -> (version, dtype, vocabulary of the model the format was made for)
+# magic -> (version, dtype, vocabulary size of the model that the format was made for)
 FORMATS = {
     20240520: (1, np.dtype("<u2"), 50257),
     20240801: (7, np.dtype("<u4"), 128256),
 }
 MAX_TOKENS = 2**31 - 1  # header[2] is an int32
-_CHUNK = 1 << 22  # tokens read at a time by the scan: 16 MiB at most
+_CHUNK = 1 << 22  # tokens that the scan reads at a time: at most 16 MiB
 
 
 def format_for(vocab_size: int) -> int:
@@ -29,9 +29,9 @@ def format_for(vocab_size: int) -> int:
 
 
 def open_shard(path: Path) -> tuple[np.ndarray, int]:
-    """Maps a shard: (its tokens, the vocabulary size its format was made for).
+    """Memory-maps a shard; returns (tokens, vocabulary size that its format was made for).
 
-    Raises InputError for a file that is foreign, truncated or longer than its header says.
+    Raises InputError for a file that is not a shard, or whose size differs from its header.
     """
     try:
         size = path.stat().st_size
@@ -40,12 +40,12 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
         raise InputError(f"cannot read token shard {path}: {error.strerror}") from error
     if len(header) < 256:
         raise InputError(
-            f"{path} is no token shard: {size} bytes, fewer than the {HEADER_BYTES} of a header"
+            f"{path} is not a token shard: {size} bytes, fewer than the {HEADER_BYTES} of a header"
         )
     magic, version, count = (int(x) for x in header[:3])
     if magic not in FORMATS:
         raise InputError(
-            f"{path} is no token shard: it starts with {magic}, expected "
+            f"{path} is not a token shard: it starts with {magic}, expected "
             + " or ".join(map(str, FORMATS))
         )
     expected, dtype, vocab_size = FORMATS[magic]
@@ -55,7 +55,7 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
     if count < 0 or size != required:
         raise InputError(
             f"{path} is damaged: {size} bytes, expected {required} for the {count} tokens "
-            "that its header names"
+            "in its header"
         )
     if count == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype), vocab_size
@@ -63,9 +63,9 @@ def open_shard(path: Path) -> tuple[np.ndarray, int]:
 
 
 def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
-    """Returns the SHA-256 of a shard's tokens, read once and then remembered.
+    """Returns the SHA-256 of a shard's tokens; reads them once and caches the result.
 
-    Raises InputError, with the position, if a token is not below `vocab_size`.
+    Raises InputError with the position of the first token that is not below `vocab_size`.
     """
 
     def scan() -> dict:
@@ -77,7 +77,7 @@ def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
             largest = max(largest, int(chunk.max()))
         return {"sha256": sha.hexdigest(), "largest": largest}
 
-    fact = remembered(cache, path, "shard", scan)
+    fact = cached(cache, path, "shard", scan)
     if fact["largest"] >= vocab_size:
         tokens, _ = open_shard(path)
         for start in range(0, len(tokens), _CHUNK):
@@ -94,7 +94,7 @@ def check_shard(path: Path, cache: Path, vocab_size: int) -> str:
 class ShardWriter:
     """Writes one shard; the file is a valid shard only after `close`.
 
-    Opened on an unfinished file it goes on after its first `keep` tokens.
+    keep: tokens of an incomplete file to keep and append to.
     """
 
     def __init__(self, path: Path, vocab_size: int, *, keep: int = 0):
@@ -121,12 +121,12 @@ class ShardWriter:
         self.count += len(ids)
 
     def sync(self) -> None:
-        """Puts what was appended on the disk."""
+        """Flushes the appended tokens to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self, *, complete: bool = True) -> None:
-        """Closes the file, as a shard if `complete`, else as one to go on with."""
+        """Closes the file; it becomes a valid shard if `complete`, else it can be continued."""
         if complete:
             header = np.zeros(256, "<i4")
             header[:3] = self._magic, self._version, self.count

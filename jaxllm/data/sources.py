@@ -1,4 +1,4 @@
-"""Files -> documents: Python's standard library, text files, JSON lines, parquet."""
+"""Reads documents from Python's standard library, text files, JSON lines and parquet."""
 
 import codecs
 import glob
@@ -14,36 +14,36 @@ from typing import NamedTuple
 from jaxllm.data.cache import digest, file_digest
 from jaxllm.errors import InputError
 
-# What a folder is searched for; a path of one file or a glob takes every name.
+# The files to look for in a folder; a path to one file or a glob accepts any name.
 _PATTERNS = {
     "text": ("*",),
     "jsonl": ("*.jsonl", "*.ndjson", "*.json"),
     "parquet": ("*.parquet",),
     "shards": ("*.bin",),
 }
-# Not code that anyone wrote to be read: tests, tables of characters (a fifth of all text),
-# installed packages, and what the build left there, which differs from machine to machine.
+# Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
+# packages, and build outputs, which differ from machine to machine.
 _NOT_STDLIB = frozenset(
     "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
 )
-_PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (caches, even cores)
-_LONGEST = 1 << 20  # a piece without any place to cut is cut here all the same
+_PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (CPU caches, even load)
+_LONGEST = 1 << 20  # characters; a piece without a good place to cut is cut here anyway
 
 
 class Piece(NamedTuple):
-    """A part of a document (most are whole)."""
+    """A part of a document; most documents are one piece."""
 
     document: str  # name, unique in its source and the same on every machine
     text: str
-    begins: bool  # is this the document's first piece?
+    begins: bool  # whether this is the document's first piece
     done: int  # bytes of the source's files read so far
 
 
 def find_files(kind: str, path: str | None, *, key: str = "data.path") -> list[tuple[str, Path]]:
     """Returns sorted (name, path) of the files under a file, folder or glob.
 
-    Names are relative to the folder, so that a corpus may move. Raises InputError if there is
-    nothing; `key` is the configuration's name for `path`.
+    Names are relative to the folder, so that a corpus can move. key: the option that holds `path`,
+    for errors. Raises InputError if no file is found.
     """
     if not path:
         raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
@@ -69,7 +69,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> list[t
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """Returns sorted (name, path) of the standard library's modules, its tests left out."""
+    """Returns sorted (name, path) of the standard library's modules, without its tests."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, folders, names in os.walk(root):
@@ -96,19 +96,19 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(path.stat().st_size for _, path in self.files)
 
     def digest(self, cache: Path) -> str:
-        """Returns a hash of the names and contents of the files and of how they are read."""
+        """Returns a hash of the files' names and contents and of how they are read."""
         contents = [(name, file_digest(cache, path)) for name, path in self.files]
         column = self.text_column if self.kind in ("jsonl", "parquet") else ""
         return digest(self.kind, column, contents)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the documents, long ones in pieces, in bounded memory; empty ones are left out.
+        """Yields the documents in bounded memory, long ones in pieces; skips empty ones.
 
-        Raises InputError for what cannot be read, with the file and the place in it.
+        Raises InputError with the file and the position for data that cannot be read.
         """
         read = {"jsonl": self._json_lines, "parquet": self._parquet}.get(self.kind, self._text)
         before = 0
@@ -133,7 +133,7 @@ class Source:
                 except UnicodeDecodeError as error:
                     position = done - pending + error.start
                     raise InputError(
-                        f"{path} is no UTF-8 text: {error.reason} at byte {position}"
+                        f"{path} is not UTF-8 text: {error.reason} at byte {position}"
                     ) from error
                 done += len(block)
                 cut = _place_to_cut(rest) if block else len(rest)
@@ -155,14 +155,14 @@ class Source:
                 try:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise InputError(f"{path}:{number} is no JSON: {error}") from error
+                    raise InputError(f"{path}:{number} is not JSON: {error}") from error
                 if isinstance(value, dict) and value.get(self.text_column, "") is None:
                     continue  # as in parquet: this document has no text
                 text = value.get(self.text_column) if isinstance(value, dict) else None
                 if not isinstance(text, str):
                     has = ", ".join(value) if isinstance(value, dict) else type(value).__name__
                     if isinstance(value, dict) and self.text_column in value:
-                        has = f"{type(text).__name__} there"
+                        has = f"a value of type {type(text).__name__}"
                     raise InputError(
                         f"{path}:{number} has no text under {self.text_column!r} (it has {has}); "
                         "name the column of the text with text_column"
@@ -197,19 +197,19 @@ class Source:
                         if text:
                             yield Piece(f"{name}:{number}", text, True, size * number // rows)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # of the system, not of the content
+            if isinstance(error, OSError) and error.errno:  # from the system, not the content
                 raise
             reason = " ".join(str(error).split())
-            raise InputError(f"{path} is no readable parquet file: {reason}") from error
+            raise InputError(f"{path} is not a readable parquet file: {reason}") from error
 
 
 def _place_to_cut(text: str) -> int:
-    """Returns a place near the end where GPT-2's, Llama 3's and most other tokenizers separate
-    words whatever follows, or 0: the ids of the pieces are those of the whole.
+    """Returns an index near the end where a cut does not change the token ids, or 0.
 
-    It is the last one behind a line's end between two visible characters (of several blanks in a
-    row GPT-2 keeps the last apart if more text follows, Llama 3 joins them), else the last one
-    before a space between two letters.
+    GPT-2's, Llama 3's and most other tokenizers separate words there whatever follows.  It is the
+    last index after a newline between two visible characters; among several blanks a cut would
+    change the ids, because GPT-2 splits off the last blank and Llama 3 joins all.  If there is no
+    such newline, it is the last index before a space between two letters.
     """
     end = len(text)
     while (end := text.rfind("\n", 0, end)) > 0:
@@ -225,12 +225,12 @@ def _place_to_cut(text: str) -> int:
 
 
 def is_held_out(document: str, fraction: float) -> bool:
-    """Decides by a hash of its name whether a document is for validation."""
+    """Returns whether a document is for validation, by a hash of its name."""
     return hold_out_rank(document) < fraction
 
 
 def hold_out_rank(document: str) -> float:
-    """A hash of a document's name, from 0 to 1."""
-    # The prefix is chosen: with it 5.2% of Python 3.12's library is held out, of many kinds;
-    # without it pydoc's topics alone (prose, unlike the rest) would be half of the 12% held out.
+    """Hashes a document's name to a number from 0 to 1."""
+    # With this prefix, 5.2% of Python 3.12's library is held out, of many kinds.  Without it, 12%
+    # would be held out, half of it pydoc's topics (prose, unlike the rest).
     return int.from_bytes(hashlib.sha256(f"val:{document}".encode()).digest()[:8]) / 2.0**64

@@ -1,1 +1,1 @@
-"""Text from a trained model, and how good it is."""
+"""Generates text with a trained model, and evaluates the model."""

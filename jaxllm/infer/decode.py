@@ -1,4 +1,4 @@
-"""Text from a model: the prompts in one forward pass, then one position for each further token."""
+"""Generates tokens: one forward pass over the prompts, then one position per further token."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
@@ -21,40 +21,40 @@ from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
 
-BLOCK = 8  # tokens that are made in one call of the device
-WIDTHS = 64  # prompts and caches are filled up to multiples of it: few shapes, few compilations
+BLOCK = 8  # tokens per call of the device
+WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
 
 
 def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
-    """The weights in a run's newest checkpoint, or in that of `step`; raises InputError."""
+    """Opens the weights in a run's newest checkpoint, or in that of `step`; raises InputError."""
     weights = open_weights(directory)
     if not isinstance(weights, RunWeights):
         raise InputError(
-            f"{directory} is not a run's directory; make one of it with"
+            f"{directory} is not a run's directory; make one from it with"
             f" jaxllm convert {directory} OUT"
         )
     return weights if step is None else RunWeights(weights.folder, step)
 
 
 def open_tokenizer(weights: RunWeights) -> Tokenizer:
-    """The tokenizer that the run left in its directory; raises InputError."""
+    """Opens the tokenizer in the run's directory; raises InputError."""
     path = weights.folder / "tokenizer.json"
     if not path.exists():
         raise InputError(
-            f"{path} is missing: the run's data came without one; copy there the tokenizer.json"
-            " that made its tokens"
+            f"{path} is missing: the run's data had none; copy the tokenizer.json that encoded the"
+            " data there"
         )
     tokenizer = Tokenizer(path)
     if tokenizer.vocab_size > weights.config.vocab_size:
         raise InputError(
             f"{path} has {tokenizer.vocab_size} entries, more than the model's"
-            f" {weights.config.vocab_size}: it is of another model"
+            f" {weights.config.vocab_size}: it belongs to another model"
         )
     return tokenizer
 
 
-def put_model(weights: RunWeights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """(graph, parameters) of the run's model, lying on `mesh`; kernels where they can run."""
+def load_model(weights: RunWeights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run."""
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
     model = nnx.eval_shape(lambda: create(config))
@@ -68,7 +68,7 @@ def put_model(weights: RunWeights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDe
 
 
 def most_tokens(config: ModelConfig) -> int | None:
-    """Tokens of prompt and answer together that the model can hold; None: any number."""
+    """The largest number of tokens of prompt and answer together; None: unlimited."""
     return None if config.type == "vlstm" else config.max_seq_len
 
 
@@ -81,10 +81,11 @@ def generate(
     rows: int = 1,
     ends: Collection[int] = (),
 ) -> list[int]:
-    """Token ids that follow `prompt` (at least one id): config.tokens, or as many as fit.
+    """The token ids that follow `prompt`: config.tokens, or as many as fit.
 
-    Of a prompt that fills the model, the end is read.  rows: equal copies that are computed, so
-    that a mesh can divide the batch.  ends: ids before the first of which the text stops.
+    prompt: at least one id; if it is too long for the model, only its end is used.
+    rows: number of identical rows to compute, so that a mesh can divide the batch.
+    ends: the text stops before the first of these ids.
     """
     most = most_tokens(nnx.merge(graph, params).config)
     count = config.tokens
@@ -92,11 +93,11 @@ def generate(
         prompt = prompt[-max(most - count, most // 2, 1) :]
         count = min(count, most - len(prompt))
     config = config.model_copy(update={"tokens": count})
-    tokens = [int(tokens[0]) for tokens in stream(graph, params, [prompt] * rows, config)]
+    tokens = [int(tokens[0]) for tokens in stream_tokens(graph, params, [prompt] * rows, config)]
     return list(takewhile(lambda token: token not in ends, tokens))
 
 
-def stream(
+def stream_tokens(
     graph: nnx.GraphDef,
     params: nnx.State,
     prompts: list[list[int]],
@@ -104,10 +105,11 @@ def stream(
     *,
     top_p: float = 1.0,
 ) -> Iterator[np.ndarray]:
-    """Yields config.tokens times the next token of every row, (B,) int32.
+    """Yields the next token of every row, (B,) int32, config.tokens times.
 
-    prompts: at least one id each, of any lengths.  The first token comes from the pass over the
-    prompts; the further ones come BLOCK at a time, the devices one such block ahead.
+    prompts: at least one id each, of any lengths.
+    The pass over the prompts gives the first token.  The others are computed in blocks of BLOCK,
+    and the devices stay one block ahead.
     """
     if config.tokens == 0:
         return
@@ -126,15 +128,15 @@ def stream(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     key = jax.random.key(config.seed)
     token, arrays, matrices = programs.first(params, tokens, lengths, key)
-    waiting, left = token[None], config.tokens
+    pending, left = token[None], config.tokens
     for block in range(blocks):
-        ready, number = waiting, jnp.int32(1 + block * BLOCK)
-        waiting, token, arrays = programs.further(
+        ready, number = pending, jnp.int32(1 + block * BLOCK)
+        pending, token, arrays = programs.further(
             params, matrices, token, arrays, number, lengths, width, key
         )
         yield from np.asarray(ready)
         left -= len(ready)
-    yield from np.asarray(waiting)[:left]
+    yield from np.asarray(pending)[:left]
 
 
 class _Programs(NamedTuple):
@@ -146,9 +148,10 @@ class _Programs(NamedTuple):
 def _programs(
     graph: nnx.GraphDef, size: int, temperature: float, top_k: int, top_p: float
 ) -> _Programs:
-    """The jitted pass over the prompts, and BLOCK further tokens; size: places of the caches.
+    """The jitted programs: the pass over the prompts, and BLOCK further tokens.
 
-    One loop on the device rather than a call for each token: Python waits less often.
+    size: slots of the caches.
+    The further tokens are a loop on the device; a call per token would make Python wait for each.
     """
 
     def pick(model, hidden, key, number):
@@ -156,13 +159,13 @@ def _programs(
         logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
         keys = jax.random.split(jax.random.fold_in(key, number), len(logits))
         token = jax.vmap(lambda z, key: choose(z, key, temperature, top_k, top_p))(logits, keys)
-        return constrain(token)  # whole on every device: any host reads it
+        return constrain(token)  # replicated, so that every host can read it
 
     @jax.jit
     def first(params, tokens, lengths, key):
         model = nnx.merge(graph, params)
-        places = jnp.arange(tokens.shape[1])
-        cache = Cache(jnp.where(places < lengths[:, None], places, -1), size)
+        slots = jnp.arange(tokens.shape[1])
+        cache = Cache(jnp.where(slots < lengths[:, None], slots, -1), size)
         hidden, caches = model.advance(
             model.embedding(tokens), caches=[cache for _ in model.blocks]
         )
@@ -172,22 +175,22 @@ def _programs(
 
     @partial(jax.jit, donate_argnames="arrays")
     def further(params, matrices, token, arrays, number, lengths, width, key):
-        """number: tokens that were picked before; width: of the prompts' array."""
-        # The table stays float32 where tokens are looked up.
+        """number: tokens picked so far; width: padded length of the prompts."""
+        # Token lookups use the float32 table.
         embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
-        places = jnp.arange(size)
+        slots = jnp.arange(size)
 
         def step(carry, number):
             token, arrays = carry
-            place = width + number - 1
-            written = (places >= width) & (places <= place)
-            kept = jnp.where(written, places - width + lengths[:, None], -1)
-            kept = jnp.where(places < lengths[:, None], places, kept)
+            slot = width + number - 1
+            written = (slots >= width) & (slots <= slot)
+            cached = jnp.where(written, slots - width + lengths[:, None], -1)
+            cached = jnp.where(slots < lengths[:, None], slots, cached)
             positions = (lengths + number - 1)[:, None]
             hidden, caches = model.advance(
                 embedding(token[:, None], positions),
                 positions=positions,
-                caches=[Cache(kept, size, place, layer) for layer in arrays],
+                caches=[Cache(cached, size, slot, layer) for layer in arrays],
             )
             token = pick(model, hidden, key, number)
             return (token, [cache.arrays for cache in caches]), token
@@ -200,12 +203,13 @@ def _programs(
 
 
 def in_compute_dtype(model: LanguageModel, params: nnx.State) -> nnx.State:
-    """Parameters whose matrices are cast as every matmul would cast them, once for all tokens.
+    """Casts the matrices to the compute dtype, once for all tokens.
 
-    A step reads each weight once: float32, cast and read again are 10 bytes, bf16 is 2.
+    Each step reads every weight once: 2 bytes in bf16, but 10 to read float32, cast it and read the
+    result.
     """
-    places = {(*path, "weight") for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    names = {".".join(map(str, path)) for path in (*places, ("embedding", "wte"))}
+    paths = {(*path, "weight") for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    names = {".".join(map(str, path)) for path in (*paths, ("embedding", "wte"))}
 
     def cast(path, x):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
@@ -217,8 +221,11 @@ def in_compute_dtype(model: LanguageModel, params: nnx.State) -> nnx.State:
 def choose(
     logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p: float = 1.0
 ) -> jax.Array:
-    """One token id from logits (V,): softmax at a temperature over the k likeliest (0: all), of
-    these the likeliest whose probabilities reach top_p.  Temperature 0 takes the likeliest token.
+    """Samples one token id, () int32, from logits (V,).
+
+    temperature: of the softmax; 0 takes the most likely token.
+    top_k: samples among the k most likely tokens; 0: all.
+    top_p: and of these among the most likely whose probabilities add up to top_p.
     """
     if temperature == 0:
         return jnp.argmax(logits).astype(jnp.int32)
@@ -227,10 +234,10 @@ def choose(
         logits = jnp.where(logits < least, -jnp.inf, logits)
     logits = logits / temperature
     if top_p < 1:
-        likeliest = jnp.sort(logits)[::-1]
-        p = jax.nn.softmax(likeliest)
+        descending = jnp.sort(logits)[::-1]
+        p = jax.nn.softmax(descending)
         before = jnp.cumsum(p) - p
-        kept = (before < top_p) | (before == 0)  # at least the likeliest
-        least = jnp.min(jnp.where(kept, likeliest, jnp.inf))
+        kept = (before < top_p) | (before == 0)  # at least the most likely token
+        least = jnp.min(jnp.where(kept, descending, jnp.inf))
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.random.categorical(key, logits).astype(jnp.int32)

@@ -1,8 +1,8 @@
-"""How good a model is: jaxllm evaluate --checkpoint DIR [--data.path PATH ...]
+"""Evaluates a model: jaxllm evaluate --checkpoint DIR [--data.path PATH ...]
 
-Validation loss and perplexity on the run's own validation data, or on all of the data named with
---data.source and --data.path; with --hellaswag the accuracy on HellaSwag instead, with --tasks what
-lm-evaluation-harness finds.
+Prints validation loss and perplexity on the run's validation data, or on all data that
+--data.source and --data.path name; with --hellaswag the accuracy on HellaSwag instead, with --tasks
+the results of lm-evaluation-harness.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import numpy as np
 from jaxllm.config.command_line import Parser, exit_status, read_overrides
 from jaxllm.errors import InputError
 
-ENDINGS = 4  # of a question of HellaSwag
-READ_WITH = {
+ENDINGS = 4  # endings per question of HellaSwag
+VALID_WITH = {  # {option: what it applies to}
     "batches": ("data",),
     "limit": ("--hellaswag", "--tasks"),
     "shots": ("--tasks",),
@@ -28,7 +28,7 @@ READ_WITH = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
     return exit_status(lambda: _run(*_read(argv)), memory="lower --batch_size")
 
 
@@ -45,32 +45,39 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = Parser(
         prog="jaxllm evaluate",
         description=__doc__.partition("\n\n")[2],
-        epilog="--data.KEY VALUE: as in jaxllm train; see jaxllm train --help",
+        epilog="--data.KEY VALUE works as in jaxllm train; see jaxllm train --help",
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="of its checkpoint (default: the newest)"
+        "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--hellaswag", type=Path, metavar="FILE", help="its JSON lines")
+    what.add_argument("--hellaswag", type=Path, metavar="FILE", help="HellaSwag as JSON lines")
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
     parser.add_argument(
         "--batch_size",
         type=int,
         metavar="N",
-        help="sequences at once (default: the run's for its loss, else 16)",
-    )
-    parser.add_argument("--batches", type=int, metavar="N", help="of the data: only the first N")
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="of HellaSwag or of each task: the first N questions"
+        help="sequences per batch (default: that of the run for the loss, else 16)",
     )
     parser.add_argument(
-        "--shots", type=int, metavar="N", help="of tasks: solved examples before each question"
+        "--batches", type=int, metavar="N", help="for the loss: use only the first N batches"
     )
     parser.add_argument(
-        "--include_path", type=Path, metavar="DIR", help="of tasks: a folder with your own, as YAML"
+        "--limit",
+        type=int,
+        metavar="N",
+        help="for HellaSwag and tasks: use only the first N questions",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="of tasks: all results, as JSON")
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="for tasks: solved examples before each question"
+    )
+    parser.add_argument(
+        "--include_path", type=Path, metavar="DIR", help="for tasks: a folder of your own, as YAML"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="for tasks: write all results here, as JSON"
+    )
     args, rest = parser.parse_known_args(argv)
     for name, least in (("batch_size", 1), ("batches", 1), ("limit", 1), ("shots", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
@@ -82,15 +89,15 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         if not key.startswith("data."):
             raise InputError(f"unknown argument --{key}; see --help")
     kind = "--hellaswag" if args.hellaswag else "--tasks" if args.tasks else "data"
-    given = [name for name in READ_WITH if getattr(args, name) is not None]
-    for option, kinds in [(n, READ_WITH[n]) for n in given] + [(n, ("data",)) for n in overrides]:
+    given = [name for name in VALID_WITH if getattr(args, name) is not None]
+    for option, kinds in [(n, VALID_WITH[n]) for n in given] + [(n, ("data",)) for n in overrides]:
         if kind not in kinds:
-            raise InputError(f"--{option} is read with {' and '.join(kinds)}, not with {kind}")
+            raise InputError(f"--{option} applies to {' and '.join(kinds)}, not to {kind}")
     return args, overrides
 
 
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
-    """One line: loss, perplexity and tokens.  Every token but the first is predicted once."""
+    """One line with loss, perplexity and tokens; predicts every token but the first once."""
     import jax
     from flax import nnx
 
@@ -98,12 +105,12 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
     from jaxllm.data.loader import documents
-    from jaxllm.infer.decode import open_run, put_model
+    from jaxllm.infer.decode import load_model, open_run
     from jaxllm.models.language_model import IGNORE
     from jaxllm.sharding import make_mesh
 
     weights = open_run(args.checkpoint, args.step)
-    if "data.source" in overrides or "data.path" in overrides:  # other data than the run's: all
+    if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
         overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
     tokenizer = weights.folder / "tokenizer.json"
@@ -122,7 +129,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     size = round_up(size, mesh.size)
     total, count = 0.0, 0
     with jax.set_mesh(mesh):
-        graph, params = put_model(weights, mesh)
+        graph, params = load_model(weights, mesh)
         loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
         for n, first in enumerate(range(0, len(starts), size)):
             if n == args.batches:
@@ -147,8 +154,11 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
 
 
 def hellaswag(args: argparse.Namespace) -> str:
-    """One line: accuracy by log-likelihood of the ending, as it is (acc) and by the character of
-    the ending (acc_norm), with the text as lm-evaluation-harness makes it."""
+    """One line with the accuracies on HellaSwag.
+
+    acc chooses the ending by its log-likelihood, acc_norm by its log-likelihood per character.
+    Texts are prepared as in lm-evaluation-harness.
+    """
     questions = read_hellaswag(args.hellaswag)[: args.limit]
 
     from jaxllm.infer.decode import open_run, open_tokenizer
@@ -174,7 +184,7 @@ def hellaswag(args: argparse.Namespace) -> str:
 
 
 def harness(args: argparse.Namespace) -> str:
-    """The table of lm-evaluation-harness for its tasks."""
+    """The result table of lm-evaluation-harness."""
     try:
         from jaxllm.infer.harness import evaluate
     except ModuleNotFoundError as e:
@@ -192,7 +202,10 @@ def harness(args: argparse.Namespace) -> str:
 
 
 def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
-    """(context, endings, which is right) of every line; raises InputError with its number."""
+    """(context, endings, index of the right one) of every line.
+
+    Raises InputError with the line number.
+    """
     questions = []
     try:
         with path.open(encoding="utf-8") as lines:
@@ -218,7 +231,7 @@ def _question(line: str, where: str) -> tuple[str, list[str], int]:
         endings, label = [_clean(e) for e in page["endings"]], int(page["label"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:100]}"
-        raise InputError(f"{where} is no question of HellaSwag ({why})") from e
+        raise InputError(f"{where} is not a question of HellaSwag ({why})") from e
     context = _clean(context)
     if len(endings) != ENDINGS or not all(endings) or not context or label not in range(ENDINGS):
         raise InputError(
@@ -228,6 +241,6 @@ def _question(line: str, where: str) -> tuple[str, list[str], int]:
 
 
 def _clean(text: str) -> str:
-    """Without the marks of WikiHow's pages."""
+    """Removes the markup of WikiHow's pages."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")

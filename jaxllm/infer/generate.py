@@ -1,6 +1,7 @@
-"""Text from a trained model: jaxllm generate --checkpoint DIR --prompt TEXT
+"""Writes text with a trained model: jaxllm generate --checkpoint DIR --prompt TEXT
 
-DIR is a run's directory.  Text goes to stdout, as it comes if it is one, speed to stderr.
+DIR is a run's directory.  Text goes to stdout, token by token if it is a single one; the speed goes
+to stderr.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from jaxllm.errors import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: no memory, 2: bad input, 130: interrupted."""
+    """Runs the command line; returns 0: done, 1: out of memory, 2: bad input, 130: interrupted."""
     return exit_status(lambda: _run(_read(argv)), memory="lower --batch_size or --tokens")
 
 
@@ -24,60 +25,68 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="of its checkpoint (default: the newest)"
+        "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="what the text goes on from")
+    what.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     what.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a prompt on each line that is not blank"
+        "--prompts", type=Path, metavar="FILE", help="a file with one prompt per non-blank line"
     )
     parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="most to write (default: %(default)s)"
+        "--tokens",
+        type=int,
+        default=200,
+        metavar="N",
+        help="largest number of tokens to write (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="X",
-        help="0: always the likeliest token; higher: more random (default: %(default)s)",
+        help="0: always the most likely token; higher: more random (default: %(default)s)",
     )
     parser.add_argument(
         "--top_k",
         type=int,
         default=50,
         metavar="K",
-        help="choose among the K likeliest tokens; 0: among all (default: %(default)s)",
+        help="sample among the K most likely tokens; 0: all (default: %(default)s)",
     )
     parser.add_argument(
         "--top_p",
         type=float,
         default=1.0,
         metavar="P",
-        help="choose among the likeliest whose probabilities reach P (default: 1, all)",
+        help="sample among the most likely tokens with total probability P (default: 1, all)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the choice (default: %(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the sampling (default: %(default)s)",
     )
     parser.add_argument(
         "--samples",
         type=int,
         default=1,
         metavar="N",
-        help="texts of each prompt (default: %(default)s)",
+        help="texts per prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--batch_size",
         type=int,
         default=32,
         metavar="N",
-        help="texts computed at once (default: %(default)s)",
+        help="texts to compute at once (default: %(default)s)",
     )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="STRING",
-        help="end a text before it; repeatable",
+        help="end a text before this string; may be repeated",
     )
     args = parser.parse_args(argv)
     for name, least, most in (
@@ -97,13 +106,13 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
-        raise InputError("--stop is empty: it would stop at once")
+        raise InputError("--stop is empty: every text would stop at once")
     return args
 
 
 def _run(args: argparse.Namespace) -> None:
     prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
-    # JAX takes seconds to import: a wrong command line is told before that.
+    # Imported late, because JAX takes seconds and a bad command line should fail at once.
     import jax
 
     from jaxllm.config import MeshConfig, SampleConfig
@@ -130,7 +139,7 @@ def _run(args: argparse.Namespace) -> None:
         print(prompts[0], end="", flush=True)
     speed = Speed(decode.BLOCK)
     with jax.set_mesh(mesh):
-        graph, params = decode.put_model(weights, mesh)
+        graph, params = decode.load_model(weights, mesh)
         for first in range(0, total, size):
             numbers = range(first, min(first + size, total))
             rows = [ids[number // args.samples] for number in numbers]
@@ -143,7 +152,7 @@ def _run(args: argparse.Namespace) -> None:
                 seed=(args.seed + first // size) % 2**32,
             )
             speed.begin()
-            for tokens in decode.stream(graph, params, rows, config, top_p=args.top_p):
+            for tokens in decode.stream_tokens(graph, params, rows, config, top_p=args.top_p):
                 before = sum(text.count for text in texts)
                 for text, token in zip(texts, tokens, strict=False):
                     text.add(int(token))
@@ -163,24 +172,24 @@ def _run(args: argparse.Namespace) -> None:
 
 
 class Speed:
-    """Counts the tokens of the texts, and times those after the first block of each batch.
+    """Counts tokens, and times those after the first block of each batch.
 
-    That block waits for the prompts, and in the first batch for the compiler: its time says nothing
-    on the speed.
+    The first block includes the pass over the prompts and, in the first batch, compilation, so its
+    time is not a measure of speed.
     """
 
     def __init__(self, block: int):
         self.block = block
-        self.tokens, self.seconds = 0, 0.0  # all of them
+        self.tokens, self.seconds = 0, 0.0  # of all blocks
         self.timed, self.timed_seconds = 0, 0.0  # after the first block
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Starts a batch."""
         self.steps, self.begun, self.clock = 0, time.perf_counter(), None
 
     def add(self, tokens: int) -> None:
-        """Every row has got one more token, which belongs to `tokens` of the texts."""
-        if self.steps == 1:  # with it the first block is there
+        """Counts a step: every row has a new token, and `tokens` of them belong to texts."""
+        if self.steps == 1:  # the first block has arrived
             self.clock = time.perf_counter()
         if self.steps > self.block:
             self.timed += tokens
@@ -188,20 +197,20 @@ class Speed:
         self.steps += 1
 
     def end(self) -> None:
-        """A batch is done."""
+        """Ends a batch."""
         now = time.perf_counter()
         self.seconds += now - self.begun
         if self.clock is not None:
             self.timed_seconds += now - self.clock
 
     def line(self, size: int) -> str:
-        """Tokens, time and speed; size: texts at once."""
+        """A line with tokens, time and speed; size: texts at once."""
         text = f"{self.tokens:,} tokens in {self.seconds:.2f} s, {size} at once"
         if not self.timed:
-            return f"{text}: too few to time apart from the prompts and the compiler"
+            return f"{text}: too few to separate from the prompts and the compilation"
         waited = self.seconds - self.timed_seconds
         return (
-            f"{text}: {waited:.1f} s for the prompts and to compile, then"
+            f"{text}: {waited:.1f} s for prompts and compilation, then"
             f" {self.timed / self.timed_seconds:,.0f} tokens/s"
         )
 
@@ -218,22 +227,22 @@ def _lines(path: Path) -> list[str]:
 
 
 class Text:
-    """The text of one row, token by token, up to a stop string or the end of the document.
+    """The text of one row, decoded token by token up to a stop string or the end of the document.
 
-    live: print what is certain at once: whole characters that do not begin a stop string.
+    live: print text as soon as it is certain: whole characters that cannot begin a stop string.
     """
 
     def __init__(self, tokenizer, stops: list[str], live: bool):
         self.tokenizer, self.stops, self.live = tokenizer, stops, live
         self.text, self.printed, self.done = "", 0, False
-        self.count = 0  # tokens, without the one that ends the document
-        # Of the tokens only the last are decoded again, those whose text may depend on a neighbour:
-        # `before` of them are in `whole`, the text up to the last whole character.
+        self.count = 0  # tokens, excluding the one that ends the document
+        # Only the last tokens are decoded again, because their text may depend on a neighbor.
+        # `whole` is the text up to the last whole character; it includes `before` of these tokens.
         self.ids: list[int] = []
         self.before, self.whole = 0, ""
 
     def add(self, token: int) -> None:
-        """One more token; without effect on a text that is done."""
+        """Appends a token; does nothing if the text is done."""
         if self.done:
             return
         if token in self.tokenizer.ends:
@@ -247,15 +256,16 @@ class Text:
         if found:
             self.text, self.done = self.text[: min(found)], True
             return
-        certain = self.text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character's first bytes
+        # A replacement character at the end may be the first bytes of a character.
+        certain = self.text.rstrip("\N{REPLACEMENT CHARACTER}")
         if certain == self.text:
             self.ids, self.whole = self.ids[self.before :], self.text
             self.before = len(self.ids)
-        held = max((_overlap(certain, stop) for stop in self.stops), default=0)
-        self._show(len(certain) - held)
+        withheld = max((_overlap(certain, stop) for stop in self.stops), default=0)
+        self._show(len(certain) - withheld)
 
     def finish(self) -> None:
-        """Prints what was held back."""
+        """Prints the text that was withheld."""
         self._show(len(self.text))
 
     def _show(self, end: int) -> None:
@@ -265,5 +275,5 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` begins."""
+    """Number of characters at the end of `text` that begin `stop`."""
     return next(n for n in range(len(stop), -1, -1) if text.endswith(stop[:n]))

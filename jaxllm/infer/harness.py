@@ -1,9 +1,9 @@
-"""A run's model in lm-evaluation-harness (the extra `harness`); jaxllm.evaluate --tasks runs it.
+"""Evaluates a run with lm-evaluation-harness (the extra `harness`), for jaxllm evaluate --tasks.
 
     results = lm_eval.simple_evaluate(model=RunLM("runs/a"), tasks=["arc_easy"])
 
-Texts become tokens as in the harness's own "hf" model, so that a run and the folder that
-jaxllm.convert makes of it get the same numbers.
+Texts are tokenized as in the harness's "hf" model, so a run gets the same numbers as its conversion
+by jaxllm convert.
 """
 
 import json
@@ -15,7 +15,7 @@ import jax
 
 from jaxllm.config import SampleConfig
 from jaxllm.errors import InputError
-from jaxllm.infer.decode import open_run, open_tokenizer, stream
+from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
 from jaxllm.infer.generate import Text
 from jaxllm.infer.scoring import Scorer
 
@@ -31,14 +31,15 @@ except ModuleNotFoundError as error:
         f"{error}; install lm-evaluation-harness: uv run --extra harness, or pip install lm_eval"
     ) from error
 
-TOKENS = 256  # to write, where a task does not say, as in "hf"
+TOKENS = 256  # tokens to write if the task sets no limit, as in "hf"
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class RunLM(TemplateLM):
-    """A run's newest checkpoint, or that of `step`, on all devices; raises InputError.
+    """A run's newest checkpoint, or that of `step`, on all devices.
 
     batch_size: rows at once; rounded up to a multiple of the devices.
+    Raises InputError if the checkpoint cannot be read.
     """
 
     def __init__(self, checkpoint: str | Path, step: int | None = None, batch_size: int = 16):
@@ -51,11 +52,11 @@ class RunLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before an empty context and before a text of loglikelihood_rolling."""
+        """The token that precedes an empty context and the texts of loglikelihood_rolling."""
         return self.tokenizer.end_of_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """Ids, behind those that the tokenizer puts before a text unless told not to."""
+        """The ids of a text; add_special_tokens=False omits the tokenizer's prefix."""
         encode = self.tokenizer.encode if add_special_tokens is False else self.tokenizer.prompt
         return encode(string)
 
@@ -64,15 +65,15 @@ class RunLM(TemplateLM):
         return self.scorer(rows, lambda parts: tqdm(parts, "scoring", disable=disable_tqdm))
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in windows of model.max_seq_len."""
-        rows, texts = [], []  # windows, and of which text each is
+        """Log-likelihoods of whole texts, in windows of model.max_seq_len."""
+        rows, texts = [], []  # windows, and the index of each one's text
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(
                 ids, self.prefix_token_id, self.config.max_seq_len, context_len=1
             )
-            for context, asked in windows:
-                rows.append(([*context, asked[-1]], len(asked)))
+            for context, targets in windows:
+                rows.append(([*context, targets[-1]], len(targets)))
                 texts.append(number)
         sums = [0.0] * len(requests)
         scores = self.scorer(rows, lambda parts: tqdm(parts, "scoring", disable=disable_tqdm))
@@ -83,7 +84,7 @@ class RunLM(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to a stop string or the end of the document."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
-        kinds: dict[str, list[int]] = {}  # requests of one choice of tokens, by it
+        kinds: dict[str, list[int]] = {}  # {generation settings: indices of their requests}
         for i, request in enumerate(requests):
             kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         batches = []
@@ -93,20 +94,20 @@ class RunLM(TemplateLM):
             batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
         texts = [""] * len(requests)
         for seed, (kind, members) in enumerate(tqdm(batches, "writing", disable=disable_tqdm)):
-            config, stops, top_p = _choice(json.loads(kind), seed)
+            config, stops, top_p = _sampling(json.loads(kind), seed)
             most = self.scorer.most
             if most is not None and config.tokens >= most:
                 raise InputError(
-                    f"{config.tokens} tokens are to be written, not less than"
+                    f"{config.tokens} tokens to write are not fewer than"
                     f" model.max_seq_len={most}; lower the task's max_gen_toks"
                 )
             room = slice(None) if most is None else slice(config.tokens - most, None)
-            # A batch that is not full repeats its first row: one shape, one program.
+            # A partial batch repeats its first row, so that one program serves all batches.
             rows = [prompts[i][room] for i in members]
             rows += [rows[0]] * (self.scorer.size - len(rows))
             written = [Text(self.tokenizer, stops, live=False) for _ in members]
             with jax.set_mesh(self.scorer.mesh):
-                for tokens in stream(
+                for tokens in stream_tokens(
                     self.scorer.graph, self.scorer.params, rows, config, top_p=top_p
                 ):
                     for text, token in zip(written, tokens, strict=False):
@@ -118,19 +119,19 @@ class RunLM(TemplateLM):
         return texts
 
 
-def _choice(wanted: dict[str, Any], seed: int) -> tuple[SampleConfig, list[str], float]:
-    """(tokens and their choice, stop strings, top_p) of a task's generation_kwargs."""
-    wanted = dict(wanted)
-    stops = wanted.pop("until", None) or []
-    limits = [wanted.pop(name) for name in _LIMITS if name in wanted]
-    temperature = float(wanted.pop("temperature", 0))
-    if wanted.pop("do_sample", temperature > 0) is False:
+def _sampling(options: dict[str, Any], seed: int) -> tuple[SampleConfig, list[str], float]:
+    """(sampling settings, stop strings, top_p) of a task's generation_kwargs."""
+    options = dict(options)
+    stops = options.pop("until", None) or []
+    limits = [options.pop(name) for name in _LIMITS if name in options]
+    temperature = float(options.pop("temperature", 0))
+    if options.pop("do_sample", temperature > 0) is False:
         temperature = 0.0
-    top_k, top_p = int(wanted.pop("top_k", 0)), float(wanted.pop("top_p", 1))
-    if wanted:
+    top_k, top_p = int(options.pop("top_k", 0)), float(options.pop("top_p", 1))
+    if options:
         raise InputError(
-            f"generation_kwargs: {min(wanted)} is not supported, only until, {', '.join(_LIMITS)},"
-            " do_sample, temperature, top_k and top_p"
+            f"generation_kwargs: {min(options)} is not supported; only until,"
+            f" {', '.join(_LIMITS)}, do_sample, temperature, top_k and top_p"
         )
     config = SampleConfig(
         tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k, seed=seed
@@ -149,10 +150,12 @@ def evaluate(
     batch_size: int = 16,
     out: Path | None = None,
 ) -> str:
-    """The harness's table for some of its tasks, or of those in YAML files under include_path.
+    """Runs tasks of the harness, or of YAML files under include_path; returns the result table.
 
-    shots: solved examples before each question; limit: questions of each task.  out: a file for all
-    results, as JSON.  Raises InputError.
+    shots: solved examples before each question.
+    limit: questions per task.
+    out: a file for all results, as JSON.
+    Raises InputError for bad input.
     """
     if include_path is not None and not include_path.is_dir():
         raise InputError(f"--include_path {include_path} is not a folder")
@@ -168,10 +171,10 @@ def evaluate(
             task_manager=manager,
             log_samples=False,
         )
-    except (OSError, DatasetsError) as e:  # no network, a file that is not there or no JSON
+    except (OSError, DatasetsError) as e:  # no network, or a data file that is missing or bad
         words = " ".join(str(e).split())[:300]
         raise InputError(f"--tasks {','.join(tasks)}: {type(e).__name__}: {words}") from e
-    assert results is not None  # this process is the harness's only one
+    assert results is not None  # the harness returns None only on other ranks
     if out is not None:
         page = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples")}
         page |= {"checkpoint": str(checkpoint), "step": model.step}
@@ -183,7 +186,7 @@ def evaluate(
 
 
 def _manager(include_path: Path | None, tasks: list[str]) -> TaskManager:
-    """Knows all of the tasks; the harness's own thousands are looked through only if needed."""
+    """A manager that knows all of `tasks`; indexes the harness's own thousands only if needed."""
     own = str(include_path) if include_path else None
     manager = TaskManager(include_path=own, include_defaults=False)
     unknown = [name for name in tasks if not manager.match_tasks([name])]
@@ -192,7 +195,7 @@ def _manager(include_path: Path | None, tasks: list[str]) -> TaskManager:
         unknown = [name for name in unknown if not manager.match_tasks([name])]
     if unknown:
         raise InputError(
-            f"--tasks {unknown[0]} is no task of lm-evaluation-harness nor of --include_path={own};"
-            " `lm-eval ls tasks` lists its own"
+            f"--tasks {unknown[0]} is not a task of lm-evaluation-harness or of"
+            f" --include_path={own}; `lm-eval ls tasks` lists its tasks"
         )
     return manager

@@ -1,4 +1,4 @@
-"""How likely a run's model finds texts: what HellaSwag and lm-evaluation-harness ask for."""
+"""Log-likelihoods of texts under a run's model, for HellaSwag and lm-evaluation-harness."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,16 +9,16 @@ from flax import nnx
 
 from jaxllm.config import MeshConfig, round_up
 from jaxllm.errors import InputError
-from jaxllm.infer.decode import WIDTHS, most_tokens, put_model
+from jaxllm.infer.decode import WIDTHS, load_model, most_tokens
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.sharding import make_mesh
 from jaxllm.weights.pretrained import RunWeights
 
 
 class Scorer:
-    """A run's model on all devices, that tells how likely it finds the ends of rows of tokens.
+    """Computes log-likelihoods of the ends of token rows with a run's model on all devices.
 
-    batch_size: rows at once; rounded up to a multiple of the devices, which share them.
+    batch_size: rows at once; rounded up to a multiple of the devices, which divide them.
     """
 
     def __init__(self, weights: RunWeights, batch_size: int):
@@ -26,26 +26,28 @@ class Scorer:
         self.mesh = make_mesh(MeshConfig())
         self.size = round_up(batch_size, self.mesh.size)
         with jax.set_mesh(self.mesh):
-            self.graph, self.params = put_model(weights, self.mesh)
+            self.graph, self.params = load_model(weights, self.mesh)
             self._program = jax.jit(self._score)
 
     def __call__(
         self, rows: list[tuple[list[int], int]], progress: Callable[[range], Iterable] = iter
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether each of its tokens is the likeliest) of the ends of rows.
+        """(log-likelihood, whether every token is the most likely one) of each row's end.
 
-        rows: (ids, how many of the last of them are the end), at least one id before the end.  What
-        exceeds the model is cut off in front; raises InputError if the end alone does.  progress:
-        wraps the loop over the batches, like tqdm.
+        rows: (ids, number of last ids that are the end), with at least one id before the end.
+        progress: wraps the loop over the batches, like tqdm.
+        A row that is too long for the model loses its first ids; raises InputError if the end
+        itself is too long.
         """
         most = self.most
         for _, count in rows:
             if most is not None and count > most:
                 raise InputError(
-                    f"a text of {count} tokens is to be scored, more than model.max_seq_len={most}"
+                    f"a text to score has {count} tokens, more than model.max_seq_len={most}"
                 )
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        # Longest first: rows of like lengths together, and memory that is too small tells at once.
+        # Sorted by length, so that batches have little padding; the longest come first, so that
+        # a lack of memory shows at once.
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         with jax.set_mesh(self.mesh):
             for first in progress(range(0, len(rows), self.size)):
@@ -66,18 +68,18 @@ class Scorer:
         return scores
 
     def _score(self, params, tokens, labels):
-        """(sum of the labels' log-probabilities, all of them the likeliest), (B,) each."""
+        """(sum of the labels' log-probabilities, whether all are the most likely), (B,) each."""
         model: LanguageModel = nnx.merge(self.graph, params)
         hidden = model.hidden(tokens)
 
-        def score(part):  # some positions at a time: the logits of all would be gigabytes
+        def score(part):  # takes some positions at a time: all logits would be gigabytes
             hidden, labels = part
             z = model.logits(hidden, jnp.float32)[..., : model.config.vocab_size]
-            asked = labels != IGNORE
-            at = jnp.where(asked, labels, 0)[..., None]
+            scored = labels != IGNORE
+            at = jnp.where(scored, labels, 0)[..., None]
             label = jnp.take_along_axis(jax.nn.log_softmax(z), at, axis=-1)[..., 0]
-            likeliest = (z.argmax(-1) == labels) | ~asked
-            return jnp.where(asked, label, 0).sum(-1), likeliest.all(-1)
+            likeliest = (z.argmax(-1) == labels) | ~scored
+            return jnp.where(scored, label, 0).sum(-1), likeliest.all(-1)
 
         B, T = tokens.shape
         n = WIDTHS if T % WIDTHS == 0 else T

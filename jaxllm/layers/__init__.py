@@ -1,8 +1,8 @@
 """Layers (Flax NNX) on the ops of pallas_kernels.
 
-Parameters are float32 and are cast to the dtype of the activations where they are used.  Each
-parameter carries `axes`, the mesh axes along which it is split; `jaxllm.sharding` reads them.
-`implementation` says how the ops run: "mosaic" (our kernels), "xla", or None (dispatch.py decides).
+Parameters are float32; layers cast them to the dtype of the activations.  Each parameter carries
+`axes`, the mesh axes that shard it; `jaxllm.sharding` reads them.  `implementation` selects how the
+ops run: "mosaic" (our kernels), "xla", or None (dispatch.py decides).
 """
 
 from jaxllm.layers.attention import Attention

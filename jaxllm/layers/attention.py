@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key and value heads, with RoPE or without."""
+"""Causal self-attention with grouped key and value heads and optional RoPE."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, Linear, joined
+from jaxllm.layers.linear import ROWS, Linear, fused_linear
 from jaxllm.layers.norm import HEADS
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import attention, attention_qkv, rope
@@ -19,11 +19,11 @@ from pallas_kernels.dispatch import Implementation
 class Attention(nnx.Module):
     """softmax(q k^T / sqrt(D), causal) v on H query heads, H/K of which share a kv head.
 
-    rope_theta: base of the rotary frequencies, in the half-split layout; None: no rotation.
-    rope_scaling: Llama 3.1's stretching, an object with its four numbers, or None.
-    window: keys that a query sees at most, its own included; None: all before it.
-    softcap: logits become softcap tanh(logits / softcap); None: they stay.
-    out_std: standard deviation of the output projection at the start; None: std.
+    rope_theta: base of the rotary frequencies, in the half-split layout; None: no RoPE.
+    rope_scaling: Llama 3.1's scaling of the frequencies, a RopeScaling or None.
+    window: number of keys that a query sees, its own included; None: all up to its own.
+    softcap: caps the logits as softcap tanh(logits / softcap); None: no cap.
+    out_std: initial standard deviation of the output projection; None: std.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Attention(nnx.Module):
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
         self.head_dim = head_dim or d_model // n_heads
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        # Three matrices, because their columns split by heads over a mesh.
+        # Separate matrices let the mesh divide the columns of each by heads.
         self.q = Linear(d_model, q, std=std, bias=bias, rngs=rngs)
         self.k = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
         self.v = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
@@ -62,9 +62,11 @@ class Attention(nnx.Module):
         *,
         add_bias: bool = True,
     ) -> Float[Array, "B T C"]:
-        """positions (T,) or (B, T), used by RoPE, 0 ... T-1 if None; tokens see their segment.
+        """Applies the layer; (B, T, C) -> (B, T, C).
 
-        add_bias: False leaves the bias of `out` to the op that follows.
+        positions: (T,) or (B, T) for RoPE; None: 0 ... T-1.
+        segment_ids: tokens see only their own segment.
+        add_bias: False leaves the bias of `out` to the next op.
         """
         return self.with_cache(x, positions, segment_ids, None, add_bias=add_bias)[0]
 
@@ -77,20 +79,20 @@ class Attention(nnx.Module):
         *,
         add_bias: bool = True,
     ) -> tuple[Float[Array, "B T C"], Cache | None]:
-        """(y, what is kept of the tokens from here on); without a cache as `__call__`.
+        """(y, updated cache); without a cache the same as `__call__`.
 
-        positions: with a cache and one token a row that token's, (B, 1).  Segments are not
-        supported with a cache.
+        positions: (B, 1) with a cache and one token per row.
+        segment_ids: not supported with a cache.
         """
         B, T, _ = x.shape
         if positions is None:
             positions = jnp.arange(T)
         if cache is None:
-            qkv = joined(x, self.q, self.k, self.v).reshape(B, T, -1, self.head_dim)
-            turned = None if self.rope_theta is None else positions
+            qkv = fused_linear(x, self.q, self.k, self.v).reshape(B, T, -1, self.head_dim)
+            rotary = None if self.rope_theta is None else positions
             y = per_device(
-                self._attend, in_specs=(HEADS, _spec(turned), P(BATCH, None)), out_specs=HEADS
-            )(qkv, turned, segment_ids)
+                self._attend, in_specs=(HEADS, _spec(rotary), P(BATCH, None)), out_specs=HEADS
+            )(qkv, rotary, segment_ids)
         else:
             y, cache = self._generate(x, positions, cache)
         return self.out(y.reshape(B, T, -1), add_bias=add_bias), cache
@@ -109,7 +111,7 @@ class Attention(nnx.Module):
         )
 
     def _generate(self, x, positions, cache):
-        """Attention of the prompts (the first call) or of one more token, (B, T, H, D)."""
+        """Attention of the prompts (first call) or of one further token: ((B, T, H, D), cache)."""
         B, T, _ = x.shape
         q, k, v = (w(x).reshape(B, T, -1, self.head_dim) for w in (self.q, self.k, self.v))
         if self.rope_theta is not None:
@@ -135,23 +137,23 @@ class Attention(nnx.Module):
         return y, replace(cache, arrays=(jnp.pad(k, room), jnp.pad(v, room)))
 
     def _attend_to_cache(self, q, k, v, positions, cache):
-        """One query a row, (B, 1, H, D); its key and value take their place in the cache."""
+        """Writes key and value to the cache, and attends from one query per row, (B, 1, H, D)."""
         keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), cache.place, axis=1)
+            jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), cache.slot, axis=1)
             for kept, new in zip(cache.arrays, (k, v), strict=True)
         )
         seen = cache.positions >= 0
         if self.window is not None:
             seen &= cache.positions > positions - self.window
-        # Places that are not seen are of another segment.  A single query leaves tensor cores idle
-        # and only reads the cache: no work for the kernel.
+        # Unseen slots get another segment id.  A single query leaves the tensor cores idle and is
+        # limited by reading the cache, so the kernel would not help.
         op = per_device(
-            lambda q, k, v, mine, theirs: attention(
+            lambda q, k, v, q_segments, k_segments: attention(
                 q,
                 k,
                 v,
                 causal=False,
-                segment_ids=(mine, theirs),
+                segment_ids=(q_segments, k_segments),
                 softcap=self.softcap,
                 implementation="xla",
             ),
@@ -164,5 +166,5 @@ class Attention(nnx.Module):
 
 
 def _spec(positions):
-    """How positions, (T,) or (B, T) or None, lie on the mesh."""
+    """The PartitionSpec of positions: (T,), (B, T) or None."""
     return P(BATCH, None) if positions is not None and positions.ndim == 2 else P(None)

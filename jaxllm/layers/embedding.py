@@ -1,4 +1,4 @@
-"""Token embedding, with learned positions or without, and its use as a tied head."""
+"""Token embedding with optional learned positions; it can serve as a tied head."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Implementation
 class Embedding(nnx.Module):
     """y[b,t] = wte[token[b,t]] + wpe[position], both N(0, std^2).
 
-    wte has `padded_vocab_size` rows, of which those past `vocab_size` are zero.
+    wte has `padded_vocab_size` rows; those past `vocab_size` are zero.
     max_seq_len: rows of wpe; None: no learned positions.
     """
 
@@ -32,7 +32,7 @@ class Embedding(nnx.Module):
     ):
         axes = ("tensor", "fsdp")
         wte = normal(rngs.params(), (padded_vocab_size or vocab_size, d_model), std, axes)
-        # Not .at[].set: a scatter, which deterministic XLA unrolls into a loop over all elements.
+        # .at[].set would be a scatter, which deterministic XLA turns into a loop over all elements.
         wte = jnp.where(jnp.arange(wte.shape[0])[:, None] < vocab_size, wte, 0)
         self.wte = nnx.Param(wte, axes=axes)
         if max_seq_len is None:
@@ -45,18 +45,20 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
     ) -> Float[Array, "B T C"]:
-        """positions (T,) or (B, T), 0 ... T-1 if None; they have no effect without wpe.
+        """Looks up tokens (B, T) and adds their positions; returns (B, T, C) in `dtype`.
 
-        Raises ValueError if T exceeds the learned positions.
+        positions: (T,) or (B, T); None: 0 ... T-1; ignored without wpe.
+        Raises ValueError if T exceeds max_seq_len.
         """
         return self._embed(tokens, positions, tied=False)[0]
 
     def with_table(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
     ) -> tuple[Float[Array, "B T C"], Float[Array, "V C"]]:
-        """(y, wte): if a tied head uses this wte, both its gradients are made in one array.
+        """(y, wte) for a tied head: embedding and head add their gradients to one array.
 
-        Over several devices they lie differently, and are made apart and summed.
+        On several devices the two gradients have different shardings, so they are computed
+        separately and then summed.
         """
         return self._embed(tokens, positions, tied=one_device())
 
@@ -69,8 +71,8 @@ class Embedding(nnx.Module):
                     f"T={tokens.shape[1]} exceeds max_seq_len={wpe.shape[0]}; shorten the sequence"
                 )
             if positions is not None and positions.ndim == 2:
-                # Looked up like tokens, so that the gradient is summed like theirs: in one order,
-                # without XLA's scatter.
+                # The lookup sums the gradient in a fixed order, as for tokens; XLA's scatter does
+                # not.
                 wpe, rows = None, self._look_up(positions, wpe, None, jnp.float32)
             elif positions is not None:
                 wpe = wpe[positions]
@@ -80,7 +82,7 @@ class Embedding(nnx.Module):
         return y if rows is None else (y + rows).astype(self.dtype), wte
 
     def _look_up(self, tokens, wte, wpe, dtype, *, tied=False):
-        # Each device looks up its own tokens in the whole table; the gradient is summed over all.
+        # Each device looks up its tokens in the whole table; gradients are summed over the mesh.
         op = per_device(
             partial(encoder, dtype=dtype, tied=tied, implementation=self.implementation),
             in_specs=(P(BATCH, None), P(), P()),
@@ -89,6 +91,6 @@ class Embedding(nnx.Module):
         return op(tokens, wte, wpe)
 
     def logits(self, x: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
-        """x wte^T: the tied head; dtype: of the result, None: of x."""
+        """The logits x wte^T of a tied head, in `dtype` or, if None, in that of x."""
         weight = constrain(self.wte[...].astype(x.dtype), "tensor", None)
         return jnp.matmul(x, weight.T, preferred_element_type=dtype or x.dtype)

@@ -1,4 +1,4 @@
-"""The dense layer y = x W + b, split over the mesh along its columns or along its rows."""
+"""The linear layer y = x W + b, sharded by columns or by rows."""
 
 import functools
 
@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from jaxllm.sharding import constrain, normal
 
-# Megatron's pair (Shoeybi et al. 2019, section 3): a layer split by columns, then one split by
-# rows, so that a pair needs one sum over the tensor axis.  fsdp splits the other dimension.
+# Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
+# by rows need a single sum over the tensor axis.  fsdp shards the other dimension.
 COLUMNS = ("fsdp", "tensor")
 ROWS = ("tensor", "fsdp")
 
@@ -29,10 +29,10 @@ class Linear(nnx.Module):
         copied: bool = True,
         rngs: nnx.Rngs,
     ):
-        """copied: training keeps a copy of the weight in the dtype of its matmul."""
+        """copied: training keeps a copy of the weight in the compute dtype."""
         weight = normal(rngs.params(), (in_features, out_features), std, axes)
         self.weight = nnx.Param(weight, axes=axes, copied=copied)
-        # The rows' partial products are summed before the bias is added: every device needs all.
+        # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
@@ -40,28 +40,28 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True
     ) -> Float[Array, "... out"]:
-        """The weights are cast to x's dtype; dtype: of y, None: of x.
+        """Computes x W + b with W cast to x's dtype.
 
-        add_bias: False leaves the bias to the op that follows.
+        dtype: of the result; None: that of x.
+        add_bias: False leaves the bias to the next op.
         """
         y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
 
     def cast(self, x: Float[Array, "..."]) -> Float[Array, "in out"]:
         """The weight in x's dtype."""
-        # Said outright, fsdp gathers the cast weight and never the activations.
+        # The constraint makes fsdp gather the cast weight, and never the activations.
         return constrain(self.weight[...].astype(x.dtype), *self.gathered)
 
     def plus_bias(self, y: Float[Array, "... out"]) -> Float[Array, "... out"]:
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
-def joined(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Float[Array, "... out"]:
-    """[layer(x, dtype) for layer in layers], side by side in one matmul; on a mesh so on every
-    device.
+def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Float[Array, "... out"]:
+    """Applies several layers to x in one matmul and concatenates their outputs.
 
-    The layers' outputs stand beside each other on each device of the tensor axis: with two devices
-    q0 k0 v0 q1 k1 v1, of which an op in `per_device` sees its own three.
+    Each device of the tensor axis holds its part of every layer's output: with two devices the
+    order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.
     """
     parts = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     side_by_side = lambda arrays: jnp.concatenate(
@@ -76,9 +76,10 @@ def joined(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Float[Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul(x, weight, dtype):
-    """x @ weight in dtype, whose gradient is rounded to x's like that of every other layer.
+    """x @ weight in dtype; the incoming gradient is rounded to x's dtype, as in all other layers.
 
-    JAX by itself would multiply float32 with bf16, for which XLA keeps x in float32 until then.
+    Otherwise the backward pass would multiply float32 with bf16, and XLA would keep x in float32
+    for it.
     """
     return jnp.matmul(x, weight, preferred_element_type=dtype)
 
@@ -91,16 +92,16 @@ _matmul.defvjp(lambda x, weight, dtype: (_matmul(x, weight, dtype), (x, weight))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def copies(x: Float[Array, "..."], n: int) -> tuple[Float[Array, "..."], ...]:
-    """x for each of n layers, whose gradients then cost no pass of their own to be added up.
+def fan_out(x: Float[Array, "..."], n: int) -> tuple[Float[Array, "..."], ...]:
+    """Returns x for each of n layers; their gradients are then summed without extra passes.
 
-    XLA lets a matmul add its product to an array, but looks for that matmul only on the left of an
-    addition.  JAX by itself puts the sum so far there: the third product is then added apart.
+    XLA can fuse the addition of an array into a matmul, but only if the matmul is the left operand.
+    JAX puts the partial sum there, so the third addition would take a pass of its own.
     """
     return (x,) * n
 
 
-copies.defvjp(
-    lambda x, n: (copies(x, n), None),
+fan_out.defvjp(
+    lambda x, n: (fan_out(x, n), None),
     lambda n, _, gradients: (functools.reduce(lambda total, g: g + total, gradients),),
 )

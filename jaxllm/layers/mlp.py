@@ -1,4 +1,4 @@
-"""Feed-forward layers: GPT-2's and the gated one of Llama."""
+"""Feed-forward layers: the MLP of GPT-2 and the gated MLP of Llama."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
 from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
 from pallas_kernels.dispatch import Implementation
 
-WIDE = P(BATCH, None, "tensor")  # (B, T, F)
+HIDDEN = P(BATCH, None, "tensor")  # (B, T, F)
 
 
 class MLP(nnx.Module):
@@ -33,22 +33,23 @@ class MLP(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
-        """add_bias: False leaves the bias of `down` to the op that follows."""
-        # The op takes the bias, because its backward pass has the bias' gradient at hand.
+        """Applies the layer; add_bias: False leaves the bias of `down` to the next op."""
+        # The op adds the bias, because its backward pass yields the bias gradient for free.
         bias = self.up.bias
         assert bias is not None
-        wide = self.up(x, add_bias=False), bias[...]
-        if one_device():  # over several, summing the gradient of `down` is left to jit
+        hidden = self.up(x, add_bias=False), bias[...]
+        if one_device():  # on several, jit must sum the gradient of `down`
             weight = self.down.cast(x)
-            if gelu_why_not(*wide, weight) is None:  # the activation alone has a kernel for more
-                y = gelu_linear(*wide, weight, implementation=self.implementation)
+            # Where the fused kernel does not apply, that of the activation alone may.
+            if gelu_why_not(*hidden, weight) is None:
+                y = gelu_linear(*hidden, weight, implementation=self.implementation)
                 return self.down.plus_bias(y) if add_bias else y
         op = per_device(
             partial(gelu, implementation=self.implementation),
-            in_specs=(WIDE, P("tensor")),
-            out_specs=WIDE,
+            in_specs=(HIDDEN, P("tensor")),
+            out_specs=HIDDEN,
         )
-        return self.down(op(*wide), add_bias=add_bias)
+        return self.down(op(*hidden), add_bias=add_bias)
 
 
 class GatedMLP(nnx.Module):
@@ -70,14 +71,14 @@ class GatedMLP(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        wide = self.gate(x), self.up(x)
+        hidden = self.gate(x), self.up(x)
         if one_device():  # as above
             weight = self.down.cast(x)
-            if swiglu_why_not(*wide, weight) is None:
-                return swiglu_linear(*wide, weight, implementation=self.implementation)
+            if swiglu_why_not(*hidden, weight) is None:
+                return swiglu_linear(*hidden, weight, implementation=self.implementation)
         op = per_device(
             partial(swiglu, implementation=self.implementation),
-            in_specs=(WIDE, WIDE),
-            out_specs=WIDE,
+            in_specs=(HIDDEN, HIDDEN),
+            out_specs=HIDDEN,
         )
-        return self.down(op(*wide))
+        return self.down(op(*hidden))

@@ -1,4 +1,4 @@
-"""Normalisation over the features, alone or fused with the residual addition before it."""
+"""Normalization over the features, optionally fused with the residual addition before it."""
 
 from functools import partial
 
@@ -104,7 +104,7 @@ class HeadLayerNorm(nnx.Module):
         eps: float = 1e-6,
         implementation: Implementation | None = None,
     ):
-        # Stored flat: weight decay takes what has two axes for a matrix.
+        # Stored flat, because weight decay applies to every parameter with two axes.
         self.weight = nnx.Param(jnp.ones(heads * head_dim), axes=("tensor",))
         self.eps, self.implementation = eps, implementation
 

@@ -9,13 +9,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, Linear, copies, joined
+from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear
 from jaxllm.layers.norm import HEADS, HeadLayerNorm
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 
-GATES = P(BATCH, None, "tensor")  # (B, T, NH), or 2 NH: on each device i beside f
+GATES = P(BATCH, None, "tensor")  # (B, T, NH), or (B, T, 2 NH): i and f of each device
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
 
@@ -23,7 +23,7 @@ class VLSTMLayer(nnx.Module):
     """out(sigmoid(o(x)) * norm(vlstm(q(x), k(x), v(x), cap(i(x)), cap(f(x))))).
 
     q and k are half as wide as v; cap(z) = gate_soft_cap tanh(z / gate_soft_cap); the norm is a
-    layer norm of each head.  chunk_size is that of the XLA form; the kernels have their own.
+    layer norm of each head.  chunk_size applies to the XLA form; the kernels have their own.
     Beck et al. 2025, "xLSTM 7B", section 3.
     """
 
@@ -43,8 +43,8 @@ class VLSTMLayer(nnx.Module):
         self.q = Linear(d_model, d_model // 2, std=std, rngs=rngs)
         self.k = Linear(d_model, d_model // 2, std=std, rngs=rngs)
         self.v = Linear(d_model, d_model, std=std, rngs=rngs)
-        # The gates start independent of the input: input gate almost shut, forget gates open for
-        # a spread of time scales, output gate half open.
+        # Initially the gates do not depend on the input: the input gates are almost closed, the
+        # forget gates open with a range of time scales, the output gates half open.
         self.i = Linear(d_model, n_heads, std=0.0, bias=True, rngs=rngs)
         self.i.bias = nnx.Param(jnp.full(n_heads, -10.0), axes=("tensor",))
         self.f = Linear(d_model, n_heads, std=0.0, bias=True, rngs=rngs)
@@ -62,7 +62,7 @@ class VLSTMLayer(nnx.Module):
         x: Float[Array, "B T C"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
-        """The memory starts empty with every sequence and wherever the segment's id changes."""
+        """Applies the layer; the state is zero at the start of every sequence and segment."""
         return self.with_cache(x, segment_ids, None)[0]
 
     def with_cache(
@@ -71,23 +71,23 @@ class VLSTMLayer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         cache: Cache | None,
     ) -> tuple[Float[Array, "B T C"], Cache | None]:
-        """(y, what is kept of the tokens from here on); without a cache as `__call__`.
+        """(y, updated cache); without a cache the same as `__call__`.
 
-        Segments are not supported with a cache.
+        segment_ids: not supported with a cache.
         """
         B, T, C = x.shape
-        *xs, x_gates, x_o = copies(x, 5)
+        *xs, x_gates, x_o = fan_out(x, 5)
         q, k, v = (
             w(x).reshape(B, T, self.n_heads, -1)
             for w, x in zip((self.q, self.k, self.v), xs, strict=True)
         )
-        # float32: in bf16 a forget gate of 6 is known to 0.03 only, and its error adds up over T.
+        # Gates are float32: near 6, bf16 has a resolution of 0.03, and the error adds up over T.
         if cache is None:
-            # One matmul: each of them reads all of x for a few columns.
-            gates = joined(x_gates, self.i, self.f, dtype=jnp.float32)
+            # A single matmul, because each of the two would read all of x for a few columns.
+            gates = fused_linear(x_gates, self.i, self.f, dtype=jnp.float32)
             gates = soft_cap(gates, self.gate_soft_cap)
             h = per_device(
-                self._mix_joined,
+                self._mix_fused_gates,
                 in_specs=(HEADS, HEADS, HEADS, GATES, P(BATCH, None)),
                 out_specs=HEADS,
             )(q, k, v, gates, segment_ids)
@@ -97,7 +97,7 @@ class VLSTMLayer(nnx.Module):
         h = self.norm(h).reshape(B, T, C)
         return self.out(jax.nn.sigmoid(self.o(x_o)) * h), cache
 
-    def _mix_joined(self, q, k, v, gates, segment_ids):
+    def _mix_fused_gates(self, q, k, v, gates, segment_ids):
         i, f = jnp.split(gates, 2, axis=-1)
         return self._mix(q, k, v, i, f, segment_ids)
 
@@ -115,10 +115,10 @@ class VLSTMLayer(nnx.Module):
         )
 
     def _mix_with_state(self, q, k, v, i, f, cache):
-        """The first call makes the state, each later one takes it a position further."""
+        """The first call computes the state; each later call advances it by one position."""
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:
-            # Past its row's end a token lets nothing in and nothing fade.
+            # Padding must not change the state: its input gate is closed, its forget gate open.
             inside = (cache.positions >= 0)[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
             mix = partial(self._mix, segment_ids=None, return_state=True)
@@ -136,5 +136,5 @@ class VLSTMLayer(nnx.Module):
 
 
 def soft_cap(z: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """cap tanh(z / cap), in float32, returned in z's dtype."""
+    """cap tanh(z / cap), computed in float32 and returned in z's dtype."""
     return (cap * jnp.tanh(z.astype(jnp.float32) / cap)).astype(z.dtype)

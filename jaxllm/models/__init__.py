@@ -1,4 +1,4 @@
-"""The models, by the name that `model.type` has in a configuration."""
+"""The models, by the value of `model.type` in a configuration."""
 
 from collections.abc import Callable
 
@@ -16,15 +16,15 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {"gpt2": GPT2, "llama3": Llama
 
 
 def create(config: ModelConfig, *, seed: int = 0) -> LanguageModel:
-    """The model that a configuration describes, with its initial weights."""
+    """Creates the configured model with initial weights."""
     return MODELS[config.type](config, rngs=nnx.Rngs(seed))
 
 
 def matmul_params(model: LanguageModel) -> int:
-    """Parameters that take part in a matmul for each token; shapes suffice (`nnx.eval_shape`).
+    """Number of parameters that each token multiplies; `model` may be abstract (`nnx.eval_shape`).
 
-    All matrices but the tables that are looked up: positions, and tokens where the head is not
-    tied to them.  Rows that pad the vocabulary are not counted.
+    Counts all matrices but the lookup tables: positions, and tokens unless the head is tied to
+    them.  Rows that pad the vocabulary do not count.
     """
     config = model.config
     looked_up = {("embedding", "wpe"), *([("embedding", "wte")] if model.head else [])}
@@ -38,10 +38,10 @@ def matmul_params(model: LanguageModel) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Floating point operations of one token in training, forward and backward.
+    """Floating-point operations per token of training, forward and backward.
 
-    6 N for the N parameters in matmuls (forward 2 N, backward twice that), and 3 x the forward
-    matmuls of the token mixing.  Recomputation, padding and element-wise work are not counted.
+    6 N for the N parameters in matmuls (2 N forward, 4 N backward), and 3 x the forward matmuls of
+    the sequence mixing.  Recomputation, padding and element-wise work do not count.
     """
     model = nnx.eval_shape(lambda: create(config))
     return 6 * matmul_params(model) + 3 * model.mixing_flops(seq_len)

@@ -12,7 +12,7 @@ from jaxllm.models.stream import Stream
 
 
 class GPT2Block(nnx.Module):
-    """s += attention(norm_1(s)); s += mlp(norm_2(s)); the last bias of each is added with the s."""
+    """s += attention(norm_1(s)); s += mlp(norm_2(s)); the next norm adds the last bias of each."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         C, implementation = config.d_model, config.implementation
@@ -55,5 +55,5 @@ class GPT2(LanguageModel):
         )
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Of q k^T and of its product with v."""
+        """Operations per token of q k^T and of its product with v."""
         return attention_flops(self.config, seq_len)

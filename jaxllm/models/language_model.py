@@ -1,4 +1,4 @@
-"""What all models share: embedding, blocks, final norm, head, loss."""
+"""The base class of all models: embedding, blocks, final norm, head, loss."""
 
 import functools
 import math
@@ -20,28 +20,28 @@ from jaxllm.models.stream import Stream
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import linear_cross_entropy
 
-STD = 0.02  # of all weights at the start
-IGNORE = -100  # label of a position that takes no part in the loss
+STD = 0.02  # initial standard deviation of all weights
+IGNORE = -100  # label that the loss ignores
 
 
 def block_weights(config: ModelConfig, rngs: nnx.Rngs) -> dict:
-    """How the layers of a block draw their weights; 2 L branches add up on the residual stream."""
+    """Options that initialize the layers of a block; 2 L branches add up on the residual stream."""
     return dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), rngs=rngs)
 
 
 class LanguageModel(nnx.Module):
-    """A causal language model; a subclass names its block and norm, and has `mixing_flops`.
+    """A causal language model; a subclass passes its block and norm and defines `mixing_flops`.
 
-    block: class of the blocks, made as block(config, rngs=rngs) and called as
-        block(stream, positions, segment_ids, cache) -> (stream, cache), a Stream and a Cache;
-        without a cache the one returned is None.
+    block: class of the blocks, constructed as block(config, rngs=rngs) and called as
+        block(stream, positions, segment_ids, cache) -> (stream, cache) with a Stream and a Cache;
+        without a cache it returns None for the cache.
     norm: class of the final norm.
-    max_seq_len: learned positions are added to the embedding, None: not.
-    tied: the head is the token embedding.
-    logit_soft_cap: logits are capped as cap tanh(z / cap), None: not.
+    max_seq_len: number of learned positions; None: no learned positions.
+    tied: use the token embedding as the head.
+    logit_soft_cap: caps the logits as cap tanh(z / cap); None: no cap.
     """
 
-    config: Any  # the subclass's kind of ModelConfig
+    config: Any  # the ModelConfig of the subclass
     head: Linear | None
 
     def __init__(
@@ -74,7 +74,7 @@ class LanguageModel(nnx.Module):
         if tied:
             self.head = None
         else:
-            # The loss casts it, and makes its gradient in float32.
+            # No copy: the loss casts the head itself and computes its gradient in float32.
             self.head = Linear(width, config.padded_vocab_size, std=STD, copied=False, rngs=rngs)
             zero_columns(self.head.weight, config.vocab_size)
 
@@ -85,10 +85,10 @@ class LanguageModel(nnx.Module):
         positions: Int[Array, "..."] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
-        """The residual stream after the final norm, in the compute dtype.
+        """The residual stream after the final norm, (B, T, C) in the compute dtype.
 
-        positions (T,) or (B, T): 0 ... T-1 if None; without effect on a vLSTM.  segment_ids: tokens
-        of different segments do not see each other.
+        positions: (T,) or (B, T); None: 0 ... T-1; a vLSTM ignores them.
+        segment_ids: tokens see only their own segment.
         """
         embedded = self.embedding(tokens, positions)
         return self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
@@ -96,9 +96,9 @@ class LanguageModel(nnx.Module):
     def advance(
         self, embedded: Float[Array, "B T C"], **options
     ) -> tuple[Float[Array, "B T C"], list[Cache | None]]:
-        """(the stream after the final norm, the caches after it) of embedded tokens.
+        """Runs blocks and final norm on embedded tokens: (output of the norm, updated caches).
 
-        Options as in `walk`.
+        Takes the options of `walk`.
         """
         *_, last = walked = list(self.walk(embedded, **options))
         return last[0].normed(self.norm)[0], [cache for _, cache in walked]
@@ -111,29 +111,29 @@ class LanguageModel(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         caches: list[Cache] | None = None,
     ) -> Iterator[tuple[Stream, Cache | None]]:
-        """Yields what each block hands on, and its cache after it, for embedded tokens.
+        """Runs the blocks on embedded tokens; yields each block's output and updated cache.
 
-        caches: in generation, one for each block.  positions, segment_ids: as in `hidden`.
+        caches: one per block, for generation.  positions, segment_ids: as in `hidden`.
         """
         stream = Stream(None, None, embedded)
         for i, block in enumerate(self.blocks):
             cache = None if caches is None else caches[i]
-            # Without a backward pass nothing is recomputed.
+            # Generation has no backward pass, so nothing needs recomputation.
             remat = self.config.remat if caches is None else "none"
             stream, cache = run_block(block, stream, positions, segment_ids, cache, remat=remat)
             yield stream, cache
 
     def logits(self, hidden: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
-        """Logits of the padded vocabulary; columns past config.vocab_size mean nothing.
+        """Logits over the padded vocabulary; ignore the columns past config.vocab_size.
 
-        dtype: of the logits, None: that of `hidden`; in bf16 many of them are equal.
+        dtype: of the logits; None: that of `hidden`.  In bf16 many logits are equal.
         """
         head = self.embedding.logits if self.head is None else self.head
         z = head(hidden, dtype)
         return z if self.logit_soft_cap is None else soft_cap(z, self.logit_soft_cap)
 
     def __call__(self, tokens: Int[Array, "B T"], **options) -> Float[Array, "B T V"]:
-        """Logits of every position; options as in `hidden`."""
+        """Logits of every position, (B, T, V); takes the options of `hidden`."""
         return self.logits(self.hidden(tokens, **options))
 
     def loss(
@@ -145,11 +145,11 @@ class LanguageModel(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         scale: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
-        """`scale` x the cross-entropy summed over all labels but those that are -100, in float32.
+        """`scale` x the sum of the cross-entropy over all labels but -100, () float32.
 
-        The logits are never held: head and loss are one op, which multiplies its gradients by
-        `scale` (without a gradient itself) as it makes them.  positions, segment_ids: as in
-        `hidden`.
+        The logits are never stored: head and loss are one op, which multiplies its gradients by
+        `scale` as it computes them.  `scale` itself gets no gradient.
+        positions, segment_ids: as in `hidden`.
         """
         head = self.head
         if head is None:
@@ -159,9 +159,9 @@ class LanguageModel(nnx.Module):
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) > 1:
-            weight = weight.astype(hidden.dtype)  # before it is gathered, which halves the bytes
-        # Over the tensor axis the vocabulary is split, as the weight lies: its gradient stays where
-        # it is made, and what moves is the gradient of `hidden`.
+            weight = weight.astype(hidden.dtype)  # a cast before the gather halves its bytes
+        # The tensor axis shards the vocabulary, as it does the weight: the weight's gradient stays
+        # on its device, and only the gradient of `hidden` moves.
         tensor = "tensor" if shape.get("tensor", 1) > 1 else None
         loss = partial(
             linear_cross_entropy,
@@ -173,7 +173,7 @@ class LanguageModel(nnx.Module):
             implementation=self.config.implementation,
         )
         op = per_device(
-            # One number for each part of the batch.
+            # Each part of the batch yields one number.
             lambda x, w, labels, scale: loss(x, w, labels, scale=scale)[None],
             in_specs=(P(BATCH), P(tensor) if head is None else P(None, tensor), P(BATCH), P()),
             out_specs=P(BATCH),
@@ -181,14 +181,14 @@ class LanguageModel(nnx.Module):
         return op(hidden, weight, labels, jnp.asarray(scale)).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Operations of one token in the forward matmuls that have no parameters."""
+        """Operations per token in the forward matmuls without parameters."""
         raise NotImplementedError
 
 
 def run_block(block, stream, positions, segment_ids, cache, *, remat: str):
-    """`block(stream, positions, segment_ids, cache)`, traced once for all equal blocks.
+    """Calls `block(stream, positions, segment_ids, cache)`; equal blocks are traced once.
 
-    remat: what the backward pass recomputes: "none", "dots": all but matmuls, "block": all.
+    remat: what the backward pass recomputes: "none", "dots" (all but matmuls), "block" (all).
     """
     graph, params = nnx.split(block)
     return _run_block(graph, remat, params, stream, positions, segment_ids, cache)
@@ -199,7 +199,7 @@ def _run_block(graph, remat, params, *args):
     def run(params, *args):
         stream, cache = nnx.merge(graph, params)(*args)
         if remat == "block":
-            # What a block receives is what stays in memory: one array rather than two.
+            # The backward pass keeps the input of each block: one array rather than two.
             stream = Stream(None, None, stream.sum())
         return stream, cache
 
@@ -210,8 +210,9 @@ def _run_block(graph, remat, params, *args):
     return run(params, *args)
 
 
-# Matmuls with weights, and what the attention kernel names so: its output and log-sum-exp.  The
-# matmuls of the XLA form of attention have batch axes and results quadratic in T: recomputed.
+# Saves matmuls with weights, and what the attention kernel names "attention": its output and
+# log-sum-exp.  The XLA form of attention is recomputed: its matmuls have batch axes, and their
+# results are quadratic in T.
 _SAVED_DOTS = checkpoint_policies.save_from_both_policies(
     checkpoint_policies.dots_with_no_batch_dims_saveable,
     checkpoint_policies.save_only_these_names("attention"),
@@ -219,9 +220,10 @@ _SAVED_DOTS = checkpoint_policies.save_from_both_policies(
 
 
 def attention_flops(config: GPT2Config | Llama3Config, seq_len: int) -> float:
-    """4 D for each key that a query sees on average, in every head: T / 2 of them without a window.
+    """Operations per token: 4 D per head for each key that a query sees on average.
 
-    A sequence counts as one document, also where several are packed into it.
+    Without a window a query sees T / 2 keys on average.  A sequence counts as one document, even
+    if it packs several.
     """
     window = min(config.window or seq_len, seq_len)
     seen = window - window * window / (2 * seq_len)
@@ -229,5 +231,5 @@ def attention_flops(config: GPT2Config | Llama3Config, seq_len: int) -> float:
 
 
 def zero_columns(weight: nnx.Param, start: int) -> None:
-    """Sets the columns from `start` on to zero: the part of a head that pads the vocabulary."""
+    """Sets the columns from `start` on, which pad the vocabulary of a head, to zero."""
     weight[...] = jnp.where(jnp.arange(weight.shape[1]) < start, weight[...], 0)

@@ -44,7 +44,7 @@ class Llama3Block(nnx.Module):
 
 
 class Llama3(LanguageModel):
-    """Llama 3.1 of any size, and the tied 3.2."""
+    """Llama 3.1 of any size, and Llama 3.2 with its tied head."""
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
         super().__init__(
@@ -56,5 +56,5 @@ class Llama3(LanguageModel):
         )
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Of q k^T and of its product with v."""
+        """Operations per token of q k^T and of its product with v."""
         return attention_flops(self.config, seq_len)

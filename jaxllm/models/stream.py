@@ -1,4 +1,4 @@
-"""What blocks hand on: the residual stream, whose last addition is left to the next norm."""
+"""The residual stream between blocks; the next norm performs its last addition."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from jaxllm.layers import LayerNorm, RMSNorm
 class Stream(NamedTuple):
     """The residual stream, (branch + bias) + residual; branch and bias may be None.
 
-    The next norm adds them in its own pass over the stream, and its backward pass has the bias'
-    gradient at hand.  Before the first block there is no branch.
+    The next norm adds them in its own pass over the stream, and its backward pass yields the bias
+    gradient for free.  The first block receives no branch.
     """
 
     branch: Float[Array, "B T C"] | None
@@ -29,7 +29,7 @@ class Stream(NamedTuple):
     def normed(
         self, norm: LayerNorm | RMSNorm
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """(norm(s), s) of the sum s, in one pass."""
+        """(norm(s), s) for the sum s, in one pass."""
         if self.branch is None:
             return norm(self.residual), self.residual
         return norm.add(self.branch, self.residual, self.bias)

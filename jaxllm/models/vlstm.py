@@ -1,4 +1,4 @@
-"""The vLSTM model: the architecture of xLSTM 7B, a recurrent memory in place of attention.
+"""The vLSTM model: the architecture of xLSTM 7B, with a recurrent memory instead of attention.
 
 Beck et al. 2025, "xLSTM 7B: A Recurrent LLM for Fast and Efficient Inference", section 3.
 """
@@ -39,7 +39,7 @@ class VLSTMBlock(nnx.Module):
 
 
 class VLSTM(LanguageModel):
-    """xLSTM 7B and its smaller relatives; any sequence length."""
+    """xLSTM 7B and smaller models of its architecture, for any sequence length."""
 
     def __init__(self, config: VLSTMConfig, *, rngs: nnx.Rngs):
         super().__init__(
@@ -51,8 +51,11 @@ class VLSTM(LanguageModel):
         )
 
     def mixing_flops(self, seq_len: int) -> float:
-        """Of the chunkwise form: L (DQK + DV) for the lower triangles inside a chunk of L tokens,
-        and 4 DQK DV to read and to update the state, for each head of each block."""
+        """Operations per token of the chunkwise form.
+
+        For each head of each block: L (DQK + DV) for the lower triangles of a chunk of L tokens,
+        and 4 DQK DV to read and to update the state.
+        """
         c = self.config
         inside = min(c.chunk_size, seq_len) * (c.qk_dim + c.v_dim)
         return float(c.n_layers * c.n_heads * (inside + 4 * c.qk_dim * c.v_dim))

@@ -1,1 +1,1 @@
-"""Training: the run, its compiled step, and what it leaves on the disk."""
+"""Training: the run, its compiled step, and the files that it writes."""

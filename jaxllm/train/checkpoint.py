@@ -1,9 +1,9 @@
-"""Checkpoints through Orbax: asynchronous, complete or absent, the newest n and the best kept.
+"""Checkpoints through Orbax: saves are asynchronous and atomic; the newest n and the best are kept.
 
 A checkpoint holds the training state as a flat {name: array} (names like
-`params.blocks.0.attention.q.weight.value`) and a JSON page about it: configuration, data
-fingerprint and position, every array's shape, dtype and checksum.  The validation loss is Orbax's
-metric.
+`params.blocks.0.attention.q.weight.value`) and a JSON page with the configuration, the data
+fingerprint and position, and each array's shape, dtype and checksum.  The validation loss is
+Orbax's metric.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from jaxllm.errors import InputError, RunError, out_of_memory
-from jaxllm.weights.checksums import array_checksums, changed, check_seal, sealed
+from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 
 
 class Checkpoints:
     """The checkpoints of one run, in `directory`."""
 
     def __init__(self, directory: Path, keep: int):
-        # Orbax tells every file that it touches; its tasks what failed, each with a traceback.
+        # Orbax logs every file that it touches, and its tasks log failures with tracebacks.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if not isinstance(sys.unraisablehook, functools.partial):
@@ -37,13 +37,13 @@ class Checkpoints:
         self.directory = directory.resolve()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
-        self._saving: int | None = None  # step of the newest save that was begun
+        self._saving: int | None = None  # step of the latest save, complete or not
 
     @property
     def manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager; made when first needed, since making it makes the directory."""
+        """Orbax's manager, created when first needed, because it creates the directory."""
         if self._manager is None:
-            self._delete_the_unfinished()
+            self._delete_incomplete()
             policy = AnyPreservationPolicy(
                 [
                     LatestN(self._keep),
@@ -59,8 +59,8 @@ class Checkpoints:
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=policy,
-                    # Without it the metrics would not be written: a resumed run would not know
-                    # which checkpoint is the best, and delete it.
+                    # Orbax writes the metrics only with best_fn.  Without them a resumed run would
+                    # not know the best checkpoint, and delete it.
                     best_fn=lambda m: m["val_loss"],
                     best_mode="min",
                 ),
@@ -79,21 +79,21 @@ class Checkpoints:
             ) from e
 
     def samples(self, step: int, fingerprint: str) -> int:
-        """Samples that the run of `step` had taken; where to resume in the data.
+        """Number of samples that the run had taken at `step`: the data position to resume from.
 
-        Raises InputError if it was no run on the data of `fingerprint`.
+        Raises InputError if the run trained on other data than that of `fingerprint`.
         """
         run, saved = self.directory.parent, self.about(step)
         data, samples = saved.get("data_fingerprint"), saved.get("samples")
         if "converted_from" in saved:
             raise InputError(
-                f"{run} holds weights of jaxllm.convert, not a run to resume; start one"
+                f"{run} holds weights from jaxllm convert, not a run to resume; start a run"
                 f" with --model.init_from {run} and another --out_dir"
             )
         if data != fingerprint:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {fingerprint},"
-                f" was {data}): another corpus, tokenizer or Python version"
+                f" was {data}): the corpus, tokenizer or Python version differs"
             )
         if not isinstance(samples, int) or samples < 0:
             raise self._damaged(step, ValueError(f"samples={samples!r}"))
@@ -105,15 +105,15 @@ class Checkpoints:
             page = self.manager.restore(
                 step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
             )["about"]
-            check_seal(page)
+            check_digest(page)
         except Exception as e:
             raise self._damaged(step, e) from e
         return page
 
     def restore(self, step: int, abstract_state):
-        """The state with the shapes and shardings of `abstract_state`, bit for bit as saved.
+        """Restores the saved state bit for bit, with the shardings of `abstract_state`.
 
-        Raises InputError for a checkpoint of another model and for a damaged one.
+        Raises InputError for a damaged checkpoint or one of another model.
         """
         wanted, about = _flat(abstract_state), self.about(step)
         saved = about["arrays"]
@@ -122,12 +122,12 @@ class Checkpoints:
             if saved.get(name) != shape:
                 raise InputError(
                     f"checkpoint {self.directory / str(step)} is of another model: {name} is"
-                    f" {saved.get(name, 'not in it')}, this model has {shape}"
+                    f" {saved.get(name, 'not in it')}; this model has {shape}"
                 )
         if extra := sorted(set(saved) - set(wanted)):
             raise InputError(
                 f"checkpoint {self.directory / str(step)} is of another model: it holds {extra[0]},"
-                " which this model has not"
+                " which this model does not have"
             )
         try:
             flat = self.manager.restore(
@@ -137,28 +137,28 @@ class Checkpoints:
             if out_of_memory(e):
                 raise
             raise self._damaged(step, e, wanted) from e
-        if name := changed(flat, about.get("checksums", {})):
+        if name := first_mismatch(flat, about.get("checksums", {})):
             raise self._damaged(step, ValueError("its checksum differs"), [name])
         return jax.tree.unflatten(
             jax.tree.structure(abstract_state), [flat[name] for name in wanted]
         )
 
-    def check_room(self, state) -> None:
-        """Raises InputError where the disk has no room for one checkpoint of a state."""
+    def check_disk_space(self, state) -> None:
+        """Raises InputError if the disk has no room for one checkpoint of a state."""
         need = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        there = next(p for p in (self.directory, *self.directory.parents) if p.exists())
-        disk = shutil.disk_usage(there)
-        if disk.total and disk.free < need:  # a total of 0: this file system does not tell
+        existing = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+        disk = shutil.disk_usage(existing)
+        if disk.total and disk.free < need:  # some file systems report a total of 0
             raise InputError(
                 f"out_dir {self.directory.parent}: its disk has {disk.free / 1e6:,.1f} MB free, one"
-                f" checkpoint takes {need / 1e6:,.1f} MB; free some, or name another"
+                f" checkpoint takes {need / 1e6:,.1f} MB; free some space, or name another"
             )
 
     def save(self, step: int, state, about: dict[str, Any], val_loss: float | None) -> str | None:
-        """Begins to save; returns once the arrays are copied off the devices.
+        """Starts a save; returns once the arrays are copied off the devices.
 
-        Returns None, or one line about the save before it, or this one, that could not be written
-        (a full disk); complete checkpoints stay as they are.
+        Returns None, or one line if the previous save or this one failed, as on a full disk.
+        Complete checkpoints are not affected.
         """
         flat = _flat(state)
         about = about | {
@@ -171,7 +171,7 @@ class Checkpoints:
             self.manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(sealed(about))
+                    state=ocp.args.StandardSave(flat), about=ocp.args.JsonSave(with_digest(about))
                 ),
                 metrics=None if val_loss is None or isnan(val_loss) else {"val_loss": val_loss},
             )
@@ -186,18 +186,18 @@ class Checkpoints:
         if self._manager is not None:
             self._manager.close()
 
-    def _delete_the_unfinished(self) -> None:
-        """Deletes what killed or failed saves left.
+    def _delete_incomplete(self) -> None:
+        """Deletes the remains of killed or failed saves.
 
-        Orbax would do it in a thread of its own; what this meets (a file that just went, for the
-        threads of a failed save still tidy up) then becomes the failure of the next save.
+        Orbax would do it in a thread.  The threads of a failed save may still delete the same
+        files, and the missing files would then make the next save fail.
         """
         if jax.process_index() == 0:
             for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _finish(self) -> str | None:
-        """Waits for the save under way; one line if it failed."""
+        """Waits for the save in progress; returns one line if it failed."""
         if self._manager is None:
             return None
         try:
@@ -207,11 +207,11 @@ class Checkpoints:
         return None
 
     def _failed(self, cause: Exception) -> str:
-        failed, self._manager = self._manager, None  # the next looks at the directory afresh
+        failed, self._manager = self._manager, None  # the next manager rereads the directory
         if failed is not None:
             with contextlib.suppress(Exception):
-                failed.close()  # its threads still write
-        self._delete_the_unfinished()  # what is left of it would keep the disk full
+                failed.close()  # its threads may still write
+        self._delete_incomplete()  # to free the disk
         kept = self._before(None)
         return (
             f"the checkpoint of step {self._saving} could not be written ({_short(cause)});"
@@ -219,30 +219,31 @@ class Checkpoints:
         )
 
     def _before(self, step: int | None) -> int | None:
-        """The newest complete checkpoint, or that before a step, by the names of the folders.
+        """Step of the newest complete checkpoint, or of the newest before `step`.
 
-        Without a manager, which may meet the last files of a failed save's threads.
+        It goes by the names of the folders: a manager might fail on files that the threads of a
+        failed save are still deleting.
         """
         steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
         return max((s for s in steps if step is None or s < step), default=None)
 
     def _damaged(self, step: int, cause: Exception, names: Iterable[str] = ()) -> InputError:
-        """names: of arrays, one of which the cause may be about."""
+        """names: arrays, one of which may have caused the error."""
         folder, older = self.directory / str(step), self._before(step)
         return InputError(
             f"checkpoint {folder} is damaged{_named(cause, names)} ({_short(cause)});"
             + (
-                f" to go on from step {older}, delete that folder and --resume again"
+                f" to continue from step {older}, delete that folder and --resume again"
                 if older is not None
-                else " there is none before it: start a new run"
+                else " there is no earlier one: start a new run"
             )
         )
 
 
 def _named(cause: Exception, names: Iterable[str]) -> str:
-    """ " at NAME" of the array that an error is about, if it is known."""
+    """ " at NAME" for the array that caused an error, or "" if it is unknown."""
     names = list(names)
-    if len(names) > 1:  # TensorStore quotes the path of what it reads
+    if len(names) > 1:  # TensorStore quotes the path of the array that it reads
         quoted = set(re.findall(r"""["']([^"'/]+)/""", str(cause)))
         names = [name for name in names if name in quoted]
     return f" at {names[0]}" if names else ""
@@ -251,12 +252,12 @@ def _named(cause: Exception, names: Iterable[str]) -> str:
 def _short(e: Exception) -> str:
     words = " ".join(str(e).split())
     if "No space left on device" in words:
-        return "the disk is full: free some of it"
+        return "the disk is full: free some space"
     return f"{type(e).__name__}: {words.partition('. See full TensorStore details')[0][:200]}"
 
 
 def _unraisable(before, unraisable) -> None:
-    """Hides what the threads of a failed save tell once for each array, each with a traceback."""
+    """Hides the tracebacks that the threads of a failed save print, one for each array."""
     if str(unraisable.exc_value) != "Event loop is closed":
         before(unraisable)
 

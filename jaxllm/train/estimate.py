@@ -1,7 +1,7 @@
-"""What a step needs, counted before anything is compiled: memory by part, operations, time.
+"""Estimates memory, operations and time of a step without compiling it.
 
-Parameters, moments, gradients and copies are exact.  Activations are what the backward pass keeps
-of the forward pass as JAX traces it; XLA may keep less.
+Parameters, moments, gradients and copies are exact.  Activations are what the traced backward pass
+keeps of the forward pass; XLA may keep less.
 """
 
 import contextlib
@@ -24,36 +24,34 @@ from jaxllm.train.metrics import peak_flops
 from jaxllm.train.step import Trainer
 
 GIB = 2**30
-USUAL_MFU = 0.4  # of a well-tuned dense model on one GPU; ours are in docs/benchmarks.md
+USUAL_MFU = 0.4  # of a well-tuned dense model on one GPU; docs/benchmarks.md has ours
 
 
-class Room(NamedTuple):
-    """Memory that there is, of what it is, and how many of our devices share it."""
+class MemoryLimit(NamedTuple):
+    """Available memory."""
 
-    size: int
-    owner: str
-    devices: int
+    size: int  # bytes
+    owner: str  # what has this memory
+    devices: int  # number of our devices that share it
 
 
 def device_name(mesh: Mesh) -> str:
-    """ "8 x NVIDIA H100": the devices of a mesh."""
+    """The devices of a mesh, such as "8 x NVIDIA H100"."""
     return f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
 
 
-def room(mesh: Mesh) -> Room | None:
-    """The memory of this process's smallest device, or of the host where that computes; None: not
-    known.
-    """
+def memory_limit(mesh: Mesh) -> MemoryLimit | None:
+    """The memory of this process's smallest device, or of the host for CPUs; None if unknown."""
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
-        return Room(_host_memory(), "this machine", len(devices))
+        return MemoryLimit(_host_memory(), "this machine", len(devices))
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     known = [limit for limit in limits if limit]
-    return Room(min(known), "a device", 1) if known else None
+    return MemoryLimit(min(known), "a device", 1) if known else None
 
 
 def _host_memory() -> int:
-    """Bytes that this process may use: a container's limit, or all that the machine has."""
+    """Bytes that this process may use: the container's limit, or the machine's memory."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -61,12 +59,12 @@ def _host_memory() -> int:
 
 
 def state_memory(trainer: Trainer) -> dict[str, int]:
-    """Bytes that one device holds of parameters, moments, gradients and bf16 copies."""
+    """Bytes of parameters, moments, gradients and bf16 copies on one device."""
     state = trainer.abstract_state()
     parameters, copies = _bytes_of_one_device(state.params), _bytes_of_one_device(state.copies)
-    gradients = _bytes_of_one_device(trainer.working(state))  # in the dtypes of what they are of
+    gradients = _bytes_of_one_device(trainer.working(state))  # in the dtypes of the parameters
     if trainer.config.train.grad_accum > 1:
-        gradients += parameters  # their float32 sum over the parts of the batch
+        gradients += parameters  # the float32 sum over the parts of the batch
     return {
         "parameters": parameters,
         "moments": _bytes_of_one_device(state.opt_state),
@@ -85,25 +83,25 @@ def _bytes_of_one_device(tree: Any) -> int:
 def check_fits(config: Config, mesh: Mesh) -> None:
     """Raises InputError if parameters, moments and gradients alone exceed the memory.
 
-    Counted on models of one and of two layers: one of thousands would take minutes to trace.
+    Extrapolates from models of one and of two layers: thousands would take minutes to trace.
     """
-    there = room(mesh)
-    if there is None:
+    limit = memory_limit(mesh)
+    if limit is None:
         return
     (params, need), (params_of_two, need_of_two) = (_needs(config, mesh, n) for n in (1, 2))
     more = config.model.n_layers - 1
     params += more * (params_of_two - params)
-    need = there.devices * (need + more * (need_of_two - need))
-    if need > there.size:
+    need = limit.devices * (need + more * (need_of_two - need))
+    if need > limit.size:
         raise InputError(
             f"the model's {params:,} parameters need {need / GIB:,.1f} GiB with their moments and"
-            f" gradients, {there.owner} has {there.size / GIB:,.1f} GiB; make the model smaller, or"
+            f" gradients, {limit.owner} has {limit.size / GIB:,.1f} GiB; make the model smaller, or"
             " split it over more devices (mesh.fsdp)"
         )
 
 
 def _needs(config: Config, mesh: Mesh, n_layers: int) -> tuple[int, int]:
-    """(Parameters, bytes of a device for these, their moments and gradients) with n_layers."""
+    """(parameters, bytes per device with their moments and gradients) for n_layers."""
     model = config.model.model_copy(update={"n_layers": n_layers})
     trainer = Trainer(config.model_copy(update={"model": model}), mesh)
     parts = state_memory(trainer)
@@ -111,9 +109,9 @@ def _needs(config: Config, mesh: Mesh, n_layers: int) -> tuple[int, int]:
 
 
 def activation_memory(trainer: Trainer) -> dict[str, int]:
-    """Bytes of one device for what the backward pass needs of the forward pass, and for logits.
+    """Bytes on one device of logits and of the activations that the backward pass needs.
 
-    An upper bound on a mesh with a tensor axis, which splits some of them.
+    This is an upper bound on a mesh with a tensor axis, which divides some of them.
     """
     model, working = trainer.config.model, trainer.working(trainer.abstract_state())
     train, shape = trainer.config.train, trainer.mesh.shape
@@ -121,7 +119,7 @@ def activation_memory(trainer: Trainer) -> dict[str, int]:
     like = jax.ShapeDtypeStruct((train.batch_size // parts, train.seq_len), jnp.int32)
     batch = dict.fromkeys(trainer.abstract_batch(), like)
     kept, logits = _kept_by_forward(model, working, batch)
-    if model.remat != "none":  # the backward pass computes one block at a time again
+    if model.remat != "none":  # the backward pass recomputes one block at a time
         whole = _kept_by_forward(model.model_copy(update={"remat": "none"}), working, batch)[0]
         kept += max(0, whole - kept) // model.n_layers
     return {"activations": kept, "logits": logits}
@@ -141,15 +139,15 @@ def _kept_by_forward(model: ModelConfig, working: nnx.State, batch) -> tuple[int
     given = set(traced.invars)
     kept = {v: v.aval for v in traced.outvars if isinstance(v, Var) and v not in given}
     # pyrefly: ignore[missing-attribute]
-    arrays = [aval for aval in kept.values() if aval.shape not in shapes]  # else gradients
+    arrays = [aval for aval in kept.values() if aval.shape not in shapes]  # not gradients
     logits = sum(_bytes(aval) for aval in arrays if is_logits(aval))
     activations = sum(map(_bytes, arrays)) - logits
-    # A kernel makes them in chunks and keeps none: then the largest chunk counts.
+    # A kernel computes logits in chunks and keeps none; then the largest chunk counts.
     return activations, max(logits, _largest(traced, is_logits))
 
 
 def _largest(jaxpr: Jaxpr, of) -> int:
-    """Bytes of the largest array that a program makes of those for which of(array) is true."""
+    """Bytes of the largest array in a program for which of(array) is true."""
     most = 0
     for equation in jaxpr.eqns:
         arrays = (v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
@@ -165,41 +163,41 @@ def _bytes(array) -> int:
     return prod(array.shape) * array.dtype.itemsize
 
 
-def plan(trainer: Trainer) -> str:
-    """Lines on the memory, the operations and the time of a run; traces the model once."""
+def summarize(trainer: Trainer) -> str:
+    """Describes memory, operations and time of a run in lines of text; traces the model once."""
     parts = state_memory(trainer) | activation_memory(trainer)
     return "\n".join([*_memory_lines(trainer, parts), *_time_lines(trainer.config, trainer.mesh)])
 
 
 def _memory_lines(trainer: Trainer, parts: dict[str, int]) -> list[str]:
-    there, total = room(trainer.mesh), sum(parts.values())
+    limit, total = memory_limit(trainer.mesh), sum(parts.values())
     lines = [f"         {name:<12}{size / GIB:10.3f} GiB" for name, size in parts.items() if size]
-    lines.append(f"         {'in all':<12}{total / GIB:10.3f} GiB at most")
-    if there is None:
-        return ["memory   of one device:", *lines]
-    total *= there.devices
-    fits = "fits" if total <= there.size else "may not fit: lower train.batch_size"
-    shared = f" for {there.devices} devices" if there.devices > 1 else ""
-    of = f"{there.owner} has {there.size / GIB:,.1f} GiB{shared}"
-    return ["memory   of one device, counted and not measured:", *lines, f"         {of}: {fits}"]
+    lines.append(f"         {'total':<12}{total / GIB:10.3f} GiB at most")
+    if limit is None:
+        return ["memory   per device:", *lines]
+    total *= limit.devices
+    fits = "fits" if total <= limit.size else "may not fit: lower train.batch_size"
+    shared = f" for {limit.devices} devices" if limit.devices > 1 else ""
+    of = f"{limit.owner} has {limit.size / GIB:,.1f} GiB{shared}"
+    return ["memory   per device, estimated:", *lines, f"         {of}: {fits}"]
 
 
 def _time_lines(config: Config, mesh: Mesh) -> list[str]:
     tokens = config.train.batch_size * config.train.seq_len
     flops = tokens * flops_per_token(config.model, config.train.seq_len)
     lines = [
-        f"compute  {flops:.3g} FLOPs a step of {tokens:,} tokens (6 x matmul parameters + sequence"
-        f" mixing), {config.train.steps:,} steps"
+        f"compute  {flops:.3g} FLOPs per step of {tokens:,} tokens (6 x matmul parameters +"
+        f" sequence mixing), {config.train.steps:,} steps"
     ]
     kind = mesh.devices.flat[0].device_kind
     if (peak := peak_flops(kind)) is None:
-        return [*lines, f"time     not known, as the peak FLOP/s of {kind} are not: a run shows it"]
+        return [*lines, f"time     unknown, as the peak FLOP/s of {kind} is: a run will show it"]
     step = flops / (peak * mesh.size)
     span = lambda seconds: str(timedelta(seconds=round(seconds * config.train.steps)))
     return [
         *lines,
-        f"time     at the peak of {mesh.size} x {peak / 1e12:.0f} TFLOP/s {step * 1e3:,.1f} ms a"
-        f" step, {span(step)} in all: no run is faster",
-        f"         at {USUAL_MFU:.0%} of it {step / USUAL_MFU * 1e3:,.1f} ms a step,"
-        f" {span(step / USUAL_MFU)} in all, without evaluation and saving",
+        f"time     at the peak of {mesh.size} x {peak / 1e12:.0f} TFLOP/s: {step * 1e3:,.1f} ms"
+        f" per step, {span(step)} in total, as a lower bound",
+        f"         at {USUAL_MFU:.0%} of the peak: {step / USUAL_MFU * 1e3:,.1f} ms per step,"
+        f" {span(step / USUAL_MFU)} in total, without evaluation and saving",
     ]

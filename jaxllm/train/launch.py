@@ -1,4 +1,4 @@
-"""What a run does before its first step: it joins hosts, opens, restores, compiles."""
+"""Prepares a run: joins hosts, opens weights and logs, restores, compiles."""
 
 import shutil
 import time
@@ -28,16 +28,16 @@ from pallas_kernels import dispatch
 def join_devices(config: Config) -> Mesh:
     """The mesh over all devices of all hosts.
 
-    Raises InputError where there are no such hosts, or the model, the batch or the kernels do not
-    go with these devices.
+    Raises InputError if there are no other hosts, or if the model, the batch or the kernels do not
+    fit the devices.
     """
     if config.mesh.distributed:
         try:
             jax.distributed.initialize()  # finds the others in the cluster's environment
         except (ValueError, RuntimeError) as e:
             raise InputError(
-                f"mesh.distributed=true finds no other hosts ({e}); start it on each of them"
-                " by Slurm or another cluster that JAX knows, or set mesh.distributed=false"
+                f"mesh.distributed=true finds no other hosts ({e}); start the run on each of them"
+                " with Slurm or another cluster that JAX supports, or set mesh.distributed=false"
             ) from e
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_model(config.model, mesh)
@@ -47,7 +47,10 @@ def join_devices(config: Config) -> Mesh:
 
 
 def open_initial_weights(config: Config):
-    """The weights of model.init_from, or None; raises InputError if they are of another model."""
+    """Opens the weights of model.init_from, or returns None.
+
+    Raises InputError if they belong to another model.
+    """
     if not config.model.init_from:
         return None
     weights = open_weights(config.model.init_from)
@@ -58,7 +61,7 @@ def open_initial_weights(config: Config):
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     """Raises InputError for a run that has all of its steps and its report.
 
-    One that was killed after its last checkpoint lacks the report, or has an older one.
+    A run that was killed after its last checkpoint has no report, or an older one.
     """
     page, metrics = out_dir / "report.html", out_dir / "metrics.jsonl"
     reported = page.exists() and not (
@@ -66,31 +69,31 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     )
     if start > steps or (start == steps and reported):
         raise InputError(
-            f"{out_dir} is at step {start} of train.steps={steps}; raise --train.steps to go on"
+            f"{out_dir} is at step {start} of train.steps={steps}; raise --train.steps to continue"
         )
 
 
-def introduce(trainer: Trainer, data: str, say: Callable[[str], None]) -> None:
-    """Says what is trained, on which data and devices, and what its MFU is measured against."""
+def print_header(trainer: Trainer, data: str, emit: Callable[[str], None]) -> None:
+    """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
-    say(f"model    {config.model.type}, {trainer.n_params:,} parameters")
-    say(f"data     {data}")
-    say(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
+    emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
+    emit(f"data     {data}")
+    emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     if peak is not None:
         flops = flops_per_token(config.model, config.train.seq_len)
-        say(
-            f"MFU      {flops:,.0f} FLOPs a token (6 x matmul parameters + sequence mixing)"
+        emit(
+            f"MFU      {flops:,.0f} FLOPs per token (6 x matmul parameters + sequence mixing)"
             f" x tokens/s / ({mesh.size} x {peak / 1e12:.0f} TFLOP/s)"
         )
 
 
-def first_state(
+def initial_state(
     trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights, advice: str
 ) -> TrainState:
-    """The state to go on from: that of the checkpoint of step `restored`, or a new one.
+    """The state to train from: that of the checkpoint of step `restored`, or a new one.
 
-    weights: what `open_initial_weights` returned.  advice: what helps if memory runs out.
+    weights: the result of `open_initial_weights`.  advice: for when memory runs out.
     """
     if restored is not None:
         saved = trainer.abstract_state().saved()
@@ -102,66 +105,66 @@ def first_state(
 
 
 def compile_step(
-    trainer: Trainer, out_dir: Path, fresh: bool, say: Callable[[str], None], advice: str
+    trainer: Trainer, out_dir: Path, fresh: bool, emit: Callable[[str], None], advice: str
 ) -> Callable:
-    """The compiled train step; says how its ops run.
+    """Compiles the train step, and prints how its ops run.
 
-    fresh: the run does not resume, and what `out_dir` has compiled is of a killed process.
+    fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
     """
     if trainer.mesh.devices.flat[0].platform == "gpu":
-        # A resumed process has to run the very program of the first: XLA picks its matmuls by
-        # timing them, so another compilation may pick others and differ in the last bit.
+        # A resumed process must run the same program.  XLA chooses its matmuls by timing them, so a
+        # new compilation may choose differently and change the last bits.
         compiled = out_dir.resolve() / "compiled"
-        if fresh and jax.process_index() == 0:  # killed while it wrote, it left half a program
+        if fresh and jax.process_index() == 0:  # a killed process may leave partial files
             shutil.rmtree(compiled, ignore_errors=True)
         jax.config.update("jax_compilation_cache_dir", str(compiled))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     clock = time.perf_counter()
-    traced = trace_step(trainer, say)
+    traced = trace_step(trainer, emit)
     with memory_errors(advice):
         program = traced.lower().compile()
     seconds = time.perf_counter() - clock
-    say(f"compiled in {seconds:.1f} s, writing to {out_dir}")
+    emit(f"compiled in {seconds:.1f} s, writing to {out_dir}")
     return program
 
 
-def trace_step(trainer: Trainer, say: Callable[[str], None]) -> jax.stages.Traced:
-    """The traced train step; says how its ops run."""
+def trace_step(trainer: Trainer, emit: Callable[[str], None]) -> jax.stages.Traced:
+    """Traces the train step, and prints how its ops run."""
     try:
         traced = trainer.trace_train_step()
-    except NotImplementedError as e:  # only kernels=mosaic insists
+    except NotImplementedError as e:  # only kernels=mosaic raises it
         raise InputError(f"model.kernels=mosaic cannot run: {e}; use auto or xla") from e
-    say("kernels  " + kernels_in_short().replace("\n", "\n         "))
+    emit("kernels  " + kernel_summary().replace("\n", "\n         "))
     return traced
 
 
-def kernels_in_short() -> str:
-    """`dispatch.explain()`, in one line where all ops run on XLA for one reason."""
+def kernel_summary() -> str:
+    """`dispatch.explain()`, shortened to one line if all ops run on XLA for the same reason."""
     decisions = dispatch.decisions()
     reasons = {decision.why for decision in decisions}
     if len(reasons) != 1 or any(decision.runs != "xla" for decision in decisions):
         return dispatch.explain()
     (why,) = reasons
     if why == "asked for":
-        return "all ops run on XLA: model.kernels=xla asks for it"
+        return "all ops run on XLA, as model.kernels=xla requires"
     if "platform" in why:
         why += " (pytest tests/pallas_kernels interprets the kernels here)"
     return f"all ops run on XLA: {why}"
 
 
 def open_log(
-    trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, say: Callable[[str], None]
+    trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, emit: Callable[[str], None]
 ) -> RunLog | SilentLog:
-    """Makes the run's directory and writes what is known of the run from the start."""
+    """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
         return SilentLog()
     config = trainer.config
     tokens = config.train.batch_size * config.train.seq_len
     out_dir.mkdir(parents=True, exist_ok=True)
-    if dataset.tokenizer is not None:  # whoever has the directory can read its tokens
+    if dataset.tokenizer is not None:  # makes the directory self-contained
         path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer.path
         if path.exists() and path.read_bytes() != tokenizer.read_bytes():
-            raise InputError(f"{path} is another tokenizer than the data's; name another out_dir")
+            raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
         write_whole(path, tokenizer.read_bytes())
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
     model = f"{config.model.type}, {trainer.n_params:,} parameters"
@@ -171,7 +174,7 @@ def open_log(
     tracker = None
     if config.train.tracker == "wandb":
         tracker = Wandb(out_dir, config.model_dump())
-        say(f"tracker  wandb, {tracker.where}")
+        emit(f"tracker  wandb, {tracker.where}")
     return RunLog(
         out_dir,
         config.train.steps,

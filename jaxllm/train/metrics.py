@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl, TensorBoard events, a tracker, loss.png, a bar or plain lines."""
+"""Logs a run: metrics.jsonl, TensorBoard, a tracker, loss.png, and a progress bar or lines."""
 
 import contextlib
 import json
@@ -16,17 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxllm.files import write_whole
 from jaxllm.train.tracker import Wandb
 
-# Dense bf16 FLOP/s of one device, from the vendor's data sheets, by a part of its name.
+# {part of a device's name: its dense bf16 FLOP/s}, from the vendor's data sheets.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by its name, None if it is not known."""
+    """Dense bf16 FLOP/s of a device by its name, or None if unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
 
 
 def peak_memory() -> float | None:
-    """GiB that the fullest of this process's devices held at most; None if they do not tell."""
+    """Peak memory in GiB of this process's fullest device, or None if unknown."""
     import jax
 
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -34,12 +34,13 @@ def peak_memory() -> float | None:
 
 
 class RunLog:
-    """Writes down one run in `out_dir`; everything up to `start` (a resumed step) is kept.
+    """Logs one run to `out_dir`, and to a tracker if there is one.
 
-    A full disk is reported and ends no run.
+    A full disk is reported but does not stop the run.
 
-    tokens, flops: of one step over all devices; peak: FLOP/s of all devices together, or None.
-    tracker: gets every row, too.
+    start: the step to resume from; later rows are dropped.
+    tokens, flops: per step over all devices.
+    peak: FLOP/s of all devices together, or None.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class RunLog:
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
         before = _keep_until(self.path, start)
-        self.began = time.perf_counter() - seconds_of(before)  # as if nothing had interrupted it
+        self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
-        self.seconds = deque[float](maxlen=20)  # of the last steps
-        self.unwritten = b""  # rows that found the disk full
+        self.seconds = deque[float](maxlen=20)  # duration of the last steps
+        self.unwritten = b""  # rows that a full disk has not taken yet
         self.boards: list[Board | Wandb] = [Board(out_dir / "tensorboard", start)]
         if tracker is not None:
             self.boards.append(tracker)
@@ -87,7 +88,7 @@ class RunLog:
         seconds: float,
         skips: int = 0,
     ) -> None:
-        """One step done: `seconds` is its time; skips: updates skipped in a row."""
+        """Logs a step that took `seconds`; skips: updates skipped in a row."""
         speed = self.tokens / seconds
         self.seconds.append(seconds)
         row = {
@@ -110,68 +111,70 @@ class RunLog:
         if self.bar is not None:
             self.bar.update(self.task, completed=step, news=news)
         else:
-            self.say(
+            self.message(
                 f"step {step}/{self.steps}  {news}"
                 f"  left {timedelta(seconds=round((self.steps - step) * median(self.seconds)))}"
             )
 
     def evaluation(self, step: int, val_loss: float) -> None:
-        """One evaluation: mean loss a token, in nats."""
+        """Logs an evaluation; val_loss: mean loss per token, in nats."""
         self._write({"step": step, "val_loss": val_loss})
-        self.say(f"step {step}/{self.steps}  validation loss {val_loss:.4f}")
+        self.message(f"step {step}/{self.steps}  validation loss {val_loss:.4f}")
         self.draw()
 
     def sample(self, step: int, text: str) -> None:
-        """A text that the model wrote, behind its prompt."""
+        """Logs a text that the model wrote, including its prompt."""
         self._write({"step": step, "sample": text})
-        self.say(f"step {step}/{self.steps}  sample:\n{text}")
+        self.message(f"step {step}/{self.steps}  sample:\n{text}")
 
-    def say(self, text: str) -> None:
-        """A line for the reader, above the progress bar."""
+    def message(self, text: str) -> None:
+        """Prints a line, above the progress bar if there is one."""
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False)
         else:
-            say(text)
+            print_line(text)
 
     def draw(self) -> None:
         """Draws loss.png from metrics.jsonl."""
         try:
             draw_loss(self.path, self.picture)
         except OSError as e:
-            self.say(f"{self.picture} could not be drawn: {e.strerror}")
+            self.message(f"{self.picture} could not be drawn: {e.strerror}")
 
     def close(self) -> None:
-        """Ends the bar and the files."""
+        """Closes the progress bar and the files."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
         if problem := self._flush():
-            self.say(f"{self.path} lacks its last rows: {problem}")
+            self.message(f"{self.path} lacks its last rows: {problem}")
         self.file.close()
         for board in self.boards:
             with contextlib.suppress(OSError):
                 board.close()
 
     def _write(self, row: dict) -> None:
-        # A loss that is not finite stays readable for every JSON reader, as null.
+        # JSON has no NaN or infinity, so they become null.
         finite = lambda v: v if isinstance(v, str) or math.isfinite(v) else None
         row = {k: finite(v) for k, v in row.items()}
         row["seconds"] = round(time.perf_counter() - self.began, 3)
-        waiting = bool(self.unwritten)
+        reported = bool(self.unwritten)
         self.unwritten += json.dumps(row).encode() + b"\n"
-        if (problem := self._flush()) and not waiting:
-            self.say(f"{self.path} cannot be written now ({problem}); its rows wait")
+        if (problem := self._flush()) and not reported:
+            self.message(f"{self.path} cannot be written now ({problem}); the next row retries")
         for board in list(self.boards):
             try:
                 board.write(row)
             except OSError as e:
                 self.boards.remove(board)
-                self.say(f"no more {board.name} ({e.strerror or e}); metrics.jsonl has them all")
+                self.message(
+                    f"stopped writing {board.name} ({e.strerror or e}); metrics.jsonl has them all"
+                )
 
     def _flush(self) -> str | None:
-        """Writes all rows that wait; returns why it cannot."""
+        """Writes all pending rows; returns the reason if it cannot."""
         try:
-            while self.unwritten:  # the system may take only a part
+            while self.unwritten:  # a write may be partial
                 self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
         except OSError as e:
             return e.strerror
@@ -179,10 +182,10 @@ class RunLog:
 
 
 class Board:
-    """TensorBoard events; events after step `start` of an earlier process are hidden.
+    """TensorBoard events; hides an earlier process's events after step `start`.
 
-    Written by the caller: the thread of tensorboardX's SummaryWriter dies on a full disk, and the
-    run would wait for it for ever.
+    The caller's thread writes them: the thread of tensorboardX's SummaryWriter dies on a full disk,
+    and the run would wait for it forever.
     """
 
     name = "TensorBoard events"
@@ -198,7 +201,7 @@ class Board:
         self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, row: dict) -> None:
-        """The values of one row; raises OSError on a full disk."""
+        """Writes the values of one row; raises OSError on a full disk."""
         from tensorboardX.summary import scalar, text
 
         for name, value in row.items():
@@ -207,10 +210,10 @@ class Board:
             elif name not in ("step", "seconds") and value is not None:
                 self._event(row["step"], summary=scalar(name, value))
         if "val_loss" in row:
-            self.writer.flush()  # on the disk: too slow for every step
+            self.writer.flush()  # too slow for every step
 
     def close(self) -> None:
-        """Writes what is left; raises OSError on a full disk."""
+        """Writes pending events; raises OSError on a full disk."""
         self.writer.close()
 
     def _event(self, step: int, **content) -> None:
@@ -221,18 +224,18 @@ class Board:
 
 
 class SilentLog:
-    """Stands in for RunLog on all processes but the first."""
+    """Replaces RunLog on all processes but the first, and logs nothing."""
 
     def train(self, *_) -> None: ...
     def evaluation(self, *_) -> None: ...
     def sample(self, *_) -> None: ...
-    def say(self, *_) -> None: ...
+    def message(self, *_) -> None: ...
     def draw(self) -> None: ...
     def close(self) -> None: ...
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off and all else is left out."""
+    """The rows of a metrics.jsonl; skips a truncated last line and anything that is not a row."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -245,14 +248,14 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def seconds_of(rows: list[dict]) -> float:
-    """How long a run has trained, all its processes together, without compiling; 0: not known."""
+    """Seconds that a run has trained in all its processes, without compilation; 0 if unknown."""
     times = (row.get("seconds") for row in rows)
-    # Of a damaged file anything may come, and a timedelta holds no more than 1e13.
+    # A damaged file may hold anything, and a timedelta at most 1e13 seconds.
     return max((t for t in times if isinstance(t, int | float) and 0 <= t < 1e10), default=0)
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:
-    """Training loss of every step and validation loss, as a PNG."""
+    """Draws training loss and validation loss over the steps as a PNG."""
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics)
@@ -274,7 +277,7 @@ def draw_loss(metrics: Path, picture: Path) -> None:
 
 
 def _keep_until(path: Path, step: int) -> list[dict]:
-    """Drops rows after `step`: steps done after the checkpoint are done again; returns the rest."""
+    """Drops rows after `step`, because a resumed run repeats these steps; returns the others."""
     if not path.exists():
         return []
     kept = [r for r in read_metrics(path) if r["step"] <= step]
@@ -282,7 +285,7 @@ def _keep_until(path: Path, step: int) -> list[dict]:
     return kept
 
 
-def say(text: str) -> None:
-    """Prints a line, if it can: not into a pipe that nobody reads, nor a file on a full disk."""
+def print_line(text: str) -> None:
+    """Prints a line; ignores a closed pipe and a full disk."""
     with contextlib.suppress(OSError):
         print(text, flush=True)

@@ -1,6 +1,6 @@
-"""AdamW with decoupled weight decay on matrices only, behind a clip of the global gradient norm.
+"""Clipping by global norm, then AdamW with decoupled weight decay on matrices only, in optax.
 
-Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; everything is optax.
+Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxllm.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Step (from 0) -> learning rate: (step + 1) / warmup, then the schedule over the rest."""
+    """Step (from 0) -> learning rate: a linear warm-up, then the schedule over the other steps."""
     peak, end, warmup = config.learning_rate, config.final_fraction, config.warmup_steps
     rest = max(steps - warmup, 1)
     if config.schedule == "cosine":
@@ -30,19 +30,19 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def global_norm(tree) -> jax.Array:
-    """Square root of the sum of all squares, float32, as `optax.tree.norm`."""
+    """Square root of the sum of all squares, () float32, like `optax.tree.norm` but faster."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.size > 1:  # each device sums its own part of every array
         return optax.tree.norm(tree)
-    # XLA gives every array that is summed to one number two kernels, a small one too, of 2 us each:
-    # 222 of the 539 small kernels in a step of GPT-2 124M.  This way each matrix takes one, and
-    # all vectors together two.  The barrier keeps XLA from taking the one vector apart again.
+    # XLA uses two kernels of 2 us to sum any array to a number, even a small one: 222 of the 539
+    # small kernels in a step of GPT-2 124M.  With row sums, each matrix takes one kernel, and all
+    # vectors together take two.  The barrier keeps XLA from undoing the concatenation.
     rows = [jnp.square(x).sum(range(1, x.ndim)) for x in map(jnp.atleast_1d, jax.tree.leaves(tree))]
     return jnp.sqrt(jax.lax.optimization_barrier(jnp.concatenate(rows)).sum())
 
 
 def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` with the norm above."""
+    """Like `optax.clip_by_global_norm`, with our `global_norm`."""
 
     def clip(updates, _):
         norm = global_norm(updates)
@@ -52,7 +52,7 @@ def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clip, then AdamW; vectors (norms, biases) are not decayed."""
+    """Clips, then applies AdamW; vectors (norms, biases) are not decayed."""
     adamw = optax.adamw(
         learning_rate(config, steps),
         b1=config.b1,

@@ -1,4 +1,4 @@
-"""A process that trains: XLA's flags, signals, pauses, what the device can do and hold."""
+"""Prepares the training process: XLA flags, signals, garbage collection, the directory's lock."""
 
 import contextlib
 import gc
@@ -13,45 +13,52 @@ from jaxllm.files import lock
 
 
 def set_xla_flags(deterministic: bool) -> None:
-    """XLA reads its flags when it first meets the GPU; of two values the later, yours, counts."""
+    """Sets XLA's flags, which it reads when the backend starts.
+
+    Flags that the user has set come last, so they win.
+    """
     flags = [
-        # Where Triton may not have the matmuls, cuBLASLt adds the biases in them: GPT-2 124M on an
-        # H100 goes from 509 k to 529 k tokens/s.
+        # Without Triton matmuls, cuBLASLt fuses the biases into them: GPT-2 124M on an H100 goes
+        # from 509 k to 529 k tokens/s.
         "--xla_gpu_enable_triton_gemm=false",
-        # Merged matmuls of q, k and v have to be taken apart by copies.
+        # Merging the matmuls of q, k and v would need copies to split the result.
         "--xla_gpu_dot_merger_threshold_mb=0",
     ]
-    # On a CPU, bf16 fusions of YNNPACK take most of a step: llama3_small needs 11.4 s of one core
-    # with them, 1.35 s without (JAX 0.11.2; 3.5 s and 1.2 s with 0.12.0.1).
-    flags.append("--xla_cpu_experimental_ynn_fusion_type=")
+    # On a CPU a step of llama3_small takes 11.4 s of one core with XLA's bf16 fusions from YNNPACK,
+    # 1.3 s without, and 0.7 s with oneDNN's matmuls, which use AMX (JAX 0.11.2; 0.12.0.1 alike).
+    flags += [
+        "--xla_cpu_experimental_ynn_fusion_type=",
+        "--xla_cpu_use_onednn=true",
+        "--xla_cpu_experimental_onednn_custom_call=true",
+    ]
     if deterministic:
         flags.append("--xla_gpu_deterministic_ops=true")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM ask to stop after the step; a second one stops at once."""
+    """Ctrl-C and SIGTERM request a stop after the current step; a second one stops at once."""
 
     def __enter__(self):
         self.received: int | None = None
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def _note(self, number, frame):
+    def _handle(self, number, frame):
         self.received = number
         self.__exit__()
 
     def __exit__(self, *_):
-        for s, handler in self.before.items():
+        for s, handler in self.previous.items():
             signal.signal(s, handler)
 
 
 @contextlib.contextmanager
 def no_long_pauses() -> Iterator[None]:
-    """Inside, Python's garbage collector leaves alone what was there before.
+    """Makes Python's garbage collector ignore all objects that exist on entry.
 
-    After a step was traced and compiled these are some 400,000 objects, through which it would look
-    for 0.2 s somewhere in the run, longer than many a step, while the GPU has nothing to do.
+    After tracing and compiling a step there are some 400,000.  Scanning them would take 0.2 s,
+    longer than many a step, while the GPU is idle.
     """
     gc.collect()
     gc.freeze()
@@ -62,17 +69,17 @@ def no_long_pauses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(out_dir: Path) -> Iterator[None]:
-    """Makes a run's directory and keeps other processes that train out of it, until this dies.
+def lock_directory(out_dir: Path) -> Iterator[None]:
+    """Creates a run's directory and locks it against other processes that train.
 
-    Raises InputError.
+    Raises InputError if another process holds the lock or the directory is not writable.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(lock(out_dir / ".lock", wait=False))
+            stack.enter_context(lock(out_dir / ".lock", wait=False))
         except BlockingIOError as e:
             raise InputError(
-                f"another process trains in out_dir {out_dir}; wait for its end, or name another"
+                f"another process is training in out_dir {out_dir}; wait for it, or name another"
             ) from e
         except OSError as e:
             raise InputError(f"cannot write to out_dir {out_dir}: {e.strerror}") from e
@@ -80,7 +87,7 @@ def alone(out_dir: Path) -> Iterator[None]:
 
 
 def check_kernels(config: Config) -> None:
-    """Raises InputError if kernels=mosaic was asked for where they cannot run."""
+    """Raises InputError for model.kernels=mosaic if these devices cannot run the kernels."""
     from pallas_kernels import dispatch
 
     if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):

@@ -1,4 +1,4 @@
-"""A trace of a few steps, and the kernels on which the device spent them."""
+"""Traces a few steps and lists the longest kernels."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,10 +7,10 @@ import jax
 
 
 class StepTrace:
-    """Traces the steps first ... end - 1 of span = (first, end) into a folder; (0, 0): nothing.
+    """Traces steps first ... end - 1 of span = (first, end) into a folder; (0, 0): none.
 
-    `begins(step)` and `ends(step)` tell the loop when to wait for the device; between them lies
-    `start()` and `stop()`.
+    The loop waits for the devices and calls `start()` before the step for which `begins(step)` is
+    true, and `stop()` after the step for which `ends(step)` is true.
     """
 
     def __init__(self, span: tuple[int, int], folder: Path):
@@ -18,27 +18,27 @@ class StepTrace:
         self.folder = folder
 
     def begins(self, step: int) -> bool:
-        """True before the first step of the trace."""
+        """Whether `step` is the first step of the trace."""
         return bool(self.end) and step == self.first
 
     def ends(self, step: int) -> bool:
-        """True after the last step of the trace."""
+        """Whether `step` is the last step of the trace."""
         return bool(self.end) and step == self.end - 1
 
     def start(self) -> None:
-        """Starts the trace; no step may be under way."""
+        """Starts the trace; no step may be running."""
         jax.profiler.start_trace(str(self.folder))
 
     def stop(self) -> str:
-        """Writes the trace and returns a table of its ten largest kernels; all steps are done."""
+        """Writes the trace; returns a table of the ten longest kernels.  No step may be running."""
         jax.profiler.stop_trace()
         n = self.end - self.first
         files = sorted(self.folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
         times, calls = kernel_times(files[-1])
         if not times:
-            return f"profile  {self.folder}: no device in it (kernels are timed on GPUs only)"
+            return f"profile  {self.folder}: no kernels (only a GPU's kernels are timed)"
         total = sum(times.values())
-        rows = [f"profile  {self.folder}: kernels {total / n:.2f} ms a step; the ten largest:"]
+        rows = [f"profile  {self.folder}: kernels {total / n:.2f} ms per step; the ten longest:"]
         for name, ms in times.most_common(10):
             rows.append(
                 f"{ms / n:10.3f} ms {ms / total:6.1%} {calls[name] / n:7.1f} x  {name[:90]}"
@@ -53,7 +53,9 @@ def kernel_times(path: Path) -> tuple[Counter, Counter]:
         if plane.name != "/device:GPU:0":
             continue
         for line in plane.lines:
-            if not line.name.startswith("Stream"):  # others repeat the time by module and by source
+            if not line.name.startswith(
+                "Stream"
+            ):  # the others repeat the time by module and source
                 continue
             for event in line.events:
                 times[event.name] += event.duration_ns / 1e6

@@ -1,6 +1,6 @@
-"""One page about a run, or several over one another: jaxllm report DIR [DIR ...]
+"""Writes a page about one run, or about several in the same charts: jaxllm report DIR [DIR ...]
 
-The page is one HTML file without any link: it can be sent, and opened without a network.
+The page is one HTML file without links: it can be sent, and opened without a network.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from jaxllm.files import write_whole
 from jaxllm.train.metrics import read_metrics, seconds_of
 
 DOCTYPE = "<!doctype html>"
-INK = "#010203"  # stands for the page's text colour until the picture is in the page
+INK = "#010203"  # a placeholder, which `chart` replaces with the page's text color
 COLORS = ("#2f7ed8", "#e07b39", "#3aa655", "#b0539f", "#8c6d46", "#d0a215", "#17a2a2", "#c0392b")
-POINTS = 1000  # of one curve
-SAMPLES = 12  # texts of one run
-CHARTS = (  # key of metrics.jsonl, title, unit, whether it is noisy, scale, whether it is the end
+POINTS = 1000  # most points of a curve
+SAMPLES = 12  # most texts of a run
+CHARTS = (  # key of metrics.jsonl, title, unit, noisy, scale, only the second half
     ("loss", "Loss", "nats per token; dots: validation", True, "as it is", False),
     ("loss", "Loss, second half", "nats per token; dots: validation", True, "as it is", True),
     ("grad_norm", "Gradient norm", "before clipping", True, "log", False),
@@ -34,7 +34,7 @@ CHARTS = (  # key of metrics.jsonl, title, unit, whether it is noisy, scale, whe
     ("mfu", "Model FLOPs utilisation", "share of the peak", True, "from 0", False),
     ("peak_memory_gib", "Memory", "GiB at most so far, one device", False, "from 0", False),
 )
-SPIKE = 10  # times the highest median: what a log scale still shows whole
+SPIKE = 10  # a log scale ends at this multiple of the highest median
 STYLE = """
 :root { color-scheme: light dark; --line: #8885; --soft: #8882; }
 * { box-sizing: border-box; }
@@ -58,11 +58,11 @@ pre { overflow-wrap: anywhere; }
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
-class Loaded:
-    """What a run's directory tells; raises InputError if it holds no metrics."""
+class LoadedRun:
+    """The contents of a run's directory; raises InputError if it holds no metrics."""
 
     def __init__(self, folder: Path, color: str = COLORS[0]):
         path = folder / "metrics.jsonl"
@@ -70,7 +70,9 @@ class Loaded:
             self.rows = read_metrics(path)
             self.config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         except OSError as e:
-            raise InputError(f"{folder} is no run's directory: {e.strerror}: {e.filename}") from e
+            raise InputError(
+                f"{folder} is not a run's directory: {e.strerror}: {e.filename}"
+            ) from e
         if not self.rows:
             raise InputError(f"{path} holds no metrics yet")
         self.name, self.color = folder.resolve().name, color
@@ -84,12 +86,12 @@ class Loaded:
                 raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
 
     def points(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of every row that has the key."""
+        """(step, value) of every row with the key."""
         pairs = ((r["step"], r.get(key)) for r in self.rows)
         return [(s, float(v)) for s, v in pairs if isinstance(v, int | float) and abs(v) < 1e30]
 
     def samples(self) -> list[tuple[int, str]]:
-        """(step, text), at most SAMPLES of them, from the first to the last."""
+        """(step, text) of at most SAMPLES samples, spread evenly from the first to the last."""
         found = [(r["step"], r["sample"]) for r in self.rows if isinstance(r.get("sample"), str)]
         last = len(found) - 1
         kept = {round(i * last / (SAMPLES - 1)) for i in range(SAMPLES)} if found else set()
@@ -111,7 +113,7 @@ class Loaded:
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most POINTS of them: of each stretch the lowest and the highest."""
+    """Reduces a curve to at most POINTS points: the lowest and the highest of each stretch."""
     size = -(-len(points) * 2 // POINTS)
     if size <= 2:
         return points
@@ -123,21 +125,21 @@ def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The median of the values around each point, a 25th of all; about 200 points."""
+    """Moving median over 1/25 of the curve, at about 200 points."""
     reach, every = max(1, len(points) // 50), max(1, len(points) // 200)
     around = lambda i: [v for _, v in points[max(0, i - reach) : i + reach + 1]]
     return [(points[i][0], median(around(i))) for i in range(0, len(points), every)]
 
 
 def chart(
-    runs: list[Loaded], key: str, title: str, unit: str, noisy: bool, scale: str, end: bool
+    runs: list[LoadedRun], key: str, title: str, unit: str, noisy: bool, scale: str, end: bool
 ) -> str:
-    """An inline SVG of the runs' curves, or nothing if no run has the key."""
+    """An inline SVG of the runs' curves, or "" if no run has the key."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
-    # A gradient norm that is 0 or not finite has no place on a log scale.
+    # A log scale cannot show a gradient norm of 0.
     shown = lambda points: [p for p in points if p[1] > 0] if scale == "log" else points
     curves = [shown(run.points(key)) for run in runs]
     dots = [run.points("val_loss") for run in runs]
@@ -172,45 +174,47 @@ def chart(
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     picture = out.getvalue().replace(INK, "currentColor")
-    picture = picture[picture.index("<svg") :]  # without the declarations of a file of its own
+    picture = picture[picture.index("<svg") :]  # drops the XML declarations
     picture = re.sub("<metadata>.*?</metadata>", "", picture, flags=re.S)
     picture = picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     return f"<figure><figcaption>{html.escape(title)}</figcaption>{picture}</figure>"
 
 
 def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
-    """The y axis from 0 or logarithmic, on which single points do not flatten all others."""
+    """Sets the limits of the y axis so that outliers do not flatten the curves."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     if scale == "as it is":
         return
     medians = [v for points in curves for _, v in smooth(points)]
-    if scale == "from 0":  # single fast steps after a pause are not shown whole
+    if scale == "from 0":  # cuts off single fast steps after a pause
         axes.set_ylim(0, 1.15 * max(medians) or 1)
         return
     values = [v for points in curves for _, v in points]
     lowest, highest = max(min(values), min(medians) / SPIKE), min(max(values), max(medians) * SPIKE)
     axes.set_yscale("log")
-    axes.set_ylim(lowest / 1.6, highest * 1.6)  # a factor of 2.5: there is a 1, 2 or 5 among them
+    axes.set_ylim(
+        lowest / 1.6, highest * 1.6
+    )  # spans 2.5 at least, so there is a tick at 1, 2 or 5
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """An HTML table; cells are text, but for those that are Html."""
+    """An HTML table; cells are escaped unless they are Html."""
     cell = lambda x: x if isinstance(x, Html) else html.escape(str(x))
     line = lambda tag, cells: "".join(f"<{tag}>{cell(c)}</{tag}>" for c in cells)
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     return f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def named(run: Loaded) -> Html:
-    """The run's name behind the colour of its curves."""
+def named(run: LoadedRun) -> Html:
+    """The run's name after a dot in the color of its curves."""
     return Html(f'<i class="dot" style="background:{run.color}"></i>{html.escape(run.name)}')
 
 
-def summary(run: Loaded) -> dict[str, str]:
-    """The run's column in the first table, by the heads of its rows; "": not known."""
+def summary(run: LoadedRun) -> dict[str, str]:
+    """The run's column in the first table, {row: value}; "" if unknown."""
 
     def number(key, form, choose=lambda values: values[-1]):
         values = [v for _, v in run.points(key)]
@@ -236,8 +240,8 @@ def summary(run: Loaded) -> dict[str, str]:
     }
 
 
-def differences(runs: list[Loaded]) -> str:
-    """A table of the settings in which the runs differ, or nothing."""
+def differences(runs: list[LoadedRun]) -> str:
+    """A table of the settings in which the runs differ, or ""."""
     settings = [run.settings() for run in runs]
     keys = dict.fromkeys(key for found in settings for key in found)
     rows = [[key, *(found.get(key, "") for found in settings)] for key in keys]
@@ -247,8 +251,8 @@ def differences(runs: list[Loaded]) -> str:
     return "<h2>What differs</h2>" + table(["setting", *map(named, runs)], rows)
 
 
-def details(run: Loaded) -> str:
-    """What a page holds on one run alone."""
+def details(run: LoadedRun) -> str:
+    """The part of the page about one run: samples, ops, versions, configuration."""
     parts = [f"<h2>{named(run)}</h2>"]
     if samples := run.samples():
         parts.append("<h3>Samples over time</h3><div class=grid>")
@@ -266,7 +270,7 @@ def details(run: Loaded) -> str:
     return "".join(parts)
 
 
-def page(runs: list[Loaded]) -> str:
+def page(runs: list[LoadedRun]) -> str:
     """The whole HTML page."""
     columns = [summary(run) for run in runs]
     facts = [[name, *(column[name] for column in columns)] for name in columns[0]]
@@ -289,7 +293,7 @@ def page(runs: list[Loaded]) -> str:
 
 
 def describe(folder: Path, model: str, tokens: int, device: str, ops: list) -> None:
-    """Writes run.json: the model, tokens of a step, device, versions, and how the ops ran."""
+    """Writes run.json: model, tokens per step, device, versions, and how the ops ran."""
     import platform
     from importlib.metadata import version
 
@@ -303,7 +307,7 @@ def describe(folder: Path, model: str, tokens: int, device: str, ops: list) -> N
         | {"python": platform.python_version()},
         "ops": [list(decision) for decision in ops],
     }
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a run that goes on
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a resumed run keeps it
         about["started"] = json.loads(path.read_text(encoding="utf-8"))["started"]
     write_whole(path, json.dumps(about, indent=1).encode())
 
@@ -311,11 +315,11 @@ def describe(folder: Path, model: str, tokens: int, device: str, ops: list) -> N
 def write(folders: list[Path], out: Path) -> None:
     """Writes the page about the runs in `folders`; raises InputError if one holds no run."""
     colors = COLORS * len(folders)
-    runs = [Loaded(folder, color) for folder, color in zip(folders, colors, strict=False)]
+    runs = [LoadedRun(folder, color) for folder, color in zip(folders, colors, strict=False)]
     if out.is_file():
         with out.open("rb") as file:
             if file.read(len(DOCTYPE)) != DOCTYPE.encode():
-                raise InputError(f"{out} is no report and would be overwritten; change --out")
+                raise InputError(f"{out} is not a report and would be overwritten; change --out")
     write_whole(out, page(runs).encode())
 
 

@@ -1,6 +1,7 @@
 """Trains a model: jaxllm train --config llama3_small.yaml [--section.key VALUE ...]
 
-Reads the configuration, builds data, model and compiled step (launch.py), loops, logs and saves.
+Reads the configuration, builds data, model and compiled step (launch.py), then trains, logs and
+saves.
 """
 
 import contextlib
@@ -14,14 +15,13 @@ from pathlib import Path
 from jaxllm.config import Config, command_line
 from jaxllm.data.loader import check_paths
 from jaxllm.errors import InputError, RunError, memory_errors
-from jaxllm.train.metrics import read_metrics, say
-from jaxllm.train.process import StopSignals, alone, no_long_pauses, set_xla_flags
+from jaxllm.train.metrics import print_line, read_metrics
+from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 from jaxllm.train.tracker import check_tracker
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: it failed, 2: bad input, 128 + the signal that
-    stopped it."""
+    """Runs the command line; returns 0: done, 1: failed, 2: bad input, 128 + n: stopped by n."""
     return command_line.exit_status(
         lambda: _run(sys.argv[1:] if argv is None else argv),
         memory="lower train.batch_size, or set model.remat=block",
@@ -36,16 +36,16 @@ def _run(argv: list[str]) -> int:
     set_xla_flags(config.train.deterministic)
     if arguments.dry_run:
         return dry_run(config)
-    with contextlib.ExitStack() as held:
-        run = Run(config, arguments.out_dir, arguments.resume, held)
+    with contextlib.ExitStack() as stack:
+        run = Run(config, arguments.out_dir, arguments.resume, stack)
         with StopSignals() as stop, no_long_pauses():
             return run.loop(stop)
 
 
 def check_trainable(config: Config) -> None:
-    """Raises InputError for what is right in a configuration, but not to train with, or is absent.
+    """Raises InputError for a valid configuration that cannot be trained or names missing files.
 
-    Without JAX, which takes seconds to import.
+    Does not import JAX, which takes seconds.
     """
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":
@@ -62,7 +62,7 @@ def check_trainable(config: Config) -> None:
 
 
 def dry_run(config: Config) -> int:
-    """Says what a run needs, and that it cannot fit if so; compiles and writes nothing."""
+    """Prints what a run needs; compiles and writes nothing.  Raises InputError if it cannot fit."""
     import jax
 
     from jaxllm.train import estimate, launch
@@ -71,52 +71,55 @@ def dry_run(config: Config) -> int:
     mesh = launch.join_devices(config)
     estimate.check_fits(config, mesh)
     trainer = Trainer(config, mesh)
-    tell = say if jax.process_index() == 0 else lambda text: None
-    launch.introduce(trainer, "not opened: this is a dry run", tell)
-    launch.trace_step(trainer, tell)
-    tell(estimate.plan(trainer))
+    emit = print_line if jax.process_index() == 0 else lambda text: None
+    launch.print_header(trainer, "not opened in a dry run", emit)
+    launch.trace_step(trainer, emit)
+    emit(estimate.summarize(trainer))
     return 0
 
 
 class StepClock:
-    """Notes each step while the devices work on the next one, with the time that it took."""
+    """Times each step, and records it while the devices run the next one."""
 
-    def __init__(self, note: Callable[[int, dict, float], None], advice: str):
-        """note: called with a step, its metrics and its seconds.  advice: if memory runs out."""
-        self.note, self.advice = note, advice
-        self.under_way: tuple[int, dict] | None = None
+    def __init__(self, record: Callable[[int, dict, float], None], advice: str):
+        """record: called with a step, its metrics and its seconds.
+
+        advice: for when memory runs out.
+        """
+        self.record, self.advice = record, advice
+        self.running: tuple[int, dict] | None = None
         self.clock = time.perf_counter()
 
     def started(self, step: int, metrics: dict) -> None:
-        """The devices have got a step: waits for the step before it and notes that."""
-        self._note_last()
-        self.under_way = step, metrics
+        """Call this after dispatching a step; waits for the previous step and records it."""
+        self._record_last()
+        self.running = step, metrics
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Inside, no step is under way, and the time that passes is no step's."""
-        self._note_last()
+        """Waits for the last step; the time inside the context counts for no step."""
+        self._record_last()
         yield
         self.clock = time.perf_counter()
 
-    def _note_last(self) -> None:
-        if self.under_way is None:
+    def _record_last(self) -> None:
+        if self.running is None:
             return
-        (step, metrics), self.under_way = self.under_way, None
+        (step, metrics), self.running = self.running, None
         with memory_errors(self.advice):
-            values = {name: float(value) for name, value in metrics.items()}  # waits for them
+            values = {name: float(value) for name, value in metrics.items()}  # waits for the step
         before, self.clock = self.clock, time.perf_counter()
-        self.note(step, values, self.clock - before)
+        self.record(step, values, self.clock - before)
 
 
 class Run:
-    """One run of training: built, checked and compiled by the constructor, driven by `loop`.
+    """One training run: the constructor builds, checks and compiles it; `loop` trains.
 
-    held: takes the lock of the run's directory, once there is something to keep others from.
+    stack: gets the lock of the run's directory as soon as other processes must keep out.
     """
 
-    def __init__(self, config: Config, out_dir: Path, resume: bool, held: contextlib.ExitStack):
-        # JAX takes seconds to import: a wrong command line is reported before that.
+    def __init__(self, config: Config, out_dir: Path, resume: bool, stack: contextlib.ExitStack):
+        # Imported late, because JAX takes seconds and a bad command line should fail at once.
         import jax
 
         from jaxllm.data import open_dataset
@@ -131,15 +134,15 @@ class Run:
         )
         self.mesh = launch.join_devices(config)
         self.world, self.rank = jax.process_count(), jax.process_index()
-        tell = say if self.rank == 0 else lambda text: None
+        emit = print_line if self.rank == 0 else lambda text: None
         estimate.check_fits(config, self.mesh)
         self.trainer = Trainer(config, self.mesh)
-        if resume and self.rank == 0:  # Checkpoints deletes what another's save has not finished
-            held.enter_context(alone(out_dir))
+        if resume and self.rank == 0:  # Checkpoints would delete another process's running save
+            stack.enter_context(lock_directory(out_dir))
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
-            tell(f"resume   {out_dir} holds no complete checkpoint: it starts again")
+            emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config) if newest is None else None
         self.dataset = open_dataset(
             config.data,
@@ -152,22 +155,22 @@ class Run:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             launch.check_unfinished(out_dir, newest, train.steps)
-        launch.introduce(self.trainer, self.dataset.description, tell)
+        launch.print_header(self.trainer, self.dataset.description, emit)
         if self.start < train.steps:
-            self.checkpoints.check_room(self.trainer.abstract_state().saved())
+            self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
-            tell(f"resume   from the checkpoint of step {newest} in {out_dir}")
-        self.state = launch.first_state(
+            emit(f"resume   from the checkpoint of step {newest} in {out_dir}")
+        self.state = launch.initial_state(
             self.trainer, self.checkpoints, newest, weights, self.advice
         )
         fresh = self.start == 0
-        self.step_program = launch.compile_step(self.trainer, out_dir, fresh, tell, self.advice)
+        self.step_program = launch.compile_step(self.trainer, out_dir, fresh, emit, self.advice)
         self.evaluate = self.trainer.eval_step()
-        if not resume and self.rank == 0:  # here the first file is written
-            held.enter_context(alone(out_dir))
+        if not resume and self.rank == 0:  # a new run writes nothing before this point
+            stack.enter_context(lock_directory(out_dir))
             command_line.check_free(out_dir)
         try:
-            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, tell)
+            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
@@ -180,30 +183,30 @@ class Run:
             step, received = self._take_steps(batches, stop)
             self._finish()
             if received is not None:
-                self.log.say(
-                    f"stopped by {signal.Signals(received).name} after step {step}, saved:"
-                    f" go on with --resume --out_dir {self.out_dir}"
+                self.log.message(
+                    f"stopped by {signal.Signals(received).name} after step {step} and saved:"
+                    f" continue with --resume --out_dir {self.out_dir}"
                 )
                 return 128 + received
-            self._sum_up()
+            self._print_summary()
             return 0
         except RunError:
             with contextlib.suppress(RunError):
-                self.checkpoints.close()  # what is on its way to the disk arrives there
+                self.checkpoints.close()  # waits for a save in progress
             raise
         finally:
             batches.close()
             self.log.close()
 
     def _take_steps(self, batches: Iterator[dict], stop: StopSignals) -> tuple[int, int | None]:
-        """Takes all steps, or those until a signal; returns (the last step, the signal)."""
+        """Takes all steps, or until a signal; returns (last step, signal or None)."""
         from jaxllm.train.profiling import StepTrace
 
         steps = self.config.train.steps
         if self.start == steps:
             self._complete()
         trace = StepTrace(self.config.profile.span, self.out_dir / "profile")
-        clock = StepClock(self._note, self.advice)
+        clock = StepClock(self._record, self.advice)
         for step in range(self.start + 1, steps + 1):
             if trace.begins(step):
                 with clock.stopped():
@@ -211,12 +214,13 @@ class Run:
             batch = self.trainer.put_batch(next(batches))
             self.state, metrics = self.step_program(self.state, batch)
             clock.started(step, metrics)
-            # Read once: a signal from here on is seen a step later, after the last one never.
+            # Read only once per step: a later signal takes effect after the next step.  The last
+            # step ignores it.
             received = stop.received if step < steps else None
             if trace.ends(step) or self._pauses_after(step) or received is not None:
                 with clock.stopped():
                     if trace.ends(step):
-                        self.log.say(trace.stop())
+                        self.log.message(trace.stop())
                     self._evaluate_sample_save(step, stopping=received is not None)
             if received is not None:
                 return step, received
@@ -231,7 +235,7 @@ class Run:
         return any(self._due(step, e) for e in every)
 
     def _evaluate_sample_save(self, step: int, stopping: bool) -> None:
-        """What is due after a step; one after which the run stops is only saved."""
+        """Evaluates, samples and saves as due after a step; if the run stops, only saves."""
         train, val_loss = self.config.train, None
         if self._due(step, train.eval_every) and not stopping:
             val_loss = self._validate(step)
@@ -241,43 +245,43 @@ class Run:
             self._save(step, val_loss)
 
     def _complete(self) -> None:
-        """Does what is done after the last step and a run killed there lacks."""
+        """Catches up on evaluation and sample if the run was killed after its last step."""
         rows = read_metrics(self.out_dir / "metrics.jsonl")
-        there = {key for row in rows if row["step"] == self.start for key in row}
-        if "val_loss" not in there:
+        logged = {key for row in rows if row["step"] == self.start for key in row}
+        if "val_loss" not in logged:
             self._validate(self.start)
-        if "sample" not in there:
+        if "sample" not in logged:
             self._sample(self.start)
 
     def _finish(self) -> None:
-        """Waits for the last checkpoint; leaves loss.png and report.html."""
+        """Waits for the last checkpoint; writes loss.png and report.html."""
         from jaxllm.train import report
 
         try:
             self.checkpoints.close()
-        finally:  # a disk without room for a checkpoint may have some for these
+        finally:  # a disk that is too full for a checkpoint may have room for these
             self.log.draw()
             if self.rank == 0:
                 try:
                     report.write([self.out_dir], self.out_dir / "report.html")
                 except (InputError, OSError) as e:  # nothing was logged yet, or the disk is full
-                    self.log.say(f"no report.html: {e}")
+                    self.log.message(f"no report.html: {e}")
 
-    def _sum_up(self) -> None:
-        from jaxllm.train.summary import closing
+    def _print_summary(self) -> None:
+        from jaxllm.train.summary import summarize_run
 
         if self.rank == 0:
-            self.log.say(closing(self.out_dir, self.config.sample.prompt))
+            self.log.message(summarize_run(self.out_dir, self.config.sample.prompt))
 
-    def _note(self, step: int, values: dict[str, float], seconds: float) -> None:
-        """Logs a step that is done; raises RunError after too many that were skipped."""
+    def _record(self, step: int, values: dict[str, float], seconds: float) -> None:
+        """Logs a finished step; raises RunError after too many skipped updates."""
         train = self.config.train
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
         if skips or self._due(step, train.log_every):
             self.log.train(step, loss, lr, norm, seconds, int(skips))
         if not skips:
             return
-        self.log.say(
+        self.log.message(
             f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: update skipped"
             f" ({skips:.0f} in a row)"
         )
@@ -285,11 +289,11 @@ class Run:
             raise RunError(self._why_skipped(step, isfinite(loss) and isfinite(norm)))
 
     def _why_skipped(self, step: int, finite: bool) -> str:
-        """One line on the step, its data, and the first layer that is not finite if it was that."""
+        """One line with the step, its samples, and the first layer that is not finite, if any."""
         train, sample = self.config.train, self._samples_at(step - 1)
         text = (
             f"{train.max_skips} updates in a row were skipped (train.max_skips), up to step {step}"
-            f" on the samples {sample} to {sample + train.batch_size - 1};"
+            f" on samples {sample} to {sample + train.batch_size - 1};"
         )
         if finite:
             return f"{text} its loss is a spike; raise train.skip_spikes={train.skip_spikes}"
@@ -311,7 +315,7 @@ class Run:
         return self.samples + (step - self.start) * self.config.train.batch_size
 
     def _validate(self, step: int) -> float:
-        """Mean validation loss a token, in nats."""
+        """Mean validation loss per token, in nats."""
         train = self.config.train
         total, count = 0.0, 0.0
         for batch in self.dataset.val_batches(
@@ -329,10 +333,10 @@ class Run:
             "samples": self._samples_at(step),
         }
         if problem := self.checkpoints.save(step, self.state.saved(), about, val_loss):
-            self.log.say(problem)
+            self.log.message(problem)
 
     def _sample(self, step: int) -> None:
-        """Logs a text by the model as it is now, behind its prompt."""
+        """Logs a text that the current model writes."""
         import jax
 
         from jaxllm.infer.decode import generate
@@ -341,14 +345,14 @@ class Run:
         if config.tokens == 0:
             return
         if tokenizer is None:
-            self.log.say("no sample: the data came without a tokenizer (data.tokenizer)")
+            self.log.message("no sample: the data has no tokenizer (data.tokenizer)")
             return
         prompt = tokenizer.prompt(config.prompt)
         if not prompt:
-            self.log.say("no sample: sample.prompt is empty")
+            self.log.message("no sample: sample.prompt is empty")
             return
         rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        # A model that never saw two documents at once has nothing to say behind an end.
+        # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         try:
             with memory_errors(self.advice), jax.set_mesh(self.mesh):
@@ -356,6 +360,6 @@ class Run:
                     self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
                 )
         except RunError as e:
-            self.log.say(f"no sample: {e}")
+            self.log.message(f"no sample: {e}")
             return
         self.log.sample(step, config.prompt + tokenizer.decode(tokens))

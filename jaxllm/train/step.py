@@ -1,6 +1,6 @@
-"""The training state and the jitted steps on it: pure functions, sharded by JAX itself.
+"""The training state and the jitted steps on it: pure functions that JAX itself shards.
 
-A model is split once into its graph (static) and its parameters (a pytree); from there on it is
+A model is split once into its graph (static) and its parameters (a pytree); everything else is
 plain `jax.jit`, `jax.value_and_grad` and optax.
 """
 
@@ -22,18 +22,18 @@ from jaxllm.train.optim import global_norm, learning_rate, make_optimizer
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes.  The data position follows from `step`."""
+    """Everything that a step changes; the data position follows from `step`."""
 
     step: jax.Array  # int32, steps done
     params: nnx.State  # fp32
     opt_state: optax.OptState
     watch: guard.Watch
-    # The blocks' matrices in the dtype of their matmuls.  The optimizer writes them while it has
-    # the new parameters in registers; to cast those in the next step would read them once more.
+    # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
+    # are in registers; a cast in the next step would read these once more.
     copies: tuple[jax.Array, ...] = ()
 
     def saved(self) -> "TrainState":
-        """What a checkpoint holds: all but the copies, which `Trainer.with_copies` makes again."""
+        """The part for a checkpoint: all but the copies, which `Trainer.with_copies` remakes."""
         return self._replace(copies=())
 
 
@@ -50,7 +50,7 @@ class Trainer:
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         dtype = jnp.dtype(config.model.compute_dtype)
         is_variable = lambda node: isinstance(node, nnx.Variable)
-        self.copied = [  # leaf by leaf
+        self.copied = [  # one flag per parameter
             bool(p.get_metadata().get("copied")) and p.dtype != dtype
             for p in jax.tree.leaves(self.abstract_params, is_leaf=is_variable)
         ]
@@ -63,7 +63,7 @@ class Trainer:
     def _state_shardings(self, params: nnx.State) -> TrainState:
         whole = NamedSharding(self.mesh, sharding.P())
         of_params = sharding.shardings(params, self.mesh)
-        # jit(optimizer.init) alone forgets the sharding: moments lie like their parameters.
+        # jit(optimizer.init) loses the sharding; moments get that of their parameters.
         of_opt_state = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
             self.optimizer,
@@ -77,9 +77,9 @@ class Trainer:
         return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole), of_copies)
 
     def init(self, params: nnx.State | None = None) -> TrainState:
-        """The state before the first step, made on the devices where it stays.
+        """The state before the first step, created with its final sharding.
 
-        params: weights to start from, which are given up; None: drawn from the seed.
+        params: initial weights, whose buffers are donated; None: drawn from the seed.
         """
         with jax.set_mesh(self.mesh):
             if params is None:
@@ -94,12 +94,12 @@ class Trainer:
         )
 
     def with_copies(self, saved: TrainState) -> TrainState:
-        """The state of a checkpoint, complete."""
+        """Completes a restored state with its copies."""
         make = jax.jit(self._make_copies, out_shardings=self.state_shardings.copies)
         return saved._replace(copies=make(saved.params))
 
     def _matrices(self, tree) -> tuple:
-        """The leaves of a tree like the parameters that have a copy."""
+        """The leaves of the parameters with copies, from a tree like the parameters."""
         leaves = jax.tree.leaves(tree)
         return tuple(leaf for leaf, copied in zip(leaves, self.copied, strict=True) if copied)
 
@@ -108,7 +108,7 @@ class Trainer:
         return tuple(p.astype(dtype) for p in self._matrices(params))
 
     def working(self, state: TrainState) -> nnx.State:
-        """The parameters of the matmuls: the copies where there are any."""
+        """The parameters for the forward pass: the copies where they exist."""
         leaves, structure = jax.tree.flatten(state.params)
         copies = iter(state.copies)
         return jax.tree.unflatten(
@@ -116,7 +116,7 @@ class Trainer:
         )
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state, for lowering and for restoring."""
+        """Shapes, dtypes and shardings of the state, for lowering and restoring."""
         shapes = jax.eval_shape(self._start, self.abstract_params)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
@@ -125,9 +125,9 @@ class Trainer:
         )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a batch: (B, T) int32 each, divided over data and fsdp.
+        """Shapes of a batch: (B, T) int32 each, sharded over data and fsdp.
 
-        tokens and labels; with data.pack=documents segment_ids and positions, too.
+        It has tokens and labels, and with data.pack=documents also segment_ids and positions.
         """
         train = self.config.train
         like = jax.ShapeDtypeStruct(
@@ -139,17 +139,17 @@ class Trainer:
         return dict.fromkeys(names, like)
 
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
-        """This process's rows of a batch (numpy) as one array over all devices."""
+        """Makes global arrays from this process's rows of a batch (numpy)."""
         return {
             name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
             for name, rows in batch.items()
         }
 
     def trace_train_step(self) -> jax.stages.Traced:
-        """The traced train step (state, batch) -> (state, metrics); state's buffers are donated.
+        """Traces the train step (state, batch) -> (state, metrics); it donates the state's buffers.
 
-        After tracing, `pallas_kernels.dispatch.explain()` knows what runs; `.lower().compile()`
-        gives the one program of the whole run.
+        After tracing, `pallas_kernels.dispatch.explain()` describes how the ops run;
+        `.lower().compile()` gives the program of the whole run.
         """
         step = jax.jit(
             self._train_step,
@@ -177,7 +177,7 @@ class Trainer:
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
 
-        def mean_loss(params, part):  # its part of the whole batch's mean
+        def mean_loss(params, part):  # this part's share of the mean over the batch
             return self._loss_sum(params, part, 1 / count)[0]
 
         grad = jax.value_and_grad(mean_loss)
@@ -187,7 +187,7 @@ class Trainer:
             loss, grads = grad(working, batch)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         else:
-            # Part i takes rows i, i + parts, ...: every device then has rows in every part.
+            # Part i takes rows i, i + parts, ..., so that every device has rows in every part.
             split = jax.tree.map(
                 lambda x: sharding.constrain(
                     x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1), None, sharding.BATCH, None
@@ -203,8 +203,8 @@ class Trainer:
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norm = global_norm(grads)
-        good, watch = guard.judge(state.watch, loss, norm, self.config.train.skip_spikes)
-        params, opt_state = guard.choose(good, (params, opt_state), (state.params, state.opt_state))
+        good, watch = guard.check_update(state.watch, loss, norm, self.config.train.skip_spikes)
+        params, opt_state = guard.select(good, (params, opt_state), (state.params, state.opt_state))
         metrics = {
             "loss": loss,
             "grad_norm": norm,

@@ -1,4 +1,4 @@
-"""What a run says at its end: how it went, and what to do with it."""
+"""The summary that a run prints at its end."""
 
 import os
 import shlex
@@ -10,17 +10,17 @@ from statistics import median
 
 from jaxllm.errors import InputError
 from jaxllm.train.metrics import seconds_of
-from jaxllm.train.report import Loaded
+from jaxllm.train.report import LoadedRun
 
 
-def closing(out_dir: Path, prompt: str) -> str:
-    """Losses, tokens and time of the run in out_dir, its pages, and the command that writes text.
+def summarize_run(out_dir: Path, prompt: str) -> str:
+    """The losses, speed and reports of the run in out_dir, and the command that generates text.
 
-    prompt: what the text goes on from.
+    prompt: for that command.
     """
     lines = [f"done: {out_dir}"]
     try:
-        run = Loaded(out_dir)
+        run = LoadedRun(out_dir)
     except InputError as e:  # a full disk
         return f"{lines[0]} ({e})"
     if losses := run.points("loss"):
@@ -42,9 +42,9 @@ def closing(out_dir: Path, prompt: str) -> str:
 
 
 def generate_command(out_dir: Path, prompt: str) -> str:
-    """The command that writes text by this run, in the way in which this process was started."""
-    uv, python = "UV" in os.environ, sys.executable  # `uv run`: the shell may know no such Python
-    if Path(sys.argv[0]).name == "jaxllm":  # the console command of the package
+    """The command that generates text with this run, in the form that started this process."""
+    uv, python = "UV" in os.environ, sys.executable  # under `uv run`, `python` may be another one
+    if Path(sys.argv[0]).name == "jaxllm":  # the package's console command
         command = ["jaxllm", "generate"]
     else:
         known = uv or shutil.which("python") == python

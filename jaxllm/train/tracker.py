@@ -1,4 +1,4 @@
-"""An optional tracker beside metrics.jsonl: Weights & Biases, through its own package."""
+"""Logs to Weights & Biases, through its own package, in addition to metrics.jsonl."""
 
 import importlib.util
 import os
@@ -18,9 +18,9 @@ def check_tracker(config: Config) -> None:
 
 
 class Wandb:
-    """A run of Weights & Biases: offline unless WANDB_MODE says otherwise.
+    """A run of Weights & Biases, offline unless WANDB_MODE is set.
 
-    A resumed run is a run of its own there, in the same group.
+    A resumed run becomes a separate run there, in the same group.
     """
 
     name = "values for wandb"
@@ -36,10 +36,10 @@ class Wandb:
                 group=out_dir.name,
                 dir=out_dir,
                 config=config,
-                # It would take over standard output and tell its own story there.
+                # Otherwise it would capture and write to standard output.
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except Exception as e:  # of many kinds: no key, no network, no room
+        except Exception as e:  # such as: no key, no network, a full disk
             raise InputError(
                 f"train.tracker=wandb cannot start ({e}); set WANDB_MODE=offline, or"
                 " train.tracker=none"
@@ -49,7 +49,7 @@ class Wandb:
         self.where = f"offline; `wandb sync {folder}` sends it" if offline else self.run.url
 
     def write(self, row: dict) -> None:
-        """The values of one row; raises OSError whatever the package meets: no run ends of it."""
+        """Logs the values of one row; raises OSError for any failure, so that the run continues."""
         values = {k: v for k, v in row.items() if k != "step" and v is not None}
         try:
             self.run.log(values, step=row["step"])
@@ -57,7 +57,7 @@ class Wandb:
             raise OSError(str(e)) from e
 
     def close(self) -> None:
-        """Waits until everything is written; raises OSError."""
+        """Waits until everything is written; raises OSError for any failure."""
         try:
             self.run.finish()
         except Exception as e:

@@ -1,1 +1,1 @@
-"""Weights from and to Hugging Face and our own checkpoints."""
+"""Reads and writes weights: Hugging Face folders and our own checkpoints."""

@@ -1,7 +1,7 @@
-"""Checksums of what a checkpoint holds: a changed byte passes the library that reads it.
+"""Checksums of checkpoints, because the library that reads them does not notice a changed byte.
 
-Those of arrays are computed where the arrays are, in whole numbers: they are the same on any mesh,
-and no array is copied for them.
+Checksums of arrays are computed on their devices in integers: they do not depend on the mesh, and
+no array is copied.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jaxllm.data.cache import digest
 
 
 def array_checksums(arrays: dict[str, Any]) -> dict[str, str]:
-    """{name: 16 hex digits} of arrays, on devices (also of several hosts) or not."""
+    """{name: 16 hex digits} of arrays in host memory or on the devices of one or more hosts."""
     sums = jax.device_get([_sums(x) for x in arrays.values()])
     return {
         name: f"{int(first):08x}{int(second):08x}"
@@ -23,19 +23,19 @@ def array_checksums(arrays: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def changed(arrays: dict[str, Any], checksums: dict[str, str]) -> str | None:
-    """Name of the first array that is not the one its checksum was made of, or None."""
+def first_mismatch(arrays: dict[str, Any], checksums: dict[str, str]) -> str | None:
+    """Name of the first array that does not match its checksum, or None."""
     found = array_checksums({name: x for name, x in arrays.items() if name in checksums})
     return next((name for name in found if found[name] != checksums[name]), None)
 
 
-def sealed(page: dict[str, Any]) -> dict[str, Any]:
-    """A JSON page with a digest of itself."""
+def with_digest(page: dict[str, Any]) -> dict[str, Any]:
+    """Adds a digest of the content to a JSON page."""
     return page | {"digest": digest(page)}
 
 
-def check_seal(page: Any) -> None:
-    """Raises ValueError for a JSON page that was changed; pages of before have no checksums."""
+def check_digest(page: Any) -> None:
+    """Raises ValueError for a JSON page that was changed; older pages have no checksums."""
     if not isinstance(page, dict) or not isinstance(page.get("arrays"), dict):
         raise ValueError("its JSON page lists no arrays")
     content = {key: value for key, value in page.items() if key != "digest"}
@@ -45,20 +45,20 @@ def check_seal(page: Any) -> None:
 
 @jax.jit
 def _sums(x) -> tuple[jax.Array, jax.Array]:
-    """Two sums modulo 2^32: of the words, and of the words mixed with their places.
+    """Two sums modulo 2^32: of the words, and of the words hashed with their indices.
 
-    Both maps are one to one in each word: a single word that is another changes both sums.
+    Both maps are one-to-one in each word, so a change of a single word changes both sums.
     """
     x = jnp.asarray(x)
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     words = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}"))
     words = words.astype(jnp.uint32)
-    place, stride = jnp.uint32(0), 1
-    for axis in reversed(range(words.ndim)):  # no reshape, which would gather a sharded array
-        place += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+    index, stride = jnp.uint32(0), 1
+    for axis in reversed(range(words.ndim)):  # a reshape would gather a sharded array
+        index += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= words.shape[axis]
-    mixed = words + place * jnp.uint32(0x9E3779B9)
+    mixed = words + index * jnp.uint32(0x9E3779B9)
     mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)  # MurmurHash3's last steps
     mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
     mixed ^= mixed >> 16

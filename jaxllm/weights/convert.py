@@ -1,8 +1,8 @@
-"""jaxllm convert SOURCE OUT: Hugging Face folders into our checkpoints, and back.
+"""jaxllm convert SOURCE OUT: converts a Hugging Face folder into a run's directory, or back.
 
-What SOURCE is says the direction.  A Hugging Face folder (GPT-2, Llama 3, xLSTM: config.json and
-safetensors) becomes a run's directory: config.yaml, with which train.py trains on from these
-weights, and a checkpoint of the parameters alone.  A run's directory becomes a Hugging Face folder.
+SOURCE determines the direction.  A Hugging Face folder (GPT-2, Llama 3, xLSTM: config.json and
+safetensors) becomes a run's directory: a checkpoint of the parameters, and a config.yaml with which
+jaxllm train starts from them.  A run's directory becomes a Hugging Face folder.
 """
 
 import contextlib
@@ -16,16 +16,17 @@ from jaxllm.errors import InputError, RunError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0: done, 1: could not be written, 2: bad input,
-    130: interrupted."""
+    """Runs the command line; returns 0: done, 1: write failed, 2: bad input, 130: interrupted."""
     parser = Parser(prog="jaxllm convert", description=__doc__.partition(": ")[2])
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder, see above")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    parser.add_argument("--step", type=int, help="of a run: its checkpoint (default: the newest)")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder to convert")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
+    parser.add_argument(
+        "--step", type=int, help="the checkpoint of a run to convert (default: the newest)"
+    )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="of the Hugging Face tensors written (default: float32, which loses nothing)",
+        help="dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
     )
 
     def run() -> None:
@@ -36,10 +37,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(source: Path, out: Path, step: int | None = None, dtype: str | None = None) -> None:
-    """Converts a folder into another one, which is there complete or not at all.
+    """Converts a folder into a new one, which is complete or does not exist.
 
-    step, dtype: of a run that becomes a Hugging Face folder.  Raises InputError for bad input and
-    for an `out` that exists, RunError where it cannot be written.
+    step, dtype: only for a run that becomes a Hugging Face folder.
+    Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
     from jaxllm.weights.pretrained import RunWeights, open_weights
 
@@ -53,25 +54,25 @@ def convert(source: Path, out: Path, step: int | None = None, dtype: str | None 
             weights = RunWeights(source, step)
         with _new_folder(out) as folder:
             _to_huggingface(weights, folder, dtype or "float32")
-        said = f"the checkpoint of step {weights.step} as Hugging Face's files"
+        result = f"the checkpoint of step {weights.step} as a Hugging Face folder"
     else:
         for option, value in (("--step", step), ("--dtype", dtype)):
             if value is not None:
                 raise InputError(f"{option} is for a run's directory; {source} is not one")
         with _new_folder(out) as folder:
             _from_huggingface(weights, folder, out)
-        said = f"train on with: jaxllm train --config {out / 'config.yaml'}"
-    print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {said}")
+        result = f"to train: jaxllm train --config {out / 'config.yaml'}"
+    print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
 
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when all is written, and is removed otherwise."""
+    """Yields a temporary folder beside `out`; renames it to `out` on success, else removes it."""
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
         yield partial
-        partial.rename(out)  # an empty folder gives way, anything else is an error
+        partial.rename(out)  # replaces an empty folder, and fails for anything else
     except (OSError, RunError) as error:
         raise RunError(f"cannot write {out}: {error}") from error
     finally:
@@ -121,7 +122,7 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> None:
                 json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
             )
     else:
-        print("no tokenizer.json: the run names none (data.tokenizer); copy it there by hand")
+        print("no tokenizer.json: the run has none (data.tokenizer); copy it there by hand")
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
         (place.name, place.to_theirs(config, weights.read(place.ours))) for place in places(config)

@@ -1,8 +1,8 @@
-"""A Hugging Face folder: its safetensors, one file or several, read and written.
+"""Reads and writes the safetensors of a Hugging Face folder, in one file or several.
 
-Tensors pass one by one.  Whatever would make the model another one than config.json says is refused
-by name: a tensor that is missing, unexpected or of another shape (huggingface_config: a setting).
-Pickles (.bin, .pth) are never opened.
+Tensors are read and written one at a time.  A tensor that is missing, unexpected or of the wrong
+shape is refused by name; huggingface_config does the same for settings.  Pickles (.bin, .pth) are
+never opened.
 """
 
 import json
@@ -24,9 +24,9 @@ DTYPES = {
     "float32": (np.dtype(np.float32), "F32"),
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), "BF16"),
 }
-SHARD_BYTES = 5 * 10**9  # of one file; above it the Hub and its tools expect several
+SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several files above it
 INDEX = "model.safetensors.index.json"
-# Files of the tokenizer and of generation that go along with the weights.
+# Files of the tokenizer and of generation that are copied with the weights.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,7 +34,7 @@ COMPANIONS = (
     "generation_config.json",
 )
 _READABLE = ("F32", "F16", "BF16")
-# Tensors without parameters in them: masks and frequencies that older versions stored.
+# Tensors that are not parameters: masks and frequencies that older versions stored.
 _BUFFERS = re.compile(
     r"transformer\.h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|rope\.freqs"
@@ -42,10 +42,10 @@ _BUFFERS = re.compile(
 
 
 class HuggingFaceWeights:
-    """The weights in a folder, checked against its configuration when opened.
+    """The weights in a folder, checked against its configuration on opening.
 
-    config: of our model.  A folder with Meta's params.json and its names (in safetensors) is read
-    too, see `_META`.
+    config: the configuration of our model.
+    Also reads a folder with Meta's params.json and tensor names (`_META`) in safetensors.
     """
 
     def __init__(self, folder: Path):
@@ -55,7 +55,7 @@ class HuggingFaceWeights:
             self.config = model_config(read_json(folder / "config.json"), folder / "config.json")
             self._interleaved = False
             bare = self.config.type == "gpt2" and "wte.weight" in self._stored
-            if bare:  # OpenAI's own files: names of the model without its head
+            if bare:  # OpenAI's own files name the tensors of the model without its head
                 self._rename(lambda n: n if n == "lm_head.weight" else f"transformer.{n}")
         else:
             path = folder / "params.json"
@@ -66,9 +66,9 @@ class HuggingFaceWeights:
         self._check()
 
     def read(self, place: Place) -> dict[str, np.ndarray]:
-        """{our dotted path: contiguous float32 array of its own} of one tensor.
+        """{our dotted path: contiguous float32 copy} of one tensor.
 
-        Raises InputError for one that is damaged or not finite.
+        Raises InputError if the tensor is damaged or not finite.
         """
         parts = place.to_ours(self.config, self._read(place)).items()
         found = {name: np.array(part, np.float32, order="C") for name, part in parts}
@@ -97,16 +97,16 @@ class HuggingFaceWeights:
         renamed: dict[str, tuple[str, str]] = {}
         for name, at in self._stored.items():
             if new_name(name) in renamed:
-                raise InputError(f"{self.folder} holds {name!r} under another name, too")
+                raise InputError(f"{self.folder} holds {name!r} under another name as well")
             renamed[new_name(name)] = at
         self._stored = renamed
 
     def _check(self) -> None:
         config = self.config
-        if config.n_layers > len(self._stored):  # before so many names are made
+        if config.n_layers > len(self._stored):  # avoids making a huge list of names
             raise InputError(
-                f"{self.folder} says {config.n_layers} layers, but holds only {len(self._stored)}"
-                " tensors"
+                f"{self.folder} declares {config.n_layers} layers, but holds only"
+                f" {len(self._stored)} tensors"
             )
         wanted = {place.name: place.shape(config) for place in places(config)}
         for name, shape in wanted.items():
@@ -118,8 +118,8 @@ class HuggingFaceWeights:
             found = self._slice(name)
             if tuple(found.get_shape()) != shape:
                 raise InputError(
-                    f"{self.folder}: {name} has shape {list(found.get_shape())}, the configuration"
-                    f" says {list(shape)}"
+                    f"{self.folder}: {name} has shape {list(found.get_shape())}; the configuration"
+                    f" requires {list(shape)}"
                 )
             if found.get_dtype() not in _READABLE:
                 raise InputError(
@@ -132,7 +132,7 @@ class HuggingFaceWeights:
             if not (name == "lm_head.weight" and tied(config) and self._head_is_embedding()):
                 raise InputError(
                     f"{self.folder} holds the tensor {name!r}, which a {config.type} of"
-                    f" {config.n_layers} layers has not"
+                    f" {config.n_layers} layers does not have"
                 )
 
     def _head_is_embedding(self) -> bool:
@@ -146,20 +146,20 @@ class HuggingFaceWeights:
 
 
 def check_finite(x: np.ndarray, name: str) -> None:
-    """Raises InputError for a tensor with a NaN or an infinity in it; name: for the message."""
-    for extreme in (x.max(), x.min()):  # no array of flags; a NaN is both
+    """Raises InputError for a tensor with a NaN or an infinity; name: for the message."""
+    for extreme in (x.max(), x.min()):  # needs no array of flags, and both propagate NaN
         if not np.isfinite(extreme):
-            raise InputError(f"{name} holds {extreme}; weights have to be finite")
+            raise InputError(f"{name} holds {extreme}; weights must be finite")
 
 
 def pickle_in(folder: Path) -> str:
-    """The end of a refusal that names a pickle in the folder, "" where there is none."""
+    """The end of an error that names a pickle in the folder, or "" without one."""
     pickles = sorted(p.name for end in ("bin", "pth", "pt") for p in folder.glob(f"*.{end}"))
     return f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
 
 
 def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-    """({file: opened}, {tensor: (file, name in it)}) of the safetensors in a folder."""
+    """({file: handle}, {tensor: (file, name in the file)}) of the safetensors in a folder."""
     if (folder / INDEX).is_file():
         listed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
@@ -185,8 +185,8 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]
         for tensor in found:
             if tensor in stored:
                 raise InputError(
-                    f"{folder}: {tensor!r} is in {stored[tensor][0]} and in {name}; parts of one"
-                    " tensor cannot be joined here"
+                    f"{folder}: {tensor!r} is in {stored[tensor][0]} and in {name}; tensors that"
+                    " are split over files are not supported"
                 )
             stored[tensor] = (name, tensor)
     for tensor, name in listed.items():
@@ -195,7 +195,7 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]
     return files, stored
 
 
-# Meta's own names of Llama, in the folders that also hold params.json.
+# Meta's tensor names of Llama, in the folders with params.json.
 _META = {
     r"tok_embeddings\.weight": "model.embed_tokens.weight",
     r"norm\.weight": "model.norm.weight",
@@ -217,9 +217,9 @@ def _meta_name(name: str) -> str:
 
 
 def _meta_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]]) -> ModelConfig:
-    """The configuration of Meta's params.json; widths that it leaves out are read off the tensors.
+    """The configuration in Meta's params.json; the tensors' shapes give the widths that it lacks.
 
-    The file does not tell the stretching of Llama 3.1 (factor 8) from that of 3.2 (32).
+    The file does not distinguish the RoPE scaling of Llama 3.1 (factor 8) from that of 3.2 (32).
     """
     keys = Page(page, path)
     for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
@@ -229,7 +229,7 @@ def _meta_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
     if page.get("use_scaled_rope"):
         if page.get("rope_scaling_factor") is None:
             raise InputError(
-                f"{path} has use_scaled_rope, but not its factor; add rope_scaling_factor to it"
+                f"{path} has use_scaled_rope but no factor; add rope_scaling_factor to it"
                 " (8 for Llama 3.1, 32 for 3.2), or use the folder with a config.json"
             )
         scaling = dict(factor=page["rope_scaling_factor"])
@@ -257,10 +257,10 @@ def _meta_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]])
 def write_tensors(
     folder: Path, config: ModelConfig, dtype: str, arrays: Iterable[tuple[str, np.ndarray]]
 ) -> None:
-    """Writes model.safetensors, in several files if large, with an index then.
+    """Writes model.safetensors, or several files and an index if it would be large.
 
-    arrays: (Hugging Face's name, array) in the order of `places(config)`, taken one by one: the
-    format allows it, since the header holds only names, shapes and places, all known before.
+    arrays: (Hugging Face name, array) in the order of `places(config)`, consumed one at a time: the
+    header needs only names, shapes and offsets, which are known in advance.
     """
     numpy_dtype, tag = DTYPES[dtype]
     shapes = {place.name: place.shape(config) for place in places(config)}

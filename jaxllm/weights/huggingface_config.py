@@ -1,6 +1,6 @@
-"""The configuration of a model in a Hugging Face folder: config.json read and written.
+"""Reads and writes config.json, the model configuration of a Hugging Face folder.
 
-A setting that our models do not have is refused by name.
+A setting that our models do not support is refused by name.
 """
 
 import json
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from jaxllm.config import ModelConfig, round_up, sentence
+from jaxllm.config import ModelConfig, plain_message, round_up
 from jaxllm.errors import InputError
 from jaxllm.weights.places import tied
 
-NEEDED = object()  # of a key without a default
+NEEDED = object()  # the "default" of a required key
 
 
 class _Kind(NamedTuple):
-    """A type of model there and here.
+    """How a type of Hugging Face model maps to ours.
 
-    fixed: what their settings have to be in a model of ours; the first is their default.
+    fixed: {their key: values that our model supports}; the first is their default.
     keys: {our setting: (their key, their default)}.
     """
 
@@ -85,7 +85,7 @@ KINDS = {
             "n_layers": ("num_hidden_layers", None),
             "n_heads": ("num_heads", NEEDED),
             "d_model": ("hidden_size", None),
-            "max_seq_len": ("max_seq_len", 8192),  # any; xLSTM 7B has seen 8192
+            "max_seq_len": ("max_seq_len", 8192),  # any length works; xLSTM 7B was trained on 8192
             "gate_soft_cap": ("gate_soft_cap", 15.0),
             "logit_soft_cap": ("output_logit_soft_cap", 30.0),
             "norm_eps": ("norm_eps", 1e-6),
@@ -96,7 +96,7 @@ KINDS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises InputError for anything else."""
+    """Reads a JSON object; raises InputError for anything else."""
     try:
         page = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
-    """Our configuration of the model of a config.json; `path` is for messages."""
+    """Our configuration of the model in a config.json; path: for errors."""
     name = page.get("model_type")
     if not isinstance(name, str) or name not in KINDS:
         raise InputError(f"{path}: model_type={name!r} is not one of {', '.join(KINDS)}")
@@ -129,15 +129,18 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> ModelConfig:
-    """The configuration of our settings; `path` and their names of ours are for messages."""
+    """Builds our configuration from `fields`.
+
+    path, theirs ({our setting: their key}): for errors.
+    """
     try:
         return TypeAdapter(ModelConfig).validate_python(fields)
     except ValidationError as e:
         error = e.errors()[0]
         parts = [str(part) for part in error["loc"][1:]]
         key = ".".join(theirs.get(part, part) for part in parts)
-        message = sentence(error["msg"])
-        if not key:  # one of our own checks, which names our settings
+        message = plain_message(error["msg"])
+        if not key:  # the message of one of our own checks uses our names
             message = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), message)
         value = f"={error['input']!r}: " if key else ""
         raise InputError(f"{path}: {key}{value}{message}"[:500]) from e
@@ -165,11 +168,11 @@ class Page:
         return value
 
     def only(self, key: str, *allowed) -> None:
-        """Refuses a setting that our model has not; the first one is the default."""
+        """Raises InputError unless the value is one of `allowed`; the first is the default."""
         if self.get(key, allowed[0]) not in allowed:
             names = " or ".join(map(repr, allowed))
             raise InputError(
-                f"{self.path}: {key}={self.page[key]!r} is not supported, only {names}"
+                f"{self.path}: {key}={self.page[key]!r} is not supported; only {names}"
             )
 
 
@@ -192,8 +195,8 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
-    if page.page.get("eps") and page.number("eps") > 1e-5:  # ours is exact, as if it were 0
-        raise InputError(f"{page.path}: eps={page.page['eps']} is not supported, only up to 1e-05")
+    if page.page.get("eps") and page.number("eps") > 1e-5:  # ours is exact, as for eps = 0
+        raise InputError(f"{page.path}: eps={page.page['eps']} is not supported; at most 1e-05")
     d_model = page.get("hidden_size", page.page.get("embedding_dim"))
     if not isinstance(d_model, int):
         raise InputError(f"{page.path}: hidden_size={d_model!r} is not a whole number")
@@ -208,27 +211,27 @@ def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, the inverse of `model_config`; dtype: of the weights.
+    """The config.json of a model, the inverse of `model_config`; dtype: that of the weights.
 
-    Raises InputError for a model that transformers does not take.
+    Raises InputError for a model that transformers does not support.
     """
     if config.d_model % config.n_heads:
         raise InputError(
             f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
-            " transformers refuses such a Llama, so it cannot be written for it"
+            " transformers does not support such a Llama, so it cannot be converted"
         )
     if config.type != "vlstm":
-        # A window that no text exceeds hides nothing.
+        # A window as long as the longest text has no effect.
         window = None if (config.window or 0) >= config.max_seq_len else config.window
         for key, value in (("window", window), ("softcap", config.softcap)):
             if value is not None:
                 raise InputError(
-                    f"model.{key}={value}: transformers has none in a {config.type} model, so it"
-                    " cannot be written for it"
+                    f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
+                    " it cannot be converted"
                 )
     name, kind = next((name, kind) for name, kind in KINDS.items() if kind.ours == config.type)
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
-    # transformers' own defaults may lie outside this vocabulary
+    # The defaults of transformers may be outside this vocabulary.
     page |= {"bos_token_id": None, "eos_token_id": None}
     page |= {key: allowed[0] for key, allowed in kind.fixed.items()}
     page |= {key: getattr(config, ours) for ours, (key, _) in kind.keys.items()}
@@ -238,11 +241,11 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         page["head_dim"] = config.head_dim
         page["rope_scaling"] = scaling and dict(rope_type="llama3", **scaling.model_dump())
     if config.type == "vlstm":
-        # Their width is factor x width rounded up: for widths that are no multiple of 64 the factor
-        # is a little too large and rounding is left to the next whole number.
+        # transformers rounds factor x d_model up to a multiple of 64.  Other widths are rounded to
+        # integers instead, and the 0.25 keeps floating-point error from changing the result.
         given = config.d_ff is not None
-        whole = given and config.ff_width % 64 != 0
-        factor = (config.ff_width + (0.25 if whole else 0)) / config.d_model if given else 2.667
-        page |= {"ffn_proj_factor": factor, "ffn_round_up_to_multiple_of": 1 if whole else 64}
+        odd = given and config.ff_width % 64 != 0
+        factor = (config.ff_width + (0.25 if odd else 0)) / config.d_model if given else 2.667
+        page |= {"ffn_proj_factor": factor, "ffn_round_up_to_multiple_of": 1 if odd else 64}
         page |= {"num_blocks": config.n_layers, "embedding_dim": config.d_model, "eps": 0.0}
     return page

@@ -1,8 +1,8 @@
-"""Weights under Hugging Face's names and shapes, and back.
+"""Maps our parameters to the names and shapes of Hugging Face, and back.
 
-One table for each model says where every one of our parameters is kept there, and in which shape.
-`Place` renames tensor by tensor; `from_huggingface` and `to_huggingface` do it for dictionaries of
-numpy arrays, so that gradients can be renamed like weights.
+A table for each model lists which of their tensors holds each of our parameters, and in which
+shape.  A `Place` converts one tensor; `from_huggingface` and `to_huggingface` convert dictionaries
+of numpy arrays, such as weights or gradients.
 """
 
 from typing import Literal, NamedTuple
@@ -16,11 +16,13 @@ from jaxllm.errors import InputError
 
 
 class Place(NamedTuple):
-    """Where parameters are kept: `name` holds `ours`, side by side in its last axis if several.
+    """A Hugging Face tensor and the parameters of ours that it holds.
 
-    dims: the shape there, in the letters of `sizes`.  form: "same"; "transposed" (PyTorch's linear
-    layers are (out, in), ours (in, out)); "rows" and "columns": ours pads that axis of the
-    vocabulary with zeros, and a head is also transposed.
+    name: its Hugging Face name.
+    dims: its shape, in the letters of `sizes`.
+    ours: our dotted paths; several parameters are concatenated along the tensor's last axis.
+    form: how ours differ: "transposed" (PyTorch's linear layers are (out, in), ours (in, out)),
+        "rows" (our vocabulary axis is padded with zeros), "columns" (padded and transposed).
     """
 
     name: str
@@ -29,7 +31,7 @@ class Place(NamedTuple):
     form: Literal["same", "transposed", "rows", "columns"] = "same"
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
-        """The shape under Hugging Face's name."""
+        """The shape of the Hugging Face tensor."""
         known = sizes(config)
         return tuple(known[letter] for letter in self.dims.split())
 
@@ -44,7 +46,7 @@ class Place(NamedTuple):
         return (*shape[:-1], shape[-1] // len(self.ours))
 
     def to_ours(self, config: ModelConfig, x: np.ndarray) -> dict[str, np.ndarray]:
-        """{our dotted path: view or copy} of the tensor under Hugging Face's name."""
+        """{our dotted path: view or copy} of a Hugging Face tensor."""
         if self.form in ("rows", "columns"):
             x = np.pad(x, ((0, config.padded_vocab_size - x.shape[0]), (0, 0)))
         if self.form in ("transposed", "columns"):
@@ -52,7 +54,7 @@ class Place(NamedTuple):
         return dict(zip(self.ours, np.split(x, len(self.ours), axis=-1), strict=True))
 
     def to_theirs(self, config: ModelConfig, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        """The tensor under Hugging Face's name, the inverse of `to_ours`."""
+        """The Hugging Face tensor of our arrays, the inverse of `to_ours`."""
         parts = [np.asarray(arrays[ours]) for ours in self.ours]
         x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         if self.form in ("transposed", "columns"):
@@ -63,7 +65,7 @@ class Place(NamedTuple):
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
-    """What the letters of the tables stand for."""
+    """The sizes that the letters of the tables stand for."""
     C, H = config.d_model, config.n_heads
     found = dict(V=config.vocab_size, C=C, T=config.max_seq_len, F=config.ff_width, H=H)
     if config.type == "gpt2":
@@ -94,7 +96,7 @@ def tied(config: ModelConfig) -> bool:
 
 
 def from_huggingface(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """{our dotted path: array} of tensors under Hugging Face's names; others are left alone.
+    """{our dotted path: array} of {Hugging Face name: array}; ignores other tensors.
 
     Raises InputError for a missing tensor.
     """
@@ -107,12 +109,15 @@ def from_huggingface(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dic
 
 
 def to_huggingface(config: ModelConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """{Hugging Face's name: array}, the inverse of `from_huggingface`."""
+    """{Hugging Face name: array}, the inverse of `from_huggingface`."""
     return {place.name: place.to_theirs(config, arrays) for place in places(config)}
 
 
 def set_params(model: nnx.Module, arrays: dict[str, np.ndarray]) -> None:
-    """Puts {dotted path: array} into a model; raises InputError unless names and shapes agree."""
+    """Sets the parameters of a model from {dotted path: array}.
+
+    Raises InputError unless names and shapes agree.
+    """
     params = named_params(model)
     if different := params.keys() ^ arrays.keys():
         raise InputError(f"weights and model differ in {', '.join(sorted(different)[:3])}")
@@ -123,7 +128,7 @@ def set_params(model: nnx.Module, arrays: dict[str, np.ndarray]) -> None:
 
 
 def named_params(tree: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
-    """{dotted path: parameter} of a model, or of a state such as its gradients."""
+    """{dotted path: parameter} of a model or of a state, such as its gradients."""
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree, nnx.Param)
     return {".".join(map(str, path)): p for path, p in nnx.to_flat_state(state)}
 

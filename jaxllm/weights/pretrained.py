@@ -1,7 +1,7 @@
-"""Weights to start from: a Hugging Face folder, or a run's directory (also one of jaxllm.convert).
+"""Reads initial weights from a Hugging Face folder or a run's directory.
 
-`open_weights` checks names, shapes and dtypes without reading a tensor; `load_params` then puts
-each parameter where it belongs on the mesh, one after another.
+`open_weights` checks names, shapes and dtypes without reading a tensor; `load_params` then loads
+the parameters onto the mesh one at a time.
 """
 
 import logging
@@ -16,22 +16,22 @@ from flax import nnx
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError, RunError, out_of_memory
-from jaxllm.weights.checksums import array_checksums, changed, check_seal, sealed
+from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
 from jaxllm.weights.places import Place, places
 
-# Settings that weights fit whatever they are (and max_seq_len, without learned positions).
+# Settings that do not affect the weights; without learned positions neither does max_seq_len.
 _FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
 
 
 class RunWeights:
     """The parameters in a checkpoint of a run: the newest, or that of `step`.
 
-    Only reads, so that the run may go on at the same time.
+    Only reads the directory, so the run can continue meanwhile.
     """
 
     def __init__(self, directory: Path, step: int | None = None):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every file it touches
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file it touches
         self.run = configs.load(str(directory / "config.yaml"))
         self.config: ModelConfig = self.run.model
         self.folder = directory
@@ -56,7 +56,7 @@ class RunWeights:
         return {name: found[_stored(name)] for name in names}
 
     def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """{our dotted path: array} with the shardings of `abstract`, which names all of them."""
+        """{our dotted path: array} of all names in `abstract`, with its shardings."""
         items = {_stored(name): leaf for name, leaf in abstract.items()}
         found = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
         self._verify({name: found[name] for name in items})
@@ -65,7 +65,7 @@ class RunWeights:
     def _check(self) -> None:
         page = self._restore(ocp.args.JsonRestore(), "about")
         try:
-            check_seal(page)
+            check_digest(page)
         except ValueError as e:
             raise self._damaged(str(e)) from e
         self._checksums = page.get("checksums", {})
@@ -75,7 +75,7 @@ class RunWeights:
             for name in map(_stored, place.ours):
                 shape = [list(place.our_shape(self.config)), "float32"]
                 if (found := stored.pop(name, "not in it")) != shape:
-                    raise InputError(f"{where}: {name} is {found}, config.yaml says {shape}")
+                    raise InputError(f"{where}: {name} is {found}; config.yaml requires {shape}")
         if stored:
             raise InputError(f"{where} holds {min(stored)}, which config.yaml does not have")
 
@@ -88,14 +88,14 @@ class RunWeights:
             raise self._damaged(f"{type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
 
     def _verify(self, arrays: dict[str, Any]) -> None:
-        if name := changed(arrays, self._checksums):
+        if name := first_mismatch(arrays, self._checksums):
             raise self._damaged(f"the checksum of {name} differs")
 
     def _damaged(self, why: str) -> InputError:
         older = [step for step in self._manager.all_steps() if step < self.step]
         return InputError(
             f"checkpoint {self._place} is damaged ({why}); "
-            + (f"the one before it is of step {max(older)}" if older else "none is before it")
+            + (f"the previous one is of step {max(older)}" if older else "there is no earlier one")
         )
 
     @property
@@ -107,7 +107,7 @@ Weights = HuggingFaceWeights | RunWeights
 
 
 def open_weights(directory: str | Path) -> Weights:
-    """Opens the weights in a directory; raises InputError for all that does not fit together."""
+    """Opens the weights in a directory; raises InputError if they are inconsistent or damaged."""
     directory = Path(directory).expanduser()
     if any((directory / name).is_file() for name in ("config.json", "params.json")):
         return HuggingFaceWeights(directory)
@@ -118,7 +118,7 @@ def open_weights(directory: str | Path) -> Weights:
     for run in list(directory.absolute().parents)[:2]:
         inside = directory.absolute().is_relative_to(run / "checkpoints")
         if inside and (run / "config.yaml").is_file():
-            raise InputError(f"{directory} is inside of a run's directory; name that: {run}")
+            raise InputError(f"{directory} is inside a run's directory; name that: {run}")
     raise InputError(
         f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
         f" directory (config.yaml, checkpoints){pickle_in(directory)}"
@@ -126,26 +126,26 @@ def open_weights(directory: str | Path) -> Weights:
 
 
 def check_weights(weights: Weights, config: Config) -> None:
-    """Raises InputError where a configured run is not one of the model that the weights are of."""
+    """Raises InputError unless the weights fit the configured model and data."""
     ours, theirs = _fixed(config.model), _fixed(weights.config)
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):
             raise InputError(
                 f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
-                f" {weights.folder}; set it so, or leave out model.init_from"
+                f" {weights.folder}; change it, or remove model.init_from"
             )
     tokenizer = weights.folder / "tokenizer.json"
     if tokenizer.exists() and config.data.tokenizer is None and config.data.source != "shards":
         raise InputError(
-            f"data.tokenizer is null: another one would be trained than the weights in"
-            f" {weights.folder} know; set data.tokenizer {tokenizer}"
+            f"data.tokenizer is null: a new tokenizer would not match the weights in"
+            f" {weights.folder}; set data.tokenizer {tokenizer}"
         )
 
 
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
-    """The parameters, float32, with the structure and the shardings of `abstract`.
+    """The parameters in float32, with the structure and the shardings of `abstract`.
 
-    Nothing but the tensor under way is in memory besides them.
+    At most one further tensor is in memory at a time.
     """
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
@@ -165,8 +165,8 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
 def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[str, Any]) -> None:
     """Writes the parameters as checkpoint 0 of a run; about: its JSON page.
 
-    Each tensor is read, written and forgotten before the next, and before that once for its
-    checksum, which Orbax writes first.  Raises RunError if the disk fails.
+    Holds one tensor in memory at a time.  Each is read twice, because Orbax writes the checksums
+    first.  Raises RunError if the disk fails.
     """
     state = {
         _stored(name): _Unread(weights, place, name)
@@ -181,7 +181,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
             for name, checksum in array_checksums(weights.read(place)).items()
         },
     }
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # a failed write is told once, as an error
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # the RunError reports a failed write
     registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
     try:
         with ocp.CheckpointManager(
@@ -196,7 +196,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
                 0,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state),
-                    about=ocp.args.JsonSave(sealed(about)),
+                    about=ocp.args.JsonSave(with_digest(about)),
                 ),
             )
     except InputError:
@@ -207,7 +207,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
 
 
 class _Unread:
-    """A parameter that is read only when it is written."""
+    """A parameter that is read only when Orbax writes it."""
 
     def __init__(self, weights: HuggingFaceWeights, place: Place, name: str):
         self.weights, self.place, self.name = weights, place, name
@@ -222,7 +222,7 @@ class _UnreadHandler(ocp.type_handlers.NumpyHandler):
         args = args or [ocp.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
             for written in await super().serialize([value.read()], [info], [arg]):
-                written.result()  # Orbax by itself would hold all until the last is written
+                written.result()  # otherwise Orbax would hold all tensors until the last is written
         return []
 
 

@@ -1,8 +1,8 @@
-"""The kernel under gelu and swiglu: one function of every element, over arrays of one shape.
+"""The kernel of gelu and swiglu: an elementwise function of arrays of one shape.
 
-The arrays are taken flat.  A block of 128 threads loads `_BLOCK` consecutive elements of each,
-computes in float32, and stores.  Threads share nothing, so only the number of bytes in flight
-matters; the fewer instructions an element takes, the closer the kernel comes to a plain copy.
+The arrays are flattened.  A block of 128 threads loads `_BLOCK` consecutive elements of each,
+computes in float32, and stores the results.  Threads share nothing, so only the bytes in flight
+matter: the fewer instructions an element takes, the closer the kernel comes to a plain copy.
 
     arrays   |<- _BLOCK ->|<- _BLOCK ->|   ...   |<- _BLOCK ->|<- rest ->|
     blocks         0            1                   whole - 1    whole (from padded copies: "ends")
@@ -26,7 +26,7 @@ def why_not(**arrays) -> str | None:
     """Why the kernel cannot take these arrays, or None."""
     for name, x in arrays.items():
         if x.size >= 2**31:
-            return f"{name} has {x.size} elements, the kernel counts to 2147483647"
+            return f"{name} has {x.size} elements, more than 2147483647"
     (first, x), *rest = arrays.items()
     for name, y in rest:
         if y.dtype != x.dtype:
@@ -35,25 +35,25 @@ def why_not(**arrays) -> str | None:
 
 
 def sigmoid(z):
-    """1 / (1 + exp(-z)) inside a kernel, accurate in both tails."""
+    """1 / (1 + exp(-z)) inside a kernel; accurate in both tails."""
     return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
 
 
-def quick_sigmoid(z):
-    """The same through rsqrt: 4 instructions fewer (division's guards), twice the error."""
+def fast_sigmoid(z):
+    """The same through rsqrt: 4 instructions fewer than a guarded division, twice the error."""
     return jnp.square(lax.rsqrt(1 + jnp.exp(-z)))
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "outputs"))  # lowered once per shape
 def elementwise(tile, *arrays, name, outputs=1):
-    """tile(*blocks) -> tuple of `outputs` blocks, in float32, over arrays of one shape and dtype.
+    """Applies tile(*blocks) -> tuple of `outputs` blocks, in float32, to whole arrays.
 
-    Returns a tuple of arrays of that shape and dtype.
+    The arrays have one shape and dtype, and so have the results, a tuple.
     """
     x = arrays[0]
     whole, rest = divmod(x.size, _BLOCK)
-    # Kernels do not check bounds, so what remains after the last whole block comes as padded arrays
-    # of its own, and its results are put in place afterwards: only the remainder is copied.
+    # Kernels do not check bounds, so the elements after the last whole block go through padded
+    # arrays, and their results are inserted afterwards: only the remainder is copied.
     flat = [a.reshape(-1) for a in arrays]
     ends = [mosaic.pad_axis(a[whole * _BLOCK :], 0, _BLOCK) for a in flat] if rest else []
     like = lambda size: [jax.ShapeDtypeStruct((size,), x.dtype)] * outputs
@@ -63,7 +63,7 @@ def elementwise(tile, *arrays, name, outputs=1):
         out_type=[like(x.size), like(_BLOCK) if rest else []],
         grid=(whole + bool(rest),),
         grid_names=("block",),
-        # exp in two instructions instead of seven, flushing to zero, where 16 bits hide the error.
+        # approx_math computes exp in two instructions, not seven; 16-bit results hide its error.
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
     )(flat, ends)
     if rest:
@@ -72,7 +72,7 @@ def elementwise(tile, *arrays, name, outputs=1):
 
 
 def _body(tile, whole, sources, end_sources, targets, end_targets):
-    """One block: one of the `whole` ones, or what remains at the end."""
+    """A block computes a whole block of the arrays, or the remainder."""
     i = lax.axis_index("block")
     in_arrays = lambda: _compute(tile, sources, targets, pl.ds(i * _BLOCK, _BLOCK))
     if not end_sources:
@@ -84,8 +84,8 @@ def _body(tile, whole, sources, end_sources, targets, end_targets):
 
 
 def _compute(tile, sources, targets, where):
-    """Loads `where` of every source, computes, stores to every target."""
-    layout = plgpu.Layout.WG_STRIDED((_BLOCK,), 16 // sources[0].dtype.itemsize)  # 16 bytes a load
+    """Loads the elements `where` of every source, computes, and stores to every target."""
+    layout = plgpu.Layout.WG_STRIDED((_BLOCK,), 16 // sources[0].dtype.itemsize)  # 16-byte loads
     results = tile(*(mosaic.load(ref.at[where], layout) for ref in sources))
     for ref, result in zip(targets, results, strict=True):
         mosaic.store(ref.at[where], result)

@@ -1,21 +1,20 @@
-"""GELU in its tanh form, as GPT-2 uses it, with the bias of the matmul before it.
+"""GELU in the tanh form that GPT-2 uses, with the bias of the matmul before it.
 
     gelu(z) = z (1 + tanh(u)) / 2,   u = sqrt(2/pi) (z + 0.044715 z^3),   z = x + bias
 
 Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2.  The kernels use the equivalent
 z sigmoid(2 u), which takes fewer instructions and stays accurate where tanh is close to -1.  The
 backward pass recomputes the sigmoid from z, so only z is saved.  Both directions are bound by
-memory: z is read once and y written once (backward: z and dy read, dx written).
+memory: forward reads z and writes y, backward reads z and dy and writes dx.
 
 With a bias, x comes from a matmul, and cuBLASLt can add the bias and apply GELU while the product
-is in registers: XLA asks for this epilogue where it finds the formula in x's dtype directly after
-the matmul.  So the forward pass in bf16 is that formula and not a kernel: this saves a pass over x,
-0.4 of GPT-2 124M's 57.4 ms a step on an H100.  The gradient of the bias, the sum of dx over all
-rows, is taken while dx is in registers: XLA would read dx once more, which costs a third of the
-backward kernel's time.
+is in registers.  XLA uses this epilogue if the formula follows the matmul directly, in x's dtype.
+The forward pass in bf16 is therefore that formula and not a kernel, which saves a pass over x: 0.4
+of GPT-2 124M's 57.4 ms a step on an H100.  The backward kernel sums dx over the rows, the gradient
+of the bias, while dx is in registers; XLA would read dx again, for a third of the kernel's time.
 
-`gelu_linear` multiplies the result by a weight.  Its backward pass begins with a matmul, dy W^T,
-whose result only the kernel above needs: there one kernel does both, and dy W^T is never written.
+`gelu_linear` multiplies the result by a weight.  Its backward pass starts with the matmul dy W^T,
+whose result only the kernel above needs, so one kernel does both and never writes dy W^T.
 """
 
 import functools
@@ -30,7 +29,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
-from pallas_kernels.activations.elementwise import elementwise, quick_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
@@ -44,9 +43,9 @@ def gelu(
 ) -> Float[Array, "*rows F"]:
     """GELU (tanh form) of every element of x + bias; computed in float32, returned in x's dtype.
 
-    x + bias is rounded to x's dtype, the gradient of the bias is summed in float32.
-    Raises ValueError for a bias that does not fit, NotImplementedError under
-    implementation="mosaic" for dtypes other than fp32, bf16, fp16, and with a bias for F that is no
+    x + bias is rounded to x's dtype.  The gradient of the bias is summed in float32.
+    Raises ValueError for a bias of another width than x, NotImplementedError under
+    implementation="mosaic" for dtypes other than fp32, bf16 and fp16, or for a bias if F is not a
     multiple of 128.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
@@ -55,7 +54,7 @@ def gelu(
         return gelu_reference(x, bias)
     if bias is None:
         return _gelu(x)
-    _tell_of_forward("gelu", x)
+    _record_forward("gelu", x)
     return _gelu_of_sum(x.reshape(-1, bias.size), bias).reshape(x.shape)
 
 
@@ -68,16 +67,17 @@ def gelu_linear(
 ) -> Float[Array, "*rows C"]:
     """gelu(x, bias) @ weight, with a kernel for its backward pass.
 
-    The kernel takes bfloat16 or float16, x and weight of one dtype, rows and F in multiples of 128,
-    C of 64.  Other calls are `gelu` and a matmul, and NotImplementedError under
-    implementation="mosaic".  Raises ValueError for shapes that do not fit.
+    The kernel needs x and weight in bfloat16 or float16 (one dtype), rows and F in multiples of 128
+    and C in multiples of 64.  Other calls run `gelu` and a matmul.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernel does not support.
     """
     if bias.shape != x.shape[-1:] or weight.ndim != 2 or weight.shape[:1] != x.shape[-1:]:
         shapes = f"x {x.shape}, bias {bias.shape} and weight {weight.shape}"
-        raise ValueError(f"{shapes} do not fit: (..., F), (F,) and (F, C) do")
+        raise ValueError(f"{shapes} do not fit: they must be (..., F), (F,) and (F, C)")
     reason = linear_why_not(x, bias, weight)
     if dispatch.use_kernel("gelu_linear", implementation, reason, "sm_90a"):
-        _tell_of_forward("gelu_linear", x)
+        _record_forward("gelu_linear", x)
         y = _gelu_linear(x.reshape(-1, bias.size), bias, weight)
         return y.reshape(*x.shape[:-1], -1)
     return gelu(x, bias, implementation=implementation) @ weight
@@ -96,18 +96,18 @@ def gelu_reference(x, bias=None):
 
 
 def why_not(x, bias=None) -> str | None:
-    """Why the kernel cannot take this call, or None."""
+    """Why the kernel does not support this call, or None."""
     if bias is None:
         return _elementwise_why_not(x=x)
     if bias.size % 128:
-        return f"the width F={bias.size} is no multiple of 128 (with a bias)"
+        return f"with a bias, the width F={bias.size} is not a multiple of 128"
     if x.dtype != jnp.bfloat16 and (reason := _elementwise_why_not(x=x)):
-        return reason  # the forward kernel's
+        return reason  # from the forward kernel
     return mosaic.unsupported_dtype(x=x, bias=bias) or mosaic.empty(x=x)
 
 
 def linear_why_not(x, bias, weight) -> str | None:
-    """Why the kernels of `gelu_linear` cannot take this call, or None."""
+    """Why the kernel of `gelu_linear` does not support this call, or None."""
     return matmul_epilogue.linear_why_not(weight, x) or why_not(x, bias)
 
 
@@ -135,19 +135,19 @@ _gelu.defvjp(
 
 # ---- with a bias -----------------------------------------------------------------------------
 
-_BLOCK_ROWS = 64  # a block's partial sums of the bias' gradient are 1% of the bytes it moves
+_BLOCK_ROWS = 64  # a block's partial sums for the bias' gradient are then 1% of its bytes
 _IN_FLIGHT = 4  # rows whose loads a thread issues before it computes
 
 
 @jax.jit  # lowered once per shape
 def _backward_and_sum(z, dy):
-    """(dx, its sum over the rows in float32) of z and dy (N, F).
+    """dx from z and dy (N, F), and the sum of dx over the rows in float32 (F,).
 
     A block takes a panel of up to 1024 columns and 64 rows, a few rows at a time.  Every thread
-    stays in its columns, so that it can keep their sums in registers.
+    keeps to the same columns, so that it can hold their sums in registers.
     """
     n, f = z.shape
-    vec = math.gcd(f // 128, 16 // z.dtype.itemsize)  # loads of 16 bytes, if they divide the row
+    vec = math.gcd(f // 128, 16 // z.dtype.itemsize)  # 16-byte loads, if they divide the row
     width, blocks = 128 * vec, mosaic.cdiv(n, _BLOCK_ROWS)
     dx, sums = mosaic.kernel(
         functools.partial(_panel, vec),
@@ -163,7 +163,7 @@ def _backward_and_sum(z, dy):
 
 
 def _panel(vec, z_ref, dy_ref, dx_ref, sums_ref):
-    """One block: dx of its panel of columns, for its rows, and the sums of dx over these rows."""
+    """A block computes dx of its panel and the sums of dx over the panel's rows."""
     n, width = z_ref.shape[0], 128 * vec
     layout = plgpu.Layout.WG_STRIDED((width,), vec)
     block = lax.axis_index("rows")
@@ -171,21 +171,21 @@ def _panel(vec, z_ref, dy_ref, dx_ref, sums_ref):
     z, dy, dx = (ref.at[:, columns] for ref in (z_ref, dy_ref, dx_ref))
     add = functools.partial(_rows_of_panel, layout, z, dy, dx)
 
-    # Several rows at a time, as long as there are so many.
+    # Compute several rows at a time.
     start = block * _BLOCK_ROWS
     end = jnp.minimum(start + _BLOCK_ROWS, n) if n % _BLOCK_ROWS else start + _BLOCK_ROWS
     steps = (end - start) // _IN_FLIGHT
     several = lambda i, total: add(start + i * _IN_FLIGHT, _IN_FLIGHT, total)
     total = lax.fori_loop(0, steps, several, mosaic.zeros((width,), layout))
 
-    # One row at a time to the end.
+    # Compute the remaining rows one at a time.
     rest = start + steps * _IN_FLIGHT
     total = lax.fori_loop(rest, end, lambda row, total: add(row, 1, total), total)
     mosaic.store(sums_ref.at[block, columns], total)
 
 
 def _rows_of_panel(layout, z_ref, dy_ref, dx_ref, first, count, total):
-    """Writes dx of `count` rows from `first` on and adds it to `total`."""
+    """Writes dx of `count` rows from `first` on, and adds it to `total`."""
     load = lambda ref, row: mosaic.load(ref.at[row], layout)
     pairs = [(load(z_ref, first + i), load(dy_ref, first + i)) for i in range(count)]
     for i, pair in enumerate(pairs):
@@ -207,14 +207,14 @@ def _forward_of_sum(x, bias):
 
 
 def _in_the_matmul(z):
-    """The formula in z's dtype, in the form that XLA recognises after a matmul."""
+    """GELU in z's dtype, in the form that XLA recognises after a matmul."""
     return z * (0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * (z * z * z)))))
 
 
-def _tell_of_forward(op, x):
+def _record_forward(op, x):
     if x.dtype == jnp.bfloat16:
-        why = "forward, bf16 with a bias: cuBLASLt takes it in the matmul before"
-        dispatch.tell(dispatch.Decision(op, "xla", why))
+        why = "forward, bf16 with a bias: cuBLASLt fuses it with the matmul before"
+        dispatch.record(dispatch.Decision(op, "xla", why))
 
 
 def _backward_of_sum(saved, dy):
@@ -228,7 +228,7 @@ _gelu_of_sum.defvjp(_forward_of_sum, _backward_of_sum)
 
 # ---- and a weight ----------------------------------------------------------------------------
 
-_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=quick_sigmoid)
+_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=fast_sigmoid)
 
 
 @jax.custom_vjp

@@ -1,13 +1,13 @@
-"""A matmul on Hopper with an epilogue: a function of its results before they leave the SM.
+"""A matmul on Hopper with an elementwise epilogue.
 
     acc = a b^T (float32),   outputs = tile(*inputs, acc)   element by element
 
-XLA's matmul writes its product, and the kernel after it reads it again; here the epilogue works on
-the accumulator.  This pays where the epilogue reads and writes much, as the backward pass of an
-activation does.
+XLA's matmul writes its product, and the next kernel reads it again; here the epilogue works on the
+accumulator.  This pays off for an epilogue that reads and writes much, such as the backward pass of
+an activation.
 
-One block stays on each SM and takes tile after tile of 128 x 128.  Its two warpgroups alternate:
-while one has the tensor core, the other runs the epilogue of the tile before ("ping-pong").
+A persistent block on each SM computes tiles of 128 x 128.  Its two warpgroups alternate
+("ping-pong"): while one uses the tensor core, the other runs the epilogue of the previous tile.
 
     warpgroup 0   | matmul, tile 0 | epilogue 0     | matmul, tile 2 | epilogue 2     | ...
     warpgroup 1                    | matmul, tile 1 | epilogue 1     | matmul, tile 3 | ...
@@ -16,9 +16,9 @@ while one has the tensor core, the other runs the epilogue of the tile before ("
     chunk c of F     each input (128, 64)       ring of `slots` buffers,    chunk_bars[wg, slot]
 
 Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
-once, for the other warpgroup's tile if need be: so nobody ever waits for a free buffer.  A barrier
-has one copy for each warpgroup, which waits for its own tiles only.  Outputs leave through the
-buffers of the inputs, where a thread overwrites only what it has read itself.
+once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer.  Each
+warpgroup has its own barriers and waits only for its own tiles.  The outputs overwrite the inputs
+in their buffers, where a thread overwrites only what it has read itself.
 """
 
 import functools
@@ -35,17 +35,17 @@ from pallas_kernels.mosaic import WGMMA
 
 _TILE = 128  # rows and columns of a tile: 128 accumulators a thread
 _STEP = 64  # of K: 128 bytes, one swizzle
-_CHUNK = 64  # columns of the inputs that are copied at a time
-_PART = 64  # rows of a chunk that are computed at a time: with all 128 GELU spills (ptxas 13.5)
+_CHUNK = 64  # columns of the inputs in one copy
+_PART = 64  # rows of a chunk computed at a time: with all 128, GELU spills (ptxas 13.5)
 
-# The best of the sweep in docs/performance.md, which has the times of the neighbours too.
+# The best of the sweep in docs/performance.md.
 _STAGES = 5  # buffers of 32 KB for steps
-_SLOTS = 4  # buffers of 16 KB for chunks of one array; of two arrays half as many
-_GROUP = 8  # rows of tiles that blocks work on together
+_SLOTS = 4  # buffers of 16 KB for chunks of one array; half as many for each of two arrays
+_GROUP = 8  # rows of tiles in a group; blocks work on one group at a time
 
 
 def linear_why_not(weight, *inputs) -> str | None:
-    """Why the kernel cannot make the backward pass of f(*inputs) @ weight, or None.
+    """Why the kernel does not support the backward pass of f(*inputs) @ weight, or None.
 
     inputs: arrays (..., F), weight: (F, C).
     """
@@ -59,26 +59,27 @@ def linear_why_not(weight, *inputs) -> str | None:
         ("C", c, _STEP),
     ):
         if size == 0 or size % multiple:
-            return f"{name}={size} is no multiple of {multiple}"
+            return f"{name}={size} is not a positive multiple of {multiple}"
     return None
 
 
 def linear_backward(inputs, h, weight, dy, tile, **options):
-    """Gradients of h @ weight, h = f(*inputs): those of the inputs (`matmul_then`), and of weight.
+    """Gradients of h @ weight, h = f(*inputs), for the inputs and for weight.
 
-    inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f.
+    inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f, as in
+    `matmul_with_epilogue`.
     """
-    gradients = matmul_then(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
+    gradients = matmul_with_epilogue(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
     return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "outputs", "sums", "name", "sms"))
-def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
-    """A tuple of `outputs` arrays (N, F) of a's dtype: tile(*inputs, a b^T), computed in float32.
+def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
+    """tile(*inputs, a b^T) in float32: a tuple of `outputs` arrays (N, F) of a's dtype.
 
-    a (N, K), b (F, K), inputs: tuple of arrays (N, F).
-    sums: the last of the tuple is the float32 sum over the rows of the first output, (F,).
-    sms: blocks of the grid.
+    a: (N, K), b: (F, K), inputs: tuple of arrays (N, F).
+    sums: appends the float32 sum of the first output over the rows, (F,).
+    sms: number of blocks.
     """
     (n, k), f = a.shape, b.shape[0]
     rows, columns, steps = n // _TILE, f // _TILE, k // _STEP
@@ -113,7 +114,7 @@ def matmul_then(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
 
 
 class _Schedule(NamedTuple):
-    """Which tiles a block takes, and which buffers their steps and chunks take."""
+    """Maps tiles to blocks, and the steps and chunks of tiles to buffers."""
 
     rows: int  # of tiles
     columns: int
@@ -128,7 +129,7 @@ class _Schedule(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """Tiles whose inputs there are buffers for."""
+        """Tiles whose inputs fit the buffers."""
         return self.slots // self.chunks
 
     def stage(self, i, step):
@@ -138,9 +139,9 @@ class _Schedule(NamedTuple):
         return lax.rem(i, jnp.int32(self.ahead)) * self.chunks + chunk
 
     def place(self, i, block, count):
-        """(row, column) of the i-th of this block's tiles; neighbours share a and b in the L2.
+        """(row, column) of the block's i-th tile, or of its last tile if i is too large.
 
-        Past the last tile: those of the last.
+        Tiles that run at the same time share rows of a and b in the L2 cache.
         """
         tile = block + jnp.minimum(i, count - 1) * self.blocks
         above = lax.div(tile, jnp.int32(_GROUP * self.columns)) * _GROUP
@@ -150,7 +151,7 @@ class _Schedule(NamedTuple):
 
 
 class _Refs(NamedTuple):
-    """The references of a block, and where it is."""
+    """The references of a block, and its position."""
 
     a: Any
     b: Any
@@ -165,11 +166,11 @@ class _Refs(NamedTuple):
     turn_bars: Any
     wg: Any
     block: Any
-    count: Any  # tiles of this block
+    count: Any  # number of this block's tiles
 
 
 def _body(s: _Schedule, tile, *arrays, **scratch):
-    """One block: fills both rings, then its warpgroups alternate over its tiles."""
+    """A block fills both rings, then its warpgroups alternate over its tiles."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = lax.div(s.rows * s.columns - 1 - block, jnp.int32(s.blocks)) + 1
     refs = _Refs(*arrays, **scratch, wg=wg, block=block, count=count)
@@ -219,7 +220,7 @@ def _copy_chunk(s: _Schedule, refs: _Refs, i, row, column, chunk):
 
 
 def _multiply(s: _Schedule, refs: _Refs, i, here, acc):
-    """a b^T of the i-th tile; each stage is refilled when its wgmma has read it."""
+    """a b^T of the i-th tile; refills each stage once its wgmma has read it."""
     after = s.place(i + 1, refs.block, refs.count)
 
     def multiply_step(step):
@@ -227,7 +228,7 @@ def _multiply(s: _Schedule, refs: _Refs, i, here, acc):
         plgpu.barrier_wait(refs.step_bars.at[refs.wg * s.stages + stage])
         plgpu.wgmma(acc, refs.a_smem.at[stage], refs.b_smem.at[stage].transpose((1, 0)))
 
-    def refill(step):  # the buffer of this step, with what comes `stages` steps later
+    def refill(step):  # loads the step that comes `stages` steps later into this step's buffer
         step += s.stages
         over = lax.convert_element_type(step >= s.steps, jnp.int32)  # 1: in the next tile
         row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
@@ -248,26 +249,26 @@ def _multiply(s: _Schedule, refs: _Refs, i, here, acc):
 
 
 def _epilogue(s: _Schedule, refs: _Refs, tile, i, here, product):
-    """The outputs of the i-th tile, chunk by chunk, and the sums of the first one's columns."""
+    """Computes and stores the outputs of the i-th tile, and the column sums of the first output."""
     row, column = here
     row_slice = pl.ds(row * _TILE, _TILE)
     later = i + s.ahead
     there = s.place(later, refs.block, refs.count)
 
-    def refill(chunk, in_flight):  # the buffer of this chunk, after `in_flight` stores at most
+    def refill(chunk, in_flight):  # refills a chunk's buffer once <= in_flight stores are pending
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         pl.when(later < refs.count)(lambda: _copy_chunk(s, refs, later, *there, chunk))
 
     totals = []
     for c in range(s.chunks):
-        # Wait for the inputs, compute in their buffers.
+        # Wait for the inputs and compute in their buffers.
         slot = s.slot(i, c)
         plgpu.barrier_wait(refs.chunk_bars.at[refs.wg * s.slots + slot])
         smems = [smem.at[slot] for smem in refs.chunk_smems]
         totals.append(_compute(refs, tile, smems, product[:, c * _CHUNK : (c + 1) * _CHUNK]))
         plgpu.commit_smem()
 
-        # Store the outputs, and refill the buffers whose outputs have left.
+        # Store the outputs, and refill the buffers whose outputs have been copied.
         at = row_slice, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
         for smem, target in zip(smems, refs.outputs, strict=False):
             plgpu.copy_smem_to_gmem(smem, target.at[at])
@@ -279,7 +280,7 @@ def _epilogue(s: _Schedule, refs: _Refs, tile, i, here, product):
 
 
 def _compute(refs: _Refs, tile, smems, product):
-    """Overwrites the inputs of a chunk with its outputs; the sum of the first one's parts."""
+    """Overwrites the inputs of a chunk with its outputs; returns the sum of the first's parts."""
     total = 0
     for r in range(0, _TILE, _PART):
         part = pl.ds(r, _PART)
@@ -298,7 +299,7 @@ def _compute(refs: _Refs, tile, smems, product):
 def _store_sums(refs: _Refs, row, column, totals):
     """Stores the column sums of a tile's chunks.
 
-    The warpgroups take turns: the block has one scratch memory for jnp.sum.
+    The warpgroups take turns, because the block has a single scratch buffer for jnp.sum.
     """
     plgpu.barrier_wait(refs.turn_bars.at[refs.wg])
     for c, total in enumerate(totals):

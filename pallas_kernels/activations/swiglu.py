@@ -1,14 +1,14 @@
-"""SwiGLU: the gated activation of Llama's feed-forward layer.
+"""SwiGLU, the gated activation of Llama's feed-forward layer.
 
     swiglu(gate, up) = silu(gate) up,   silu(g) = g s,   s = sigmoid(g)
     d_up = dy g s,   d_gate = dy up (s + g s (1 - s))
 
 Shazeer 2020, "GLU Variants Improve Transformer", equation 5 (the part between the matmuls).  The
-backward pass recomputes s from the gate, and one kernel writes both gradients: 2 reads and 1 write
-an element forward, 3 reads and 2 writes backward.
+backward pass recomputes s from the gate, and one kernel writes both gradients.  The forward pass
+takes 2 reads and 1 write for each element, the backward pass 3 reads and 2 writes.
 
-`swiglu_linear` multiplies the result by a weight.  Its backward pass begins with a matmul, dy W^T,
-whose result only the kernel above needs: there one kernel does both, and dy W^T is never written.
+`swiglu_linear` multiplies the result by a weight.  Its backward pass starts with the matmul dy W^T,
+whose result only the kernel above needs, so one kernel does both and never writes dy W^T.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
-from pallas_kernels.activations.elementwise import elementwise, quick_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
 
 
@@ -30,9 +30,9 @@ def swiglu(
 ) -> Float[Array, "*shape"]:
     """silu(gate) up of every element; computed in float32, returned in the inputs' dtype.
 
-    Two different dtypes run on XLA and return the wider one.  Raises ValueError for two shapes,
-    NotImplementedError under implementation="mosaic" for dtypes that differ or are not fp32, bf16,
-    fp16.
+    Inputs of different dtypes run on XLA, and the result has the wider one.
+    Raises ValueError if the shapes differ, NotImplementedError under implementation="mosaic" for
+    dtypes that differ or are not fp32, bf16 or fp16.
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {gate.shape} but up has {up.shape}; they must be equal")
@@ -50,13 +50,14 @@ def swiglu_linear(
 ) -> Float[Array, "*rows C"]:
     """swiglu(gate, up) @ weight, with a kernel for its backward pass.
 
-    The kernel takes bfloat16 or float16, all of one dtype, rows and F in multiples of 128, C of 64.
-    Other calls are `swiglu` and a matmul, and NotImplementedError under implementation="mosaic".
-    Raises ValueError for shapes that do not fit.
+    The kernel needs all arrays in bfloat16 or float16 (one dtype), rows and F in multiples of 128
+    and C in multiples of 64.  Other calls run `swiglu` and a matmul.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernel does not support.
     """
     if gate.shape != up.shape or weight.ndim != 2 or gate.shape[-1:] != weight.shape[:1]:
         shapes = f"gate {gate.shape}, up {up.shape} and weight {weight.shape}"
-        raise ValueError(f"{shapes} do not fit: (..., F), (..., F) and (F, C) do")
+        raise ValueError(f"{shapes} do not fit: they must be (..., F), (..., F) and (F, C)")
     reason = linear_why_not(gate, up, weight)
     if dispatch.use_kernel("swiglu_linear", implementation, reason, "sm_90a"):
         rows = (x.reshape(-1, weight.shape[0]) for x in (gate, up))
@@ -76,12 +77,12 @@ def swiglu_reference(gate, up):
 
 
 def why_not(gate, up) -> str | None:
-    """Why the kernel cannot take this call, or None."""
+    """Why the kernel does not support this call, or None."""
     return _elementwise_why_not(gate=gate, up=up)
 
 
 def linear_why_not(gate, up, weight) -> str | None:
-    """Why the kernels of `swiglu_linear` cannot take this call, or None."""
+    """Why the kernel of `swiglu_linear` does not support this call, or None."""
     return matmul_epilogue.linear_why_not(weight, gate, up) or why_not(gate, up)
 
 
@@ -106,7 +107,7 @@ _swiglu.defvjp(
 )
 
 
-_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=quick_sigmoid)
+_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=fast_sigmoid)
 
 
 @jax.custom_vjp

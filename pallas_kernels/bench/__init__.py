@@ -1,1 +1,1 @@
-"""Every op beside XLA, cuDNN and what the device can do."""
+"""Benchmarks of every op against XLA, cuDNN and the limits of the device."""

@@ -1,4 +1,4 @@
-"""What pallas_kernels.benchmark runs: every op with its arrays, at the sizes that models have."""
+"""The cases of pallas_kernels.benchmark: every op with its arrays, at the sizes of real models."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,31 +9,31 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class A:
-    """An array of the call: its axes, by the names in `Case.sizes`, and what it holds."""
+    """An array of a call: its axes, by their names in `Case.sizes`, and its values."""
 
     axes: str
     dtype: str = "bfloat16"
-    # "normal"; "arange"; "uniform V" and "zipf V": integers below the size V; "documents L": the
-    # ids of documents of length L, packed one after the other.
+    # "normal"; "arange"; "uniform V" and "zipf V": integers below the size V; "documents L": ids of
+    # consecutive documents of length L.
     fill: str = "normal"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op with its arrays, by the names in its signature, at several sizes."""
+    """An op with its arrays, by their names in its signature, at several sizes."""
 
     op: str
     arrays: dict[str, A]
     sizes: tuple[dict[str, int], ...]
     small: dict[str, int]  # replaces the sizes where errors are measured
-    reads: tuple[str, ...] = ()  # what the backward pass must read, beside the cotangents
+    reads: tuple[str, ...] = ()  # what the backward pass must read besides the cotangents
     writes: tuple[str, ...] | None = None  # gradients it must write (None: all floating arrays)
     options: dict = dataclasses.field(default_factory=dict)
     variant: str = ""
-    flops: Callable | None = None  # of the forward pass, from the sizes; None: it moves bytes
-    backward: float = 2.5  # times the flops of the forward pass
+    flops: Callable | None = None  # of the forward pass, from the sizes; None: bound by memory
+    backward: float = 2.5  # flops of the backward pass, relative to the forward pass
     cudnn: Callable | None = None
-    xla: bool = True  # False where the XLA form does not fit in memory
+    xla: bool = True  # False if the XLA form does not fit in memory
 
 
 def _shapes(names: str, *rows) -> tuple[dict[str, int], ...]:
@@ -60,12 +60,12 @@ def _cudnn_qkv(qkv, *, n_heads):
 def _norm(op: str, bias: bool, add: bool) -> Case:
     arrays = {"x": _X} | ({"residual": _X} if add else {}) | {"weight": _W}
     arrays |= {"bias": _W} if bias else {}
-    writes = tuple(name for name in arrays if name != "residual")  # the gradient of x is its too
+    writes = tuple(name for name in arrays if name != "residual")  # it shares x's gradient
     return Case(op, arrays, _NORMS, {"N": 128, "C": 1024}, reads=("x", "weight"), writes=writes)
 
 
 def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
-    """An activation of arrays (N, F) and the matmul after it."""
+    """An activation of arrays (N, F) with the matmul after it."""
     return Case(
         op,
         arrays | {"weight": A("F C")},
@@ -78,7 +78,7 @@ def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
 
 
 def _attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options) -> Case:
-    """pairs: of a query and a key that it sees, from the sizes."""
+    """pairs: the number of pairs of a query and a key that it sees, from the sizes."""
     arrays = {"q": A("B T H D"), "k": A("B T K D"), "v": A("B T K D")}
     small = {"B": 1, "T": 384, "H": 4, "K": 2}
     if packed:

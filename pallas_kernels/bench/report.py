@@ -1,4 +1,4 @@
-"""The table and the picture of benchmark.py, from the records in benchmark.json."""
+"""The table and the plot of pallas_kernels.benchmark, from the records in benchmark.json."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def _number(x: float) -> str:
 
 
 def table(result: dict):
-    """The records as a rich table; without a GPU, what can be said without a clock."""
+    """The records as a rich table; without a GPU, only what needs no timing."""
     tops = result["ceilings"]
     title = f"{result['device']}, JAX {result['versions']['jax']}"
     if not tops:
@@ -55,7 +55,7 @@ def table(result: dict):
 
 
 def _unmeasured(result: dict, title: str):
-    """The table without a clock: what each op must move and compute, and the jnp form's error."""
+    """The table without times: what each op must move and compute, and the jnp form's error."""
     view = Table(title=title, caption="error: of the jnp form, relative, RMS")
     for name in _FIRST:
         view.add_column(name)
@@ -74,7 +74,7 @@ def _unmeasured(result: dict, title: str):
 
 
 def _draw_unmeasured(result: dict, path: Path) -> None:
-    """What decides where an op lies under any roofline: its operations for each byte."""
+    """Plots the operations for each byte, which give an op's position under any roofline."""
     records = [r for r in result["records"] if r["flops"]]
     figure = Figure(figsize=(10, max(3, 0.2 * len(records))), layout="constrained")
     bars = figure.subplots()
@@ -87,7 +87,7 @@ def _draw_unmeasured(result: dict, path: Path) -> None:
 
 
 def draw(result: dict, path: Path) -> None:
-    """Left the roofline, a colour for each op; right every record's share of its ceiling."""
+    """Plots the roofline (left; one colour for each op) and each record's share of its ceiling."""
     if not result["ceilings"]:
         return _draw_unmeasured(result, path)
     records = [r for r in result["records"] if r["ms"]]

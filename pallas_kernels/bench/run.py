@@ -1,17 +1,17 @@
-"""Times every op beside XLA, cuDNN and what the device can do: python -m pallas_kernels.benchmark.
+"""Times every op against XLA, cuDNN and the device's limits: python -m pallas_kernels.benchmark.
 
     python -m pallas_kernels.benchmark                      every op
-    python -m pallas_kernels.benchmark gelu rope --out DIR  some, results in DIR
+    python -m pallas_kernels.benchmark gelu rope --out DIR  some ops, with results in DIR
 
-Time is the GPU time of a call's kernels (CUPTI), the median of 12 calls: three turns of four, in
-which an op and its rivals take turns, since a GPU under load lowers its clock.  Bytes count each
-input once and each output once, whatever a kernel really moves; causal attention counts half the
-square, its backward pass 2.5 times the forward pass.  The ceilings are measured in the same run: a
-copy (read plus written) and an 8192^3 bfloat16 matmul.  The backward pass of a kernel is timed with
-what its forward pass saved; that of XLA starts from the inputs and may recompute what it likes.
-Errors are relative, root mean square, against float64, the worst of the outputs or gradients, at
-smaller sizes.  What is run is the table in bench/cases.py: an op joins with one entry.  All ops
-take several minutes, most of it compiling; benchmark.json is written after each case.
+Times are GPU times of a call's kernels (CUPTI), the median of 12 calls: three rounds of four, in
+which an op and its rivals alternate, because a GPU under load lowers its clock.  Bytes count each
+input and each output once, whatever a kernel really moves.  Causal attention counts half the
+square, and its backward pass 2.5 times the forward pass.  The ceilings are measured in the same
+run: a copy (read plus written) and an 8192^3 bfloat16 matmul.  A kernel's backward pass is timed
+with what its forward pass saved; XLA's starts from the inputs and may recompute anything.  Errors
+are relative root mean squares against float64, the worst of the outputs or gradients, at smaller
+sizes.  The cases are the table in bench/cases.py, with one entry for each op.  All ops take several
+minutes, mostly for compilation; benchmark.json is written after each case.
 """
 
 import argparse
@@ -40,11 +40,11 @@ from pallas_kernels.bench.report import draw, table, text
 from pallas_kernels.bench.untuned import UNTUNED
 
 _CALLS, _TURNS = 4, 3
-_L2 = 100e6  # bytes; below, an H100's second-level cache (50 MB) serves part of a repeated call
+_L2 = 100e6  # bytes; below this an H100's L2 cache (50 MB) serves part of a repeated call
 
 
 def array(spec: A, sizes: dict[str, int], seed: int) -> jax.Array:
-    """The array that `spec` describes; normal numbers repeat after a million."""
+    """The array that `spec` describes; normal values repeat after a million."""
     shape = tuple(sizes[axis] for axis in spec.axes.split())
     rng = np.random.default_rng(seed)
     kind, _, below = spec.fill.partition(" ")
@@ -54,7 +54,7 @@ def array(spec: A, sizes: dict[str, int], seed: int) -> jax.Array:
         return jnp.asarray(np.resize(np.arange(shape[-1], dtype=spec.dtype), shape))
     if kind == "documents":
         return jnp.broadcast_to(jnp.arange(shape[-1], dtype=spec.dtype) // sizes[below], shape)
-    # Zipf's law with exponent 1: the share of the id r is about 1 / (r log V), as in real text.
+    # Zipf's law with exponent 1: the share of id r is about 1 / (r log V), as in real text.
     u = rng.random(shape)
     ids = sizes[below] * u if kind == "uniform" else sizes[below] ** u - 1
     return jnp.asarray(np.clip(ids.astype(spec.dtype), 0, sizes[below] - 1))
@@ -65,7 +65,7 @@ def arrays(case: Case, sizes: dict[str, int]) -> list[jax.Array]:
 
 
 def structs(case: Case, sizes: dict[str, int]) -> list[jax.ShapeDtypeStruct]:
-    """The case's arrays without their numbers."""
+    """The shapes and dtypes of the case's arrays."""
     return [
         jax.ShapeDtypeStruct([sizes[axis] for axis in spec.axes.split()], spec.dtype)
         for spec in case.arrays.values()
@@ -73,12 +73,12 @@ def structs(case: Case, sizes: dict[str, int]) -> list[jax.ShapeDtypeStruct]:
 
 
 def _floating(case: Case) -> list[str]:
-    """The arrays that have a gradient."""
+    """The names of the arrays that have a gradient."""
     return [n for n, a in case.arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)]
 
 
 def _writes(case: Case) -> Sequence[str]:
-    """Those whose gradients the backward pass must write."""
+    """The names of the arrays whose gradients the backward pass must write."""
     return _floating(case) if case.writes is None else case.writes
 
 
@@ -95,7 +95,7 @@ def cotangents(op: Callable, inputs) -> list[jax.Array]:
 
 
 def pull(op: Callable, *inputs):
-    """The outputs, and the function from their cotangents to the gradients of floating inputs."""
+    """The outputs and the function from their cotangents to the gradients of floating inputs."""
     floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.floating)]
 
     def of(*some):
@@ -114,7 +114,7 @@ def both(op: Callable, dy, *inputs):
 
 
 def gpu_ms(f: Callable, *args) -> list[float]:
-    """GPU milliseconds of the kernels of each of a few calls of a jitted or compiled function."""
+    """GPU milliseconds of the kernels, for each of a few calls of a jitted or compiled function."""
     jax.block_until_ready(f(*args))
     _, times = profiler.measure(f, iterations=_CALLS)(*args)
     if times is None:
@@ -123,7 +123,7 @@ def gpu_ms(f: Callable, *args) -> list[float]:
 
 
 def wall_ms(f: Callable, *args, calls: int) -> float:
-    """Milliseconds on the clock of each of `calls` calls in a row, launches and gaps included."""
+    """Wall milliseconds for each of `calls` calls in a row, including launches and gaps."""
     result = jax.block_until_ready(f(*args))
     start = time.perf_counter()
     for _ in range(calls):
@@ -133,11 +133,11 @@ def wall_ms(f: Callable, *args, calls: int) -> float:
 
 
 def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.stages.Compiled]:
-    """A program for each direction; keep: the backward pass gets what "saved" makes."""
+    """Compiles a program for each direction; with keep, backward gets what "saved" returns."""
     compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
     dy = jax.eval_shape(op, *inputs)
 
-    def written(gradients):  # not those that are another one's too: XLA would copy them
+    def written(gradients):  # without shared gradients, which XLA would copy
         named = zip(_floating(case), gradients, strict=True)
         return [g for name, g in named if name in _writes(case)]
 
@@ -154,7 +154,7 @@ def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.st
 
 
 def time_ops(programs: dict[str, dict], dy, inputs) -> tuple[dict[str, dict], dict[str, str]]:
-    """GPU milliseconds of each op's directions, and why an op has none; they take turns."""
+    """GPU milliseconds of each op's directions, in turns, and why an op has none."""
     calls, failed = attempt(lambda own: _arguments(own, dy, inputs), programs)
     times = {name: {direction: [] for direction in own} for name, own in calls.items()}
     for name in [*times] * _TURNS:
@@ -163,14 +163,14 @@ def time_ops(programs: dict[str, dict], dy, inputs) -> tuple[dict[str, dict], di
         try:
             for direction, args in calls[name].items():
                 times[name][direction] += gpu_ms(programs[name][direction], *args)
-        except Exception as e:  # out of memory: go on
+        except Exception as e:  # e.g. out of memory: the other ops still run
             failed[name] = _line(e)
             del times[name]
     return {n: {d: statistics.median(ms) for d, ms in t.items()} for n, t in times.items()}, failed
 
 
 def _arguments(programs: dict, dy, inputs) -> dict[str, tuple]:
-    """What each direction of an op is called with."""
+    """The arguments of each direction of an op."""
     args = {d: inputs if d == "forward" else (dy, *inputs) for d in programs if d != "saved"}
     if "saved" in programs:
         args["backward"] = programs["saved"](*inputs), dy
@@ -182,7 +182,7 @@ def ceilings() -> dict[str, float]:
     spec, sizes = A("N N"), {"N": 2**15}
     x = array(spec, sizes, 0)
     median_ms = lambda f, *args: statistics.median(gpu_ms(jax.jit(f), *args))
-    # A copy is not always a kernel, so that only the clock on the wall sees it.
+    # A copy is not always a kernel, so it needs the wall time.
     ms = min(wall_ms(jax.jit(jnp.copy), x, calls=_CALLS * _TURNS), median_ms(jnp.negative, x))
     a = x[:8192, :8192] + 0
     return {
@@ -192,13 +192,13 @@ def ceilings() -> dict[str, float]:
 
 
 def bytes_moved(case: Case, sizes: dict[str, int]) -> dict[str, int]:
-    """Bytes that each direction cannot avoid: each input once and each output once."""
+    """The bytes that each direction must move: each input and each output once."""
     inputs = dict(zip(case.arrays, structs(case, sizes), strict=True))
     size = {name: a.size * a.dtype.itemsize for name, a in inputs.items()}
     y = jax.eval_shape(on_xla(case), *inputs.values())
     outputs = sum(o.size * o.dtype.itemsize for o in jax.tree.leaves(y))
     read = dict(size)
-    if case.op == "encoder":  # of the table, the rows that occur
+    if case.op == "encoder":  # reads only the table's rows that occur
         rows = np.unique(np.asarray(array(case.arrays["tokens"], sizes, 0))).size
         read["wte"] = read["wte"] // sizes["V"] * rows
     backward = sum(size[n] for n in case.reads) + outputs + sum(size[n] for n in _writes(case))
@@ -207,22 +207,22 @@ def bytes_moved(case: Case, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def counted_flops(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
-    """XLA's own count of the jnp form's operations: where the op stands under the roofline."""
+    """XLA's count of the jnp form's operations, for the op's position under the roofline."""
     inputs, op = structs(case, sizes), on_xla(case)
     dy = jax.eval_shape(op, *inputs)
     try:
-        with jax.default_device("cpu"):  # XLA does not count for a GPU
+        with jax.default_device("cpu"):  # XLA does not count operations for a GPU
             lowered = {
                 "forward": jax.jit(op).lower(*inputs),
                 "backward": jax.jit(lambda *a: both(op, *a)[1]).lower(dy, *inputs),
             }
-    except RuntimeError:  # JAX_PLATFORMS=cuda has no CPU: the op is not in the picture
+    except RuntimeError:  # JAX_PLATFORMS=cuda has no CPU, so the op is not in the plot
         return {"forward": None, "backward": None}
     return {name: (low.cost_analysis() or {}).get("flops") for name, low in lowered.items()}
 
 
 def public(case: Case, **options) -> Callable:
-    """The public op, of the case's arrays in their order."""
+    """The public op as a function of the case's arrays, in their order."""
     op = getattr(pallas_kernels, case.op)
     options = {**case.options, **options}
     return lambda *inputs: op(**dict(zip(case.arrays, inputs, strict=True)), **options)
@@ -233,7 +233,7 @@ def on_xla(case: Case, **options) -> Callable:
 
 
 class Truth:
-    """Float64 outputs and gradients of a case at its small sizes, to hold ops against."""
+    """Float64 outputs and gradients of a case at its small sizes, to compare ops with."""
 
     def __init__(self, case: Case, sizes: dict[str, int]):
         self.inputs = arrays(case, sizes)
@@ -263,8 +263,8 @@ def _relative(actual, truth) -> float:
 
 
 def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:
-    """What runs the op here."""
-    dispatch.forget()
+    """The decision about how the op runs on this device."""
+    dispatch.reset()
     jax.eval_shape(public(case), *structs(case, sizes))
     op = case.op.removesuffix("_qkv")  # attention_qkv runs what attention does
     return next(d for d in dispatch.decisions() if d.op == op)
@@ -276,7 +276,7 @@ def _line(e: Exception) -> str:
 
 
 def attempt(f: Callable, rivals: dict[str, Any]) -> tuple[dict, dict[str, str]]:
-    """f of each of them, and why some have none: without this shape, or out of memory."""
+    """Applies f to each rival; returns the results and why others failed (shape, memory)."""
     results, failed = {}, {}
     for name, rival in rivals.items():
         try:
@@ -287,17 +287,17 @@ def attempt(f: Callable, rivals: dict[str, Any]) -> tuple[dict, dict[str, str]]:
 
 
 def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, known) -> list[dict]:
-    """One record for each direction; without `tops` (no GPU) only what needs no clock.
+    """One record for each direction; without `tops` (no GPU) only what needs no timing.
 
-    known: errors by ops and small sizes, filled here.
+    known: a cache of errors by ops and small sizes.
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    if decision.has_kernel:
+    if decision.supported:
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)
-    with dispatch.silenced():
+    with dispatch.unrecorded():
         key = (*ops, case.op, case.variant, *small(case, sizes).items())
         if key not in known:
             truth = functools.cache(lambda: Truth(case, small(case, sizes)))
@@ -348,7 +348,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
 
 
 def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
-    """Measures the named ops (none: all); shows a table, writes benchmark.json and roofline.png."""
+    """Measures the named ops (none: all), shows a table, writes benchmark.json and roofline.png."""
     console = Console() if sys.stdout.isatty() else Console(width=170)
     device = jax.devices()[0]
     result: dict[str, Any] = {
@@ -376,7 +376,7 @@ def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
         for case, sizes in todo:
             bar.update(task, description=f"{case.op} {text(sizes)}")
             records = measure(case, sizes, result["ceilings"], known)
-            for r in records if result["ceilings"] else ():  # minutes in all: show what is there
+            for r in records if result["ceilings"] else ():  # a run takes minutes: show progress
                 ms = ", ".join(f"{name} {t:.4f} ms" for name, t in r["ms"].items())
                 bar.console.print(f"{r['op']} {text(sizes)} {r['direction']}: {ms}", markup=False)
             result["records"] += records
@@ -410,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="folder for results (default: %(default)s)",
     )
-    parser.add_argument("--untuned", action="store_true", help="shapes that nothing was tuned for")
+    parser.add_argument("--untuned", action="store_true", help="run shapes no kernel was tuned for")
     arguments = parser.parse_args(argv)
     for op in arguments.op:
         if op not in names:
@@ -419,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        print(f"error: --out {arguments.out} cannot be made: {e.strerror}", file=sys.stderr)
+        print(f"error: --out {arguments.out} cannot be created: {e.strerror}", file=sys.stderr)
         return 2
     result = run(arguments.op, arguments.out, UNTUNED if arguments.untuned else CASES)
     return int(any("mosaic" in r["failed"] for r in result["records"]))

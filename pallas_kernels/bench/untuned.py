@@ -1,7 +1,7 @@
 """Shapes that no kernel was tuned for: python -m pallas_kernels.benchmark --untuned.
 
-Drawn by rule: widths from 1 to 8192 that are multiples of nothing, 1 to 100,000 rows, sequences
-that are odd, short or long, head dimensions from 32 to 256, few heads.
+They follow rules: widths from 1 to 8192 that are not multiples of tiles, 1 to 100,000 rows,
+sequences that are odd, short or long, head dimensions from 32 to 256, few heads.
 """
 
 import dataclasses

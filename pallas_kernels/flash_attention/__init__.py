@@ -1,1 +1,1 @@
-"""Attention without the matrix of its scores."""
+"""Flash attention, which never stores the matrix of scores."""

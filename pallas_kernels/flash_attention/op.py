@@ -3,13 +3,13 @@
     S = scale q k^T (softcap: c tanh(S / c)), P = softmax(S over the visible keys), O = P V
 
 Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023 (GQA).  Query head
-h reads kv head h // (H / K).  Only the log-sum-exp of each row is saved; the backward pass computes
-P again from it (Dao et al. 2022, "FlashAttention").
+h reads kv head h // (H / K).  The forward pass saves only the log-sum-exp of each row, from which
+the backward pass recomputes P (Dao et al. 2022, "FlashAttention").
 
-forward.py, backward_dq.py and backward_dkv.py have the kernels, masks.py what a query sees,
-schedule.py which block works on what, queries.py the blocks of queries of the first two kernels.
-This file has the op, its jnp reference, what ties the two directions together, and cuDNN as the
-stand-in where the kernels cannot run.  qkv.py has the op for q, k and v in one array.
+The kernels are in forward.py, backward_dq.py and backward_dkv.py.  masks.py defines what a query
+sees, schedule.py assigns work to blocks, and queries.py has the blocks of queries of the first two
+kernels.  This file has the op, its jnp reference, its `custom_vjp`, and cuDNN as the fallback.
+qkv.py has the op for q, k and v in one array.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.flash_attention import backward_dq, forward
 
-WIDTHS = (64, 96, 128, 256)  # head dimensions of the kernels
+WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
 
@@ -45,37 +45,37 @@ def attention(
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
     """Attention of q to k and v, in q's dtype; logits, softmax and sums in float32.
 
-    causal: needs T <= S; the last query stands at the last key.
-    scale: of the logits; default 1 / sqrt(D).
-    window: keys that a query sees at most, its own included (needs causal).
-    segment_ids: of the keys, and of the queries at their positions; or (of the queries, of the
-        keys).  A query sees keys of its own segment only.
-    softcap: logits become softcap * tanh(logits / softcap); the kernel takes up to 100.
-    return_lse: also the natural log of the sum of exp(logits), float32; it has a gradient.
+    causal: masks later keys.  Needs T <= S; the last query has the position of the last key.
+    scale: multiplies the logits; default 1 / sqrt(D).
+    window: maximum number of keys that a query sees, including its own (needs causal).
+    segment_ids: ids (B, S) of the keys, which the queries share at their positions, or a pair (ids
+        of the queries, ids of the keys).  A query sees only keys of its own segment.
+    softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
+    return_lse: also returns the natural log of the sum of exp(logits), float32, differentiable.
 
     A query that sees no key gets zeros and lse = -inf.  P and dS are rounded to the inputs' dtype
-    before they are multiplied with V, K and Q.
+    before they are multiplied by V, K and Q.
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
-    implementation="mosaic" with what the kernel lacks.
+    implementation="mosaic" for a call that the kernel does not support.
     """
     check(q, k, v, causal, window, softcap, segment_ids)
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
     by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
-    otherwise, slower = ("cudnn", why_slower(q, k)) if by_cudnn else ("xla", None)
-    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", otherwise, slower):
+    fallback, slower = ("cudnn", why_slower(q, k)) if by_cudnn else ("xla", None)
+    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", fallback, slower):
         if implementation is None and by_cudnn:
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
     t, s = q.shape[1], k.shape[1]
     if window is not None and window >= s:
-        window = None  # every key is in it
+        window = None  # the window holds every key
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
     call = Call((t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap)
-    # TMA copies into wgmma's layout move groups of 8 rows, and the kernels have four widths: other
-    # lengths and head dimensions cost padded copies.
+    # TMA copies groups of 8 rows into wgmma's layout, and the kernels have four widths.  Other
+    # lengths and head dimensions are padded in copies.
     padded = (_pad(x) for x in (q, k, v))
     out, lse = _attention(*padded, segment_ids, call, return_lse)
     out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
@@ -83,13 +83,13 @@ def attention(
 
 
 def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None):
-    """Why the kernel cannot take this call, or None."""
+    """Why the kernel does not support this call, or None."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype"
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not one dtype"
     if q.shape[-1] > WIDTHS[-1]:
-        return f"the head dimension D={q.shape[-1]} is over {WIDTHS[-1]}"
+        return f"the head dimension D={q.shape[-1]} is more than {WIDTHS[-1]}"
     if scale_of(scale, q) <= 0:
         return f"scale={scale} is not positive"
     return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
@@ -99,9 +99,9 @@ def cudnn_why_not(
     q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None,
     return_lse=False,
 ):  # fmt: skip
-    """Why cuDNN's flash attention cannot stand in for the kernel, or None.
+    """Why cuDNN's flash attention cannot replace the kernel, or None.
 
-    It keeps the users of other NVIDIA GPUs, and calls that the kernel lacks, from T x S matrices.
+    On other NVIDIA GPUs and for unsupported calls it avoids the T x S matrices of the jnp form.
     """
     if lack := dispatch.device_lacks("sm_80"):
         return lack
@@ -109,25 +109,26 @@ def cudnn_why_not(
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         return f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}, not all bfloat16 or float16"
     if q.shape[-1] > widest or q.shape[-1] % 8:
-        return f"the head dimension D={q.shape[-1]} is no multiple of 8 up to {widest}"
+        return f"the head dimension D={q.shape[-1]} is not a multiple of 8 up to {widest}"
     if causal and q.shape[1] != k.shape[1]:
-        return f"T={q.shape[1]} is not S={k.shape[1]} (its last query stands elsewhere)"
+        return f"T={q.shape[1]} is not S={k.shape[1]} (cuDNN does not align the last query and key)"
     if segment_ids is not None or softcap is not None or return_lse:
-        return "it has no segment_ids, softcap or return_lse"
+        return "cuDNN has no segment_ids, softcap or return_lse"
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
-        if size % 2:  # NotImplementedError, though only where a gradient is asked for
-            return f"{name}={size} is odd, for which JAX has no gradient of cuDNN's"
+        if size % 2:  # JAX raises NotImplementedError, but only for a gradient
+            return f"{name}={size} is odd, for which JAX has no cuDNN gradient"
     return mosaic.empty(q=q, k=k)
 
 
 def why_slower(q, k) -> str | None:
-    """Why cuDNN is faster than the kernels, which would pad q, k and v in copies, or None.
+    """Why cuDNN is faster than the kernels (they would pad q, k and v in copies), or None.
 
-    Padded, they ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md has the table).
-    Asked to add in a fixed order, cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md), and
-    nobody has measured these shapes so: the kernels, which always do, stay.
+    Padded, the kernels ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md has the
+    table).  With deterministic sums cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md).
+    These shapes have not been measured that way, so the kernels, which are always deterministic,
+    run.
     """
-    if _xla_is_deterministic():
+    if _deterministic_requested():
         return None
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 8:
@@ -137,7 +138,7 @@ def why_slower(q, k) -> str | None:
     return f"the kernel would pad D={d} to {width}" if width > d else None
 
 
-def _xla_is_deterministic() -> bool:
+def _deterministic_requested() -> bool:
     flag = r"--xla_gpu_(?:exclude_non)?deterministic_ops(=\S*)?(?!\S)"
     values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
     return any(value.lower() in ("", "=true", "=1") for value in values)
@@ -167,7 +168,7 @@ def check(q, k, v, causal, window, softcap, segment_ids=None):
     if not kv or h % kv:
         raise ValueError(f"H={h} query heads are not a multiple of K={kv} kv heads")
     if causal and t > s:
-        raise ValueError(f"T={t} queries are more than S={s} keys: pass causal=False or fewer")
+        raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
     if softcap is not None and softcap <= 0:
@@ -180,12 +181,12 @@ def _check_segments(segment_ids, b, t, s):
     need = ((b, t), (b, s))
     if not isinstance(segment_ids, tuple):
         if t > s:
-            raise ValueError(f"T={t} queries are more than S={s} keys: pass segment_ids of both")
+            raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
         segment_ids, need = (segment_ids,), ((b, s),)
     if (have := tuple(ids.shape for ids in segment_ids)) != need:
-        raise ValueError(f"segment_ids have the shapes {have}, not {need}")
+        raise ValueError(f"segment_ids have shapes {have}, not {need}")
     for ids in segment_ids:
-        mosaic.check_whole_numbers(segment_ids=ids)
+        mosaic.check_integers(segment_ids=ids)
 
 
 def scale_of(scale, q) -> float:
@@ -193,7 +194,7 @@ def scale_of(scale, q) -> float:
 
 
 def _pair(segment_ids, t, s):
-    """(ids of the queries, ids of the keys)."""
+    """Returns (ids of the queries, ids of the keys)."""
     pair = isinstance(segment_ids, tuple)
     return segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
 
@@ -210,10 +211,10 @@ def attention_reference(
     q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None,
     return_lse=False,
 ):  # fmt: skip
-    """The formulas in jnp; in float64 plain exact mathematics, as rounding does nothing there.
+    """The formulas in jnp, in float32 (float64 for float64, where no rounding takes effect).
 
-    It rounds where any kernel must: P and dS to the data's dtype before their matmuls, O to its
-    dtype before the row sums of dO * O.  That is why its gradient is written out.
+    It rounds where every kernel must: P and dS to the data's dtype before their matmuls, and O to
+    its dtype before the row sums of dO * O.  Its gradient is therefore written out.
     """
     t, s = q.shape[1], k.shape[1]
     q_ids, k_ids = jnp.arange(t)[:, None] + (s - t), jnp.arange(s)
@@ -235,7 +236,7 @@ def _reference(q, k, v, mask, scale, softcap):
 
 
 def _logits(q, k, mask, scale, softcap):
-    """((B, K, G, T, S) logits with -inf where masked, d logits / d(q k^T) or None for scale)."""
+    """(logits (B, K, G, T, S), -inf where masked; d logits / d(scale q k^T), None for 1)."""
     x = _einsum("btkgd,bskd->bkgts", q, k) * scale
     slope = None
     if softcap is not None:
@@ -250,14 +251,14 @@ def _einsum(formula, x, y):
 
 def _grouped(x, kv_heads):
     b, t, h, d = x.shape
-    return x.reshape(b, t, kv_heads, h // kv_heads, d)  # the heads of a group stand together
+    return x.reshape(b, t, kv_heads, h // kv_heads, d)  # the heads of a group are adjacent
 
 
 def _reference_forward(q, k, v, mask, scale, softcap):
     b, t, h, _ = q.shape
     x, _ = _logits(_grouped(q, k.shape[2]), k, mask, scale, softcap)
-    top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # there may be no key at all
-    top = jnp.where(top == -jnp.inf, 0, top)  # a row without any visible key
+    top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)  # S may be 0
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row may see no key
     p = jnp.exp(x - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
     out = _einsum("bkgts,bskd->bkgtd", p.astype(q.dtype), v) / jnp.where(total == 0, 1, total)
@@ -288,11 +289,11 @@ def _reference_backward(scale, softcap, saved, cotangents):
 
 _reference.defvjp(_reference_forward, _reference_backward)
 
-# ---- the kernels' two directions -------------------------------------------------------------
+# ---- kernels ---------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
-    """What is static in a call of the kernels."""
+    """The static arguments of the kernels."""
 
     lengths: tuple[int, int]  # T and S without padding
     causal: bool
@@ -309,7 +310,7 @@ def _attention(q, k, v, segments, call, with_lse):
 
 def _attention_forward(q, k, v, segments, call, with_lse):
     results = _attention(q, k, v, segments, call, with_lse)
-    # Under jax.checkpoint a policy can keep these by name and spare a second forward.
+    # A jax.checkpoint policy can save these by name and so avoid a second forward pass.
     out, lse = (checkpoint_name(x, "attention") for x in results)
     return (out, lse), (q, k, v, segments, out, lse)
 
@@ -318,7 +319,7 @@ def _attention_backward(call, with_lse, saved, cotangents):
     q, k, v, segments, out, lse = saved
     dout, dlse = cotangents
     if not with_lse:
-        dlse = None  # an array of zeros: not worth reading
+        dlse = None  # it is zero, so the kernels need not read it
     grads = backward_dq.backward(q, k, v, out, lse, dout, dlse, segments, **call._asdict())
     return *grads, None
 

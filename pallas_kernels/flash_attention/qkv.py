@@ -1,10 +1,10 @@
-"""Self-attention on one array that holds queries, keys and values, with RoPE or without.
+"""Causal self-attention on one array of queries, keys and values, with or without RoPE.
 
     (q | k | v) = qkv,   y = attention(rope(q), rope(k), v)
 
-One matmul can then make q, k and v, and its backward pass is two matmuls instead of six.  Taken
-apart for `rope` and `attention` the array would be copied; here the kernels find their heads in it:
-RoPE turns q and k where they lie, and both backward kernels write into one gradient.
+One matmul can then compute q, k and v, and its backward pass takes two matmuls instead of six.
+Splitting the array for `rope` and `attention` would copy it.  Here the kernels index its heads:
+RoPE rotates q and k in place, and both backward kernels write into one gradient.
 """
 
 import functools
@@ -38,8 +38,9 @@ def attention_qkv(
 ) -> Float[Array, "B T H D"]:
     """Causal attention of a sequence to itself, in qkv's dtype.
 
-    qkv: P = H + 2 K heads: n_heads = H of q, then K of k, then K of v.
-    theta: base of RoPE on q and k (layout "half") at `positions` (None: 0 ... T-1); None: no RoPE.
+    qkv: has P = H + 2 K heads: n_heads = H of q, then K of k, then K of v.
+    theta: base of RoPE on q and k (layout "half"), or None for no RoPE.
+    positions: for RoPE; default 0 ... T-1.
     scaling: as in `rope`; scale, window, segment_ids, softcap: as in `attention`.
     Raises ValueError for heads that do not add up, and what `rope` and `attention` raise.
     """
@@ -47,14 +48,14 @@ def attention_qkv(
     n_kv, left = divmod(qkv.shape[2] - n_heads, 2)
     if left or n_kv < 1 or n_heads < 1 or n_heads % n_kv:
         raise ValueError(
-            f"qkv has {qkv.shape[2]} heads: not n_heads={n_heads} and twice a divisor of it"
+            f"qkv has {qkv.shape[2]} heads, not n_heads={n_heads} plus twice a divisor of it"
         )
     t, heads = qkv.shape[1], Heads(n_heads, n_kv)
     options = dict(scale=scale, window=window, softcap=softcap)
     positions = jnp.arange(t) if positions is None else positions
-    apart = _why_apart(qkv, positions if theta else None, **options)
-    # A GPU that has attention's kernel has RoPE's.
-    if apart or dispatch.decide("attention", implementation, None, "sm_90a").runs != "mosaic":
+    split = _why_split(qkv, positions if theta else None, **options)
+    # A GPU that supports attention's kernel also supports RoPE's.
+    if split or dispatch.decide("attention", implementation, None, "sm_90a").runs != "mosaic":
         q, k, v = (qkv[:, :, i:j] for i, j in ((0, -2 * n_kv), (-2 * n_kv, -n_kv), (-n_kv, None)))
         if theta is not None:
             q, k = rope(
@@ -73,8 +74,8 @@ def attention_qkv(
     return _attention_qkv(qkv, positions, segments, heads, (theta, scaling), call)
 
 
-def _why_apart(qkv, positions, **options) -> str | None:
-    """Why q, k and v have to be taken apart (for their kernels or for XLA), or None."""
+def _why_split(qkv, positions, **options) -> str | None:
+    """Why q, k and v must be split (for their own kernels or for XLA), or None."""
     if reason := _attention_why_not(qkv, qkv, qkv, **options):
         return reason
     if qkv.shape[1] % 8 or qkv.shape[3] not in WIDTHS:

@@ -1,1 +1,1 @@
-"""Cross-entropy of logits, and of the head and the loss in one."""
+"""Cross-entropy of logits, and the language-model head fused with it."""

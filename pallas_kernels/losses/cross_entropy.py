@@ -3,11 +3,11 @@
     loss = log(total) - (z[label] - top),   total = sum_v exp(z[v] - top),   top = max_v z[v]
     dz[v] = dloss (exp(z[v] - top) / total - [v = label])       (v over the real vocabulary only)
 
-Columns past `vocab_size` are padding: they take no part in the sum and get a zero gradient.  The
+Columns past `vocab_size` are padding: the sum leaves them out and their gradient is zero.  The
 forward pass reads the logits once with a running maximum (Milakov and Gimelshein 2018, "Online
-normalizer calculation for softmax", algorithm 3), and the backward pass reads them once and writes
-their gradient.  Everything is computed in float32.  What is saved is top and total, not their
-log-sum-exp: where logits are near 1000 that rounds by 3e-5, an error in every probability.
+normalizer calculation for softmax", algorithm 3).  The backward pass reads them once and writes
+their gradient.  Everything is computed in float32.  The forward pass saves top and total, not their
+log-sum-exp, which for logits near 1000 has a rounding error of 3e-5 that enters every probability.
 """
 
 import functools
@@ -22,10 +22,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 
-# Loads of 8 elements a thread that are in flight together: 0.92 to 1.04 of a copy's bandwidth on an
+# Loads of 8 elements that a thread has in flight.  4 reach 0.92 to 1.04 of a copy's bandwidth on an
 # H100; 2 or 8 are up to 4% slower (docs/performance.md).
 _UNROLL = 4
-LOWEST = float(jnp.finfo(jnp.float32).min)  # a first maximum that is finite: -inf - -inf is NaN
+LOWEST = float(jnp.finfo(jnp.float32).min)  # the initial maximum; finite, as -inf - -inf is NaN
 
 
 def cross_entropy(
@@ -38,20 +38,21 @@ def cross_entropy(
 ) -> Float[Array, "*batch"]:
     """Cross-entropy of every position in float32, 0 where the label is `ignore_index`.
 
-    vocab_size: how many leading columns are real (default: all).  A label outside [0, vocab_size)
-    that is not ignore_index gives a loss of NaN, and a gradient of NaN in the real columns.
-    The gradient has the dtype of logits.  The kernel copies the logits only if they have fewer
-    than 128 columns.  Any other number of them is taken in place; an odd one costs 2-byte loads.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic".
+    vocab_size: number of leading columns that are not padding (default: all).  Another label
+    outside [0, vocab_size) makes the loss and the gradient of these columns NaN.
+    The gradient has the dtype of logits.  The kernel copies logits of fewer than 128 columns;
+    other widths are read in place, odd ones with 2-byte loads.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernel does not support.
     """
     if not logits.ndim:
-        raise ValueError("logits has shape (), it needs the axis of the vocabulary")
+        raise ValueError("logits has shape (), but needs the vocabulary axis")
     v = logits.shape[-1]
     vocab_size = v if vocab_size is None else vocab_size
-    mosaic.check_whole_numbers(labels=labels)
+    mosaic.check_integers(labels=labels)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"labels have shape {labels.shape}, logits {logits.shape} need {logits.shape[:-1]}"
+            f"labels have shape {labels.shape}, but logits {logits.shape} need {logits.shape[:-1]}"
         )
     if not 1 <= vocab_size <= v:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v}], the columns of logits")
@@ -72,41 +73,41 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
     z = logits.astype(mosaic.stat_dtype(logits.dtype))
     z = jnp.where(column < vocab_size, z, -jnp.inf)
     top = lax.stop_gradient(z.max(-1, keepdims=True))
-    # A masked sum, not a gather: its gradient is no scatter, and it shards over the vocabulary.
+    # A masked sum instead of a gather: it needs no scatter and shards over the vocabulary.
     picked = jnp.where(column == labels[..., None], z, 0).sum(-1)
     loss = jnp.log(jnp.exp(z - top).sum(-1)) - (picked - top[..., 0])
     return mask_by_label(loss, labels, vocab_size, ignore_index)
 
 
 def why_not(logits) -> str | None:
-    """Why the kernel cannot take this call, or None."""
+    """Why the kernel does not support this call, or None."""
     return mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
 
 
 def why_slower(labels) -> str | None:
-    """Why XLA's form is faster than the kernel, or None: too few rows, of one block each.
+    """Why XLA's form is faster than the kernel (too few rows, of one block each), or None.
 
     Speed of the kernel relative to XLA, forward / both directions, H100, JAX 0.11.2 (python -m
-    pallas_kernels.benchmark --untuned): 33 x 128257 0.76 / 0.86, of 132 SMs a quarter at work;
-    64 x 50257 1.25 / 1.47.  So few rows take as long as one: it grows with them, to 0.95 at 41.
+    pallas_kernels.benchmark --untuned): 33 x 128257 0.76 / 0.86, with a quarter of 132 SMs busy;
+    64 x 50257 1.25 / 1.47.  Few rows take as long as one, so the ratio grows to 0.95 at 41 rows.
     """
     if labels.size < 41:
-        return f"{labels.size} rows, fewer than 41, give the kernel one block each"
+        return f"{labels.size} rows, of one block each, are fewer than 41"
     return None
 
 
 def mask_by_label(value, labels, vocab_size, ignore_index):
-    """`value` for a label of the vocabulary, 0 for ignore_index, NaN for any other."""
+    """`value` for a label in the vocabulary, 0 for ignore_index, NaN for any other label."""
     ignored = labels == ignore_index
     known = ignored | ((labels >= 0) & (labels < vocab_size))
-    # A product, so that the reference's gradient is NaN too where the label is wrong.
+    # The product makes the reference's gradient NaN too if the label is wrong.
     return jnp.where(ignored, 0.0, value * jnp.where(known, 1.0, jnp.nan))
 
 
 def online(state, *xs):
-    """(maximum, sum of exponentials from it) of each lane after more logits.
+    """Updates (maximum, sum of exponentials relative to it) of each lane with more logits.
 
-    Each thread keeps its own: nothing crosses threads until the end of the row.
+    The lanes are combined only at the end of the row.
     """
     old, total = state
     top = functools.reduce(jnp.maximum, xs, old)
@@ -117,8 +118,8 @@ def online(state, *xs):
 
 
 def _tile(v: int, dtype):
-    """Columns of one load and their register layout, for rows of v >= 128 columns."""
-    # A row starts at a multiple of v elements, so the widest vector that is aligned divides v.
+    """Columns of a load and their register layout, for rows of v >= 128 columns."""
+    # A row starts at a multiple of v elements, so an aligned vector must divide v.
     vec = 16 // jnp.dtype(dtype).itemsize
     while v % vec or v < 128 * vec:
         vec //= 2
@@ -132,10 +133,10 @@ def _column_numbers(start, tile, layout):
 
 
 class _Cut(NamedTuple):
-    """How a block walks over a row of logits of v columns.
+    """How a block splits a row of logits of v columns.
 
     | _UNROLL tiles | ... | _UNROLL tiles | rest tiles | done ... vocab_size | padding ... v |
-            `steps` of them                              the last tile ends at v, and overlaps
+                 `steps` times                           the last tile ends at v and may overlap
     """
 
     v: int
@@ -163,7 +164,7 @@ class _Cut(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _forward(logits, labels, vocab_size, ignore_index):
-    """loss, top and total, all (N,) float32.  One block of 128 threads for each row."""
+    """Returns loss, top and total, all (N,) float32.  Each row has one block of 128 threads."""
     logits = mosaic.pad_axis(logits, 1, 128) if logits.shape[1] < 128 else logits
     n = logits.shape[0]
     return mosaic.kernel(
@@ -177,11 +178,11 @@ def _forward(logits, labels, vocab_size, ignore_index):
 
 
 def _forward_row(c: _Cut, ignore_index, logits_ref, labels_ref, loss_ref, top_ref, total_ref):
-    """A block: online softmax over its row in each thread, then over its threads."""
+    """A block computes an online softmax of its row in each thread, then combines the threads."""
     row = lax.axis_index("row")
     load = lambda start: mosaic.load(logits_ref.at[row, pl.ds(start, c.tile)], c.layout)
 
-    # Online softmax over the tiles.
+    # Compute the online softmax over the tiles.
     def step(i, state):
         start = i * (_UNROLL * c.tile)
         return online(state, *(load(start + u * c.tile) for u in range(_UNROLL)))
@@ -190,7 +191,7 @@ def _forward_row(c: _Cut, ignore_index, logits_ref, labels_ref, loss_ref, top_re
     state = lax.fori_loop(0, c.steps, step, (lowest, mosaic.zeros((c.tile,), c.layout)))
     if c.rest:
         state = online(state, *[load((c.steps * _UNROLL + u) * c.tile) for u in range(c.rest)])
-    if c.done < c.vocab_size:  # the last columns, with some that were counted or are padding
+    if c.done < c.vocab_size:  # masks columns that are padding or were counted before
         start = min(c.done, c.v - c.tile)
         column = _column_numbers(start, c.tile, c.layout)
         new = (column >= c.done) & (column < c.vocab_size)
@@ -201,7 +202,7 @@ def _forward_row(c: _Cut, ignore_index, logits_ref, labels_ref, loss_ref, top_re
     top = jnp.max(tops)
     total = jnp.sum(totals * jnp.exp(tops - top))
 
-    # The loss.
+    # Compute and store the loss.
     label = labels_ref[row]
     picked = logits_ref[row, jnp.clip(label, 0, c.v - 1)].astype(jnp.float32)
     loss = jnp.log(total) - (picked - top)
@@ -212,7 +213,7 @@ def _forward_row(c: _Cut, ignore_index, logits_ref, labels_ref, loss_ref, top_re
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
-    """dlogits (N, V) in logits' dtype.  One block of 128 threads for each row."""
+    """Returns dlogits (N, V) in logits' dtype.  Each row has one block of 128 threads."""
     width = logits.shape[1]
     logits = mosaic.pad_axis(logits, 1, 128) if width < 128 else logits
     dlogits = mosaic.kernel(
@@ -229,7 +230,7 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
 def _backward_row(
     c: _Cut, ignore_index, logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref
 ):
-    """A block: dz of its row, tile by tile."""
+    """A block computes dz of its row, tile by tile."""
     row = lax.axis_index("row")
     label, top = labels_ref[row], top_ref[row]
     scale = mask_by_label(dloss_ref[row], label, c.vocab_size, ignore_index)
@@ -249,7 +250,7 @@ def _backward_row(
     pl.loop(0, c.steps)(lambda i: write([(i * _UNROLL + u) * c.tile for u in range(_UNROLL)]))
     if c.rest:
         write([(c.steps * _UNROLL + u) * c.tile for u in range(c.rest)])
-    # The last tile ends at the end of the row.  Where it overlaps its neighbour it writes the same
+    # The last tile ends where the row ends.  If it overlaps the tile before, it writes the same
     # values again.
     last = lambda i: write([jnp.minimum(c.done + i * c.tile, c.v - c.tile)], masked=True)
     pl.loop(0, mosaic.cdiv(c.v - c.done, c.tile))(last)

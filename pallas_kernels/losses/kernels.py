@@ -1,7 +1,8 @@
-"""The kernel of linear_cross_entropy: statistics of a row of logits, and its gradient in place.
+"""The kernel of linear_cross_entropy computes the statistics of a row of logits and overwrites it
+with its gradient.
 
 A block takes one row of logits.  It reads the row from memory for its maximum and its sum, reads it
-again from the second-level cache and writes dz over it.  Its warpgroups share the row:
+again from the L2 cache, and overwrites it with dz.  Its warpgroups share the row:
 
     a row              | part 0        | part 1        | part 2        | part 3        |
                          warp 0          warp 1          warp 2          warp 3     of every group
@@ -24,24 +25,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.losses.cross_entropy import LOWEST, online
 
-# As long as the rows that all blocks work on fit the second-level cache, two blocks on an SM hide
-# each other's waits: up to 64 registers a thread, narrow tiles.  For longer rows wide tiles, whose
+# If the rows of all running blocks fit the L2 cache, two blocks on an SM hide each other's waits;
+# they need narrow tiles, for at most 64 registers a thread.  Longer rows use wide tiles, whose
 # registers leave room for one block.  Measured between matmuls: 8192x50304 0.642 ms, with wide
 # tiles 0.717; 2048x128256 0.477 ms, with narrow tiles 0.541.
 _GROUPS = 4  # warpgroups that share a row
-_UNROLL = 6  # loads of a thread that are in flight together
-_TILES = ((112 * 1024, 128), (None, 256))  # bytes of a row up to which, columns of a warp's tile
+_UNROLL = 6  # loads that a thread has in flight
+_TILES = ((112 * 1024, 128), (None, 256))  # (maximum bytes of a row, columns of a warp's tile)
 
 
 @functools.partial(jax.jit, static_argnames=("real", "softcap", "write"))
 def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
-    """Statistics of rows of logits, and their gradient in their place.  One block for each row.
+    """Computes statistics of rows of logits and overwrites the rows with their gradient.
 
-    z (n, V), V a multiple of 128; labels (n,): a column, or -1; scale (n,): what dz is multiplied
-    by; real or valid (): columns that are real, a number or an array; given: top, total and
-    z[label] of the rows, or nothing.
+    z: (n, V), V a multiple of 128.  labels: (n,), a column or -1.  scale: (n,), multiplies dz.
+    real or valid: the number of columns that are not padding, an int or an array ().
+    given: top, total and z[label] of the rows, or ().
     Returns dz (None if not `write`) and, if not given, top and total of the capped logits and
-    z[label] uncapped, (n,) float32.
+    z[label] uncapped, (n,) float32.  Each row has one block.
     """
     n, v = z.shape
     tile = next(t for most, t in _TILES if most is None or v * z.dtype.itemsize <= most)
@@ -59,8 +60,8 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
         thread_name="group",
         scratch_types=({} if given else dict(tops_smem=lines, totals_smem=lines, meet_bar=bar))
         | (dict(written_bar=bar) if write else {}),
-        # A thread overwrites only what it has read itself, except for the logit of the label, which
-        # is read before the warps meet.
+        # A thread overwrites only what it has read itself; the other threads read the label's logit
+        # before the warps synchronise.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     arrays = labels, scale, None if valid is None else valid[None], given
@@ -74,7 +75,7 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
 
 
 class _Cut(NamedTuple):
-    """How a row of logits is cut up: four parts of tiles, and the rest of each."""
+    """How a row of logits is split: four parts of tiles, and a rest of each part."""
 
     part: int  # columns of a warp
     tile: int  # columns that a warp takes at a time
@@ -92,26 +93,26 @@ class _Cut(NamedTuple):
         return mosaic.warp_rows(next(k for k in (8, 4, 2, 1) if width % (32 * k) == 0))
 
     def cap(self, u):
-        """(capped logit, its derivative), through exp, whose fast form is exact enough."""
+        """(capped logit, its derivative), computed with exp, whose fast form is accurate enough."""
         s = 1 / (jnp.exp(u * (2 / self.softcap)) + 1)
         return self.softcap - 2 * self.softcap * s, 4 * s * (1 - s)
 
     def columns(self, start, width):
-        """The column of every element of a (4, width) array from `start` on."""
+        """The column of every element of a (4, width) array that starts at `start`."""
         layout = self.layout(width)
         part = plgpu.broadcasted_iota(jnp.int32, (4, width), 0, layout=layout) * self.part
         return part + plgpu.broadcasted_iota(jnp.int32, (4, width), 1, layout=layout) + start
 
 
 class _Row(NamedTuple):
-    """The row of a block, seen from one of its warpgroups."""
+    """A block's row, as one of its warpgroups sees it."""
 
     z: Any  # (4, part)
     group: Any
-    valid: Any  # columns that are real
-    whole: Any  # steps of `unroll` tiles of all groups in which no warp meets padding
-    first: Any  # of this group's tiles after these steps
-    more: Any  # tiles of this group after these steps
+    valid: Any  # columns that are not padding
+    whole: Any  # steps of `_UNROLL` tiles for each group in which no warp reads padding
+    first: Any  # this group's first tile after these steps
+    more: Any  # number of this group's tiles after these steps
 
     def start(self, cut: _Cut, i, u):
         """The first column of the u-th tile of this group's i-th whole step."""
@@ -140,7 +141,7 @@ def _body(
     meet_bar=None,
     written_bar=None,
 ):
-    """One row: its statistics, unless they are given, and its gradient, if it is asked for."""
+    """A block computes the statistics of its row, unless given, and the gradient, if requested."""
     index, group = lax.axis_index("row"), lax.axis_index("group")
     label = labels_ref[index]
     valid = real if valid_ref is None else valid_ref[0]
@@ -164,8 +165,8 @@ def _body(
 
 
 def _row(cut: _Cut, z_ref, group, valid) -> _Row:
-    """Deals the tiles of a row to the warpgroups."""
-    before_padding = cut.part - (4 * cut.part - valid)  # in the last part
+    """Distributes the tiles of a row over the warpgroups."""
+    before_padding = cut.part - (4 * cut.part - valid)  # columns of the last part
     static = isinstance(valid, int)
     least = max(before_padding, 0) if static else lax.max(before_padding, 0)
     whole = least // (_GROUPS * _UNROLL * cut.tile)
@@ -175,7 +176,7 @@ def _row(cut: _Cut, z_ref, group, valid) -> _Row:
 
 
 def _statistics(cut: _Cut, row: _Row):
-    """Maximum and sum of exponentials of each warp's columns, (4,) in every group."""
+    """Maximum and sum of exponentials of each warp's columns, (4,) for each warpgroup."""
     layout = cut.layout(cut.tile)
 
     def load(start, end=None, width=cut.tile):
@@ -183,13 +184,13 @@ def _statistics(cut: _Cut, row: _Row):
         x = x if cut.softcap is None else cut.cap(x)[0]
         return x if end is None else jnp.where(cut.columns(start, width) < end, x, -jnp.inf)
 
-    # The rest of the row is in flight while the tiles are.  The other groups count none of it.
+    # Load the rest of the row while the tiles are in flight.  Only the last group counts it.
     tail = None
     if cut.rest:
         end = jnp.where(row.group == _GROUPS - 1, row.valid, 0)
         tail = load(cut.tiles * cut.tile, end, cut.rest)
 
-    # Online softmax over the tiles.
+    # Compute the online softmax over the tiles.
     whole = lambda i, s: online(s, *(load(row.start(cut, i, u)) for u in range(_UNROLL)))
     late = lambda i, s: online(s, load(row.late_start(cut, i), row.valid))
     lowest = plgpu.layout_cast(jnp.full((4, cut.tile), LOWEST, jnp.float32), layout)
@@ -197,7 +198,7 @@ def _statistics(cut: _Cut, row: _Row):
     state = lax.fori_loop(0, row.whole, whole, state)
     tops, totals = lax.fori_loop(0, row.more, late, state)
 
-    # Reduce the lanes of each warp, and add the rest.
+    # Reduce the lanes of each warp and add the rest.
     top = jnp.max(tops, axis=1)
     if tail is not None:
         top = jnp.maximum(top, plgpu.layout_cast(jnp.max(tail, axis=1), layout.reduce(1)))
@@ -210,7 +211,7 @@ def _statistics(cut: _Cut, row: _Row):
 
 
 def _meet(group, top, total, tops_smem, totals_smem, bar):
-    """The statistics of the row from those of its warps, in every thread."""
+    """Reduces the statistics of the warps to those of the row, in every thread."""
     mosaic.store(tops_smem.at[group], top)
     mosaic.store(totals_smem.at[group], total)
     _wait_for_all(bar)
@@ -226,7 +227,7 @@ def _wait_for_all(bar):
 
 
 def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
-    """Writes dz over the row."""
+    """Overwrites the row with dz."""
     scale = scale_ref[...]
     factor = scale / total
     write = functools.partial(_write, cut, row, top, factor)
@@ -237,7 +238,7 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
         rest = lambda: write([cut.tiles * cut.tile], cut.rest, masked=True)
         pl.when(row.group == _GROUPS - 1)(rest)
 
-    # The label's column again: comparing every column with the label took a third of the time.
+    # Correct the label's column afterwards: comparing every column took a third of the time.
     _wait_for_all(bar)
 
     @pl.when((row.group == 0) & (label >= 0))
@@ -248,7 +249,7 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
 
 
 def _write(cut: _Cut, row: _Row, top, factor, starts, width, masked=False):
-    """Writes factor exp(z - top) over the logits of some tiles, 0 over padding."""
+    """Overwrites the logits of some tiles with factor exp(z - top), and padding with 0."""
     layout = cut.layout(width)
     xs = [row.load(start, width, layout) for start in starts]
     for start, x in zip(starts, xs, strict=True):

@@ -1,19 +1,19 @@
-"""The head of a language model and its loss in one: logits are made, used and dropped in chunks.
+"""The head of a language model fused with its loss, which computes the logits in chunks.
 
     z = x W^T, capped: cap tanh(x W^T / cap)         loss = sum of log(total) - (z[label] - top)
     top = max_v z[v], total = sum_v exp(z[v] - top)  dz[v] = exp(z[v] - top) / total - [v = label]
     dx = dz W,  dW = dz^T x
 
 The (N, V) logits are the largest array of a training step (3 GB for 32768 tokens of GPT-2), so only
-those of some thousand tokens exist at a time.  The loss is scalar, so each chunk's gradient is
-known up to a constant factor as soon as its logits are: the forward pass makes dx and dW too (three
-matmuls, none twice) and the backward pass only scales them, as in Liger (Hsu et al. 2024).  A
-factor that is known before goes into dz (`scale`): where nothing follows the loss, nothing is left
-to do.
+those of a few thousand tokens exist at a time.  The loss is scalar, so each chunk's gradient is
+known up to a constant factor as soon as its logits are: the forward pass also computes dx and dW
+(three matmuls, none twice), and the backward pass only scales them, as in Liger (Hsu et al. 2024).
+A factor that is known in advance is applied to dz (`scale`); if nothing else follows the loss, the
+backward pass has nothing to do.
 
-XLA does the matmuls, at the ceiling of the hardware.  The kernel between them (kernels.py) reads a
-row of logits, and writes dz over it.  Statistics, loss and dW are float32; dz is rounded to x's
-dtype for its matmuls.
+XLA runs the matmuls, at the hardware's limit.  The kernel between them (kernels.py) reads a row of
+logits and overwrites it with dz.  Statistics, loss and dW are float32; dz is rounded to x's dtype
+for its matmuls.
 """
 
 import functools
@@ -31,7 +31,7 @@ from pallas_kernels.losses.kernels import logits_kernel
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
 # tokens of GPT-2 take the same time within 2%, 1664 of Llama's 15% more (docs/performance.md).
 _BYTES = 960 * 2**20  # for the logits of a chunk and the copies of the weight
-_LEAST_TOKENS = 2048  # of a chunk
+_LEAST_TOKENS = 2048  # in a chunk
 
 
 class _Options(NamedTuple):
@@ -60,30 +60,32 @@ def linear_cross_entropy(
 ) -> Float[Array, ""]:
     """Mean (or sum) cross-entropy of x W^T over all labels that are not ignore_index, in float32.
 
-    weight: (V, C) as an embedding, transposed=True: (C, V) as a dense layer; cast to x's dtype, its
-    gradient has its own dtype, and is summed in float32.  vocab_size: how many leading columns of
-    the logits are real (default: all).  softcap: logits are cap tanh(z / cap), None: not.  A label
-    outside [0, vocab_size) that is not ignore_index makes loss and gradients NaN.
-    scale: the result is multiplied by it; it gets no gradient.  To divide a sum by a count here
-    rather than afterwards spares a pass over the weight's gradient.  dz is rounded after it, as in
-    the plain gradient of the product: a power of two changes no digit.
-    vocab_axis: inside `shard_map` (check_vma=False), the mesh axis over which the vocabulary is
-    split: weight is this device's part, vocab_size and labels count over all; the loss is that of
-    all parts, the gradient of x this part's share, which shard_map sums.
-    chunk: tokens whose logits exist at a time (default: as fit 1 GiB, but at least 2048).
-    A vocabulary that is no multiple of 128 costs the kernel a padded copy of the weight.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic".
+    weight: (V, C) like an embedding, or with transposed=True (C, V) like a dense layer; cast to x's
+    dtype.  Its gradient is summed in float32 and has the weight's dtype.
+    vocab_size: number of leading columns of the logits that are not padding (default: all).
+    softcap: caps logits to softcap * tanh(z / softcap), if given.
+    labels: any that is neither in [0, vocab_size) nor ignore_index makes loss and gradients NaN.
+    scale: multiplies the result; it gets no gradient.  Dividing a sum by a count here and not
+    afterwards saves a pass over the weight's gradient.  dz is rounded after this factor, as in the
+    plain gradient of the product; a power of two changes no digit.
+    vocab_axis: the mesh axis that splits the vocabulary, inside `shard_map` (check_vma=False).
+    weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
+    The loss is that of the whole; the gradient of x is this part's share, which shard_map sums.
+    chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 2048).
+    The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernel does not support.
     """
     mosaic.check_axes("C V" if transposed else "V C", weight=weight)
-    mosaic.check_whole_numbers(labels=labels)
+    mosaic.check_integers(labels=labels)
     v, c = weight.shape[::-1] if transposed else weight.shape
     parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
     vocab_size = v * parts if vocab_size is None else vocab_size
     if x.shape[-1:] != (c,):
         have = x.shape[-1] if x.ndim else "no axis"
-        raise ValueError(f"weight has {c} features (shape {weight.shape}), x has {have}")
+        raise ValueError(f"weight has {c} features (shape {weight.shape}), but x has {have}")
     if labels.shape != x.shape[:-1]:
-        raise ValueError(f"labels have shape {labels.shape}, x {x.shape} needs {x.shape[:-1]}")
+        raise ValueError(f"labels have shape {labels.shape}, but x {x.shape} needs {x.shape[:-1]}")
     if not 1 <= vocab_size <= v * parts:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
     if softcap is not None and not softcap > 0:
@@ -93,7 +95,7 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
     if jnp.shape(scale):
-        raise ValueError(f"scale has shape {jnp.shape(scale)}, it is one number for all tokens")
+        raise ValueError(f"scale has shape {jnp.shape(scale)}, but must be one number")
     options = dict(
         vocab_size=vocab_size,
         ignore_index=ignore_index,
@@ -109,11 +111,11 @@ def linear_cross_entropy(
     rows, labels = x.reshape(-1, c), labels.reshape(-1).astype(jnp.int32)
     n = rows.shape[0]
     if chunk is None:
-        copies = 4 if weight.dtype == x.dtype else x.dtype.itemsize  # dW in float32, or W in bf16
+        copies = 4 if weight.dtype == x.dtype else x.dtype.itemsize  # float32 dW, or bf16 W
         most = max(_LEAST_TOKENS, (_BYTES - weight.size * copies) // (v * x.dtype.itemsize))
-        chunk = mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # all of one size
+        chunk = mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # chunks of equal size
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
-    # The smallest normal float16 is 6e-5: there dz would lose digits, and is scaled afterwards.
+    # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
     inside, after = (jnp.float32(1), scale) if x.dtype == jnp.float16 else (scale, 1)
     loss = _linear_cross_entropy(rows, weight, labels, inside, _Options(**options, chunk=chunk))
     return _reduce(loss, labels, ignore_index, reduction) * after
@@ -132,7 +134,7 @@ def linear_cross_entropy_reference(
     scale=1.0,
     vocab_axis=None,
 ):
-    """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul does."""
+    """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
     z = _logits(x, weight.astype(x.dtype), transposed).astype(mosaic.stat_dtype(x.dtype))
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
@@ -153,7 +155,7 @@ def linear_cross_entropy_reference(
 
 
 def why_not(x, weight, softcap=None) -> str | None:
-    """Why the kernel cannot take this call, or None."""
+    """Why the kernel does not support this call, or None."""
     return (
         mosaic.lossy_softcap(softcap)
         or mosaic.unsupported_dtype(x=x, weight=weight)
@@ -172,7 +174,7 @@ def _reduce(total, labels, ignore_index, reduction):
 
 
 def _local(labels, v, vocab_size, vocab_axis):
-    """Labels as columns of this device's v logits (-1: not among them), and its real columns."""
+    """Labels as columns of this device's v logits (-1: elsewhere), and its unpadded columns."""
     if vocab_axis is None:
         column, valid = labels, vocab_size
     else:
@@ -182,7 +184,7 @@ def _local(labels, v, vocab_size, vocab_axis):
 
 
 def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
-    """`scale` times the sum of all losses and, if asked for, its gradients dx and dW (float32)."""
+    """`scale` times the sum of all losses and, if requested, its gradients dx and dW (float32)."""
     w = weight.astype(x.dtype)
     v = w.shape[1] if o.transposed else w.shape[0]
     w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
@@ -192,7 +194,7 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_chunk, w_now = of(x), w
-        if dw is not None:  # the next logits only when the last dz is no longer needed
+        if dw is not None:  # delays the next logits until the last dz can be freed
             x_chunk, w_now, dw = lax.optimization_barrier((x_chunk, w, dw))
         z = _logits(x_chunk, w_now, o.transposed)
         losses, dz = _losses(z, of(local), of(scale), valid, o, differentiate)
@@ -209,7 +211,7 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
 
 
 def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[Any, Any]:
-    """(losses of a chunk times `scale`, dz in the place of its logits z or None)."""
+    """(losses of a chunk times `scale`, dz in the buffer of the logits z or None)."""
     kernel = functools.partial(logits_kernel, z, local, scale, softcap=o.softcap)
     if o.vocab_axis is None:
         dz, top, total, picked = kernel(real=valid, write=differentiate)
@@ -238,7 +240,7 @@ def _forward(x, weight, labels, scale, o):
 
 def _backward(o, saved, g):
     dx, dw, like = saved
-    # Every device of the axis received its share of the gradient of the one loss that all hold.
+    # All devices of the axis hold the same loss, and each got a share of its gradient.
     g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
     return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None, None
 

@@ -1,1 +1,1 @@
-"""The mLSTM cell of xLSTM in chunks."""
+"""The mLSTM cell of xLSTM in its chunkwise form."""

@@ -1,4 +1,4 @@
-"""The vLSTM on tensor cores, both directions: what is around `states` and `chunk_outputs`."""
+"""The chunkwise mLSTM cell on tensor cores: both directions, around the two kernels."""
 
 import functools
 import math
@@ -16,21 +16,21 @@ from pallas_kernels.mlstm.intra_chunk import chunk_outputs
 
 
 class Call(NamedTuple):
-    """What is static in a call of the kernels."""
+    """The static arguments of a call."""
 
     length: int  # T without padding
     dqk: int  # DQK without padding
     size: int  # positions of a chunk
     normalize: bool
     packed: bool  # several documents in a sequence
-    first: bool  # a state before the sequence is given
-    last: bool  # the one after it is returned
+    first: bool  # an initial state is given
+    last: bool  # the final state is returned
     sms: int
     kernels: tuple  # (states, chunk_outputs), or their jnp twins in the tests
 
 
-def edge(dqk: int, dv: int) -> int:
-    """Positions of a chunk, and the edge of all tiles; widths are padded to multiples of 64."""
+def tile_size(dqk: int, dv: int) -> int:
+    """Positions of a chunk and edge of all tiles, for widths padded to multiples of 64."""
     even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
     return 128 if even else 64
 
@@ -44,22 +44,22 @@ def chunkwise(
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
     kernels=(states, chunk_outputs),
 ):  # fmt: skip
-    """`reference.chunkwise` on the kernels (for eps = 0)."""
+    """Computes `reference.chunkwise` with the kernels, for eps = 0."""
     length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]
     packed = segment_ids is not None
     starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
     wide = mosaic.stat_dtype(q.dtype)
     i, lf = reference._log_gates(i, f, gate, wide)
-    size = edge(dqk, dv)
-    # The kernels hold every m constant; these factors are 1, with the gradients of e^m and e^-m.
+    size = tile_size(dqk, dv)
+    # The kernels do not differentiate m; these factors are 1, with the gradients of e^m and e^-m.
     hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
         c, n, m = (x.astype(wide) for x in initial_state)
         scale = jnp.exp(m - hold(m))
         c = mosaic.pad_axis(mosaic.pad_axis(c, 2, 64), 3, 64)
         first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]
-    # TMA copies into wgmma's layout move groups of 8 rows: other lengths cost padded copies, as do
-    # widths that are not multiples of 64.
+    # TMA copies groups of 8 rows into wgmma's layout, and tiles are multiples of 64 columns.  Other
+    # lengths and widths are padded in copies.
     q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, 64) for x in (q, k, v))
     given = first is not None
     sms = mosaic.sm_count()
@@ -76,7 +76,7 @@ def chunkwise(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
 def _cell(q, k, v, i, lf, first, m, starts, call):
-    """(h, last): first and last are states (C, n), or None: zero, and not asked for."""
+    """(h, last).  first: the initial (C, n), None for zero; last: the final one, if requested."""
     return _cell_forward(q, k, v, i, lf, first, m, starts, call)[0]
 
 
@@ -99,8 +99,8 @@ def _cell_backward(call, saved, cotangents):
     outputs = functools.partial(outputs, packed=call.packed, sms=call.sms)
     q, k, v, g, c, n, norm, sign = saved
     dh, d_last = cotangents
-    # Where forget gates are closed g.row is large and the sum rounds 1 / N.  All of a row then has
-    # to be divided by that N: what cancels in the gates' gradients is far larger than they are.
+    # With closed forget gates g.row is large, and adding log2(norm) to it rounds 1 / N.  All of a
+    # row must then use the rounded N, because terms far larger than the gates' gradients cancel.
     row = g.row + jnp.log2(norm)
     rounded = jnp.exp2(row - g.row)
     carried, sign = g.carried * rounded, sign * norm / rounded
@@ -118,9 +118,9 @@ def _cell_backward(call, saved, cotangents):
     (dv,) = outputs(k, q, dh, dc, seen, mode="dv")
 
     di = inside + outside  # k . dk
-    # q . dq: h does not change with the length of q where l divides it, and is linear in q else.
+    # q . dq: h does not depend on the length of q where l divides it; elsewhere it is linear in q.
     q_dq = jnp.where(sign == 0, dot, 0)
-    # Added up to L numbers first: sums over L, over DX and of <C, dC> in one kernel.
+    # Adding these to L numbers first puts the sums over L, over DX and of <C, dC> in one kernel.
     dots = jnp.concatenate([c_dc, (n * dn)[..., None, :]], -2)
     dots = jnp.unstack(dots.reshape(*g.decay.shape, -1, call.size), axis=3)
     dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)

@@ -1,6 +1,6 @@
-"""Everything of the vLSTM that is one number a position or a chunk, for the kernels: plain jnp.
+"""The gates of the mLSTM kernels: all that is one number for each position or chunk, in plain jnp.
 
-The formulas are those of `reference.chunkwise`, in float32 and with m held constant.
+The formulas are those of `reference.chunkwise`, in float32 and without gradients of m.
 Axes: B batch, T time, H heads, N chunks, L positions of a chunk.
 """
 
@@ -15,30 +15,32 @@ from jax import lax
 from pallas_kernels.mlstm.reference import CLOSED
 from pallas_kernels.mosaic import LOG2E
 
-FLOOR = 0.9 * math.log(jnp.finfo(jnp.float32).tiny)  # of m, so that e^-m is finite
+FLOOR = 0.9 * math.log(jnp.finfo(jnp.float32).tiny)  # minimum of m, which keeps e^-m finite
 
 
 class Gates(NamedTuple):
-    """Row t of a chunk sees position j with the weight exp2(row[t] + col[j])."""
+    """Position j has the weight exp2(row[t] + col[j]) in row t of its chunk."""
 
     row: jax.Array  # (B,H,N,L)
     col: jax.Array  # (B,H,N,L)
     carried: jax.Array  # (B,H,N,L): weight of the state before the chunk in a row
     admit: jax.Array  # (B,H,N,L): weight of a position in the state after the chunk
-    decay: jax.Array  # (B,H,N): weight of the state before the chunk in the one after
-    m: jax.Array  # (B,H,N,L): the stabiliser of a row
-    m_last: jax.Array  # (B,H): the stabiliser of the last state; the only one with a gradient
-    start: jax.Array | None  # (B,H,N,L) int32: first position of the chunk that a row may see
-    in_last: jax.Array | None  # (B,1,N,L) bool: of the document that goes on after the chunk
+    decay: jax.Array  # (B,H,N): weight of the state before the chunk in the state after it
+    m: jax.Array  # (B,H,N,L): stabiliser of a row
+    m_last: jax.Array  # (B,H): stabiliser of the final state; only this one has a gradient
+    start: jax.Array | None  # (B,H,N,L) int32: first position of the chunk that a row sees
+    in_last: jax.Array | None  # (B,1,N,L) bool: in the document that continues after the chunk
 
 
 def gates(i, lf, m, starts, size: int) -> Gates:
-    """i, lf: (B,T,H) logarithms of the gates; m: (B,H) of the initial state; starts: (B,T) bool,
-    where another document begins, or None.
+    """Computes the weights of positions and states.
+
+    i, lf: (B,T,H), logarithms of the gates.  m: (B,H), stabiliser of the initial state.
+    starts: (B,T) bool, where a new document starts, or None.
     """
     hold = lax.stop_gradient
-    # One kernel makes both; a closed input gate and an open forget gate: padding leaves the state
-    # as it is.
+    # Padding has a closed input gate and an open forget gate, so it does not change the state.  i
+    # and lf are joined so that one kernel computes both.
     widths = [(0, 0), (0, -i.shape[1] % size), (0, 0)]
     pad = lambda x, fill: jnp.pad(x, widths, constant_values=fill)
     both = jnp.concatenate([pad(jnp.maximum(i, CLOSED), CLOSED), pad(lf, 0)], 2)
@@ -50,13 +52,13 @@ def gates(i, lf, m, starts, size: int) -> Gates:
         began = (jnp.where(_chunks(pad(starts[..., None], False), size), position, -1),)
     (b, top, after, *began), (g, a_max, *began_last) = _within(lf, i, *began)
     if starts is not None:
-        # Where the latest document of the chunk began, -1: before the chunk.
+        # Where the latest document started in the chunk, or -1 if it started before.
         began, began_last = began[0], began_last[0][..., None]
         continues, keeps, in_last = began < 0, began_last < 0, position >= began_last
         start = jnp.broadcast_to(jnp.maximum(began, 0), i.shape)
     keeps = keeps[..., 0]
 
-    # m after chunk k is max(g + m before, a_max), and where the state is emptied m before is 0.
+    # m after a chunk is max(g + m before, a_max); m before is 0 where the state is reset.
     least = jnp.maximum(a_max, jnp.where(keeps, -jnp.inf, g))
     shift, least = _over_chunks(jnp.where(keeps, g, -jnp.inf), least)
     m_after = jnp.maximum(shift + m[..., None], least)
@@ -83,11 +85,11 @@ def gates(i, lf, m, starts, size: int) -> Gates:
 
 
 def forget_gradient(db, dg, start, in_last):
-    """Gradient of lf (B,H,N,L), from those of b (B,H,N,L) and of the chunks' g (B,H,N)."""
+    """Gradient of lf (B,H,N,L) from those of b (B,H,N,L) and of the chunks' g (B,H,N)."""
     if start is None:
         return _suffix_sums(db) + dg[..., None]
     position = jnp.arange(db.shape[-1])
-    reaches = (position <= position[:, None]) & (position >= start[..., None])  # b of t has lf of j
+    reaches = (position <= position[:, None]) & (position >= start[..., None])  # b[t] adds lf[j]
     dlf = jnp.sum(jnp.where(reaches, db[..., :, None], 0), -2)
     return dlf + jnp.where(in_last, dg[..., None], 0)
 
@@ -97,13 +99,14 @@ def _chunks(x, size):
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, x.shape[2]), -1, 1)
 
 
-EMPTY = 0.0, -jnp.inf, -1  # what _compose leaves as it is
+EMPTY = 0.0, -jnp.inf, -1  # the identity of _compose
 
 
 def _compose(before, x):
-    """The map m -> max(m + shift, least) after another one: (shift, least) of both.
+    """Composes two maps m -> max(m + shift, least), given as (shift, least).
 
-    A third number, began, is at least 0 where x starts anew; of both it is the maximum.
+    An optional third number, began, is at least 0 where x starts a document, which makes the map
+    before it irrelevant; the result has the maximum of both.
     """
     (s0, m0, *p0), (s, m, *p) = before, x
     shift, least = s0 + s, jnp.maximum(m0 + s, m)
@@ -114,17 +117,18 @@ def _compose(before, x):
 
 
 def _within(lf, i, *began):
-    """Within each chunk of (B,H,N,L): b, top, after, and where the latest document began; then of
-    the chunk's last position b, top, and where it began, (B,H,N).
+    """Scans each chunk of (B,H,N,L).
 
-    b: sum of log forget gates since the chunk or the document began.  No difference of running
-    sums: a closed gate in one document cannot blur the next.
-    top: the largest logarithm of D in a row, and so in the last row that of `admit`.
-    after: the sum of what comes after a position.  Not b of the last one minus b, which is rounded
-    as large b are.
+    Returns (b, top, after, where the latest document started), (B,H,N,L), and for the last position
+    of each chunk (b, top, where the latest document started), (B,H,N).
+    b: sum of log forget gates since the start of the chunk or document.  It is no difference of
+    running sums, so a closed gate in one document costs the next no precision.
+    top: the largest logarithm of D in a row; in the last row also that of `admit`.
+    after: sum of log forget gates after a position.  b[-1] - b would have the rounding error of a
+    large b.
 
-    In two steps, of L / 4 terms and of 4.  The first is a kernel of its own, the second is done in
-    each kernel that uses it, which XLA does with so few terms only.
+    The scan has two steps, of L / 4 terms and of 4.  The first is a kernel of its own; XLA fuses
+    the second into each kernel that uses it, which it does only for so few terms.
     """
     length = lf.shape[-1]
     width = length // 4
@@ -143,9 +147,9 @@ def _within(lf, i, *began):
 
 
 def _over_chunks(shift, least):
-    """The maps of all chunks up to each, composed, along the last axis.
+    """Composes the maps of all chunks up to each chunk, along the last axis.
 
-    The last step, for up to 16 chunks the only one, XLA does again in each kernel that uses it.
+    XLA fuses the last step (for up to 16 chunks the only one) into each kernel that uses it.
     """
     x, stride = (shift, least), 1
     while stride < shift.shape[-1]:
@@ -156,13 +160,13 @@ def _over_chunks(shift, least):
 
 
 def _windows(x, axis, stride, terms):
-    """Each element with `terms` - 1 before it, `stride` apart, composed."""
+    """Composes each element with the `terms` - 1 elements at distances of `stride` before it."""
     before = (_shifted(x, axis, stride * n) for n in range(1, terms))
     return functools.reduce(lambda x, y: _compose(y, x), before, tuple(x))
 
 
 def _shifted(x, axis, n):
-    """x[position - n], and nothing from outside."""
+    """x[position - n], with the identity of _compose outside x."""
 
     def one(z, empty):
         widths = [(0, 0, 0)] * z.ndim
@@ -173,7 +177,7 @@ def _shifted(x, axis, n):
 
 
 def _suffix_sums(x):
-    """Sums along the last axis from each element to the last, in two steps like `_within`."""
+    """Sums from each element to the last one of the last axis, in two steps like `_within`."""
     width = x.shape[-1] // 4
     x = lax.optimization_barrier(_suffix_step(x, 1, width))
     return _suffix_step(x, width, 4)

@@ -1,22 +1,22 @@
-"""The inter-chunk states of the mLSTM cell on Hopper: a walk along the chunks of a head.
+"""The inter-chunk states of the mLSTM cell on Hopper: a recurrence over the chunks of a head.
 
     S <- decay S + (weight * X)^T Y          s <- decay s + X^T vector
 
-and writes both as they were before each chunk.  (X, Y) = (k, v) gives C and n, and backwards in
-time (q, dh) gives dC and dn.
+The kernel writes S and s as they are before each chunk.  (X, Y) = (k, v) gives C and n; (q, dh),
+backward in time, gives dC and dn.
 
-    a block: an L x L tile of S, in registers; L = 128 is two warpgroups, of 64 rows each
+    a block: an L x L tile of S, in registers; for L = 128 two warpgroups of 64 rows each
 
         X: L positions x 64     --TMA->  x[2][warpgroup]  --weight *-->  scaled[warpgroup]
         Y: L positions x L      --TMA->  y[2]                                   |
         weight, vector          --TMA->  vectors[2]               acc <- decay acc + scaled^T Y
                                             ^     |                             |
-              the last warpgroup loads the  |     | full[2]                     v
-              next but one chunk's          +-----+------- free[2] --- out[warpgroup] --TMA-> S
+              the last warpgroup loads      |     | full[2]                     v
+              two chunks ahead              +-----+------- free[2] --- out[warpgroup] --TMA-> S
 
-A walk is serial, so where batch, heads and tiles leave SMs idle the chunks are cut into spans: a
-first walk, from zero in all spans at once, gives what each of them adds to the state; `vlstm_join`
-carries the state over these few; and a second walk starts each span from there.
+The recurrence is serial.  If batch, heads and tiles would leave SMs idle, the chunks are split into
+spans: a first walk starts all spans from zero at once and finds what each adds to the state;
+`vlstm_join` carries the state over the spans; a second walk starts each span from that state.
 """
 
 import functools
@@ -31,13 +31,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
-TURNED = plgpu.Layout.WGMMA_TRANSPOSED  # in which a turned square is loaded
-LEAST = 8  # chunks of a span: with fewer, three kernels take longer than one
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # layout of a transposed square
+MIN_SPAN = 8  # chunks in a span; with fewer, three kernels take longer than one
 STAGES = 2  # chunks whose operands are in shared memory
 
 
 class Schedule(NamedTuple):
-    """What is static in a walk: how the work is cut."""
+    """The static arguments of a walk and the split of its work."""
 
     dtype: Any
     heads: int
@@ -46,16 +46,16 @@ class Schedule(NamedTuple):
     wgs: int  # warpgroups of a block
     tiles: int  # of a state
     y_tiles: int  # across Y
-    spans: int  # that the chunks are cut into
+    spans: int  # spans of the chunks
     walked: int  # spans of this walk
-    span: int  # chunks of a span
-    ends: int  # of how many of the spans walked, the last ones, the final state is kept
+    span: int  # chunks in a span
+    ends: int  # the last spans of this walk whose final states are stored
     reverse: bool
     saturate: bool
 
 
 class Inputs(NamedTuple):
-    """References to global memory; None where they are not given."""
+    """References to global memory; None if not given."""
 
     x: Any
     y: Any
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """References to global memory; None where they are not asked for."""
+    """References to global memory; None if not requested."""
 
     before: Any  # S before each chunk
     s_before: Any
@@ -77,21 +77,21 @@ class Outputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory and barriers of a block, see the picture."""
+    """Shared memory and barriers of a block (see the picture)."""
 
     x: Any  # (stages,wgs,L,64)
     y: Any  # (stages,L,L)
     vectors: Any  # (stages,2,L): weight, vector
     scaled: Any  # (wgs,L,64): weight * X
     out: Any  # (wgs,64,L)
-    full: Any  # of each stage
-    free: Any  # of each stage
+    full: Any  # for each stage
+    free: Any  # for each stage
     other: Any  # (wgs,64,L), None without `other`
-    other_full: Any  # of each warpgroup
+    other_full: Any  # for each warpgroup
 
 
 class Worker(NamedTuple):
-    """One warpgroup of a block, and what it works on."""
+    """A warpgroup of a block and its work."""
 
     schedule: Schedule
     inputs: Inputs
@@ -105,20 +105,20 @@ class Worker(NamedTuple):
     y0: Any  # first column of S
     start: Any  # chunk, in the order of the walk
     steps: Any  # chunks to walk
-    mine: Any  # the warpgroup's rows of S: columns of X
+    mine: Any  # the warpgroup's rows of S, which are columns of X
     here: tuple  # the warpgroup's part of S
 
 
 def narrow(x, dtype, saturate=True):
-    """x in dtype; float16 saturates where asked to."""
+    """x in dtype; float16 saturates if `saturate`."""
     if dtype == jnp.float16 and saturate:
         x = jnp.clip(x, -65504.0, 65504.0)
     return x.astype(dtype)
 
 
 def spans(blocks: int, chunks: int, at_once: int) -> int:
-    """Into how many spans the chunks are cut; 1 unless that wins more than the first walk."""
-    most = min(at_once // blocks, chunks // LEAST)
+    """The number of spans; 1 unless splitting saves more than the first walk costs."""
+    most = min(at_once // blocks, chunks // MIN_SPAN)
     return mosaic.cdiv(chunks, mosaic.cdiv(chunks, most)) if most > 2 else 1
 
 
@@ -127,18 +127,19 @@ def states(
     x, y, weight, vector, decay, first=None, other=None, *,
     reverse=False, saturate=True, last=True, sms: int,
 ):  # fmt: skip
-    """S and s before each chunk, (B,H,N,DX,DY) in x's dtype and (B,H,N,DX) float32; then
-    (S, s) after the last one, (B,H,DX,DY) and (B,H,DX) float32, with last=False None; then None.
+    """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
-    x: (B,T,H,DX), y: (B,T,H,DY), weight, vector: (B,H,N,L), decay: (B,H,N), first: (S, s) before
-    all chunks, None: zero.
-    other: shaped like the states; given, the last part is (B,H,N,tiles,DX) float32, whose sums
-    over the last two axes are the inner products of the S (not rounded) with it.
-    reverse: from the last chunk to the first; "before" and "last" are meant in that order.
+    x: (B,T,H,DX), y: (B,T,H,DY), weight, vector: (B,H,N,L), decay: (B,H,N).
+    first: initial (S, s), or None for zero.
+    Before each chunk S is (B,H,N,DX,DY) in x's dtype, s (B,H,N,DX) float32.  The final states are
+    float32, None if not `last`.
+    other: shaped like the states before.  dots are then (B,H,N,tiles,DX) float32, and their sums
+    over the last two axes are the inner products of the unrounded S with `other`; else None.
+    reverse: walks from the last chunk to the first; "before" and "last" refer to that order.
     """
     heads, size = x.shape[2], weight.shape[-1]
     blocks = x.shape[0] * heads * (x.shape[-1] // size) * (y.shape[-1] // size)
-    at_once = sms * (2 if size == ROWS else 1)  # blocks; registers and shared memory decide
+    at_once = sms * (2 if size == ROWS else 1)  # blocks that fit by registers and shared memory
     parts = spans(blocks, decay.shape[-1], at_once)
     walk = functools.partial(
         _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate
@@ -154,7 +155,7 @@ def states(
 
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
-    """Walks along all spans at once, without `keep` along all but the last: Outputs."""
+    """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
     batch, _, heads, dx = x.shape
     dy, dtype = y.shape[-1], x.dtype
     chunks, size = weight.shape[2:]
@@ -184,7 +185,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         grid_names=("block",),
         num_threads=s.wgs,
         thread_name="wg",
-        # No sum here crosses warps, and all of shared memory is taken.
+        # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(Inputs(x, y, weight, vector, decay, first, other))
     return out
@@ -268,7 +269,7 @@ def _load_x(w: Worker, n):
 
 
 def _load_common(w: Worker, n):
-    """Loads what all warpgroups read in step n; called by the last one."""
+    """Loads what all warpgroups read in step n; the last warpgroup calls it."""
     size, smem = w.schedule.size, w.smem
 
     @pl.when(n < w.steps)
@@ -282,7 +283,7 @@ def _load_common(w: Worker, n):
 
 
 def _refill(w: Worker, n):
-    """Loads into the stage of step n what all read, once they have read it."""
+    """Refills what all warpgroups read in the stage of step n, once they have read it."""
 
     @pl.when(w.wg == w.schedule.wgs - 1)
     def _():
@@ -299,14 +300,14 @@ def _load_other(w: Worker, n):
 
 
 def _along_chunks(w: Worker, acc):
-    """(s, S) after the span's last chunk."""
+    """Walks along the span's chunks; returns the final (s, S)."""
     s, inputs = w.schedule, w.inputs
     acc[...] = mosaic.zeros((ROWS, s.size), WGMMA)
-    sums = mosaic.zeros((ROWS,), TURNED.reduce(1))
+    sums = mosaic.zeros((ROWS,), TRANSPOSED.reduce(1))
     if inputs.first is not None:
         load = functools.partial(plgpu.load, optimized=False)
         acc[...] = load(inputs.first[0].at[w.b, w.h, w.span, *w.here], layout=WGMMA)
-        sums = load(inputs.first[1].at[w.b, w.h, w.span, w.mine], layout=TURNED.reduce(1))
+        sums = load(inputs.first[1].at[w.b, w.h, w.span, w.mine], layout=TRANSPOSED.reduce(1))
     if inputs.other is not None:
         _load_other(w, 0)
     carry = inputs.decay[w.b, w.h, _chunk_of(w, 0)], sums
@@ -317,7 +318,7 @@ def _along_chunks(w: Worker, acc):
 def _step(w: Worker, acc, n, carry):
     decay, sums = carry
     smem, chunk, stage = w.smem, _chunk_of(w, n), _stage_of(n)
-    # One chunk ahead: from global memory it takes as long as the matmul.
+    # Load the next decay now: from global memory it takes as long as the matmul.
     ahead = w.inputs.decay[w.b, w.h, _chunk_of(w, jnp.minimum(n + 1, w.steps - 1))]
     # Store the state before the chunk.
     state = acc[...]
@@ -325,7 +326,7 @@ def _step(w: Worker, acc, n, carry):
         _store_state(w, chunk, state, sums)
     if w.inputs.other is not None:
         _multiply_other(w, n, state)
-    # Let the state decay.
+    # Decay the state.
     acc[...] = state * decay
     pl.when(n > 0)(lambda: _refill(w, n - 1))
     # Load X and scale it.
@@ -337,7 +338,7 @@ def _step(w: Worker, acc, n, carry):
     # Accumulate.
     plgpu.wgmma(acc, smem.scaled.at[w.wg].transpose((1, 0)), smem.y.at[stage])
     sums = lax.cond(w.y0 == 0, lambda: sums * decay + _sum_columns(w, stage), lambda: sums)
-    plgpu.commit_smem()  # all four warps have read x and its vectors
+    plgpu.commit_smem()  # waits until all four warps have read x and its vectors
     _load_x(w, n + STAGES)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(smem.free.at[stage])
@@ -346,7 +347,7 @@ def _step(w: Worker, acc, n, carry):
 
 def _store_state(w: Worker, chunk, state, sums):
     out = w.smem.out
-    plgpu.wait_smem_to_gmem(0)  # the state before has left it
+    plgpu.wait_smem_to_gmem(0)  # the copy of the state before must have read the buffer
     out[w.wg] = narrow(state, w.schedule.dtype, w.schedule.saturate)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out.at[w.wg], w.outputs.before.at[w.b, w.h, chunk, *w.here])
@@ -367,10 +368,10 @@ def _multiply_other(w: Worker, n, state):
 
 
 def _sum_columns(w: Worker, stage):
-    # Read once more, turned: a column's sum then is in 4 lanes and not in all warps.
+    # Read X again, transposed: a column's sum is then in 4 lanes and not in all warps.
     square = w.smem.x.at[stage, w.wg].transpose((1, 0))
-    x = plgpu.load(square, layout=TURNED).astype(jnp.float32)
-    vector = plgpu.load(w.smem.vectors.at[stage, 1], layout=TURNED.reduce(0), optimized=False)
+    x = plgpu.load(square, layout=TRANSPOSED).astype(jnp.float32)
+    vector = plgpu.load(w.smem.vectors.at[stage, 1], layout=TRANSPOSED.reduce(0), optimized=False)
     return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
 
 
@@ -378,8 +379,11 @@ def _sum_columns(w: Worker, stage):
 
 
 def _join(decay, ends, first, parts, reverse):
-    """(S, s) before each span, (B,H,spans,...), from those that all but the last of them reach
-    from zero: the recurrence once more, with the product of a span's decays."""
+    """Returns (S, s) before each span, (B,H,spans,...).
+
+    ends: the states that all spans but the last reach from zero.  This is the same recurrence, with
+    the product of a span's decays.
+    """
     *pairs, chunks = decay.shape
     span = mosaic.cdiv(chunks, parts)
     decay = decay[:, :, ::-1] if reverse else decay
@@ -388,7 +392,7 @@ def _join(decay, ends, first, parts, reverse):
         first = tuple(jnp.zeros((*pairs, *z.shape[3:])) for z in ends)
     first = tuple(z.reshape(-1, *z.shape[2:]) for z in first)
     dx, dy = first[0].shape[1:]
-    width = 512  # 4 numbers a thread, of which 8 spans are in flight
+    width = 512  # 4 numbers for each thread, with 8 spans in flight
     wide = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
 
     def vlstm_join(decay_ref, ends_ref, s_ends_ref, first_ref, s_first_ref, out_ref, s_out_ref):
@@ -419,7 +423,7 @@ def _join(decay, ends, first, parts, reverse):
 
 
 def _carry(pair, decay_ref, ends_ref, first_ref, out_ref, at, layout):
-    """Carries the elements `at` of one state over all spans."""
+    """Carries the elements `at` of a state over all spans."""
     state = mosaic.load(first_ref.at[pair, at], layout)
     mosaic.store(out_ref.at[pair, 0, at], state)
     joined = ends_ref.shape[1]

@@ -1,6 +1,6 @@
-"""h, dq, dk and dv of the mLSTM cell on Hopper: one kernel that does every chunk at once.
+"""The intra-chunk kernel of the mLSTM cell on Hopper: h, dq, dk and dv of all chunks at once.
 
-W is an L x L matrix that comes from A B^T by elementwise work, and out = W X + scale * (A states):
+The L x L matrix W is an elementwise function of A B^T, and out = W X + scale * (A states):
 
                 A    B    X    states   W                        out
     forward     q    k    v    C        A B^T * D                h
@@ -8,27 +8,27 @@ W is an L x L matrix that comes from A B^T by elementwise work, and out = W X + 
     dk          v    dh   q    dC^T     the same, transposed     dk  (A states + dn)
     dv          k    q    dh   dC       forward's W, transposed  dv
 
-D[t,j] = exp2(row[t] + col[j]) for the j <= t of t's document; forward divides W by the normaliser
-N, backward row[t] contains it.  shift = -sign(l) dh . h where l divides h, else 0.  dq and dk also
-compute Y X^T (q k^T, transposed for dk): with it dh . h and the sums of dP * P, of which the gates'
-gradients are made, come from W as it was before it was rounded.
+D[t,j] = exp2(row[t] + col[j]) for the j <= t in t's document.  The forward mode divides W by the
+normaliser N; in the backward modes row[t] contains N.  shift = -sign(l) dh . h where l divides h,
+else 0.  dq and dk also compute Y X^T (q k^T, transposed for dk), so that dh . h and the sums of
+dP * P, which give the gates' gradients, use W before it is rounded.
 
-    a block, tiles of edge L = 128: two warpgroups share a chunk, W never leaves their registers
+    a block, tiles of edge L = 128: two warpgroups share a chunk, W stays in their registers
 
         B, X, states by TMA           ring[slots]             warpgroup 0: 64 rows of A, W, out
         one square a step  ------>  [L x L] [L x L] ...  -->  warpgroup 1: 64 rows of A, W, out
               ^                          full[slot]                      |
               |                                                          v
-        the last warpgroup orders  <---------- free[slot] ------ each has used it
+        the last warpgroup loads   <---------- free[slot] ------ both have used it
         the square of step n + slots
 
     tiles of edge L = 64: up to three teams of one warpgroup, each with its own chunk and ring
 
-        a[thread]   by TMA, stays for the whole chunk     a_full[thread]
-        out[thread] Y comes by TMA, out leaves by TMA     y_full[thread]
+        a[thread]   loaded by TMA once for a chunk              a_full[thread]
+        out[thread] loads Y and stores the result, both by TMA  y_full[thread]
 
-All operands arrive as squares of edge L.  Who computes also loads: past the chunk's end come the
-squares of the team's next chunk.
+All operands are loaded as squares of edge L.  The computing warpgroups also load; after the last
+square of a chunk they load those of the team's next chunk.
 """
 
 import collections
@@ -50,48 +50,49 @@ from pallas_kernels.mlstm.intra_schedule import (
     Schedule,
     Scratch,
     Worker,
-    cut,
     divide,
-    in_order,
+    load_order,
+    locate,
+    nth_square,
     schedule,
     scratch,
-    where,
 )  # fmt: skip
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
 sum_rows = functools.partial(jnp.sum, axis=1)
-now = lax.optimization_barrier  # the compiler keeps factors where it can put off a product
+# Without the barrier the compiler delays a product and keeps its factors in registers.
+materialize = lax.optimization_barrier
 
 
-def down(vector, size):
-    """Spreads one number a row over a tile of W."""
+def broadcast_rows(vector, size):
+    """Broadcasts one number for each row to a tile of W."""
     return mosaic.along(vector, (ROWS, size), 0)
 
 
-def across(vector, size):
-    """Spreads one number a column over a tile of W."""
+def broadcast_columns(vector, size):
+    """Broadcasts one number for each column to a tile of W."""
     return mosaic.along(vector, (ROWS, size), 1)
 
 
 def slot_of(w: Worker, n):
-    """The slot of the square of step n, counted over all chunks of the team."""
+    """The slot of step n, counted over all chunks of the team."""
     return w.team * w.schedule.slots + divide(n, w.schedule.slots)[1]
 
 
 # Load: the ring, A and Y.
 
 
-def push(w: Worker, n):
-    """Orders the square of step n."""
+def load_square(w: Worker, n):
+    """Starts to load the square of step n."""
     s = w.schedule
     turn, step = divide(n, s.steps)
     item = w.first + turn * (s.blocks * s.teams)
-    b, h, chunk = where(s, item)
+    b, h, chunk = locate(s, item)
     kind, i, j = (w.smem.order[step, place] for place in range(3))
     squares = [
-        lambda: w.inputs.b.at[b, cut(s, chunk), h, cut(s, j)],
-        lambda: w.inputs.x.at[b, cut(s, chunk), h, cut(s, j)],
-        lambda: w.inputs.states.at[b, h, chunk, cut(s, i), cut(s, j)],
+        lambda: w.inputs.b.at[b, nth_square(s, chunk), h, nth_square(s, j)],
+        lambda: w.inputs.x.at[b, nth_square(s, chunk), h, nth_square(s, j)],
+        lambda: w.inputs.states.at[b, h, chunk, nth_square(s, i), nth_square(s, j)],
     ]
     slot = slot_of(w, n)
     into = w.smem.ring.at[slot], w.smem.full.at[slot]
@@ -100,65 +101,65 @@ def push(w: Worker, n):
 
 
 def release(w: Worker, n):
-    """The square of step n has been used: after the last use another takes its slot."""
+    """Frees the slot of step n; after its last use a new square is loaded into it."""
     slot = slot_of(w, n)
     plgpu.barrier_arrive(w.smem.free.at[slot])
 
     @pl.when(w.wg == w.schedule.wgs - 1)
     def _():
         plgpu.barrier_wait(w.smem.free.at[slot])
-        push(w, n + w.schedule.slots)
+        load_square(w, n + w.schedule.slots)
 
 
-def fetch_a(w: Worker, item):
+def load_a(w: Worker, item):
     s = w.schedule
-    b, h, chunk = where(s, item)
+    b, h, chunk = locate(s, item)
 
     @pl.when(item < s.items)
     def _():
         @pl.loop(0, s.parts)
         def _(part):
             rows = pl.ds(chunk * s.size + w.wg * ROWS, ROWS)
-            source = w.inputs.a.at[b, rows, h, cut(s, part)]
+            source = w.inputs.a.at[b, rows, h, nth_square(s, part)]
             into = w.smem.a.at[w.thread, part], w.smem.a_full.at[w.thread]
             plgpu.copy_gmem_to_smem(source, *into)
 
 
-def fetch_next_a(w: Worker, item):
-    plgpu.commit_smem()  # all four warps have read this one
-    fetch_a(w, item + w.schedule.blocks * w.schedule.teams)
+def load_next_a(w: Worker, item):
+    plgpu.commit_smem()  # waits until all four warps have read A
+    load_a(w, item + w.schedule.blocks * w.schedule.teams)
 
 
-def fetch_y(w: Worker, c: Chunk, tile):
-    """Y comes through the buffer in which the result will leave."""
+def load_y(w: Worker, c: Chunk, tile):
+    """Loads a tile of Y into the buffer of the result."""
     source = w.inputs.y.at[c.tile(w.schedule, tile)]
     plgpu.copy_gmem_to_smem(source, w.smem.out.at[w.thread], w.smem.y_full.at[w.thread])
 
 
-# Load and store vectors: one number a position.
+# Load and store vectors, with one number for each position.
 
 
-def of_row(w: Worker, c: Chunk, name):
-    """A vector at the warpgroup's rows."""
+def load_rows(w: Worker, c: Chunk, name):
+    """Loads a vector at the warpgroup's rows."""
     return plgpu.load(w.inputs.vectors[name].at[c.rows], layout=ROW, optimized=False)
 
 
-def spread(w: Worker, c: Chunk, name):
-    """A vector over a tile of W, along its rows or its columns."""
+def load_tile(w: Worker, c: Chunk, name):
+    """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
     s = w.schedule
     if name in s.of_rows:
-        return down(of_row(w, c, name), s.size)
+        return broadcast_rows(load_rows(w, c, name), s.size)
     at = w.inputs.vectors[name].at[c.b, c.h, c.index]
-    return across(plgpu.load(at, layout=COL, optimized=False), s.size)
+    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), s.size)
 
 
-def along_tile(w: Worker, c: Chunk, tile):
-    """n or dn at a tile's columns."""
-    at = w.inputs.vectors["along"].at[c.b, c.h, c.index, cut(w.schedule, tile)]
-    return across(plgpu.load(at, layout=COL, optimized=False), w.schedule.size)
+def load_along(w: Worker, c: Chunk, tile):
+    """Loads n or dn at a tile's columns and broadcasts it to all rows."""
+    at = w.inputs.vectors["along"].at[c.b, c.h, c.index, nth_square(w.schedule, tile)]
+    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), w.schedule.size)
 
 
-def save(w: Worker, c: Chunk, *stats):
+def store_stats(w: Worker, c: Chunk, *stats):
     for ref, value in zip(w.stat_refs, stats, strict=True):
         mosaic.store(ref.at[c.rows], value)
 
@@ -167,7 +168,7 @@ def save(w: Worker, c: Chunk, *stats):
 
 
 def multiply(w: Worker, acc, left, n, transpose=False):
-    """acc += left times the square of the ring's step n."""
+    """acc += left @ the square of step n."""
     slot = slot_of(w, n)
     plgpu.barrier_wait(w.smem.full.at[slot])
     square = w.smem.ring.at[slot]
@@ -175,11 +176,11 @@ def multiply(w: Worker, acc, left, n, transpose=False):
 
 
 def a_times(w: Worker, n, transpose):
-    """A times `parts` squares of the ring, from step n on."""
+    """A @ `parts` squares of the ring, from step n on."""
     parts = w.schedule.parts
 
     def run(acc):
-        @pl.loop(0, parts)  # not unrolled: that costs registers for 8 addresses a part
+        @pl.loop(0, parts)  # unrolling it would cost registers for 8 addresses of each part
         def _(part):
             multiply(w, acc, w.smem.a.at[w.thread, part], n + part, transpose)
             plgpu.wgmma_wait(1)
@@ -193,7 +194,7 @@ def a_times(w: Worker, n, transpose):
 
 
 def y_times_x(w: Worker, c: Chunk, n):
-    """Y X^T, from the last tile to the first, of which Y then stays in place."""
+    """Y X^T, from the last tile to the first, whose Y then stays in shared memory."""
     tiles = w.schedule.tiles
 
     def run(acc):
@@ -206,8 +207,8 @@ def y_times_x(w: Worker, c: Chunk, n):
 
             @pl.when(step < tiles - 1)
             def _():
-                plgpu.commit_smem()  # all four warps have multiplied
-                fetch_y(w, c, tiles - 2 - step)
+                plgpu.commit_smem()  # waits until all four warps have multiplied
+                load_y(w, c, tiles - 2 - step)
 
         return acc[...]
 
@@ -223,36 +224,36 @@ def sums_with_y(w: Worker, z):
 
 
 def decays(w: Worker, c: Chunk):
-    """D of these rows: computed anew where it is needed, 64 registers else."""
+    """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
     s = w.schedule
-    # Positions of the sequence: the compiler would keep those of a chunk, which are the same in
-    # each, for the whole kernel, in 40 registers.
+    # These are positions in the sequence.  Positions in a chunk are the same for all chunks, so the
+    # compiler would keep them in 40 registers throughout the kernel.
     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, s.size))
     i, j = c.row0 + iota(0, layout=WGMMA), c.index * s.size + iota(1, layout=WGMMA)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
     if s.packed:
-        visible = visible & (position >= spread(w, c, "start") + c.index * s.size)
-    return jnp.exp2(jnp.where(visible, spread(w, c, "row") + spread(w, c, "col"), -jnp.inf))
+        visible = visible & (position >= load_tile(w, c, "start") + c.index * s.size)
+    return jnp.exp2(jnp.where(visible, load_tile(w, c, "row") + load_tile(w, c, "col"), -jnp.inf))
 
 
-# The epilogue adds W X to what comes through the state, and stores, tile by tile.
+# The epilogue adds W X to the part from the state, and stores the result tile by tile.
 
 
-def finish(w: Worker, c: Chunk, tile, start, weights, n, under=lambda: ()):
-    """Writes a tile of start + W X; `under` is computed under the matmul."""
+def finish(w: Worker, c: Chunk, tile, start, weights, n, meanwhile=lambda: ()):
+    """Stores a tile of start + W X; returns meanwhile(), which overlaps with the matmul."""
     s, out_smem = w.schedule, w.smem.out
 
     def run(acc):
         acc[...] = start
         multiply(w, acc, weights, n)
-        extra = under()
+        extra = meanwhile()
         out = acc[...]
         release(w, n)
         return out, extra
 
     out, extra = pl.run_scoped(run, plgpu.ACC((ROWS, s.size), jnp.float32))
-    plgpu.wait_smem_to_gmem(0)  # the tile before has left
+    plgpu.wait_smem_to_gmem(0)  # the copy of the tile before must have read the buffer
     out_smem[w.thread] = narrow(out, s.dtype, s.mode == "forward")
     plgpu.commit_smem()
 
@@ -269,93 +270,98 @@ def finish_all(w: Worker, c: Chunk, weights, scale, n):
     @pl.loop(0, s.tiles)
     def _(tile):
         step = n + tile * (s.parts + 1)
-        through = a_times(w, step, s.turned) * down(scale, s.size)
-        pl.when(tile == s.tiles - 1)(lambda: fetch_next_a(w, c.item))
+        through = a_times(w, step, s.transposes_state) * broadcast_rows(scale, s.size)
+        pl.when(tile == s.tiles - 1)(lambda: load_next_a(w, c.item))
         finish(w, c, tile, through, weights, step + s.parts)
 
 
-# These are the modes: what each does with the scores A B^T.  n is the ring's next step.
+# Each mode has a function of the scores A B^T.  n is the ring's next step.
 
 
 def forward(w: Worker, c: Chunk, ab, n):
     s = w.schedule
     # Weight the scores by their decays.
-    weights, scale, norm = ab * decays(w, c), of_row(w, c, "scale"), of_row(w, c, "one")
-    # Compute the normaliser: from inside the chunk, and through the state.
+    weights, scale, norm = ab * decays(w, c), load_rows(w, c, "scale"), load_rows(w, c, "one")
+    # Compute the normaliser from the chunk and from the state.
     sign = norm * 0.0
     if s.normalize:
 
         def q_times_n(part, sums):
             q = plgpu.load(w.smem.a.at[w.thread, part], layout=WGMMA)
-            return sums + sum_rows(q.astype(jnp.float32) * along_tile(w, c, part))
+            return sums + sum_rows(q.astype(jnp.float32) * load_along(w, c, part))
 
         qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((ROWS,), ROW))
         l = sum_rows(weights) + scale * qn
         above = jnp.abs(l) > norm
         norm = 1 / jnp.where(above, jnp.abs(l), norm)
         sign = jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
-    save(w, c, norm, sign)
-    # Accumulate the values and what the state holds, and store.
-    finish_all(w, c, narrow(weights * down(norm, s.size), s.dtype), scale * norm, n)
+    store_stats(w, c, norm, sign)
+    # Add the values of the chunk and the part from the state, and store.
+    finish_all(w, c, narrow(weights * broadcast_rows(norm, s.size), s.dtype), scale * norm, n)
 
 
 def backward_dv(w: Worker, c: Chunk, ab, n):
-    finish_all(w, c, (ab * decays(w, c)).astype(w.schedule.dtype), of_row(w, c, "scale"), n)
+    finish_all(w, c, (ab * decays(w, c)).astype(w.schedule.dtype), load_rows(w, c, "scale"), n)
 
 
 def backward_dk(w: Worker, c: Chunk, ab, n):
     s = w.schedule
     # Weight the scores by their decays.
-    weights, scale = now((ab + spread(w, c, "shift")) * decays(w, c)), of_row(w, c, "scale")
-    # Sum the input gate's gradient from inside the chunk.
+    weights, scale = (
+        materialize((ab + load_tile(w, c, "shift")) * decays(w, c)),
+        load_rows(w, c, "scale"),
+    )
+    # Sum the input gate's gradient from the chunk.
     inside = sum_rows(weights * y_times_x(w, c, n))
     weights, n = weights.astype(s.dtype), n + s.tiles
 
-    # Accumulate and store dk; sum the input gate's gradient through the state.
+    # Compute and store dk, and sum the input gate's gradient from the state.
     def one_tile(tile, sums):
-        @pl.when(tile > 0)  # the first is there
+        @pl.when(tile > 0)  # Y of the first tile is loaded already
         def _():
             plgpu.wait_smem_to_gmem(0)
-            fetch_y(w, c, tile)
+            load_y(w, c, tile)
 
         step = n + tile * (s.parts + 1)
-        through = a_times(w, step, True) + along_tile(w, c, tile)
-        through = through * down(scale, s.size)
-        pl.when(tile == s.tiles - 1)(lambda: fetch_next_a(w, c.item))
+        through = a_times(w, step, True) + load_along(w, c, tile)
+        through = through * broadcast_rows(scale, s.size)
+        pl.when(tile == s.tiles - 1)(lambda: load_next_a(w, c.item))
         pl.when(tile > 0)(lambda: plgpu.barrier_wait(w.smem.y_full.at[w.thread]))
-        under = lambda: sums + sums_with_y(w, through)
-        return finish(w, c, tile, through, weights, step + s.parts, under)
+        meanwhile = lambda: sums + sums_with_y(w, through)
+        return finish(w, c, tile, through, weights, step + s.parts, meanwhile)
 
     outside = lax.fori_loop(0, s.tiles, one_tile, mosaic.zeros((ROWS,), ROW))
-    save(w, c, inside, outside)
+    store_stats(w, c, inside, outside)
 
 
 def backward_dq(w: Worker, c: Chunk, ab, n):
-    """The shift has to be known before W, and the state has a part in it."""
+    """Computes dq.  W needs the shift, to which the state contributes."""
     s = w.schedule
     # Weight the scores by their decays.
-    weights, scale = now(ab * decays(w, c)), of_row(w, c, "scale")
-    # Sum dh . h, inside the chunk and through the state, whose tiles all stay in registers.
+    weights, scale = materialize(ab * decays(w, c)), load_rows(w, c, "scale")
+    # Sum dh . h from the chunk and from the state, whose tiles all stay in registers.
     dot = sum_rows(weights * y_times_x(w, c, n))
     n, through = n + s.tiles, []
     for tile in range(s.tiles):
         if tile:
-            plgpu.commit_smem()  # the Y before has been read
-            fetch_y(w, c, tile)
+            plgpu.commit_smem()  # waits until the previous Y has been read
+            load_y(w, c, tile)
         part = a_times(w, n, True)
         if tile:
             plgpu.barrier_wait(w.smem.y_full.at[w.thread])
         dot += scale * sums_with_y(w, part)
         through.append(part)
         n += s.parts
-    fetch_next_a(w, c.item)
-    save(w, c, dot)
-    # Add what the normaliser adds to the gradient of every weight of a row.
-    shift = of_row(w, c, "sign") * dot
-    weights = now((weights + decays(w, c) * down(shift, s.size)).astype(s.dtype))
-    # Accumulate and store dq.
+    load_next_a(w, c.item)
+    store_stats(w, c, dot)
+    # Add the normaliser's part of the gradient of every weight in a row.
+    shift = load_rows(w, c, "sign") * dot
+    weights = materialize((weights + decays(w, c) * broadcast_rows(shift, s.size)).astype(s.dtype))
+    # Compute and store dq.
     for tile, part in enumerate(through):
-        part = (part + down(shift, s.size) * along_tile(w, c, tile)) * down(scale, s.size)
+        part = (part + broadcast_rows(shift, s.size) * load_along(w, c, tile)) * broadcast_rows(
+            scale, s.size
+        )
         finish(w, c, tile, part, weights, n + tile)
 
 
@@ -365,18 +371,18 @@ MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backwar
 def one_chunk(w: Worker, carry):
     s = w.schedule
     item, n0 = carry
-    # Where a chunk's slots are those of the one before (steps is a multiple of slots) the
-    # compiler would compute the addresses of all squares once and keep them.
-    n0 = now(n0)
-    b, h, index = where(s, item)
+    # If all chunks use the same slots (steps is a multiple of slots), the compiler would otherwise
+    # compute the addresses of all squares once and keep them.
+    n0 = materialize(n0)
+    b, h, index = locate(s, item)
     row0 = index * s.size + w.wg * ROWS
     c = Chunk(item, b, h, index, row0, (b, h, index, pl.ds(w.wg * ROWS, ROWS)))
-    # Load Y, and wait for A.
-    if s.turned:
+    # Load Y and wait for A.
+    if s.transposes_state:
         plgpu.wait_smem_to_gmem(0)
-        fetch_y(w, c, s.tiles - 1)
+        load_y(w, c, s.tiles - 1)
     plgpu.barrier_wait(w.smem.a_full.at[w.thread])
-    # Compute the scores A B^T, and go on as the mode asks.
+    # Compute the scores A B^T and continue with the mode's function.
     ab, n = a_times(w, n0, True), n0 + s.parts
     MODES[s.mode](w, c, ab, n)
     return item + s.blocks * s.teams, n0 + s.steps
@@ -389,7 +395,7 @@ def body(s: Schedule, inputs: Inputs, out_ref, stat_refs, smem: Scratch):
     w = Worker(s, inputs, out_ref, stat_refs, smem, thread, team, wg, first)
 
     # Fill the ring.
-    fetch_a(w, first)
+    load_a(w, first)
 
     @pl.when(thread == 0)
     def _():
@@ -399,7 +405,7 @@ def body(s: Schedule, inputs: Inputs, out_ref, stat_refs, smem: Scratch):
 
     @pl.when(wg == s.wgs - 1)
     def _():
-        pl.loop(0, s.slots)(functools.partial(push, w))
+        pl.loop(0, s.slots)(functools.partial(load_square, w))
 
     # Walk over the team's chunks.
     more = lambda carry: carry[0] < s.items
@@ -412,17 +418,18 @@ def chunk_outputs(
     a, b, x, chunk_states, vectors, *, mode: Mode, along=None, y=None,
     normalize=True, packed=False, sms: int,
 ):  # fmt: skip
-    """One line of the table above: (out like x.., then by mode, in float32 of (B,H,N,L):
+    """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,L),
 
-    forward  1 / N of each row, and -sign(l), or 0 where l does not divide h
+    forward  1 / N of each row; -sign(l), or 0 where l does not divide h
     dq       dh . h of each row
-    dk       k . dk of each row: the part from inside the chunk, the part through the state
-    vectors: name -> (B,H,N,L) float32, by OF_ROWS and OF_COLUMNS, and "start" if packed.
+    dk       k . dk of each row: the part from the chunk; the part from the state
+
+    vectors: name -> (B,H,N,L) float32, the names of OF_ROWS and OF_COLUMNS, and "start" if packed.
     along: (B,H,N,DX) float32, n or dn.  y: q for dq, k for dk, shaped like the output.
     """
     chunks, size = chunk_states.shape[2], vectors["row"].shape[-1]
     s = schedule(a, x, chunks, size, mode=mode, normalize=normalize, packed=packed, sms=sms)
-    # In this order: JAX sorts the keys of a dict.
+    # JAX would sort the keys of a plain dict.
     given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
     if along is not None:
         given["along"] = along
@@ -445,12 +452,12 @@ def chunk_outputs(
         grid_names=("block",),
         num_threads=s.teams * s.wgs,
         thread_name="wg",
-        # No sum here crosses warps, and all of shared memory is taken.
+        # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(
         Inputs(
-            jnp.array(in_order(mode, s.parts, s.tiles), jnp.int32),
-            a, b, x, chunk_states, y if s.turned else None, given,
+            jnp.array(load_order(mode, s.parts, s.tiles), jnp.int32),
+            a, b, x, chunk_states, y if s.transposes_state else None, given,
         )
     )  # fmt: skip
     return out, *stats

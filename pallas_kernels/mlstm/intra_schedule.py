@@ -1,4 +1,4 @@
-"""The schedule of `intra_chunk.py`: how the work is cut, who does it, and what each one holds."""
+"""The schedule of intra_chunk.py: how the work is split, and what each warpgroup holds."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -10,11 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import ROWS
 
-SMEM = 224 * 1024  # bytes of a block's shared memory that its big buffers may take
-TEAMS = 3  # chunks that a block of 64-row tiles works on at a time; at DQK = DV = 64 6% over 2
+SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
+TEAMS = 3  # chunks that a block of 64-row tiles computes at a time; 6% over 2 at DQK = DV = 64
 
 Mode = Literal["forward", "dq", "dk", "dv"]
-# Vectors that a mode reads, of its own rows and of the columns of W, and how many it writes.
+# The vectors that a mode reads along the rows and the columns of W, and how many it writes.
 OF_ROWS = {
     "forward": ("row", "scale", "one"),
     "dq": ("row", "scale", "sign"),
@@ -26,7 +26,7 @@ STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
 
 
 class Schedule(NamedTuple):
-    """What is static in a call: how the work is cut, and who does it."""
+    """The static arguments of a call and the split of its work."""
 
     mode: Mode
     normalize: bool
@@ -40,24 +40,24 @@ class Schedule(NamedTuple):
     parts: int  # squares across A and B
     tiles: int  # squares across X and out
     wgs: int  # warpgroups that share a chunk
-    teams: int  # chunks that a block works on at a time, each with buffers of its own
-    slots: int  # squares of a team's ring
+    teams: int  # chunks that a block computes at a time, each with its own buffers
+    slots: int  # squares in a team's ring
     blocks: int
 
     @property
-    def turned(self):
-        """Whether the state is transposed; these modes read Y, too."""
+    def transposes_state(self):
+        """Whether the state is transposed; these modes also read Y."""
         return self.mode in ("dq", "dk")
 
     @property
     def transposed(self):
-        """Whether rows of W are positions that are seen, not that see."""
+        """Whether W is transposed: its rows are the positions that are seen."""
         return self.mode in ("dk", "dv")
 
     @property
     def steps(self):
-        """Squares of a chunk."""
-        return len(in_order(self.mode, self.parts, self.tiles))
+        """Squares that a chunk loads."""
+        return len(load_order(self.mode, self.parts, self.tiles))
 
     @property
     def of_rows(self):
@@ -71,84 +71,84 @@ class Schedule(NamedTuple):
 class Inputs(NamedTuple):
     """References to global memory."""
 
-    order: Any  # (steps,4), of `in_order`
+    order: Any  # (steps,4), from `load_order`
     a: Any
     b: Any
     x: Any
     states: Any
-    y: Any  # None unless turned
-    vectors: dict[str, Any]  # (B,H,N,L) each, and "along" (B,H,N,DX)
+    y: Any  # None unless transposes_state
+    vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
 
 
 class Scratch(NamedTuple):
-    """Shared memory and barriers of a block, see the picture."""
+    """Shared memory and barriers of a block (see the picture in intra_chunk.py)."""
 
     order: Any  # (steps,4)
     a: Any  # (threads,parts,64,L)
     ring: Any  # (teams slots,L,L)
     out: Any  # (threads,64,L)
     order_full: Any
-    a_full: Any  # of each thread
-    full: Any  # of each slot
-    free: Any  # of each slot
-    y_full: Any  # of each thread
+    a_full: Any  # for each thread
+    full: Any  # for each slot
+    free: Any  # for each slot
+    y_full: Any  # for each thread
 
 
 class Worker(NamedTuple):
-    """One warpgroup of a block, and what it works on."""
+    """A warpgroup of a block and its work."""
 
     schedule: Schedule
     inputs: Inputs
     out_ref: Any
     stat_refs: tuple
     smem: Scratch
-    thread: Any  # among all warpgroups of the block
+    thread: Any  # index among all warpgroups of the block
     team: Any
-    wg: Any  # among those that share a chunk
-    first: Any  # item: its team's first chunk
+    wg: Any  # index among the warpgroups that share a chunk
+    first: Any  # the item of its team's first chunk
 
 
 class Chunk(NamedTuple):
-    """A chunk of a sequence and head, seen by one warpgroup."""
+    """A chunk of a sequence and head, as one warpgroup sees it."""
 
     item: Any
     b: Any
     h: Any
     index: Any  # n of N
-    row0: Any  # the warpgroup's first position of the sequence
-    rows: tuple  # index of a (B,H,N,L) vector's elements at the warpgroup's positions
+    row0: Any  # the warpgroup's first position in the sequence
+    rows: tuple  # index of the warpgroup's positions in a (B,H,N,L) vector
 
     def tile(self, s, tile):
         """Index of the warpgroup's rows of one tile of Y or out."""
-        return self.b, pl.ds(self.row0, ROWS), self.h, cut(s, tile)
+        return self.b, pl.ds(self.row0, ROWS), self.h, nth_square(s, tile)
 
 
 def divide(n, size):
-    """n // size and n % size, of an n that is not negative: half the instructions of //, %."""
+    """(n // size, n % size) for n >= 0, in half the instructions of // and %."""
     return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
 
 
-def where(s: Schedule, item):
+def locate(s: Schedule, item):
     """Sequence, head and chunk of an item."""
     pair, chunk = divide(item, s.chunks)
     return *divide(pair, s.heads), chunk
 
 
-def cut(s: Schedule, n):
+def nth_square(s: Schedule, n):
     """The n-th square along an axis."""
     return pl.ds(n * s.size, s.size)
 
 
-def in_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, int]]:
-    """A chunk's squares in the order of their use: 0 B, 1 X, 2 states; row; column; 16 bytes."""
-    turned = mode in ("dq", "dk")
+def load_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, int]]:
+    """A chunk's squares in the order of use: (0 B, 1 X, 2 states; row; column; 0 for 16 bytes)."""
+    transposes_state = mode in ("dq", "dk")
     b = [(0, 0, part, 0) for part in range(parts)]
     x = [(1, 0, tile, 0) for tile in range(tiles)]
     states = [
-        [(2, tile, part, 0) if turned else (2, part, tile, 0) for part in range(parts)]
+        [(2, tile, part, 0) if transposes_state else (2, part, tile, 0) for part in range(parts)]
         for tile in range(tiles)
     ]
-    order = b + x[::-1] * turned  # Y X^T starts at the last tile
+    order = b + x[::-1] * transposes_state  # Y X^T starts at the last tile
     if mode == "dq":
         return order + sum(states, []) + x
     return order + sum(([*states[tile], x[tile]] for tile in range(tiles)), [])
@@ -159,7 +159,7 @@ def schedule(a, x, chunks, size, *, mode, normalize, packed, sms) -> Schedule:
     wgs, parts, tiles = size // ROWS, da // size, x.shape[-1] // size
     square = size * size * a.dtype.itemsize
     slots = min(4, SMEM // square - parts - 1)
-    # Tiles that dq holds in registers leave no room for a third team.
+    # The tiles that dq keeps in registers leave no room for a third team.
     most = 2 if mode == "dq" and tiles > 2 else TEAMS
     teams = 1 if wgs > 1 else min(most, SMEM // ((slots + parts + 1) * square))
     items = batch * heads * chunks

@@ -3,10 +3,10 @@
     C_t = sigmoid(f_t) C_{t-1} + exp(i_t) k_t v_t^T      n_t = sigmoid(f_t) n_{t-1} + exp(i_t) k_t
     h_t = (s q_t)^T C_t / max(|s q_t . n_t|, 1)          s = DQK^-1/2
 
-with C and n kept as C e^-m and n e^-m, so that no exponential overflows.  Beck et al. 2024, "xLSTM:
-Extended Long Short-Term Memory", equations 19 to 27; the chunkwise form: Beck et al. 2025, "Tiled
-Flash Linear Attention".  Gradients are those of the formula above: the normaliser is
-differentiated, and so are the initial and the final state.
+C and n are stored as C e^-m and n e^-m, so that no exponential overflows.  Beck et al. 2024,
+"xLSTM: Extended Long Short-Term Memory", equations 19 to 27; the chunkwise form is from Beck et al.
+2025, "Tiled Flash Linear Attention".  The gradients are exact: they include the normaliser and the
+initial and final states.
 """
 
 from typing import Literal
@@ -37,31 +37,33 @@ def vlstm(
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "B T NH DV"] | tuple[Float[Array, "B T NH DV"], State]:
-    """h for every position, in q's dtype, and with return_state the state after the last one.
+    """Returns h for every position, in q's dtype, and with return_state the final state.
 
-    i, f: pre-activations of the input and the forget gate; finite (i may be -inf: lets nothing in).
-    gate: the input gate is exp(i) or sigmoid(i).  normalize=False leaves out the denominator.
-    segment_ids: the state is emptied wherever the id changes.  An initial state belongs to the
-        first segment, the returned one to the last.
-    initial_state: (C, n, m), float32, standing for (C e^m, n e^m); empty by default.
+    i, f: pre-activations of the input gate and the forget gate; finite, but i may be -inf, which
+        closes the input gate.
+    gate: whether the input gate is exp(i) or sigmoid(i).
+    normalize: False leaves out the denominator.
+    segment_ids: the state is reset to zero where the id changes.  The initial state belongs to the
+        first segment, the final state to the last.
+    initial_state: (C, n, m), float32, which represents (C e^m, n e^m); default zero.
     eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
-    chunk_size: positions that the XLA form handles at once (default: 64 to 256, by DQK and DV).
-        Time and memory of a chunk's matrices grow with it, those of the states between chunks
-        shrink; h stays the same.  The kernels pad DQK and DV to multiples of 64 and take 128 where
-        both then are multiples of it, else 64.
+    chunk_size: positions in a chunk of the XLA form (default: 64 to 256, by DQK and DV).  Larger
+        chunks need more time and memory for their matrices and less for the states between them;
+        h stays the same.  The kernels pad DQK and DV to multiples of 64; their chunks have 128
+        positions if both are then multiples of 128, otherwise 64.
 
-    Operands of matmuls have q's dtype, sums, gates and states are float32 (float64 for float64);
-    float16 saturates at 65504.  Memory is linear in T; for the backward pass the kernels save the
+    Operands of matmuls have q's dtype; sums, gates and states are float32 (float64 for float64);
+    float16 saturates at 65504.  Memory is linear in T.  For the backward pass the kernels save the
     arguments and the states between chunks, the XLA form only the arguments.
-    Raises NotImplementedError under implementation="mosaic" with what the kernels lack, ValueError
-    for shapes, gate or chunk_size.
+    Raises ValueError for shapes, gate or chunk_size, NotImplementedError under
+    implementation="mosaic" for a call that the kernels do not support.
     """
     mosaic.check_axes("B T NH DQK", q=q)
     _check(q, k, v, i, f, gate, initial_state)
     if segment_ids is not None:
         if segment_ids.shape != q.shape[:2]:
             raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
-        mosaic.check_whole_numbers(segment_ids=segment_ids)
+        mosaic.check_integers(segment_ids=segment_ids)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")
     options = dict(
@@ -88,9 +90,9 @@ def vlstm_step(
     normalize: bool = True,
     eps: float = 0.0,
 ) -> tuple[Float[Array, "B NH DV"], State]:
-    """h for one more position and the state after it: generation in constant time and memory.
+    """Returns h for one more position and the state after it, in constant time and memory.
 
-    Computed in float32 (float64 for float64); arguments as in `vlstm`, without the axis T.
+    It computes in float32 (float64 for float64).  The arguments are those of `vlstm`, without T.
     """
     mosaic.check_axes("B NH DQK", q=q)
     _check(q, k, v, i, f, gate, state)
@@ -98,14 +100,14 @@ def vlstm_step(
 
 
 def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
-    """Why the kernel cannot take this call, or None."""
+    """Why the kernels do not support this call, or None."""
     if eps != 0:
-        return f"eps={eps} is not 0: only then h does not depend on the stabiliser"
+        return f"eps={eps} is not 0, and h is independent of the stabiliser only at 0"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
-    for name, width, most in (("DQK", q.shape[-1], 256), ("DV", v.shape[-1], 512)):
-        if width % 16 or width > most:
-            return f"{name}={width} is not a multiple of 16 up to {most}"
+    for name, width, limit in (("DQK", q.shape[-1], 256), ("DV", v.shape[-1], 512)):
+        if width % 16 or width > limit:
+            return f"{name}={width} is not a multiple of 16 up to {limit}"
     return mosaic.empty(q=q, v=v)
 
 
@@ -114,8 +116,8 @@ def _check(q, k, v, i, f, gate, state):
         raise ValueError(f"gate={gate!r} is not one of exp, sigmoid")
     if not (q.shape == k.shape and q.shape[:-1] == v.shape[:-1] == i.shape == f.shape):
         raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape}, i {i.shape}, f {f.shape} do not belong"
-            " together: q and k need one shape, v the same up to its last axis, i and f without it"
+            f"q {q.shape}, k {k.shape}, v {v.shape}, i {i.shape} and f {f.shape} do not match: v"
+            " may differ from q and k only in its last axis, and i and f lack that axis"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one dtype")

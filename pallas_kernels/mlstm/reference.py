@@ -1,12 +1,12 @@
-"""The vLSTM cell in jnp: recurrent (the truth), parallel (quadratic), chunkwise (for training).
+"""The mLSTM cell in jnp: recurrent (its definition), parallel (quadratic), chunkwise (training).
 
-All three are the same function of q, k, v and the gates; docs/vlstm.md derives one from the other.
-The gates work on a logarithmic scale, and `m` is the number that is taken out of every exponent so
-that none overflows: a state (C, n, m) stands for the true state (C e^m, n e^m).  At eps = 0 neither
-h nor the true state depends on which m is chosen.  The chunkwise form therefore holds the states' m
-constant while it is differentiated, which is exact and cheaper.  A row's m is differentiated: the
-gradients of a row's exponents add up to 0 where l divides h, and m's gradient takes what rounding
-has left of that sum from the largest weight, beside which the others may be far smaller than it.
+All three compute the same function of q, k, v and the gates; docs/vlstm.md derives them.  The gates
+are kept as logarithms, and `m` is subtracted from every exponent so that none overflows: a state
+(C, n, m) represents the true state (C e^m, n e^m).  At eps = 0 neither h nor the true state depends
+on m.  The chunkwise form therefore does not differentiate the m of the states, which is exact and
+cheaper.  It does differentiate the m of a row: where l divides h, the gradients of a row's
+exponents sum to 0, and m's gradient subtracts what rounding leaves of that sum from the largest
+weight.  The other weights may be far smaller than this remainder.
 
 Axes: B batch, T time, H heads, K = DQK, V = DV, N chunks, L positions of a chunk.
 """
@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels import mosaic
 
-CLOSED = -1e30  # an input gate that lets nothing in; finite, so that no inf - inf can arise
+CLOSED = -1e30  # logarithm of a closed input gate; finite, so that inf - inf cannot occur
 
 
 def recurrent(
@@ -37,7 +37,7 @@ def recurrent(
     return_state=False,
     eps=0.0,
 ):
-    """One position after the other, in float32 (float64 for float64): what the cell means."""
+    """Computes position by position, in float32 (float64 for float64): the cell's definition."""
     options = dict(gate=gate, normalize=normalize, eps=eps)
     starts = _starts(segment_ids, i.shape[:2])
 
@@ -54,7 +54,7 @@ def recurrent(
 
 
 def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
-    """One position: q, k (B,H,K), v (B,H,V), i, f (B,H), state (C, n, m) -> h (B,H,V), state."""
+    """One position: q, k (B,H,K), v (B,H,V), i, f (B,H), state (C, n, m) -> (h (B,H,V), state)."""
     dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
     c, n, m_old = (x.astype(stat) for x in state)
     q, k, v = (x.astype(stat) for x in (q, k, v))
@@ -70,7 +70,7 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
 
 
 def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps=0.0):
-    """All positions at once from a T x T matrix, like attention; without states."""
+    """Computes all positions at once from a T x T matrix, like attention, without states."""
     dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2).astype(stat) for x in (q, k, v))  # (B,H,T,D)
     i, lf = (jnp.swapaxes(x, 1, 2) for x in _log_gates(i, f, gate, stat))  # (B,H,T)
@@ -102,11 +102,11 @@ def chunkwise(
     eps=0.0,
     chunk_size=None,
 ):
-    """The parallel form inside chunks of L positions, the recurrent one from chunk to chunk.
+    """Uses the parallel form in chunks of L positions and the recurrent form between chunks.
 
     Matmuls take operands of q's dtype and sum in float32; gates, m, states and sums are float32
-    (all float64 for float64).  Time and memory are linear in T.  For the backward pass only the
-    arguments are saved; it computes the states and the L x L matrices again.
+    (all float64 for float64).  Time and memory are linear in T.  Only the arguments are saved; the
+    backward pass recomputes the states and the L x L matrices.
     """
     size = max(1, min(chunk_size or _chunk_size(q.shape[-1], v.shape[-1]), i.shape[1]))
     options = dict(gate=gate, normalize=normalize, eps=eps, segment_ids=segment_ids)
@@ -116,14 +116,14 @@ def chunkwise(
 
 
 def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids):
-    """(h, state after the last position), in chunks of `size` positions."""
+    """(h, final state), computed in chunks of `size` positions."""
     dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
     batch, length = i.shape[:2]
     chunks = functools.partial(_chunks, size=size)
 
-    # Gates and documents.
+    # Split gates and documents into chunks.
     i, lf = _log_gates(i, f, gate, stat)
-    # A closed input gate and an open forget gate: padding leaves the state as it is.
+    # Padding has a closed input gate and an open forget gate, so it does not change the state.
     i, lf = chunks(jnp.maximum(i, CLOSED), fill=CLOSED), chunks(lf)
     q, k, v = (chunks(x).astype(stat) for x in (q, k, v))
     seen = jnp.tril(jnp.ones((size, size), bool))
@@ -134,30 +134,29 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
         seen = seen & (document[..., :, None] == document[..., None, :])
         continues = document == 0
 
-    # Sum of log forget gates since the chunk or the document began.  A masked sum and not a
-    # difference of running sums: a closed gate in one document cannot blur the next.
+    # Sum the log forget gates since the start of the chunk or document.  A masked sum, unlike a
+    # difference of running sums, loses no precision to a closed gate in an earlier document.
     b = jnp.sum(jnp.where(seen, lf[..., None, :], 0), -1)  # (N,B,H,L)
     log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
 
-    # The states between chunks.
-    # The value depends on their m only through eps (see above).
+    # Compute the states between chunks.  h depends on their m only through eps (see above).
     hold = lax.stop_gradient if eps == 0 else lambda m: m
     keeps = jnp.broadcast_to(continues, b.shape)[..., -1]
     (c, n, m_before), state = _between_chunks(
         k, v, b[..., -1], log_d[..., -1, :], keeps, state, hold, dtype
     )
 
-    # The rows: exponents of the carried state and of the chunk's own positions.
+    # Compute the rows from the carried state and the chunk's own positions.
     carried = b + jnp.where(continues, m_before[..., None], 0)
     m = jnp.maximum(carried, jnp.max(log_d, -1))
-    m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # so that e^-m is finite
+    m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # keeps e^-m finite
     q = q * q.shape[-1] ** -0.5
     p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
     l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
     scale = _row_scale(l, m, gate, normalize, eps)
-    # Normalised before the matmuls: their results are then not needed in the backward pass,
-    # and float16 sees nothing larger than the weights that really act on v.
+    # Normalising before the matmuls means that the backward pass does not need their results, and
+    # that float16 holds nothing larger than the weights that multiply v.
     h = _matmul(dtype, scale[..., None] * p, v)
     h += _matmul(dtype, (w * scale)[..., None] * q, c)  # (N,B,H,L,V)
     h = jnp.moveaxis(h, (0, 2), (1, 3))  # (B,N,L,H,V)
@@ -166,11 +165,10 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
 
 
 def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
-    """(C, n, m) before each chunk, (N,B,H,...), C in the dtype in which the rows will multiply it;
-    then after the last one.
+    """Returns (C, n, m) before each chunk (N,B,H,...), C in `dtype`, and the final (C, n, m).
 
-    g: (N,B,H) log decay of a chunk; a: (N,B,H,L) log weight of a position in the state after its
-    chunk; keeps: whether that state still holds the one before the chunk.
+    g: (N,B,H), log decay of a chunk.  a: (N,B,H,L), log weight of a position in the state after its
+    chunk.  keeps: whether that state still contains the state before the chunk.
     """
 
     def next_m(m, x):
@@ -189,17 +187,17 @@ def _between_chunks(k, v, g, a, keeps, state, hold, dtype):
 
     decay = jnp.exp(jnp.where(keeps, g + m_before - m_after, -jnp.inf))
     k_in = jnp.exp(a - m_after[..., None])[..., None] * k
-    true_scale = jnp.exp(m - hold(m))  # is 1, with the gradient of e^m
+    true_scale = jnp.exp(m - hold(m))  # 1, with the gradient of e^m
     state = c * true_scale[..., None, None], n * true_scale[..., None]
     (c, n), before = lax.scan(
         next_state, state, (decay, _matmul(dtype, k_in.mT, v), jnp.sum(k_in, -2))
     )
-    true_scale = jnp.exp(hold(m_last) - m_last)  # is 1, with the gradient of e^-m
+    true_scale = jnp.exp(hold(m_last) - m_last)  # 1, with the gradient of e^-m
     return (*before, m_before), (c * true_scale[..., None, None], n * true_scale[..., None], m_last)
 
 
 def _chunks(x, size, fill=0.0):
-    """(B,T,H,...) -> (N,B,H,L,...); positions past T take `fill`."""
+    """(B,T,H,...) -> (N,B,H,L,...); positions past T get `fill`."""
     widths = [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2)
     x = jnp.pad(x, widths, constant_values=fill)
     x = x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:])
@@ -207,8 +205,10 @@ def _chunks(x, size, fill=0.0):
 
 
 def _chunk_size(dqk, dv):
-    """Positions of a chunk: where the memory of states (K V / L numbers a position) is that of two
-    L x L matrices (2 L), as a power of two.  64 for heads of 64 and 128, 256 for 256 and 512.
+    """The default number of positions in a chunk, a power of two.
+
+    With it the states (K V / L numbers for each position) need as much memory as two L x L matrices
+    (2 L): 64 for heads of 64 and 128, 256 for 256 and 512.
     """
     return min(max(2 ** round(math.log2(dqk * dv / 2) / 2), 64), 256)
 
@@ -216,10 +216,10 @@ def _chunk_size(dqk, dv):
 def _sums_between(lf):
     """(...,L) -> (...,L,L): at [t, j] the sum of lf after position j, up to and including t >= j.
 
-    A difference of running sums would be rounded as the running sums are, and its gradients would
-    cancel.  Here only numbers of one sign are added.  Blocks of sqrt(L) positions keep that cheap:
-    a pair from two blocks adds the rest of its first block, the blocks between, and the beginning
-    of its second block.
+    A difference of running sums would have their rounding errors, and its gradients would cancel.
+    Here only numbers of one sign are added.  Blocks of sqrt(L) positions keep that cheap: a pair of
+    positions in two blocks adds the end of the first block, the blocks between, and the start of
+    the second block.
     """
     length = lf.shape[-1]
     width = math.isqrt(max(length - 1, 0)) + 1
@@ -239,7 +239,7 @@ def _sums_between(lf):
 def _masked_sums(x, mask):
     """(...,n) -> (...,n,n): at [t, j] the sum of the x[u] for which mask(t, j, u).
 
-    A matmul: XLA merges a sum of `where` into what uses it, and computes it there again and again.
+    It is a matmul, because XLA fuses a sum of `where` into its users and recomputes it in each.
     """
     n = x.shape[-1]
     t, j, u = jnp.meshgrid(*[jnp.arange(n)] * 3, indexing="ij")
@@ -248,26 +248,26 @@ def _masked_sums(x, mask):
 
 
 def _row_scale(l, m, gate, normalize, eps):
-    """What a row's numerator is multiplied by: 1 / (max(|l|, e^-m) + eps), or e^m (no normaliser).
+    """The factor of a row's numerator: 1 / (max(|l|, e^-m) + eps), or e^m without a normaliser.
 
-    `where` and not `maximum`: the gradient of |l| is 0 up to and including e^-m.
+    `where` gives |l| no gradient up to and including e^-m; `maximum` would give it half there.
     """
     if not normalize:
         return jnp.exp(m)
-    one = jnp.maximum(jnp.exp(-m), jnp.finfo(m.dtype).tiny)  # of the true scale; never 0
+    one = jnp.maximum(jnp.exp(-m), jnp.finfo(m.dtype).tiny)  # 1 on the true scale; never 0
     if gate == "sigmoid":
-        eps = eps * one  # that gate has no stabiliser in its definition
+        eps = eps * one  # the definition of this gate has no stabiliser
     return 1 / (jnp.where(jnp.abs(l) > one, jnp.abs(l), one) + eps)
 
 
 def _log_gates(i, f, gate, stat):
-    """Logarithms of the input and the forget gate."""
+    """Logarithms of the input gate and the forget gate."""
     i = i.astype(stat)
     return jax.nn.log_sigmoid(i) if gate == "sigmoid" else i, jax.nn.log_sigmoid(f.astype(stat))
 
 
 def _state(state, q, v):
-    """The given state in the dtype of the statistics, or the empty one."""
+    """The given state in the statistics' dtype, or zeros."""
     stat = mosaic.stat_dtype(q.dtype)
     if state is not None:
         return tuple(x.astype(stat) for x in state)
@@ -277,7 +277,7 @@ def _state(state, q, v):
 
 
 def _starts(segment_ids, shape):
-    """(B,T) bool: where another document begins (never at the first position)."""
+    """(B,T) bool: where a new document starts (never at the first position)."""
     if segment_ids is None:
         return jnp.zeros(shape, bool)
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -288,7 +288,7 @@ def _as_rank(x, rank):
 
 
 def _round(x, dtype):
-    """x in `dtype`; float16 saturates at 65504 instead of going to infinity."""
+    """x in `dtype`; float16 saturates at 65504 instead of overflowing to infinity."""
     if dtype == jnp.float16:
         x = jnp.clip(x, jnp.finfo(dtype).min, jnp.finfo(dtype).max)
     return x.astype(dtype)
@@ -296,10 +296,10 @@ def _round(x, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(dtype, x, y):
-    """x @ y of operands rounded to `dtype`, summed and returned in the statistics' dtype.
+    """x @ y with operands rounded to `dtype`, summed and returned in the statistics' dtype.
 
-    Its gradients round the same way.  JAX's own would multiply float32 cotangents with bf16
-    operands, a matmul that tensor cores cannot run at the speed of bf16.
+    Its gradients round the same way.  JAX's own would multiply float32 cotangents by bf16 operands,
+    which tensor cores cannot do at the speed of bf16.
     """
     return _matmul_forward(dtype, x, y)[0]
 
@@ -311,12 +311,12 @@ def _matmul_forward(dtype, x, y):
 
 def _matmul_backward(dtype, operands, dz):
     x, y = operands
-    dz = dz.astype(dtype)  # not saturated: float16's loss scaling waits for the infinity
+    dz = dz.astype(dtype)  # not saturated, because float16's loss scaling relies on infinities
     return _dot(dz, y.mT), _dot(x.mT, dz)
 
 
 def _dot(x, y):
-    # "highest": float32 data are not to become TF32; it means nothing for bf16 and float16.
+    # "highest" keeps float32 from becoming TF32; it does not affect bf16 and float16.
     return jnp.matmul(x, y, precision="highest", preferred_element_type=mosaic.stat_dtype(x.dtype))
 
 

@@ -1,1 +1,1 @@
-"""LayerNorm and RMSNorm, alone and with the residual addition before them."""
+"""Layer norm and RMS norm, alone or fused with the residual addition before them."""

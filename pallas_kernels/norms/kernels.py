@@ -1,10 +1,9 @@
 """The kernels of layer norm and RMS norm.
 
-They read every row once, need one or two means over each row, and write rows of the same width;
-backward they also sum over all rows for dweight and dbias.  They are bound by memory, so all that
-matters is to keep enough copies in flight.  Blocks are persistent: each takes every `programs`-th
-tile of rows, and several tiles are on their way through shared memory at once (`stream` in
-tiles.py, which also says how rows are cut into tiles, lines and registers):
+They read every row once, compute one or two means over it, and write a row of the same width.  The
+backward kernels also sum over all rows for dweight and dbias.  They are bound by memory, so they
+must keep enough copies in flight: blocks are persistent, each takes every `programs`-th tile of
+rows, and `stream` moves several tiles through shared memory at once (tiles.py defines the tiling):
 
     slot 0   | tile i                 wait for bars[0], compute in place, copy back |
     slot 1   | tile i + programs      arriving on bars[1]                           |
@@ -13,8 +12,8 @@ tiles.py, which also says how rows are cut into tiles, lines and registers):
     forward    x (, residual)  ->  statistics  ->  y (, s)
     backward   x, dy (, ds)  ->  n, g  ->  means of g, g n  ->  dx;  sums over the rows in registers
 
-Narrow rows are faster forward without TMA: one small block for every tile, many blocks on an SM.
-Weights may be one row (C,) for all heads, or one for each of H heads; a program works for one head.
+For narrow rows the forward pass is faster without TMA, with many small blocks of one tile each.
+Weights have one row (C,) for all heads or one for each of H heads; a program handles one head.
 """
 
 import functools
@@ -38,15 +37,15 @@ from pallas_kernels.norms.tiles import (
     stream,
 )
 
-_SUM_COLS = 32  # columns that one block of the sum over programs takes
+_SUM_COLS = 32  # columns of a block that sums over the programs
 
 
 class Norm(NamedTuple):
-    """A norm of the rows of x, as functions of register arrays of some columns.
+    """A norm of the rows of x, as functions of register arrays.
 
-    statistics(tiling, x, eps) are those of x(chunk), one number for each line.
-    normalise(tiling, x, *statistics) is n.
-    With g = weight dy, differentiate(tiling, n, g, means, *statistics) is dx, from the row means of
+    statistics(tiling, x, eps): from x(chunk), one number for each line.
+    normalise(tiling, x, *statistics): n.
+    differentiate(tiling, n, g, means, *statistics): dx from g = weight dy and the row means of
     averaged(n, g).
     """
 
@@ -55,7 +54,7 @@ class Norm(NamedTuple):
     normalise: Callable
     averaged: Callable
     differentiate: Callable
-    count: int  # of the statistics
+    count: int  # number of statistics
 
 
 # ---- forward -----------------------------------------------------------------------------------
@@ -65,8 +64,7 @@ class Norm(NamedTuple):
 def _forward(kind, eps, x, residual, weight, bias):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
-    residual, weight and bias may be None.  Returns y in x's dtype, s in the residual's dtype (or
-    None), and the statistics as float32 (heads, sets of rows, 4).
+    Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, 4).
     """
     shape = x.shape
     name = f"{kind.name}_forward" if residual is None else f"add_{kind.name}_forward"
@@ -89,7 +87,7 @@ def _forward(kind, eps, x, residual, weight, bias):
 def _forward_tile(
     kind, eps, t: Tiling, x_ref, residual_ref, weight_ref, bias_ref, y_ref, s_ref, stat_refs
 ):
-    """A block without TMA: one tile, from global memory to global memory."""
+    """A block without TMA normalises one tile from global memory to global memory."""
     tile, head = lax.axis_index("program"), lax.axis_index("head")
     rows_of = lambda ref: ref.at[pl.ds(tile * t.tile, t.tile), head]
     source = jax.tree.map(rows_of, _given(x=x_ref, residual=residual_ref))
@@ -99,22 +97,10 @@ def _forward_tile(
 
 
 def _forward_tiles(
-    kind,
-    eps,
-    t: Tiling,
-    x_ref,
-    residual_ref,
-    weight_ref,
-    bias_ref,
-    y_ref,
-    s_ref,
-    stat_refs,
-    *,
-    bars,
-    weight_bar,
-    **smem,
-):
-    """A persistent block: tile after tile, each overwritten by its result in shared memory."""
+    kind, eps, t: Tiling, x_ref, residual_ref, weight_ref, bias_ref, y_ref, s_ref, stat_refs,
+    *, bars, weight_bar, **smem,
+):  # fmt: skip
+    """A persistent block overwrites each of its tiles with the result in shared memory."""
     streams, weights = (
         _given(x=x_ref, residual=residual_ref),
         _given(weight=weight_ref, bias=bias_ref),
@@ -125,28 +111,27 @@ def _forward_tiles(
 
     def step(slot, tile, carry):
         rows = {k: smem[k].at[part, slot] for k in streams}
-        _normalise(
-            kind, eps, t, tile, rows, rows, {k: smem[k].at[part] for k in weights}, stat_refs
-        )
+        of_part = {k: smem[k].at[part] for k in weights}
+        _normalise(kind, eps, t, tile, rows, rows, of_part, stat_refs)
         return carry
 
     stream(t, ring, step, 0)
 
 
 def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs):
-    """Normalises a tile from the refs in source to those in result, which may be the same ones."""
+    """Normalises a tile from the refs in `source` to those in `result`, which may be the same."""
     for group in range(t.groups):
         at = lambda refs, k, c, group=group: t.lines(refs[k], group, c)
         load = lambda k, at=at: [mosaic.load(at(source, k, c), t.layout) for c in t.chunks]
 
-        # Load x, and add the residual.
+        # Load x and add the residual.
         data = load("x")
         for c, r in enumerate(load("residual") if "residual" in source else ()):
-            s = (data[c] + r).astype(source["residual"].dtype)  # y is the norm of the s returned
+            s = (data[c] + r).astype(source["residual"].dtype)  # y is the norm of the rounded s
             mosaic.store(at(result, "residual", c), s)
             data[c] = s.astype(jnp.float32)
 
-        # Statistics.
+        # Compute and save the statistics.
         stats = kind.statistics(t, data.__getitem__, eps)
         for ref, value in zip(stat_refs, stats, strict=True):
             mosaic.store(ref.at[lax.axis_index("head"), tile * t.groups + group], value)
@@ -164,11 +149,11 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(kind, x, stats, dy, ds, weight, bias, x_bias):
-    """Gradients of `_forward` in one pass over memory, and a small one over the programs' sums.
+    """Gradients of `_forward` in one pass over memory and a small one over the programs' sums.
 
-    If there was a residual, x is s and ds its own gradient.  The gradient of x_bias is the sum of
-    dx + ds over the rows, for which XLA would have to read them once more.
-    Returns dx (+ ds) in x's dtype; those of weight, bias and x_bias in theirs (or None).
+    With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
+    dx + ds over the rows, which would cost XLA another pass over memory.
+    Returns dx (+ ds) in x's dtype; the gradients of weight, bias and x_bias in theirs (or None).
     """
     name = f"{kind.name}_backward" if ds is None else f"add_{kind.name}_backward"
     shape, original = x.shape, _given(weight=weight, bias=bias, x_bias=x_bias)
@@ -176,8 +161,8 @@ def _backward(kind, x, stats, dy, ds, weight, bias, x_bias):
     streams, weights = _given(x=x, dy=dy, ds=ds), _given(weight=weight)
     summed = _given(weight=weight, bias=bias, x_bias=x_bias)
     t = choose_tiling("backward", x.shape, streams, weights)
-    # Where these tiles have more rows than those forward, the rows past the last one have no
-    # statistics.  Zeros keep n finite there.
+    # If these tiles are larger than the forward pass's, the rows past the last have no statistics.
+    # Zeros keep n finite there.
     missing = max(t.tiles * t.groups - stats[0].shape[1], 0)
     if missing:
         stats = tuple(jnp.pad(a, ((0, 0), (0, missing), (0, 0))) for a in stats)
@@ -204,25 +189,10 @@ def _backward(kind, x, stats, dy, ds, weight, bias, x_bias):
 
 
 def _backward_tiles(
-    kind,
-    t: Tiling,
-    summed,
-    x_ref,
-    dy_ref,
-    ds_ref,
-    weight_ref,
-    stat_refs,
-    dx_ref,
-    sum_refs,
-    *,
-    bars,
-    weight_bar,
-    lines_smem,
-    means_smem,
-    means_bar,
-    **smem,
-):
-    """A persistent block: dx of tile after tile, and the sums over its rows, named by `summed`."""
+    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, weight_ref, stat_refs, dx_ref, sum_refs,
+    *, bars, weight_bar, lines_smem, means_smem, means_bar, **smem,
+):  # fmt: skip
+    """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
     streams, weights = _given(x=x_ref, dy=dy_ref, ds=ds_ref), _given(weight=weight_ref)
     ring = Ring(streams, weights, {"x": dx_ref}, smem, bars, weight_bar)
     fetch_weights(t, ring)
@@ -234,7 +204,7 @@ def _backward_tiles(
 
     def step(slot, tile, carry):
         stats, totals = carry
-        # One tile ahead: these few bytes do not come by TMA.
+        # Load the next tile's statistics now: they do not come by TMA.
         ahead = load_stats(jnp.minimum(tile + t.programs, t.tiles - 1))
         rows = {k: smem[k].at[part, slot] for k in streams}
         weight = smem["weight"].at[part] if weights else None
@@ -257,13 +227,13 @@ class _Tile(NamedTuple):
     t: Tiling
     rows: dict[str, Any]  # x, dy and perhaps ds; dx overwrites x
     weight: Any  # or None
-    stats: list  # of each set of rows, in registers
+    stats: list  # for each set of rows, in registers
 
     def load(self, k, group, c):
         return mosaic.load(self.t.lines(self.rows[k], group, c), self.t.layout)
 
     def operands(self, group, c):
-        """n and g, and their dy."""
+        """n, g and dy of a chunk."""
         n = self.kind.normalise(self.t, self.load("x", group, c), *self.stats[group])
         g = dy = self.load("dy", group, c)
         if self.weight is not None:
@@ -272,13 +242,13 @@ class _Tile(NamedTuple):
 
 
 def _first_pass(now: _Tile, totals):
-    """(n and g of each chunk if there are registers for them, what the row means are taken of)."""
+    """(n and g of each chunk if the tiling keeps them, the terms of the row means)."""
     kept, averaged = {}, []
     for group in range(now.t.groups):
         terms = []
         for c in now.t.chunks:
             n, g, dy = now.operands(group, c)
-            if now.t.keeps:
+            if now.t.keeps_operands:
                 _add(totals, c, n, dy)
                 kept[group, c] = n, g
             terms.append(now.kind.averaged(n, g))
@@ -290,7 +260,7 @@ def _second_pass(now: _Tile, kept, means, totals):
     """Overwrites x with dx."""
     for group in range(now.t.groups):
         for c in now.t.chunks:
-            if now.t.keeps:
+            if now.t.keeps_operands:
                 n, g = kept[group, c]
             else:
                 n, g, dy = now.operands(group, c)
@@ -304,7 +274,7 @@ def _second_pass(now: _Tile, kept, means, totals):
 
 
 def _add(totals, c, n, dy):
-    """Adds a chunk of rows to the sums for dweight and dbias, where these are asked for."""
+    """Adds a chunk of rows to the sums for dweight and dbias, if they are needed."""
     if "weight" in totals:
         totals["weight"][c] += dy * n
     if "bias" in totals:
@@ -312,10 +282,10 @@ def _add(totals, c, n, dy):
 
 
 def _row_means(t: Tiling, averaged, means_smem, means_bar):
-    """Row means for each set of rows, from lists of register arrays to be summed along the rows.
+    """The row means of `averaged`, lists of register arrays for each set of rows.
 
-    The warps of a wide row meet once for all means.  Each slot has its own means_smem, so a warp
-    that is a step ahead overwrites nothing.
+    The warps of a wide row synchronise once for all means.  Each slot has its own means_smem, so a
+    warp that is a step ahead overwrites nothing.
     """
     sums = [jnp.sum(x, axis=1) for group in averaged for x in group]
     if t.wide:
@@ -332,7 +302,7 @@ def _row_means(t: Tiling, averaged, means_smem, means_bar):
 
 
 def _store_sums(t: Tiling, total, lines_smem, ref):
-    """Writes the sums over this program's rows, chunk by chunk, to ref (blocks, block)."""
+    """Writes the sums over this program's rows to ref (blocks, block)."""
     for c in t.chunks:
         if t.wide:
             first = lax.axis_index("part") * t.blocks + c * LINES
@@ -340,14 +310,13 @@ def _store_sums(t: Tiling, total, lines_smem, ref):
             continue
         mosaic.store(lines_smem, total[c])  # the four warps hold different rows
         plgpu.commit_smem()
-        layout = t.layout.reduce(0)
-        value = sum(mosaic.load(lines_smem.at[i], layout) for i in range(LINES))
+        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(LINES))
         plgpu.commit_smem()
         mosaic.store(ref.at[c], value)
 
 
 def _sum_programs(name, t: Tiling, summed, sums):
-    """Adds up (heads, programs, blocks, block) sums over the programs, always in the same order."""
+    """Sums (heads, programs, blocks, block) over the programs, always in the same order."""
     if not sums:
         return []
     n, cols = sums[0].shape[1], t.parts * t.blocks * t.block
@@ -361,7 +330,7 @@ def _sum_programs(name, t: Tiling, summed, sums):
 
 
 def _sum_columns(t: Tiling, sources, targets):
-    """A block: the sums over the programs, for some columns of one array."""
+    """A block sums some columns of one array over the programs."""
     shape, layout = (sources[0].shape[1], _SUM_COLS), mosaic.warp_rows(1)
     which, head = lax.axis_index("which"), lax.axis_index("head")
     columns = pl.ds(lax.axis_index("column") * _SUM_COLS, _SUM_COLS)
@@ -370,9 +339,9 @@ def _sum_columns(t: Tiling, sources, targets):
 
         @pl.when(which == i)
         def _(source=source, target=target):
-            # All loads are in flight at once: this kernel is latency and nothing else.
+            # All loads are in flight at once, because only latency matters here.
             values = mosaic.load(source.at[head, :, columns], layout)
-            values = jnp.where(row < t.programs, values, 0.0)  # the rest was never written
+            values = jnp.where(row < t.programs, values, 0.0)  # the other rows were never written
             mosaic.store(target.at[head, columns], jnp.sum(values, axis=0))
 
 
@@ -385,15 +354,14 @@ def _kernel(body, name, t: Tiling, out_type, scratch_types):
         **mosaic.grid(program=t.programs, head=t.heads),
         num_threads=t.parts,
         thread_name="part",
-        # A lane overwrites only what it has read itself.  Between warps and copies the barriers are
-        # those of commit_smem, barrier_wait and the reductions; one at every load and store costs
-        # too much.
+        # A barrier at every load and store is too slow.  A lane overwrites only what it has read
+        # itself; commit_smem, barrier_wait and the reductions synchronise warps and copies.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
 
 
 def _flatten(x, weights, arrays) -> tuple[Any, ...]:
-    """Every array of x's shape as (rows, heads, cols), and the weights as (heads, cols)."""
+    """Reshapes `arrays` (of x's shape) to (rows, heads, cols) and `weights` to (heads, cols)."""
     heads = next((w.shape[0] for w in weights if w is not None and w.ndim == 2), 1)
     shape = (x.size // (heads * x.shape[-1]), heads, x.shape[-1])
     arrays = [a if a is None else a.reshape(shape) for a in arrays]
@@ -409,16 +377,16 @@ def _given(**arrays):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def norm(kind: Norm, eps, x, residual, weight, bias, x_bias=None):
-    """(y, s): y = n weight + bias for the rows of x, or of s = x + residual (else s is None).
+    """(y, s): y = n weight + bias for the rows of x (then s is None) or of s = x + residual.
 
-    With x_bias, which needs a residual, s = (x + x_bias) + residual.
+    x_bias needs a residual: s = (x + x_bias) + residual.
     """
     return _save(kind, eps, x, residual, weight, bias, x_bias)[0]
 
 
 def _save(kind, eps, x, residual, weight, bias, x_bias):
     if x_bias is not None:
-        x = x + x_bias.astype(x.dtype)  # by XLA, within the matmul that makes x
+        x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
     (y, s), stats = _forward(kind, eps, x, residual, weight, bias)
     return (y, s), (x if s is None else s, stats, weight, bias, x_bias)
 

@@ -1,4 +1,4 @@
-"""Layer norm over the last axis, alone or fused with the addition of a residual.
+"""Layer norm over the last axis, alone or fused with a residual addition.
 
     n = (x - mean(x)) r,   r = 1 / sqrt(mean((x - mean(x))^2) + eps),   y = n weight + bias
 
@@ -6,10 +6,11 @@ Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4.  With g = w
 
     dx = r (g - mean(g) - n mean(g n)),   dweight = sum of n dy,   dbias = sum of dy
 
-The fused form normalises s = x + residual and returns s as well; its gradient is dx + ds for both.
-All in float32, the variance in two passes over the row in registers (x = 1000 + N(0, 1) stays
-accurate).  The mean in two parts and r are saved, 12 bytes for a row: recomputing them would cost
-two more rounds of reductions.  Every element is read once and written once in each direction.
+The fused form normalises s = x + residual and also returns s; x and residual both get the gradient
+dx + ds.  Everything is computed in float32.  The variance takes two passes over the row in
+registers, so x = 1000 + N(0, 1) stays accurate.  The forward pass saves the mean in two parts and
+r: 12 bytes for each row are cheaper than two more rounds of reductions.  Each direction reads and
+writes every element once.
 """
 
 import jax.numpy as jnp
@@ -30,9 +31,12 @@ def layer_norm(
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "... C"]:
-    """Layer norm of the last axis of x, in x's dtype; gradients of weight and bias in theirs.
+    """Normalises the last axis of x to mean 0 and variance 1: n weight + bias, in x's dtype.
 
-    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.
+    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.  Their
+    gradients have their own dtypes.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernel does not support.
     """
     tiles.check_shapes(x, weight, bias)
     reason, slower = why_not(x, weight, bias, eps=eps), tiles.why_slower(x)
@@ -51,11 +55,13 @@ def add_layer_norm(
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "... C"], Float[Array, "... C"]]:
-    """(layer_norm(s), s) for s = x + residual, rounded to its dtype first; y is in x's dtype.
+    """Adds a residual and normalises the sum: (layer_norm(s), s) for s = x + residual.
 
-    The residual may be wider than x (a float32 residual stream under bf16 layers).
-    x_bias, shaped like weight and bias, is added to x before all this and rounded to its dtype: the
-    bias of the matmul that makes x, whose gradient the backward pass sums in float32.
+    s is rounded to its dtype before it is normalised; the norm has x's dtype.
+    residual: may be wider than x (a float32 residual stream with bf16 layers).
+    x_bias: bias of the matmul that makes x, shaped like weight and bias.  It is added to x first,
+    rounded to x's dtype; the backward pass sums its gradient in float32.
+    Raises as `layer_norm` does.
     """
     tiles.check_shapes(x, weight, bias, residual, x_bias)
     reason, slower = why_not(x, weight, bias, residual, x_bias, eps=eps), tiles.why_slower(x)
@@ -79,7 +85,7 @@ def layer_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
 def add_layer_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *, eps=1e-5):
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)
-    # XLA would otherwise normalise the sum before its rounding, and the backward pass has not that.
+    # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
     s = lax.optimization_barrier(x + residual)
     return layer_norm_reference(s, weight, bias, eps=eps).astype(x.dtype), s
 
@@ -89,15 +95,15 @@ why_not = tiles.why_not
 
 def _statistics(t, x, eps):
     mean = t.mean(x)
-    centred = lambda c: t.inside(x(c) - t.spread(mean), c)
-    # The mean of x = 1000 + N(0, 1) is rounded to 3e-5; what it misses is known in this pass.
-    missed, square = t.mean(lambda c: (centred(c), jnp.square(centred(c))))
-    r = lax.rsqrt(square - jnp.square(missed) + eps)
-    return mean, r, -missed * r
+    centred = lambda c: t.zero_padding(x(c) - t.broadcast(mean), c)
+    # The mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which this pass corrects.
+    error, square = t.mean(lambda c: (centred(c), jnp.square(centred(c))))
+    r = lax.rsqrt(square - jnp.square(error) + eps)
+    return mean, r, -error * r
 
 
 def _normalise(t, x, mean, r, shift):
-    return (x - t.spread(mean)) * t.spread(r) + t.spread(shift)
+    return (x - t.broadcast(mean)) * t.broadcast(r) + t.broadcast(shift)
 
 
 def _averaged(n, g):
@@ -106,7 +112,7 @@ def _averaged(n, g):
 
 def _differentiate(t, n, g, means, mean, r, shift):
     mean_g, mean_gn = means
-    return t.spread(r) * g - t.spread(r * mean_g) - n * t.spread(r * mean_gn)
+    return t.broadcast(r) * g - t.broadcast(r * mean_g) - n * t.broadcast(r * mean_gn)
 
 
 _NORM = kernels.Norm("layer_norm", _statistics, _normalise, _averaged, _differentiate, count=3)

@@ -1,4 +1,4 @@
-"""RMS norm over the last axis, alone or fused with the addition of a residual.
+"""RMS norm over the last axis, alone or fused with a residual addition.
 
     n = x r,   r = 1 / sqrt(mean(x^2) + eps),   y = n weight (+ bias)
 
@@ -6,9 +6,10 @@ Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.  Wi
 
     dx = r (g - n mean(g n)),   dweight = sum of n dy,   dbias = sum of dy
 
-The fused form normalises s = x + residual and returns s as well; its gradient is dx + ds for both.
-All in float32 with one rounding at the end.  r is saved: 4 bytes for a row against one more
-reduction.  Every element is read once and written once in each direction.
+The fused form normalises s = x + residual and also returns s; x and residual both get the gradient
+dx + ds.  Everything is computed in float32 and rounded once at the end.  The forward pass saves r:
+4 bytes for each row are cheaper than another reduction.  Each direction reads and writes every
+element once.
 """
 
 import jax.numpy as jnp
@@ -29,9 +30,12 @@ def rms_norm(
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "... C"]:
-    """RMS norm of the last axis of x, in x's dtype; gradients of weight and bias in theirs.
+    """Normalises the last axis of x by its root mean square: n weight + bias, in x's dtype.
 
-    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.
+    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.  Their
+    gradients have their own dtypes.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernel does not support.
     """
     tiles.check_shapes(x, weight, bias)
     reason, slower = why_not(x, weight, bias, eps=eps), tiles.why_slower(x)
@@ -50,11 +54,13 @@ def add_rms_norm(
     eps: float = 1e-5,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "... C"], Float[Array, "... C"]]:
-    """(rms_norm(s), s) for s = x + residual, rounded to its dtype first; y is in x's dtype.
+    """Adds a residual and normalises the sum: (rms_norm(s), s) for s = x + residual.
 
-    The residual may be wider than x (a float32 residual stream under bf16 layers).
-    x_bias, shaped like weight and bias, is added to x before all this and rounded to its dtype: the
-    bias of the matmul that makes x, whose gradient the backward pass sums in float32.
+    s is rounded to its dtype before it is normalised; the norm has x's dtype.
+    residual: may be wider than x (a float32 residual stream with bf16 layers).
+    x_bias: bias of the matmul that makes x, shaped like weight and bias.  It is added to x first,
+    rounded to x's dtype; the backward pass sums its gradient in float32.
+    Raises as `rms_norm` does.
     """
     tiles.check_shapes(x, weight, bias, residual, x_bias)
     reason, slower = why_not(x, weight, bias, residual, x_bias, eps=eps), tiles.why_slower(x)
@@ -77,7 +83,7 @@ def rms_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
 def add_rms_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *, eps=1e-5):
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)
-    # XLA would otherwise normalise the sum before its rounding, and the backward pass has not that.
+    # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
     s = lax.optimization_barrier(x + residual)
     return rms_norm_reference(s, weight, bias, eps=eps).astype(x.dtype), s
 
@@ -90,7 +96,7 @@ def _statistics(t, x, eps):
 
 
 def _normalise(t, x, r):
-    return x * t.spread(r)
+    return x * t.broadcast(r)
 
 
 def _averaged(n, g):
@@ -98,7 +104,7 @@ def _averaged(n, g):
 
 
 def _differentiate(t, n, g, means, r):
-    return t.spread(r) * g - n * t.spread(r * means[0])
+    return t.broadcast(r) * g - n * t.broadcast(r * means[0])
 
 
 _NORM = kernels.Norm("rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1)

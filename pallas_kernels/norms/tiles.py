@@ -1,17 +1,16 @@
-"""How kernels.py cuts a matrix into tiles of rows, and streams these through shared memory.
+"""Splits a matrix into tiles of rows and streams them through shared memory, for kernels.py.
 
-A row lies in shared memory as blocks of up to 256 columns.  Registers hold (4, block) arrays, one
-line for each warp:
+Shared memory holds a row as blocks of up to 256 columns.  Registers hold (4, block) arrays with
+one line for each warp:
 
     narrow    line 0 | row r    , block c |      wide    line 0 | row r, block 4 c     |
               line 1 | row r + 1, block c |              line 1 | row r, block 4 c + 1 |
               line 2 | row r + 2, block c |              line 2 | row r, block 4 c + 2 |
               line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
 
-In a *narrow* row a mean takes five shuffles; in a *wide* one the four warps meet in shared memory.
-Two warpgroups share the widest rows, each with a *part* of the columns.  Everything else is the
-same code.  TMA fills the columns and rows that are missing at the edge with zeros on the way in and
-drops them on the way out.
+The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
+memory.  Two warpgroups share the widest rows, and each takes a *part* of the columns.  All other
+code is the same.  For rows and columns past the edges TMA reads zeros and writes nothing.
 """
 
 import functools
@@ -26,18 +25,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 
 LINES = 4  # lines of a register array: the warps of a warpgroup
-SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU they run on
+SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU
 MAX_COLS = 8192
 
-_SMEM = 220 * 1024  # of 227 KB; the rest is for barriers and the scratch of reductions
+_SMEM = 220 * 1024  # of 227 KB; barriers and reductions use the rest
 
-# Tiles by direction and width: the first line whose width is enough.  Shares of the bandwidth of a
-# copy in the same run: layer norm, bfloat16 rows, H100.  docs/performance.md has the other choices.
+# Tiles by direction and width: the first line that is wide enough is used.  The comments give
+# shares of a copy's bandwidth in the same run, for layer norm of bfloat16 rows on an H100.
+# docs/performance.md has the alternatives.
 _TILES = {
     "forward": [  # columns, wide, rows, slots, blocks on an SM, parts
         (256, False, 4, 2, 8, 1),
         (1024, False, 4, 0, 0, 1),  # 32768x768: 0.95; no slots: no TMA, a new block for each tile
-        (1024, False, 4, 2, 8, 1),  # where the rows are no whole number of such tiles
+        (1024, False, 4, 2, 8, 1),  # for numbers of rows that are not a multiple of the tile
         (2048, True, 2, 3, 5, 1),  # 4096x1600: 0.94
         (4096, True, 2, 2, 3, 1),  # 16384x4096: 0.92
         (MAX_COLS, True, 1, 4, 1, 1),  # 8192x8192: 0.94
@@ -46,27 +46,27 @@ _TILES = {
         (1024, False, 4, 4, 2, 1),  # 32768x768: 0.88
         (2048, True, 2, 3, 2, 1),  # 4096x1600: 0.81
         (4096, True, 1, 4, 2, 1),  # 16384x4096: 0.99
-        (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused, where three slots fit, 1.00
+        (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused (three slots fit) 1.00
     ],
 }
-_SHORT = 2048  # elements up to which narrow tiles of short rows grow
-_KEPT = 4096  # elements of a tile, of one part, up to which n and g stay in registers
+_SHORT = 2048  # narrow tiles of short rows grow up to this number of elements
+_KEPT = 4096  # n and g stay in registers for up to this number of elements of a tile's part
 
 
 class Tiling(NamedTuple):
-    """How a (rows, heads, cols) array is cut up; `rows` are those of each head."""
+    """How a (rows, heads, cols) array is split; every head has `rows` rows."""
 
     rows: int
     heads: int
-    cols: int  # columns that count
-    width: int  # columns of the arrays that the kernel is given
+    cols: int  # columns without padding
+    width: int  # columns of the arrays that the kernel gets
     block: int  # columns of a line
-    blocks: int  # blocks of a part of a row in shared memory, including those past `width`
+    blocks: int  # blocks of a row's part in shared memory, including those past `width`
     wide: bool
     tile: int  # rows of one TMA copy
-    slots: int  # tiles of one program in shared memory; 0: none, each tile has its own program
+    slots: int  # tiles of a program in shared memory; 0: each tile has its own program, no TMA
     programs: int  # persistent programs for each head
-    parts: int  # warpgroups of a program, which share the columns of every row
+    parts: int  # warpgroups of a program; they share the columns of every row
 
     @property
     def tiles(self) -> int:
@@ -74,19 +74,19 @@ class Tiling(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Sets of rows in a tile that are worked on together: one wide row or four narrow ones."""
+        """Sets of rows in a tile that are computed together: one wide row or four narrow rows."""
         return self.tile if self.wide else self.tile // LINES
 
     @property
     def chunks(self) -> range:
-        """Register arrays that such a set needs."""
+        """The register arrays of such a set."""
         return range(self.blocks // LINES if self.wide else self.blocks)
 
     @property
-    def keeps(self) -> bool:
-        """Whether the backward pass has registers for n and g between its two passes over a tile.
+    def keeps_operands(self) -> bool:
+        """Whether the backward kernel keeps n and g in registers between its passes over a tile.
 
-        A narrow row reads both from shared memory again, which is faster there.
+        For narrow rows it is faster to compute them again from shared memory.
         """
         return self.wide and self.tile * self.blocks * self.block <= _KEPT
 
@@ -100,12 +100,12 @@ class Tiling(NamedTuple):
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """(rows, heads, width) as (rows, heads, width / block, block), the form that TMA copies."""
+        """The shape that TMA copies: (rows, heads, width / block, block)."""
         block = min(self.block, self.width)
         return (self.rows, self.heads, self.width // block, block)
 
     def view(self, x):
-        """Splits the columns; pads them first where TMA needs it, which few widths do."""
+        """Splits the columns into blocks, after padding them if TMA needs it (few widths do)."""
         x = mosaic.pad_axis(x, x.ndim - 1, self.width) if x.shape[-1] != self.width else x
         return x.reshape(*x.shape[:-1], *self.view_shape[2:])
 
@@ -118,38 +118,38 @@ class Tiling(NamedTuple):
         return smem.at[pl.ds(group * LINES, LINES), chunk]
 
     def weight(self, smem, chunk):
-        """The columns of a chunk of a (blocks, block) weight, the same in every row."""
+        """The columns of a chunk of a (blocks, block) weight, broadcast to every row."""
         if self.wide:
             return mosaic.load(smem.at[pl.ds(chunk * LINES, LINES)], self.layout)
-        return self.spread(mosaic.load(smem.at[chunk], self.layout.reduce(0)), axis=1)
+        return self.broadcast(mosaic.load(smem.at[chunk], self.layout.reduce(0)), axis=1)
 
     def mean(self, f):
-        """Row means of f(chunk), or of every member of a tuple: one number for each line.
+        """Row means of f(chunk), or of each array of a tuple: one number for each line.
 
-        For one warpgroup that has the whole row.
+        A single warpgroup must hold the whole row.
         """
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), map(f, self.chunks))
         return jax.tree.map(self._line_mean, total)
 
     def _line_mean(self, x):
         sums = jnp.sum(x, axis=1)
-        if self.wide:  # the four lines are of one row
+        if self.wide:  # the four lines belong to one row
             sums = self.every_line(jnp.sum(sums))
         return sums / self.cols
 
     def every_line(self, number):
-        """The same number for every line."""
+        """Broadcasts a number to every line."""
         return plgpu.layout_cast(jnp.broadcast_to(number, (LINES,)), self.layout.reduce(1))
 
-    def spread(self, line, axis=0):
-        """One number for each line (axis 0) or column (axis 1) as a full register array."""
+    def broadcast(self, line, axis=0):
+        """Broadcasts one number for each line (axis 0) or column (axis 1) to a register array."""
         return mosaic.along(line, self.shape, axis)
 
-    def inside(self, x, chunk):
-        """x with zeros in the columns that only pad the last blocks."""
+    def zero_padding(self, x, chunk):
+        """Sets the padding columns of the last blocks to zero."""
         blocks = (self.parts - 1) * self.blocks + (chunk + 1) * LINES if self.wide else chunk + 1
         if blocks * self.block <= self.cols:
-            return x  # in every part
+            return x  # no part has padding in this chunk
         column = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
         if self.wide:
             line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
@@ -164,7 +164,7 @@ class Tiling(NamedTuple):
 
 
 def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
-    """Why the kernels cannot normalise the rows of x, or None."""
+    """Why the kernels do not support this call, or None."""
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if reason := mosaic.unsupported_dtype(**arrays):
         return reason
@@ -176,7 +176,7 @@ def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
     streams = x.dtype.itemsize + s.dtype.itemsize * (1 if residual is None else 2)
     row = 2 * streams + (0 if weight is None else weight.dtype.itemsize)
     if row * (x.shape[-1] + -x.shape[-1] % 1024) > _SMEM and x.shape[-1] > 4096:
-        return f"two rows of C={x.shape[-1]} for the backward pass do not fit into shared memory"
+        return f"two rows of C={x.shape[-1]} exceed shared memory in the backward pass"
     if eps <= 0:
         return f"eps={eps} is not positive"
     if residual is not None and residual.dtype != jnp.promote_types(x.dtype, residual.dtype):
@@ -185,13 +185,13 @@ def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
 
 
 def why_slower(x) -> str | None:
-    """Why XLA's form is faster than the kernels, or None: rows have to be padded in a copy.
+    """Why XLA's form is faster than the kernels (they would copy the rows to pad them), or None.
 
     Speed of the kernels relative to XLA, layer and RMS norm, alone and with a residual, H100, JAX
-    0.11.2 (python -m pallas_kernels.benchmark --untuned); both: forward and backward:
+    0.11.2 (python -m pallas_kernels.benchmark --untuned); "both" is forward and backward:
 
-        rows that are padded, C = 3 to 8191   forward 0.16 to 0.60, both 0.26 to 1.04 (1.33: C = 33)
-        65536 x 72, which is not              forward 0.52, both 1.50; with a residual 0.88, 1.49
+        padded rows, C = 3 to 8191   forward 0.16 to 0.60, both 0.26 to 1.04 (C = 33: 1.33)
+        65536 x 72, not padded       forward 0.52, both 1.50; with a residual 0.88, 1.49
     """
     c = x.shape[-1]
     if c % (multiple := _multiple(c)):
@@ -200,33 +200,35 @@ def why_slower(x) -> str | None:
 
 
 def _multiple(cols: int) -> int:
-    """What the columns of the arrays are a multiple of that the kernels are given."""
+    """The multiple to which the kernels need the columns padded."""
     if cols <= 256:
-        return 8  # TMA wants strides of 16 bytes
-    # Past 4096 so that a row fills its buffer: two rows would not fit (see `choose_tiling`).
+        return 8  # TMA needs strides that are multiples of 16 bytes
+    # Past 4096 a row must fill its buffer, because two rows would not fit (see `choose_tiling`).
     return 64 if cols <= 4096 else 1024
 
 
 def check_shapes(x, weight, bias, residual=None, x_bias=None):
-    """ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
+    """Raises ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
     if not x.ndim:
-        raise ValueError("x has shape (), it needs the axis C that is normalised")
+        raise ValueError("x has shape (), but needs the axis C that is normalised")
     weights = {"weight": weight, "bias": bias, "x_bias": x_bias}
     weights = {name: w for name, w in weights.items() if w is not None}
     for name, w in weights.items():
         if w.shape != x.shape[x.ndim - w.ndim :]:
-            raise ValueError(f"{name} has shape {w.shape}, not that of the last axes of {x.shape}")
+            raise ValueError(f"{name} has shape {w.shape}, not the last axes of x {x.shape}")
         if w.ndim not in (1, 2):
             raise ValueError(f"{name} has {w.ndim} axes, not 1 or 2")
     if len({w.ndim for w in weights.values()}) > 1:
         shapes = ", ".join(f"{name} {w.shape}" for name, w in weights.items())
-        raise ValueError(f"all must be of one row or all of a row for each head: {shapes}")
+        raise ValueError(f"{shapes}: all must be (C,) or all (H, C)")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual has shape {residual.shape}, x has {x.shape}")
+        raise ValueError(
+            f"residual has shape {residual.shape} but x has {x.shape}; they must match"
+        )
 
 
 def choose_tiling(direction, shape, streams, weights) -> Tiling:
-    """The tiling of arrays (rows, heads, cols) that are read row by row, and of their weights."""
+    """The tiling for `streams` (rows, heads, cols), read row by row, and their `weights`."""
     rows, heads, cols = shape
     lines = (t for t in _TILES[direction] if t[0] >= cols)
     _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or rows % t[2] == 0)
@@ -234,7 +236,7 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     if cols <= 256:
         block = next(b for b in (64, 128, 256) if b >= cols)
     else:
-        widest = 512 // streams["x"].dtype.itemsize  # a vector of 16 bytes in each lane
+        widest = 512 // streams["x"].dtype.itemsize  # each lane loads a vector of 16 bytes
         fill = 1 if cols <= 4096 else LINES * parts
         block = next(b for b in (256, 128, 64) if width % (b * fill) == 0 and b <= widest)
     blocks = mosaic.cdiv(width, block * parts)
@@ -245,13 +247,13 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     row_cols = parts * blocks * block
     row = row_cols * sum(a.dtype.itemsize for a in streams.values())
     fixed = row_cols * sum(a.dtype.itemsize for a in weights.values())
-    # A copy of one row to global memory is not clipped at the row's end, a box of several is.
+    # TMA does not clip a copy of one row to global memory at the row's end; it clips several rows.
     least = LINES if not wide else 1 if width == row_cols else 2
     tile = max(tile, least)
     while not wide and 2 * tile * blocks * block <= _SHORT:
         tile *= 2
     while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
-        # Narrow tiles keep their rows: those of the backward pass may not have more rows.
+        # Narrow tiles keep their rows, because those of the backward pass must not have more.
         if tile > least and (wide or per_sm <= 2):
             tile //= 2
         else:
@@ -262,18 +264,18 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
 
 
 class Ring(NamedTuple):
-    """The arrays of a persistent block, and the buffers of shared memory under the same names."""
+    """The arrays of a persistent block and their shared-memory buffers, under the same names."""
 
-    streams: dict[str, Any]  # read tile by tile, (rows, heads, blocks, block)
+    streams: dict[str, Any]  # (rows, heads, blocks, block), read tile by tile
     weights: dict[str, Any]  # (heads, blocks, block)
-    results: dict[str, Any]  # written from the buffer of the stream of the same name
+    results: dict[str, Any]  # written from the buffer of the stream with the same name
     smem: dict[str, Any]
-    bars: Any  # one for each slot, on which its streams arrive
+    bars: Any  # one for each slot; its streams arrive on it
     weight_bar: Any
 
 
 def ring_types(t: Tiling, streams, weights) -> dict:
-    """Scratch types of a ring; every part has buffers and barriers of its own."""
+    """Scratch types of a ring; every part has its own buffers and barriers."""
     tiles = (t.parts, t.slots, t.tile, t.blocks, t.block)
     smem = {k: plgpu.SMEM(tiles, a.dtype) for k, a in streams.items()}
     smem |= {k: plgpu.SMEM((t.parts, *tiles[3:]), a.dtype) for k, a in weights.items()}
@@ -292,19 +294,19 @@ def fetch_weights(t: Tiling, ring: Ring):
 
 
 def _part_columns(t: Tiling):
-    """The columns of this part, in blocks and within a block.
+    """The slices of this part's columns: of blocks, and within a block.
 
-    JAX 0.12 rejects windows that are known to be too wide, so their start is a variable.
+    Their start is a variable because JAX 0.12 rejects slices that are statically too wide.
     """
     zero = lax.rem(lax.axis_index("head"), jnp.int32(1))
     return pl.ds(lax.axis_index("part") * t.blocks + zero, t.blocks), pl.ds(zero, t.block)
 
 
 def stream(t: Tiling, ring: Ring, step, carry):
-    """carry = step(slot, tile, carry) for every tile of this program, between its copies.
+    """Runs carry = step(slot, tile, carry) for every tile of this program; returns the last carry.
 
-    Streams are copied to their buffers slots - 1 tiles ahead of the step; the results are copied
-    back from these buffers after the step.
+    Streams are copied to their buffers slots - 1 tiles ahead of the step.  After the step the
+    results are copied back from the same buffers.
     """
     program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
@@ -322,7 +324,7 @@ def stream(t: Tiling, ring: Ring, step, carry):
     for i in range(t.slots - 1):
         pl.when(i < steps)(functools.partial(fetch, jnp.int32(i)))
     if ring.weights:
-        plgpu.barrier_wait(ring.weight_bar.at[part])  # only now, so that the rows need not wait
+        plgpu.barrier_wait(ring.weight_bar.at[part])  # after the rows' copies have started
 
     def body(i, carry):
         slot = slot_of(i)
@@ -334,7 +336,7 @@ def stream(t: Tiling, ring: Ring, step, carry):
 
         @pl.when(i + (t.slots - 1) < steps)
         def _():
-            # The next tile replaces the last step's result; this step's may still be leaving.
+            # The next tile replaces the previous step's results; this step's may still be copied.
             plgpu.wait_smem_to_gmem(len(ring.results), wait_read_only=True)
             fetch(i + (t.slots - 1))
 

@@ -9,7 +9,7 @@ from training_runs import TINY
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Path of a tiny configuration on a tiny corpus."""
+    """The path of a tiny configuration with a tiny corpus."""
     folder = tmp_path_factory.mktemp("tiny")
     rng = np.random.default_rng(0)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "rat", "run"]
@@ -25,5 +25,5 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def same_environment(monkeypatch):
-    """train.main sets XLA_FLAGS: not for the next test."""
+    """Restores XLA_FLAGS, which train.main sets, after the test."""
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))

@@ -1,4 +1,4 @@
-"""Run by test_sharding.py in a process of its own with four forced CPU devices; prints JSON.
+"""Run by test_sharding.py in a separate process with four forced CPU devices; prints JSON.
 
 For each model and mesh: the losses of two steps on fixed random batches (XLA forms, float32), how
 parameters and moments lie on the devices, and what the step looks like lowered for CUDA with its
@@ -89,14 +89,14 @@ def run(model: str, mesh: str, accum: int = 1, pack: str = "stream") -> dict:
 
 
 def greedy(model: str, mesh: str) -> list[list[int]]:
-    """Twelve tokens after each of four prompts of several lengths."""
+    """Twelve tokens after each of four prompts with several lengths."""
     t = trainer(model, mesh, "xla", compute_dtype="float32", residual_dtype="float32")
     prompts = [[5, 6, 7, 8, 9], [100], [3, 4], [7] * 12]
     config = SampleConfig(tokens=12, temperature=0.0)
     with jax.set_mesh(t.mesh):
-        # Weights so large that tokens depend on the whole text.
+        # Large weights make tokens depend on the whole text.
         params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, t.init().params)
-        return np.stack(list(decode.stream(t.graph, params, prompts, config))).tolist()
+        return np.stack(list(decode.stream_tokens(t.graph, params, prompts, config))).tolist()
 
 
 def is_adam(x) -> bool:
@@ -104,7 +104,7 @@ def is_adam(x) -> bool:
 
 
 def kernel_shapes(model: str, mesh: str) -> list[str]:
-    """Shapes of what the kernels of the step, lowered for CUDA, are given: "8x32x4x64", ..."""
+    """Shapes of the operands of the step's kernels, lowered for CUDA: "8x32x4x64", ..."""
     t = trainer(model, mesh, "mosaic")
     text = t.trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "mosaic_gpu" in line and "custom_call" in line]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(REPO))
 
 
 def life(words: list[str], log: Path, out_dir: Path, rng: random.Random | None) -> bool:
-    """One process: True if it came to its end, False if it was killed (never without rng)."""
+    """Runs one process: True if it finished, False if it was killed (never without rng)."""
     pid = os.fork()
     if pid == 0:
         output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -30,7 +30,7 @@ def life(words: list[str], log: Path, out_dir: Path, rng: random.Random | None) 
         import train
 
         os._exit(train.main(words))
-    # Half of the kills come at any moment, half while a checkpoint is being written.
+    # Half of the kills come at any moment, half during a save.
     in_save = rng is not None and rng.random() < 0.5
     end = time.monotonic() + (rng.uniform(0, 5) if rng and not in_save else 120)
     while time.monotonic() < end:
@@ -49,7 +49,7 @@ def life(words: list[str], log: Path, out_dir: Path, rng: random.Random | None) 
 
 
 def saving(out_dir: Path) -> bool:
-    """Whether a checkpoint is begun and not complete."""
+    """Whether a save is in progress."""
     return any((out_dir / "checkpoints").glob("*tmp*"))
 
 
@@ -57,10 +57,10 @@ def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> N
     rng, log, done, in_save, runs = random.Random(seed), folder / "log", 0, 0, []
     out_dir = folder / "run_0"
     while not runs or done < kills:
-        # Killed very early it has no config.yaml yet, and is not a run to resume.
+        # A run that was killed very early has no config.yaml yet and cannot be resumed.
         more = ["--resume"] if (out_dir / "config.yaml").exists() else []
         more += ["--train.steps", str(steps), "--out_dir", str(out_dir)]
-        # Killed after its report it is at its end.
+        # A run that was killed after its report is complete.
         ended = (out_dir / "report.html").exists() or life(
             [*words, *more], log, out_dir, rng if done < kills else None
         )
@@ -75,10 +75,10 @@ def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> N
 
 if __name__ == "__main__":
     os.chdir(REPO)
-    # One compilation for all lives.
+    # All processes share one compilation.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(sys.argv[1]) / "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    warnings.simplefilter("ignore")  # JAX does not like forks of a process that runs something
+    warnings.simplefilter("ignore")  # JAX warns about forks of a process with threads
     for name in ("train", "grain", "matplotlib.figure", "tensorboardX.summary"):
         importlib.import_module(name)
     for name in ("train.checkpoint", "data", "train.profiling", "train.report", "train.step"):

@@ -24,7 +24,7 @@ def state(value):
 
 @contextlib.contextmanager
 def full_disk():
-    """No file may grow beyond 20 kB."""
+    """Limits the size of files to 20 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -38,7 +38,7 @@ def wait(checkpoints):
         time.sleep(0.01)
 
 
-# Orbax's thread tells its failure on standard error, too, and drops what it had begun.
+# Orbax's thread also prints its failure on standard error, and abandons its coroutines.
 failing = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnhandledThreadExceptionWarning",
     "ignore::pytest.PytestUnraisableExceptionWarning",
@@ -47,16 +47,16 @@ failing = pytest.mark.filterwarnings(
 
 
 @failing
-def test_a_full_disk_costs_a_checkpoint_and_no_other(tmp_path):
+def test_a_full_disk_costs_only_one_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     assert checkpoints.save(1, state(1), ABOUT, None) is None
     wait(checkpoints)
     with full_disk():
-        told = [checkpoints.save(2, state(2), ABOUT, None)]
+        problems = [checkpoints.save(2, state(2), ABOUT, None)]
         wait(checkpoints)
     assert Checkpoints(tmp_path, keep=1).newest() == 1
-    told.append(checkpoints.save(3, state(3), ABOUT, None))
-    (problem,) = [line for line in told if line]
+    problems.append(checkpoints.save(3, state(3), ABOUT, None))
+    (problem,) = [line for line in problems if line]
     assert "the checkpoint of step 2 could not be written" in problem
     assert "the newest complete one is of step 1" in problem
     checkpoints.close()
@@ -65,7 +65,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_other(tmp_path):
     np.testing.assert_array_equal(after.restore(3, state(0))["a"], state(3)["a"])
 
 
-def test_a_full_disk_is_no_device_out_of_memory():
+def test_a_full_disk_is_not_reported_as_out_of_memory():
     with pytest.raises(ValueError, match="No space left"), memory_errors("lower the batch"):
         raise ValueError('RESOURCE_EXHAUSTED: Error writing "a/0": No space left on device')
     with pytest.raises(RunError, match="checkpoint"), memory_errors("lower the batch"):
@@ -74,18 +74,18 @@ def test_a_full_disk_is_no_device_out_of_memory():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
 
-def test_a_disk_without_room_for_one_checkpoint_is_told(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_one_checkpoint_is_reported(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
-    checkpoints.check_room(state(1))
+    checkpoints.check_disk_space(state(1))
     for total, free in ((10**9, 360_003), (0, 0)):
         monkeypatch.setattr(
             shutil, "disk_usage", lambda _, t=total, f=free: SimpleNamespace(total=t, free=f)
         )
         if total:
             with pytest.raises(InputError, match=r"run: its disk has 0\.4 MB free, one checkpoint"):
-                checkpoints.check_room(state(1))
-        else:  # not told by this file system
-            checkpoints.check_room(state(1))
+                checkpoints.check_disk_space(state(1))
+        else:  # this file system does not report its size
+            checkpoints.check_disk_space(state(1))
 
 
 def damages(content):
@@ -95,7 +95,7 @@ def damages(content):
         yield content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-def test_damage_is_found_named_and_the_checkpoint_before_it_offered(tmp_path):
+def test_damage_is_reported_with_the_previous_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path / "whole", keep=2)
     for step in (1, 2):
         checkpoints.save(step, state(step), ABOUT, None)
@@ -111,7 +111,7 @@ def test_damage_is_found_named_and_the_checkpoint_before_it_offered(tmp_path):
                 Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
             said = str(error.value)
             assert f"checkpoint {tmp_path / 'whole' / '2'} is damaged{named}" in said
-            assert "to go on from step 1, delete that folder and --resume again" in said
+            assert "to continue from step 1, delete that folder and --resume again" in said
             assert "bound method" not in said
         victim.write_bytes(content)
     for restored in (1, 2):
@@ -119,11 +119,11 @@ def test_damage_is_found_named_and_the_checkpoint_before_it_offered(tmp_path):
         np.testing.assert_array_equal(back["a"], state(restored)["a"])
     shutil.rmtree(tmp_path / "whole" / "1")
     array.write_bytes(array.read_bytes()[:-99_999])
-    with pytest.raises(InputError, match="there is none before it: start a new run"):
+    with pytest.raises(InputError, match="there is no earlier one: start a new run"):
         Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
 
 
-def test_checksums_see_every_bit_place_and_dtype():
+def test_checksums_depend_on_every_bit_position_and_dtype():
     x = np.random.default_rng(0).integers(0, 256, 4 * 6 * 8, np.uint8)
     seen = set()
     for dtype in (np.float32, jnp.bfloat16, np.int8):
@@ -154,7 +154,7 @@ def test_a_resumed_run_keeps_the_best(tmp_path):
     )
 
 
-def test_a_process_killed_while_it_deleted_is_no_obstacle(tmp_path):
+def test_a_kill_during_deletion_does_not_prevent_resuming(tmp_path):
     checkpoints = Checkpoints(tmp_path / "whole", keep=3)
     for step in (1, 2, 3):
         checkpoints.save(step, state(step), ABOUT, 4.0 - step)
@@ -188,7 +188,7 @@ def test_a_last_checkpoint_that_fails_is_an_error(tmp_path):
             assert "the newest complete one is none" in first
 
 
-def test_what_a_killed_save_left_is_deleted_and_may_vanish_meanwhile(tmp_path):
+def test_remains_of_a_killed_save_are_deleted_even_if_they_vanish_meanwhile(tmp_path):
     rest = tmp_path / "7.orbax-checkpoint-tmp" / "state"
     rest.mkdir(parents=True)
     for number in range(2000):

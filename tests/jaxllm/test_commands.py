@@ -1,4 +1,4 @@
-"""The command jaxllm: its help, its errors, and what it says of a Python that cannot run it."""
+"""The command jaxllm: its help, and its errors, also under a Python that cannot run it."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ from training_runs import REPO
 from jaxllm.commands import COMMANDS, NEEDED, OLDEST, main
 from jaxllm.config import command_line
 
-# What a foreign Python reads before it can be told that it is too old.
+# The files that an old Python parses before it can report that it is too old.
 FIRST = ["train.py", "jaxllm/__init__.py", "jaxllm/__main__.py", "jaxllm/commands.py"]
 FIRST += [f"jaxllm/{name}.py" for name in ("generate", "evaluate", "report", "convert")]
 
@@ -40,7 +40,7 @@ def test_the_help_lists_every_command(words, capsys):
         assert re.search(rf"^  {name} +{re.escape(summary)}$", text, re.M)
 
 
-def test_the_help_comes_before_jax_and_all_that_is_installed():
+def test_the_help_needs_only_the_standard_library():
     done = python("-S", "-m", "jaxllm", "--help")  # -S: the standard library alone
     assert done.returncode == 0, done.stderr
     assert "train " in done.stdout
@@ -65,10 +65,10 @@ def test_every_help_has_at_most_100_columns(words, capsys, monkeypatch):
     text = help_of(*words, capsys=capsys)
     assert max(map(len, text.splitlines())) <= 100
     if words == ["train"]:
-        assert any(len(line) > 80 for line in text.splitlines())  # the width there is is used
+        assert any(len(line) > 80 for line in text.splitlines())  # uses a wide terminal
 
 
-def test_the_options_of_training_come_in_one_group_a_section(capsys):
+def test_the_help_of_train_groups_options_by_section(capsys):
     heading, seen = None, {}
     for line in help_of("train", capsys=capsys).splitlines():
         if found := re.match(r"(\w+): [A-Z]", line):
@@ -79,7 +79,7 @@ def test_the_options_of_training_come_in_one_group_a_section(capsys):
     assert seen == {section: {section} for section in sections}
 
 
-def test_options_are_taken_with_hyphens_and_shown_with_underscores(capsys):
+def test_options_accept_hyphens_and_show_underscores(capsys):
     text = help_of("data", "prepare", capsys=capsys)
     assert "--text_column NAME" in text
     assert "--text-column" not in text
@@ -92,7 +92,7 @@ def test_options_are_taken_with_hyphens_and_shown_with_underscores(capsys):
 
 
 @pytest.mark.parametrize("path", FIRST)
-def test_what_an_old_python_meets_first_is_in_its_language(path):
+def test_an_old_python_can_parse_the_files_it_reads_first(path):
     ast.parse((REPO / path).read_text(encoding="utf-8"), path, feature_version=(3, 6))
 
 
@@ -113,7 +113,7 @@ AS_OLD = "import runpy, sys; sys.version_info = (3, 11, 7, 'final', 0); sys.argv
     ],
     ids=str,
 )
-def test_a_python_that_cannot_run_it_hears_in_one_line_what_to_install(words, message):
+def test_a_python_that_cannot_run_it_says_in_one_line_what_to_install(words, message):
     done = python(*words)
     assert done.returncode == 2
     assert message in done.stderr
@@ -121,7 +121,7 @@ def test_a_python_that_cannot_run_it_hears_in_one_line_what_to_install(words, me
     assert done.stderr.count("\n") == 1
 
 
-def test_what_is_looked_for_is_what_pip_installs():
+def test_the_checked_packages_are_the_declared_dependencies():
     required = [r for r in metadata.requires("jaxllm") if "extra ==" not in r]
     assert {re.split(r"[<>=!~;\[ ]", r)[0] for r in required} == set(NEEDED)
     assert all(find_spec(module) for module in NEEDED.values())

@@ -1,4 +1,4 @@
-"""Weights from Hugging Face folders and back, through the command line (tests/fixtures)."""
+"""Converts weights from Hugging Face folders and back by command (tests/fixtures)."""
 
 import json
 import os
@@ -32,7 +32,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def sharded(folder, name):
-    """A Hugging Face folder of two files and an index."""
+    """A Hugging Face folder with two files and an index."""
     folder.mkdir()
     tensors = weights_of(name)
     names = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
@@ -58,7 +58,7 @@ def abstract_model(config):
 
 
 def logits(directory, tokens):
-    """Logits (B, T, V) in float32 of the weights in a directory."""
+    """Logits (B, T, V) in float32 with the weights in a directory."""
     weights = open_weights(directory)
     fp32 = dict(compute_dtype="float32", residual_dtype="float32", kernels="xla")
     config = weights.config.model_copy(update=fp32)
@@ -91,7 +91,7 @@ def assert_equal_trees(a, b):
 
 
 @pytest.mark.parametrize("name", list(PAGES))
-def test_there_and_back(name, tmp_path, capsys):
+def test_a_round_trip_is_exact(name, tmp_path, capsys):
     theirs = folder_of(tmp_path / "theirs", name)
     (theirs / "tokenizer.json").write_text("a tokenizer")
     ours, back = tmp_path / "ours", tmp_path / "back"
@@ -103,8 +103,8 @@ def test_there_and_back(name, tmp_path, capsys):
     assert open_weights(back).config == open_weights(theirs).config
     assert (back / "tokenizer.json").read_text() == "a tokenizer"
     assert {p.name for p in tmp_path.iterdir()} == {"theirs", "ours", "back"}
-    config = configs.load(str(ours / "config.yaml"))  # trains on from itself
-    saved = Checkpoints(ours / "checkpoints", 1)  # and is a checkpoint like those of a run
+    config = configs.load(str(ours / "config.yaml"))  # its init_from is its own directory
+    saved = Checkpoints(ours / "checkpoints", 1)  # a checkpoint like those of a run
     restored = saved.restore(0, {"params": abstract_model(config.model)[1]})
     assert_equal_trees(restored["params"], load_params(open_weights(theirs), restored["params"]))
     assert config.model.init_from == str(ours)
@@ -128,7 +128,7 @@ def test_bfloat16_and_several_files(tmp_path, monkeypatch):
             assert index[key] == name
             assert np.array_equal(x, expected.pop(key).astype(ml_dtypes.bfloat16))
     assert not expected
-    assert run(back, tmp_path / "again") == 0  # bfloat16 and several files are read, too
+    assert run(back, tmp_path / "again") == 0  # reads bfloat16 and several files
 
 
 def test_openai_names_and_a_stored_tied_head(tmp_path, capsys):
@@ -138,13 +138,18 @@ def test_openai_names_and_a_stored_tied_head(tmp_path, capsys):
     assert run(folder_of(tmp_path / "theirs", "gpt2", tensors), tmp_path / "ours") == 0
     assert run(tmp_path / "ours", tmp_path / "back") == 0
     assert_same_tensors(tmp_path / "back", weights_of("gpt2"))
-    for extra in ("transformer.ln_f.bias", "lm_head.weight"):  # twice; not the embedding
+    for extra in (
+        "transformer.ln_f.bias",
+        "lm_head.weight",
+    ):  # a duplicate; a head that is not the embedding
         changed = tensors | {extra: np.ones_like(tensors.get(extra, tensors["ln_f.bias"]))}
-        refused(folder_of(tmp_path / extra, "gpt2", changed), tmp_path / "none", extra, capsys)
+        assert_refused(
+            folder_of(tmp_path / extra, "gpt2", changed), tmp_path / "none", extra, capsys
+        )
 
 
 def meta_folder(folder, **page):
-    """Meta's names and its order, in which rows 2j and 2j + 1 of a head are rotated together."""
+    """Meta's names and order: it rotates rows 2j and 2j + 1 of a head together."""
     names = dict(input_layernorm="attention_norm", post_attention_layernorm="ffn_norm")
     names |= {f"self_attn.{x}_proj": f"attention.w{x}" for x in "qkvo"}
     names |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3"}
@@ -169,7 +174,7 @@ def meta_folder(folder, **page):
     return folder
 
 
-def test_metas_rotary_order(tmp_path, capsys):
+def test_metas_names_and_rotary_order_are_read(tmp_path, capsys):
     theirs = meta_folder(tmp_path / "theirs", head_dim=8)
     assert run(theirs, tmp_path / "ours") == 0, capsys.readouterr().err
     assert run(tmp_path / "ours", tmp_path / "back") == 0
@@ -207,14 +212,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", list(BAD))
-def test_what_is_not_known_is_refused_by_name(case, tmp_path, capsys):
-    change, page, said = BAD[case]
+def test_unsupported_tensors_and_settings_are_refused_by_name(case, tmp_path, capsys):
+    change, page, message = BAD[case]
     tensors = weights_of("llama3")
     folder = folder_of(tmp_path / "theirs", "llama3", change and change(tensors), **page)
-    refused(folder, tmp_path / "ours", said, capsys)
+    assert_refused(folder, tmp_path / "ours", message, capsys)
 
 
-def test_what_transformers_would_refuse_is_not_written(tmp_path, capsys):
+def test_a_model_that_transformers_does_not_support_is_not_written(tmp_path, capsys):
     name = "model.layers.{}.self_attn.{}_proj.weight"
     tensors = weights_of("llama3")
     for i in range(2):  # three heads of 8 in a width of 16
@@ -228,7 +233,7 @@ def test_what_transformers_would_refuse_is_not_written(tmp_path, capsys):
     folder = folder_of(tmp_path / "theirs", "llama3", tensors, **page)
     assert run(folder, tmp_path / "ours") == 0
     capsys.readouterr()
-    refused(
+    assert_refused(
         tmp_path / "ours", tmp_path / "back", "d_model=16 is not a multiple of model.n_h", capsys
     )
 
@@ -238,25 +243,25 @@ def test_a_changed_byte_in_a_run_is_not_converted(tmp_path, capsys):
     files = (tmp_path / "ours" / "checkpoints").rglob("*")
     largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
-    told = []
+    errors = []
     for at in range(len(content) // 16, len(content), len(content) // 16):
         largest.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
         capsys.readouterr()
-        if run(tmp_path / "ours", tmp_path / f"back{at}") == 0:  # a byte that nothing needs
+        if run(tmp_path / "ours", tmp_path / f"back{at}") == 0:  # nothing reads this byte
             assert_same_tensors(tmp_path / f"back{at}", weights_of("gpt2"))
         else:
-            told.append(capsys.readouterr().err)
-    assert all("is damaged" in line and "none is before it" in line for line in told)
-    assert any("the checksum of params." in line for line in told)
+            errors.append(capsys.readouterr().err)
+    assert all("is damaged" in line and "there is no earlier one" in line for line in errors)
+    assert any("the checksum of params." in line for line in errors)
 
 
-def refused(folder, out, said, capsys):
+def assert_refused(folder, out, message, capsys):
     before = {p.name for p in out.parent.iterdir()}
     assert run(folder, out) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
-    assert said in error
+    assert message in error
     assert {p.name for p in out.parent.iterdir()} == before
 
 
@@ -268,22 +273,22 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path, capsys):
     whole, listed = (folder / first).read_bytes(), index.read_text()
     for cut in (0, 7, 100, len(whole) - 1):
         (folder / first).write_bytes(whole[:cut])
-        refused(folder, out, first, capsys)
+        assert_refused(folder, out, first, capsys)
     (folder / first).write_bytes(whole)
     index.write_text(listed.replace(first, f"../theirs/{first}"))
-    refused(folder, out, "not in its folder", capsys)
+    assert_refused(folder, out, "not in its folder", capsys)
     index.write_text("[" * 100_000)
-    refused(folder, out, index.name, capsys)
+    assert_refused(folder, out, index.name, capsys)
     index.write_text(listed)
     (folder / "config.json").write_text("{")
-    refused(folder, out, "config.json", capsys)
+    assert_refused(folder, out, "config.json", capsys)
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "consolidated.00.pth").write_bytes(b"\x80\x04.")
-    refused(tmp_path / "pickled", out, "consolidated.00.pth is a pickle", capsys)
-    refused(tmp_path / "nothing", out, "nothing", capsys)
+    assert_refused(tmp_path / "pickled", out, "consolidated.00.pth is a pickle", capsys)
+    assert_refused(tmp_path / "nothing", out, "nothing", capsys)
     out.mkdir()
     (out / "precious").write_text("kept")
-    refused(folder_of(tmp_path / "good", "gpt2"), out, "exists", capsys)
+    assert_refused(folder_of(tmp_path / "good", "gpt2"), out, "exists", capsys)
     assert (out / "precious").read_text() == "kept"
 
 
@@ -306,17 +311,19 @@ def test_a_full_disk_leaves_nothing_behind(direction, tmp_path, monkeypatch, cap
     assert {p.name for p in tmp_path.iterdir()} == before
 
 
-def test_config_json_refuses_what_transformers_lacks():
-    model = configs.load("gpt2_small").model  # of 256 tokens
+def test_config_json_refuses_settings_that_transformers_lacks():
+    model = configs.load("gpt2_small").model  # max_seq_len is 256
     for key, value in (("window", 255), ("softcap", 30.0)):
-        with pytest.raises(InputError, match=rf"^model\.{key}={value}: transformers has none in a"):
+        with pytest.raises(
+            InputError, match=rf"^model\.{key}={value}: transformers has no {key} in a"
+        ):
             huggingface_config.config_json(model.model_copy(update={key: value}), "float32")
     whole = huggingface_config.config_json(model.model_copy(update={"window": 256}), "float32")
     assert whole == huggingface_config.config_json(model, "float32")
 
 
 @pytest.mark.parametrize("name", ["gpt2_1558m", "llama3_1b", "llama3_8b", "vlstm_124m", "xlstm_7b"])
-def test_config_json_says_all_that_matters(name):
+def test_config_json_round_trip_keeps_the_model(name):
     config = configs.load(name).model
     for update in ({}, {"d_ff": 1000}, {"d_ff": 1001}):
         wanted = config.model_copy(update=update)
@@ -340,12 +347,12 @@ def test_any_bytes_give_weights_or_an_error(data, tmp_path_factory):
     try:
         weights = open_weights(folder)
         said = f"{sum(len(weights.read(place)) for place in places(weights.config))} parameters"
-    except InputError as error:  # a NaN is found only when its tensor is read
+    except InputError as error:  # reading a tensor finds its NaN
         said = str(error)
     assert "\n" not in said
 
 
-def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, capsys):
+def test_training_starts_from_converted_weights_on_a_mesh(tmp_path, capsys):
     theirs = sharded(tmp_path / "theirs", "llama3")
     tokens = np.random.default_rng(0).integers(0, 67, 2000).astype(np.uint16)
     (tmp_path / "shards").mkdir()
@@ -353,7 +360,7 @@ def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, ca
     writer.append(tokens)
     writer.close()
     assert run(theirs, tmp_path / "ours") == 0
-    # In float32 a step of 1e-30 changes nothing: the run's weights are those it started from.
+    # In float32 a step of 1e-30 changes nothing, so the run keeps its initial weights.
     words = f"""--config {tmp_path / "ours" / "config.yaml"} --data.source shards --data.path
         {tmp_path / "shards"} --train.steps 1 --train.batch_size 4 --train.seq_len 16
         --optimizer.learning_rate 1e-30 --optimizer.warmup_steps 0 --sample.tokens 0
@@ -390,7 +397,7 @@ def test_training_starts_from_weights_on_a_mesh_and_gives_them_back(tmp_path, ca
         assert train.main(arguments) == 2
         assert said in capsys.readouterr().err
         assert not out.exists()
-    # A folder of the converter holds no moments and no place in the data: nothing to resume.
+    # A converted folder holds no moments and no data position, so it cannot be resumed.
     converted = Checkpoints(tmp_path / "ours" / "checkpoints", 1)
     with pytest.raises(InputError, match="init_from"):
         converted.samples(0, "")

@@ -19,7 +19,7 @@ T = 4
 
 @pytest.fixture
 def config(tmp_path):
-    """A data configuration with a cache of its own; change it by attribute."""
+    """A data configuration with its own cache; tests set its attributes."""
     return SimpleNamespace(
         source="text",
         path=None,
@@ -36,7 +36,7 @@ def config(tmp_path):
 
 def write_shard(path, tokens, vocab_size=1000):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # a file that is cut while it is mapped is a bus error
+    path.unlink(missing_ok=True)  # truncating a mapped file would raise a bus error
     writer = ShardWriter(path, vocab_size)
     writer.append(np.asarray(tokens))
     writer.close()
@@ -56,7 +56,7 @@ def counting(tmp_path, config, *, seed=0, sizes=(31, 50), val=21):
 
 
 def take(iterator, n):
-    """The first n batches as one list of the windows' first tokens, and closes the iterator."""
+    """The first token of each window in the first n batches; closes the iterator."""
     firsts = [batch["tokens"][:, 0].tolist() for batch in islice(iterator, n)]
     iterator.close()
     return firsts
@@ -95,24 +95,24 @@ def test_tokens_are_read_across_files(tmp_path):
 # Order
 
 
-def test_epochs_have_orders_of_their_own(tmp_path, config):
+def test_every_epoch_has_its_own_order(tmp_path, config):
     samples = flat(take(counting(tmp_path, config).train_batches(5, 0, 1), 12))
     epochs = [samples[i : i + 20] for i in (0, 20, 40)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(0, 80, T))] * 3
     assert len({tuple(epoch) for epoch in [*epochs, sorted(epochs[0])]}) == 4
 
 
-def test_the_order_is_that_of_the_seed(tmp_path, config):
+def test_the_seed_determines_the_order(tmp_path, config):
     data = counting(tmp_path, config, seed=1)
     first, again = (take(data.train_batches(5, 0, 1), 8) for _ in range(2))
     assert first == again
     other = take(counting(tmp_path, config, seed=0).train_batches(5, 0, 1), 8)
     assert other != first
-    assert other[4:] != first[:4]  # nor is it the other seed's next epoch
+    assert other[4:] != first[:4]  # it is not the other seed's next epoch either
     assert first[4:] != other[:4]
 
 
-def test_without_shuffle_the_order_is_that_of_the_text(tmp_path, config):
+def test_without_shuffle_samples_keep_the_order_of_the_text(tmp_path, config):
     config.shuffle = False
     data = counting(tmp_path, config)
     assert flat(take(data.train_batches(10, 0, 1), 4)) == [*range(0, 80, T)] * 2
@@ -131,7 +131,7 @@ def test_the_order_does_not_depend_on_the_world(tmp_path, config, world):
 
 
 @pytest.mark.parametrize("start", [1, 12, 19, 20, 47])
-def test_resuming_at_any_sample_with_another_world_or_batch(tmp_path, config, start):
+def test_a_run_resumes_at_any_sample_with_another_world_or_batch(tmp_path, config, start):
     data = counting(tmp_path, config)
     alone = flat(take(data.train_batches(6, 0, 1), 12))
     assert flat(take(data.train_batches(4, 0, 1, start), 4)) == alone[start : start + 16]
@@ -154,7 +154,7 @@ def test_one_window_is_enough(tmp_path, config):
 
 
 @pytest.mark.parametrize(("batch", "world"), [(6, 4), (2, 4), (0, 1)])
-def test_a_batch_that_the_ranks_cannot_share(tmp_path, config, batch, world):
+def test_a_batch_that_the_ranks_cannot_divide_is_refused(tmp_path, config, batch, world):
     data = counting(tmp_path, config)
     for batches in (data.train_batches, lambda *args: data.val_batches(*args, 1)):
         with pytest.raises(InputError, match=f"={batch} is not a .*multiple of the {world}"):
@@ -164,7 +164,7 @@ def test_a_batch_that_the_ranks_cannot_share(tmp_path, config, batch, world):
 # Validation
 
 
-def test_validation_is_finite_and_the_same_each_time(tmp_path, config):
+def test_validation_ends_and_is_the_same_each_time(tmp_path, config):
     data = counting(tmp_path, config, val=4 * 11 + 1)
     whole = take(data.val_batches(4, 0, 1, None), 99)
     assert len(whole) == 2  # 11 windows
@@ -174,7 +174,7 @@ def test_validation_is_finite_and_the_same_each_time(tmp_path, config):
     assert ranks == [flat(whole)[0::2], flat(whole)[1::2]]
 
 
-def test_few_validation_batches_are_spread_over_all(tmp_path, config):
+def test_few_validation_batches_are_spread_over_all_windows(tmp_path, config):
     data = counting(tmp_path, config, val=4 * 12 + 1)
     assert take(data.val_batches(4, 0, 1, 1), 99) == [[0, 12, 24, 36]]
     assert take(data.val_batches(4, 0, 1, 3), 99) == [
@@ -189,7 +189,7 @@ def test_too_few_validation_windows_repeat(tmp_path, config):
     assert take(data.val_batches(8, 0, 1, 4), 99) == [[0, 4, 8, 0, 4, 8, 0, 4]]
 
 
-def test_the_end_of_the_tokens_is_held_out_where_nothing_else_is(tmp_path, config):
+def test_the_end_of_the_tokens_is_held_out_by_default(tmp_path, config):
     write_shard(tmp_path / "train/0.bin", np.arange(401))
     config.source, config.path = "shards", str(tmp_path / "train")
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
@@ -198,7 +198,7 @@ def test_the_end_of_the_tokens_is_held_out_where_nothing_else_is(tmp_path, confi
     assert data.val.read(0, 1) == [380]
 
 
-def test_too_short_data_names_both_numbers(tmp_path, config):
+def test_the_error_for_short_data_has_both_numbers(tmp_path, config):
     with pytest.raises(InputError, match=r"data\.path has 4 tokens, fewer than the 5"):
         counting(tmp_path, config, sizes=(2, 2))
     shutil.rmtree(tmp_path / "train")
@@ -217,7 +217,7 @@ def test_too_short_data_names_both_numbers(tmp_path, config):
 # Shards
 
 
-def test_a_token_outside_the_vocabulary_names_file_and_position(tmp_path, config):
+def test_the_error_for_a_token_outside_the_vocabulary_has_file_and_position(tmp_path, config):
     write_shard(tmp_path / "a.bin", [*range(20), 500, 501])
     config.source, config.path = "shards", str(tmp_path / "a.bin")
     with pytest.raises(InputError, match=r"a\.bin: token 500 at position 20 .*vocabulary of 500"):
@@ -283,7 +283,7 @@ def test_text_is_encoded_with_a_separator_before_each_document(tmp_path, config)
     assert f"{data.train_tokens:,} training and {data.val_tokens:,}" in data.description
 
 
-def test_a_second_opening_reads_the_cache(tmp_path, config, monkeypatch):
+def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
     first = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
 
@@ -297,7 +297,7 @@ def test_a_second_opening_reads_the_cache(tmp_path, config, monkeypatch):
     assert second.train.read(0, 99).tolist() == first.train.read(0, 99).tolist()
 
 
-def test_the_fingerprint_follows_text_split_and_tokenizer(tmp_path, config):
+def test_the_fingerprint_depends_on_text_split_and_tokenizer(tmp_path, config):
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
 
     def fingerprint():
@@ -314,10 +314,10 @@ def test_the_fingerprint_follows_text_split_and_tokenizer(tmp_path, config):
     config.cache_dir = str(tmp_path / "other")
     shutil.move(config.path, tmp_path / "moved")
     config.path = str(tmp_path / "moved")
-    assert fingerprint() == seen[-1]  # the same text elsewhere, and another cache
+    assert fingerprint() == seen[-1]  # the same text in another folder, with another cache
 
 
-def test_validation_text_of_its_own(tmp_path, config):
+def test_separate_validation_text(tmp_path, config):
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
     config.val_path = corpus_of(tmp_path / "val", ["held out text\n"])
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
@@ -325,7 +325,7 @@ def test_validation_text_of_its_own(tmp_path, config):
     assert list(data.train.read(0, data.train_tokens)).count(data.tokenizer.end_of_text) == 60
 
 
-@pytest.mark.parametrize("name", ["a.txt", "31.txt"])  # the second is held out by its name
+@pytest.mark.parametrize("name", ["a.txt", "31.txt"])  # the hash of the second name holds it out
 def test_one_file_is_split_at_its_end(tmp_path, config, name):
     (tmp_path / name).write_text("".join(DOCUMENTS))
     config.path = str(tmp_path / name)
@@ -346,19 +346,19 @@ def test_empty_text(tmp_path, config):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)
 
 
-def test_bad_text_is_named_also_while_the_tokenizer_is_trained(tmp_path, config):
+def test_bad_text_is_reported_with_and_without_training_a_tokenizer(tmp_path, config):
     (tmp_path / "a.txt").write_bytes(b"hello \xff")
     config.path = str(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=r"a\.txt is no UTF-8 text: .* at byte 6"):
+    with pytest.raises(InputError, match=r"a\.txt is not UTF-8 text: .* at byte 6"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     train_tokenizer(DOCUMENTS, 300, tmp_path / "tokenizer.json")
     config.tokenizer = str(tmp_path / "tokenizer.json")
-    with pytest.raises(InputError, match=r"a\.txt is no UTF-8 text: .* at byte 6"):
+    with pytest.raises(InputError, match=r"a\.txt is not UTF-8 text: .* at byte 6"):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)
-    assert not list((tmp_path / "cache").glob("t*[!k]"))  # nothing but locks is left
+    assert not list((tmp_path / "cache").glob("t*[!k]"))  # only locks are left
 
 
-def test_a_tokenizer_larger_than_the_model(tmp_path, config):
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, config):
     train_tokenizer(DOCUMENTS, 300, tmp_path / "tokenizer.json")
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
     config.tokenizer = str(tmp_path / "tokenizer.json")
@@ -387,7 +387,7 @@ def test_the_cache_folder(monkeypatch, tmp_path):
     assert cache_folder("~/y") == tmp_path / "y"
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, config):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, config):
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
     (tmp_path / "file").write_text("")
     config.cache_dir = str(tmp_path / "file/cache")
@@ -395,7 +395,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, config):
         open_dataset(config, seq_len=T, seed=0, vocab_size=None)
 
 
-def test_of_several_at_once_one_builds(tmp_path):
+def test_only_one_of_several_threads_builds(tmp_path):
     built, go = [], threading.Barrier(4)
 
     def build(folder):
@@ -414,7 +414,7 @@ def test_of_several_at_once_one_builds(tmp_path):
     assert len(built) == 1
 
 
-def test_a_build_that_is_stopped_leaves_nothing_under_the_final_name(tmp_path):
+def test_an_interrupted_build_leaves_nothing_behind(tmp_path):
     def build(folder):
         (folder / "a").write_text("half")
         raise KeyboardInterrupt
@@ -427,7 +427,7 @@ def test_a_build_that_is_stopped_leaves_nothing_under_the_final_name(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x.lock"]
 
 
-def test_a_lock_is_held_by_one(tmp_path):
+def test_a_lock_is_exclusive(tmp_path):
     with lock(tmp_path / "a"):
         with pytest.raises(BlockingIOError), lock(tmp_path / "a", wait=False):
             pass

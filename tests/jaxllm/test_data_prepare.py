@@ -44,7 +44,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".bin"}
 
 
-def test_the_shards_hold_the_text_and_open_with_their_tokenizer(data, capsys):
+def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsys):
     assert main(command(data)) == 0
     shards = sorted(contents(data / "out"))
     assert shards[0] == "train_000000.bin"
@@ -54,7 +54,7 @@ def test_the_shards_hold_the_text_and_open_with_their_tokenizer(data, capsys):
 
     config = SimpleNamespace(
         source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
-        cache_dir=str(data / "cache"), shuffle=True, prefetch=0,
+        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
     )  # fmt: skip
     dataset = open_dataset(config, seq_len=8, seed=0, vocab_size=300)
     text = [dataset.tokenizer.decode(x.read(0, len(x))) for x in (dataset.train, dataset.val)]
@@ -67,7 +67,7 @@ def test_the_shards_hold_the_text_and_open_with_their_tokenizer(data, capsys):
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
 @pytest.mark.parametrize(("kind", "count"), [("jsonl", 2), ("jsonl", 20), ("text", 48)])
-def test_few_documents_have_validation_data_too(data, fraction, kind, count, capsys):
+def test_few_documents_still_give_validation_data(data, fraction, kind, count, capsys):
     folder = data / "few"
     folder.mkdir()
     if kind == "jsonl":
@@ -86,14 +86,14 @@ def test_few_documents_have_validation_data_too(data, fraction, kind, count, cap
     assert tokenizer.decode(tokens).count("<|endoftext|>") <= max(1, count // 10)
 
 
-def test_a_single_document_has_none_and_trains_without(data, capsys):
+def test_a_single_document_gives_no_validation_shard_and_still_trains(data, capsys):
     (data / "one.jsonl").write_text(json.dumps({"body": " ".join(DOCUMENTS)}) + "\n")
     assert main(command(data, path=data / "one.jsonl", **{"val_fraction": 0.99})) == 0
     assert all(name.startswith("train") for name in contents(data / "out"))
-    assert "leave data.val_path out, and training holds out" in capsys.readouterr().out
+    assert "without data.val_path, training holds out" in capsys.readouterr().out
     config = SimpleNamespace(
         source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
-        cache_dir=str(data / "cache"), shuffle=True, prefetch=0,
+        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
     )  # fmt: skip
     assert open_dataset(config, seq_len=8, seed=0, vocab_size=300).val_tokens > 8
 
@@ -104,9 +104,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", ["os.rename", "prepare.write_json", "ShardWriter.append"])
-def test_interrupted_anywhere_it_goes_on_to_the_same_shards(data, monkeypatch, name, after):
+def test_an_interruption_anywhere_leads_to_the_same_shards(data, monkeypatch, name, after):
     monkeypatch.setattr(corpus, "_BATCH", 250)
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # no power fails here; on some disks slow
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # slow on some disks
     assert main(command(data, "whole")) == 0
     whole = contents(data / "whole")
     assert len(whole) > 8
@@ -135,7 +135,7 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_shards(data, monkeypatch, n
                 break
             except Killed:
                 kills += 1
-        assert contents(out).items() <= whole.items()  # final names: only whole shards
+        assert contents(out).items() <= whole.items()  # only complete shards have final names
         assert main(command(data, out.name)) == 0
         assert contents(out) == whole
         assert {path.name for path in out.iterdir()} == {
@@ -144,8 +144,8 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_shards(data, monkeypatch, n
     assert kills > 3
 
 
-def test_killed_by_the_system_it_goes_on(data):
-    """Unwritten buffers are lost, nothing is closed: what SIGKILL leaves."""
+def test_prepare_continues_after_sigkill(data):
+    """`os._exit` loses buffers and closes no files, as SIGKILL does."""
     code = f"""
 import os, sys
 from jaxllm.data import corpus, prepare
@@ -180,7 +180,7 @@ def error_of(capsys, argv):
     return lines[0]
 
 
-def test_a_finished_folder_is_left_alone(data, capsys, monkeypatch):
+def test_a_finished_folder_is_not_changed(data, capsys, monkeypatch):
     assert main(command(data)) == 0
     before = {path: path.stat().st_mtime_ns for path in (data / "out").glob("*[!k]")}
     first = capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_a_finished_folder_is_left_alone(data, capsys, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in (data / "out").glob("*[!k]")} == before
 
 
-def test_an_unfinished_folder_does_not_open(data, monkeypatch):
+def test_an_incomplete_folder_does_not_open(data, monkeypatch):
     def killed(self):
         raise Killed
 
@@ -202,9 +202,9 @@ def test_an_unfinished_folder_does_not_open(data, monkeypatch):
             main(command(data))
     config = SimpleNamespace(
         source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
-        cache_dir=str(data / "cache"), shuffle=True, prefetch=0,
+        cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"out is unfinished: run its `prepare` command again"):
+    with pytest.raises(ValueError, match=r"out is incomplete: run its `prepare` command again"):
         open_dataset(config, seq_len=8, seed=0, vocab_size=300)
 
 
@@ -237,11 +237,11 @@ def test_one_process_at_a_time(data, capsys):
         ({"out": "data/x"}, "/data, whose files are read"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(data, capsys, options, message):
+def test_bad_input_gives_one_line_and_status_2(data, capsys, options, message):
     assert message in error_of(capsys, command(data, **options))
 
 
-def test_a_partial_file_that_is_gone_is_told(data, capsys, monkeypatch):
+def test_a_missing_or_truncated_partial_file_is_reported(data, capsys, monkeypatch):
     monkeypatch.setattr(corpus, "_BATCH", 300)
 
     def killed(self):
@@ -256,7 +256,7 @@ def test_a_partial_file_that_is_gone_is_told(data, capsys, monkeypatch):
     partial.write_bytes(content[:1026])
     assert "is damaged: fewer than" in error_of(capsys, command(data))
     partial.unlink()
-    assert "is gone" in error_of(capsys, command(data))
+    assert "is missing" in error_of(capsys, command(data))
     partial.write_bytes(content)
     assert main(command(data)) == 0
 
@@ -267,7 +267,7 @@ def test_documents_without_text(data, capsys):
     assert main(command(data)) == 0  # into the same folder, which holds nothing yet
 
 
-def test_the_bar_on_a_terminal(data, monkeypatch):
+def test_a_terminal_shows_a_progress_bar(data, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -277,7 +277,7 @@ def test_the_bar_on_a_terminal(data, monkeypatch):
     assert "\x1b[" in terminal.getvalue()
 
 
-def test_an_interruption_has_its_status(data, monkeypatch, capsys):
+def test_an_interruption_gives_status_130(data, monkeypatch, capsys):
     def interrupted(self):
         raise KeyboardInterrupt
 

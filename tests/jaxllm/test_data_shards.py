@@ -10,7 +10,7 @@ from jaxllm.errors import InputError
 
 
 def shard_bytes(magic, version, tokens, dtype, count=None):
-    """A shard made without the code under test."""
+    """The bytes of a shard, made without the code under test."""
     count = len(tokens) if count is None else count
     header = struct.pack("<3i", magic, version, count).ljust(1024, b"\0")
     return header + np.asarray(tokens, dtype).tobytes()
@@ -33,12 +33,12 @@ def test_both_versions_are_written_and_read_to_the_byte(tmp_path, form):
     assert isinstance(tokens, np.memmap)
 
 
-def test_the_format_follows_the_vocabulary():
+def test_the_vocabulary_determines_the_format():
     assert format_for(50257) == format_for(65536) == 20240520
     assert format_for(65537) == 20240801
 
 
-def test_a_shard_is_no_shard_before_it_is_closed(tmp_path):
+def test_a_shard_is_valid_only_after_close(tmp_path):
     writer = ShardWriter(tmp_path / "a.bin", 100)
     writer.append(np.arange(10))
     writer.sync()
@@ -62,7 +62,7 @@ def test_a_shard_is_no_shard_before_it_is_closed(tmp_path):
         (shard_bytes(20240520, 1, [], "<u2", count=-1), "damaged"),
     ],
 )
-def test_foreign_and_damaged_shards_are_named(tmp_path, content, message):
+def test_foreign_and_damaged_shards_are_refused_by_name(tmp_path, content, message):
     path = tmp_path / "bad.bin"
     path.write_bytes(content)
     with pytest.raises(InputError, match=message) as error:
@@ -70,7 +70,7 @@ def test_foreign_and_damaged_shards_are_named(tmp_path, content, message):
     assert str(path) in str(error.value)
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_a_missing_shard_is_reported_by_name(tmp_path):
     with pytest.raises(InputError, match=r"none\.bin: No such file"):
         open_shard(tmp_path / "none.bin")
 
@@ -83,7 +83,7 @@ def test_a_token_outside_the_vocabulary_is_found_in_any_chunk(tmp_path, monkeypa
     path.write_bytes(shard_bytes(20240520, 1, tokens, "<u2"))
     with pytest.raises(InputError, match=r"a\.bin: token 10 at position 37 .* vocabulary of 10"):
         check_shard(path, tmp_path / "cache", 10)
-    with pytest.raises(InputError, match="token 11 at position 48"):  # from what is remembered
+    with pytest.raises(InputError, match="token 11 at position 48"):  # from the cached scan
         check_shard(path, tmp_path / "cache", 11)
     check_shard(path, tmp_path / "cache", 12)
 
@@ -102,7 +102,7 @@ def test_a_shard_is_scanned_once_until_it_changes(tmp_path, monkeypatch):
     assert opened == [path]
 
 
-def test_more_tokens_than_the_header_can_count(tmp_path, monkeypatch):
+def test_more_tokens_than_the_header_can_count_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "MAX_TOKENS", 10)
     writer = ShardWriter(tmp_path / "a.bin", 100)
     writer.append(np.arange(10))

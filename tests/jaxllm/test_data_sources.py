@@ -28,13 +28,13 @@ def read(kind, path, column="text"):
 # Files
 
 
-def test_a_folder_is_searched_sorted_and_without_hidden_files(tmp_path):
+def test_files_of_a_folder_are_sorted_and_not_hidden(tmp_path):
     for name in ("b.txt", "a/z.md", ".hidden", ".git/x", "a/.x/y"):
         write(tmp_path / name, "x")
     assert [name for name, _ in find_files("text", str(tmp_path))] == ["a/z.md", "b.txt"]
 
 
-def test_names_do_not_depend_on_where_the_corpus_lies(tmp_path):
+def test_names_do_not_depend_on_the_location_of_the_corpus(tmp_path):
     for root in ("one", "two/three"):
         write(tmp_path / root / "a/1.txt", "x")
         write(tmp_path / root / "b/2.txt", "y")
@@ -62,7 +62,7 @@ def test_only_files_of_the_kind(tmp_path):
         ("shards", "{}/*.bin", "matches no file"),
     ],
 )
-def test_nothing_there(tmp_path, kind, path, message):
+def test_a_path_without_files_is_refused(tmp_path, kind, path, message):
     path = path and path.format(tmp_path)
     with pytest.raises(InputError, match=message.replace("{}", str(tmp_path))):
         find_files(kind, path)
@@ -94,13 +94,13 @@ def test_what_is_left_out_of_the_standard_library(tmp_path, monkeypatch):
     assert [name for name, _ in stdlib_files()] == sorted(kept)
 
 
-def test_a_python_without_sources(tmp_path, monkeypatch):
+def test_a_python_without_sources_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(InputError, match="no source files"):
         stdlib_files()
 
 
-def test_held_out_by_name_alone():
+def test_the_name_alone_decides_what_is_held_out():
     names = [f"{i}.py" for i in range(2000)]
     held_out = [name for name in names if is_held_out(name, 0.05)]
     assert 60 < len(held_out) < 140
@@ -110,7 +110,7 @@ def test_held_out_by_name_alone():
 # Text
 
 
-def test_pieces_of_text_are_the_text_and_their_ids_its_ids(tmp_path, monkeypatch):
+def test_pieces_join_to_the_text_and_their_ids_to_its_ids(tmp_path, monkeypatch):
     text = "def f(x):\n    return  x\n\n\n  # Zürich ☃ \r\n\tdone\n" * 9 + "the end \n\n"
     write(tmp_path / "a.txt", text)
     train_tokenizer([text], 300, tmp_path / "tokenizer.json")
@@ -143,8 +143,8 @@ WORDS = {
 
 @pytest.mark.parametrize("name", list(WORDS))
 @pytest.mark.parametrize("seed", range(4))
-def test_words_of_the_pieces_are_those_of_the_whole(name, seed, tmp_path, monkeypatch):
-    """Blank lines, lines of blanks, Windows' ends of lines, a line without an end."""
+def test_pieces_have_the_words_of_the_whole(name, seed, tmp_path, monkeypatch):
+    """The text has blank lines, lines of blanks, CRLF, and a last line without a newline."""
     parts = ["\n\n", "\n", "\r\n", " ", "  ", "\t", "def", "f", "x1", "):", "'s", "é", "☃", ".\n"]
     parts = parts[seed % 2 :] + [" word"] * 4
     text = "".join(random.Random(seed).choices(parts, k=3000)) + "def f" * 50
@@ -167,13 +167,13 @@ def test_text_without_a_place_to_cut_is_cut_anyway(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [3, 5, 1000])
-def test_undecodable_text_is_named_with_its_byte(tmp_path, monkeypatch, block):
+def test_undecodable_text_is_reported_with_its_byte(tmp_path, monkeypatch, block):
     monkeypatch.setattr(sources, "_PIECE", block)
     write(tmp_path / "a.txt", "é☃x\n".encode() * 2 + b"\xe2\x98x")
-    with pytest.raises(InputError, match=r"a\.txt is no UTF-8 text: .* at byte 14"):
+    with pytest.raises(InputError, match=r"a\.txt is not UTF-8 text: .* at byte 14"):
         read("text", tmp_path / "a.txt")
     write(tmp_path / "a.txt", "ab☃".encode()[:-1])
-    with pytest.raises(InputError, match=r"a\.txt is no UTF-8 text: .* at byte 2"):
+    with pytest.raises(InputError, match=r"a\.txt is not UTF-8 text: .* at byte 2"):
         read("text", tmp_path / "a.txt")
 
 
@@ -201,15 +201,15 @@ def test_json_lines(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', r"a\.jsonl:3 is no JSON"),
-        (b'{"text": "\xff"}', r"a\.jsonl:3 is no JSON"),
+        (b'{"text": "a"', r"a\.jsonl:3 is not JSON"),
+        (b'{"text": "\xff"}', r"a\.jsonl:3 is not JSON"),
         (b'{"body": "a", "n": 1}', r"a\.jsonl:3 has no text under 'text' \(it has body, n\)"),
-        (b'{"text": 5}', r"a\.jsonl:3 has no text under 'text' \(it has int there\)"),
-        (b"[" * 100_000, r"a\.jsonl:3 is no JSON: maximum recursion depth"),
+        (b'{"text": 5}', r"a\.jsonl:3 has no text under 'text' \(it has a value of type int\)"),
+        (b"[" * 100_000, r"a\.jsonl:3 is not JSON: maximum recursion depth"),
         (b'["a"]', r"a\.jsonl:3 has no text under 'text' \(it has list\)"),
     ],
 )
-def test_bad_json_lines_are_named(tmp_path, line, message):
+def test_bad_json_lines_are_reported(tmp_path, line, message):
     write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line + b"\n")
     with pytest.raises(InputError, match=message):
         read("jsonl", tmp_path / "a.jsonl")
@@ -247,19 +247,19 @@ def test_parquet_without_the_column_or_without_text_in_it(tmp_path):
         read("parquet", tmp_path / "a.parquet", "n")
 
 
-def test_damaged_parquet_is_named(tmp_path):
+def test_damaged_parquet_is_reported(tmp_path):
     path = parquet(tmp_path / "a.parquet", text=[f"document {i}" for i in range(5000)])
     content = path.read_bytes()
     for damaged in (b"no parquet", b"", content[:-20], content[:4] + b"\xff" * 99 + content[103:]):
         path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"a\.parquet is no readable parquet file"):
+        with pytest.raises(InputError, match=r"a\.parquet is not a readable parquet file"):
             read("parquet", path)
 
 
 # The digest of a source
 
 
-def test_the_digest_follows_content_names_and_column(tmp_path):
+def test_the_digest_depends_on_content_names_and_column(tmp_path):
     def of(column="text"):
         files = find_files("jsonl", str(tmp_path / "data"))
         return Source("jsonl", files, column).digest(tmp_path / "cache")
@@ -283,13 +283,13 @@ def tokenizer_path(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-def test_every_text_comes_back(tokenizer_path):
+def test_every_text_survives_a_round_trip(tokenizer_path):
     tokenizer = Tokenizer(tokenizer_path)
     text = "hello  wörld ☃\r\n\t\0 <|endoftext|>"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert max(ids) < tokenizer.vocab_size <= 280
-    assert tokenizer.end_of_text not in ids  # its name in a text is only text
+    assert tokenizer.end_of_text not in ids  # a special token's name in a text is plain text
     assert tokenizer.decode([tokenizer.end_of_text]) == "<|endoftext|>"
     assert [x.tolist() for x in tokenizer.encode_batch([text, "hello"])] == [
         ids,
@@ -312,10 +312,10 @@ def test_the_truncation_of_a_tokenizer_is_ignored(tokenizer_path):
     assert len(Tokenizer(tokenizer_path).encode("a b c d e f")) > 5
 
 
-def test_bad_tokenizers(tmp_path, tokenizer_path):
+def test_bad_tokenizers_are_refused(tmp_path, tokenizer_path):
     with pytest.raises(InputError, match=r"none\.json: No such file"):
         Tokenizer(tmp_path / "none.json")
-    with pytest.raises(InputError, match=r"bad\.json is no tokenizer\.json"):
+    with pytest.raises(InputError, match=r"bad\.json is not a tokenizer\.json"):
         Tokenizer(write(tmp_path / "bad.json", "{}"))
     content = tokenizer_path.read_text().replace("<|endoftext|>", "<|what|>")
     with pytest.raises(InputError, match="no token that separates documents"):
@@ -324,8 +324,8 @@ def test_bad_tokenizers(tmp_path, tokenizer_path):
         train_tokenizer(["x"], 256, tmp_path / "small.json")
 
 
-def test_the_incremental_decoder_tells_what_is_pending():
-    """The byte position in the error rests on this."""
+def test_the_incremental_decoder_exposes_pending_bytes():
+    """The byte position in the error relies on this."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     decoder.decode("☃".encode()[:2])
     assert len(decoder.getstate()[0]) == 2

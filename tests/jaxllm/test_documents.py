@@ -1,4 +1,4 @@
-"""Packed documents (data.pack) against each document alone, from the token files to the step."""
+"""Compares packed documents (data.pack) with separate ones, from the token files to the step."""
 
 import re
 from itertools import islice
@@ -27,12 +27,13 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
-from jaxllm.infer.decode import open_run, put_model
+from jaxllm.infer.decode import load_model, open_run
+from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
-from jaxllm.train.step import IGNORE, Trainer
+from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
-T, END = 32, 0  # tokens of a row; the id that train_tokenizer gives the end of text
+T, END = 32, 0  # tokens per row; train_tokenizer gives the end-of-text token id 0
 SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=64, max_seq_len=T, kernels="xla")
 SHAPE |= dict(compute_dtype="float32", residual_dtype="float32")
 MODELS = {
@@ -44,7 +45,7 @@ MODELS = {
 
 @pytest.fixture
 def data(tmp_path):
-    """A configuration of shards of documents of 0 to 24 tokens, each behind an end of text."""
+    """A configuration with shards whose documents have 0 to 24 tokens after an end of text."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(1, 250, rng.integers(0, 25)) for _ in range(60)]
     for name, part in (("train", texts[:40]), ("val", texts[40:])):
@@ -76,18 +77,18 @@ def batches_of(data, n, start=0, **changes):
     return found
 
 
-def alone(tokens, labels, rows, end=END):
-    """Each document of a batch in a row of its own, filled up to (rows, T)."""
+def separate_documents(tokens, labels, rows, end=END):
+    """The documents of a batch in separate rows, padded to (rows, T)."""
     pieces = []
-    for row, asked in zip(tokens, labels, strict=True):
+    for row, targets in zip(tokens, labels, strict=True):
         cuts = [0, *np.flatnonzero(row == end), len(row)]
-        pieces += [(row[a:b], asked[a:b]) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+        pieces += [(row[a:b], targets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
     assert len(pieces) <= rows
-    apart = np.zeros((rows, T), np.int32), np.full((rows, T), IGNORE, np.int32)
+    separate = np.zeros((rows, T), np.int32), np.full((rows, T), IGNORE, np.int32)
     for i, piece in enumerate(pieces):
-        for whole, part in zip(apart, piece, strict=True):
+        for whole, part in zip(separate, piece, strict=True):
             whole[i, : len(part)] = part
-    return map(jnp.asarray, apart)
+    return map(jnp.asarray, separate)
 
 
 def test_documents_begin_with_their_separator():
@@ -110,7 +111,7 @@ def test_packing_changes_neither_tokens_nor_labels_nor_their_order(data):
             np.testing.assert_array_equal(mine[name], rows)
         for name, rows in documents(plain["tokens"], END).items():
             np.testing.assert_array_equal(mine[name], rows)
-    # A document's last token has to predict its end.
+    # The last token of a document predicts its end.
     assert any((batch["labels"] == END).any() for batch in packed)
     for at, resumed in enumerate(batches_of(data, 5, start=7 * 4)):
         for name, rows in resumed.items():
@@ -144,18 +145,18 @@ def trainer_of(name, data, **train):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_a_packed_step_is_that_of_each_document_alone(name, data):
+def test_a_packed_step_equals_a_step_on_separate_documents(name, data):
     packed = trainer_of(name, data, grad_accum=2)
     batch = batches_of(data, 1)[0]
     assert set(packed.abstract_batch()) == set(batch)
     params = packed.init().params
-    # Far from the start: weights so large that tokens depend on all that they see, open gates.
+    # Large weights and open gates make tokens depend on everything that they see.
     params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, params)
     if name == "vlstm":
         for block in params["blocks"].values():
             block["vlstm"]["i"]["bias"][...] = jnp.zeros(2)
 
-    tokens, labels = alone(batch["tokens"], batch["labels"], rows=24)
+    tokens, labels = separate_documents(batch["tokens"], batch["labels"], rows=24)
     assert (labels != IGNORE).any(1).sum() > 8  # documents
     count = (labels != IGNORE).sum()
     assert count == batch["labels"].size
@@ -165,7 +166,7 @@ def test_a_packed_step_is_that_of_each_document_alone(name, data):
     def mean_loss(params):
         return nnx.merge(packed.graph, params).loss(tokens, labels, scale=1 / float(count))
 
-    with jax.default_matmul_precision("highest"):  # a GPU would take TF32
+    with jax.default_matmul_precision("highest"):  # a GPU would use TF32
         loss, grads = mean_loss(params)
         step = packed.trace_train_step().lower().compile()
         state, metrics = step(packed.init(params), packed.put_batch(batch))
@@ -180,11 +181,11 @@ def test_a_packed_step_is_that_of_each_document_alone(name, data):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_packed_step_runs_on_the_kernels(name, data):
-    """Each of them has to take segments and positions: mosaic refuses what has no kernel."""
+    """The kernels must support segments and positions: mosaic raises where there is no kernel."""
     config = trainer_of(name, data).config
     mosaic = dict(kernels="mosaic", compute_dtype="bfloat16", residual_dtype="bfloat16")
     model = config.model.model_copy(update=mosaic | dict(d_model=128))
-    dispatch.forget()
+    dispatch.reset()
     Trainer(config.model_copy(update=dict(model=model)), make_mesh(config.mesh)).trace_train_step()
     mixing = "vlstm" if name == "vlstm" else "attention"
     assert {(mixing, "mosaic"), ("encoder", "mosaic")} <= {
@@ -192,7 +193,7 @@ def test_a_packed_step_runs_on_the_kernels(name, data):
     }
 
 
-def test_without_packing_a_batch_has_tokens_and_labels_only(data):
+def test_without_packing_a_batch_has_only_tokens_and_labels(data):
     plain = trainer_of("gpt2", data.model_copy(update=dict(pack="stream")))
     assert set(plain.abstract_batch()) == {"tokens", "labels"}
 
@@ -222,10 +223,10 @@ def test_evaluation_packs_like_the_run(tmp_path, capsys):
         stream = val.read(0, len(val))
         assert (stream == tokenizer.end_of_text).sum() == 5
         rows = [stream[i : i + T + 1] for i in range(0, len(stream) - 1, T)]
-        tokens, labels = alone(
+        tokens, labels = separate_documents(
             [row[:-1] for row in rows], [row[1:] for row in rows], 24, tokenizer.end_of_text
         )
-        graph, params = put_model(open_run(run), make_mesh(MeshConfig(), jax.devices()[:1]))
+        graph, params = load_model(open_run(run), make_mesh(MeshConfig(), jax.devices()[:1]))
         loss = jax.jit(lambda params: nnx.merge(graph, params).loss(tokens, labels))(params)
     loss, count = float(loss) / (len(stream) - 1), f"{len(stream) - 1:,} tokens"
     assert count in said

@@ -1,4 +1,4 @@
-"""What a run is said to need, against what the compiler allots."""
+"""Compares the estimated needs of a run with what the compiler allocates."""
 
 import jax
 import pytest
@@ -25,7 +25,7 @@ def trainer_of(model, **options):
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA there needs room of its own")
 @pytest.mark.parametrize("remat", ["none", "block"])
-def test_the_memory_is_about_what_the_compiler_allots(remat):
+def test_the_estimated_memory_is_close_to_what_the_compiler_allocates(remat):
     trainer = trainer_of(
         Llama3Config(**SHAPE | {"n_layers": 3}, n_kv_heads=2, d_ff=384, remat=remat)
     )
@@ -59,33 +59,33 @@ def test_kernels_make_logits_in_chunks():
     assert 2048 * 300_000 * 2 <= parts["logits"] < 64 * 128 * 300_000 * 2 / 2
 
 
-def test_the_time_is_known_where_the_peak_is(monkeypatch):
+def test_the_time_is_estimated_if_the_peak_is_known(monkeypatch):
     trainer = trainer_of(GPT2Config(**SHAPE))
     (_, unknown) = estimate._time_lines(trainer.config, trainer.mesh)
-    assert "not known" in unknown
+    assert "unknown" in unknown
     flops = estimate.flops_per_token(trainer.config.model, 128) * 8 * 128
     monkeypatch.setattr(estimate, "peak_flops", lambda kind: flops / 0.25)
     text = "\n".join(estimate._time_lines(trainer.config, trainer.mesh))
-    assert "250.0 ms a step, 0:00:01 in all" in text
-    assert "at 40% of it 625.0 ms a step, 0:00:02 in all" in text
+    assert "250.0 ms per step, 0:00:01 in total" in text
+    assert "at 40% of the peak: 625.0 ms per step, 0:00:02 in total" in text
 
 
-def test_a_dry_run_says_what_is_needed_and_writes_nothing(tiny, tmp_path, capsys, monkeypatch):
+def test_a_dry_run_prints_its_needs_and_writes_nothing(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tiny.parent.rglob("*"))
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # to call it would fail
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # a call would fail
     assert train.main(["--config", str(tiny), "--dry_run"]) == 0
     out = capsys.readouterr().out
     for word in ("parameters", "moments", "gradients", "bf16 copies", "activations", "logits"):
         assert f"\n         {word} " in out
-    for word in ("devices  1 x", "FLOPs a step of 256 tokens", "\ntime  ", "\nkernels  ", "fits"):
+    for word in ("devices  1 x", "FLOPs per step of 256 tokens", "\ntime  ", "\nkernels  ", "fits"):
         assert word in out
     assert not list(tmp_path.iterdir())
     assert sorted(tiny.parent.rglob("*")) == before  # no tokenizer, no cache
 
 
 @pytest.mark.parametrize("more", [(), ("--dry_run",)])
-def test_what_cannot_fit_is_refused_before_anything_is_compiled(
+def test_a_model_that_cannot_fit_is_refused_before_compilation(
     tiny, tmp_path, capsys, monkeypatch, more
 ):
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
@@ -96,13 +96,13 @@ def test_what_cannot_fit_is_refused_before_anything_is_compiled(
     assert not (tmp_path / "x").exists()
 
 
-def test_the_limit_is_that_of_parameters_moments_and_gradients(monkeypatch):
+def test_parameters_moments_and_gradients_must_fit(monkeypatch):
     trainer = trainer_of(GPT2Config(**SHAPE))
     parts = estimate.state_memory(trainer)
     need = parts["parameters"] + parts["moments"] + parts["gradients"]
     for size, fits in ((need, True), (need - 1, False)):
-        found = estimate.Room(size, "a device", 1)
-        monkeypatch.setattr(estimate, "room", lambda mesh, found=found: found)
+        found = estimate.MemoryLimit(size, "a device", 1)
+        monkeypatch.setattr(estimate, "memory_limit", lambda mesh, found=found: found)
         if fits:
             estimate.check_fits(trainer.config, trainer.mesh)
         else:
@@ -110,7 +110,7 @@ def test_the_limit_is_that_of_parameters_moments_and_gradients(monkeypatch):
                 estimate.check_fits(trainer.config, trainer.mesh)
 
 
-def test_the_smallest_device_has_the_room():
+def test_the_smallest_device_sets_the_memory_limit():
     class Device:
         platform = "gpu"
 
@@ -120,7 +120,7 @@ def test_the_smallest_device_has_the_room():
     class Mesh:
         local_devices = [Device(80), Device(40), Device(None)]
 
-    assert estimate.room(Mesh) == estimate.Room(40, "a device", 1)
+    assert estimate.memory_limit(Mesh) == estimate.MemoryLimit(40, "a device", 1)
     Mesh.local_devices = [Device(None)]
-    assert estimate.room(Mesh) is None
+    assert estimate.memory_limit(Mesh) is None
     assert 2**28 < estimate._host_memory() < 2**50

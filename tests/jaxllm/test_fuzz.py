@@ -1,4 +1,4 @@
-"""Damaged and random input gives an error line or a result: no traceback, no hang."""
+"""Damaged and random input gives an error line or a result, but no traceback and no hang."""
 
 import contextlib
 import gc
@@ -87,7 +87,7 @@ def test_command_lines(words):
 
 
 def shards():
-    """Bytes that are a shard, or nearly."""
+    """Bytes that are a shard, or almost."""
     header = st.tuples(
         st.sampled_from([20240520, 20240801, 0, 2**31 - 1]),
         st.sampled_from([1, 7, 0]),
@@ -127,7 +127,7 @@ lines_of_json = st.lists(
 
 
 def read_texts(kind, content):
-    """All texts of a file of that kind are texts, or an InputError says what is wrong with it."""
+    """Reads a file of this kind: every text is a string, or an InputError names the problem."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"a.{kind}"
         path.write_bytes(content)
@@ -174,7 +174,7 @@ def test_reports(rows, step, about, config):
 
 @st.composite
 def damaged(draw, content):
-    """Bytes that were a good file: cut off, some of them others, or a stretch of them twice."""
+    """The bytes of a good file: truncated, with some bytes changed, or with a part repeated."""
     at = draw(st.integers(0, len(content)))
     kind = draw(st.sampled_from(["cut", "changed", "doubled", "zeros"]))
     if kind == "cut":
@@ -212,7 +212,7 @@ def test_parquet(good, data):
 def test_tokenizers(good, data):
     page = json.loads((good / "tokenizer.json").read_text())
     if data.draw(st.booleans()):
-        part = page  # a value somewhere in it becomes another
+        part = page  # changes a value somewhere in it
         while isinstance(part, dict) and part:
             key = data.draw(st.sampled_from(list(part)))
             if not isinstance(part[key], dict) or data.draw(st.booleans()):
@@ -252,11 +252,11 @@ def test_checkpoints(good):
                 assert checkpoints.restore(step, STATE)["a"].shape == STATE["a"].shape
 
     check()
-    gc.collect()  # what Orbax left is told now and not in another test
+    gc.collect()  # Orbax's leftovers warn now and not in another test
 
 
-def test_the_strategies_reach_what_is_right():
-    """A fuzz test that only ever meets errors would prove nothing."""
+def test_the_strategies_reach_valid_input():
+    """A fuzz test that only sees errors would prove nothing."""
     valid = struct.pack("<3i", 20240520, 1, 2).ljust(1024, b"\0") + b"\1\0\2\0"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.bin"

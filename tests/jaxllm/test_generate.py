@@ -1,4 +1,4 @@
-"""Generation with caches against the full forward pass, and the command on a run's directory."""
+"""Compares generation with caches to the full forward pass, and tests jaxllm generate."""
 
 import subprocess
 import sys
@@ -19,11 +19,11 @@ MODELS = {
     "llama3": lambda **o: Llama3Config(**SHAPE, n_kv_heads=1, d_ff=128, **o),
     "vlstm": lambda **o: VLSTMConfig(**SHAPE, d_ff=128, chunk_size=16, **o),
 }
-NARROW = {  # the window is shorter than prompts and answer, and reaches over the gap between them
+NARROW = {  # the window is shorter than prompts and answer, and spans the padding between them
     "gpt2 narrow": lambda **o: MODELS["gpt2"](window=7, softcap=1.5, **o),
     "llama3 narrow": lambda **o: MODELS["llama3"](window=7, softcap=1.5, **o),
 }
-TOKENS = 20  # three calls for BLOCK = 8, the last one not used up
+TOKENS = 20  # three calls with BLOCK = 8; the last one is used in part
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,15 @@ TOKENS = 20  # three calls for BLOCK = 8, the last one not used up
     + [(name, "float32") for name in NARROW],
 )
 def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype):
-    """float32: token for token.  bfloat16: where they differ, both are likeliest, rounded."""
+    """float32 must agree token for token; in bfloat16, tokens may differ if their logits tie."""
     model = create((MODELS | NARROW)[name](compute_dtype=dtype, residual_dtype=dtype))
     graph, params = nnx.split(model, nnx.Param)
-    # Weights so large that tokens depend on the whole text, and gates that let it in.
+    # Large weights and open gates make tokens depend on the whole text.
     params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, params)
     if name == "vlstm":
         for block in params["blocks"].values():
             block["vlstm"]["i"]["bias"][...] = jnp.zeros(2)
-    # More than WIDTHS tokens and several chunks; one token; the sizes between.
+    # Prompts of several chunks and more than WIDTHS tokens, of one token, and in between.
     prompts = [list(range(5, 82)), [100], [249, 3, 17] * 7]
     greedy = SampleConfig(tokens=TOKENS, temperature=0.0)
 
@@ -50,7 +50,7 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
         return model.logits(model.hidden(tokens), jnp.float32)[..., :250]
 
     with jax.default_matmul_precision("highest"):  # a GPU would take TF32
-        got = np.stack(list(decode.stream(graph, params, prompts, greedy)), axis=1)
+        got = np.stack(list(decode.stream_tokens(graph, params, prompts, greedy)), axis=1)
         text = np.zeros((3, 100), np.int32)
         for row, prompt, answer in zip(text, prompts, got, strict=True):
             row[: len(prompt) + TOKENS] = [*prompt, *answer]
@@ -75,14 +75,16 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
     decode._programs.cache_clear()
     for prompt, seed in (([1, 2, 3], 0), ([4], 1)):
         again = nnx.split(nnx.merge(graph, params), nnx.Param)[0]  # as another call would make it
-        list(decode.stream(again, params, [prompt], config.model_copy(update={"seed": seed})))
+        list(
+            decode.stream_tokens(again, params, [prompt], config.model_copy(update={"seed": seed}))
+        )
     assert decode._programs.cache_info().misses == 1
     size = decode.round_up(decode.WIDTHS + decode.BLOCK, decode.WIDTHS)
     programs = decode._programs(graph, size, 1.0, 50, 1.0)
     assert [program._cache_size() for program in programs] == [1, 1]
 
 
-def test_top_p_keeps_the_likeliest_that_reach_it():
+def test_top_p_keeps_the_most_likely_tokens_that_reach_it():
     logits = jnp.log(jnp.array([0.1, 0.5, 0.3, 0.1]))
     keys = jax.random.split(jax.random.key(0), 64)
     for top_p, kept in ((0.0, {1}), (0.4, {1}), (0.6, {1, 2}), (1.0, {0, 1, 2, 3})):
@@ -90,7 +92,7 @@ def test_top_p_keeps_the_likeliest_that_reach_it():
 
 
 class Letters:
-    """A tokenizer of bytes, whose characters may take several tokens."""
+    """A tokenizer of bytes; a character may take several tokens."""
 
     ends = frozenset([0])
 
@@ -98,7 +100,7 @@ class Letters:
         return bytes(ids).decode(errors="replace")
 
 
-def test_text_is_streamed_in_whole_characters_and_ends_before_a_stop_string(capsys):
+def test_text_streams_whole_characters_and_ends_before_a_stop_string(capsys):
     text = generate.Text(Letters(), ["ENDE", "!!"], live=True)
     shown = []
     for token in "aéEN ENDEx".encode():
@@ -145,7 +147,7 @@ def test_text_decodes_only_its_last_tokens():
         ("--checkpoint nowhere --prompt \udcff", "is not UTF-8"),
     ],
 )
-def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, named):
+def test_bad_input_gives_one_line(capsys, monkeypatch, tmp_path, arguments, named):
     monkeypatch.chdir(tmp_path)
     assert generate.main(arguments.split()) == 2
     out, err = capsys.readouterr()
@@ -155,11 +157,11 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, named):
     assert named in err
 
 
-def test_an_output_on_a_full_disk_is_told_and_a_training_goes_on_without():
+def test_a_full_disk_for_the_output_is_an_error_but_does_not_stop_training():
     code = """import sys
 from jaxllm.config import command_line
 from jaxllm.train import metrics
-sys.exit(command_line.exit_status(lambda: metrics.say("on its way") or print("the text")))"""
+sys.exit(command_line.exit_status(lambda: metrics.print_line("on its way") or print("the text")))"""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -172,7 +174,7 @@ sys.exit(command_line.exit_status(lambda: metrics.say("on its way") or print("th
     assert (done.returncode, done.stderr) == (1, error)
 
 
-def test_the_tokens_of_the_texts_are_counted_and_those_after_the_first_block_timed(monkeypatch):
+def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(generate.time, "perf_counter", lambda: now[0])
     speed = generate.Speed(block=2)
@@ -185,7 +187,7 @@ def test_the_tokens_of_the_texts_are_counted_and_those_after_the_first_block_tim
     assert speed.tokens == 2 * 27
     # The blocks at n = 3 and 5 follow the first: 4 x 3 + 3 tokens in 2 s, twice.
     assert speed.line(4) == (
-        "54 tokens in 10.00 s, 4 at once: 6.0 s for the prompts and to compile, then 8 tokens/s"
+        "54 tokens in 10.00 s, 4 at once: 6.0 s for prompts and compilation, then 8 tokens/s"
     )
     short = generate.Speed(block=2)
     short.begin()

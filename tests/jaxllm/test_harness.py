@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a run: the numbers of its own "hf" model (fixtures/evaluation)."""
+"""Compares lm-evaluation-harness on a run with its "hf" model (fixtures/evaluation)."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
-# The harness and what it imports warn of their own future.
+# The harness and its dependencies emit deprecation warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
 TASKS = ["toy_choice", "toy_rolling", "toy_write"]
 
@@ -22,7 +22,7 @@ TASKS = ["toy_choice", "toy_rolling", "toy_write"]
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(TEXTS)  # the tasks name their data relative to the working directory
+    monkeypatch.chdir(TEXTS)  # the tasks give their data relative to the working directory
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
@@ -61,11 +61,13 @@ def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
     assert re.search(rf"\|toy_choice\|.*\|acc +\|.*\| *{accuracy:.2g}\|", out), out
     page = json.loads((tmp_path / "all.json").read_text())
     assert page["results"]["toy_choice"]["acc,none"] == accuracy
-    manager = functools.partial(harness.TaskManager, include_defaults=False)  # the others: seconds
+    manager = functools.partial(
+        harness.TaskManager, include_defaults=False
+    )  # indexing the defaults takes seconds
     monkeypatch.setattr(harness, "TaskManager", manager)
     for change, named in (
-        ("--tasks nothing --include_path tasks", "--tasks nothing is no task"),
-        ("--tasks toy_choice", "--tasks toy_choice is no task"),
+        ("--tasks nothing --include_path tasks", "--tasks nothing is not a task"),
+        ("--tasks toy_choice", "--tasks toy_choice is not a task"),
         ("--tasks toy_choice --include_path none", "--include_path none is not a folder"),
     ):
         assert evaluate.main(["--checkpoint", str(run), *change.split()]) == 2
@@ -85,11 +87,11 @@ def test_the_task_in_the_readme_runs(tmp_path, capsys, monkeypatch):
     assert re.search(r"\|capitals\|.*\|acc +\|", capsys.readouterr().out)
 
 
-def test_settings_of_generation_that_are_not_known_are_refused():
-    from jaxllm.infer.harness import _choice
+def test_unknown_generation_settings_are_refused():
+    from jaxllm.infer.harness import _sampling
 
-    config, stops, top_p = _choice({"until": "x", "do_sample": False, "temperature": 0.7}, 3)
+    config, stops, top_p = _sampling({"until": "x", "do_sample": False, "temperature": 0.7}, 3)
     assert (config.tokens, config.temperature, config.seed, stops, top_p) == (256, 0, 3, ["x"], 1)
-    assert _choice({"max_new_tokens": 5, "temperature": 0.7}, 0)[0].temperature == 0.7
+    assert _sampling({"max_new_tokens": 5, "temperature": 0.7}, 0)[0].temperature == 0.7
     with pytest.raises(InputError, match="num_beams is not supported"):
-        _choice({"num_beams": 4}, 0)
+        _sampling({"num_beams": 4}, 0)

@@ -1,4 +1,4 @@
-"""Layers against their formulas, and what users rely on: dtypes, segments, positions, padding."""
+"""Compares layers with their formulas; tests dtypes, segments, positions, padding."""
 
 import re
 
@@ -20,7 +20,7 @@ from jaxllm.layers import (
     RMSNorm,
     VLSTMLayer,
 )
-from jaxllm.layers.linear import ROWS, copies
+from jaxllm.layers.linear import ROWS, fan_out
 from jaxllm.sharding import P, spec_of
 
 
@@ -54,11 +54,11 @@ def test_linear_is_xw_plus_b_and_can_return_float32():
     close(y, exact + layer.bias[...])  # neither the sum nor the bias was rounded to bf16
 
 
-def test_gradients_of_copies_are_added_with_the_newest_product_on_the_left():
+def test_fan_out_adds_gradients_with_the_newest_product_on_the_left():
     x, weights = normal(0, 8, 4), [normal(i, 4, 4) for i in (1, 2, 3)]
 
     def f(x):
-        return sum((y @ w).sum() for y, w in zip(copies(x, 3), weights, strict=True))
+        return sum((y @ w).sum() for y, w in zip(fan_out(x, 3), weights, strict=True))
 
     close(jax.grad(f)(x), sum(jnp.ones((8, 4)) @ w.T for w in weights))
     text = jax.jit(jax.grad(f)).lower(x).as_text()
@@ -80,7 +80,7 @@ def test_a_pair_of_linears_is_split_by_columns_and_then_by_rows():
     assert spec_of(down.bias) == P()
 
 
-def test_embedding_adds_positions_given_or_counted():
+def test_embedding_adds_given_or_default_positions():
     layer = Embedding(
         10, 8, padded_vocab_size=16, max_seq_len=7, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
     )
@@ -97,7 +97,7 @@ def test_embedding_adds_positions_given_or_counted():
     close(layer.logits(y.astype(jnp.float32)), y.astype(jnp.float32) @ layer.wte[...].T)
 
 
-def test_embedding_refuses_a_longer_text():
+def test_embedding_refuses_a_text_longer_than_its_positions():
     layer = Embedding(10, 8, max_seq_len=7, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="T=8 exceeds max_seq_len=7"):
         layer(jnp.zeros((1, 8), jnp.int32))
@@ -127,9 +127,9 @@ def test_norms_add_the_residual_in_its_own_dtype(kind):
     close(s, branch.astype(jnp.bfloat16) + residual, 1e-7)
 
 
-def test_head_layer_norm_normalises_each_head_alone():
+def test_head_layer_norm_normalizes_each_head_separately():
     norm = HeadLayerNorm(3, 16, eps=1e-6)
-    assert norm.weight.ndim == 1  # else weight decay would take it for a matrix
+    assert norm.weight.ndim == 1  # weight decay would apply to a matrix
     norm.weight[...] = normal(0, 48)
     x = normal(1, 2, 5, 3, 16) * jnp.array([1.0, 100.0, 0.01])[:, None]
     z = x - x.mean(-1, keepdims=True)
@@ -162,7 +162,7 @@ def test_segments_do_not_see_each_other(kind):
     x = normal(1, 2, 11, 16)
     segments = jnp.broadcast_to(jnp.array([0] * 5 + [1] * 6), (2, 11))
     packed = run(x, segments)
-    # RoPE is relative: a segment that starts at position 5 is the one that starts at 0.
+    # RoPE is relative, so a segment may start at position 5 or at 0.
     alone = jnp.concatenate([run(x[:, :5], None), run(x[:, 5:], None)], axis=1)
     close(packed, alone, 1e-4)
     assert np.abs(packed - run(x, None))[:, 5:].max() > 1e-3
@@ -177,7 +177,7 @@ def test_positions_of_attention_are_relative_but_not_ignored():
     assert np.abs(layer(x, 2 * t) - layer(x)).max() > 1e-3
 
 
-def test_feed_forward_layers_are_their_formulas():
+def test_feed_forward_layers_match_their_formulas():
     x = normal(1, 2, 5, 16)
     mlp = MLP(16, 40, std=0.5, rngs=nnx.Rngs(0))
     mlp.up.bias[...] = normal(2, 40)
@@ -197,10 +197,10 @@ def test_feed_forward_layers_are_their_formulas():
         (GatedMLP, "swiglu", 128, 192, False),
     ],
 )
-def test_mosaic_trains_what_only_the_activation_has_a_kernel_for(
+def test_mosaic_uses_the_activation_kernel_where_the_fused_one_does_not_apply(
     kind, activation, rows, d_ff, fused
 ):
-    """The op that has the matmul in it would raise."""
+    """The fused op would raise there."""
     layer = kind(64, d_ff, implementation="mosaic", rngs=nnx.Rngs(0))
     loss = lambda x: layer(x).astype(jnp.float32).sum()
     lowered = jax.jit(jax.grad(loss)).trace(jnp.ones((1, rows, 64), jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""Shapes, initial weights, counts, causality, padding and recomputation of the three models."""
+"""Tests shapes, initial weights, counts, causality, padding and recomputation of the models."""
 
 import functools
 
@@ -37,7 +37,7 @@ def tiny(kind, **options):
 
 @functools.cache
 def shaken_params(config):
-    """Parameters far from their start, so that all of the model has a say."""
+    """Parameters far from their initial values, so that every part of the model matters."""
     params = jax.jit(lambda: nnx.state(create(config)))()
     rng = np.random.default_rng(0)
     for path, p in named_params(params).items():
@@ -49,7 +49,7 @@ def shaken_params(config):
 
 
 def shaken(config):
-    """(graph, parameters): the same parameters for every dtype and choice of recomputation."""
+    """(graph, parameters), with the same parameters for every dtype and remat."""
     graph = nnx.split(nnx.eval_shape(lambda: create(config)))[0]
     same = dict(remat="none", compute_dtype="float32", residual_dtype="float32")
     return graph, jax.tree.map(jnp.copy, shaken_params(config.model_copy(update=same)))
@@ -78,7 +78,7 @@ def test_real_models_have_the_published_number_of_parameters(name, count):
     assert sum(p.size for p in named_params(model).values()) == count + padding
 
 
-def test_operations_of_a_token():
+def test_flops_per_token():
     gpt2 = load("gpt2_124m").model
     matrices = 50257 * 768 + 12 * 12 * 768**2  # tied head and blocks; no positions, no padding
     assert flops_per_token(gpt2, 1024) == 6 * matrices + 6 * 12 * 768 * 1024
@@ -121,7 +121,7 @@ def test_initial_weights(kind):
 
 
 @all_models
-def test_a_later_token_changes_nothing_before_it(kind):
+def test_a_token_does_not_affect_earlier_outputs(kind):
     config = tiny(kind)
     graph, params = shaken(config)
     tokens = tokens_of(config)
@@ -133,7 +133,7 @@ def test_a_later_token_changes_nothing_before_it(kind):
 
 
 @all_models
-def test_padding_of_the_vocabulary_takes_no_part(kind):
+def test_padding_of_the_vocabulary_has_no_effect(kind):
     config = tiny(kind, n_layers=1)
     graph, params = shaken(config)
     tokens, labels = tokens_of(config), tokens_of(config, 1).at[0, :4].set(-100)
@@ -145,7 +145,7 @@ def test_padding_of_the_vocabulary_takes_no_part(kind):
     run = jax.jit(loss)
     total, grads = run(params, labels)
     assert total.dtype == jnp.float32
-    # The positions without a label add nothing, the others something.
+    # Only positions with a label contribute.
     of = lambda where: float(run(params, jnp.where(where, labels, -100))[0])
     only = np.zeros(labels.shape, bool)
     only[0, :4] = True
@@ -196,7 +196,7 @@ def test_recomputation_changes_no_gradient(kind):
         graph, params = shaken(tiny(kind, remat=remat, n_layers=1))
         loss = lambda p, g=graph: nnx.merge(g, p).loss(tokens, tokens)
         found[remat] = named_params(jax.jit(jax.grad(loss))(params))
-    # A gradient that is zero but for rounding (the keys' biases) has the size of the others' eps.
+    # A gradient that is zero up to rounding (the keys' biases) is as large as the others' eps.
     largest = max(np.abs(g[...]).max() for g in found["none"].values())
     for path, expected in found["none"].items():
         allowed = 1e-5 * np.abs(expected[...]).max() + np.finfo(np.float32).eps * largest
@@ -217,7 +217,7 @@ def test_equal_blocks_are_traced_once(kind, remat, monkeypatch):
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     jax.clear_caches()
     jax.jit(jax.grad(lambda p, t: nnx.merge(graph, p).loss(t, t))).trace(params, tokens)
-    # The first block has no branch to add yet; with remat=block no block hands one on.
+    # The first block has no branch to add yet; with remat=block no block returns one.
     assert len(traced) == (1 if remat == "block" else 2)
 
 
@@ -234,12 +234,12 @@ def test_bfloat16_is_close_to_float32(kind):
     truth = logits()
     for residual in ("bfloat16", "float32"):
         error = logits(compute_dtype="bfloat16", residual_dtype=residual) - truth
-        # The median: where q . k is near 0, the sign of a vLSTM's first output is anyone's guess.
+        # The median, because where q . k is near 0, the sign of a vLSTM's first output is random.
         assert 1e-4 < np.median(error.std(-1)) / truth.std() < 0.03
 
 
 def plain_logits(model, tokens):
-    """A GPT-2 or Llama with window and softcap, whose attention is written out."""
+    """A GPT-2 or Llama with window and softcap, and attention in plain jnp."""
     config, T = model.config, tokens.shape[1]
     t = jnp.arange(T)
     seen = (t[None] <= t[:, None]) & (t[None] > t[:, None] - config.window)
@@ -271,7 +271,7 @@ def plain_logits(model, tokens):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3"])
-def test_window_and_softcap_equal_attention_written_out(kind):
+def test_window_and_softcap_match_attention_in_plain_jnp(kind):
     config = tiny(kind, window=5, softcap=0.7)
     graph, params = shaken(config)
     tokens, labels = tokens_of(config), tokens_of(config, 1)
@@ -292,7 +292,7 @@ def test_window_and_softcap_equal_attention_written_out(kind):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=allowed)
 
 
-def test_segments_of_a_batch_are_like_texts_alone():
+def test_segments_give_the_logits_of_separate_texts():
     config = tiny("gpt2")
     graph, params = shaken(config)
     tokens = tokens_of(config, shape=(1, 20))

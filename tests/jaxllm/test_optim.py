@@ -29,7 +29,7 @@ def test_linear_ends_at_the_final_fraction():
     np.testing.assert_allclose(got, 1 - 0.8 * np.arange(11) / 10, rtol=1e-5)
 
 
-def test_constant_stays():
+def test_constant_does_not_decay():
     np.testing.assert_allclose(rates(10, schedule="constant", warmup_steps=2)[1:], 1)
 
 
@@ -68,7 +68,7 @@ def test_the_gradient_is_clipped_to_the_global_norm():
     assert float(optax.tree.norm(moments(0.0))) == pytest.approx(10 * np.sqrt(7), rel=1e-5)
 
 
-def test_the_global_norm_takes_every_number_once():
+def test_the_global_norm_counts_every_number_once():
     shapes = [(), (5,), (3, 4), (2, 3, 4)]
     tree = [jnp.arange(1.0, 1 + np.prod(shape)).reshape(shape) for shape in shapes]
     for norm in (global_norm(tree), jax.jit(global_norm)(tree)):

@@ -1,4 +1,4 @@
-"""Our models against Hugging Face's: logits, loss and every gradient (tests/fixtures)."""
+"""Compares our models with Hugging Face's: logits, loss and every gradient (tests/fixtures)."""
 
 import json
 from functools import partial
@@ -17,11 +17,11 @@ from jaxllm.models import create
 from jaxllm.weights.places import from_huggingface, named_params, set_params, to_huggingface
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-TOLERANCE = 2e-5  # of the largest value: fp32 sums in another order, through two blocks
+TOLERANCE = 2e-5  # of the largest value, for fp32 sums in another order through two blocks
 
 
 def close(actual, expected, largest=0.0):
-    """Within TOLERANCE of the largest value, and float32's epsilon of `largest`."""
+    """Asserts agreement within TOLERANCE of the largest value plus float32's eps of `largest`."""
     allowed = TOLERANCE * np.abs(expected).max() + np.finfo(np.float32).eps * largest
     assert 0 < allowed < np.abs(expected).max() / 100
     np.testing.assert_allclose(actual, expected, rtol=0, atol=allowed)
@@ -47,7 +47,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
         model = nnx.merge(graph, params)
         return model.loss(tokens, labels) / (labels != -100).sum(), model(tokens)
 
-    with jax.default_matmul_precision("highest"):  # a GPU would take TF32
+    with jax.default_matmul_precision("highest"):  # a GPU would use TF32
         (loss, logits), ours = jax.jit(mean_loss_and_logits)(params)
     close(logits[..., : config.vocab_size], stored["logits"])
     close(loss, stored["loss"])

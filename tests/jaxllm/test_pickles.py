@@ -1,4 +1,4 @@
-"""Nothing that is read is ever unpickled: not weights, checkpoints, shards or tokenizers."""
+"""Reading weights, checkpoints, shards and tokenizers never unpickles anything."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from jaxllm.errors import InputError
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.weights.pretrained import open_weights
 
-unpickled = []  # names that a pickle looked up, which every harmful one has to
+unpickled = []  # names that a pickle looked up, as every harmful pickle must
 
 
 def watch(event, arguments):
@@ -31,7 +31,7 @@ sys.addaudithook(watch)
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -42,10 +42,10 @@ class Trap:
 
 @pytest.fixture
 def trap(tmp_path):
-    """The bytes of a pickle; afterwards nothing must have been unpickled."""
+    """The bytes of a pickle; asserts afterwards that nothing was unpickled."""
     marker = tmp_path / "executed"
     content = pickle.dumps(Trap(marker))
-    pickle.loads(content)  # it works, and is noticed
+    pickle.loads(content)  # the trap works and is detected
     assert marker.exists()
     assert unpickled.pop() == ("posix", "mkdir")
     marker.rmdir()
@@ -91,7 +91,7 @@ def test_checkpoints(trap, tmp_path):
     for path in files:
         kept = path.read_bytes()
         path.write_bytes(trap)
-        with contextlib.suppress(InputError):  # some are not needed to restore
+        with contextlib.suppress(InputError):  # restoring does not need all files
             Checkpoints(tmp_path / "x", keep=1).restore(1, state)
         path.write_bytes(kept)
-    gc.collect()  # what Orbax left is told now and not in another test
+    gc.collect()  # Orbax's leftovers warn now and not in another test

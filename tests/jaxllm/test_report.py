@@ -37,7 +37,7 @@ def a_run(folder, steps, slope=0.01, samples=3):
 
 
 class Page(HTMLParser):
-    """Collects the tags, the addresses and the text of a page."""
+    """Collects the tags, the links and the text of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -52,7 +52,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_a_page_needs_nothing_but_itself(tmp_path, capsys):
+def test_a_page_is_self_contained(tmp_path, capsys):
     run = a_run(tmp_path / "one", 20)
     assert report.main([str(run)]) == 0
     text = (run / "report.html").read_text()
@@ -75,7 +75,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path, capsys):
     assert report.INK not in text
 
 
-def test_runs_lie_over_one_another(tmp_path, capsys):
+def test_several_runs_share_the_charts(tmp_path, capsys):
     runs = [a_run(tmp_path / "one", 20), a_run(tmp_path / "two", 30, slope=0.02)]
     assert report.main([*map(str, runs), "--out", str(tmp_path / "x.html")]) == 0
     page = Page((tmp_path / "x.html").read_text())
@@ -84,13 +84,13 @@ def test_runs_lie_over_one_another(tmp_path, capsys):
     assert "What differssettingonetwotrain.steps2030two"[:-3] in page.text  # and nothing else
 
 
-def test_the_duration_is_shown_where_it_is_known(tmp_path):
+def test_the_duration_is_shown_if_known(tmp_path):
     run = a_run(tmp_path / "one", 20)
-    assert "duration" not in Page(report.page([report.Loaded(run)])).text
+    assert "duration" not in Page(report.page([report.LoadedRun(run)])).text
     with (run / "metrics.jsonl").open("a") as file:
         for seconds in (3599.6, 7322.4, 1e25, None, "x"):
             file.write("\n" + json.dumps({"step": 20, "seconds": seconds}))
-    assert "duration2:02:02" in Page(report.page([report.Loaded(run)])).text
+    assert "duration2:02:02" in Page(report.page([report.LoadedRun(run)])).text
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_one_spike_does_not_flatten_a_log_scale(values, low, high):
     assert any(bottom < tick < top for tick in axes.get_yticks())
 
 
-def test_only_a_report_is_overwritten(tmp_path, capsys):
+def test_only_reports_are_overwritten(tmp_path, capsys):
     run, out = a_run(tmp_path / "one", 20), tmp_path / "weights"
     out.write_bytes(b"\x93precious")
     assert report.main([str(run), "--out", str(out)]) == 2
@@ -125,7 +125,7 @@ def test_only_a_report_is_overwritten(tmp_path, capsys):
 
 def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
     run = a_run(tmp_path / "long", 20_000, slope=1e-5, samples=100)
-    loaded = report.Loaded(run)
+    loaded = report.LoadedRun(run)
     points = loaded.points("loss")
     points[777] = (778, 99.0)
     kept = report.thin(points)
@@ -141,13 +141,13 @@ def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "is no run's directory"),
+        ({}, "is not a run's directory"),
         ({"metrics.jsonl": "", "config.yaml": ""}, "holds no metrics yet"),
         ({"metrics.jsonl": '{"step": 1}', "config.yaml": "", "run.json": "{"}, "is damaged"),
         ({"metrics.jsonl": '{"step": 1}', "config.yaml": "", "run.json": "3"}, "is damaged"),
     ],
 )
-def test_what_is_no_run_is_one_line(tmp_path, files, message, capsys):
+def test_a_folder_without_a_run_gives_one_line(tmp_path, files, message, capsys):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert report.main([str(tmp_path)]) == 2
@@ -164,7 +164,7 @@ def browser():
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_a_browser_shows_it_light_and_dark_wide_and_narrow(browser, tmp_path, runs):
+def test_a_browser_shows_the_report_light_and_dark_wide_and_narrow(browser, tmp_path, runs):
     folders = [a_run(tmp_path / f"run_{i}", 200, slope=0.01 * (i + 1)) for i in range(runs)]
     report.write(folders, tmp_path / "x.html")
     for dark, width in ((False, 1200), (True, 1200), (False, 390), (True, 390)):
@@ -189,10 +189,10 @@ def test_a_browser_shows_it_light_and_dark_wide_and_narrow(browser, tmp_path, ru
             assert (np.abs(shown[top:bottom] - rgb).max(-1) < 0.1).sum() > 100, color
 
 
-def test_the_browser_tells_what_is_wrong_with_a_page(browser, tmp_path):
+def test_the_browser_reports_errors_of_a_page(browser, tmp_path):
     page = tmp_path / "x.html"
     page.write_text('<img src="http://localhost/x.png"><script>console.log("oh"); no()</script>')
     browser.open(page, width=400, dark=False)
-    told = "\n".join(browser.complaints())
+    complaints = "\n".join(browser.complaints())
     for word in ("request: http://localhost/x.png", '"oh"', "ReferenceError"):
-        assert word in told
+        assert word in complaints

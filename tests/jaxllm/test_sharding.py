@@ -1,4 +1,4 @@
-"""One step on four devices is the step on one device, and its kernels see a device's own part."""
+"""A step on four devices equals the step on one, and its kernels see only a device's own part."""
 
 import json
 import os
@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_four_devices_compute_what_one_does(result, model, mesh):
     one, four = result[model]["one"], result[model][mesh]
-    assert np.isfinite(one["losses"]).all()  # to assert_allclose NaN is close to NaN
+    assert np.isfinite(one["losses"]).all()  # assert_allclose accepts equal NaNs
     np.testing.assert_allclose(four["losses"], one["losses"], rtol=2e-5)
     np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
 
@@ -60,13 +60,13 @@ def test_four_devices_pack_documents_like_one(result, model):
     one, four = result["packed"][model]["one"], result["packed"][model]["tensor"]
     np.testing.assert_allclose(four["losses"], one["losses"], rtol=2e-5)
     np.testing.assert_allclose(four["norms"], one["norms"], rtol=2e-4)
-    # The same batches as streams: packing is no empty word.
+    # The same batches as streams must differ, or packing would have no effect.
     stream = result[model]["one"]
     assert np.abs(np.subtract(one["norms"], stream["norms"])).max() > 1e-3 * stream["norms"][0]
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_moments_lie_like_their_parameters_and_buffers_are_donated(result, model, mesh):
+def test_moments_are_sharded_like_their_parameters_and_buffers_are_donated(result, model, mesh):
     assert result[model][mesh]["moments_like_params"]
     assert result[model][mesh]["donated"]
 
@@ -84,8 +84,8 @@ def test_fsdp_and_tensor_split_the_parameters(result):
 
 
 def test_kernels_run_on_each_device_s_own_part(result):
-    # A kernel under plain jit would be given the gathered, whole batch on every device.
-    whole = "8x32x4x64"  # (batch, time, heads, head dimension) that attention would be given
+    # Under plain jit every device's kernel would get the whole, gathered batch.
+    whole = "8x32x4x64"  # (batch, time, heads, head dimension) of the whole batch
     queries = {
         "data": "2x32x4x64",  # a fourth of the batch
         "tensor": "4x32x2x64",  # half of the batch (fsdp=2), half of the heads
@@ -97,7 +97,7 @@ def test_kernels_run_on_each_device_s_own_part(result):
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    with pytest.raises(InputError, match=r"data=3 x fsdp=1 x tensor=1 does not make 1 devices"):
+    with pytest.raises(InputError, match=r"data=3 x fsdp=1 x tensor=1 does not equal 1 devices"):
         make_mesh(MeshConfig(data=3), jax.devices()[:1])
 
 
@@ -121,6 +121,6 @@ def test_a_batch_that_does_not_divide_is_refused():
         check_batch(train, FourTensorDevices)
 
 
-def test_without_a_mesh_an_op_is_left_as_it_is():
+def test_without_a_mesh_an_op_is_not_wrapped():
     op = lambda x: x
     assert per_device(op, None, None) is op

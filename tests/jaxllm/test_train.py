@@ -1,4 +1,4 @@
-"""The trainer, by running it: a straight run, killed and stopped runs that go on."""
+"""Runs the trainer: an uninterrupted run, and killed and stopped runs that resume."""
 
 import gc
 import json
@@ -29,7 +29,7 @@ from jaxllm.sharding import make_mesh
 from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
-from jaxllm.train.process import alone
+from jaxllm.train.process import lock_directory
 from jaxllm.train.run import Run, StepClock
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
 
 
 def run_until(tiny, out_dir, step, signal_number, *more):
-    """Starts a run, sends a signal once it speaks of `step`; returns (status, output)."""
+    """Starts a run, sends a signal once it prints `step`; returns (status, output)."""
     process = subprocess.Popen(
         command(tiny, out_dir, *more), cwd=REPO, stdout=subprocess.PIPE, text=True
     )
@@ -53,14 +53,14 @@ def run_until(tiny, out_dir, step, signal_number, *more):
 
 @pytest.fixture(scope="module")
 def straight(tiny, tmp_path_factory):
-    """A run that nobody stopped: (its directory, the finished process)."""
+    """An uninterrupted run: (its directory, the finished process)."""
     out_dir = tmp_path_factory.mktemp("runs") / "straight"
     done = run(tiny, out_dir, JAX_LOG_COMPILES="1")
     assert done.returncode == 0, done.stderr
     return out_dir, done
 
 
-# Orbax's thread tells its failure on standard error, too, and drops what it had begun.
+# Orbax's thread also prints its failure on standard error, and abandons its coroutines.
 failing = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnhandledThreadExceptionWarning",
     "ignore::pytest.PytestUnraisableExceptionWarning",
@@ -78,13 +78,13 @@ def texts(out_dir):
 
 
 def final_state(out_dir, step=STEPS):
-    """The state as it was saved, put on this process's devices."""
+    """The saved state, on this process's devices."""
     config = configs.load(str(out_dir / "config.yaml"), {"mesh.fsdp": "1"})
     trainer = Trainer(config, make_mesh(config.mesh))
     return Checkpoints(out_dir / "checkpoints", 1).restore(step, trainer.abstract_state().saved())
 
 
-def test_a_run_leaves_everything_it_promises(straight):
+def test_a_run_writes_everything_it_promises(straight):
     out_dir, done = straight
     rows = read_metrics(out_dir / "metrics.jsonl")
     steps = [r for r in rows if "loss" in r]
@@ -109,11 +109,11 @@ def test_a_run_leaves_everything_it_promises(straight):
     assert [r["seconds"] for r in rows] == sorted(r["seconds"] for r in rows)
 
 
-def test_a_run_sums_itself_up_at_its_end(straight):
+def test_a_run_ends_with_a_summary(straight):
     out_dir, done = straight
     rows = read_metrics(out_dir / "metrics.jsonl")
     loss = {r["step"]: r["loss"] for r in rows if "loss" in r}
-    said = done.stdout[done.stdout.index(f"done: {out_dir}\n") :]
+    ending = done.stdout[done.stdout.index(f"done: {out_dir}\n") :]
     duration = timedelta(seconds=round(rows[-1]["seconds"]))
     for line in (
         f"loss     {loss[1]:.4f} at step 1, {loss[STEPS]:.4f} at step {STEPS}, validation ",
@@ -121,13 +121,13 @@ def test_a_run_sums_itself_up_at_its_end(straight):
         f"look at  {out_dir}/loss.png, {out_dir}/report.html\n",
         f" -m jaxllm.generate --checkpoint {out_dir} --prompt 'the '\n",
     ):
-        assert line in said
+        assert line in ending
     assert str(duration) in (out_dir / "report.html").read_text()
-    words = shlex.split(said.partition("try it   ")[2])
+    words = shlex.split(ending.partition("try it   ")[2])
     assert generate._read(words[words.index("--checkpoint") :]).prompt == "the "
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there kernels run")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU runs kernels")
 def test_on_a_cpu_one_line_says_why_no_kernel_runs(straight):
     lines = straight[1].stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("kernels"))
@@ -135,10 +135,10 @@ def test_on_a_cpu_one_line_says_why_no_kernel_runs(straight):
     assert lines[at + 1].startswith("compiled in ")
 
 
-def test_only_one_and_the_same_reason_is_summed_up(monkeypatch):
+def test_the_kernel_summary_is_one_line_if_all_reasons_are_equal(monkeypatch):
     decide = dispatch.Decision
-    for decisions, said in (
-        ([decide("a", "xla", "asked for")], "model.kernels=xla asks for it"),
+    for decisions, ending in (
+        ([decide("a", "xla", "asked for")], "as model.kernels=xla requires"),
         ([decide("a", "xla", "no"), decide("b", "xla", "no")], "all ops run on XLA: no"),
         ([decide("a", "xla", "no"), decide("b", "xla", "other")], "op by op"),
         ([decide("a", "xla", "no"), decide("b", "cudnn", "no")], "op by op"),
@@ -146,10 +146,10 @@ def test_only_one_and_the_same_reason_is_summed_up(monkeypatch):
     ):
         monkeypatch.setattr(dispatch, "decisions", lambda decisions=decisions: decisions)
         monkeypatch.setattr(dispatch, "explain", lambda: "op by op")
-        assert launch.kernels_in_short().endswith(said)
+        assert launch.kernel_summary().endswith(ending)
 
 
-def test_the_command_that_writes_text_starts_as_the_run_did(monkeypatch):
+def test_the_suggested_command_starts_as_the_run_did(monkeypatch):
     more = "--checkpoint a --prompt 'it'\"'\"'s'"
     for program, uv, on_path, wanted in (
         ("/x/bin/jaxllm", False, True, "jaxllm generate"),
@@ -166,22 +166,22 @@ def test_the_command_that_writes_text_starts_as_the_run_did(monkeypatch):
         assert summary.generate_command(Path("a"), "it's") == f"{wanted} {more}"
 
 
-def test_a_step_is_noted_while_the_next_is_under_way_and_pauses_are_no_steps_time(monkeypatch):
-    now, noted = [0.0], []
+def test_a_step_is_recorded_while_the_next_one_runs_and_excludes_pauses(monkeypatch):
+    now, steps = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = StepClock(lambda *step: noted.append(step), "")
+    clock = StepClock(lambda *step: steps.append(step), "")
     for step in (1, 2, 3):
         now[0] += 1
         clock.started(step, {"loss": step})
-        assert [n[0] for n in noted] == list(range(1, step))
+        assert [s[0] for s in steps] == list(range(1, step))
     with clock.stopped():
-        assert noted == [(1, {"loss": 1.0}, 2.0), (2, {"loss": 2.0}, 1.0), (3, {"loss": 3.0}, 0.0)]
+        assert steps == [(1, {"loss": 1.0}, 2.0), (2, {"loss": 2.0}, 1.0), (3, {"loss": 3.0}, 0.0)]
         now[0] += 100
     now[0] += 1
     clock.started(4, {"loss": 4})
     now[0] += 1
     with clock.stopped():
-        assert noted[3:] == [(4, {"loss": 4.0}, 2.0)]
+        assert steps[3:] == [(4, {"loss": 4.0}, 2.0)]
 
 
 def test_every_program_is_compiled_once(straight):
@@ -198,7 +198,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(straight):
     assert kept == {55, 60, best}
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tiny, straight, tmp_path):
+def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
     out_dir = tmp_path / "broken"
     status, output = run_until(tiny, out_dir, 32, signal.SIGTERM)
     assert status == 143
@@ -220,12 +220,12 @@ KILLS = int(os.environ.get("KILLS", 4))
 
 
 @pytest.mark.timeout(300 + 20 * KILLS)
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="forks, which a GPU does not survive")
-def test_killed_at_random_moments_it_always_goes_on_bit_for_bit(tiny, straight, tmp_path):
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="forks, which CUDA does not support")
+def test_a_run_killed_at_random_moments_resumes_bit_for_bit(tiny, straight, tmp_path):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     script, words = str(REPO / "tests/jaxllm/killed_runs.py"), ["--config", str(tiny)]
-    words += ["--train.checkpoint_every", "2", "--sample.tokens", "0"]  # often saving
+    words += ["--train.checkpoint_every", "2", "--sample.tokens", "0"]  # saves often
     done = subprocess.run(
         [sys.executable, script, str(tmp_path), str(KILLS), str(seed), str(STEPS), "--", *words],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -247,20 +247,20 @@ def test_killed_at_random_moments_it_always_goes_on_bit_for_bit(tiny, straight, 
 
 
 @failing
-def test_a_full_disk_ends_no_run(tiny, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_does_not_stop_a_run(tiny, tmp_path, capsys, monkeypatch):
     save, limits = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
-    frozen = []  # what the garbage collector no longer looks through while a run trains
+    frozen = []  # number of objects that the garbage collector ignores during training
 
     def save_or_fill_the_disk(self, step, *more):
         frozen.append(gc.get_freeze_count())
-        if step in (4, 8):  # no file may grow beyond so many bytes, for four steps
+        if step in (4, 8):  # limits the size of files for four steps
             resource.setrlimit(resource.RLIMIT_FSIZE, (600 if step == 4 else limits[0], limits[1]))
         return save(self, step, *more)
 
     monkeypatch.setattr(Checkpoints, "save", save_or_fill_the_disk)
     more = ["--train.steps", "12", "--train.checkpoint_every", "2", "--train.eval_every", "4"]
     more += ["--sample.tokens", "0"]
-    # It goes on where nothing was saved: the process before it was killed early.
+    # The run resumes without a checkpoint, as if the first process was killed early.
     (tmp_path / "x").mkdir()
     shutil.copy(tiny, tmp_path / "x" / "config.yaml")
     (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "lo')
@@ -270,31 +270,31 @@ def test_a_full_disk_ends_no_run(tiny, tmp_path, capsys, monkeypatch):
     assert status == 0, captured.err
     assert min(frozen) > 50_000
     assert gc.get_freeze_count() == 0
-    for told in (
-        "holds no complete checkpoint: it starts again",
+    for message in (
+        "holds no complete checkpoint: starting again",
         "the checkpoint of step 4 could not be written",
         "the newest complete one is of step 2",
         "metrics.jsonl cannot be written now",
         "loss.png could not be drawn",
-        "no more TensorBoard events",
+        "stopped writing TensorBoard events",
     ):
-        assert told in captured.out
+        assert message in captured.out
     assert list(losses(tmp_path / "x")) == list(range(1, 13))
     assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() == 12
     assert "Traceback" not in captured.err
 
 
-def test_a_disk_that_is_really_full_ends_no_run_and_one_full_at_the_start_is_told(tiny, tmp_path):
+def test_a_real_full_disk_does_not_stop_a_run_but_prevents_a_new_one(tiny, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = f"mount -t tmpfs -o size=3m tmpfs {disk}"  # of this command alone, gone with it
+    mount = f"mount -t tmpfs -o size=3m tmpfs {disk}"  # exists only inside this command
     if (
         shutil.which("unshare") is None
         or subprocess.run(
             ["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False
         ).returncode
     ):
-        pytest.skip("this system lets nobody mount a disk")
+        pytest.skip("this system does not permit mounting a disk")
 
     def trained(name):
         words = command(tiny, disk / name, "--train.steps", "20", "--train.keep_checkpoints", "2")
@@ -308,8 +308,8 @@ def test_a_disk_that_is_really_full_ends_no_run_and_one_full_at_the_start_is_tol
         timeout=240, check=False,
     )  # fmt: skip
     whole, full = done.stdout.split("status", 1)
-    told = "the checkpoint of step 15 could not be written (the disk is full: free some of it);"
-    assert f"{told} the newest complete one is of step 10" in whole
+    failed = "the checkpoint of step 15 could not be written (the disk is full: free some space);"
+    assert f"{failed} the newest complete one is of step 10" in whole
     assert "step 20/20  validation loss" in whole
     assert full.startswith(" 1\n")  # its last checkpoint is missing
     assert {"report.html", "loss.png", "10"} <= set(full.split())
@@ -322,7 +322,7 @@ def test_a_disk_that_is_really_full_ends_no_run_and_one_full_at_the_start_is_tol
     assert "status 2" in full
 
 
-def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):
+def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):
     more = ["--optimizer.learning_rate", "1e30", "--optimizer.warmup_steps", "0"]
     more += ["--train.checkpoint_every", "1", "--train.max_skips", "3"]
     status = train.main(["--config", str(tiny), "--out_dir", str(tmp_path / "x"), *more])
@@ -331,7 +331,7 @@ def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(tiny, tmp_path,
     assert "update skipped (2 in a row)" in captured.out
     last = captured.err.strip().splitlines()[-1]
     assert last.startswith("error: 3 updates in a row were skipped"), last
-    where = re.search(r"step (\d+) on the samples (\d+) to (\d+);", last)
+    where = re.search(r"step (\d+) on samples (\d+) to (\d+);", last)
     step, first, end = map(int, where.groups())
     assert (first, end) == (8 * (step - 1), 8 * step - 1)
     assert "first not finite: the gradient" in last
@@ -344,7 +344,7 @@ def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
     run = Run.__new__(Run)
     run.config, run.samples, run.start = configs.load(str(tiny), {"train.skip_spikes": "6"}), 80, 10
     assert run._why_skipped(12, finite=True) == (
-        "5 updates in a row were skipped (train.max_skips), up to step 12 on the samples 88 to 95;"
+        "5 updates in a row were skipped (train.max_skips), up to step 12 on samples 88 to 95;"
         " its loss is a spike; raise train.skip_spikes=6.0"
     )
 
@@ -352,7 +352,7 @@ def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
 def test_two_processes_train_as_one(tiny, straight, tmp_path):
     out_dir = tmp_path / "two"
     processes = []
-    for rank in range(2):  # as a Slurm cluster would start them; its job number chooses the port
+    for rank in range(2):  # as Slurm would start them; JAX derives the port from the job id
         cluster = {
             "JAX_PLATFORMS": "cpu",
             "SLURM_JOB_ID": str(os.getpid()),
@@ -375,39 +375,39 @@ def test_two_processes_train_as_one(tiny, straight, tmp_path):
     outputs = [p.communicate(timeout=240)[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], outputs
     assert "devices  2 x cpu, mesh {'data': 1, 'fsdp': 2, 'tensor': 1}" in outputs[0]
-    assert "step 60/60" not in outputs[1]  # only the first one speaks
+    assert "step 60/60" not in outputs[1]  # only the first process prints
     got, wanted = losses(out_dir), losses(straight[0])
     assert list(got) == list(wanted)
-    # bf16: the order of the sums over the batch differs, and the difference grows with the steps.
+    # The sums over the batch have another order, and in bf16 the difference grows over the steps.
     np.testing.assert_allclose(
         [got[s] for s in range(1, 6)], [wanted[s] for s in range(1, 6)], 2e-3
     )
     assert got[STEPS] == pytest.approx(wanted[STEPS], rel=0.05)
 
 
-class TestOfAFinishedRun:
+class TestFinishedRun:
     @pytest.fixture
     def copy(self, straight, tmp_path):
         out_dir = tmp_path / "copy"
         shutil.copytree(straight[0], out_dir)
         return out_dir
 
-    def test_its_directory_is_in_use(self, tiny, copy, capsys):
+    def test_a_new_run_in_its_directory_is_refused(self, tiny, copy, capsys):
         before = (copy / "metrics.jsonl").read_bytes()
         assert "already holds a run" in error_of(capsys, "--config", tiny, "--out_dir", copy)
         assert (copy / "metrics.jsonl").read_bytes() == before
 
-    def test_it_has_no_steps_left(self, copy, capsys):
+    def test_resuming_without_steps_left_is_refused(self, copy, capsys):
         assert "raise --train.steps" in error_of(capsys, "--resume", "--out_dir", copy)
 
-    def test_killed_after_its_last_checkpoint_it_gets_what_it_lacks(
+    def test_resuming_completes_a_run_killed_after_its_last_checkpoint(
         self, straight, copy, capsys, monkeypatch
     ):
         lines = (copy / "metrics.jsonl").read_text().splitlines()
         lines = [x for x in lines if json.loads(x)["step"] < STEPS or "loss" in json.loads(x)]
         (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
         (copy / "loss.png").unlink()
-        os.utime(copy / "report.html", (0, 0))  # of a stop before
+        os.utime(copy / "report.html", (0, 0))  # from an earlier stop
         prompts, prompt = [], Tokenizer.prompt
         monkeypatch.setattr(
             Tokenizer, "prompt", lambda self, text: prompts.append(text) or prompt(self, text)
@@ -415,10 +415,10 @@ class TestOfAFinishedRun:
         status = train.main(["--resume", "--out_dir", str(copy)])
         captured = capsys.readouterr()
         assert status == 0, captured.err
-        assert prompts == ["the "]  # behind what the tokenizer puts before a text
+        assert prompts == ["the "]  # the sample's prompt includes the tokenizer's prefix
         rows = [r for r in read_metrics(copy / "metrics.jsonl") if r["step"] == STEPS]
         wanted = [r for r in read_metrics(straight[0] / "metrics.jsonl") if r["step"] == STEPS]
-        # In this process XLA has other flags than in a run's own: on a GPU, other last bits.
+        # This process has other XLA flags than a run, so the last bits may differ on a GPU.
         assert [r.keys() for r in rows] == [r.keys() for r in wanted]
         assert [r["val_loss"] for r in rows if "val_loss" in r] == pytest.approx(
             [r["val_loss"] for r in wanted if "val_loss" in r], rel=1e-3
@@ -427,13 +427,13 @@ class TestOfAFinishedRun:
         assert f"step {STEPS}</figcaption>" in (copy / "report.html").read_text()
         assert "raise --train.steps" in error_of(capsys, "--resume", "--out_dir", copy)
 
-    def test_another_process_trains_there(self, copy, capsys):
+    def test_a_second_process_is_refused(self, copy, capsys):
         more = ["--train.steps", "70"]
-        with alone(copy):
+        with lock_directory(copy):
             message = error_of(capsys, "--resume", "--out_dir", copy, *more)
-        assert "another process trains in out_dir" in message
+        assert "another process is training in out_dir" in message
 
-    def test_it_stays_the_model_that_it_is(self, copy, capsys):
+    def test_resuming_with_another_model_is_refused(self, copy, capsys):
         more = ["--train.steps", "70", "--model.n_layers", "3"]
         message = error_of(capsys, "--resume", "--out_dir", copy, *more)
         assert "model.n_layers=3 differs from 2" in message
@@ -446,13 +446,13 @@ class TestOfAFinishedRun:
         assert "is of another model" in message
         assert "[64, 128]" in message or "[128, 64]" in message
 
-    def test_other_data_are_refused(self, copy, tmp_path, capsys):
+    def test_other_data_is_refused(self, copy, tmp_path, capsys):
         (tmp_path / "other.txt").write_text("another cat and another rat " * 2000)
         more = ["--train.steps", "70", "--data.path", tmp_path / "other.txt"]
         message = error_of(capsys, "--resume", "--out_dir", copy, *more)
         assert "the data changed since the checkpoint" in message
 
-    def test_a_damaged_checkpoint_is_named(self, copy, capsys):
+    def test_a_damaged_checkpoint_is_reported(self, copy, capsys):
         newest = copy / "checkpoints" / str(STEPS)
         for path in newest.rglob("*"):
             if path.is_file() and path.stat().st_size > 1000:
@@ -462,7 +462,7 @@ class TestOfAFinishedRun:
         assert f"checkpoint {newest} is damaged" in message
         assert (copy / "metrics.jsonl").read_bytes() == before
 
-    def test_it_can_be_trained_further_on_other_devices(self, tiny, copy, tmp_path):
+    def test_training_can_continue_on_other_devices(self, tiny, copy, tmp_path):
         other = tmp_path / "other"
         shutil.copytree(copy, other)
         more = ["--train.steps", "64", "--sample.tokens", "0"]
@@ -474,8 +474,10 @@ class TestOfAFinishedRun:
         done = run(other / "config.yaml", other, "--resume", *more, **cpu)
         assert done.returncode == 0, done.stderr
         assert "mesh {'data': 2, 'fsdp': 2, 'tensor': 1}" in done.stdout
-        for step in range(61, 65):  # the same data in another split; bf16 sums in another order
+        for step in range(
+            61, 65
+        ):  # the same data, divided differently, so bf16 sums have another order
             assert losses(other)[step] == pytest.approx(losses(copy)[step], rel=2e-3)
         mine, theirs = (jax.tree.leaves(final_state(x, 64).params) for x in (copy, other))
-        for a, b in zip(mine, theirs, strict=True):  # and back from four devices to these
+        for a, b in zip(mine, theirs, strict=True):  # restores from four devices onto these
             np.testing.assert_allclose(a, b, atol=2e-3)

@@ -1,4 +1,4 @@
-"""Bad input of train.py: one line, exit status 2, nothing written."""
+"""Bad input to train.py gives one line and exit status 2, and writes nothing."""
 
 import subprocess
 import sys
@@ -26,7 +26,10 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--train.batch_size", "0"], "train.batch_size=0"),
         (["--config", "llama3_small", "--train.seq_len", "512"], "exceeds model.max_seq_len=256"),
         (["--config", "llama3_small", "--model.n_kv_heads", "3"], "not a multiple of n_kv_heads=3"),
-        (["--config", "llama3_small", "--mesh.tensor", "7"], "set mesh.data=-1 and divisors of"),
+        (
+            ["--config", "llama3_small", "--mesh.tensor", "7"],
+            "set mesh.data=-1 and the other axes to divisors of",
+        ),
         (["--config", "llama3_small", "--data.path", "/nothing", "--data.source", "text"], "/noth"),
         (
             ["--config", "llama3_small", "--data.path", "/nothing"],
@@ -48,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--out_dir", ""], "--out_dir is empty"),
     ],
 )
-def test_bad_command_lines(words, message, capsys, monkeypatch):
+def test_bad_command_lines_are_refused(words, message, capsys, monkeypatch):
     monkeypatch.chdir(REPO)
     assert message in error_of(capsys, *words)
 
@@ -56,7 +59,7 @@ def test_bad_command_lines(words, message, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value"), [("model.window", "8"), ("model.softcap", "30"), ("data.pack", "documents")]
 )
-def test_a_resumed_run_keeps_what_a_token_sees(key, value, capsys, tmp_path):
+def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
     message = error_of(capsys, "--resume", "--out_dir", tmp_path, f"--{key}", value)
     assert f"{key}=" in message
@@ -72,7 +75,7 @@ def test_a_resumed_run_keeps_what_a_token_sees(key, value, capsys, tmp_path):
         ["--model.init_from", "/nothing"],
     ],
 )
-def test_wrong_paths_are_told_before_jax_is_imported(words):
+def test_wrong_paths_are_reported_before_jax_is_imported(words):
     code = (
         "import sys, train\n"
         f"assert train.main(['--config', 'llama3_small', *{words!r}]) == 2\n"
@@ -86,7 +89,7 @@ def test_wrong_paths_are_told_before_jax_is_imported(words):
     assert done.stderr.count("\n") == 1
 
 
-def test_hosts_that_no_cluster_names(tiny, tmp_path, capsys, monkeypatch):
+def test_missing_hosts_are_reported(tiny, tmp_path, capsys, monkeypatch):
     def initialize():
         raise ValueError("coordinator_address should be defined.")
 
@@ -121,7 +124,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tiny, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_data_that_is_too_short_is_refused(tiny, tmp_path, capsys):
+def test_short_data_is_refused(tiny, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("the cat")
     message = error_of(capsys, "--config", tiny, "--data.path", tmp_path / "short.txt")
     assert "token" in message

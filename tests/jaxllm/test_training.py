@@ -18,10 +18,11 @@ from jaxllm.config import (
 )
 from jaxllm.data.loader import documents
 from jaxllm.infer import decode
+from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
 from jaxllm.train import guard
 from jaxllm.train.metrics import RunLog, peak_memory, read_metrics
-from jaxllm.train.step import IGNORE, Trainer
+from jaxllm.train.step import Trainer
 
 SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=128, max_seq_len=64)
 FP32 = dict(compute_dtype="float32", residual_dtype="float32")
@@ -43,7 +44,7 @@ def random_batch(seed=0, shape=(8, 17)):
 
 def test_gradient_accumulation_equals_the_large_batch():
     batch = random_batch()
-    batch["labels"][2, 3:] = IGNORE  # parts with fewer labels must not weigh more
+    batch["labels"][2, 3:] = IGNORE  # parts with fewer labels must not have more weight
     results = {}
     for parts in (1, 4):
         t = make(GPT2Config(**SHAPE, **FP32, kernels="xla"), grad_accum=parts)
@@ -51,8 +52,8 @@ def test_gradient_accumulation_equals_the_large_batch():
             program = t.trace_train_step().lower().compile()
         state, metrics = program(t.init(), t.put_batch(batch))
         results[parts] = (metrics, optax.tree.get(state.opt_state, "mu"))
-    # The first moments are the gradients: the parameters moved by lr sign(gradient), also where
-    # the gradient is rounding noise.
+    # Compare first moments, which are the gradients.  The parameters moved by lr sign(gradient),
+    # even where the gradient is rounding noise.
     for a, b in zip(jax.tree.leaves(results[1][1]), jax.tree.leaves(results[4][1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
     assert float(results[1][0]["loss"]) == pytest.approx(float(results[4][0]["loss"]), rel=1e-6)
@@ -68,7 +69,7 @@ def test_gradient_accumulation_equals_the_large_batch():
         VLSTMConfig(**SHAPE, d_ff=128),
     ],
 )
-def test_the_matrices_of_the_blocks_have_copies_and_nothing_else(model):
+def test_only_the_matrices_of_the_blocks_have_copies(model):
     t = make(model)
     paths = [path for path, _ in jax.tree.leaves_with_path(t.abstract_params)]
     copied = [path for path, copied in zip(paths, t.copied, strict=True) if copied]
@@ -91,7 +92,7 @@ def test_remat_choices_train_alike():
         for seed in range(2):  # the second loss depends on the gradients of the first
             state, metrics = step(state, t.put_batch(random_batch(seed)))
         losses.append(float(metrics["loss"]))
-    on_gpu = jax.default_backend() == "gpu"  # float32 matmuls there are TF32
+    on_gpu = jax.default_backend() == "gpu"  # where float32 matmuls use TF32
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5 if on_gpu else 1e-6)
 
 
@@ -119,7 +120,7 @@ def test_the_step_contains_every_kernel_forward_and_backward(model_type):
     assert ("output_operand_alias<" in vocabulary) == (model_type == "gpt2")  # its head is tied
 
 
-# What a batch that begins with this token does to its loss.
+# The effect on the loss of a batch that begins with this token.
 NAN, INFINITE, BAD_GRADIENT, SPIKE = 249, 248, 247, 246
 
 
@@ -130,7 +131,7 @@ class Poisoned(Trainer):
         factor = jnp.where(first == NAN, jnp.nan, jnp.where(first == INFINITE, jnp.inf, 1))
         factor = jnp.where(first == SPIKE, 1.5, factor)
         weight = jax.tree.leaves(params)[0].ravel()[0]
-        # sqrt has the slope infinity at 0, where it is finite
+        # at 0, sqrt is finite but its slope is infinite
         slope = jnp.sqrt(
             jnp.where(first == BAD_GRADIENT, weight - jax.lax.stop_gradient(weight), 1)
         )
@@ -146,7 +147,7 @@ def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
     for i, first in enumerate(order):
         batch = random_batch(i)
         batch["tokens"][0, 0] = first
-        if i == 6:  # of two spikes the first finds no full window to be judged by
+        if i == 6:  # the first of two spikes comes before the window is full
             noise = np.random.default_rng(0).normal(0, 0.1, guard.WINDOW)
             losses = jnp.asarray(loss / 1.5 + noise, jnp.float32)
             state = state._replace(watch=guard.Watch(losses, state.watch.skips))
@@ -161,23 +162,23 @@ def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
     assert int(state.step) == len(order)
 
 
-def test_spikes_are_judged_by_the_losses_in_the_window():
+def test_the_losses_in_the_window_define_spikes():
     watch = guard.new_watch()
     for i in range(guard.WINDOW):
-        good, watch = guard.judge(watch, jnp.float32(5 + i % 2), jnp.float32(1), 3.0)
+        good, watch = guard.check_update(watch, jnp.float32(5 + i % 2), jnp.float32(1), 3.0)
         assert good  # nothing is a spike before the window is full
     # mean 5.5, standard deviation 0.5
-    assert guard.judge(watch, jnp.float32(6.9), jnp.float32(1), 3.0)[0]
-    assert not guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
-    assert guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
-    assert not guard.judge(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
-    good, after = guard.judge(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
+    assert guard.check_update(watch, jnp.float32(6.9), jnp.float32(1), 3.0)[0]
+    assert not guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)[0]
+    assert guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 0.0)[0]
+    assert not guard.check_update(watch, jnp.float32(5), jnp.float32(jnp.inf), 0.0)[0]
+    good, after = guard.check_update(watch, jnp.float32(7.1), jnp.float32(1), 3.0)
     assert int(after.skips) == 1
     np.testing.assert_array_equal(after.losses, watch.losses)
 
 
 @pytest.mark.parametrize("layer", ["embedding", "blocks.1", "norm", "the gradient"])
-def test_the_first_layer_that_is_not_finite_is_named(layer):
+def test_the_first_layer_that_is_not_finite_is_found(layer):
     t = make(GPT2Config(**SHAPE | {"n_layers": 3}, **FP32, kernels="xla"))
     model = nnx.merge(t.graph, t.init().params)
     broken = {
@@ -194,7 +195,7 @@ def test_the_first_layer_that_is_not_finite_is_named(layer):
     assert found == layer
 
 
-def test_sampling_chooses_among_the_likeliest():
+def test_sampling_chooses_among_the_most_likely():
     logits = jnp.array([0.0, 5.0, 4.0, -3.0])
     assert int(decode.choose(logits, jax.random.key(0), 0, 0)) == 1
     drawn = {int(decode.choose(logits, k, 2.0, 2)) for k in jax.random.split(jax.random.key(0), 64)}
@@ -216,17 +217,17 @@ def test_greedy_samples_follow_the_full_forward_pass():
     assert text == got[: got.index(got[9])]
 
 
-def test_the_fullest_device_tells_the_memory(monkeypatch):
+def test_the_peak_memory_is_that_of_the_fullest_device(monkeypatch):
     class Device:
         def __init__(self, gib):
             self.memory_stats = lambda: gib and {"peak_bytes_in_use": gib * 2**30}
 
-    for told, wanted in (((3, 5, None), 5), ((None,), None)):
-        monkeypatch.setattr(jax, "local_devices", lambda told=told: [Device(g) for g in told])
+    for peaks, wanted in (((3, 5, None), 5), ((None,), None)):
+        monkeypatch.setattr(jax, "local_devices", lambda peaks=peaks: [Device(g) for g in peaks])
         assert peak_memory() == wanted
 
 
-def test_nobody_has_to_read_what_a_run_says(tmp_path, monkeypatch):
+def test_a_run_survives_a_closed_pipe(tmp_path, monkeypatch):
     class Gone:
         def write(self, _):
             raise BrokenPipeError
@@ -241,7 +242,7 @@ def test_nobody_has_to_read_what_a_run_says(tmp_path, monkeypatch):
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
 
 
-def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
+def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     def log(start):
         return RunLog(tmp_path, 10, start, tokens=100, flops=1e9, peak=1e12)
 

@@ -1,4 +1,4 @@
-"""Every op, given and giving the shapes and dtypes that its annotations promise."""
+"""Every op accepts and returns the shapes and dtypes of its annotations."""
 
 import pytest
 from beartype import beartype

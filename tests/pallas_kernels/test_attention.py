@@ -18,7 +18,7 @@ BF16, FP16 = jnp.bfloat16, jnp.float16
 
 @pytest.fixture(autouse=True)
 def _few_sms(monkeypatch):
-    """Blocks take several work items each, as those of a full grid do."""
+    """Gives each block several work items, as in a full grid."""
     monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 2)
 
 
@@ -36,7 +36,7 @@ def packed(*cuts, length):
     return jnp.asarray(np.stack([np.searchsorted(c, at, side="right") for c in cuts]), jnp.int32)
 
 
-# Interpreted on a CPU a block of keys takes a quarter of a second, so few blocks there.
+# The interpreter takes a quarter of a second for a block of keys, so a CPU gets few blocks.
 SMALL = [  # (B, T, S, H, K, D), dtype, options
     ((1, 72, 72, 2, 1, 64), BF16, {}),
     ((1, 64, 64, 2, 1, 64), BF16, {}),
@@ -71,7 +71,7 @@ LARGE = [
     ((2, 1500, 1500, 6, 2, 128), BF16, {"softcap": 20.0}),
     ((1, 700, 700, 2, 1, 256), BF16, {"segments": [[333]], "softcap": 20.0}),
 ]
-# One to five steps of a block: what the compiler knows of a loop's length changes what it makes.
+# Blocks of one to five steps: what the compiler knows of a loop's length changes the program.
 STEPS = [
     ((1, t, t, heads, 1, d), BF16, {"causal": causal})
     for t in (40, 64, 128, 192, 256, 320)
@@ -94,7 +94,7 @@ def test_large_logits():
 
 
 def test_queries_that_see_no_key():
-    """Ids in no order, keys of which no query has the id, and queries of which no key has it."""
+    """Covers unsorted ids, keys whose id no query has, and queries whose id no key has."""
     rng = np.random.default_rng(0)
     q_ids, k_ids = rng.integers(0, 3, (1, 60)), rng.integers(1, 4, (1, 150))
     options = {"causal": False, "segment_ids": (jnp.asarray(q_ids), jnp.asarray(k_ids))}
@@ -102,7 +102,7 @@ def test_queries_that_see_no_key():
     def with_finite_lse(f):
         def run(*arrays, **more):
             out, lse = f(*arrays, return_lse=True, **more)
-            # NaN comes back where this is taken of -inf, and must not spread.
+            # This is NaN for lse = -inf, which must not spread.
             return out, jnp.isfinite(lse), jnp.where(jnp.isfinite(lse), lse * lse, 0)
 
         return run
@@ -114,7 +114,7 @@ def test_queries_that_see_no_key():
     check_op(op, reference, *arrays, kernels=KERNELS, **options)
 
 
-# ---- which tiles are visited -----------------------------------------------------------------
+# ---- visited tiles ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 64, 100])
@@ -132,10 +132,10 @@ def test_visited_tiles_are_those_with_something_to_see(t, s, size, by_keys, wind
         block = tiles[first : first + 64]
         low, high = visits.seen(first, first + 64, 0, visits.tiles)
         some = np.nonzero(block.any((0, 2)))[0]
-        if not some.size:  # keys that no query sees: one tile, all of it masked
+        if not some.size:  # no query sees these keys: one tile is visited, fully masked
             assert high == low + 1
             continue
-        # Rows past the end count as the others, so that a last tile too many may be visited.
+        # Rows past the end count like the others, so one tile too many may be visited at the end.
         assert low <= some[0] <= some[-1] < high
         if first + 64 <= len(seen):
             assert (low, high) == (some[0], some[-1] + 1)
@@ -156,15 +156,15 @@ def test_tiles_of_other_segments_are_left_out():
     spans = segment_spans(rows, packed([120, 290], length=384), visits, 64)  # edges inside tiles
     np.testing.assert_array_equal(spans[0, :, :2], [[0, 1], [0, 1], [0, 3], [0, 3], [2, 3]])
     np.testing.assert_array_equal(spans[0, :, 2] < spans[0, :, 3], [0, 0, 1, 1, 0])
-    spans = segment_spans(rows + 5, columns, visits, 64)  # no id in common: one tile
+    spans = segment_spans(rows + 5, columns, visits, 64)  # without a common id: one tile
     np.testing.assert_array_equal(spans[0, :, 1] - spans[0, :, 0], 1)
-    shuffled = jnp.asarray([[0] * 128 + [1] * 128 + [0] * 128])  # another one in between
+    shuffled = jnp.asarray([[0] * 128 + [1] * 128 + [0] * 128])  # another segment in between
     spans = segment_spans(rows[:, :64], shuffled, Visits((64, 384), False, None, 128), 64)
     np.testing.assert_array_equal(spans[0, 0, :2], [0, 3])
     assert spans[0, 0, 2] >= spans[0, 0, 3]
 
 
-# ---- which block works on what ---------------------------------------------------------------
+# ---- schedule --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("section", [1, 22, 64, 384])
@@ -179,7 +179,7 @@ def test_every_item_is_planned_once_and_blocks_are_done_together(section):
     load = np.where(there, np.array(costs)[items // pairs], 0).sum(1)
     assert load.max() - load.min() <= costs[0]
     section_of = np.where(there, items % pairs // section, pairs)
-    assert (np.diff(section_of) >= 0).all()  # one section after the other
+    assert (np.diff(section_of) >= 0).all()  # sections in order
 
 
 def test_cost_of_a_block_is_what_it_visits():
@@ -190,7 +190,7 @@ def test_cost_of_a_block_is_what_it_visits():
     assert schedule.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
 
 
-# ---- the reference, against mathematics written otherwise ------------------------------------
+# ---- the reference, against an independent implementation ------------------------------------
 
 
 def independent(q, k, v, *, causal=True, scale=None, window=None, segments=None, softcap=None):
@@ -273,17 +273,17 @@ def test_one_array_of_segments_serves_queries_and_keys():
     np.testing.assert_array_equal(one, two)
 
 
-# ---- refusals --------------------------------------------------------------------------------
+# ---- unsupported calls and errors ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "options", "reason"),
     [
-        ((1, 8, 8, 2, 1, 260), BF16, {}, "D=260 is over 256"),
+        ((1, 8, 8, 2, 1, 260), BF16, {}, "D=260 is more than 256"),
         ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "q is float32, not bfloat16 or float16"),
         ((1, 8, 8, 2, 1, 64), BF16, {"scale": -1.0}, "scale=-1.0 is not positive"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 101.0}, "softcap=101.0 is over 100"),
-        ((0, 8, 8, 2, 1, 64), BF16, {}, "no elements"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 101.0}, "softcap=101.0 is more than 100"),
+        ((0, 8, 8, 2, 1, 64), BF16, {}, "without elements"),
     ],
 )
 def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
@@ -315,12 +315,12 @@ def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, ru
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
     calls = []
     monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_: calls.append(1) or q)
-    dispatch.forget()
+    dispatch.reset()
     attention(*inputs(*shape, dtype), **options)
     assert dispatch.decisions() == [dispatch.Decision("attention", runs, "older")]
     assert len(calls) == (runs == "cudnn")
-    dispatch.forget()
-    attention(*inputs(*shape, dtype), **options, implementation="xla")  # asked for: then it is XLA
+    dispatch.reset()
+    attention(*inputs(*shape, dtype), **options, implementation="xla")  # never runs on cuDNN
     assert dispatch.decisions() == [dispatch.Decision("attention", "xla", "asked for")]
     assert len(calls) == (runs == "cudnn")
 
@@ -329,9 +329,9 @@ def test_other_dtypes_of_v_are_not_for_cudnn_and_get_gradients_in_their_own(monk
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
     q, k, v = inputs(1, 8, 8, 2, 1, 8)
     v = v.astype(jnp.float32)
-    dispatch.forget()
+    dispatch.reset()
     grads = jax.grad(lambda *a: attention(*a).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
-    assert dispatch.decisions()[0].runs == "xla"  # JAX refuses it cuDNN
+    assert dispatch.decisions()[0].runs == "xla"  # JAX does not pass it to cuDNN
     assert [g.dtype for g in grads] == [BF16, BF16, jnp.float32]
 
 
@@ -340,7 +340,7 @@ def test_attention_without_elements(b, t, s):
     arrays = inputs(b, t, s, 2, 1, 8)
     f = functools.partial(attention, causal=False, return_lse=True)
     (out, lse), pull = jax.vjp(f, *arrays)
-    np.testing.assert_array_equal(out, np.zeros((b, t, 2, 8)))  # no key is seen
+    np.testing.assert_array_equal(out, np.zeros((b, t, 2, 8)))  # no query sees a key
     np.testing.assert_array_equal(lse, np.full((b, 2, t), -np.inf))
     for a, g in zip(arrays, pull((out, jnp.zeros_like(lse))), strict=True):
         np.testing.assert_array_equal(g, np.zeros(a.shape))
@@ -358,14 +358,14 @@ def test_cudnn_computes_what_the_reference_does(d, options, monkeypatch):
         out, pull = jax.vjp(f, *arrays)
         return out, *pull(dout.astype(out.dtype))
 
-    dispatch.forget()
+    dispatch.reset()
     actual = results(functools.partial(attention, **options), *arrays)
     assert dispatch.decisions()[0].runs == "cudnn"
     reference = functools.partial(attention_reference, **options)
     expected = results(reference, *arrays)
     with jax.enable_x64(True):
         truth = results(reference, *(np.asarray(x).astype(np.float64) for x in arrays))
-    # An absolute tolerance would not do: gradients reach 14, where a step of bfloat16 is 0.06.
+    # The tolerance is relative: gradients reach 14, where a step of bfloat16 is 0.06.
     for name, *values in zip(("out", "dq", "dk", "dv"), actual, expected, truth, strict=True):
         assert_error_ratio(*values, name)
 
@@ -393,7 +393,7 @@ def one(*shape):
     ("shape", "options", "message"),
     [
         ((1, 8, 8, 3, 2, 64), {}, "H=3 query heads are not a multiple of K=2"),
-        ((1, 9, 8, 2, 2, 64), {}, "T=9 queries are more than S=8 keys"),
+        ((1, 9, 8, 2, 2, 64), {}, "T=9 is more than S=8 keys"),
         ((1, 8, 8, 2, 2, 64), {"causal": False, "window": 3}, "window=3 needs causal=True"),
         ((1, 8, 8, 2, 2, 64), {"softcap": 0.0}, "softcap=0.0 must be positive"),
         (

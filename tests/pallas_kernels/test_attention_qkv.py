@@ -42,7 +42,7 @@ def test_it_matches_float64(shape, heads, theta, options):
     check_op(op, op, qkv, positions, kernels=KERNELS + (ROPE if theta else ()))
 
 
-@pytest.mark.parametrize("t", [16, 20])  # in one array; taken apart, as 20 is no multiple of 8
+@pytest.mark.parametrize("t", [16, 20])  # in one array; split, as 20 is not a multiple of 8
 def test_the_kernels_say_so_in_the_lowered_program(t):
     qkv = jnp.zeros((1, t, 4, 64), BF16)
     f = functools.partial(attention_qkv, n_heads=2, implementation="mosaic")
@@ -54,7 +54,7 @@ def test_the_kernels_say_so_in_the_lowered_program(t):
 @pytest.mark.parametrize("lacks", [None, "no GPU"])
 def test_what_is_decided_is_what_runs(monkeypatch, lacks):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
-    dispatch.forget()
+    dispatch.reset()
     f = jax.jit(lambda qkv: attention_qkv(qkv, 1, theta=1e4))
     qkv = jnp.zeros((2, 16, 3, 64), BF16)
     names = names_in(f.trace(qkv).lower(lowering_platforms=("cuda",)).as_text())
@@ -62,7 +62,7 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
     assert dispatch.decisions() == [("rope", runs, why), ("attention", runs, why)]
     for kernel in "rope_forward", "attention_forward":
         assert (kernel in names) == (runs == "mosaic")
-    dispatch.forget()
+    dispatch.reset()
 
 
 def test_it_is_rope_and_attention_of_its_parts():
@@ -76,14 +76,14 @@ def test_it_is_rope_and_attention_of_its_parts():
 
 @pytest.mark.parametrize("n_heads", [4, 5, 6, 8])
 def test_heads_that_do_not_add_up_are_an_error(n_heads):
-    with pytest.raises(ValueError, match=f"qkv has 9 heads: not n_heads={n_heads} and twice"):
+    with pytest.raises(ValueError, match=f"qkv has 9 heads, not n_heads={n_heads} plus twice"):
         attention_qkv(jnp.zeros((1, 8, 9, 64)), n_heads)
 
 
 def test_checkpoint_runs_the_kernels_that_write_in_place_again():
-    """JAX dropped them: the gradients were those of q and k that RoPE had not turned."""
+    """JAX once dropped these writes, so the gradients were those of q and k before RoPE."""
     x, weight, labels = (
-        jnp.ones((1, 64, 3, 64), BF16),  # 64: RoPE turns whole tiles of 32 where they are
+        jnp.ones((1, 64, 3, 64), BF16),  # RoPE rotates whole tiles of 32 positions in place
         jnp.ones((128, 64)),
         jnp.zeros(8, int),
     )

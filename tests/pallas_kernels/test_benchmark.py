@@ -20,14 +20,14 @@ GELU = Case("gelu", {"x": X}, (SIZES,), {"N": 2}, reads=("x",))
 
 @pytest.fixture(autouse=True)
 def fresh():
-    dispatch.forget()
+    dispatch.reset()
     yield
-    dispatch.forget()
+    dispatch.reset()
 
 
 @pytest.fixture
 def times(monkeypatch):
-    """As if there were a GPU on which each call took two milliseconds."""
+    """Pretends that there is a GPU on which each call takes two milliseconds."""
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
     monkeypatch.setattr(run, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
 
@@ -53,7 +53,7 @@ def test_every_case_fits_its_op(case):
 
 
 def test_every_public_op_with_a_kernel_has_a_case():
-    others = {"RopeScaling", "vlstm_step"}  # no op, or no kernel yet
+    others = {"RopeScaling", "vlstm_step"}  # not an op, or without a kernel
     assert {case.op for case in CASES} == set(pallas_kernels.__all__) - others
 
 
@@ -124,7 +124,7 @@ def test_matmul_ops_are_held_against_the_matmul_ceiling(times):
     assert both["direction"] == "forward+backward"
     np.testing.assert_allclose(forward["of_ceiling"]["cudnn"], 4e9 / 2e-3 / 1e12 / 8)
     np.testing.assert_allclose(both["of_ceiling"]["mosaic"], 3.5 * 4e9 / 2e-3 / 1e12 / 8)
-    assert forward["error"]["cudnn"] > 0.01  # relu is not gelu: errors are measured, not assumed
+    assert forward["error"]["cudnn"] > 0.01  # relu is not gelu, so the error is really measured
 
 
 def test_a_rival_that_fails_is_named_and_the_others_are_measured(times):
@@ -135,7 +135,7 @@ def test_a_rival_that_fails_is_named_and_the_others_are_measured(times):
     tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
     forward, _ = measured(case, tops)
     assert forward["failed"] == {"cudnn": "ValueError: no such shape"}
-    assert run._line(MemoryError()) == "MemoryError: "  # as Python raises it, without a word
+    assert run._line(MemoryError()) == "MemoryError: "  # Python raises it without a message
     assert set(forward["ms"]) == {"mosaic", "xla"}
 
 
@@ -179,7 +179,7 @@ def test_an_unknown_op_is_an_error_of_one_line(capsys, tmp_path):
     assert not (tmp_path / "x").exists()
     (tmp_path / "file").touch()
     assert run.main(["gelu", "--out", str(tmp_path / "file")]) == 2
-    assert "file cannot be made: File exists" in capsys.readouterr().err
+    assert "file cannot be created: File exists" in capsys.readouterr().err
 
 
 def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Every compiler that users meet makes fast programs of the wgmma kernels; no GPU is needed.
+"""Every compiler that users may have makes fast programs of the wgmma kernels; this needs no GPU.
 
 JAX 0.11 calls ptxas; 0.12 calls nvJitLink, which compiles as `ptxas -c` does.  So each kernel of
 the benchmark but attention's is compiled by every ptxas that PTXAS names, with and without -c

@@ -46,7 +46,7 @@ def test_cross_entropy_of_large_logits(offset):
 
 
 def test_cross_entropy_against_log_softmax():
-    """The reference itself, against jax.nn's own form."""
+    """Compares the reference itself with jax.nn's form."""
     logits, labels = normal(0, (5, 50)), labels_for((5,), 40)
     expected = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :40]), labels[:, None], 1)[:, 0]
     actual = cross_entropy_reference(logits, labels, vocab_size=40)

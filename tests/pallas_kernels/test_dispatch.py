@@ -14,23 +14,23 @@ from jax.sharding import AxisType, PartitionSpec
 from pallas_kernels import attention_qkv, dispatch, encoder, gelu
 from pallas_kernels.dispatch import Decision, use_kernel
 
-_compiler = dispatch.compiler  # tests put others in its place
+_compiler = dispatch.compiler  # tests replace it
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    dispatch.forget()
+    dispatch.reset()
     _compiler.cache_clear()
     dispatch._warn_of_compiler.cache_clear()
     yield
-    dispatch.forget()
+    dispatch.reset()
     _compiler.cache_clear()
     dispatch._warn_of_compiler.cache_clear()
 
 
 @pytest.fixture
 def capable(monkeypatch):
-    """As if the default device could run every kernel."""
+    """Pretends that the default device can run every kernel."""
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
 
 
@@ -56,14 +56,14 @@ def test_auto_takes_xla_where_the_device_lacks_something(incapable):
 
 def test_auto_takes_what_is_faster(capable):
     assert not use_kernel("op", None, None, slower="D=7 is padded")
-    assert not use_kernel("op", None, None, otherwise="cudnn", slower="D=7 is padded")
+    assert not use_kernel("op", None, None, fallback="cudnn", slower="D=7 is padded")
     assert not use_kernel("op", None, "D=7 is odd", slower="D=7 is padded")
     assert dispatch.decisions() == [
         Decision("op", "xla", "faster, as D=7 is padded"),
         Decision("op", "cudnn", "faster, as D=7 is padded"),
         Decision("op", "xla", "D=7 is odd"),
     ]
-    assert [d.has_kernel for d in dispatch.decisions()] == [True, True, False]
+    assert [d.supported for d in dispatch.decisions()] == [True, True, False]
 
 
 def test_where_no_kernel_can_run_none_is_slower(incapable):
@@ -101,7 +101,7 @@ def test_each_fallback_is_logged_once_until_forgotten(capable, caplog):
         use_kernel("op", None, "D=9 is odd")
         use_kernel("op", None, None)
         assert caplog.messages == ["op runs on XLA: D=7 is odd", "op runs on XLA: D=9 is odd"]
-        dispatch.forget()
+        dispatch.reset()
         use_kernel("op", None, "D=7 is odd")
         assert len(caplog.messages) == 3
 
@@ -111,7 +111,7 @@ def test_a_fallback_is_a_warning_on_a_gpu_only(capable, caplog, monkeypatch, pla
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with caplog.at_level(logging.INFO, "pallas_kernels"):
         use_kernel("op", None, "D=7 is odd")
-        for _ in range(2):  # what costs no speed is told once, and warns of nothing
+        for _ in range(2):  # what costs no speed is logged once, without a warning
             use_kernel("op", None, None, slower="D=7 is padded")
     assert [r.levelno for r in caplog.records] == [level, logging.INFO]
     assert caplog.messages[1] == "op runs on XLA: faster, as D=7 is padded"
@@ -131,13 +131,13 @@ def test_explain_counts_what_was_traced_not_what_was_called(capable):
     ]
 
 
-def test_silenced_decisions_are_taken_but_neither_recorded_nor_logged(capable, caplog):
+def test_unrecorded_decisions_are_taken_but_neither_recorded_nor_logged(capable, caplog):
     with caplog.at_level(logging.INFO, "pallas_kernels"):
-        with dispatch.silenced(), dispatch.silenced():
+        with dispatch.unrecorded(), dispatch.unrecorded():
             assert use_kernel("op", None, None)
             assert not use_kernel("op", None, "D=7 is odd")
-        with contextlib.suppress(KeyError), dispatch.silenced():
-            raise KeyError  # leaves it as every other way out does
+        with contextlib.suppress(KeyError), dispatch.unrecorded():
+            raise KeyError  # the context ends on an exception, too
         assert dispatch.decisions() == []
         assert not caplog.records
         use_kernel("op", None, None)
@@ -155,8 +155,8 @@ def test_silenced_decisions_are_taken_but_neither_recorded_nor_logged(capable, c
         ("8.9", "sm_80", None),
         ("8.9", "sm_90", "the GPU has compute capability 8.9, the kernel needs 9.0 or newer"),
         ("7.5", "sm_80", "the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
-        ("gfx942", "sm_80", "compute capability gfx942 is not one of an NVIDIA GPU"),
-        (None, "sm_80", "compute capability None is not one of an NVIDIA GPU"),
+        ("gfx942", "sm_80", "compute capability gfx942 is not that of an NVIDIA GPU"),
+        (None, "sm_80", "compute capability None is not that of an NVIDIA GPU"),
     ],
 )
 def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):
@@ -198,7 +198,7 @@ def test_explain_tells_what_compiles_the_kernels(capable, caplog, monkeypatch, n
     ("cuda", "jax_version"), [((12, 9), (0, 11, 2)), ((13, 5), (0, 11, 2)), ((13, 0), (0, 12, 0))]
 )
 @pytest.mark.parametrize("asked", [None, "mosaic"])
-def test_a_compiler_that_may_be_slow_is_told_once(
+def test_a_compiler_that_may_be_slow_is_logged_once(
     capable, caplog, monkeypatch, cuda, jax_version, asked
 ):
     on_gpu_compiled_by(monkeypatch, "nvJitLink", cuda, jax_version)
@@ -207,12 +207,12 @@ def test_a_compiler_that_may_be_slow_is_told_once(
     assert "compiled" not in dispatch.explain() + caplog.text
     for op in ("a", "b"):
         use_kernel(op, asked, None)
-    (told,) = [m for m in caplog.messages if "compiled" in m]
-    assert told == (
+    (logged,) = [m for m in caplog.messages if "compiled" in m]
+    assert logged == (
         f"kernels compiled by nvJitLink {cuda[0]}.{cuda[1]} (JAX {jax.__version__}) may be slow; "
         "known to be fast with CUDA 13.0 and JAX 0.11: see Install in README.md"
     )
-    assert dispatch.explain().splitlines()[-1] == told
+    assert dispatch.explain().splitlines()[-1] == logged
 
 
 def test_a_cpu_asks_for_no_compiler(capable, monkeypatch):
@@ -269,20 +269,20 @@ def test_a_compiler_that_is_not_found_is_no_error(capable, caplog, monkeypatch):
     [
         (lambda x, **o: gelu(x, **o), {"gelu"}),
         (lambda x, **o: attention_qkv(x, 1, theta=1e4, softcap=5.0, **o), {"rope", "attention"}),
-        # Took an unsummed gradient of the table for the whole one.
+        # shard_map once took one device's part of the table's gradient for the whole.
         (lambda x, **o: encoder(jnp.zeros((2, 8), int), x.reshape(-1, 64), None, **o), {"encoder"}),
     ],
 )
 def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, names):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     specs = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("d"))
-    x = jnp.ones((4, 8, 3, 64), jnp.bfloat16)  # whole tiles of RoPE's kernel
+    x = jnp.ones((4, 8, 3, 64), jnp.bfloat16)  # a multiple of RoPE's tiles
     for check in (False, True):
         for asked in (None, "mosaic", "xla"):
-            dispatch.forget()
+            dispatch.reset()
             f = jax.shard_map(lambda x, b=asked: op(x, implementation=b), check_vma=check, **specs)
             if check and asked == "mosaic":
-                with pytest.raises(NotImplementedError, match="pass it check_vma=False"):
+                with pytest.raises(NotImplementedError, match="pass check_vma=False"):
                     jax.eval_shape(f, x)
                 continue
             jax.eval_shape(f, x)
@@ -294,7 +294,7 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
 @pytest.mark.parametrize("asked", [None, "mosaic"])
 @pytest.mark.parametrize("kind", ["mesh", "index"])
 def test_no_kernel_runs_in_a_shard_map_of_an_unknown_jax(capable, monkeypatch, kind, asked):
-    """One that has renamed what tells whether shard_map checks types that vary."""
+    """A JAX that has renamed the attribute that says whether shard_map checks varying types."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     unknown = {
         "mesh": (jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(empty=False)),
@@ -314,12 +314,12 @@ def test_no_kernel_runs_in_a_shard_map_of_an_unknown_jax(capable, monkeypatch, k
         )(jnp.ones(4))
 
     if asked == "mosaic":
-        with pytest.raises(NotImplementedError, match=r"JAX .* does not tell what a shard_map"):
+        with pytest.raises(NotImplementedError, match=r"JAX .* does not say whether shard_map"):
             trace()
         return
     trace()
     assert took == [False]
-    assert "does not tell what a shard_map around it checks" in dispatch.decisions()[0].why
+    assert "does not say whether shard_map checks varying types" in dispatch.decisions()[0].why
     assert use_kernel("op", None, None)  # outside
 
 

@@ -1,4 +1,4 @@
-"""What runs which shapes under implementation=None, and the reason that is given."""
+"""Which implementation runs which shapes under implementation=None, and for what reason."""
 
 from types import SimpleNamespace
 
@@ -30,18 +30,18 @@ from pallas_kernels.flash_attention import op as attention_op
 
 @pytest.fixture(autouse=True)
 def fresh():
-    dispatch.forget()
+    dispatch.reset()
     yield
-    dispatch.forget()
+    dispatch.reset()
 
 
 @pytest.fixture
 def capable(monkeypatch):
-    """As if the default device could run every kernel."""
+    """Pretends that the default device can run every kernel."""
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
 
 
-ARRAYS = {  # shapes that no kernel of these ops takes
+ARRAYS = {  # shapes that the kernels of these ops do not support
     "gelu": (gelu, [(128, 192), (192,)]),
     "gelu_linear": (gelu_linear, [(128, 704), (704,), (704, 64)]),
     "swiglu": (swiglu, [(0, 128), (0, 128)]),
@@ -63,7 +63,7 @@ def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platfo
     monkeypatch.setattr(dispatch, "device_lacks", dispatch.device_lacks.__wrapped__)
     f, shapes = ARRAYS[op]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    jax.eval_shape(lambda *arrays: f(*arrays), *arrays)  # a new function: JAX has traced none yet
+    jax.eval_shape(lambda *arrays: f(*arrays), *arrays)  # a new function, so that JAX traces it
     reasons = {d.why for d in dispatch.decisions()}
     own = {"cpu": "the platform is cpu, not gpu", "gpu": "the GPU has compute capability 7.5"}
     assert reasons
@@ -78,7 +78,7 @@ def test_the_sizes_of_models_run_on_their_kernels(capable, case, sizes):
     jax.eval_shape(run.public(case), *run.structs(case, sizes))
     assert {d.why for d in dispatch.decisions() if d.runs == "mosaic"} == {"supported"}
     others = {d.why for d in dispatch.decisions() if d.runs != "mosaic"}
-    assert others <= {"forward, bf16 with a bias: cuBLASLt takes it in the matmul before"}
+    assert others <= {"forward, bf16 with a bias: cuBLASLt fuses it with the matmul before"}
 
 
 def rows(n, c):
@@ -96,10 +96,10 @@ def rows(n, c):
         (rms_norm, rows(8, 5120), None),
         (add_layer_norm, [(8, 260)] * 2, "the kernel would pad C=260 to a multiple of 64"),
         (add_rms_norm, [(8, 3)] * 2, "the kernel would pad C=3 to a multiple of 8"),
-        (cross_entropy, [(5, 8, 300)], "40 rows, fewer than 41, give the kernel one block each"),
+        (cross_entropy, [(5, 8, 300)], "40 rows, of one block each, are fewer than 41"),
         (cross_entropy, [(41, 300)], None),
-        (rope, [(1, 128, 1, 80)], "D=80 gives the kernel tiles of 8 pairs, fewer than 16"),
-        (rope, [(3, 333, 1, 64)], "B T=999 is no multiple of the 32 positions of a tile"),
+        (rope, [(1, 128, 1, 80)], "tiles of 8 pairs, for D=80, are smaller than 16 pairs"),
+        (rope, [(3, 333, 1, 64)], "B T=999 is not a multiple of 32, the positions of a tile"),
         (rope, [(1, 64, 1, 96)], None),
         (encoder, [(500, 72)], None),  # slower, but XLA's form is not deterministic
     ],

@@ -12,7 +12,7 @@ KERNELS = ("encoder_forward", "encoder_backward_sums", "encoder_backward_vocabul
 
 
 def zipf(shape, v, seed=0):
-    """Token ids of which the first is far commoner than the last, as in text."""
+    """Token ids whose first is far more frequent than the last, as in text."""
     ids = np.random.default_rng(seed).zipf(1.3, shape) - 1
     return jnp.asarray(np.minimum(ids, v - 1), jnp.int32)
 
@@ -20,7 +20,7 @@ def zipf(shape, v, seed=0):
 @pytest.mark.parametrize(
     ("batch", "time", "v", "width", "positions", "table", "dtype"),
     [
-        (5, 30, 37, 256, 33, jnp.float32, jnp.bfloat16),  # hot tokens: whole tiles of 32 places
+        (5, 30, 37, 256, 33, jnp.float32, jnp.bfloat16),  # frequent tokens fill tiles of 32 places
         (9, 7, 50, 384, 7, jnp.bfloat16, jnp.bfloat16),
         (2, 9, 3, 100, 12, jnp.float16, jnp.float32),
         (1, 3, 5, 1601, 3, jnp.float32, jnp.float32),  # two loads a row that overlap
@@ -34,7 +34,7 @@ def test_encoder_matches_float64(batch, time, v, width, positions, table, dtype)
         lambda *a, dtype, implementation: encoder(
             tokens, *a, dtype=dtype, implementation=implementation
         ),
-        # The truth is float64 throughout; the reference rounds its result to dtype.
+        # The truth is float64 throughout, while the reference rounds its result to dtype.
         lambda *a, dtype: encoder_reference(
             tokens, *a, dtype=None if a[0].dtype == jnp.float64 else dtype
         ),
@@ -49,7 +49,7 @@ def test_encoder_matches_float64(batch, time, v, width, positions, table, dtype)
     "tokens", [jnp.full((3, 33), 2), jnp.array([[-5, 0, 8, 9, 10, 2**31 - 1]])]
 )
 def test_encoder_without_positions(tokens):
-    """One token everywhere (all tiles of one block) and tokens outside the vocabulary."""
+    """Covers one token everywhere (one block sums all tiles) and tokens outside the vocabulary."""
     check_op(
         lambda wte, implementation: encoder(tokens, wte, None, implementation=implementation),
         lambda wte: encoder_reference(tokens, wte, None),
@@ -63,7 +63,7 @@ def test_encoder_without_positions(tokens):
     [
         (5, 30, 37, 256, 33, jnp.float32, jnp.bfloat16),
         (3, 14, 50, 384, None, jnp.bfloat16, jnp.bfloat16),
-        (2, 9, 6, 1300, 12, jnp.float32, jnp.float32),  # in untied tables its loads overlap
+        (2, 9, 6, 1300, 12, jnp.float32, jnp.float32),  # its loads would overlap in untied tables
         (2, 9, 3, 100, None, jnp.float16, jnp.float32),
     ],
 )
@@ -85,7 +85,7 @@ def test_tied_encoder_adds_to_the_gradient_of_the_head(
 
 
 def test_tied_encoder_leaves_the_rows_that_do_not_occur():
-    """Bit for bit, and the others are the sum of the two gradients."""
+    """They stay the same bit for bit, and the others are the sum of the two gradients."""
     tokens, wte = zipf((2, 40), 99), normal(0, (99, 128))
     dy, dtable = normal(1, (2, 40, 128)), normal(2, (99, 128))
     run = functools.partial(encoder, dtype=jnp.float32, implementation="mosaic")
@@ -99,7 +99,7 @@ def test_tied_encoder_leaves_the_rows_that_do_not_occur():
 
 
 def test_encoder_against_one_hot_matmuls():
-    """The reference itself: embedding is a product with the tokens' one-hot rows."""
+    """Checks the reference itself: an embedding is a product with the tokens' one-hot rows."""
     tokens, wte, wpe = zipf((3, 8), 11), normal(0, (11, 4)), normal(1, (9, 4))
     dy = normal(2, (3, 8, 4))
     y, pull = jax.vjp(lambda *a: encoder_reference(tokens, *a), wte, wpe)
@@ -116,7 +116,7 @@ def test_encoder_against_one_hot_matmuls():
     ("tokens", "wte", "wpe", "message"),
     [
         (jnp.zeros((2, 4)), (8, 128), (4, 128), "tokens is float32: cast it to an integer dtype"),
-        (jnp.zeros(4, jnp.int32), (8, 128), (4, 128), r"tokens has shape \(4,\), it needs 2 axes"),
+        (jnp.zeros(4, jnp.int32), (8, 128), (4, 128), r"tokens has shape \(4,\), but needs 2 axes"),
         (jnp.zeros((2, 4), jnp.int32), (8, 256), (4, 128), "wpe has 128 columns, wte has 256"),
         (jnp.zeros((2, 4), jnp.int32), (8, 128), (4, 1), "wpe has 1 columns, wte has 128"),
     ],

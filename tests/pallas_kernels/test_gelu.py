@@ -10,7 +10,7 @@ KERNELS = ("gelu_forward", "gelu_backward")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-# 6144: what is left after the whole blocks is aligned, which XLA on a GPU once could not compile.
+# 6144 leaves an aligned remainder after the whole blocks; XLA once failed to compile it on a GPU.
 @pytest.mark.parametrize("shape", [(4, 1024), (1,), (3, 7, 101), (4097,), (6144,)])
 def test_gelu_matches_float64(shape, dtype):
     check_op(gelu, gelu_reference, normal(0, shape, dtype, scale=3), kernels=KERNELS)
@@ -48,11 +48,11 @@ def test_the_matmul_before_takes_bias_and_gelu():
     options = {"xla_gpu_enable_triton_gemm": False}  # as train.py has it
     text = program.lower(f, x, weight, normal(2, (1024,))).compile(options).as_text()
     assert '"epilogue":"BIAS_GELU_AUX"' in text
-    assert "cuBLASLt takes it in the matmul before" in dispatch.explain()
+    assert "cuBLASLt fuses it with the matmul before" in dispatch.explain()
 
 
 def test_a_bias_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\), not \(4,\)"):
         gelu(jnp.ones((2, 4)), jnp.ones(3))
-    with pytest.raises(NotImplementedError, match="F=4 is no multiple of 128"):
+    with pytest.raises(NotImplementedError, match="F=4 is not a multiple of 128"):
         gelu(jnp.ones((2, 4)), jnp.ones(4), implementation="mosaic")

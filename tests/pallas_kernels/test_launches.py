@@ -1,4 +1,4 @@
-"""Sizes that no CPU could hold: the grids that the kernels would be launched with."""
+"""The grids with which kernels would be launched, at sizes too large to run on a CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ TOKENS = 2**22 + 64
 
 @pytest.fixture
 def grids(monkeypatch):
-    """The grid of every kernel that is built from here on, by the kernel's name."""
+    """Collects the grid of every kernel built from here on, by the kernel's name."""
     built, kernel = {}, plgpu.kernel
 
     def record(body, **options):
@@ -63,7 +63,7 @@ def test_axes_of_a_grid_change_places_only_where_they_must():
 def test_gelu_counts_the_elements_of_its_forward_kernel():
     bias = jax.ShapeDtypeStruct((2**16,), jnp.float32)
     x = jax.ShapeDtypeStruct((2**15, *bias.shape), jnp.float32)
-    with pytest.raises(NotImplementedError, match="counts to 2147483647"):
+    with pytest.raises(NotImplementedError, match="more than 2147483647"):
         jax.eval_shape(lambda x, b: gelu(x, b, implementation="mosaic"), x, bias)
 
 
@@ -90,7 +90,7 @@ def test_an_interpreter_that_would_hang_says_so(monkeypatch):
     assert trace().shape == q.shape  # to be lowered
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         jax.clear_caches()
-        with pytest.raises(RuntimeError, match="4 threads of XLA, which has 2: set NPROC=16"):
+        with pytest.raises(RuntimeError, match="4 XLA threads, but XLA has 2: set NPROC=16"):
             trace()
         monkeypatch.setenv("NPROC", "4")
         assert trace().shape == q.shape

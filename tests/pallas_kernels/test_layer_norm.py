@@ -19,7 +19,7 @@ f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 @pytest.fixture
 def one_block(monkeypatch):
-    """One persistent block for each head: it takes all tiles and reuses its buffers."""
+    """Each head has one persistent block, which computes all tiles and reuses its buffers."""
     monkeypatch.setattr(tiles, "SMS", 1)
     small = {d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in tiles._TILES.items()}
     monkeypatch.setattr(tiles, "_TILES", small)
@@ -33,10 +33,10 @@ def parameters(*shape, dtype=f32):
     ("shape", "dtype"),
     [
         ((2, 3, 7), f16),  # columns padded for TMA's strides
-        ((9, 100), f32),  # columns filled up with zeros by TMA
-        ((3, 768), bf16),  # narrow: four rows at once, the last tile not full
+        ((9, 100), f32),  # TMA reads zeros past the columns
+        ((3, 768), bf16),  # narrow: four rows at once, with a partial last tile
         ((8, 768), bf16),  # full tiles: forward without TMA
-        ((1, 1601), f32),  # wide: four blocks of a row at once, padded and filled up
+        ((1, 1601), f32),  # wide: four blocks of a row at once, padded, with zeros from TMA
     ],
 )
 def test_layer_norm_matches_float64(shape, dtype):
@@ -71,7 +71,7 @@ def test_parameters_are_optional(which, shape):
 
 
 def test_one_column():
-    """y is the bias, dx 0, on a GPU (fused multiply and add) but for rounding dy / sqrt(eps)."""
+    """y is the bias and dx is 0, on a GPU (fused multiply-add) up to rounding of dy / sqrt(eps)."""
     x, bias, dy = normal(0, (3, 1)), normal(1, (1,)), normal(2, (3, 1))
     run = lambda x, bias: layer_norm(x, None, bias, eps=1e-5, implementation="mosaic")
     with kernels_run_here():
@@ -127,11 +127,11 @@ def test_refusals_and_errors_name_the_reason():
         add_layer_norm(x, x.astype(bf16), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="x_bias is int32, not float32, bfloat16 or"):
         add_layer_norm(x, x, x_bias=jnp.ones(64, jnp.int32), implementation="mosaic")
-    with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not that of the last axes"):
+    with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not the last axes"):
         add_layer_norm(x, x, x_bias=jnp.ones(32))
-    with pytest.raises(ValueError, match=r"each head: weight \(64,\), x_bias \(4, 64\)"):
+    with pytest.raises(ValueError, match=r"weight \(64,\), x_bias \(4, 64\): all must be"):
         add_layer_norm(x, x, jnp.ones(64), x_bias=x)
-    with pytest.raises(ValueError, match=r"weight has shape \(32,\), not that of the last axes"):
+    with pytest.raises(ValueError, match=r"weight has shape \(32,\), not the last axes"):
         layer_norm(x, jnp.ones(32))
 
 

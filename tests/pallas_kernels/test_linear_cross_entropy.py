@@ -26,7 +26,7 @@ def labels_for(n, vocab_size, ignored=()):
 @pytest.mark.parametrize(
     ("n", "c", "v", "dtype", "weight_dtype", "options"),
     [
-        (3, 64, 13952, jnp.bfloat16, jnp.float32, {}),  # a whole step, more tiles and a rest
+        (3, 64, 13952, jnp.bfloat16, jnp.float32, {}),  # a whole step, more tiles and a remainder
         (5, 32, 1280, jnp.bfloat16, jnp.bfloat16, dict(vocab_size=1201, transposed=True, chunk=3)),
         (4, 48, 4000, jnp.float16, jnp.float32, dict(softcap=2.0, vocab_size=300, chunk=2)),
         (3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum", scale=3e-5)),
@@ -50,7 +50,7 @@ def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, opti
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_small_scale_costs_no_digits(dtype):
-    """bfloat16: none but the reference's, which rounds the same dz; float16: none at all."""
+    """In bfloat16 only what the reference loses by rounding the same dz; in float16 nothing."""
     x, weight, labels = normal(0, (9, 16), dtype), normal(1, (256, 16)), labels_for(9, 250, [2])
 
     def run(op, x, weight, scale):
@@ -89,7 +89,7 @@ def test_linear_cross_entropy_of_rows_longer_than_the_cache_has_room_for():
 
 
 def test_linear_cross_entropy_against_log_softmax():
-    """The reference itself, against jax.nn's own form."""
+    """Compares the reference itself with jax.nn's form."""
     x, weight, labels = normal(0, (5, 8)), normal(1, (50, 8)), labels_for(5, 40, ignored=[3])
     z = 4 * jnp.tanh(x @ weight.T / 4)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(z[:, :40]), labels[:, None] % 40, 1)[:, 0]
@@ -139,7 +139,7 @@ def test_linear_cross_entropy_of_ignored_and_wrong_labels():
 
 
 def test_linear_cross_entropy_of_a_split_vocabulary():
-    """On a mesh of one, as the interpreter knows no more; test_sharding.py splits it over four."""
+    """Uses a mesh of one, the interpreter's limit; test_sharding.py splits it over four."""
     x, weight, labels = normal(0, (4, 16)), normal(1, (384, 16)), labels_for(4, 300, ignored=[2])
     softcap = 3.0
     mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
@@ -164,7 +164,7 @@ def test_linear_cross_entropy_of_a_split_vocabulary():
 
 
 def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
-    """The axis is one of vmap, which one device has too."""
+    """The axis is that of a vmap, which needs only one device."""
     x, weight, labels = normal(0, (3, 16)), normal(1, (256, 16)), jnp.array([5, -100, 250])
     op = functools.partial(linear_cross_entropy, labels=labels, vocab_size=251, scale=0.3)
     both = lambda op: jax.value_and_grad(lambda x, weight: op(x, weight), (0, 1))
@@ -174,7 +174,7 @@ def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
         run = jax.vmap(of_part, in_axes=(None, 0), axis_name="v")
         losses, (dxs, dws) = jax.block_until_ready(jax.jit(run)(x, weight.reshape(2, 128, 16)))
     np.testing.assert_allclose(losses, [loss, loss], rtol=1e-6)
-    # Each part was given a gradient of one for the same loss, whose gradient then is two.
+    # Each part gets a gradient of one for the same loss, so the loss has a gradient of two.
     np.testing.assert_allclose(dxs.sum(0) / 2, dx, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(dws.reshape(256, 16) / 2, dw, rtol=1e-5, atol=1e-7)
 
@@ -193,7 +193,7 @@ def test_linear_cross_entropy_of_a_part_that_is_all_padding():
 
 def test_linear_cross_entropy_refuses_what_does_not_fit():
     x, weight, labels = jnp.ones((2, 8)), jnp.ones((5, 8)), jnp.zeros(2, jnp.int32)
-    with pytest.raises(ValueError, match=r"weight has 5 features \(shape \(5, 8\)\), x has 8"):
+    with pytest.raises(ValueError, match=r"weight has 5 features \(shape \(5, 8\)\), but x has 8"):
         linear_cross_entropy(x, weight, labels, transposed=True)
     with pytest.raises(ValueError, match=r"labels have shape \(3,\), .* needs \(2,\)"):
         linear_cross_entropy(x, weight, jnp.zeros(3, jnp.int32))
@@ -205,16 +205,16 @@ def test_linear_cross_entropy_refuses_what_does_not_fit():
         linear_cross_entropy(x, weight, labels, softcap=-3.0)
     with pytest.raises(ValueError, match="chunk=0 is not at least 1 token"):
         linear_cross_entropy(x, weight, labels, chunk=0)
-    for implementation in ("mosaic", "xla"):  # a scale for each token would weigh them, silently
-        with pytest.raises(ValueError, match=r"scale has shape \(2,\), it is one number"):
+    for implementation in ("mosaic", "xla"):  # a scale for each token would silently weight them
+        with pytest.raises(ValueError, match=r"scale has shape \(2,\), but must be one number"):
             linear_cross_entropy(
                 x, weight, labels, scale=jnp.ones(2), implementation=implementation
             )
     with pytest.raises(ValueError, match="labels is float32: cast it to an integer dtype"):
         linear_cross_entropy(x, weight, labels.astype(jnp.float32), implementation="mosaic")
-    with pytest.raises(ValueError, match=r"weight has shape \(8,\), it needs 2 axes: V C"):
+    with pytest.raises(ValueError, match=r"weight has shape \(8,\), but needs 2 axes: V C"):
         linear_cross_entropy(x, weight[0], labels)
-    with pytest.raises(NotImplementedError, match="softcap=101.0 is over 100"):
+    with pytest.raises(NotImplementedError, match="softcap=101.0 is more than 100"):
         linear_cross_entropy(x, weight, labels, softcap=101.0, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="x is int32"):
         linear_cross_entropy(x.astype(jnp.int32), weight, labels, implementation="mosaic")

@@ -1,4 +1,4 @@
-"""The kernel under the backward passes of swiglu_linear and gelu_linear."""
+"""The kernel of the backward passes of swiglu_linear and gelu_linear."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,17 @@ from pallas_kernels.activations.swiglu import swiglu_linear, swiglu_linear_refer
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
 SWIGLU = ("swiglu_forward", "swiglu_linear_backward")
-# In bf16 cuBLASLt takes the forward pass in the matmul before.
+# In bf16 cuBLASLt fuses the forward pass with the matmul before.
 GELU = {BF16: ("gelu_linear_backward",), FP16: ("gelu_forward", "gelu_linear_backward")}
 
 
 @pytest.fixture(autouse=True)
 def _few_sms(monkeypatch):
-    """Blocks take several tiles each, as those of a full grid do."""
+    """Gives each block several tiles, as in a full grid."""
     monkeypatch.setattr(mosaic, "sm_count", lambda: 2)
 
 
-# Nine rows of tiles: the last group is a low one.  K = 64: one step.
+# Nine rows of tiles make the last group smaller.  K = 64 is one step.
 @pytest.mark.parametrize(
     ("n", "c", "f", "dtype"), [(1152, 64, 128, BF16), (384, 192, 256, BF16), (128, 448, 128, FP16)]
 )
@@ -56,9 +56,9 @@ def test_extreme_activations_are_finite(extreme):
             "float32",
             "weight is float32, inputs are float32, not bfloat16 or float16",
         ),
-        (192, 64, 128, "bfloat16", "rows=192 is no multiple of 128"),
-        (128, 64, 192, "bfloat16", "F=192 is no multiple of 128"),
-        (128, 96, 128, "bfloat16", "C=96 is no multiple of 64"),
+        (192, 64, 128, "bfloat16", "rows=192 is not a positive multiple of 128"),
+        (128, 64, 192, "bfloat16", "F=192 is not a positive multiple of 128"),
+        (128, 96, 128, "bfloat16", "C=96 is not a positive multiple of 64"),
     ],
 )
 def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypatch):
@@ -66,21 +66,21 @@ def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypat
     for op, arrays in (swiglu_linear, (x, x, weight)), (gelu_linear, (x, bias, weight)):
         with pytest.raises(NotImplementedError, match=rf"^{op.__name__} has no .*: {reason}$"):
             op(*arrays, implementation="mosaic")
-    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)  # as if there were a GPU
-    dispatch.forget()
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)  # pretends there is a GPU
+    dispatch.reset()
     run = jax.jit(swiglu_linear).trace(x, x, weight).lower(lowering_platforms=("cuda",))
     assert "swiglu_forward" in names_in(run.as_text())
     fused, alone = dispatch.decisions()
     assert fused == ("swiglu_linear", "xla", reason)
     assert alone == ("swiglu", "mosaic", "supported")
-    dispatch.forget()
+    dispatch.reset()
     y = swiglu_linear(x, x, weight, implementation="xla")
     np.testing.assert_array_equal(y, swiglu_linear_reference(x, x, weight))
 
 
 def test_elements_that_the_forward_kernel_cannot_count():
     x, weight = jax.ShapeDtypeStruct((2**15, 2**16), BF16), jax.ShapeDtypeStruct((2**16, 64), BF16)
-    with pytest.raises(NotImplementedError, match="counts to 2147483647"):
+    with pytest.raises(NotImplementedError, match="more than 2147483647"):
         jax.eval_shape(lambda x, w: swiglu_linear(x, x, w, implementation="mosaic"), x, weight)
 
 

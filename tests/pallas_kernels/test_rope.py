@@ -20,7 +20,7 @@ def inputs(b, t, h, k, d, dtype):
     ("layout", "b", "t", "h", "k", "d", "dtype"),
     [
         ("half", 2, 32, 6, 2, 64, BF16),  # whole tiles
-        ("half", 2, 33, 5, 1, 64, F32),  # a remainder, and positions that do not fit the tiles
+        ("half", 2, 33, 5, 1, 64, F32),  # a remainder and positions that do not fit the tiles
         ("half", 1, 3, 2, 2, 96, F16),  # only a remainder
         ("half", 1, 3, 1, 1, 100, BF16),  # loads of 4 bytes
         ("half", 1, 130, 1, 1, 2, F32),
@@ -61,7 +61,7 @@ def test_rope_reference_is_a_complex_rotation(layout):
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 @pytest.mark.parametrize("d", [64, 128])
 def test_scaled_frequencies_are_those_of_llama3_in_transformers(d, factor):
-    """The branches of transformers' rope_type="llama3", written out one wavelength at a time."""
+    """Computes the branches of transformers' rope_type="llama3" one wavelength at a time."""
     theta, low, high, original = 500000.0, 1.0, 4.0, 8192
     expected = []
     for i in range(d // 2):
@@ -79,7 +79,7 @@ def test_scaled_frequencies_are_those_of_llama3_in_transformers(d, factor):
     plain = frequencies(d, theta)
     kinds = {"kept": scaled == plain, "divided": scaled == plain / np.float32(factor)}
     assert all(0 < kind.sum() < d // 2 for kind in kinds.values())
-    assert (~kinds["kept"] & ~kinds["divided"]).any()  # and some between
+    assert (~kinds["kept"] & ~kinds["divided"]).any()  # some are in between
 
 
 def test_rope_depends_on_relative_positions_only():
@@ -98,11 +98,13 @@ def test_rope_refuses_what_does_not_fit():
     p = jnp.arange(4, dtype=jnp.int32)
     with pytest.raises(ValueError, match="differ in more than their heads"):
         rope(q, k[:, :3], p)
-    with pytest.raises(ValueError, match=r"positions \(3,\) are neither \(4,\) nor \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"positions have shape \(3,\), neither \(4,\) nor \(2, 4\)"
+    ):
         rope(q, k, p[:3])
     with pytest.raises(ValueError, match="D=7 is odd"):
         rope(q[..., :7], k[..., :7], p)
-    with pytest.raises(ValueError, match=r"q has shape \(4, 2, 8\), it needs 4 axes: B T H D"):
+    with pytest.raises(ValueError, match=r"q has shape \(4, 2, 8\), but needs 4 axes: B T H D"):
         rope(q[0], k[0], p)
     with pytest.raises(ValueError, match="theta=0.0 is not positive"):
         rope(q, k, p, theta=0.0)

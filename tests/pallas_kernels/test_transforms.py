@@ -1,4 +1,4 @@
-"""Every op and its gradients, two members at a time: `jax.vmap`, and `jax.lax.map` (a loop).
+"""Every op and its gradients for two members at a time: `jax.vmap` and `jax.lax.map` (a loop).
 
 In a loop XLA joins a kernel with the slices that it reads and writes, which a kernel that writes in
 place must not be: natively it once left zeros.
@@ -19,7 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
 LABELS = np.array([[5, -100, 250], [1, 2, 3]])
 ROWS, WEIGHT = (2, 5, 128), (2, 128)
 
-CASES = {  # op(*arrays, whole numbers, implementation=), the arrays' shapes, whole numbers, dtype
+CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
     "add_layer_norm": (ops.add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT], []),
     "rms_norm": (ops.rms_norm, [ROWS, WEIGHT], []),
@@ -57,7 +57,7 @@ CASES = {  # op(*arrays, whole numbers, implementation=), the arrays' shapes, wh
 
 
 def test_every_op_is_here():
-    others = {"RopeScaling", "vlstm_step"}  # no op, or no kernel yet
+    others = {"RopeScaling", "vlstm_step"}  # not an op, or without a kernel
     assert set(CASES) - {"encoder_tied"} == set(ops.__all__) - others
 
 
@@ -77,7 +77,7 @@ def test_of_two_members(name, loop):
             return y, pull(jax.tree.map(waves, y))
 
         run = functools.partial(jax.lax.map, of_one) if loop else jax.vmap(of_one)
-        with jax.default_matmul_precision("float32"):  # XLA's matmuls on a GPU: TF32
+        with jax.default_matmul_precision("float32"):  # XLA's default on a GPU is TF32
             return jax.block_until_ready(jax.jit(run)((arrays, list(map(jnp.asarray, whole)))))
 
     expected = results("xla")

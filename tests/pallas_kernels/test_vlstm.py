@@ -29,7 +29,7 @@ def a_state(batch, heads, dqk, dv, dtype=jnp.float32, seed=10):
 
 
 def with_gradients(form, *args, seed=20, **options):
-    """The results of form(*args) and the gradients for random cotangents, as numpy leaves."""
+    """Returns the results of form(*args) and gradients for random cotangents, as numpy leaves."""
 
     @jax.jit
     def run(*args):
@@ -43,13 +43,13 @@ def with_gradients(form, *args, seed=20, **options):
 
 @functools.partial(jax.jit, static_argnums=0)
 def pull_back(form, args, dh):
-    """h = form(*args) and the gradients of sum(h dh)."""
+    """Returns h = form(*args) and the gradients of sum(h dh)."""
     h, pull = jax.vjp(form, *args)
     return h, *pull(dh)
 
 
 def assert_equal_to(tolerance, actual, expected):
-    """Equal to `tolerance` of the largest value, leaf by leaf."""
+    """Asserts equality to `tolerance` of the largest value, leaf by leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected)
     for (path, a), e in zip(*leaves, strict=True):
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
@@ -59,7 +59,7 @@ def assert_equal_to(tolerance, actual, expected):
 
 
 def numpy_loop(q, k, v, i, f, state, gate, normalize):
-    """The cell in its true scale, one head and one number at a time; no stabiliser."""
+    """Computes the cell on its true scale, one head and one number at a time, unstabilised."""
     q, k, v, i, f = (np.asarray(x, np.float64) for x in (q, k, v, i, f))
     h = np.empty(v.shape)
     for b, head in np.ndindex(q.shape[0], q.shape[2]):
@@ -122,7 +122,7 @@ def test_any_length(length, chunk_size):
     ],
 )
 def test_gradients_are_those_of_the_recurrent_form(gate, normalize, eps, packed):
-    """Of everything, the states and the stabiliser in and out included (its max differentiated)."""
+    """Checks all gradients, including states and stabilisers (whose max is differentiated)."""
     with jax.enable_x64(True):
         args, state = inputs(2, 29, 2, 6, 5, jnp.float64), a_state(2, 2, 6, 5, jnp.float64)
         options = dict(gate=gate, normalize=normalize, eps=eps, return_state=True)
@@ -189,8 +189,8 @@ def true_results(args, dh):
     [(jnp.bfloat16, False), (jnp.bfloat16, True), (jnp.float16, True), (jnp.float32, False)],
 )
 def test_error_ratio(dtype, extreme):
-    """Chunkwise against float64, beside the parallel form, which rounds p and dS but no states."""
-    args, dh = narrow_inputs(dtype, extreme, mean=1)  # a mean keeps |l| away from 0
+    """Compares with float64, relative to the parallel form, which rounds p and dS but no states."""
+    args, dh = narrow_inputs(dtype, extreme, mean=1)  # the mean keeps |l| away from 0
     actual, expected = (pull_back(x, args, dh) for x in (reference.chunkwise, reference.parallel))
     results = actual, expected, true_results(args, dh)
     for name, a, e, t in zip(("h", *ARRAYS), *results, strict=True):
@@ -199,8 +199,8 @@ def test_error_ratio(dtype, extreme):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rows_with_l_near_0_stay_within_the_rounding(dtype):
-    """Such rows amplify every rounding (5 seeds: up to 2.4 eps), the states' too, and so have no
-    comparable form; the largest error is held against the largest value."""
+    """Such rows amplify every rounding error (5 seeds: up to 2.4 eps), also that of the states, and
+    no other form is comparable.  The largest error is therefore compared with the largest value."""
     args, dh = narrow_inputs(dtype, extreme=True, mean=0)
     actual = pull_back(reference.chunkwise, args, dh)
     for name, a, t in zip(("h", *ARRAYS), actual, true_results(args, dh), strict=True):
@@ -228,7 +228,7 @@ def test_a_sequence_split_inside_a_chunk_is_the_whole():
 
 
 def test_segments_are_separate_sequences():
-    """Values, states and gradients; segments start and end inside a chunk, an id comes back."""
+    """Checks values, states and gradients; segments start and end in a chunk, and an id recurs."""
     with jax.enable_x64(True):
         args, state = inputs(1, 30, 2, 4, 6, jnp.float64), a_state(1, 2, 4, 6, jnp.float64)
         cuts = (0, 9, 13, 30)
@@ -308,14 +308,14 @@ def test_the_sigmoid_gate_is_the_exponential_one_fed_its_logarithm():
 
 def test_below_the_bound_the_normaliser_is_one_and_has_no_gradient():
     q, k, v, i, f = inputs(1, 40, 2, 8, 8)
-    args = (q * 1e-4, k, v, i, f)  # |l| < 1 in every row, in the first one exactly 0
+    args = (q * 1e-4, k, v, i, f)  # |l| < 1 in every row, and exactly 0 in the first one
     args = (args[0].at[:, 0].set(0), *args[1:])
     linear = functools.partial(vlstm, normalize=False)
     assert_equal_to(1e-5, with_gradients(vlstm, *args), with_gradients(linear, *args))
 
 
 def test_float16_saturates():
-    """Two positions cancel in l but add up in the numerator, past the largest float16."""
+    """Two positions cancel in l, but their sum in the numerator exceeds the largest float16."""
     q, v = np.full((1, 2, 1, 4), 2.0), np.array([60000.0, -60000.0])
     k = np.stack([np.full(4, 2.0), np.full(4, -2.0)])[None, :, None]
     args = q, k, v.reshape(1, 2, 1, 1), np.full((1, 2, 1), 3.0), np.full((1, 2, 1), 30.0)
@@ -326,10 +326,10 @@ def test_float16_saturates():
 
 
 def test_an_input_gate_may_be_closed_entirely():
-    """i = -inf at some positions is the sequence in which k is zero there; no NaN anywhere."""
+    """i = -inf at some positions equals a sequence whose k is zero there, without any NaN."""
     q, k, v, i, f = inputs(1, 40, 2, 8, 8)
     closed = jnp.arange(40)[None, :, None] % 3 < 2
-    closed = closed | (jnp.arange(40) < 16)[None, :, None]  # a whole chunk among them
+    closed = closed | (jnp.arange(40) < 16)[None, :, None]  # including a whole chunk
     h, gradients = with_gradients(
         functools.partial(vlstm, chunk_size=8), q, k, v, jnp.where(closed, -jnp.inf, i), f
     )
@@ -359,14 +359,14 @@ def test_it_runs_on_xla_and_says_why():
     args = inputs(1, 3, 1, 2, 2)
     with pytest.raises(NotImplementedError, match="q is float32, not bfloat16 or float16"):
         vlstm(*args, implementation="mosaic")
-    dispatch.forget()
+    dispatch.reset()
     jax.eval_shape(vlstm, *args)
     assert [d[:2] for d in dispatch.decisions()] == [("vlstm", "xla")]
 
 
 def test_wrong_arguments_are_named():
     q, k, v, i, f = inputs(1, 3, 1, 2, 2)
-    with pytest.raises(ValueError, match=r"f \(1, 2, 1\) do not belong"):
+    with pytest.raises(ValueError, match=r"f \(1, 2, 1\) do not match"):
         vlstm(q, k, v, i, f[:, :2])
     with pytest.raises(ValueError, match="gate='relu' is not one of exp, sigmoid"):
         vlstm(q, k, v, i, f, gate="relu")

@@ -22,14 +22,14 @@ FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # docume
 
 @pytest.fixture(autouse=True)
 def _one_sm(monkeypatch):
-    """Interpreted, one block takes all chunks, one after the other, as those of a full grid do."""
+    """Makes one interpreted block compute all chunks, as the blocks of a full grid do."""
     if not ON_GPU:
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
         monkeypatch.setattr(intra_schedule, "TEAMS", 1)
 
 
 def flat(form):
-    """form(q, k, v, i, f, *state), so that the state's parts are arrays like the others."""
+    """Returns form(q, k, v, i, f, *state), which has the parts of the state as arguments."""
 
     def call(q, k, v, i, f, *state, **options):
         return form(q, k, v, i, f, initial_state=state or None, **options)
@@ -39,13 +39,13 @@ def flat(form):
 
 @flat
 def xla(q, k, v, i, f, **options):
-    """In chunks of the kernels' size: it rounds as many states as they do."""
-    size = chunkwise.edge(q.shape[-1], v.shape[-1])
+    """Uses chunks of the kernels' size, so that it rounds as many states as they do."""
+    size = chunkwise.tile_size(q.shape[-1], v.shape[-1])
     return vlstm(q, k, v, i, f, chunk_size=size, implementation="xla", **options)
 
 
 def inputs(b, t, h, dqk, dv, dtype=BF16, mean=1.0, state=False):
-    """With a mean, |l| stays away from 0, where rounding errors are amplified in any form."""
+    """A mean keeps |l| away from 0, where every form amplifies rounding errors."""
     arrays = [
         normal(0, (b, t, h, dqk), dtype, offset=mean),
         normal(1, (b, t, h, dqk), dtype, offset=mean),
@@ -71,7 +71,7 @@ def inputs(b, t, h, dqk, dv, dtype=BF16, mean=1.0, state=False):
     ],
 )
 def test_the_twin_in_float64_is_the_recurrent_form(options):
-    """Everything around the kernels, gradients of the states in and out included."""
+    """Checks everything around the kernels, including gradients of the states in and out."""
     with jax.enable_x64(True):
         arrays = inputs(2, 80, 2, 64, 64, jnp.float64, mean=0.0, state=True)
 
@@ -114,7 +114,7 @@ def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
 
 @pytest.mark.parametrize("dtype", [FP16] + [BF16] * ON_GPU)
 def test_extreme_gates_and_documents(dtype, monkeypatch):
-    """Gates past xLSTM's caps in two thirds of the places; three chunks for two teams."""
+    """Covers gates past xLSTM's caps in two thirds of the places; three chunks for two teams."""
     if not ON_GPU:
         monkeypatch.setattr(intra_schedule, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 64, 64, dtype)
@@ -129,15 +129,15 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
 def test_spans_fill_idle_sms_only():
     spans = functools.partial(inter_chunk.spans, at_once=132)
     assert spans(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
-    assert spans(45, 512) == 1  # a second walk costs what two spans win
-    assert spans(8, 23) == 1  # so few chunks are walked along sooner than joined
+    assert spans(45, 512) == 1  # a second walk costs what two spans save
+    assert spans(8, 23) == 1  # for so few chunks one walk is faster
     assert spans(4, 1024) == 32  # of 32 chunks each
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_chunks_walked_in_spans(reverse, monkeypatch):
-    """Five chunks in spans of 2, 2 and 1, the last one short; one decay empties the state."""
-    monkeypatch.setattr(inter_chunk, "LEAST", 1)
+    """Five chunks form spans of 2, 2 and 1; one decay resets the state."""
+    monkeypatch.setattr(inter_chunk, "MIN_SPAN", 1)
     assert inter_chunk.spans(1, 5, 4) == 3
     x, y = (normal(n, (1, 296, 1, 64), BF16) for n in (0, 1))
     weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
@@ -153,13 +153,13 @@ def test_chunks_walked_in_spans(reverse, monkeypatch):
     leaves = zip(*(jax.tree.leaves(z) for z in (actual, expected)), strict=True)
     for name, (a, e) in zip(("S", "s", "last S", "last s", "dots"), leaves, strict=True):
         error = jnp.abs(a.astype(jnp.float32) - e.astype(jnp.float32)).max()
-        tolerance = 2**-7 if name == "S" else 1e-5  # S may be rounded to the other side
+        tolerance = 2**-7 if name == "S" else 1e-5  # S may be rounded in the other direction
         assert error <= tolerance * jnp.abs(e).max(), (name, error)
 
 
 def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
     arrays = inputs(1, 8, 1, 64, 64)
-    dispatch.forget()
+    dispatch.reset()
     jax.eval_shape(functools.partial(vlstm, implementation="mosaic"), *arrays)
     assert [d[:2] for d in dispatch.decisions()] == [("vlstm", "mosaic")]
     for message, changed, options in (
