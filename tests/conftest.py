@@ -35,10 +35,16 @@ QUICK_TESTS = set(
 
 
 def pytest_collection_modifyitems(items):
-    """Marks the quick tests."""
-    left = set(QUICK_TESTS)
+    """Marks the quick tests, and the first case of each test."""
+    seen = set()
     for item in items:
         name = getattr(item, "originalname", item.name)
-        if item.path.name in QUICK_FILES or name in left:
+        item.first_case = (item.path, name) not in seen
+        seen.add((item.path, name))
+        if item.path.name in QUICK_FILES or name in QUICK_TESTS and item.first_case:
             item.add_marker(pytest.mark.quick)
-        left.discard(name)
+
+
+@pytest.fixture(autouse=True)
+def _lower_the_first_case(request, monkeypatch):
+    monkeypatch.setattr("kernel_checks.LOWERS", request.node.first_case)
