@@ -2,8 +2,10 @@
 
 On a CPU the kernel is interpreted with race detection, and in the first case of each test also
 lowered for CUDA, which takes longer than all the rest.  On a GPU it runs natively, twice, and both
-results must be equal bit for bit.  The traced program must contain the kernels' names.  The error of the kernel may be at most `RATIO` times the error of the reference, in the
-maximum and in the root mean square, for the outputs and for every gradient.
+results must be equal bit for bit.  The traced program must contain the kernels' names.
+
+The error of the kernel may be at most `RATIO` times the error of the reference, in the maximum and
+in the root mean square, for the outputs and for every gradient.
 """
 
 import contextlib
