@@ -1,6 +1,6 @@
 """The model sections of the configuration: the settings of each architecture."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -184,9 +184,7 @@ class VLSTMConfig(_Model):
 ModelConfig = Annotated[GPT2Config | Llama3Config | VLSTMConfig, Field(discriminator="type")]
 
 MODEL_CONFIGS: dict[str, type[_Model]] = {
-    "gpt2": GPT2Config,
-    "llama3": Llama3Config,
-    "vlstm": VLSTMConfig,
+    section.model_fields["type"].default: section for section in get_args(get_args(ModelConfig)[0])
 }
 
 

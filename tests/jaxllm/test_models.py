@@ -8,31 +8,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernel_checks import kernels_run_here
+from tiny_models import NEEDED, tiny
 
-from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig, load
+from jaxllm.config import MODEL_CONFIGS, load
 from jaxllm.errors import InputError
-from jaxllm.models import create, flops_per_token
+from jaxllm.models import MODELS, create, flops_per_token
 from jaxllm.weights.places import named_params, set_params
 
-KINDS = {
-    "gpt2": (GPT2Config, dict(n_heads=2)),
-    "llama3": (Llama3Config, dict(n_heads=4, n_kv_heads=2, d_ff=48)),
-    "vlstm": (VLSTMConfig, dict(n_heads=2, chunk_size=8)),
-}
-all_models = pytest.mark.parametrize("kind", KINDS)
+all_models = pytest.mark.parametrize("kind", MODELS)
 
 
 @pytest.fixture(autouse=True)
 def _full_precision():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-def tiny(kind, **options):
-    made, own = KINDS[kind]
-    defaults = dict(vocab_size=100, n_layers=2, d_model=32, max_seq_len=32, kernels="xla")
-    defaults |= dict(compute_dtype="float32", residual_dtype="float32")
-    return made(type=kind, **(defaults | own | options))
 
 
 @functools.cache
@@ -57,6 +46,10 @@ def shaken(config):
 
 def tokens_of(config, seed=0, shape=(2, 21)):
     return jax.random.randint(jax.random.key(seed), shape, 0, config.vocab_size)
+
+
+def test_every_model_has_a_class_settings_and_a_tiny_configuration():
+    assert list(MODELS) == list(MODEL_CONFIGS) == list(NEEDED)
 
 
 @pytest.mark.parametrize(
