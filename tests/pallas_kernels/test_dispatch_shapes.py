@@ -70,7 +70,7 @@ def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platfo
     assert all(why.startswith(own[platform]) for why in reasons), reasons
 
 
-def test_a_case_names_the_gpu_that_its_op_needs(monkeypatch):
+def test_every_case_names_the_gpu_that_its_op_needs(monkeypatch):
     asked, decide = [], dispatch.decide
 
     def record(op, implementation, reason, gpu, *rest):
