@@ -31,8 +31,6 @@ GPUS = {
     "sm_100": "B200",
     "sm_120": "RTX 5090",
 }
-SM_80 = ("gelu", "swiglu", "rope", "encoder", "cross_entropy")  # need neither TMA nor wgmma
-WGMMA = ("attention", "attention_qkv", "vlstm", "swiglu_linear", "gelu_linear")
 HARMLESS = {"C7519"}  # ptxas inserts a warpgroup.arrive, which is one cheap instruction
 
 # XLA requires all of these; only the compute capability affects a Mosaic kernel.
@@ -80,6 +78,13 @@ class Kernel(NamedTuple):
     name: str
     ptx: Path
     shared: int | None  # bytes of shared memory per block, if JAX reports it
+
+
+def ops(gpu: str) -> list[str]:
+    """The ops whose kernels need this GPU: sm_80: neither TMA nor wgmma; sm_90a: wgmma."""
+    from pallas_kernels.bench.cases import CASES
+
+    return list(dict.fromkeys(case.op for case in CASES if case.gpu == gpu))
 
 
 def specs(op: str, every: bool) -> list[str]:
@@ -224,7 +229,7 @@ def table(spec: str, gpu: str, compilers: list[str]) -> tuple[list[str], list[Bu
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("op", nargs="*", default=SM_80, help="op or op:case:size")
+    parser.add_argument("op", nargs="*", help="op or op:case:size")
     parser.add_argument("--gpu", nargs="*", choices=GPUS, default=["sm_80", "sm_89"])
     parser.add_argument("--all", action="store_true", help="every shape of the benchmark")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -238,7 +243,8 @@ def main() -> int:
     names = [" ".join([version(c), *how]) for c in compilers for how in ([], ["-c"])]
     heads = "".join(f"{f'ptxas {name}':<29}" for name in names)
     print(f"{'GPU':<6}  {'op:case:size':<17}  {'kernel':<24}  shared  {heads}".rstrip())
-    work = [(s, g) for g in arguments.gpu for op in arguments.op for s in specs(op, arguments.all)]
+    chosen = arguments.op or ops("sm_80")
+    work = [(s, g) for g in arguments.gpu for op in chosen for s in specs(op, arguments.all)]
     failed, meanings = False, {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for running in [pool.submit(table, *each, compilers) for each in work]:

@@ -12,6 +12,7 @@ from jaxllm.config.describe import help_text
 from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message
 from jaxllm.config.model import (
     MODEL_CONFIGS,
+    AttentionConfig,
     GPT2Config,
     Llama3Config,
     ModelConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "LARGEST_BPE",
     "MODEL_CONFIGS",
     "SMALLEST_BPE",
+    "AttentionConfig",
     "Config",
     "DataConfig",
     "GPT2Config",

@@ -1,6 +1,6 @@
 """The model sections of the configuration: the settings of each architecture."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -83,7 +83,7 @@ class _Model(Section):
         return round_up(self.vocab_size, 128)
 
 
-class _Attention(_Model):
+class AttentionConfig(_Model):
     """Settings that all models with attention share."""
 
     window: Count | None = Field(
@@ -95,17 +95,17 @@ class _Attention(_Model):
         None, description="cap of the attention logits: cap tanh(x / cap); null: no cap"
     )
 
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
 
-class GPT2Config(_Attention):
+
+class GPT2Config(AttentionConfig):
     """GPT-2 (Radford et al. 2019): learned positions, layer norm, GELU, tied head."""
 
     type: Literal["gpt2"] = Field("gpt2", description="the architecture")
     d_ff: Width | None = Field(None, description="feed-forward width; null: 4 d_model")
     norm_eps: Positive = Field(1e-5, description="epsilon of the layer norms")
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
 
     @property
     def ff_width(self) -> int:
@@ -117,7 +117,7 @@ class GPT2Config(_Attention):
         return self
 
 
-class Llama3Config(_Attention):
+class Llama3Config(AttentionConfig):
     """Llama 3.1 (Dubey et al. 2024): RoPE, grouped-query attention, SwiGLU, RMS norm."""
 
     type: Literal["llama3"] = Field("llama3", description="the architecture")
@@ -184,9 +184,7 @@ class VLSTMConfig(_Model):
 ModelConfig = Annotated[GPT2Config | Llama3Config | VLSTMConfig, Field(discriminator="type")]
 
 MODEL_CONFIGS: dict[str, type[_Model]] = {
-    "gpt2": GPT2Config,
-    "llama3": Llama3Config,
-    "vlstm": VLSTMConfig,
+    section.model_fields["type"].default: section for section in get_args(get_args(ModelConfig)[0])
 }
 
 

@@ -88,7 +88,7 @@ class TrainConfig(Section):
         description="wandb: also log to Weights & Biases, offline unless WANDB_MODE is set",
     )
     deterministic: bool = Field(
-        True, description="repeat runs bit for bit (XLA flags; the README has the cost)"
+        True, description="repeat runs bit for bit, which costs 1% to 2.5% of the speed on a GPU"
     )
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import GPT2Config, Llama3Config, ModelConfig
+from jaxllm.config import AttentionConfig, ModelConfig
 from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.vlstm import soft_cap
@@ -219,7 +219,7 @@ _SAVED_DOTS = checkpoint_policies.save_from_both_policies(
 )
 
 
-def attention_flops(config: GPT2Config | Llama3Config, seq_len: int) -> float:
+def attention_flops(config: AttentionConfig, seq_len: int) -> float:
     """Operations per token: 4 D per head for each key that a query sees on average.
 
     Without a window a query sees T / 2 keys on average.  A sequence counts as one document, even

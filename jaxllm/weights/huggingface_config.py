@@ -215,6 +215,12 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Raises InputError for a model that transformers does not support.
     """
+    kinds = [(name, kind) for name, kind in KINDS.items() if kind.ours == config.type]
+    if not kinds:
+        raise InputError(
+            f"model.type={config.type}: transformers has no such model, so it cannot be converted"
+        )
+    name, kind = kinds[0]
     if config.d_model % config.n_heads:
         raise InputError(
             f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
@@ -229,7 +235,6 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
                     f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
                     " it cannot be converted"
                 )
-    name, kind = next((name, kind) for name, kind in KINDS.items() if kind.ours == config.type)
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # The defaults of transformers may be outside this vocabulary.
     page |= {"bos_token_id": None, "eos_token_id": None}

@@ -72,7 +72,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         found |= {"3C": 3 * C}
     elif config.type == "llama3":
         found |= dict(Q=H * config.head_dim, K=config.n_kv_heads * config.head_dim)
-    else:
+    elif config.type == "vlstm":
         found |= dict(Q=H * config.qk_dim)
     return found
 

@@ -16,9 +16,10 @@ from flax import nnx
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError, RunError, out_of_memory
+from jaxllm.models import create
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
-from jaxllm.weights.places import Place, places
+from jaxllm.weights.places import Place, named_params, places
 
 # Settings that do not affect the weights; without learned positions neither does max_seq_len.
 _FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
@@ -71,11 +72,10 @@ class RunWeights:
         self._checksums = page.get("checksums", {})
         stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
         where = f"checkpoint {self._place}"
-        for place in places(self.config):
-            for name in map(_stored, place.ours):
-                shape = [list(place.our_shape(self.config)), "float32"]
-                if (found := stored.pop(name, "not in it")) != shape:
-                    raise InputError(f"{where}: {name} is {found}; config.yaml requires {shape}")
+        for path, p in named_params(nnx.eval_shape(lambda: create(self.config))).items():
+            name, shape = _stored(path), [list(p.shape), "float32"]
+            if (found := stored.pop(name, "not in it")) != shape:
+                raise InputError(f"{where}: {name} is {found}; config.yaml requires {shape}")
         if stored:
             raise InputError(f"{where} holds {min(stored)}, which config.yaml does not have")
 

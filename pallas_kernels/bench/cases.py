@@ -6,6 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import Gpu
+
 
 @dataclasses.dataclass(frozen=True)
 class A:
@@ -34,6 +36,7 @@ class Case:
     backward: float = 2.5  # flops of the backward pass, relative to the forward pass
     cudnn: Callable | None = None
     xla: bool = True  # False if the XLA form does not fit in memory
+    gpu: Gpu = "sm_80"  # what the kernel needs, as in the op's call of `dispatch.use_kernel`
 
 
 def _shapes(names: str, *rows) -> tuple[dict[str, int], ...]:
@@ -61,7 +64,15 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
     arrays = {"x": _X} | ({"residual": _X} if add else {}) | {"weight": _W}
     arrays |= {"bias": _W} if bias else {}
     writes = tuple(name for name in arrays if name != "residual")  # it shares x's gradient
-    return Case(op, arrays, _NORMS, {"N": 128, "C": 1024}, reads=("x", "weight"), writes=writes)
+    return Case(
+        op,
+        arrays,
+        _NORMS,
+        {"N": 128, "C": 1024},
+        reads=("x", "weight"),
+        writes=writes,
+        gpu="sm_90",
+    )
 
 
 def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
@@ -74,6 +85,7 @@ def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
         reads=(*arrays, "weight"),
         flops=lambda n: 2 * n["N"] * n["F"] * n["C"],
         backward=2,
+        gpu="sm_90a",
     )
 
 
@@ -96,6 +108,7 @@ def _attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options
         flops=lambda n: 4 * n["B"] * n["H"] * n["D"] * pairs(n),
         cudnn=None if packed else _cudnn,
         xla=xla,
+        gpu="sm_90a",
     )
 
 
@@ -114,7 +127,8 @@ def _encoder(variant: str, fill: str) -> Case:
 def _vlstm(sizes, *, xla=True) -> Case:
     arrays = {"q": A("B T NH DQK"), "k": A("B T NH DQK"), "v": A("B T NH DV")}
     arrays |= {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}
-    return Case("vlstm", arrays, sizes, {"B": 1, "T": 300, "NH": 1}, reads=tuple(arrays), xla=xla)
+    small = {"B": 1, "T": 300, "NH": 1}
+    return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
 
 _ATTENTION = "B T H K D"
@@ -152,6 +166,7 @@ CASES = (
         reads=("x", "weight", "labels"),
         flops=lambda n: 2 * n["N"] * n["C"] * n["V"],
         backward=2,
+        gpu="sm_90",
     ),
     _attention("", _shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128)), xla=True),
     _attention("", _shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128))),
@@ -182,6 +197,7 @@ CASES = (
         options={"n_heads": 12},
         flops=lambda n: 2 * n["B"] * n["T"] ** 2 * 12 * n["D"],
         cudnn=_cudnn_qkv,
+        gpu="sm_90a",
     ),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),

@@ -25,6 +25,7 @@ from jaxllm.errors import InputError
 from jaxllm.models import create
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.weights import convert, huggingface, huggingface_config
+from jaxllm.weights import places as places_module
 from jaxllm.weights.places import Place, places
 from jaxllm.weights.pretrained import load_params, open_weights
 
@@ -320,6 +321,18 @@ def test_config_json_refuses_settings_that_transformers_lacks():
             huggingface_config.config_json(model.model_copy(update={key: value}), "float32")
     whole = huggingface_config.config_json(model.model_copy(update={"window": 256}), "float32")
     assert whole == huggingface_config.config_json(model, "float32")
+
+
+def test_a_run_of_a_model_that_transformers_lacks_is_read_but_not_converted(
+    tmp_path, monkeypatch, capsys
+):
+    made = tmp_path / "run"
+    assert run(folder_of(tmp_path / "theirs", "gpt2"), made) == 0
+    monkeypatch.delitem(places_module._TABLES, "gpt2")
+    monkeypatch.delitem(huggingface_config.KINDS, "gpt2")
+    assert logits(made, [[1, 2, 3]]).shape == (1, 3, 67)
+    message = "model.type=gpt2: transformers has no such model, so it cannot be converted"
+    assert_refused(made, tmp_path / "out", message, capsys)
 
 
 @pytest.mark.parametrize("name", ["gpt2_1558m", "llama3_1b", "llama3_8b", "vlstm_124m", "xlstm_7b"])

@@ -10,17 +10,9 @@ import optax
 import pytest
 from evaluation_run import EXPECTED, run_of
 from flax import nnx
+from tiny_models import tiny
 
-from jaxllm.config import (
-    Config,
-    DataConfig,
-    GPT2Config,
-    Llama3Config,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-    VLSTMConfig,
-)
+from jaxllm.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxllm.data import open_dataset
 from jaxllm.data.loader import documents
 from jaxllm.data.shards import ShardWriter
@@ -28,19 +20,15 @@ from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 from jaxllm.infer.decode import load_model, open_run
+from jaxllm.models import MODELS
 from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
 T, END = 32, 0  # tokens per row; train_tokenizer gives the end-of-text token id 0
-SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=64, max_seq_len=T, kernels="xla")
-SHAPE |= dict(compute_dtype="float32", residual_dtype="float32")
-MODELS = {
-    "gpt2": GPT2Config(**SHAPE),
-    "llama3": Llama3Config(**SHAPE, n_kv_heads=1, d_ff=64, window=6, softcap=2.0),
-    "vlstm": VLSTMConfig(**SHAPE, d_ff=64, chunk_size=8),
-}
+SHAPE = dict(vocab_size=250, n_layers=1, d_model=64, max_seq_len=T)
+OPTIONS = {"llama3": dict(window=6, softcap=2.0)}
 
 
 @pytest.fixture
@@ -136,7 +124,7 @@ def test_documents_without_a_known_end_are_refused(data, tmp_path):
 
 def trainer_of(name, data, **train):
     config = Config(
-        model=MODELS[name],
+        model=tiny(name, **SHAPE, **OPTIONS.get(name, {})),
         data=data,
         train=TrainConfig(**dict(steps=2, batch_size=4, seq_len=T) | train),
         optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.0, b1=0.5),
@@ -144,7 +132,7 @@ def trainer_of(name, data, **train):
     return Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", MODELS)
 def test_a_packed_step_equals_a_step_on_separate_documents(name, data):
     packed = trainer_of(name, data, grad_accum=2)
     batch = batches_of(data, 1)[0]
@@ -179,7 +167,7 @@ def test_a_packed_step_equals_a_step_on_separate_documents(name, data):
         np.testing.assert_allclose(moment / 0.5, g, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", MODELS)
 def test_a_packed_step_runs_on_the_kernels(name, data):
     """The kernels must support segments and positions: mosaic raises where there is no kernel."""
     config = trainer_of(name, data).config

@@ -8,32 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import tiny
 
-from jaxllm.config import GPT2Config, Llama3Config, SampleConfig, VLSTMConfig
+from jaxllm.config import SampleConfig
 from jaxllm.infer import decode, generate
-from jaxllm.models import create
+from jaxllm.models import MODELS, create
 
-SHAPE = dict(vocab_size=250, n_layers=2, n_heads=2, d_model=64, max_seq_len=160, kernels="xla")
-MODELS = {
-    "gpt2": lambda **o: GPT2Config(**SHAPE, **o),
-    "llama3": lambda **o: Llama3Config(**SHAPE, n_kv_heads=1, d_ff=128, **o),
-    "vlstm": lambda **o: VLSTMConfig(**SHAPE, d_ff=128, chunk_size=16, **o),
-}
-NARROW = {  # the window is shorter than prompts and answer, and spans the padding between them
-    "gpt2 narrow": lambda **o: MODELS["gpt2"](window=7, softcap=1.5, **o),
-    "llama3 narrow": lambda **o: MODELS["llama3"](window=7, softcap=1.5, **o),
-}
+SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
+# The window is shorter than prompts and answer, and spans the padding between them.
+NARROW = dict(window=7, softcap=1.5)
 TOKENS = 20  # three calls with BLOCK = 8; the last one is used in part
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")]
-    + [(name, "float32") for name in NARROW],
+    ("name", "dtype", "options"),
+    [(name, dtype, {}) for name in MODELS for dtype in ("float32", "bfloat16")]
+    + [(name, "float32", NARROW) for name in ("gpt2", "llama3")],
 )
-def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype):
+def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype, options):
     """float32 must agree token for token; in bfloat16, tokens may differ if their logits tie."""
-    model = create((MODELS | NARROW)[name](compute_dtype=dtype, residual_dtype=dtype))
+    model = create(tiny(name, **SHAPE, **options, compute_dtype=dtype, residual_dtype=dtype))
     graph, params = nnx.split(model, nnx.Param)
     # Large weights and open gates make tokens depend on the whole text.
     params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, params)
@@ -69,7 +63,7 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
 
 
 def test_one_program_serves_prompts_and_seeds_of_one_shape():
-    model = create(MODELS["llama3"]())
+    model = create(tiny("llama3", **SHAPE))
     graph, params = nnx.split(model, nnx.Param)
     config = SampleConfig(tokens=4, temperature=1.0, seed=0)
     decode._programs.cache_clear()

@@ -8,31 +8,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernel_checks import kernels_run_here
+from tiny_models import NEEDED, tiny
 
-from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig, load
+from jaxllm.config import MODEL_CONFIGS, load
 from jaxllm.errors import InputError
-from jaxllm.models import create, flops_per_token
+from jaxllm.models import MODELS, create, flops_per_token
 from jaxllm.weights.places import named_params, set_params
 
-KINDS = {
-    "gpt2": (GPT2Config, dict(n_heads=2)),
-    "llama3": (Llama3Config, dict(n_heads=4, n_kv_heads=2, d_ff=48)),
-    "vlstm": (VLSTMConfig, dict(n_heads=2, chunk_size=8)),
-}
-all_models = pytest.mark.parametrize("kind", KINDS)
+all_models = pytest.mark.parametrize("kind", MODELS)
 
 
 @pytest.fixture(autouse=True)
 def _full_precision():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-def tiny(kind, **options):
-    made, own = KINDS[kind]
-    defaults = dict(vocab_size=100, n_layers=2, d_model=32, max_seq_len=32, kernels="xla")
-    defaults |= dict(compute_dtype="float32", residual_dtype="float32")
-    return made(type=kind, **(defaults | own | options))
 
 
 @functools.cache
@@ -57,6 +46,10 @@ def shaken(config):
 
 def tokens_of(config, seed=0, shape=(2, 21)):
     return jax.random.randint(jax.random.key(seed), shape, 0, config.vocab_size)
+
+
+def test_every_model_has_a_class_settings_and_a_tiny_configuration():
+    assert list(MODELS) == list(MODEL_CONFIGS) == list(NEEDED)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +109,6 @@ def test_initial_weights(kind):
             assert abs(real.mean()) < std / 10
     assert params["embedding.wte"].shape == (128, 128)
     assert not params["embedding.wte"][100:].any()
-    assert ("head.weight" in params) == (kind != "gpt2")
     assert not params.get("head.weight", np.zeros((1, 1)))[:, 100:].any()
 
 
@@ -153,13 +145,14 @@ def test_padding_of_the_vocabulary_has_no_effect(kind):
     assert of(~only) == float(total)
     first = np.arange(labels.shape[0])[:, None] == 0
     assert 0 < of(first) < float(total)
-    path = "embedding.wte" if kind == "gpt2" else "head.weight"
+    tied = "head.weight" not in named_params(params)
+    path = "embedding.wte" if tied else "head.weight"
     rows = named_params(grads)[path][...]
-    rows = rows if kind == "gpt2" else rows.T
+    rows = rows if tied else rows.T
     assert not rows[100:].any()
     assert rows[:100].all()
     head = named_params(params)[path]
-    head[...] = head[...].at[(slice(100, None) if kind == "gpt2" else np.s_[:, 100:])].set(7.0)
+    head[...] = head[...].at[(slice(100, None) if tied else np.s_[:, 100:])].set(7.0)
     assert run(params, labels)[0] == total
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="PTXAS=path:path names no ptxas to compile with (.ci/run shows how)",
 )
 # Attention still needs setmaxnreg: jax 0.11 with ptxas 13.0, which the extra cuda13 installs.
-OPS = [op for op in compile_ahead.WGMMA if not op.startswith("attention")]
+OPS = [op for op in compile_ahead.ops("sm_90a") if not op.startswith("attention")]
 SPECS = [spec for op in OPS for spec in compile_ahead.specs(op, every=True)]
 
 

@@ -70,6 +70,20 @@ def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platfo
     assert all(why.startswith(own[platform]) for why in reasons), reasons
 
 
+def test_every_case_names_the_gpu_that_its_op_needs(monkeypatch):
+    asked, decide = [], dispatch.decide
+
+    def record(op, implementation, reason, gpu, *rest):
+        asked.append(gpu)
+        return decide(op, implementation, reason, gpu, *rest)
+
+    monkeypatch.setattr(dispatch, "decide", record)
+    for case in CASES:
+        asked.clear()
+        jax.eval_shape(run.public(case), *run.structs(case, case.sizes[0]))
+        assert asked[0] == case.gpu, case.op  # an op may then call another
+
+
 SIZES = [(case, sizes) for case in CASES for sizes in case.sizes]
 
 
