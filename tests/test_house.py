@@ -14,7 +14,7 @@ FILES = [
     "mosaic.py",
     "embedding.py",
     "rotary.py",
-    *(f"{family}/*.py" for family in ("norms", "losses", "activations", "mlstm")),
+    *(f"{family}/*.py" for family in ("norms", "losses", "activations", "mlstm", "quantized")),
 ]
 
 
