@@ -4,6 +4,7 @@ import argparse
 import errno
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,17 +34,24 @@ class Arguments(NamedTuple):
     out_dir: Path
     resume: bool
     dry_run: bool
+    processes: int | None = None
+    process: int | None = None
+    coordinator: str | None = None
 
 
 def read(argv: list[str]) -> Arguments:
     """Parses the command line of `jaxllm train`; raises InputError for bad input."""
     args, overrides = _parse(argv)
+    peers = (args.processes, args.process, args.coordinator)
     if args.resume:
-        return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run)
+        return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run, *peers)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = args.out_dir or Path("runs") / f"{Path(args.config).stem}-{stamp}"
     check_free(out_dir)
-    return Arguments(configs.load(args.config, overrides), out_dir, False, args.dry_run)
+    config = configs.load(args.config, overrides)
+    if args.out_dir is None and (config.mesh.distributed or args.process is not None):
+        raise InputError("several processes need --out_dir: a directory that all of them see")
+    return Arguments(config, out_dir, False, args.dry_run, *peers)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -131,8 +139,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         action="store_true",
         help="estimate the memory and time of the run; compile and write nothing",
     )
+    _add_processes(parser)
     arguments, rest = parser.parse_known_args(argv)
     overrides = read_overrides(rest)
+    _check_processes(arguments, overrides)
     if arguments.out_dir == "":
         raise InputError("--out_dir is empty; name a directory, or omit the option")
     arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
@@ -141,6 +151,40 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     if arguments.config is None and not arguments.resume:
         raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
     return arguments, overrides
+
+
+def _add_processes(parser: Parser) -> None:
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="train in N processes, each with one GPU"
+    )
+    parser.add_argument(
+        "--process",
+        type=int,
+        metavar="I",
+        help="start only process I (from 0) of N, on this machine, with all of its GPUs",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="with --process: the machine of process 0, and a free port there",
+    )
+
+
+def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> None:
+    """Raises InputError for options that do not describe one or more processes."""
+    count, index = args.processes, args.process
+    if count is not None and count < 1:
+        raise InputError(f"--processes {count} must be at least 1")
+    if (index is None) != (args.coordinator is None) or (index is not None and count is None):
+        raise InputError("--process I needs --processes N and --coordinator HOST:PORT, and they it")
+    if index is not None and not 0 <= index < count:
+        raise InputError(f"--process {index} is not one of 0 to {count - 1} (--processes {count})")
+    if index is not None and not re.fullmatch(r".+:\d{1,5}", args.coordinator):
+        raise InputError(f"--coordinator {args.coordinator} is not HOST:PORT, as in node1:1234")
+    if count is not None and overrides.get("mesh.distributed") == "true":
+        raise InputError(
+            "mesh.distributed=true finds the processes of a cluster; omit it, or --processes"
+        )
 
 
 def read_overrides(words: list[str]) -> dict[str, str]:

@@ -135,8 +135,8 @@ class MeshConfig(Section):
     tensor: Count = Field(1, description="devices that divide each layer's heads and widths")
     distributed: bool = Field(
         False,
-        description="train on several hosts, which jax.distributed finds in the cluster's"
-        " environment",
+        description="train in several processes, which jax.distributed finds in the environment"
+        " of Slurm or Open MPI",
     )
 
     @model_validator(mode="after")

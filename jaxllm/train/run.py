@@ -15,6 +15,7 @@ from pathlib import Path
 from jaxllm.config import Config, command_line
 from jaxllm.data.loader import check_paths
 from jaxllm.errors import InputError, RunError, memory_errors
+from jaxllm.train import processes
 from jaxllm.train.metrics import print_line, read_metrics
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 from jaxllm.train.tracker import check_tracker
@@ -34,11 +35,21 @@ def _run(argv: list[str]) -> int:
     check_trainable(config)
     check_tracker(config)
     set_xla_flags(config.train.deterministic)
+    where = processes.places(
+        arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
+    )
+    if where:
+        return processes.watch(where, lambda: _train(arguments))
+    return _train(arguments)
+
+
+def _train(arguments: command_line.Arguments) -> int:
     if arguments.dry_run:
-        return dry_run(config)
+        return dry_run(arguments.config)
     with contextlib.ExitStack() as stack:
-        run = Run(config, arguments.out_dir, arguments.resume, stack)
-        with StopSignals() as stop, no_long_pauses():
+        run = Run(arguments.config, arguments.out_dir, arguments.resume, stack)
+        signals = StopSignals() if run.world == 1 else processes.StopTogether()
+        with signals as stop, no_long_pauses():
             return run.loop(stop)
 
 
@@ -174,7 +185,7 @@ class Run:
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
-    def loop(self, stop: StopSignals) -> int:
+    def loop(self, stop: StopSignals | processes.StopTogether) -> int:
         """Trains to the last step or a signal; returns the exit status."""
         batches = self.dataset.train_batches(
             self.config.train.batch_size, self.rank, self.world, start_sample=self.samples
@@ -198,7 +209,9 @@ class Run:
             batches.close()
             self.log.close()
 
-    def _take_steps(self, batches: Iterator[dict], stop: StopSignals) -> tuple[int, int | None]:
+    def _take_steps(
+        self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
+    ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
         from jaxllm.train.profiling import StepTrace
 
@@ -216,7 +229,7 @@ class Run:
             clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
-            received = stop.received if step < steps else None
+            received = stop.after(step) if step < steps else None
             if trace.ends(step) or self._pauses_after(step) or received is not None:
                 with clock.stopped():
                     if trace.ends(step):
