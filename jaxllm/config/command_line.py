@@ -172,15 +172,17 @@ def _add_processes(parser: Parser) -> None:
 
 def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Raises InputError for options that do not describe one or more processes."""
-    count, index = args.processes, args.process
+    count, index, coordinator = args.processes, args.process, args.coordinator
     if count is not None and count < 1:
         raise InputError(f"--processes {count} must be at least 1")
-    if (index is None) != (args.coordinator is None) or (index is not None and count is None):
-        raise InputError("--process I needs --processes N and --coordinator HOST:PORT, and they it")
-    if index is not None and not 0 <= index < count:
-        raise InputError(f"--process {index} is not one of 0 to {count - 1} (--processes {count})")
-    if index is not None and not re.fullmatch(r".+:\d{1,5}", args.coordinator):
-        raise InputError(f"--coordinator {args.coordinator} is not HOST:PORT, as in node1:1234")
+    if index is not None or coordinator is not None:
+        if count is None or index is None or coordinator is None:
+            raise InputError("--process I needs --processes N and --coordinator HOST:PORT")
+        if not 0 <= index < count:
+            last = count - 1
+            raise InputError(f"--process {index} is not one of 0 to {last} (--processes {count})")
+        if not re.fullmatch(r".+:\d{1,5}", coordinator):
+            raise InputError(f"--coordinator {coordinator} is not HOST:PORT, as in node1:1234")
     if count is not None and overrides.get("mesh.distributed") == "true":
         raise InputError(
             "mesh.distributed=true finds the processes of a cluster; omit it, or --processes"

@@ -59,7 +59,6 @@ def places(
 class _Child:
     """A training process, as seen by the one that watches."""
 
-    name: str
     pid: int
     errors: int  # the reading end of its standard error
     held: bytes = b""  # what it wrote there and nobody has seen yet
@@ -82,7 +81,8 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
             received.append(number)
             for child in children:
                 if child.status is None:
-                    os.kill(child.pid, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+                    child.ended = len(received) > 1
+                    os.kill(child.pid, signal.SIGKILL if child.ended else signal.SIGTERM)
 
         previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -92,7 +92,7 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
             os.close(alive)
             for s, handler in previous.items():
                 signal.signal(s, handler)
-    return 128 + received[0] if received and status in (STOPPED, 1) else status
+    return 128 + received[0] if received and status != 0 else status
 
 
 def _fork(where: list[Place], train: Callable[[], int], names: IO) -> tuple[list[_Child], int]:
@@ -107,9 +107,7 @@ def _fork(where: list[Place], train: Callable[[], int], names: IO) -> tuple[list
             os.dup2(writer, 2)
             _train_and_exit(place, train, names, ending)
         os.close(writer)
-        index = "" if place.index is None else f" {place.index}"
-        name = f"process{index} (pid {pid} on {socket.gethostname()})"
-        children.append(_Child(name, pid, errors))
+        children.append(_Child(pid, errors))
     os.close(ending)
     return children, alive
 
@@ -163,6 +161,8 @@ def _pass_on(children: list[_Child]) -> None:
 
 def _report(children: list[_Child], names: IO) -> int:
     """Says in one line which process died, if one did; returns the exit status of all."""
+    names.seek(0)
+    peers = json.loads(names.read() or "[]")
     culprits = [c for c in children if not c.ended and FATAL not in c.held]
     killed = [c for c in culprits if (c.status or 0) < 0]
     if killed:
@@ -170,7 +170,9 @@ def _report(children: list[_Child], names: IO) -> int:
         first = killed[0]
         cause = signal.Signals(-(first.status or 0)).name
         memory = " (is the machine out of memory?)" if cause == "SIGKILL" else ""
-        error_line(f"{first.name} was killed by {cause}{memory}; {ADVICE}")
+        place = f"(pid {first.pid} on {socket.gethostname()})"
+        name = next((peer for peer in peers if peer.endswith(place)), f"process {place}")
+        error_line(f"{name} was killed by {cause}{memory}; {ADVICE}")
         return 1
     failed = [c for c in culprits if c.status not in (0, STOPPED)]
     if failed:
@@ -178,16 +180,16 @@ def _report(children: list[_Child], names: IO) -> int:
         return failed[0].status or 1
     aborted = [c for c in children if FATAL in c.held]
     if aborted:
-        names.seek(0)
-        peers = json.loads(names.read() or "[]")
         dead = _dead_peer(aborted[0].held.decode(errors="replace"), peers)
-        if dead is None:
+        if not peers:
+            error_line("the processes did not meet; start all of them with one --coordinator")
+        elif dead is None:
             _pass_on(aborted)
         else:
             error_line(f"{dead} died or lost its connection; {ADVICE}")
         return 1
     _pass_on(children)
-    return max(c.status or 0 for c in children)
+    return max(1 if c.ended else c.status or 0 for c in children)
 
 
 def _dead_peer(log: str, peers: list[str]) -> str | None:
@@ -195,9 +197,7 @@ def _dead_peer(log: str, peers: list[str]) -> str | None:
     silent = re.search(r"stopped sending heartbeats\):\s+(\d+)", log)
     if silent and int(silent[1]) < len(peers):
         return peers[int(silent[1])]
-    if not peers:  # it died, or was never there, before they all had met
-        return "another process of the run"
-    return peers[0] if "Failed to send RPC to coordination service" in log else None
+    return peers[0] if peers and "Failed to send RPC to coordination service" in log else None
 
 
 def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: int) -> None:
@@ -279,8 +279,7 @@ def _join(place: Place, names: IO) -> None:
     name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})".encode()
     rows = multihost_utils.process_allgather(np.frombuffer(name[:128].ljust(128), np.uint8))
     peers = [bytes(row).decode(errors="replace").strip() for row in np.reshape(rows, (-1, 128))]
-    names.write(json.dumps(peers).encode())
-    names.flush()
+    os.pwrite(names.fileno(), json.dumps(peers).encode(), 0)  # processes may share the file
 
 
 class StopTogether:

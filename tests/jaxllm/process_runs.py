@@ -89,9 +89,7 @@ def slurm(rank: int) -> dict:
 
 def killed_of_four() -> dict:
     """Four processes resume the run of two; one of them is killed after the checkpoint."""
-    command = resumed(
-        "four", "--processes", "4", "--mesh.fsdp", "2", "--train.steps", "100000000"
-    )
+    command = resumed("four", "--processes", "4", "--mesh.fsdp", "2", "--train.steps", "100000000")
     saved = FOLDER / "four" / "checkpoints" / "6" / "_CHECKPOINT_METADATA"
     command.until(lambda output: saved.exists() and "step 9/" in output)
     victim = command.trainers()[2]
