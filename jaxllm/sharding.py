@@ -65,6 +65,22 @@ def check_batch(train: TrainConfig, mesh: Mesh) -> None:
         )
 
 
+def batch_part(mesh: Mesh) -> tuple[int, int]:
+    """(i, n): this process's devices hold the i-th of n equal parts of the batch's rows.
+
+    Several processes hold the same part if the tensor axis spans them.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    (held,) = np.nonzero(np.reshape(mine, (parts, -1)).any(1))
+    if held[0] % len(held) or parts % len(held):
+        raise InputError(
+            f"mesh.tensor={mesh.shape['tensor']} does not fit the {sum(mine)} devices of a process;"
+            " set it to a divisor or a multiple of them"
+        )
+    return int(held[0]) // len(held), parts // len(held)
+
+
 def one_device() -> bool:
     """Whether `jax.set_mesh` has set no mesh, or a mesh of one device."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -188,7 +188,7 @@ class Run:
     def loop(self, stop: StopSignals | processes.StopTogether) -> int:
         """Trains to the last step or a signal; returns the exit status."""
         batches = self.dataset.train_batches(
-            self.config.train.batch_size, self.rank, self.world, start_sample=self.samples
+            self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
         try:
             step, received = self._take_steps(batches, stop)
@@ -314,7 +314,7 @@ class Run:
 
         from jaxllm.train.guard import first_not_finite
 
-        batches = self.dataset.train_batches(train.batch_size, self.rank, self.world, sample)
+        batches = self.dataset.train_batches(train.batch_size, *self.trainer.batch_part, sample)
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
@@ -332,7 +332,7 @@ class Run:
         train = self.config.train
         total, count = 0.0, 0.0
         for batch in self.dataset.val_batches(
-            train.batch_size, self.rank, self.world, train.eval_batches
+            train.batch_size, *self.trainer.batch_part, train.eval_batches
         ):
             loss, n = self.evaluate(self.state.params, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)

@@ -4,6 +4,7 @@ A model is split once into its graph (static) and its parameters (a pytree); eve
 plain `jax.jit`, `jax.value_and_grad` and optax.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -138,12 +139,26 @@ class Trainer:
             names += ["segment_ids", "positions"]
         return dict.fromkeys(names, like)
 
+    @functools.cached_property
+    def batch_part(self) -> tuple[int, int]:
+        """(i, n): this process reads the i-th of n equal parts of each batch."""
+        return sharding.batch_part(self.mesh)
+
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
-        """Makes global arrays from this process's rows of a batch (numpy)."""
-        return {
-            name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
-            for name, rows in batch.items()
-        }
+        """Makes global arrays from this process's `batch_part` of the rows of a batch (numpy)."""
+        part, parts = self.batch_part
+
+        def put(rows):
+            first = part * len(rows)
+
+            def piece(index):  # of the global array, on one device
+                at = range(*index[0].indices(parts * len(rows)))
+                return rows[at.start - first : at.stop - first, *index[1:]]
+
+            shape = (parts * len(rows), *rows.shape[1:])
+            return jax.make_array_from_callback(shape, self.batch_sharding, piece)
+
+        return {name: put(rows) for name, rows in batch.items()}
 
     def trace_train_step(self) -> jax.stages.Traced:
         """Traces the train step (state, batch) -> (state, metrics); it donates the state's buffers.
