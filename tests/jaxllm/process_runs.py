@@ -6,6 +6,7 @@ All processes are forks of this one, which has imported everything and started n
 one compilation, so that each costs a second or two.
 """
 
+import ctypes
 import importlib
 import itertools
 import json
@@ -21,7 +22,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
-SMALL = "--model.n_layers 1 --train.steps 6 --train.checkpoint_every 3 --train.eval_every 0".split()
+SMALL = """--model.n_layers 1 --model.n_kv_heads 2 --train.steps 6 --train.checkpoint_every 3
+    --train.eval_every 0""".split()
 
 
 class Command:
@@ -31,6 +33,7 @@ class Command:
         self.log = FOLDER / f"{name}.log"
         self.pid = os.fork()
         if self.pid == 0:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with this driver
             output = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -89,7 +92,8 @@ def slurm(rank: int) -> dict:
 
 def killed_of_four() -> dict:
     """Four processes resume the run of two; one of them is killed after the checkpoint."""
-    command = resumed("four", "--processes", "4", "--mesh.fsdp", "2", "--train.steps", "100000000")
+    mesh = ["--mesh.fsdp", "2", "--mesh.tensor", "2"]  # pairs of processes read the same rows
+    command = resumed("four", "--processes", "4", *mesh, "--train.steps", "100000000")
     saved = FOLDER / "four" / "checkpoints" / "6" / "_CHECKPOINT_METADATA"
     command.until(lambda output: saved.exists() and "step 9/" in output)
     victim = command.trainers()[2]
@@ -150,7 +154,6 @@ if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(FOLDER / "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_SHARE_BINARY_BETWEEN_HOSTS"] = "1"  # process 0 compiles for all
     os.environ.setdefault("NPROC", "16")  # with two threads, two devices could wait for each other
     warnings.simplefilter("ignore")  # JAX warns about forks of a process with threads
     for name in ("train", "grain", "matplotlib.figure", "tensorboardX.summary"):
