@@ -3,6 +3,7 @@
 from functools import partial
 
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxllm.layers.linear import ROWS, Linear
@@ -71,7 +72,8 @@ class GatedMLP(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        hidden = self.gate(x), self.up(x)
+        # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
+        hidden = tuple(checkpoint_name(w(x), "mlp") for w in (self.gate, self.up))
         if one_device():  # as above
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:

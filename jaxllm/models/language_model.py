@@ -188,7 +188,7 @@ class LanguageModel(nnx.Module):
 def run_block(block, stream, positions, segment_ids, cache, *, remat: str):
     """Calls `block(stream, positions, segment_ids, cache)`; equal blocks are traced once.
 
-    remat: what the backward pass recomputes: "none", "dots" (all but matmuls), "block" (all).
+    remat: how much of the block the backward pass recomputes, a value of `model.remat`.
     """
     graph, params = nnx.split(block)
     return _run_block(graph, remat, params, stream, positions, segment_ids, cache)
@@ -198,25 +198,36 @@ def run_block(block, stream, positions, segment_ids, cache, *, remat: str):
 def _run_block(graph, remat, params, *args):
     def run(params, *args):
         stream, cache = nnx.merge(graph, params)(*args)
-        if remat == "block":
+        if remat in ("mlp", "attention", "block"):
             # The backward pass keeps the input of each block: one array rather than two.
             stream = Stream(None, None, stream.sum())
         return stream, cache
 
-    if remat == "block":
-        run = jax.checkpoint(run)
-    elif remat == "dots":
-        run = jax.checkpoint(run, policy=_SAVED_DOTS)
+    if remat != "none":
+        run = jax.checkpoint(run, policy=_SAVED[remat])
     return run(params, *args)
 
 
-# Saves matmuls with weights, and what the attention kernel names "attention": its output and
-# log-sum-exp.  The XLA form of attention is recomputed: its matmuls have batch axes, and their
-# results are quadratic in T.
-_SAVED_DOTS = checkpoint_policies.save_from_both_policies(
-    checkpoint_policies.dots_with_no_batch_dims_saveable,
-    checkpoint_policies.save_only_these_names("attention"),
+def _cudnn_saveable(primitive, *_, **__) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+_either = checkpoint_policies.save_from_both_policies
+# The output of attention and its log-sum-exp, or that of the vLSTM and its normalizer.  Our kernels
+# and the XLA forms name them; cuDNN's attention is one primitive.
+_mixing_saveable = _either(
+    checkpoint_policies.save_only_these_names("attention", "vlstm"), _cudnn_saveable
 )
+# What each value of `model.remat` saves of a block besides its input.
+_SAVED = {
+    # Matmuls with weights.  The matmuls within the XLA form of attention have batch axes and are
+    # recomputed: their results are quadratic in T.
+    "dots": _either(checkpoint_policies.dots_with_no_batch_dims_saveable, _mixing_saveable),
+    # The products before the activation: "gelu" is the op's name of the sum of product and bias.
+    "mlp": _either(checkpoint_policies.save_only_these_names("mlp", "gelu"), _mixing_saveable),
+    "attention": _mixing_saveable,
+    "block": checkpoint_policies.nothing_saveable,
+}
 
 
 def attention_flops(config: AttentionConfig, seq_len: int) -> float:
