@@ -129,3 +129,20 @@ def shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
         state,
         is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
+
+
+def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Splits each device's part among the replicas too, along the first axis that they divide.
+
+    Returns `sharding` if there is no such axis or only one replica.
+    """
+    replicas = sharding.mesh.shape["data"]
+    if replicas == 1:
+        return sharding
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    for i, size in enumerate(sharding.shard_shape(shape)):
+        if size % replicas == 0:
+            others = spec[i] or ()
+            spec[i] = (*((others,) if isinstance(others, str) else others), "data")
+            return NamedSharding(sharding.mesh, P(*spec))
+    return sharding

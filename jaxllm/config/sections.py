@@ -133,6 +133,11 @@ class MeshConfig(Section):
     )
     fsdp: Count = Field(1, description="devices that divide the batch and shard the parameters")
     tensor: Count = Field(1, description="devices that divide each layer's heads and widths")
+    shard_optimizer: bool = Field(
+        False,
+        description="split the float32 parameters, the moments and the update over mesh.data, as"
+        " ZeRO-1 does; each replica keeps all bfloat16 copies",
+    )
     distributed: bool = Field(
         False,
         description="train in several processes, which jax.distributed finds in the environment"
