@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import MeshConfig, ModelConfig, TrainConfig
 from jaxllm.errors import InputError
@@ -27,23 +27,26 @@ BATCH = ("data", "fsdp")  # the axes that divide the batch
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """The mesh (data, fsdp, tensor) over all devices; raises InputError if its size differs."""
     devices = jax.devices() if devices is None else devices
-    inner = config.fsdp * config.tensor
-    data = len(devices) // inner if config.data == -1 else config.data
-    if data * inner != len(devices) or data == 0:
-        raise InputError(
-            f"mesh data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not equal"
-            f" {len(devices)} devices; set mesh.data=-1 and the other axes to divisors of"
-            f" {len(devices)}"
-        )
-    shape = (data, config.fsdp, config.tensor)
+    mesh = abstract_mesh(config, len(devices))
     return Mesh(
-        np.array(devices).reshape(shape),
-        ("data", "fsdp", "tensor"),
-        axis_types=(AxisType.Auto,) * 3,
+        np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
     )
 
 
-def check_model(model: ModelConfig, mesh: Mesh) -> None:
+def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
+    """The mesh of `make_mesh` over `count` devices that this machine need not have."""
+    inner = config.fsdp * config.tensor
+    data = count // inner if config.data == -1 else config.data
+    if data * inner != count or data == 0:
+        raise InputError(
+            f"mesh data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not equal"
+            f" {count} devices; set mesh.data=-1 and the other axes to divisors of {count}"
+        )
+    shape = (data, config.fsdp, config.tensor)
+    return AbstractMesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def check_model(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises InputError if the tensor axis does not divide the heads."""
     tensor = mesh.shape["tensor"]
     heads = getattr(model, "n_kv_heads", model.n_heads)
@@ -55,7 +58,7 @@ def check_model(model: ModelConfig, mesh: Mesh) -> None:
         )
 
 
-def check_batch(train: TrainConfig, mesh: Mesh) -> None:
+def check_batch(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises InputError unless the batch divides evenly over devices and accumulation."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if train.batch_size % (parts * train.grad_accum):

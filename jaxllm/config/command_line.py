@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     config: configs.Config
     out_dir: Path
     resume: bool
-    dry_run: bool
+    dry_run: str | None  # "here", or GPUs like 64xH200
     processes: int | None = None
     process: int | None = None
     coordinator: str | None = None
@@ -137,8 +137,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     parser.add_argument(
         "--dry_run",
-        action="store_true",
-        help="estimate the memory and time of the run; compile and write nothing",
+        nargs="?",
+        const="here",
+        metavar="COUNTxKIND",
+        help="estimate the memory and time of the run here, or predict them on GPUs like 64xH200;"
+        " compile and write nothing",
     )
     _add_processes(parser)
     arguments, rest = parser.parse_known_args(argv)

@@ -73,7 +73,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
-        hidden = tuple(checkpoint_name(w(x), "mlp") for w in (self.gate, self.up))
+        hidden = checkpoint_name(self.gate(x), "mlp"), checkpoint_name(self.up(x), "mlp")
         if one_device():  # as above
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:

@@ -5,6 +5,7 @@ saves.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -32,7 +33,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = command_line.read(argv)
     config = arguments.config
-    check_trainable(config)
+    check_dtypes(config)
+    if arguments.dry_run not in (None, "here"):
+        return predict(config, arguments.dry_run)
+    check_files(config)
     check_tracker(config)
     set_xla_flags(config.train.deterministic)
     where = processes.places(
@@ -53,23 +57,36 @@ def _train(arguments: command_line.Arguments) -> int:
             return run.loop(stop)
 
 
-def check_trainable(config: Config) -> None:
-    """Raises InputError for a valid configuration that cannot be trained or names missing files.
-
-    Does not import JAX, which takes seconds.
-    """
+def check_dtypes(config: Config) -> None:
+    """Raises InputError for a valid configuration that cannot be trained."""
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":
             raise InputError(
                 f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
                 " without loss scaling; train in bfloat16 (or float32)"
             )
+
+
+def check_files(config: Config) -> None:
+    """Raises InputError for a configuration that names missing files.
+
+    Does not import JAX, which takes seconds.
+    """
     weights = config.model.init_from
     if weights is not None and not Path(weights).expanduser().is_dir():
         raise InputError(
             f"model.init_from={weights} does not exist: a run's directory or a Hugging Face folder"
         )
     check_paths(config.data)
+
+
+def predict(config: Config, gpus: str) -> int:
+    """Prints what a step would need on GPUs like 64xH200, wherever this runs."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from jaxllm.train.predict import predict
+
+    print_line(predict(config, gpus))
+    return 0
 
 
 def dry_run(config: Config) -> int:
