@@ -31,7 +31,7 @@ def result():
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, str(HERE / "eight_devices.py")],
+        [sys.executable, str(HERE.parent / "eight_devices.py")],
         env=env,
         capture_output=True,
         text=True,
