@@ -132,6 +132,9 @@ class MeshConfig(Section):
         -1, description="replicas of the model, which divide the batch; -1: all remaining devices"
     )
     fsdp: Count = Field(1, description="devices that divide the batch and shard the parameters")
+    context: Count = Field(
+        1, description="devices that divide each sequence and shard the parameters"
+    )
     tensor: Count = Field(1, description="devices that divide each layer's heads and widths")
     shard_optimizer: bool = Field(
         False,

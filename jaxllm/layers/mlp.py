@@ -13,7 +13,7 @@ from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
 from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
 from pallas_kernels.dispatch import Implementation
 
-HIDDEN = P(BATCH, None, "tensor")  # (B, T, F)
+HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
 
 
 class MLP(nnx.Module):

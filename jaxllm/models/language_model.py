@@ -17,7 +17,7 @@ from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.vlstm import soft_cap
 from jaxllm.models.stream import Stream
-from jaxllm.sharding import BATCH, P, per_device
+from jaxllm.sharding import BATCH, PARTS, P, context_size, per_device, shardings
 from pallas_kernels import linear_cross_entropy
 
 STD = 0.02  # initial standard deviation of all weights
@@ -115,6 +115,8 @@ class LanguageModel(nnx.Module):
 
         caches: one per block, for generation.  positions, segment_ids: as in `hidden`.
         """
+        if caches is not None and context_size() > 1:
+            raise ValueError("generation needs whole sequences: use sharding.whole_sequences(mesh)")
         stream = Stream(None, None, embedded)
         for i, block in enumerate(self.blocks):
             cache = None if caches is None else caches[i]
@@ -158,11 +160,12 @@ class LanguageModel(nnx.Module):
             embedded, weight = self.embedding(tokens, positions), head.weight[...]
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
         shape = jax.sharding.get_abstract_mesh().shape
-        if shape.get("fsdp", 1) > 1:
+        if shape.get("fsdp", 1) * context_size() > 1:
             weight = weight.astype(hidden.dtype)  # a cast before the gather halves its bytes
         # The tensor axis shards the vocabulary, as it does the weight: the weight's gradient stays
         # on its device, and only the gradient of `hidden` moves.
         tensor = "tensor" if shape.get("tensor", 1) > 1 else None
+        part = P(BATCH, "context")
         loss = partial(
             linear_cross_entropy,
             vocab_size=self.config.vocab_size,
@@ -173,10 +176,10 @@ class LanguageModel(nnx.Module):
             implementation=self.config.implementation,
         )
         op = per_device(
-            # Each part of the batch yields one number.
+            # Each part of the tokens yields one number.
             lambda x, w, labels, scale: loss(x, w, labels, scale=scale)[None],
-            in_specs=(P(BATCH), P(tensor) if head is None else P(None, tensor), P(BATCH), P()),
-            out_specs=P(BATCH),
+            in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P()),
+            out_specs=P(PARTS),
         )
         return op(hidden, weight, labels, jnp.asarray(scale)).sum()
 
@@ -195,7 +198,7 @@ def run_block(block, stream, positions, segment_ids, cache, *, remat: str):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_block(graph, remat, params, *args):
+def _run_block(graph, remat, params, stream, *args):
     def run(params, *args):
         stream, cache = nnx.merge(graph, params)(*args)
         if remat in ("mlp", "attention", "block"):
@@ -205,7 +208,30 @@ def _run_block(graph, remat, params, *args):
 
     if remat != "none":
         run = jax.checkpoint(run, policy=_SAVED[remat])
-    return run(params, *args)
+    if remat != "none" and context_size() > 1:
+        params, stream = _with_gradients_in_order(params, stream)
+    return run(params, stream, *args)
+
+
+@jax.custom_vjp
+def _with_gradients_in_order(params, stream):
+    """Returns both; the backward pass goes on to earlier blocks once it has the params' gradients.
+
+    XLA would postpone their matmuls, to overlap them with sums over the devices, and keep what they
+    read: 9 GiB per block of llama3_1b with 131,072 tokens per device, which `remat` should save.
+    """
+    return params, stream
+
+
+def _gradients_in_order(_, gradients):
+    params, stream = gradients
+    mesh = jax.sharding.get_abstract_mesh()
+    # Without the constraint, the sums before the barrier would be those of whole parameters.
+    params = jax.lax.with_sharding_constraint(params, shardings(params, mesh))
+    return jax.lax.optimization_barrier((params, stream))
+
+
+_with_gradients_in_order.defvjp(lambda *both: (both, None), _gradients_in_order)
 
 
 def _cudnn_saveable(primitive, *_, **__) -> bool:

@@ -135,7 +135,10 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
     working = trainer.working(trainer.abstract_state())
     train, shape = trainer.config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
-    like = jax.ShapeDtypeStruct((train.batch_size // parts, train.seq_len), jnp.int32)
+    # A device has all heads of its part of a sequence, or its part of the heads of all of it.
+    like = jax.ShapeDtypeStruct(
+        (train.batch_size // parts, train.seq_len // shape["context"]), jnp.int32
+    )
     batch = dict.fromkeys(trainer.abstract_batch(), like)
     kept, logits = _kept_by_forward(model, working, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time

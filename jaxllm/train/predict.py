@@ -15,7 +15,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 from jaxllm import sharding
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import Config, ModelConfig, VLSTMConfig
 from jaxllm.errors import InputError
 from jaxllm.models import create, flops_per_token
 from jaxllm.models.language_model import LanguageModel
@@ -129,7 +129,8 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
     all-reduce twice as many.
     """
     config, shape = trainer.config, trainer.mesh.shape
-    data, fsdp, tensor = shape["data"], shape["fsdp"], shape["tensor"]
+    data, context, tensor = shape["data"], shape["context"], shape["tensor"]
+    fsdp = shape["fsdp"] * context  # context devices shard the weights, too
     parts = config.train.grad_accum
     weights = estimate.working_memory(trainer)  # of one device; gradients have the same dtypes
     share = lambda k: (k - 1) / k
@@ -140,11 +141,24 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
     else:
         sizes["data"] = 2 * parts * share(data) * weights
     # Each block sums its two branches in both passes, and recomputation may repeat the first sum.
-    stream = config.train.batch_size // (data * fsdp) * config.train.seq_len * config.model.d_model
+    tokens = config.train.batch_size * config.train.seq_len // (data * fsdp)
+    stream = tokens * config.model.d_model
     sizes["tensor"] = 2 * share(tensor) * 5 * config.model.n_layers * 2 * stream
-    strides = {"tensor": 1, "fsdp": tensor, "data": tensor * fsdp}
+    # Queries, keys, values and outputs are exchanged in both passes; recomputation may repeat it.
+    model = config.model
+    if isinstance(model, VLSTMConfig):
+        width = model.n_heads * (2 * model.qk_dim + 2 * model.v_dim)
+    else:
+        width = 2 * (model.n_heads + getattr(model, "n_kv_heads", model.n_heads)) * model.head_dim
+    sizes["context"] = 2 * share(context) * model.n_layers * 2 * tokens * width // tensor
+    groups = {  # (devices, distance between neighbours)
+        "tensor": (tensor, 1),
+        "context": (context, tensor),
+        "fsdp": (fsdp, tensor),
+        "data": (data, tensor * fsdp),
+    }
     return [
-        Traffic(axis, size, *_bandwidth(GPUS[kind], shape[axis], strides[axis]))
+        Traffic(axis, size, *_bandwidth(GPUS[kind], *groups[axis]))
         for axis, size in sizes.items()
         if size
     ]

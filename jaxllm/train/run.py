@@ -369,6 +369,7 @@ class Run:
         """Logs a text that the current model writes."""
         import jax
 
+        from jaxllm import sharding
         from jaxllm.infer.decode import generate
 
         config, tokenizer = self.config.sample, self.dataset.tokenizer
@@ -381,11 +382,12 @@ class Run:
         if not prompt:
             self.log.message("no sample: sample.prompt is empty")
             return
-        rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        mesh = sharding.whole_sequences(self.mesh)
+        rows = mesh.shape["data"] * mesh.shape["fsdp"]
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         try:
-            with memory_errors(self.advice), jax.set_mesh(self.mesh):
+            with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(
                     self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
                 )

@@ -66,6 +66,10 @@ def test_traffic_follows_the_ring_formulas():
     tensor = of(2, tensor=2)["tensor"]
     assert tensor.size == 5 * LAYERS * 64 * T * C * 2
     assert tensor.seconds == tensor.size / tensor.bandwidth
+    long = of(4, data=1, fsdp=2, context=2)
+    assert long["fsdp"].size == pytest.approx(3 * 3 / 4 * weights, rel=0.02)
+    exchanged = C + 2 * 128 + C  # queries, keys, values; outputs
+    assert long["context"].size == 2 * LAYERS / 2 * 2 * (64 * T / 4) * exchanged
 
 
 def test_recomputed_matmuls_are_counted():

@@ -56,7 +56,10 @@ def test_two_tasks_of_slurm_train_as_one(runs):
     folder, results = runs
     assert [task["status"] for task in results["two"]] == [0, 0]
     output = results["two"][0]["output"]  # both write to one file
-    assert output.count("devices  2 x cpu, mesh {'data': 1, 'fsdp': 2, 'tensor': 1}") == 1
+    assert (
+        output.count("devices  2 x cpu, mesh {'data': 1, 'fsdp': 2, 'context': 1, 'tensor': 1}")
+        == 1
+    )
     assert output.count("step 6/6  loss") == 1  # only process 0 prints
     assert output.count("step 6/6  sample:\nthe ") == 1
     assert list(losses(folder / "two")) == [1, 2, 3, 4, 5, 6]
@@ -73,7 +76,10 @@ def test_a_run_continues_bit_for_bit_on_the_same_mesh(runs, name):
 
 def test_a_run_continues_on_four_processes_with_the_same_losses(runs):
     folder, results = runs
-    assert "4 x cpu, mesh {'data': 1, 'fsdp': 2, 'tensor': 2}" in results["four"]["output"]
+    assert (
+        "4 x cpu, mesh {'data': 1, 'fsdp': 2, 'context': 1, 'tensor': 2}"
+        in results["four"]["output"]
+    )
     got, wanted = losses(folder / "four"), losses(folder / "two")
     assert [got[s] for s in (1, 2, 3)] == [wanted[s] for s in (1, 2, 3)]
     for step in (4, 5, 6):  # bf16

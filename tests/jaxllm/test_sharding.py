@@ -114,12 +114,14 @@ def test_kernels_run_on_each_device_s_own_part(result):
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    with pytest.raises(InputError, match=r"data=3 x fsdp=1 x tensor=1 does not equal 1 devices"):
+    with pytest.raises(
+        InputError, match=r"data=3 x fsdp=1 x context=1 x tensor=1 does not equal 1 devices"
+    ):
         make_mesh(MeshConfig(data=3), jax.devices()[:1])
 
 
 class FourTensorDevices:
-    shape = {"data": 1, "fsdp": 2, "tensor": 4}
+    shape = {"data": 1, "fsdp": 2, "context": 1, "tensor": 4}
 
 
 def test_more_tensor_devices_than_kv_heads_are_refused_with_the_fix():

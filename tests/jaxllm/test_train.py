@@ -437,7 +437,7 @@ class TestFinishedRun:
         cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
         done = run(other / "config.yaml", other, "--resume", *more, **cpu)
         assert done.returncode == 0, done.stderr
-        assert "mesh {'data': 2, 'fsdp': 2, 'tensor': 1}" in done.stdout
+        assert "mesh {'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 1}" in done.stdout
         for step in range(
             61, 65
         ):  # the same data, divided differently, so bf16 sums have another order
