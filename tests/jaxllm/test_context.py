@@ -30,7 +30,7 @@ CASES = [
 def result():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, str(HERE / "context_devices.py")],
+        [sys.executable, str(HERE.parent / "context_devices.py")],
         env=os.environ
         | {
             "XLA_FLAGS": flags,
