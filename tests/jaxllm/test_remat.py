@@ -89,7 +89,7 @@ def test_a_block_saves_what_its_choice_names(kind, kernels):
 
 def test_a_block_saves_the_same_on_a_mesh():
     """shard_map lies between the policy and the names."""
-    types = dict(axis_types=(AxisType.Auto,) * 3)
+    types = dict(axis_types=(AxisType.Auto,) * 4)
     mesh = AbstractMesh((2, 1, 1, 1), ("data", "fsdp", "context", "tensor"), **types)
     with jax.sharding.use_abstract_mesh(mesh):
         for kernels in ("xla", "mosaic"):
