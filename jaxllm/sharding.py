@@ -1,9 +1,13 @@
 """The device mesh, and the wrapper that runs a kernel on it.
 
-The mesh has three axes: `data` (replicas of the model, which divide the batch), `fsdp` (devices
-that divide the batch and shard the parameters) and `tensor` (devices that divide heads and widths).
-Parameters carry their axes as metadata (`axes=("fsdp", "tensor")`); JAX's own sharding moves the
-data.
+The mesh has four axes: `data` (replicas of the model, which divide the batch), `fsdp` (devices
+that divide the batch and shard the parameters), `context` (devices that divide each sequence and
+shard the parameters) and `tensor` (devices that divide heads and widths).  Parameters carry their
+axes as metadata (`axes=("fsdp", "tensor")`); JAX's own sharding moves the data.
+
+Device i of N on the context axis has the i-th part of every sequence.  Attention and the vLSTM need
+whole sequences, but only one head at a time: `split_heads` and `split_sequence` exchange the two
+around them (Jacobs et al. 2023, "DeepSpeed Ulysses"; docs/several-gpus.md compares it with others).
 
 Kernels cannot be partitioned by XLA: plain jit would gather a sharded input and run the whole
 kernel on every device, without an error.  `per_device` therefore wraps ops in `jax.shard_map`.
@@ -15,37 +19,54 @@ from functools import partial
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import MeshConfig, ModelConfig, TrainConfig
 from jaxllm.errors import InputError
 
 P = PartitionSpec
 BATCH = ("data", "fsdp")  # the axes that divide the batch
+PARTS = (*BATCH, "context")  # the axes that divide the tokens
+SHARDS = ("fsdp", "context")  # the axes that shard a parameter where its metadata says "fsdp"
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """The mesh (data, fsdp, tensor) over all devices; raises InputError if its size differs."""
+    """The mesh of the configured axes over all devices; raises InputError if its size differs."""
     devices = jax.devices() if devices is None else devices
-    inner = config.fsdp * config.tensor
-    data = len(devices) // inner if config.data == -1 else config.data
-    if data * inner != len(devices) or data == 0:
-        raise InputError(
-            f"mesh data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not equal"
-            f" {len(devices)} devices; set mesh.data=-1 and the other axes to divisors of"
-            f" {len(devices)}"
-        )
-    shape = (data, config.fsdp, config.tensor)
+    mesh = abstract_mesh(config, len(devices))
     return Mesh(
-        np.array(devices).reshape(shape),
-        ("data", "fsdp", "tensor"),
-        axis_types=(AxisType.Auto,) * 3,
+        np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
     )
 
 
-def check_model(model: ModelConfig, mesh: Mesh) -> None:
-    """Raises InputError if the tensor axis does not divide the heads."""
-    tensor = mesh.shape["tensor"]
+def abstract_mesh(config: MeshConfig, count: int) -> AbstractMesh:
+    """The mesh of `make_mesh` over `count` devices that this machine need not have."""
+    inner = config.fsdp * config.context * config.tensor
+    data = count // inner if config.data == -1 else config.data
+    if data * inner != count or data == 0:
+        raise InputError(
+            f"mesh data={config.data} x fsdp={config.fsdp} x context={config.context} x"
+            f" tensor={config.tensor} does not equal {count} devices; set mesh.data=-1 and the"
+            f" other axes to divisors of {count}"
+        )
+    shape = (data, config.fsdp, config.context, config.tensor)
+    axes = ("data", "fsdp", "context", "tensor")
+    return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * 4)
+
+
+def whole_sequences(mesh: Mesh) -> Mesh:
+    """The mesh whose context devices divide the batch as fsdp devices do, for generation.
+
+    Its parameters lie on the same devices.
+    """
+    data, fsdp, context, tensor = mesh.devices.shape
+    devices = mesh.devices.reshape(data, fsdp * context, 1, tensor)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def check_model(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Raises InputError if the axes do not divide the heads and the width of the model."""
+    tensor, context = mesh.shape["tensor"], mesh.shape["context"]
     heads = getattr(model, "n_kv_heads", model.n_heads)
     name = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
     if heads % tensor:
@@ -53,16 +74,50 @@ def check_model(model: ModelConfig, mesh: Mesh) -> None:
             f"mesh.tensor={tensor} does not divide model.{name}={heads}; set mesh.tensor to a"
             f" divisor of {heads} and use mesh.fsdp for the other devices"
         )
+    if heads % (tensor * context):
+        raise InputError(
+            f"mesh.tensor={tensor} x mesh.context={context} does not divide model.{name}={heads}:"
+            f" in attention each device has whole heads; set mesh.context to a divisor of"
+            f" {heads // tensor} and use mesh.fsdp for the other devices"
+        )
+    shards = mesh.shape["fsdp"] * context
+    if model.d_model % shards:
+        raise InputError(
+            f"mesh.fsdp={mesh.shape['fsdp']} x mesh.context={context} does not divide"
+            f" model.d_model={model.d_model}; set them to divisors of it and use mesh.data for the"
+            " other devices"
+        )
 
 
-def check_batch(train: TrainConfig, mesh: Mesh) -> None:
-    """Raises InputError unless the batch divides evenly over devices and accumulation."""
+def check_batch(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Raises InputError unless batch and sequence divide evenly over devices and accumulation."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if train.batch_size % (parts * train.grad_accum):
         raise InputError(
             f"train.batch_size={train.batch_size} is not a multiple of {parts} devices"
             f" (mesh.data x mesh.fsdp) x train.grad_accum={train.grad_accum}"
         )
+    if train.seq_len % mesh.shape["context"]:
+        raise InputError(
+            f"train.seq_len={train.seq_len} is not a multiple of"
+            f" mesh.context={mesh.shape['context']}; round it up or down to one"
+        )
+
+
+def batch_part(mesh: Mesh) -> tuple[int, int]:
+    """(i, n): this process's devices hold the i-th of n equal parts of the batch's rows.
+
+    Several processes hold the same part if the context and tensor axes span them.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    (held,) = np.nonzero(np.reshape(mine, (parts, -1)).any(1))
+    if held[0] % len(held) or parts % len(held):
+        raise InputError(
+            f"mesh.context={mesh.shape['context']} x mesh.tensor={mesh.shape['tensor']} does not"
+            f" fit the {sum(mine)} devices of a process; set it to a divisor or a multiple of them"
+        )
+    return int(held[0]) // len(held), parts // len(held)
 
 
 def one_device() -> bool:
@@ -84,6 +139,28 @@ def per_device(op: Callable, in_specs, out_specs) -> Callable:
     return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def context_size() -> int:
+    """Number of devices that divide each sequence under the mesh of `jax.set_mesh`."""
+    return jax.sharding.get_abstract_mesh().shape.get("context", 1)
+
+
+def split_heads(x: jax.Array) -> jax.Array:
+    """Inside `per_device`: (B, T / N, H, ...), a part of each sequence, to (B, T, H / N, ...).
+
+    Device i of the N context devices gets the i-th part of the heads.
+    """
+    if context_size() == 1:
+        return x
+    return jax.lax.all_to_all(x, "context", split_axis=2, concat_axis=1, tiled=True)
+
+
+def split_sequence(x: jax.Array) -> jax.Array:
+    """The inverse of `split_heads`: (B, T, H / N, ...) to (B, T / N, H, ...)."""
+    if context_size() == 1:
+        return x
+    return jax.lax.all_to_all(x, "context", split_axis=1, concat_axis=2, tiled=True)
+
+
 def constrain(x: jax.Array, *axes) -> jax.Array:
     """Constrains the sharding of an activation; does nothing on one device."""
     if one_device():
@@ -98,18 +175,39 @@ def normal(key: jax.Array, shape: tuple[int, ...], std: float, axes: tuple) -> j
     It is a separate program, compiled once per shape: XLA would fuse all draws of the same shape in
     one program, and take minutes to compile that kernel.
     """
-    return constrain(std * jax.random.normal(key, shape), *axes)
+    return constrain(std * jax.random.normal(key, shape), *_sharded(axes))
 
 
 def spec_of(variable: nnx.Variable) -> PartitionSpec:
     """The PartitionSpec of a parameter's `axes`; without axes it is replicated."""
-    return P(*(variable.get_metadata().get("axes") or ()))
+    return P(*_sharded(variable.get_metadata().get("axes") or ()))
 
 
-def shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
+def _sharded(axes: tuple) -> tuple:
+    return tuple(SHARDS if axis == "fsdp" else axis for axis in axes)
+
+
+def shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     """The NamedShardings of a state of parameters, in the same structure."""
     return jax.tree.map(
         lambda v: v.replace(NamedSharding(mesh, spec_of(v))),
         state,
         is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
+
+
+def split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Splits each device's part among the replicas too, along the first axis that they divide.
+
+    Returns `sharding` if there is no such axis or only one replica.
+    """
+    replicas = sharding.mesh.shape["data"]
+    if replicas == 1:
+        return sharding
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    for i, size in enumerate(sharding.shard_shape(shape)):
+        if size % replicas == 0:
+            others = spec[i] or ()
+            spec[i] = (*((others,) if isinstance(others, str) else others), "data")
+            return NamedSharding(sharding.mesh, P(*spec))
+    return sharding

@@ -10,20 +10,26 @@ from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.mlstm.op import vlstm, vlstm_step
 from pallas_kernels.norms.layer_norm import add_layer_norm, layer_norm
 from pallas_kernels.norms.rms_norm import add_rms_norm, rms_norm
+from pallas_kernels.quantized.formats import QuantizedWeight, dequantize, quantize
+from pallas_kernels.quantized.op import quantized_linear
 from pallas_kernels.rotary import RopeScaling, rope
 
 __all__ = [
+    "QuantizedWeight",
     "RopeScaling",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
     "attention_qkv",
     "cross_entropy",
+    "dequantize",
     "encoder",
     "gelu",
     "gelu_linear",
     "layer_norm",
     "linear_cross_entropy",
+    "quantize",
+    "quantized_linear",
     "rms_norm",
     "rope",
     "swiglu",

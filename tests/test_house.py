@@ -15,7 +15,7 @@ FILES = [
     "rotary.py",
     *(
         f"{family}/*.py"
-        for family in ("norms", "losses", "activations", "mlstm", "flash_attention")
+        for family in ("norms", "losses", "activations", "mlstm", "flash_attention", "quantized")
     ),
 ]
 

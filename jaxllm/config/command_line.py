@@ -4,6 +4,7 @@ import argparse
 import errno
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +21,9 @@ CHANGEABLE = frozenset(
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
     train.deterministic train.tracker model.kernels model.remat data.prefetch data.cache_dir
-    data.path data.val_path mesh.data mesh.fsdp mesh.tensor mesh.distributed sample.prompt
-    sample.tokens sample.every sample.temperature sample.top_k sample.seed profile.steps
+    data.path data.val_path mesh.data mesh.fsdp mesh.context mesh.tensor
+    mesh.shard_optimizer mesh.distributed sample.prompt sample.tokens sample.every
+    sample.temperature sample.top_k sample.seed profile.steps
     """.split()
 )
 
@@ -32,18 +34,25 @@ class Arguments(NamedTuple):
     config: configs.Config
     out_dir: Path
     resume: bool
-    dry_run: bool
+    dry_run: str | None  # "here", or GPUs like 64xH200
+    processes: int | None = None
+    process: int | None = None
+    coordinator: str | None = None
 
 
 def read(argv: list[str]) -> Arguments:
     """Parses the command line of `jaxllm train`; raises InputError for bad input."""
     args, overrides = _parse(argv)
+    peers = (args.processes, args.process, args.coordinator)
     if args.resume:
-        return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run)
+        return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run, *peers)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = args.out_dir or Path("runs") / f"{Path(args.config).stem}-{stamp}"
     check_free(out_dir)
-    return Arguments(configs.load(args.config, overrides), out_dir, False, args.dry_run)
+    config = configs.load(args.config, overrides)
+    if args.out_dir is None and (config.mesh.distributed or args.process is not None):
+        raise InputError("several processes need --out_dir: a directory that all of them see")
+    return Arguments(config, out_dir, False, args.dry_run, *peers)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -128,11 +137,16 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     parser.add_argument(
         "--dry_run",
-        action="store_true",
-        help="estimate the memory and time of the run; compile and write nothing",
+        nargs="?",
+        const="here",
+        metavar="COUNTxKIND",
+        help="estimate the memory and time of the run here, or predict them on GPUs like 64xH200;"
+        " compile and write nothing",
     )
+    _add_processes(parser)
     arguments, rest = parser.parse_known_args(argv)
     overrides = read_overrides(rest)
+    _check_processes(arguments, overrides)
     if arguments.out_dir == "":
         raise InputError("--out_dir is empty; name a directory, or omit the option")
     arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
@@ -141,6 +155,42 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     if arguments.config is None and not arguments.resume:
         raise InputError("--config is missing: a file, or a name in configs/ like llama3_small")
     return arguments, overrides
+
+
+def _add_processes(parser: Parser) -> None:
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="train in N processes, each with one GPU"
+    )
+    parser.add_argument(
+        "--process",
+        type=int,
+        metavar="I",
+        help="start only process I (from 0) of N, on this machine, with all of its GPUs",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="with --process: the machine of process 0, and a free port there",
+    )
+
+
+def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> None:
+    """Raises InputError for options that do not describe one or more processes."""
+    count, index, coordinator = args.processes, args.process, args.coordinator
+    if count is not None and count < 1:
+        raise InputError(f"--processes {count} must be at least 1")
+    if index is not None or coordinator is not None:
+        if count is None or index is None or coordinator is None:
+            raise InputError("--process I needs --processes N and --coordinator HOST:PORT")
+        if not 0 <= index < count:
+            last = count - 1
+            raise InputError(f"--process {index} is not one of 0 to {last} (--processes {count})")
+        if not re.fullmatch(r".+:\d{1,5}", coordinator):
+            raise InputError(f"--coordinator {coordinator} is not HOST:PORT, as in node1:1234")
+    if count is not None and overrides.get("mesh.distributed") == "true":
+        raise InputError(
+            "mesh.distributed=true finds the processes of a cluster; omit it, or --processes"
+        )
 
 
 def read_overrides(words: list[str]) -> dict[str, str]:

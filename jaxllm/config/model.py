@@ -64,9 +64,12 @@ class _Model(Section):
     kernels: Literal["auto", "mosaic", "xla"] = Field(
         "auto", description="use our GPU kernels: auto: where supported, mosaic: always, xla: never"
     )
-    remat: Literal["none", "dots", "block"] = Field(
+    remat: Literal["none", "dots", "mlp", "attention", "block"] = Field(
         "none",
-        description="what the backward pass recomputes: nothing, all but matmuls, or each block",
+        description="how much of a block the backward pass recomputes to save memory; none:"
+        " nothing; dots: all but matmuls and the mixing (attention or vLSTM); mlp: all but the"
+        " mixing and the matmuls into the feed-forward layer; attention: all but the mixing;"
+        " block: everything",
     )
     init_from: str | None = Field(
         None, description="initial weights: a Hugging Face folder or a run's directory"

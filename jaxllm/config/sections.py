@@ -132,11 +132,19 @@ class MeshConfig(Section):
         -1, description="replicas of the model, which divide the batch; -1: all remaining devices"
     )
     fsdp: Count = Field(1, description="devices that divide the batch and shard the parameters")
+    context: Count = Field(
+        1, description="devices that divide each sequence and shard the parameters"
+    )
     tensor: Count = Field(1, description="devices that divide each layer's heads and widths")
+    shard_optimizer: bool = Field(
+        False,
+        description="split the float32 parameters, the moments and the update over mesh.data, as"
+        " ZeRO-1 does; each replica keeps all bfloat16 copies",
+    )
     distributed: bool = Field(
         False,
-        description="train on several hosts, which jax.distributed finds in the cluster's"
-        " environment",
+        description="train in several processes, which jax.distributed finds in the environment"
+        " of Slurm or Open MPI",
     )
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, Linear, fused_linear
 from jaxllm.layers.norm import HEADS
-from jaxllm.sharding import BATCH, P, per_device
+from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import attention, attention_qkv, rope
 from pallas_kernels.dispatch import Implementation
 
@@ -98,7 +98,8 @@ class Attention(nnx.Module):
         return self.out(y.reshape(B, T, -1), add_bias=add_bias), cache
 
     def _attend(self, qkv, positions, segment_ids):
-        return attention_qkv(
+        qkv = split_heads(qkv)
+        y = attention_qkv(
             qkv,
             qkv.shape[2] * self.n_heads // (self.n_heads + 2 * self.n_kv_heads),
             positions=positions,
@@ -109,6 +110,7 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             implementation=self.implementation,
         )
+        return split_sequence(y)
 
     def _generate(self, x, positions, cache):
         """Attention of the prompts (first call) or of one further token: ((B, T, H, D), cache)."""

@@ -1,12 +1,11 @@
 """Token embedding with optional learned positions; it can serve as a tied head."""
 
-from functools import partial
-
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.sharding import BATCH, P, constrain, normal, one_device, per_device
+from jaxllm.sharding import BATCH, P, constrain, context_size, normal, one_device, per_device
 from pallas_kernels import encoder
 from pallas_kernels.dispatch import Implementation
 
@@ -83,10 +82,16 @@ class Embedding(nnx.Module):
 
     def _look_up(self, tokens, wte, wpe, dtype, *, tied=False):
         # Each device looks up its tokens in the whole table; gradients are summed over the mesh.
+        def op(tokens, wte, wpe):
+            if wpe is not None and context_size() > 1:  # the rows of this part of the sequence
+                t = tokens.shape[1]
+                wpe = jax.lax.dynamic_slice_in_dim(wpe, jax.lax.axis_index("context") * t, t)
+            return encoder(
+                tokens, wte, wpe, dtype=dtype, tied=tied, implementation=self.implementation
+            )
+
         op = per_device(
-            partial(encoder, dtype=dtype, tied=tied, implementation=self.implementation),
-            in_specs=(P(BATCH, None), P(), P()),
-            out_specs=P(BATCH, None, None),
+            op, in_specs=(P(BATCH, "context"), P(), P()), out_specs=P(BATCH, "context", None)
         )
         return op(tokens, wte, wpe)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.sharding import constrain, normal
+from jaxllm.sharding import constrain, context_size, normal
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
 # by rows need a single sum over the tensor axis.  fsdp shards the other dimension.
@@ -61,9 +61,10 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     """Applies several layers to x in one matmul and concatenates their outputs.
 
     Each device of the tensor axis holds its part of every layer's output: with two devices the
-    order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.
+    order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.  The context axis
+    divides these parts further, so that `split_heads` gives each device its own three, too.
     """
-    parts = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    parts = jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * context_size()
     side_by_side = lambda arrays: jnp.concatenate(
         [a.reshape(*a.shape[:-1], parts, -1) for a in arrays], axis=-1
     ).reshape(*arrays[0].shape[:-1], -1)

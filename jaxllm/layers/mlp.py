@@ -3,6 +3,7 @@
 from functools import partial
 
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxllm.layers.linear import ROWS, Linear
@@ -12,7 +13,7 @@ from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
 from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
 from pallas_kernels.dispatch import Implementation
 
-HIDDEN = P(BATCH, None, "tensor")  # (B, T, F)
+HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
 
 
 class MLP(nnx.Module):
@@ -71,7 +72,8 @@ class GatedMLP(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        hidden = self.gate(x), self.up(x)
+        # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
+        hidden = checkpoint_name(self.gate(x), "mlp"), checkpoint_name(self.up(x), "mlp")
         if one_device():  # as above
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:

@@ -10,8 +10,8 @@ from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
 
-STREAM = P(BATCH, None, None)  # (B, T, C): every device of the tensor axis holds all of C
-HEADS = P(BATCH, None, "tensor", None)  # (B, T, H, D)
+STREAM = P(BATCH, "context", None)  # (B, T, C): every device of the tensor axis holds all of C
+HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
 
 
 class LayerNorm(nnx.Module):

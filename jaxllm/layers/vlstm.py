@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear
 from jaxllm.layers.norm import HEADS, HeadLayerNorm
-from jaxllm.sharding import BATCH, P, per_device
+from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 
-GATES = P(BATCH, None, "tensor")  # (B, T, NH), or (B, T, 2 NH): i and f of each device
+GATES = P(BATCH, "context", "tensor")  # (B, T, NH), or (B, T, 2 NH): i and f of each device
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
 
@@ -98,8 +98,10 @@ class VLSTMLayer(nnx.Module):
         return self.out(jax.nn.sigmoid(self.o(x_o)) * h), cache
 
     def _mix_fused_gates(self, q, k, v, gates, segment_ids):
+        q, k, v, gates = map(split_heads, (q, k, v, gates))
         i, f = jnp.split(gates, 2, axis=-1)
-        return self._mix(q, k, v, i, f, segment_ids)
+        # pyrefly: ignore[bad-argument-type]
+        return split_sequence(self._mix(q, k, v, i, f, segment_ids))
 
     def _mix(self, q, k, v, i, f, segment_ids, return_state=False):
         return vlstm(

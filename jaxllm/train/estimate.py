@@ -59,18 +59,35 @@ def _host_memory() -> int:
 
 
 def state_memory(trainer: Trainer) -> dict[str, int]:
-    """Bytes of parameters, moments, gradients and bf16 copies on one device."""
-    state = trainer.abstract_state()
+    """Bytes of parameters, moments, gradients and copies for the forward pass on one device."""
+    state, gathered = trainer.abstract_state(), 0
     parameters, copies = _bytes_of_one_device(state.params), _bytes_of_one_device(state.copies)
-    gradients = _bytes_of_one_device(trainer.working(state))  # in the dtypes of the parameters
+    working = jax.tree.leaves(trainer.working(state))
+    held = jax.tree.leaves(trainer.state_shardings.params)  # of the gradients as well
+    gradients = sum(
+        prod(s.shard_shape(w.shape)) * w.dtype.itemsize for w, s in zip(working, held, strict=True)
+    )
     if trainer.config.train.grad_accum > 1:
         gradients += parameters  # the float32 sum over the parts of the batch
+    if trainer.config.mesh.shard_optimizer:  # the parameters without a copy
+        gathered = working_memory(trainer) - copies
     return {
         "parameters": parameters,
         "moments": _bytes_of_one_device(state.opt_state),
         "gradients": gradients,
         "bf16 copies": copies,
+        "gathered": gathered,
     }
+
+
+def working_memory(trainer: Trainer) -> int:
+    """Bytes on one device of the parameters as the forward pass takes them."""
+    working = jax.tree.leaves(trainer.working(trainer.abstract_state()))
+    shardings = jax.tree.leaves(trainer.working_shardings)
+    return sum(
+        prod(s.shard_shape(w.shape)) * w.dtype.itemsize
+        for w, s in zip(working, shardings, strict=True)
+    )
 
 
 def _bytes_of_one_device(tree: Any) -> int:
@@ -108,15 +125,20 @@ def _needs(config: Config, mesh: Mesh, n_layers: int) -> tuple[int, int]:
     return trainer.n_params, parts["parameters"] + parts["moments"] + parts["gradients"]
 
 
-def activation_memory(trainer: Trainer) -> dict[str, int]:
+def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dict[str, int]:
     """Bytes on one device of logits and of the activations that the backward pass needs.
 
     This is an upper bound on a mesh with a tensor axis, which divides some of them.
+    model: with other values of remat or kernels than the trainer's.
     """
-    model, working = trainer.config.model, trainer.working(trainer.abstract_state())
+    model = model or trainer.config.model
+    working = trainer.working(trainer.abstract_state())
     train, shape = trainer.config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
-    like = jax.ShapeDtypeStruct((train.batch_size // parts, train.seq_len), jnp.int32)
+    # A device has all heads of its part of a sequence, or its part of the heads of all of it.
+    like = jax.ShapeDtypeStruct(
+        (train.batch_size // parts, train.seq_len // shape["context"]), jnp.int32
+    )
     batch = dict.fromkeys(trainer.abstract_batch(), like)
     kept, logits = _kept_by_forward(model, working, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time

@@ -1,4 +1,4 @@
-"""Prepares a run: joins hosts, opens weights and logs, restores, compiles."""
+"""Prepares a run: makes the mesh, opens weights and logs, restores, compiles."""
 
 import shutil
 import time
@@ -26,19 +26,10 @@ from pallas_kernels import dispatch
 
 
 def join_devices(config: Config) -> Mesh:
-    """The mesh over all devices of all hosts.
+    """The mesh over all devices of all processes.
 
-    Raises InputError if there are no other hosts, or if the model, the batch or the kernels do not
-    fit the devices.
+    Raises InputError if the model, the batch or the kernels do not fit the devices.
     """
-    if config.mesh.distributed:
-        try:
-            jax.distributed.initialize()  # finds the others in the cluster's environment
-        except (ValueError, RuntimeError) as e:
-            raise InputError(
-                f"mesh.distributed=true finds no other hosts ({e}); start the run on each of them"
-                " with Slurm or another cluster that JAX supports, or set mesh.distributed=false"
-            ) from e
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_model(config.model, mesh)
     sharding.check_batch(config.train, mesh)

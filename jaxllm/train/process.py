@@ -42,6 +42,10 @@ class StopSignals:
         self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
+    def after(self, step: int) -> int | None:
+        """The signal received so far, or None."""
+        return self.received
+
     def _handle(self, number, frame):
         self.received = number
         self.__exit__()

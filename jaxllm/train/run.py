@@ -5,6 +5,7 @@ saves.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from jaxllm.config import Config, command_line
 from jaxllm.data.loader import check_paths
 from jaxllm.errors import InputError, RunError, memory_errors
+from jaxllm.train import processes
 from jaxllm.train.metrics import print_line, read_metrics
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
 from jaxllm.train.tracker import check_tracker
@@ -31,34 +33,60 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = command_line.read(argv)
     config = arguments.config
-    check_trainable(config)
+    check_dtypes(config)
+    if arguments.dry_run not in (None, "here"):
+        return predict(config, arguments.dry_run)
+    check_files(config)
     check_tracker(config)
     set_xla_flags(config.train.deterministic)
+    where = processes.places(
+        arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
+    )
+    if where:
+        return processes.watch(where, lambda: _train(arguments))
+    return _train(arguments)
+
+
+def _train(arguments: command_line.Arguments) -> int:
     if arguments.dry_run:
-        return dry_run(config)
+        return dry_run(arguments.config)
     with contextlib.ExitStack() as stack:
-        run = Run(config, arguments.out_dir, arguments.resume, stack)
-        with StopSignals() as stop, no_long_pauses():
+        run = Run(arguments.config, arguments.out_dir, arguments.resume, stack)
+        signals = StopSignals() if run.world == 1 else processes.StopTogether()
+        with signals as stop, no_long_pauses():
             return run.loop(stop)
 
 
-def check_trainable(config: Config) -> None:
-    """Raises InputError for a valid configuration that cannot be trained or names missing files.
-
-    Does not import JAX, which takes seconds.
-    """
+def check_dtypes(config: Config) -> None:
+    """Raises InputError for a valid configuration that cannot be trained."""
     for key in ("compute_dtype", "residual_dtype"):
         if getattr(config.model, key) == "float16":
             raise InputError(
                 f"model.{key}=float16 is for inference only: gradients below 6e-8 would be lost"
                 " without loss scaling; train in bfloat16 (or float32)"
             )
+
+
+def check_files(config: Config) -> None:
+    """Raises InputError for a configuration that names missing files.
+
+    Does not import JAX, which takes seconds.
+    """
     weights = config.model.init_from
     if weights is not None and not Path(weights).expanduser().is_dir():
         raise InputError(
             f"model.init_from={weights} does not exist: a run's directory or a Hugging Face folder"
         )
     check_paths(config.data)
+
+
+def predict(config: Config, gpus: str) -> int:
+    """Prints what a step would need on GPUs like 64xH200, wherever this runs."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from jaxllm.train.predict import predict
+
+    print_line(predict(config, gpus))
+    return 0
 
 
 def dry_run(config: Config) -> int:
@@ -174,10 +202,10 @@ class Run:
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
-    def loop(self, stop: StopSignals) -> int:
+    def loop(self, stop: StopSignals | processes.StopTogether) -> int:
         """Trains to the last step or a signal; returns the exit status."""
         batches = self.dataset.train_batches(
-            self.config.train.batch_size, self.rank, self.world, start_sample=self.samples
+            self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
         try:
             step, received = self._take_steps(batches, stop)
@@ -198,7 +226,9 @@ class Run:
             batches.close()
             self.log.close()
 
-    def _take_steps(self, batches: Iterator[dict], stop: StopSignals) -> tuple[int, int | None]:
+    def _take_steps(
+        self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
+    ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
         from jaxllm.train.profiling import StepTrace
 
@@ -216,7 +246,7 @@ class Run:
             clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
-            received = stop.received if step < steps else None
+            received = stop.after(step) if step < steps else None
             if trace.ends(step) or self._pauses_after(step) or received is not None:
                 with clock.stopped():
                     if trace.ends(step):
@@ -301,7 +331,7 @@ class Run:
 
         from jaxllm.train.guard import first_not_finite
 
-        batches = self.dataset.train_batches(train.batch_size, self.rank, self.world, sample)
+        batches = self.dataset.train_batches(train.batch_size, *self.trainer.batch_part, sample)
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
@@ -319,7 +349,7 @@ class Run:
         train = self.config.train
         total, count = 0.0, 0.0
         for batch in self.dataset.val_batches(
-            train.batch_size, self.rank, self.world, train.eval_batches
+            train.batch_size, *self.trainer.batch_part, train.eval_batches
         ):
             loss, n = self.evaluate(self.state.params, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
@@ -339,6 +369,7 @@ class Run:
         """Logs a text that the current model writes."""
         import jax
 
+        from jaxllm import sharding
         from jaxllm.infer.decode import generate
 
         config, tokenizer = self.config.sample, self.dataset.tokenizer
@@ -351,11 +382,12 @@ class Run:
         if not prompt:
             self.log.message("no sample: sample.prompt is empty")
             return
-        rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        mesh = sharding.whole_sequences(self.mesh)
+        rows = mesh.shape["data"] * mesh.shape["fsdp"]
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
         try:
-            with memory_errors(self.advice), jax.set_mesh(self.mesh):
+            with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(
                     self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
                 )

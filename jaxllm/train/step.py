@@ -4,6 +4,7 @@ A model is split once into its graph (static) and its parameters (a pytree); eve
 plain `jax.jit`, `jax.value_and_grad` and optax.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,6 +56,8 @@ class Trainer:
             for p in jax.tree.leaves(self.abstract_params, is_leaf=is_variable)
         ]
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
+        # Of the parameters in the forward and backward pass; those in the state may be split more.
+        self.working_shardings = sharding.shardings(self.abstract_params, mesh)
         self.state_shardings = self._state_shardings(self.abstract_params)
 
     def _make_model(self) -> LanguageModel:
@@ -62,7 +65,10 @@ class Trainer:
 
     def _state_shardings(self, params: nnx.State) -> TrainState:
         whole = NamedSharding(self.mesh, sharding.P())
-        of_params = sharding.shardings(params, self.mesh)
+        of_params = self.working_shardings
+        if self.config.mesh.shard_optimizer:
+            split = lambda p, s: sharding.split_over_data(s, p.shape)
+            of_params = jax.tree.map(split, params, of_params)
         # jit(optimizer.init) loses the sharding; moments get that of their parameters.
         of_opt_state = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
@@ -72,7 +78,7 @@ class Trainer:
             of_params,
             transform_non_params=lambda _: whole,
         )
-        of_copies = self._matrices(of_params)
+        of_copies = self._matrices(self.working_shardings)
         # pyrefly: ignore[bad-argument-type]
         return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole), of_copies)
 
@@ -84,6 +90,8 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             if params is None:
                 params = nnx.state(self._make_model(), nnx.Param)
+                if self.config.mesh.shard_optimizer:  # `start` can then reuse their buffers
+                    params = jax.device_put(params, self.state_shardings.params)
             start = jax.jit(self._start, out_shardings=self.state_shardings, donate_argnums=0)
             return start(params)
 
@@ -92,6 +100,18 @@ class Trainer:
         return TrainState(
             jnp.int32(0), params, opt_state, guard.new_watch(), self._make_copies(params)
         )
+
+    def _gathered(self, params: nnx.State) -> nnx.State:
+        """The working parameters, where those without a copy are split like the state."""
+        if not self.config.mesh.shard_optimizer:
+            return params
+        return jax.lax.with_sharding_constraint(params, self.working_shardings)
+
+    def _scattered(self, grads: nnx.State) -> nnx.State:
+        """Gradients split like the state: their sum over the replicas is then a reduce-scatter."""
+        if not self.config.mesh.shard_optimizer:
+            return grads
+        return jax.lax.with_sharding_constraint(grads, self.state_shardings.params)
 
     def with_copies(self, saved: TrainState) -> TrainState:
         """Completes a restored state with its copies."""
@@ -138,12 +158,26 @@ class Trainer:
             names += ["segment_ids", "positions"]
         return dict.fromkeys(names, like)
 
+    @functools.cached_property
+    def batch_part(self) -> tuple[int, int]:
+        """(i, n): this process reads the i-th of n equal parts of each batch."""
+        return sharding.batch_part(self.mesh)
+
     def put_batch(self, batch: dict) -> dict[str, jax.Array]:
-        """Makes global arrays from this process's rows of a batch (numpy)."""
-        return {
-            name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
-            for name, rows in batch.items()
-        }
+        """Makes global arrays from this process's `batch_part` of the rows of a batch (numpy)."""
+        part, parts = self.batch_part
+
+        def put(rows):
+            first = part * len(rows)
+
+            def piece(index):  # of the global array, on one device
+                at = range(*index[0].indices(parts * len(rows)))
+                return rows[at.start - first : at.stop - first, *index[1:]]
+
+            shape = (parts * len(rows), *rows.shape[1:])
+            return jax.make_array_from_callback(shape, self.batch_sharding, piece)
+
+        return {name: put(rows) for name, rows in batch.items()}
 
     def trace_train_step(self) -> jax.stages.Traced:
         """Traces the train step (state, batch) -> (state, metrics); it donates the state's buffers.
@@ -180,8 +214,11 @@ class Trainer:
         def mean_loss(params, part):  # this part's share of the mean over the batch
             return self._loss_sum(params, part, 1 / count)[0]
 
-        grad = jax.value_and_grad(mean_loss)
-        working = self.working(state)
+        def grad(params, part):
+            loss, grads = jax.value_and_grad(mean_loss)(params, part)
+            return loss, self._scattered(grads)
+
+        working = self._gathered(self.working(state))
         parts = self.config.train.grad_accum
         if parts == 1:
             loss, grads = grad(working, batch)
@@ -211,5 +248,6 @@ class Trainer:
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
             "skips": watch.skips,
         }
-        copies = self._make_copies(params)
+        # The copies are cast before they are gathered, which halves the bytes.
+        copies = self._make_copies(self._scattered(params))
         return TrainState(state.step + 1, params, opt_state, watch, copies), metrics

@@ -23,6 +23,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -89,7 +90,7 @@ def gelu_linear_reference(x, bias, weight):
 
 def gelu_reference(x, bias=None):
     """The formula in jnp, in float32 (float64 for float64)."""
-    z = x if bias is None else x + bias.astype(x.dtype)
+    z = x if bias is None else _plus(x, bias)
     z = z.astype(mosaic.stat_dtype(x.dtype))
     u = math.sqrt(2 / math.pi) * (z + 0.044715 * z * z * z)
     return (0.5 * z * (1 + jnp.tanh(u))).astype(x.dtype)
@@ -201,9 +202,15 @@ def _gelu_of_sum(x, bias):
 
 
 def _forward_of_sum(x, bias):
-    z = x + bias.astype(x.dtype)
+    z = _plus(x, bias)
     y = _in_the_matmul(z) if x.dtype == jnp.bfloat16 else _gelu(z)
     return y, (z, jnp.zeros((), bias.dtype))
+
+
+def _plus(x, bias):
+    # A jax.checkpoint policy can save z by name.  Saving x would keep XLA from adding the bias in
+    # the matmul.
+    return checkpoint_name(x + bias.astype(x.dtype), "gelu")
 
 
 def _in_the_matmul(z):

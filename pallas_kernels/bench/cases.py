@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Gpu
+from pallas_kernels.quantized.formats import COLUMNS, WORDS, Format, QuantizedWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Case:
     cudnn: Callable | None = None
     xla: bool = True  # False if the XLA form does not fit in memory
     gpu: Gpu = "sm_80"  # what the kernel needs, as in the op's call of `dispatch.use_kernel`
+    pack: Callable | None = None  # the op's arguments from the arrays, where they differ
+
+    def arguments(self, inputs) -> dict:
+        """The op's arguments, by name, from the arrays in their order."""
+        named = dict(zip(self.arrays, inputs, strict=True))
+        return self.pack(**named) if self.pack else named
 
 
 def _shapes(names: str, *rows) -> tuple[dict[str, int], ...]:
@@ -131,8 +138,35 @@ def _vlstm(sizes, *, xla=True) -> Case:
     return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
 
+def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "int") -> Case:
+    """quantized_linear of random words; sizes: (M, K, N)."""
+    step, parts = (512, bits // 2 + 1) if format == "2:4" else (512 // bits, 1)
+
+    def axes(m, k, n):
+        parts_of = {"S": k // step, "P": parts, "G": k // group, "R": COLUMNS, "W": WORDS}
+        return {"M": m, "K": k, "N": n // COLUMNS, "V": 2**31 - 1} | parts_of
+
+    def pack(x, words, scales):
+        shape = (x.shape[-1], words.shape[0] * COLUMNS)
+        weight = QuantizedWeight(words, scales, None, shape, bits, group, format)
+        return {"x": x, "weight": weight}
+
+    return Case(
+        "quantized_linear",
+        {"x": A("M K"), "words": A("N S P R W", "int32", "uniform V"), "scales": A("N G R")},
+        tuple(axes(*size) for size in sizes),
+        {"N": 2},
+        reads=("words", "scales"),
+        writes=("x",),
+        variant=variant,
+        gpu="sm_90a",
+        pack=pack,
+    )
+
+
 _ATTENTION = "B T H K D"
 _VLSTM = "B T NH DQK DV"
+_UP_DOWN = (1, 4096, 14336), (1, 14336, 4096)  # M, K, N of Llama 3.1 8B
 CASES = (
     _norm("layer_norm", bias=True, add=False),
     _norm("rms_norm", bias=False, add=False),
@@ -201,4 +235,12 @@ CASES = (
     ),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
+    _quantized("int4, 32", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
+    _quantized("int4, 128", 4, *_UP_DOWN, (8, 4096, 14336), (64, 4096, 14336), group=128),
+    _quantized("int8", 8, _UP_DOWN[0], group=128),
+    _quantized("int2", 2, _UP_DOWN[0], group=128),
+    _quantized("int1", 1, _UP_DOWN[0], group=128),
+    _quantized("fp8", 8, _UP_DOWN[0], group=128, format="fp8"),
+    _quantized("2:4 of int8", 8, _UP_DOWN[0], group=128, format="2:4"),
+    _quantized("2:4 of int4", 4, _UP_DOWN[0], group=128, format="2:4"),
 )

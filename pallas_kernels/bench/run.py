@@ -225,7 +225,7 @@ def public(case: Case, **options) -> Callable:
     """The public op as a function of the case's arrays, in their order."""
     op = getattr(pallas_kernels, case.op)
     options = {**case.options, **options}
-    return lambda *inputs: op(**dict(zip(case.arrays, inputs, strict=True)), **options)
+    return lambda *inputs: op(**case.arguments(inputs), **options)
 
 
 def on_xla(case: Case, **options) -> Callable:

@@ -264,6 +264,7 @@ def _reference_forward(q, k, v, mask, scale, softcap):
     out = _einsum("bkgts,bskd->bkgtd", p.astype(q.dtype), v) / jnp.where(total == 0, 1, total)
     out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
     lse = (top + jnp.log(total)).reshape(b, h, t)
+    out, lse = (checkpoint_name(x, "attention") for x in (out, lse))
     return (out, lse), (q, k, v, mask, out, lse)
 
 

@@ -195,7 +195,9 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_chunk, w_now = of(x), w
         if dw is not None:  # delays the next logits until the last dz can be freed
-            x_chunk, w_now, dw = lax.optimization_barrier((x_chunk, w, dw))
+            # Without dx, XLA postpones its matmuls on a mesh, to overlap them with the sum of dw
+            # over the devices, and keeps all logits until then.
+            x_chunk, w_now, dw, dx[-1] = lax.optimization_barrier((x_chunk, w, dw, dx[-1]))
         z = _logits(x_chunk, w_now, o.transposed)
         losses, dz = _losses(z, of(local), of(scale), valid, o, differentiate)
         loss += jnp.where(of(labels) == o.ignore_index, 0, losses).sum()

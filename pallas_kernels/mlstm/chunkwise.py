@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm import reference
@@ -91,6 +92,9 @@ def _cell_forward(q, k, v, i, lf, first, m, starts, call):
         q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start),
         mode="forward", along=n, normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
+    # A jax.checkpoint policy can save these by name.  The backward pass then recomputes only the
+    # states, which take more memory than h and little time.
+    h, norm, sign = (checkpoint_name(x, "vlstm") for x in (h, norm, sign))
     return (h, last), (q, k, v, g, c, n, norm, sign)
 
 

@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
 
@@ -112,6 +113,7 @@ def chunkwise(
     options = dict(gate=gate, normalize=normalize, eps=eps, segment_ids=segment_ids)
     form = jax.checkpoint(functools.partial(_in_chunks, size=size, **options))
     h, state = form(q, k, v, i, f, _state(initial_state, q, v))
+    h = checkpoint_name(h, "vlstm")
     return (h, state) if return_state else h
 
 

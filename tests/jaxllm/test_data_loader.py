@@ -123,11 +123,9 @@ def test_the_order_does_not_depend_on_the_world(tmp_path, config, world):
     data = counting(tmp_path, config)
     alone = flat(take(data.train_batches(6, 0, 1), 10))
     ranks = [take(data.train_batches(6, rank, world), 10) for rank in range(world)]
-    for rank in range(world):
-        assert flat(ranks[rank]) == alone[rank::world]
     for step in range(10):
         union = flat(ranks[rank][step] for rank in range(world))
-        assert sorted(union) == sorted(alone[6 * step : 6 * step + 6])
+        assert union == alone[6 * step : 6 * step + 6]
 
 
 @pytest.mark.parametrize("start", [1, 12, 19, 20, 47])
@@ -136,7 +134,7 @@ def test_a_run_resumes_at_any_sample_with_another_world_or_batch(tmp_path, confi
     alone = flat(take(data.train_batches(6, 0, 1), 12))
     assert flat(take(data.train_batches(4, 0, 1, start), 4)) == alone[start : start + 16]
     for rank in range(2):
-        mine = [x for g, x in enumerate(alone) if g >= start and g % 2 == rank]
+        mine = [x for g, x in enumerate(alone[start:]) if g % 4 // 2 == rank]
         assert flat(take(data.train_batches(4, rank, 2, start), 4)) == mine[:8]
 
 
@@ -171,7 +169,7 @@ def test_validation_ends_and_is_the_same_each_time(tmp_path, config):
     assert whole == take(data.val_batches(4, 0, 1, 5), 99)
     assert len(set(flat(whole))) == 8
     ranks = [flat(take(data.val_batches(4, rank, 2, None), 99)) for rank in range(2)]
-    assert ranks == [flat(whole)[0::2], flat(whole)[1::2]]
+    assert ranks == [flat(batch[at] for batch in whole) for at in (slice(2), slice(2, 4))]
 
 
 def test_few_validation_batches_are_spread_over_all_windows(tmp_path, config):

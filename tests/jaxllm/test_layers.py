@@ -74,9 +74,9 @@ def test_a_pair_of_linears_is_split_by_columns_and_then_by_rows():
     up, down = (
         Linear(8, 8, axes=a, bias=True, rngs=nnx.Rngs(0)) for a in (("fsdp", "tensor"), ROWS)
     )
-    assert spec_of(up.weight) == P("fsdp", "tensor")
+    assert spec_of(up.weight) == P(("fsdp", "context"), "tensor")
     assert spec_of(up.bias) == P("tensor")
-    assert spec_of(down.weight) == P("tensor", "fsdp")
+    assert spec_of(down.weight) == P("tensor", ("fsdp", "context"))
     assert spec_of(down.bias) == P()
 
 

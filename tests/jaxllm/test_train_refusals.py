@@ -89,15 +89,6 @@ def test_wrong_paths_are_reported_before_jax_is_imported(words):
     assert done.stderr.count("\n") == 1
 
 
-def test_missing_hosts_are_reported(tiny, tmp_path, capsys, monkeypatch):
-    def initialize():
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    message = error_of(capsys, "--config", tiny, "--mesh.distributed", "true")
-    assert "mesh.distributed=true finds no other hosts (coordinator_address should" in message
-
-
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
 def test_mosaic_is_refused_where_it_cannot_run(tiny, tmp_path, capsys):
     message = error_of(

@@ -11,7 +11,7 @@ from pallas_kernels.bench.run import arrays, small
 
 def call(case, inputs):
     op = jaxtyped(typechecker=beartype)(getattr(pallas_kernels, case.op))
-    op(**dict(zip(case.arrays, inputs, strict=True)), **case.options, implementation="xla")
+    op(**case.arguments(inputs), **case.options, implementation="xla")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op + c.variant)

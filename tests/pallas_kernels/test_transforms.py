@@ -18,6 +18,7 @@ BF16 = jnp.bfloat16
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
 LABELS = np.array([[5, -100, 250], [1, 2, 3]])
 ROWS, WEIGHT = (2, 5, 128), (2, 128)
+OTHERS = {"RopeScaling", "vlstm_step", "QuantizedWeight", "quantize", "dequantize"}  # no kernel
 
 CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
@@ -52,13 +53,18 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "quantized_linear": (
+        lambda x, **o: ops.quantized_linear(x, ops.quantize(normal(9, (128, 64))), **o),
+        [(2, 3, 128)],
+        [],
+        BF16,
+    ),
     "vlstm": (ops.vlstm, [*[(2, 1, 1, 64, 64)] * 3, *[(2, 1, 1, 64)] * 2], [], BF16),
 }
 
 
 def test_every_op_is_here():
-    others = {"RopeScaling", "vlstm_step"}  # not an op, or without a kernel
-    assert set(CASES) - {"encoder_tied"} == set(ops.__all__) - others
+    assert set(CASES) - {"encoder_tied"} == set(ops.__all__) - OTHERS
 
 
 @pytest.mark.parametrize("loop", [False, True], ids=["vmap", "map"])

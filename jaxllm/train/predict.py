@@ -1,0 +1,220 @@
+"""Predicts memory, communication and time of a step on GPUs that this machine need not have.
+
+Everything follows from the shapes of the model, the mesh, and the figures below; nothing is
+compiled or measured.  docs/several-gpus.md has the formulas.
+"""
+
+import functools
+import re
+from math import prod
+from typing import NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+
+from jaxllm import sharding
+from jaxllm.config import Config, ModelConfig, VLSTMConfig
+from jaxllm.errors import InputError
+from jaxllm.models import create, flops_per_token
+from jaxllm.models.language_model import LanguageModel
+from jaxllm.train import estimate
+from jaxllm.train.estimate import GIB
+from jaxllm.train.metrics import PEAK_FLOPS
+from jaxllm.train.step import Trainer
+
+HOST = 8  # GPUs
+REACHED = 0.8  # part of the links' bandwidth that collectives reach
+UTILIZATION = 0.54  # of the peak, recomputation included: llama3_1b on one H100, docs/benchmarks.md
+
+
+class Gpu(NamedTuple):
+    """The figures of a GPU's data sheet."""
+
+    memory: float  # bytes
+    link: float  # bytes/s in each direction to the GPUs of the same host (NVLink)
+    network: float  # bytes/s in each direction to other hosts: an adapter of 400 Gb/s for each GPU
+
+
+GPUS = {"H100": Gpu(80e9, 450e9, 50e9), "H200": Gpu(141e9, 450e9, 50e9)}
+
+
+class Traffic(NamedTuple):
+    """What a GPU sends in one step over one axis of the mesh."""
+
+    axis: str
+    size: float  # bytes
+    bandwidth: float  # bytes/s
+    network: bool  # whether the axis spans several hosts
+
+    @property
+    def seconds(self) -> float:
+        return self.size / self.bandwidth
+
+    def __str__(self) -> str:
+        way = "the network" if self.network else "NVLink"
+        return (
+            f"{self.axis}: {self.size / 1e9:,.2f} GB per GPU and step over {way} at"
+            f" {self.bandwidth / 1e9:.0f} GB/s, {self.seconds * 1e3:,.1f} ms"
+        )
+
+
+def parse(text: str) -> tuple[int, str]:
+    """(number of GPUs, kind) of text like 64xH200; raises InputError."""
+    found = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", text, re.ASCII)
+    if found is None or found[2] not in GPUS:
+        raise InputError(
+            f"--dry_run {text} is not COUNTxKIND with a KIND of {', '.join(GPUS)}, like 64xH200"
+        )
+    return int(found[1]), found[2]
+
+
+def predict(config: Config, text: str) -> str:
+    """Lines of text on a step of `config` on GPUs like 64xH200; raises InputError."""
+    count, kind = parse(text)
+    mesh = sharding.abstract_mesh(config.mesh, count)
+    sharding.check_model(config.model, mesh)
+    sharding.check_batch(config.train, mesh)
+    # pyrefly: ignore[bad-argument-type]
+    trainer = Trainer(config, mesh)  # its shapes and shardings need no devices
+    state = estimate.state_memory(trainer)
+    held = sum(state.values())
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in state.items() if size)
+    sent = [str(t) for t in traffic(trainer, kind)] or ["none"]
+    choices = get_args(type(config.model).model_fields["remat"].annotation)
+    try:
+        rows = [_row(trainer, remat, kind, held) for remat in choices]
+    except NotImplementedError as e:
+        raise InputError(f"--dry_run {text} predicts runs on our kernels only: {e}") from e
+    return "\n".join(
+        [
+            f"predict  {count} x {kind}, {HOST} in a host, mesh {dict(mesh.shape)}; not measured:"
+            f" {UTILIZATION:.0%} of the peak FLOP/s, {REACHED:.0%} of the data sheet's bandwidths",
+            f"state    per GPU, GiB: {parts}; {held / GIB:.2f} of {GPUS[kind].memory / GIB:.1f}",
+            *(
+                f"{name:<8} {line}"
+                for name, line in zip(["traffic"] + [""] * 9, sent, strict=False)
+            ),
+            f"{'remat':<18}{'activations':>12}{'total GiB':>19}{'recomputed':>12}"
+            f"{'s per step':>18}{'tokens/s per GPU':>20}",
+            *rows,
+        ]
+    )
+
+
+def _row(trainer: Trainer, remat: str, kind: str, state: int) -> str:
+    """Memory and time with one choice of model.remat, on the kernels."""
+    train = trainer.config.train
+    model = trainer.config.model.model_copy(update={"kernels": "mosaic", "remat": remat})
+    activations = sum(estimate.activation_memory(trainer, model).values())
+    total = state + activations
+    more = recomputed(model, train.seq_len)
+    tokens = train.batch_size * train.seq_len / trainer.mesh.size
+    compute = tokens * flops_per_token(model, train.seq_len) * (1 + more)
+    compute /= PEAK_FLOPS[kind] * UTILIZATION
+    waiting = sum(t.seconds for t in traffic(trainer, kind))
+    fast, slow = max(compute, waiting), compute + waiting
+    fits = "fits" if total <= GPUS[kind].memory else "too much"
+    return (
+        f"         {remat:<9}{activations / GIB:12.2f}{total / GIB:10.2f} {fits:<8}{more:12.0%}"
+        f"{f'{fast:.3f} to {slow:.3f}':>18}{f'{tokens / slow:,.0f} to {tokens / fast:,.0f}':>20}"
+    )
+
+
+def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
+    """What each axis of the mesh sends in a step.
+
+    All-gather and reduce-scatter of n bytes over k devices make each send n (k - 1) / k bytes, an
+    all-reduce twice as many.
+    """
+    config, shape = trainer.config, trainer.mesh.shape
+    data, context, tensor = shape["data"], shape["context"], shape["tensor"]
+    fsdp = shape["fsdp"] * context  # context devices shard the weights, too
+    parts = config.train.grad_accum
+    weights = estimate.working_memory(trainer)  # of one device; gradients have the same dtypes
+    share = lambda k: (k - 1) / k
+    # Weights are gathered for the forward and for the backward pass, then gradients are scattered.
+    sizes = {"fsdp": 3 * parts * share(fsdp) * weights * fsdp}
+    if config.mesh.shard_optimizer:  # each part scatters gradients; the step gathers weights once
+        sizes["data"] = (parts + 1) * share(data) * weights
+    else:
+        sizes["data"] = 2 * parts * share(data) * weights
+    # Each block sums its two branches in both passes, and recomputation may repeat the first sum.
+    tokens = config.train.batch_size * config.train.seq_len // (data * fsdp)
+    stream = tokens * config.model.d_model
+    sizes["tensor"] = 2 * share(tensor) * 5 * config.model.n_layers * 2 * stream
+    # Queries, keys, values and outputs are exchanged in both passes; recomputation may repeat it.
+    model = config.model
+    if isinstance(model, VLSTMConfig):
+        width = model.n_heads * (2 * model.qk_dim + 2 * model.v_dim)
+    else:
+        width = 2 * (model.n_heads + getattr(model, "n_kv_heads", model.n_heads)) * model.head_dim
+    sizes["context"] = 2 * share(context) * model.n_layers * 2 * tokens * width // tensor
+    groups = {  # (devices, distance between neighbours)
+        "tensor": (tensor, 1),
+        "context": (context, tensor),
+        "fsdp": (fsdp, tensor),
+        "data": (data, tensor * fsdp),
+    }
+    return [
+        Traffic(axis, size, *_bandwidth(GPUS[kind], *groups[axis]))
+        for axis, size in sizes.items()
+        if size
+    ]
+
+
+def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, bool]:
+    """(bytes/s that a GPU sends over an axis, whether the axis spans several hosts).
+
+    The GPUs of a group that share a host share their network adapters as well.
+    """
+    if size * stride <= HOST:
+        return REACHED * gpu.link, False
+    return REACHED * min(gpu.link, gpu.network * max(1, HOST // stride)), True
+
+
+def recomputed(model: ModelConfig, seq_len: int) -> float:
+    """The FLOPs that the backward pass computes again, as a part of those of the step.
+
+    Counts the matmuls with weights in the traced gradient, and for remat=block the mixing.
+    """
+    more = _block_flops(model) - _block_flops(model.model_copy(update={"remat": "none"}))
+    more *= model.n_layers
+    if model.remat == "block":
+        more += _abstract(model).mixing_flops(seq_len)
+    return more / flops_per_token(model, seq_len)
+
+
+def _abstract(model: ModelConfig) -> LanguageModel:
+    return nnx.eval_shape(lambda: create(model))
+
+
+@functools.cache
+def _block_flops(model: ModelConfig) -> float:
+    """FLOPs per token of the matmuls with weights in the gradient of one more block."""
+    rows = 128  # the kernels take multiples of their tiles
+
+    def of(n_layers: int) -> float:
+        deep = model.model_copy(update={"n_layers": n_layers})
+        graph, params = nnx.split(_abstract(deep), nnx.Param)
+        tokens = jax.ShapeDtypeStruct((1, rows), jnp.int32)
+        loss = lambda params, tokens: nnx.merge(graph, params).loss(tokens, tokens)
+        return _matmul_flops(jax.make_jaxpr(jax.grad(loss))(params, tokens).jaxpr) / rows
+
+    return of(2) - of(1)
+
+
+def _matmul_flops(jaxpr: Jaxpr) -> float:
+    """FLOPs of all matmuls without batch axes, which are those with weights."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+            left, out = equation.invars[0].aval, equation.outvars[0].aval
+            # pyrefly: ignore[missing-attribute]
+            size = prod(out.shape) * prod(left.shape[axis] for axis in contracted)
+            total += 0 if batch else 2.0 * size
+        for part in jaxprs_in_params(equation.params):
+            total += _matmul_flops(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
+    return total

@@ -1,0 +1,301 @@
+"""Several processes that train one model: starts, joins, watches and stops them.
+
+The command forks: its own process only watches, its children train.  A training process cannot
+report a dead peer in one line, because JAX's coordination service then ends it with abort() and a
+long log; the process that watches replaces this log by the line.
+"""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, NamedTuple
+
+from jaxllm.errors import InputError, error_line
+
+HEARTBEAT = 30  # seconds without a sign of life after which JAX counts a process as dead
+QUIET = 2.0  # seconds without output after which standard error is passed on
+GRACE = 3.0  # seconds that the others get to end by themselves after one has failed
+STOPPED = 128 + signal.SIGTERM  # exit status of processes that stopped together
+ADVICE = "the run ends: continue with --resume"
+FATAL = b"the JAX distributed service detected fatal errors"  # in JAX's log before it aborts
+
+
+class Place(NamedTuple):
+    """The place of a process among its peers; None: JAX finds it in the cluster's environment."""
+
+    count: int | None = None
+    index: int | None = None
+    coordinator: str | None = None  # host:port of process 0
+    gpu: int | None = None  # None: all of this machine, or the one that the cluster chose
+
+
+def places(
+    count: int | None, index: int | None, coordinator: str | None, distributed: bool
+) -> list[Place]:
+    """The processes that this command runs; empty if it is to train by itself.
+
+    count, index, coordinator: the options --processes, --process, --coordinator.
+    """
+    if index is not None:
+        return [Place(count, index, coordinator)]
+    if count is not None and count > 1:
+        with socket.create_server(("localhost", 0)) as free:
+            address = f"localhost:{free.getsockname()[1]}"
+        return [Place(count, i, address, gpu=i) for i in range(count)]
+    return [Place()] if distributed else []
+
+
+@dataclass
+class _Child:
+    """A training process, as seen by the one that watches."""
+
+    pid: int
+    errors: int  # the reading end of its standard error
+    held: bytes = b""  # what it wrote there and nobody has seen yet
+    status: int | None = None  # exit status, or minus the signal that killed it; None: it runs
+    ended: bool = False  # the watching process killed it
+
+
+def watch(where: list[Place], train: Callable[[], int]) -> int:
+    """Forks a process for each place, which joins its peers and calls `train`.
+
+    Returns their exit status.  If one fails, ends the others and prints one line that names it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as names:
+        children, alive = _fork(where, train, names)
+        received: list[int] = []
+
+        def stop(number, _):
+            received.append(number)
+            for child in children:
+                if child.status is None:
+                    child.ended = len(received) > 1
+                    os.kill(child.pid, signal.SIGKILL if child.ended else signal.SIGTERM)
+
+        previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            _wait(children)
+            status = _report(children, names)
+        finally:
+            os.close(alive)
+            for s, handler in previous.items():
+                signal.signal(s, handler)
+    return 128 + received[0] if received and status != 0 else status
+
+
+def _fork(where: list[Place], train: Callable[[], int], names: IO) -> tuple[list[_Child], int]:
+    """Returns the children, and a file descriptor whose closing ends them."""
+    ending, alive = os.pipe()
+    children = []
+    for place in where:
+        errors, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(alive)
+            os.dup2(writer, 2)
+            _train_and_exit(place, train, names, ending)
+        os.close(writer)
+        children.append(_Child(pid, errors))
+    os.close(ending)
+    return children, alive
+
+
+def _wait(children: list[_Child]) -> None:
+    """Waits until all processes have exited; passes on what they write to standard error.
+
+    The text is held until a process is quiet, so that its last words can be replaced.
+    """
+    written, failed = time.monotonic(), None
+    while running := [c for c in children if c.status is None]:
+        ready, _, _ = select.select([c.errors for c in running], [], [], 0.2)
+        for child in running:
+            if child.errors in ready:
+                child.held += os.read(child.errors, 1 << 16)
+                written = time.monotonic()
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                child.status = os.waitstatus_to_exitcode(status)
+                child.held += _rest(child.errors)
+                if child.status not in (0, STOPPED):
+                    failed = failed or time.monotonic()
+        now = time.monotonic()
+        if failed is None and now - written > QUIET:
+            _pass_on(children)
+        if failed is not None and now - failed > GRACE:
+            for child in running:
+                if child.status is None and not child.ended:
+                    os.kill(child.pid, signal.SIGKILL)
+                    child.ended = True
+
+
+def _rest(fd: int) -> bytes:
+    """What a pipe still holds; a grandchild may keep it open."""
+    os.set_blocking(fd, False)
+    try:
+        with open(fd, "rb", buffering=0) as pipe:
+            return pipe.read() or b""
+    except OSError:
+        return b""
+
+
+def _pass_on(children: list[_Child]) -> None:
+    """Prints the text that was held back, equal texts of several processes once."""
+    for text in dict.fromkeys(c.held for c in children if c.held):
+        sys.stderr.write(text.decode(errors="replace"))
+    sys.stderr.flush()
+    for child in children:
+        child.held = b""
+
+
+def _report(children: list[_Child], names: IO) -> int:
+    """Says in one line which process died, if one did; returns the exit status of all."""
+    names.seek(0)
+    peers = json.loads(names.read() or "[]")
+    culprits = [c for c in children if not c.ended and FATAL not in c.held]
+    killed = [c for c in culprits if (c.status or 0) < 0]
+    if killed:
+        _pass_on(killed)
+        first = killed[0]
+        cause = signal.Signals(-(first.status or 0)).name
+        memory = " (is the machine out of memory?)" if cause == "SIGKILL" else ""
+        place = f"(pid {first.pid} on {socket.gethostname()})"
+        name = next((peer for peer in peers if peer.endswith(place)), f"process {place}")
+        error_line(f"{name} was killed by {cause}{memory}; {ADVICE}")
+        return 1
+    failed = [c for c in culprits if c.status not in (0, STOPPED)]
+    if failed:
+        _pass_on(failed)
+        return failed[0].status or 1
+    aborted = [c for c in children if FATAL in c.held]
+    if aborted:
+        dead = _dead_peer(aborted[0].held.decode(errors="replace"), peers)
+        if not peers:
+            error_line("the processes did not meet; start all of them with one --coordinator")
+        elif dead is None:
+            _pass_on(aborted)
+        else:
+            error_line(f"{dead} died or lost its connection; {ADVICE}")
+        return 1
+    _pass_on(children)
+    return max(1 if c.ended else c.status or 0 for c in children)
+
+
+def _dead_peer(log: str, peers: list[str]) -> str | None:
+    """Names the dead process from the log of JAX's coordination service."""
+    silent = re.search(r"stopped sending heartbeats\):\s+(\d+)", log)
+    if silent and int(silent[1]) < len(peers):
+        return peers[int(silent[1])]
+    return peers[0] if peers and "Failed to send RPC to coordination service" in log else None
+
+
+def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: int) -> None:
+    """Runs in a child: joins the peers, trains and exits."""
+    from jaxllm.config.command_line import exit_status
+
+    # The process that watches turns both signals into one SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(ending,), daemon=True).start()
+
+    def run() -> int:
+        try:
+            _join(place, names)
+            return train()
+        except Exception as e:
+            if _of_peers(e):  # if a peer is dead, JAX ends this process meanwhile
+                time.sleep(HEARTBEAT + 15)
+            raise
+
+    status = 1
+    try:
+        status = exit_status(run)
+        if status in (0, STOPPED):
+            import jax
+
+            jax.distributed.shutdown()  # waits for the others
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # Python's own exit would wait for processes that fail
+
+
+def _end_with(fd: int) -> None:
+    os.read(fd, 1)  # returns when the process that watches is dead
+    os._exit(1)
+
+
+def _of_peers(e: Exception) -> bool:
+    """Whether a peer's death may have caused an error: XLA and gRPC name its kind in capitals."""
+    kinds = "ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN"
+    return re.search(rf"\b({kinds}): ", str(e)) is not None
+
+
+def _join(place: Place, names: IO) -> None:
+    """Joins the peers, and writes their names to the file `names`.
+
+    Raises InputError if there are none.
+    """
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    local = place.gpu is not None
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.count,
+            place.index,
+            local_device_ids=place.gpu,
+            cluster_detection_method=None if place.index is None else "deactivate",
+            coordinator_bind_address=place.coordinator if local else None,
+            heartbeat_timeout_seconds=HEARTBEAT,
+        )
+    except (ValueError, RuntimeError) as e:
+        raise InputError(
+            f"mesh.distributed=true finds no other processes ({e}); start the run with Slurm or"
+            " another cluster that JAX supports, or with --processes"
+        ) from e
+    try:
+        jax.local_devices()
+    except RuntimeError as e:
+        raise InputError(
+            f"process {jax.process_index()} of {jax.process_count()} cannot use its devices ({e});"
+            " start at most one process per GPU"
+        ) from e
+    name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})".encode()
+    rows = multihost_utils.process_allgather(np.frombuffer(name[:128].ljust(128), np.uint8))
+    peers = [bytes(row).decode(errors="replace").strip() for row in np.reshape(rows, (-1, 128))]
+    os.pwrite(names.fileno(), json.dumps(peers).encode(), 0)  # processes may share the file
+
+
+class StopTogether:
+    """Makes all processes stop after the same step if one of them receives SIGTERM.
+
+    JAX's preemption service, which `jax.distributed` starts, handles the signal.
+    """
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def after(self, step: int) -> int | None:
+        """SIGTERM if the run is to stop after this step, else None; call it after every step."""
+        from jax.experimental import multihost_utils
+
+        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None

@@ -1,0 +1,1 @@
+"""Weights of few bits: their formats, and products with them."""

@@ -1,0 +1,337 @@
+"""Weights of 8, 4, 2 or 1 bits: quantize, dequantize, and the packed form that the kernel reads.
+
+    w' = level(code) s + offset        s (and offset) for each column n and each group of rows k
+
+w is a Linear's matrix (K, N), (in, out).  A code of b bits has the level
+
+    int, 8 and 4 bits   code - 2^(b-1); symmetric weights do not use code 0
+    int, 2 bits         code - 1.5
+    int, 1 bit          2 code - 1
+    fp8                 the e4m3 number with these bits, up to 448
+    2:4                 as int, for the two largest |w| of four consecutive k; the others are 0
+
+Scales and offsets are bfloat16, and codes are chosen for their rounded values.  Errors |w - w'|, in
+a group with largest |w| = a and range r = max - min, up to the rounding of s and offset (2^-8 a):
+
+    symmetric     8, 4, 2 bits: root mean square at most a / 254, a / 14, a / 3
+    asymmetric    b bits: root mean square at most r / (2^b - 1) / 2
+    1 bit         root mean square sqrt(mean(w^2) - mean(|w|)^2) if symmetric
+    fp8           at most 2^-4 |w| + 2^-10 a / 448 for each weight
+
+s is the best of `_CLIPS`: it has the least squared error in its group.  With N(0, 1) and groups of
+128 the root mean square error is 0.0065, 0.106, 0.34 and 0.60 for 8, 4, 2 and 1 bits, symmetric.
+
+The kernel reads this packed form:
+
+    words (N/64, steps, parts, 64, 16), int32; 512/b of k in a step, and one part
+        Bits b i to b i + b - 1 of word (n, c) are the code of k = 16 i + c of the step.
+    scales, offsets (N/64, groups, 64)
+
+A thread holds the words (n, c) and (n, c + 1) as it holds two neighbours of a left operand of
+wgmma.  So a "plane" i, 16 consecutive k, becomes such an operand, and no thread needs another's
+data.  64 columns of a step are 4 KB in a row, which one bulk copy moves.  docs/decoding.md has a
+picture.
+
+2:4 has 512 of k in a step, and one part more than its values need.  Of the 8 sets p of 16 fours c
+(k = 64 p + 4 c), planes 2 p and 2 p + 1 of the values have the first and the second kept weight.
+Plane p of the last part has 4 bits: the first kept place + 4 times the second.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import mosaic
+
+Format = Literal["int", "fp8", "2:4"]
+COLUMNS, WORDS = 64, 16  # n and words of each in one copy
+_CLIPS = np.linspace(0.2, 1.0, 33)  # s relative to that which clips nothing
+_E4M3_MAX = 448.0
+_MAGIC = 0x6A6C7131  # "jlq1": the first number of a header
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words", "scales", "offsets"],
+    meta_fields=["shape", "bits", "group", "format"],
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """A packed (K, N) weight, a pytree of its arrays; the module's docstring defines them."""
+
+    words: Array
+    scales: Array
+    offsets: Array | None  # None: symmetric
+    shape: tuple[int, int]
+    bits: int
+    group: int | None  # None: one scale for each column
+    format: Format
+
+    @property
+    def step(self) -> int:
+        """The number of k in one step."""
+        return 512 if self.format == "2:4" else 512 // self.bits
+
+    @property
+    def parts(self) -> int:
+        return self.bits // 2 + 1 if self.format == "2:4" else 1
+
+    @property
+    def steps(self) -> int:
+        return mosaic.cdiv(self.shape[0], self.step)
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.words, self.scales, self.offsets)
+        return sum(a.size * a.dtype.itemsize for a in arrays if a is not None)
+
+    def check(self) -> None:
+        """Raises ValueError unless the arrays fit the format; needs only their shapes."""
+        _check_format(self.shape, self.bits, self.group, self.offsets is None, self.format)
+        columns = mosaic.cdiv(self.shape[1], COLUMNS)
+        groups = mosaic.cdiv(self.steps * self.step, self.group) if self.group else 1
+        small = ((columns, groups, COLUMNS), jnp.bfloat16)
+        expected = {"words": ((columns, self.steps, self.parts, COLUMNS, WORDS), jnp.int32)}
+        expected |= {"scales": small} | ({} if self.offsets is None else {"offsets": small})
+        for name, (shape, dtype) in expected.items():
+            a = getattr(self, name)
+            # A test's oracle has scales of float64.
+            if a.shape != shape or a.dtype not in (dtype, jnp.float64):
+                raise ValueError(
+                    f"{name} of a {self.shape} weight is {a.dtype} {a.shape}, not"
+                    f" {jnp.dtype(dtype)} {shape}: quantize the weight again"
+                )
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays and a header, to save under any names; `from_arrays` reads them."""
+        arrays = {"words": self.words, "scales": self.scales, "offsets": self.offsets}
+        arrays = {name: np.asarray(a) for name, a in arrays.items() if a is not None}
+        kind = get_args(Format).index(self.format)
+        header = [_MAGIC, *self.shape, self.bits, self.group or 0, kind, _checksum(arrays)]
+        return arrays | {"header": np.array(header, np.int32)}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array | np.ndarray]) -> "QuantizedWeight":
+        """Reads what `to_arrays` returned; raises ValueError, in one line, if it is damaged."""
+        header = [int(number) for number in np.ravel(arrays.get("header", []))]
+        formats = get_args(Format)
+        if len(header) != 7 or header[0] != _MAGIC or header[5] not in range(len(formats)):
+            raise ValueError(f"the header {header} is not that of a quantised weight")
+        _, k, n, bits, group, kind, checksum = header
+        names = ["words", "scales", *(["offsets"] if "offsets" in arrays else [])]
+        if missing := [name for name in names if name not in arrays]:
+            raise ValueError(f"the packed {k} x {n} weight has no {missing[0]}")
+        found = {name: np.asarray(arrays[name]) for name in names}
+        if (actual := _checksum(found)) != checksum:
+            raise ValueError(
+                f"the packed {k} x {n} weight is damaged: its checksum is {actual}, not {checksum}"
+            )
+        words, scales, *rest = (jnp.asarray(a) for a in found.values())
+        offsets = rest[0] if rest else None
+        weight = cls(words, scales, offsets, (k, n), bits, group or None, formats[kind])
+        weight.check()
+        return weight
+
+
+def quantize(
+    w: Float[Array, "K N"],
+    *,
+    bits: int = 4,
+    group: int | None = 128,
+    symmetric: bool = True,
+    format: Format = "int",
+) -> QuantizedWeight:
+    """Packs a Linear's matrix (in, out) into `bits` bits a weight.
+
+    group: 32, 64 or 128 consecutive k share a scale; None: all of a column.
+    symmetric: without an offset for each group; formats fp8 and 2:4 have none.
+    format: "int" of 8, 4, 2 or 1 bits; "fp8" (e4m3) of 8; "2:4" of 8 or 4, in groups of 64 or more.
+    Weights that are not finite make their group NaN.  Raises ValueError for other options, or where
+    K is not a multiple of the group.
+    """
+    if w.ndim != 2 or not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ValueError(f"w is {w.dtype} {w.shape}, not floating point of two axes (K, N)")
+    _check_format(w.shape, bits, group, symmetric, format)
+    return _quantize(w, bits, group, symmetric, format)
+
+
+def dequantize(weight: QuantizedWeight, dtype=jnp.float32) -> Float[Array, "K N"]:
+    """w' = level s + offset, computed in float32 and rounded to dtype."""
+    weight.check()
+    codes, kept = _unpack(weight)
+    w = levels(codes, weight.bits, weight.format) * _across(weight, weight.scales)
+    if weight.offsets is not None:
+        w = w + _across(weight, weight.offsets)
+    if kept is not None:
+        w = jnp.where(kept, w, 0)
+    return w[: weight.shape[0], : weight.shape[1]].astype(dtype)
+
+
+def _check_format(shape, bits, group, symmetric, format) -> None:
+    """Raises ValueError for options or shapes that no weight has."""
+    widths = {"int": (8, 4, 2, 1), "fp8": (8,), "2:4": (8, 4)}
+    if format not in widths:
+        raise ValueError(f"format={format!r} is not int, fp8 or 2:4")
+    if bits not in widths[format]:
+        allowed = " or ".join(map(str, widths[format]))
+        raise ValueError(f"bits={bits} is not {allowed}, the width of format {format}")
+    groups = (64, 128, None) if format == "2:4" else (32, 64, 128, None)
+    if group not in groups:
+        raise ValueError(f"group={group} is not one of {groups}, those of format {format}")
+    if not symmetric and format != "int":
+        raise ValueError(f"format {format} has no offsets: pass symmetric=True")
+    multiple = group or (4 if format == "2:4" else 1)
+    if shape[0] % multiple or 0 in shape:
+        what = "group" if group else "four weights of 2:4"
+        raise ValueError(
+            f"K={shape[0]}, N={shape[1]}: K is not a multiple of the {what}, {multiple}"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _quantize(w, bits, group, symmetric, format):
+    shape, w = w.shape, w.astype(jnp.float32)
+    kept, places = _largest_two(w) if format == "2:4" else (None, None)
+    by_group = lambda a: a.reshape(-1, group or shape[0], shape[1])
+    chosen = None if kept is None else by_group(kept)
+    s, offset = _scales(by_group(w), chosen, bits, symmetric, format)
+    s = jnp.where(by_group(jnp.isfinite(w)).all(1), s, jnp.nan)
+    codes = _encode(by_group(w), s, offset, bits, format).reshape(shape)
+    words = _pack(codes, bits) if places is None else _pack_pairs(codes, places, bits)
+    padded = words.shape[1] * (512 if places is not None else 512 // bits)
+    groups = mosaic.cdiv(padded, group) if group else 1
+
+    def by_columns(a):
+        a = jnp.pad(a, ((0, groups - a.shape[0]), (0, -shape[1] % COLUMNS)))
+        return a.reshape(groups, -1, COLUMNS).swapaxes(0, 1)
+
+    offsets = None if symmetric else by_columns(offset)
+    return QuantizedWeight(words, by_columns(s), offsets, shape, bits, group, format)
+
+
+def _largest_two(w):
+    """Whether each weight is one of the two largest of its four, and their places (K/4, 2, N)."""
+    order = jnp.argsort(-jnp.abs(w.reshape(-1, 4, w.shape[1])), axis=1, stable=True)
+    places = jnp.sort(order[:, :2], axis=1)
+    kept = (jnp.arange(4)[:, None, None] == places[:, None]).any(2)
+    return kept.reshape(w.shape), places
+
+
+def _scales(w, kept, bits, symmetric, format):
+    """s and offset (None if symmetric), (groups, N) bfloat16, of weights (groups, group, N)."""
+    given = w if kept is None else jnp.where(kept, w, 0)
+    low, high = levels(jnp.array([1 if symmetric and bits >= 4 else 0, 2**bits - 1]), bits, "int")
+    if symmetric:
+        middle, reach = None, jnp.abs(given).max(1) / (_E4M3_MAX if format == "fp8" else high)
+    else:
+        middle, reach = (w.max(1) + w.min(1)) / 2, (w.max(1) - w.min(1)) / (high - low)
+    if format == "fp8" or (symmetric and bits == 1):
+        s = reach if format == "fp8" else jnp.abs(w).mean(1)
+        return s.astype(jnp.bfloat16), None
+
+    def at(clip):
+        s = (reach * clip).astype(jnp.bfloat16)
+        if symmetric:
+            return s, None
+        return s, (middle - s.astype(jnp.float32) * (low + high) / 2).astype(jnp.bfloat16)
+
+    def error(clip):
+        s, offset = at(clip)
+        off = _decode(_encode(w, s, offset, bits, format), s, offset, bits, format) - w
+        return jnp.sum(jnp.square(off if kept is None else jnp.where(kept, off, 0)), 1)
+
+    clips = jnp.asarray(_CLIPS, jnp.float32)
+    return at(clips[jnp.argmin(lax.map(error, clips), 0)])
+
+
+def _encode(w, s, offset, bits, format):
+    """Codes, uint32, of the nearest levels of weights (groups, group, N)."""
+    s = s.astype(jnp.float32)[:, None]
+    v = (w if offset is None else w - offset.astype(jnp.float32)[:, None]) / jnp.where(s == 0, 1, s)
+    if format == "fp8":
+        v = jnp.clip(v, -_E4M3_MAX, _E4M3_MAX).astype(jnp.float8_e4m3fn)
+        return lax.bitcast_convert_type(v, jnp.uint8).astype(jnp.uint32)
+    if bits == 1:
+        return (v > 0).astype(jnp.uint32)
+    middle = 2 ** (bits - 1) - (0.5 if bits == 2 else 0)
+    low = 1 if offset is None and bits > 2 else 0
+    return jnp.clip(jnp.round(v + middle), low, 2**bits - 1).astype(jnp.uint32)
+
+
+def _decode(codes, s, offset, bits, format):
+    w = levels(codes, bits, format) * s.astype(jnp.float32)[:, None]
+    return w if offset is None else w + offset.astype(jnp.float32)[:, None]
+
+
+def levels(codes, bits, format):
+    """The levels, float32, of integer codes."""
+    if format == "fp8":
+        e4m3 = lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
+        return e4m3.astype(jnp.float32)
+    codes = codes.astype(jnp.float32)
+    return 2 * codes - 1 if bits == 1 else codes - (2 ** (bits - 1) - (0.5 if bits == 2 else 0))
+
+
+def _pack(codes, bits, parts=1):
+    """Words (N/64, steps, parts, 64, 16) of codes (K, N), uint32; zeros up to whole steps."""
+    codes = mosaic.pad_axis(mosaic.pad_axis(codes, 0, 512 // bits * parts), 1, COLUMNS)
+    codes = codes.reshape(-1, parts, 32 // bits, WORDS, codes.shape[1])
+    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
+    words = jnp.sum(codes << shifts[:, None, None], 2, dtype=jnp.uint32)
+    words = words.reshape(*words.shape[:3], -1, COLUMNS).transpose(3, 0, 1, 4, 2)
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _pack_pairs(codes, places, bits):
+    """Words of 2:4: the kept codes and their places (K/4, 2, N)."""
+    pairs = jnp.take_along_axis(codes.reshape(-1, 4, codes.shape[1]), places, 1)
+    # Of 16 fours the first kept codes, then the second ones.
+    pairs = mosaic.pad_axis(pairs, 0, WORDS).reshape(-1, WORDS, *pairs.shape[1:])
+    values = pairs.swapaxes(1, 2).reshape(-1, codes.shape[1])
+    places = (places[:, 0] + 4 * places[:, 1]).astype(jnp.uint32)
+    return jnp.concatenate([_pack(values, bits, parts=bits // 2), _pack(places, 4)], 2)
+
+
+def _planes(words, bits):
+    """The codes (K, N) that `_pack` packed, with their padding."""
+    words = lax.bitcast_convert_type(words, jnp.uint32).transpose(1, 2, 4, 0, 3)
+    words = words.reshape(*words.shape[:3], -1)[:, :, None]
+    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
+    codes = (words >> shifts[:, None, None]) & (2**bits - 1)
+    return codes.reshape(-1, codes.shape[-1])
+
+
+def _unpack(weight):
+    """Codes of the padded weight, and for 2:4 whether each weight is kept (else None)."""
+    if weight.format != "2:4":
+        return _planes(weight.words, weight.bits), None
+    values = _planes(weight.words[:, :, :-1], weight.bits)
+    n = values.shape[-1]
+    values = values.reshape(-1, 2, WORDS, n).swapaxes(1, 2).reshape(-1, 2, n)
+    places = _planes(weight.words[:, :, -1:], 4)
+    at = jnp.arange(4)[:, None]
+    first, second = (p[:, None] == at for p in (places & 3, places >> 2))
+    codes = jnp.where(second, values[:, 1:], values[:, :1])
+    return codes.reshape(-1, n), (first | second).reshape(-1, n)
+
+
+def _across(weight, a):
+    """Scales or offsets of every weight, padding included."""
+    a = jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1).astype(mosaic.stat_dtype(a.dtype))
+    k = weight.steps * weight.step
+    return jnp.repeat(a, weight.group or k, 0)[:k]
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
+    checksum = 0
+    for name in sorted(arrays):
+        checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).tobytes(), checksum)
+    return checksum & 0x7FFFFFFF  # the header has 32 signed bits

@@ -1,0 +1,221 @@
+"""The kernel of quantized_linear for few rows: y^T = W^T x^T, and W is unpacked in registers.
+
+wgmma multiplies 64 rows at least, so the columns n of W are its rows, and the M rows of x are its
+columns, padded to 8 or more.  It reads its left operand from registers, which is where a thread
+unpacks W (unpack.py), and x^T from shared memory.
+
+    block (n, split)   64 columns n, turns [split T / splits, (split + 1) T / splits) of K
+    warpgroup wg       every `wgs`-th of these turns, and its own ring of `stages` buffers:
+
+    words  (span, parts, 64, 16) -> registers -> unpack: 64 x 64 bfloat16 -> wgmma += w x^T
+    scales (groups, 64)          -> registers ---^                              |
+    x      (rows, span steps)    -> shared memory ------------------------------+
+
+A turn is `span` steps of the packed form, whose k are together; it ends once its wgmmas are done.
+
+The warpgroups then add their sums in a fixed order (the last one passes its sum to the one before),
+and the first writes the block's sum, in float32.  XLA adds the splits, in order, in the kernel that
+also adds the bias.  There are no atomics, so two runs are equal bit for bit.
+
+No GPU has run this kernel, so its constants are estimates.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import ROW, WGMMA
+from pallas_kernels.quantized.formats import COLUMNS, WORDS, Format, QuantizedWeight
+from pallas_kernels.quantized.unpack import unpack
+
+MAX_ROWS = 64
+_BLOCK = 64  # of k in a wgmma: 128 bytes, one swizzle
+_WGS = 4
+_STAGES = 4
+_SPAN = 2  # short steps of a turn, which has about 100 instructions besides those of its weights
+_SMEM = 110 * 1024  # of a block's rings, so that an SM holds two blocks
+_BLOCKS = 2 * 132  # of one wave: two blocks for each SM of an H100
+_MOST_SPLITS = 16
+
+
+class Plan(NamedTuple):
+    """How a product is split; see the picture."""
+
+    m: int  # rows of x
+    rows: int  # with padding
+    columns: int  # sets of 64 columns n
+    turns: int  # of K
+    span: int  # steps of a turn
+    step: int  # k of a step
+    parts: int
+    groups: int  # of one turn, or 1
+    group: int  # k in a group
+    bits: int
+    format: Format
+    asymmetric: bool
+    wgs: int
+    stages: int
+    splits: int
+
+
+def plan(m: int, weight: QuantizedWeight) -> Plan:
+    """The plan for M rows of x."""
+    rows = next(r for r in (8, 16, 32, 64) if r >= m)
+    step, columns, asymmetric = weight.step, weight.words.shape[0], weight.offsets is not None
+    span = _SPAN if step <= 128 else 1
+    turns = mosaic.cdiv(weight.steps, span)
+    group = weight.group or turns * span * step
+    groups = max(1, span * step // group)
+    turn = 4096 * weight.parts * span + 128 * groups * (1 + asymmetric) + 2 * rows * span * step
+    # Two blocks on an SM, or one where a turn is large; two turns in flight for each warpgroup.
+    wgs = min(_WGS, turns)
+    room = _SMEM // turn if _SMEM // turn >= 2 * wgs else 2 * _SMEM // turn
+    while room < 2 * wgs and wgs > 1:
+        wgs //= 2
+    stages = min(_STAGES, room // wgs)
+    splits = max(1, min(_BLOCKS // columns, turns // wgs, _MOST_SPLITS))
+    return Plan(
+        m, rows, columns, turns, span, step, weight.parts, groups, group, weight.bits,
+        weight.format, asymmetric, wgs, stages, splits,
+    )  # fmt: skip
+
+
+def product(x, weight: QuantizedWeight):
+    """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
+    p = plan(x.shape[0], weight)
+    return _product(x, weight.words, weight.scales, weight.offsets, p)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _product(x, words, scales, offsets, p: Plan):
+    if p.format == "2:4":  # the order of k in a block (unpack.py)
+        x = mosaic.pad_axis(x, 1, _BLOCK).reshape(x.shape[0], -1, 16, 4).swapaxes(2, 3)
+        x = x.reshape(x.shape[0], -1)
+    x = mosaic.pad_axis(x, 1, _BLOCK)
+    if p.m > 8:
+        x = mosaic.pad_axis(x, 0, 8)
+    slots = p.wgs * p.stages
+    swizzled = lambda shape, dtype: plgpu.SMEM(
+        (slots, *shape), dtype, transforms=mosaic.wgmma_tiles(shape[-1], dtype)
+    )
+    small = plgpu.SMEM((slots, p.groups, COLUMNS), jnp.bfloat16)
+    return mosaic.kernel(
+        functools.partial(_body, p),
+        name="quantized_linear",
+        out_type=jax.ShapeDtypeStruct((p.splits, p.columns * COLUMNS, p.rows), jnp.float32),
+        scratch_types=dict(
+            words_smem=swizzled((p.span * p.parts, COLUMNS, WORDS), jnp.int32),
+            scales_smem=small,
+            offsets_smem=small if p.asymmetric else None,
+            x_smem=swizzled((p.span, p.rows, p.step), jnp.bfloat16),
+            sum_smem=plgpu.SMEM((COLUMNS, p.rows), jnp.float32),
+            bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric + p.span, num_barriers=slots),
+            turn_bars=plgpu.Barrier(num_barriers=p.wgs),
+        ),
+        **mosaic.grid(split=p.splits, n=p.columns),
+        num_threads=p.wgs,
+        thread_name="wg",
+    )(words.reshape(p.columns, -1, COLUMNS, WORDS), scales, offsets, x)
+
+
+class _Refs(NamedTuple):
+    words: Any
+    scales: Any
+    offsets: Any
+    x: Any
+    out: Any
+    words_smem: Any
+    scales_smem: Any
+    offsets_smem: Any
+    x_smem: Any
+    sum_smem: Any
+    bars: Any
+    turn_bars: Any
+
+
+def _body(p: Plan, *arrays, **scratch):
+    refs = _Refs(*arrays, **scratch)
+    wg, split = lax.axis_index("wg"), lax.axis_index("split")
+    first = lax.div(split * p.turns, jnp.int32(p.splits))
+    last = lax.div((split + 1) * p.turns, jnp.int32(p.splits))
+    count = lax.div(last - first - wg + p.wgs - 1, jnp.int32(p.wgs))  # of this warpgroup
+    fetch = lambda i: _fetch(p, refs, i, first + wg + i * p.wgs)
+    for i in range(p.stages):
+        pl.when(i < count)(functools.partial(fetch, jnp.int32(i)))
+
+    def multiply(acc):
+        @pl.loop(0, count)
+        def _(i):
+            _multiply(p, refs, i, acc)
+            plgpu.commit_smem()  # the copies overwrite what the threads have read
+            pl.when(i + p.stages < count)(lambda: fetch(i + p.stages))
+
+        return acc[...]
+
+    total = pl.run_scoped(multiply, plgpu.ACC((COLUMNS, p.rows), jnp.float32))
+    for w in reversed(range(p.wgs)):
+        pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
+
+
+def _slot(p: Plan, i):
+    return lax.axis_index("wg") * p.stages + lax.rem(i, jnp.int32(p.stages))
+
+
+def _fetch(p: Plan, refs: _Refs, i, turn):
+    """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
+    slot, n, zero = _slot(p, i), lax.axis_index("n"), lax.rem(turn, jnp.int32(1))
+    k = turn * p.span * p.step
+    group = pl.ds(lax.div(k, jnp.int32(p.group)), p.groups)
+    copy = lambda ref, smem: plgpu.copy_gmem_to_smem(ref, smem.at[slot], refs.bars.at[slot])
+    parts = p.span * p.parts
+    copy(refs.words.at[n, pl.ds(turn * parts, parts)], refs.words_smem)
+    copy(refs.scales.at[n, group], refs.scales_smem)
+    if p.asymmetric:
+        copy(refs.offsets.at[n, group], refs.offsets_smem)
+    # JAX 0.12 rejects slices that are statically too wide, so the first row is a variable.
+    for s in range(p.span):
+        x = refs.x.at[pl.ds(zero * 8, p.rows), pl.ds(k + s * p.step, p.step)]
+        plgpu.copy_gmem_to_smem(x, refs.x_smem.at[slot, s], refs.bars.at[slot])
+
+
+def _multiply(p: Plan, refs: _Refs, i, acc):
+    """acc += w x^T of this warpgroup's i-th turn."""
+    slot = _slot(p, i)
+    plgpu.barrier_wait(refs.bars.at[slot])
+    row = lambda smem, g: plgpu.load(smem.at[slot, g], layout=ROW, optimized=False)
+    per = max(1, p.groups // p.span)  # groups of a step
+
+    @pl.loop(0, p.span)
+    def _(s):
+        here = [refs.words_smem.at[slot, s * p.parts + j] for j in range(p.parts)]
+        words = [plgpu.load(ref, layout=WGMMA) for ref in here]
+        for block in range(p.step // _BLOCK):
+            k = block * _BLOCK
+            own = range(k * per // p.step, (k + _BLOCK - 1) * per // p.step + 1)
+            own = [lax.div(s * p.groups, jnp.int32(p.span)) + g for g in own]
+            scales = [row(refs.scales_smem, g) for g in own]
+            offsets = [row(refs.offsets_smem, g) for g in own if p.asymmetric]
+            w = unpack(words, scales, offsets, block, p.bits, p.format)
+            x = refs.x_smem.at[slot, s, :, pl.ds(k, _BLOCK)]
+            plgpu.wgmma(acc, w, x.transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # each one in flight needs 16 registers
+        plgpu.wgmma_wait(0)
+
+
+def _pass_on(p: Plan, refs: _Refs, w: int, total):
+    """Adds the sum of the warpgroups after w, and gives the sum to w - 1, or to memory."""
+    if w < p.wgs - 1:
+        plgpu.barrier_wait(refs.turn_bars.at[w])
+        total = total + plgpu.load(refs.sum_smem, layout=WGMMA, optimized=False)
+    if w:
+        mosaic.store(refs.sum_smem, total)
+        plgpu.barrier_arrive(refs.turn_bars.at[w - 1])
+        return
+    target = refs.out.at[lax.axis_index("split"), pl.ds(lax.axis_index("n") * COLUMNS, COLUMNS)]
+    mosaic.store(target, total)

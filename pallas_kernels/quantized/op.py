@@ -1,0 +1,111 @@
+"""A linear layer whose weight has 8, 4, 2 or 1 bits: quantized_linear.
+
+    y = activation(x w' + bias),   w' = level s + offset (formats.py),   dx = dy w'^T
+
+Few rows of x read the whole weight, so the speed is that of memory, and a weight of 4 bits takes a
+quarter of the time of bfloat16.  The kernel unpacks words in registers and multiplies on the tensor
+core (matmul.py); w' never exists in memory.  XLA writes w' and reads it again, which is nine times
+the bytes for 4 bits.
+
+Both forms round w' to x's dtype and add in float32.  The gradient of x is for LoRA, where rows are
+many: XLA dequantizes and multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN",
+and Park et al. 2022, "LUT-GEMM", describe such kernels.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.quantized import matmul
+from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
+
+Activation = Literal["gelu", "silu"]
+_ACTIVATIONS = {
+    None: lambda y: y,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+}
+
+
+def quantized_linear(
+    x: Float[Array, "*rows K"],
+    weight: QuantizedWeight,
+    bias: Float[Array, " N"] | None = None,
+    *,
+    activation: Activation | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*rows N"]:
+    """activation(x w' + bias) in x's dtype, with sums, bias and activation in float32.
+
+    activation: None, "gelu" (its tanh form) or "silu".
+    The kernel needs bfloat16 and at most 64 rows.  Gradients go to x and bias.
+    Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
+    implementation="mosaic" for a call that the kernel does not support.
+    """
+    _check(x, weight, bias, activation)
+    kernel = dispatch.use_kernel("quantized_linear", implementation, why_not(x, weight), "sm_90a")
+    y = _matmul(x.reshape(-1, x.shape[-1]), weight, kernel)
+    return _finish(y.reshape(*x.shape[:-1], weight.shape[1]), x, bias, activation)
+
+
+def quantized_linear_reference(x, weight, bias=None, *, activation=None):
+    """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
+    y = _matmul(x.reshape(-1, x.shape[-1]), weight, False)
+    return _finish(y.reshape(*x.shape[:-1], weight.shape[1]), x, bias, activation)
+
+
+def why_not(x, weight) -> str | None:
+    """Why the kernel does not support this call, or None."""
+    rows = x.size // max(x.shape[-1], 1)
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, not bfloat16"
+    if rows > matmul.MAX_ROWS:
+        return f"rows={rows} are more than {matmul.MAX_ROWS}"
+    return mosaic.empty(x=x)
+
+
+def _check(x, weight, bias, activation):
+    """Raises ValueError for arrays that do not fit."""
+    weight.check()
+    k, n = weight.shape
+    if not x.ndim or x.shape[-1] != k:
+        raise ValueError(f"x has shape {x.shape}, but the weight needs (..., {k})")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias has shape {bias.shape}, but the weight needs ({n},)")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not None, gelu or silu")
+
+
+def _finish(y, x, bias, activation):
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return _ACTIVATIONS[activation](y).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x, weight, kernel):
+    """x w' in float32 (float64 for float64), for x (M, K)."""
+    if not kernel:
+        dtype = mosaic.stat_dtype(x.dtype)
+        return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
+    parts = matmul.product(x, weight)
+    y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
+    return y[: weight.shape[1], : x.shape[0]].T
+
+
+def _forward(x, weight, kernel):
+    return _matmul(x, weight, kernel), (weight, x[:0])
+
+
+def _backward(kernel, saved, dy):
+    weight, like = saved
+    w = dequantize(weight, like.dtype)
+    dx = jnp.matmul(dy.astype(like.dtype), w.T)
+    return dx, None
+
+
+_matmul.defvjp(_forward, _backward)

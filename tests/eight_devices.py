@@ -1,0 +1,207 @@
+"""Run by test_sharding.py in a separate process with eight forced CPU devices; prints JSON.
+
+For each model and mesh: loss and gradients on one random batch of packed documents (XLA forms,
+float32) against those on one device, and the collectives of the compiled program.  For a Llama
+also: two whole steps, the text that it writes, and the shapes that its kernels see.
+"""
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxllm.config import (
+    Config,
+    DataConfig,
+    GPT2Config,
+    Llama3Config,
+    OptimizerConfig,
+    SampleConfig,
+    TrainConfig,
+    VLSTMConfig,
+)
+from jaxllm.data.loader import documents
+from jaxllm.infer import decode
+from jaxllm.sharding import make_mesh
+from jaxllm.train.step import Trainer
+
+# No axis of a parameter, or of a part of one, is a multiple of SEQ.
+BATCH, SEQ, WIDTH = 8, 40, 128
+SHAPE = dict(vocab_size=250, n_layers=1, n_heads=4, d_model=WIDTH, max_seq_len=64)
+EXACT = dict(kernels="xla", compute_dtype="float32", residual_dtype="float32")
+MODELS = {
+    # Without the cap the gradient of the keys' biases is zero.
+    "gpt2": lambda **o: GPT2Config(**SHAPE | dict(softcap=5.0) | o),
+    "llama3": lambda **o: Llama3Config(**SHAPE | dict(n_heads=8, n_kv_heads=4, d_ff=256) | o),
+    "vlstm": lambda **o: VLSTMConfig(**SHAPE | dict(d_ff=256, chunk_size=20) | o),
+}
+ONE = dict(data=1, fsdp=1, tensor=1)
+ALL = dict(data=2, fsdp=2, tensor=2)
+MESHES: dict[str, dict[str, Any]] = {
+    "one": ONE,
+    "data": ONE | dict(data=4),
+    "fsdp": ONE | dict(fsdp=4),
+    "tensor": ONE | dict(tensor=4),
+    "data, fsdp": ALL | dict(tensor=1),
+    "data, tensor": ALL | dict(fsdp=1),
+    "fsdp, tensor": ALL | dict(data=1),
+    "all": ALL,
+}
+WANTED = {
+    "gpt2": ["data", "fsdp", "tensor", "all"],
+    "llama3": [mesh for mesh in MESHES if mesh != "one"],
+    "vlstm": ["fsdp", "tensor", "all"],
+}
+
+
+def trainer(model: str, mesh: str, accum: int = 1, pack: str = "documents", **more) -> Trainer:
+    config = Config(
+        model=MODELS[model](**more),
+        data=DataConfig(pack=pack),
+        train=TrainConfig(steps=2, batch_size=BATCH, seq_len=SEQ, grad_accum=accum),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        mesh=MESHES[mesh],
+    )
+    devices = jax.devices()[: config.mesh.data * config.mesh.fsdp * config.mesh.tensor]
+    return Trainer(config, make_mesh(config.mesh, devices))
+
+
+@cache
+def weights(model: str) -> nnx.State:
+    """Initial weights with noise, so that no bias, gate or norm is without effect."""
+    t, rng = trainer(model, "one", **EXACT), np.random.default_rng(0)
+    return jax.tree.map(
+        lambda p: np.asarray(p) + 0.1 * rng.standard_normal(p.shape, p.dtype), t.init().params
+    )
+
+
+def batch(pack: str = "documents", seed: int = 1) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(seed).integers(0, 250, (BATCH, SEQ + 1)).astype(np.int32)
+    found = {"tokens": tokens[:, :-1], "labels": np.where(tokens[:, 1:] % 7, tokens[:, 1:], -100)}
+    return found | (documents(found["tokens"] % 8, 0) if pack == "documents" else {})
+
+
+def gradients(model: str, mesh: str, pack: str = "documents") -> tuple[dict, list, float]:
+    """({"loss" or parameter: value or gradient}, collectives, part of the parameters held)."""
+    t = trainer(model, mesh, pack=pack, **EXACT)
+    grad = jax.jit(
+        jax.value_and_grad(lambda params, batch: t._loss_sum(params, batch)[0]),
+        out_shardings=(None, t.state_shardings.params),
+    )
+    with jax.set_mesh(t.mesh):
+        arguments = (
+            jax.device_put(weights(model), t.state_shardings.params),
+            t.put_batch(batch(pack)),
+        )
+        program = grad.lower(*arguments).compile()
+    loss, grads = program(*arguments)
+    named = {jax.tree_util.keystr(p): np.asarray(g) for p, g in jax.tree.leaves_with_path(grads)}
+    leaves = jax.tree.leaves(arguments[0])
+    held = sum(p.addressable_shards[0].data.size for p in leaves) / sum(p.size for p in leaves)
+    moved = collectives(program.as_text(), dict(t.mesh.shape))
+    return {"loss": np.asarray(loss)} | named, moved, held
+
+
+def collectives(program: str, sizes: dict[str, int]) -> list[tuple[str, list[str], list]]:
+    """(kind, mesh axes that it crosses, shapes of its results) of every collective."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = []
+    for line in program.splitlines():
+        if not (call := re.search(rf" = (.*?) ({kinds}|collective-broadcast)(?:-start)?\(", line)):
+            continue
+        if axes := crossed(line, sizes):
+            shapes = re.findall(r"\w\[([\d,]*)\]", call[1])
+            found.append((call[2], axes, [[int(n) for n in s.split(",") if n] for s in shapes]))
+    return found
+
+
+def crossed(line: str, sizes: dict[str, int]) -> list[str]:
+    """The mesh axes along which a collective moves data; XLA writes its groups in three ways."""
+    if named := re.search(r"groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        along = [list(axes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
+        devices = np.arange(np.prod(list(axes.values()))).reshape(list(axes.values()))
+        devices = np.moveaxis(devices, along, range(len(along)))
+        devices = devices.reshape(np.prod(devices.shape[: len(along)]), -1).T
+    elif tiled := re.search(r"groups=\[(.*?)\]<=\[(.*?)\](?:T\((.*?)\))?", line):
+        groups, shape, order = (json.loads(f"[{numbers or ''}]") for numbers in tiled.groups())
+        devices = np.arange(np.prod(shape)).reshape(shape)
+        devices = devices.transpose(order or range(len(shape))).reshape(groups)
+    else:
+        listed = re.search(r"(?:groups|pairs)=(\{\{.*?\}\})", line)
+        assert listed, line
+        devices = np.array(json.loads(listed[1].replace("{", "[").replace("}", "]")))
+    places = np.array(np.unravel_index(devices, tuple(sizes.values())))  # (axis, group, device)
+    moves = (places != places[:, :, :1]).any((1, 2))
+    return [axis for axis, moved in zip(sizes, moves, strict=True) if moved]
+
+
+def compare(model: str) -> dict:
+    """{mesh: errors relative to each gradient's largest value, collectives, part held}."""
+    one, moved, _ = gradients(model, "one")
+    out: dict[str, Any] = {"one": {name: float(abs(g).max()) for name, g in one.items()}}
+    assert not moved
+    out["shapes"] = [g.shape for name, g in one.items() if name != "loss"]
+    for mesh in WANTED[model]:
+        got, moved, held = gradients(model, mesh)
+        out[mesh] = {
+            "errors": {n: float(abs(g - one[n]).max() / abs(one[n]).max()) for n, g in got.items()},
+            "collectives": moved,
+            "part_held": held,
+        }
+    return out
+
+
+def steps(mesh: str, accum: int) -> dict:
+    """Two steps of a Llama, and how its state lies on the devices."""
+    t = trainer("llama3", mesh, accum, **EXACT)
+    state = t.init()
+    program = t.trace_train_step().lower().compile()
+    losses, norms, before = [], [], state
+    for seed in range(2):
+        before = state
+        state, metrics = program(state, t.put_batch(batch(seed=seed)))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    is_adam = lambda x: hasattr(x, "mu") and hasattr(x, "nu")
+    adam = next(s for s in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(s))
+    params, mu, nu = (jax.tree.leaves(x) for x in (state.params, adam.mu, adam.nu))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "donated": all(x.is_deleted() for x in jax.tree.leaves(before)),
+        "moments_like_params": all(
+            p.sharding == m.sharding == n.sharding for p, m, n in zip(params, mu, nu, strict=True)
+        ),
+    }
+
+
+def greedy(mesh: str) -> list[list[int]]:
+    """Twelve tokens after each of four prompts with several lengths."""
+    t = trainer("llama3", mesh, **EXACT)
+    prompts = [[5, 6, 7, 8, 9], [100], [3, 4], [7] * 12]
+    config = SampleConfig(tokens=12, temperature=0.0)
+    with jax.set_mesh(t.mesh):
+        params = jax.device_put(weights("llama3"), t.state_shardings.params)
+        return np.stack(list(decode.stream_tokens(t.graph, params, prompts, config))).tolist()
+
+
+def kernel_shapes(mesh: str) -> list[str]:
+    """Shapes of the operands of the step's kernels, lowered for CUDA: "8x40x4x64", ..."""
+    shape = dict(d_model=256, n_heads=4, n_kv_heads=2)
+    t = trainer("llama3", mesh, pack="stream", kernels="mosaic", **shape)
+    text = t.trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "mosaic_gpu" in line and "custom_call" in line]
+    return sorted({s for c in calls for s in re.findall(r"tensor<([0-9x]+)x[a-z]", c[-2000:])})
+
+
+if __name__ == "__main__":
+    out = {model: compare(model) for model in MODELS}
+    out["steps"] = {"one": steps("one", 1), "all": steps("all", 2)}
+    out["greedy"] = {mesh: greedy(mesh) for mesh in ("one", "data, tensor")}
+    out["kernels"] = kernel_shapes("all")
+    print(json.dumps(out))

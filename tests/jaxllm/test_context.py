@@ -1,0 +1,157 @@
+"""Sequences divided over devices (mesh.context) give what whole ones give."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_runs import REPO, command
+
+import train
+from jaxllm.config import InputError, Llama3Config, TrainConfig
+from jaxllm.sharding import check_batch, check_model
+from jaxllm.train.metrics import read_metrics
+
+HERE = Path(__file__).resolve().parent
+CASES = [
+    *((model, "stream", "two parts") for model in ("gpt2", "llama3")),
+    *(
+        (model, "documents", mesh)
+        for model in ("gpt2", "llama3", "vlstm")
+        for mesh in ("four parts", "all axes")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def result():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, str(HERE.parent / "context_devices.py")],
+        env=os.environ
+        | {
+            "XLA_FLAGS": flags,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("model", "pack", "mesh"), CASES)
+def test_losses_and_all_gradients_are_those_of_one_device(result, model, pack, mesh):
+    errors, one = result[model][pack][mesh]["errors"], result[model][pack]["one"]
+    assert errors.keys() == one.keys()
+    assert len(errors) > 10
+    assert min(one.values()) > 1e-3  # no gradient is trivially equal
+    assert max(errors.values()) < 2e-5, max(errors, key=errors.get)
+
+
+@pytest.mark.parametrize(("model", "pack", "mesh"), CASES)
+def test_activations_move_only_between_heads_and_sequence(result, model, pack, mesh):
+    sizes, width = result["sizes"], result["sizes"]["width"]
+    shape = sizes["meshes"][mesh]
+    activations = {sizes["seq"], sizes["seq"] // shape["context"]}  # an axis of every activation
+    exchanged = 0
+    for operation, axes, shapes in result[model][pack][mesh]["collectives"]:
+        moved = [s for s in shapes if activations & set(s)]
+        if operation == "all-to-all":
+            assert axes == ["context"]
+            assert moved == shapes
+            exchanged += sum(map(np.prod, shapes))
+        elif operation == "all-reduce":  # after a matmul whose rows the tensor axis divides
+            assert not moved or axes == ["tensor"], (operation, axes, shapes)
+        else:
+            assert not moved, (operation, axes, shapes)
+    q, k, v, y, gates = {
+        "gpt2": (width, width, width, width, 0),
+        "llama3": (width, width // 2, width // 2, width, 0),
+        "vlstm": (width // 2, width // 2, width, width, 2 * sizes["heads"]),
+    }[model]
+    tokens, devices = sizes["batch"] * sizes["seq"], np.prod(list(shape.values()))
+    # A device exchanges its part of these once forward and once backward.
+    assert exchanged == 2 * tokens * (q + k + v + y + gates) / devices
+
+
+def test_each_device_needs_the_memory_of_its_part(result):
+    half, two = result["memory"]["half"], result["memory"]["two"]
+    assert two["activations"] == half["activations"]
+    assert two["logits"] == half["logits"]
+    for part in ("parameters", "moments", "gradients", "bf16 copies"):  # vectors are not split
+        assert half[part] / 2 <= two[part] < 0.52 * half[part]
+
+
+SHORT = """--model.n_layers 1 --model.n_kv_heads 2 --data.pack documents
+    --model.compute_dtype float32 --model.residual_dtype float32 --optimizer.schedule constant
+    --train.eval_every 2 --sample.every 2 --sample.temperature 0
+    --train.checkpoint_every 2""".split()
+
+
+def logged(out_dir):
+    """({(step, "loss" or "val_loss"): value}, the samples)."""
+    rows = read_metrics(out_dir / "metrics.jsonl")
+    values = {(r["step"], key): r[key] for r in rows for key in ("loss", "val_loss") if key in r}
+    return values, [r["sample"] for r in rows if "sample" in r]
+
+
+@pytest.mark.usefixtures("same_environment")
+def test_two_processes_share_sequences_sample_save_and_resume_on_other_devices(tiny, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    words = "--processes 2 --mesh.context 2 --train.steps 2".split()
+    both = subprocess.Popen(
+        command(tiny, two, *SHORT, *words),
+        cwd=REPO,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    whole = ["--config", str(tiny), "--out_dir", str(one), *SHORT, "--train.steps", "3"]
+    assert train.main(whole) == 0
+    output = both.communicate(timeout=240)[0]
+    assert both.returncode == 0, output
+    assert "mesh {'data': 1, 'fsdp': 1, 'context': 2, 'tensor': 1}" in output
+    more = "--mesh.context 1 --train.steps 3".split()
+    assert train.main(["--resume", "--out_dir", str(two), *more]) == 0
+    (want, texts), (got, other_texts) = logged(one), logged(two)
+    assert got.keys() == want.keys()
+    for key in want:
+        assert got[key] == pytest.approx(want[key], rel=1e-4), key
+    assert len(texts) == 2
+    assert other_texts == texts
+
+
+class Mesh:
+    shape = {"data": 1, "fsdp": 2, "context": 4, "tensor": 2}
+
+
+def llama(**more):
+    shape = dict(vocab_size=8, n_layers=1, n_heads=8, n_kv_heads=8, d_model=64, d_ff=64)
+    return Llama3Config(**shape | dict(max_seq_len=8) | more)
+
+
+def test_a_model_that_does_not_divide_is_refused_with_the_fix():
+    check_model(llama(), Mesh)
+    with pytest.raises(InputError) as error:
+        check_model(llama(n_kv_heads=4), Mesh)
+    assert str(error.value) == (
+        "mesh.tensor=2 x mesh.context=4 does not divide model.n_kv_heads=4: in attention each"
+        " device has whole heads; set mesh.context to a divisor of 2 and use mesh.fsdp for the"
+        " other devices"
+    )
+    with pytest.raises(InputError, match=r"mesh.context=4 does not divide model.d_model=68; set"):
+        check_model(llama(d_model=68, d_head=8), Mesh)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_with_the_fix():
+    train = TrainConfig(steps=1, batch_size=2, seq_len=10)
+    with pytest.raises(InputError, match=r"train.seq_len=10 is not a multiple of mesh.context=4;"):
+        check_batch(train, Mesh)

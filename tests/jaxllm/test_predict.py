@@ -1,0 +1,123 @@
+"""Compares predictions for GPUs that this machine lacks with counts by hand."""
+
+import jax
+import pytest
+from training_runs import error_of
+
+import train
+from jaxllm.config import Config, Llama3Config, MeshConfig, OptimizerConfig, TrainConfig
+from jaxllm.sharding import abstract_mesh
+from jaxllm.train import estimate, predict
+from jaxllm.train.step import Trainer
+
+pytestmark = pytest.mark.usefixtures("same_environment")
+LAYERS, C, F, V, T = 3, 256, 768, 1024, 128
+QKV = C * (C + 2 * 128)
+BLOCK = QKV + C * C + 3 * C * F
+MODEL = Llama3Config(
+    vocab_size=V, n_layers=LAYERS, n_heads=2, n_kv_heads=1, d_model=C, d_ff=F, max_seq_len=T
+)
+
+
+def trainer_of(count, accum=1, batch=64, **mesh):
+    config = Config(
+        model=MODEL,
+        train=TrainConfig(steps=4, batch_size=batch, seq_len=T, grad_accum=accum),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        mesh=MeshConfig(**mesh),
+    )
+    return Trainer(config, abstract_mesh(config.mesh, count))
+
+
+def test_the_state_is_split_by_fsdp_and_by_a_split_optimizer():
+    whole = estimate.state_memory(trainer_of(1))
+    fsdp, zero, plain = (
+        estimate.state_memory(trainer_of(8, **mesh))
+        for mesh in (dict(fsdp=8), dict(shard_optimizer=True), {})
+    )
+    assert plain == whole
+    for part in ("parameters", "moments", "gradients"):
+        assert fsdp[part] == pytest.approx(whole[part] / 8, rel=0.02)  # norms are not split
+        assert zero[part] == pytest.approx(whole[part] / 8, rel=1e-3)
+    assert zero["bf16 copies"] == whole["bf16 copies"] == 2 * LAYERS * BLOCK
+    assert zero["gathered"] == 4 * (2 * V * C + (2 * LAYERS + 1) * C)
+    assert whole["gathered"] == fsdp["gathered"] == 0
+
+
+def test_traffic_follows_the_ring_formulas():
+    weights = 2 * LAYERS * BLOCK + 4 * (2 * V * C + (2 * LAYERS + 1) * C)
+    of = lambda *a, **b: {t.axis: t for t in predict.traffic(trainer_of(*a, **b), "H200")}
+    assert of(1) == {}
+    (data,) = of(4).values()
+    assert data.size == 2 * 3 / 4 * weights
+    assert (data.bandwidth, data.network) == (0.8 * 450e9, False)
+    (zero,) = of(4, accum=4, shard_optimizer=True).values()
+    assert zero.size == 5 * 3 / 4 * weights  # four times gradients, once the weights
+    both = of(32, accum=2, fsdp=8)
+    norms = 4 * (2 * LAYERS + 1) * C  # which fsdp does not split
+    assert both["fsdp"].size == pytest.approx(2 * 3 * 7 / 8 * weights, rel=0.02)
+    assert both["data"].size == pytest.approx(
+        2 * 2 * 3 / 4 * ((weights - norms) / 8 + norms), rel=1e-6
+    )
+    assert both["data"].bandwidth == 0.8 * 50e9  # each GPU of a host is in another group
+    assert (both["data"].network, both["fsdp"].network) == (True, False)
+    wide = of(64, fsdp=64)["fsdp"]
+    assert (wide.bandwidth, wide.network) == (0.8 * 400e9, True)  # all 8 adapters of a host
+    tensor = of(2, tensor=2)["tensor"]
+    assert tensor.size == 5 * LAYERS * 64 * T * C * 2
+    assert tensor.seconds == tensor.size / tensor.bandwidth
+    long = of(4, data=1, fsdp=2, context=2)
+    assert long["fsdp"].size == pytest.approx(3 * 3 / 4 * weights, rel=0.02)
+    exchanged = C + 2 * 128 + C  # queries, keys, values; outputs
+    assert long["context"].size == 2 * LAYERS / 2 * 2 * (64 * T / 4) * exchanged
+
+
+def test_recomputed_matmuls_are_counted():
+    total = predict.flops_per_token(MODEL, T)
+    again = {"none": 0, "dots": 0, "mlp": QKV + C * C}
+    again |= {"attention": BLOCK - C * F, "block": BLOCK - C * F}  # the last product is not needed
+    for remat, weights in again.items():
+        model = MODEL.model_copy(update={"remat": remat})
+        mixing = LAYERS * 2 * T * C if remat == "block" else 0
+        expected = (2 * LAYERS * weights + mixing) / total
+        assert predict.recomputed(model, T) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_prediction_needs_neither_data_nor_gpus(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # a call would fail
+    command = "--config llama3_124m --model.n_layers 1 --train.batch_size 64 --train.grad_accum 1"
+    options = "--mesh.shard_optimizer true --dry_run 64xH200"
+    assert train.main(f"{command} {options}".split()) == 0
+    out = capsys.readouterr().out
+    assert "predict  64 x H200, 8 in a host" in out
+    assert "not measured" in out
+    assert "traffic  data: " in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[-5:]}
+    assert list(rows) == ["none", "dots", "mlp", "attention", "block"]
+    memory = [float(row[1]) for row in rows.values()]
+    again = [float(row[4].rstrip("%")) for row in rows.values()]
+    assert memory == sorted(memory, reverse=True)
+    assert again == sorted(again)
+    for row in rows.values():
+        assert row[3] == "fits"
+        assert 0 < float(row[5]) < float(row[7])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--dry_run 64xB300", "--dry_run 64xB300 is not COUNTxKIND with a KIND of H100, H200"),
+        ("--dry_run true", "--dry_run true is not COUNTxKIND"),
+        ("--dry_run 3xH100 --mesh.fsdp 2", "does not equal 3 devices"),
+        ("--dry_run 3xH100", "is not a multiple of 3 devices"),
+        ("--dry_run 8xH100 --model.compute_dtype float32", "predicts runs on our kernels only"),
+    ],
+)
+def test_predictions_that_cannot_be_made_are_refused(options, message, capsys):
+    assert message in error_of(capsys, "--config", "llama3_124m", *options.split())
+
+
+def test_the_kinds_have_a_peak():
+    assert set(predict.GPUS) <= set(predict.PEAK_FLOPS)

@@ -1,0 +1,174 @@
+"""Several processes train as one, write their parts, stop together, and name the one that dies."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_runs import error_of
+
+from jaxllm import config as configs
+from jaxllm.config import InputError
+from jaxllm.sharding import make_mesh
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.metrics import read_metrics
+from jaxllm.train.step import Trainer
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    """(folder of the runs, what process_runs.py prints)."""
+    folder = tmp_path_factory.mktemp("processes")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "process_runs.py"), str(folder), str(tiny)],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+def losses(out_dir):
+    return {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl") if "loss" in r}
+
+
+def checksums(out_dir):
+    """The checksums of all arrays of the checkpoint of step 6."""
+    return json.loads((out_dir / "checkpoints/6/about/metadata").read_text())["checksums"]
+
+
+def size(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def errors(run):
+    return [line for line in run["output"].splitlines() if line.startswith("error: ")]
+
+
+def test_two_tasks_of_slurm_train_as_one(runs):
+    folder, results = runs
+    assert [task["status"] for task in results["two"]] == [0, 0]
+    output = results["two"][0]["output"]  # both write to one file
+    assert (
+        output.count("devices  2 x cpu, mesh {'data': 1, 'fsdp': 2, 'context': 1, 'tensor': 1}")
+        == 1
+    )
+    assert output.count("step 6/6  loss") == 1  # only process 0 prints
+    assert output.count("step 6/6  sample:\nthe ") == 1
+    assert list(losses(folder / "two")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["same", "one_process"])
+def test_a_run_continues_bit_for_bit_on_the_same_mesh(runs, name):
+    """`same` has two processes of one device; `one_process` has both devices."""
+    folder, results = runs
+    assert results[name]["status"] == 0, results[name]["output"]
+    assert losses(folder / name) == losses(folder / "two")
+    assert checksums(folder / name) == checksums(folder / "two")
+
+
+def test_a_run_continues_on_four_processes_with_the_same_losses(runs):
+    folder, results = runs
+    assert (
+        "4 x cpu, mesh {'data': 1, 'fsdp': 2, 'context': 1, 'tensor': 2}"
+        in results["four"]["output"]
+    )
+    got, wanted = losses(folder / "four"), losses(folder / "two")
+    assert [got[s] for s in (1, 2, 3)] == [wanted[s] for s in (1, 2, 3)]
+    for step in (4, 5, 6):  # bf16
+        assert got[step] == pytest.approx(wanted[step], rel=1e-3)
+    assert checksums(folder / "four") != checksums(folder / "two")
+
+
+@pytest.mark.parametrize(("name", "count"), [("two", 2), ("four", 4)])
+def test_every_process_writes_its_part_of_the_checkpoint(runs, name, count):
+    state = runs[0] / name / "checkpoints" / "6" / "state"
+    parts = [size(state / f"ocdbt.process_{i}") for i in range(count)]
+    assert not (state / f"ocdbt.process_{count}").exists()
+    assert min(parts) > 0.7 * sum(parts) / count
+    assert size(state) - sum(parts) < 0.2 * size(state)  # the index, which process 0 writes
+
+
+def test_damage_in_a_part_of_another_process_is_named(runs, tmp_path):
+    shutil.copytree(runs[0] / "two", tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    part = folder / "6" / "state" / "ocdbt.process_1" / "d"
+    victim = max(part.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    config = configs.load(str(tmp_path / "run" / "config.yaml"), {"mesh.fsdp": "1"})
+    wanted = Trainer(config, make_mesh(config.mesh)).abstract_state().saved()
+    Checkpoints(folder, 1).restore(6, wanted)
+    victim.write_bytes(content)
+    with pytest.raises(InputError, match=r"checkpoints/6 is damaged at .*to continue from step 3"):
+        Checkpoints(folder, 1).restore(6, wanted)
+
+
+def test_a_killed_process_ends_the_others_of_its_machine(runs):
+    run = runs[1]["four"]
+    assert run["status"] == 1
+    assert run["seconds"] < 60
+    assert run["output"].splitlines()[-1] == (
+        f"error: process 2 (pid {run['victim']} on {socket.gethostname()}) was killed by SIGKILL"
+        " (is the machine out of memory?); the run ends: continue with --resume"
+    )
+    assert "Traceback" not in run["output"]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_process_ends_those_of_other_machines(runs, index):
+    """Process 0 has the coordination service, process 1 is missed after its last heartbeat."""
+    killed, other = runs[1][f"killed_{index}"][index], runs[1][f"killed_{index}"][1 - index]
+    name = f"process {index} (pid {runs[1]['victims'][index]} on {socket.gethostname()})"
+    assert [killed["status"], other["status"]] == [1, 1]
+    assert other["seconds"] < 60
+    assert other["output"].splitlines()[-1] == (
+        f"error: {name} died or lost its connection; the run ends: continue with --resume"
+    )
+    assert errors(killed) == [
+        f"error: {name} was killed by SIGKILL (is the machine out of memory?); the run ends:"
+        " continue with --resume"
+    ]
+    for run in (killed, other):
+        lines = [line for line in run["output"].splitlines() if not line.startswith("[Gloo]")]
+        assert len(lines) == run["output"].count("step ") + 1
+
+
+def test_sigterm_to_one_process_stops_all_after_the_same_step(runs):
+    both = runs[1]["stopped"]
+    assert [run["status"] for run in both] == [143, 143]
+    assert both[0]["output"].count("step ") == both[1]["output"].count("step ") > 3
+
+
+def test_a_process_that_finds_no_others_is_refused(runs):
+    run = runs[1]["alone"]
+    assert run["status"] == 2
+    assert errors(run) == run["output"].strip().splitlines()
+    assert (
+        "mesh.distributed=true finds no other processes (coordinator_address should"
+        in (run["output"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--processes 0", "--processes 0 must be at least 1"),
+        ("--processes 2 --process 1", "--process I needs --processes N and --coordinator"),
+        ("--process 1 --coordinator a:1", "--process I needs --processes N and --coordinator"),
+        ("--processes 2 --process 2 --coordinator a:1", "--process 2 is not one of 0 to 1"),
+        ("--processes 2 --process 1 --coordinator a", "--coordinator a is not HOST:PORT"),
+        ("--processes 2 --process 1 --coordinator a:1", "several processes need --out_dir"),
+        ("--mesh.distributed true", "several processes need --out_dir"),
+        ("--mesh.distributed true --processes 2", "omit it, or --processes"),
+    ],
+)
+def test_wrong_places_are_refused(tiny, capsys, words, message):
+    assert message in error_of(capsys, "--config", tiny, *words.split())

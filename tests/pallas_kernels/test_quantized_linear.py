@@ -1,0 +1,130 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import check_op, normal
+
+from pallas_kernels import dequantize, quantize, quantized_linear
+from pallas_kernels.quantized.matmul import plan
+from pallas_kernels.quantized.op import quantized_linear_reference
+
+KERNELS = ("quantized_linear",)
+
+
+def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
+    """spread: of the logarithms of the weights, so that fp8 has subnormal numbers."""
+    w = normal(1, (k, n)) * jnp.exp(spread * normal(2, (k, n)))
+    arrays = (normal(0, (*rows, k), jnp.bfloat16), quantize(w, **options), bias)
+    given = [0] if bias is None else [0, 2]
+    check_op(
+        quantized_linear,
+        quantized_linear_reference,
+        *arrays,
+        kernels=KERNELS,
+        differentiable=given,
+        activation=activation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "options"),
+    [
+        ((1,), 512, 64, dict(bits=4, group=32)),
+        ((2, 3), 384, 72, dict(bits=8, group=128, symmetric=False)),
+        ((8,), 512, 64, dict(bits=2, group=64)),
+        ((3,), 512, 64, dict(bits=1, group=32)),
+        ((1,), 320, 64, dict(bits=4, group=64, symmetric=False)),
+        ((1,), 256, 64, dict(bits=8, group=None, format="fp8", spread=3.0)),
+        ((1,), 512, 64, dict(bits=8, group=128, format="2:4")),
+        ((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
+    ],
+)
+def test_quantized_linear_matches_float64(rows, k, n, options):
+    check(rows, k, n, **options)
+
+
+def test_blocks_split_k_and_add_bias_and_activation():
+    weight = quantize(normal(1, (2048, 64)))
+    assert plan(1, weight).splits > 1
+    check((1,), 2048, 64, bias=normal(3, (64,)), activation="gelu")
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 64])
+@pytest.mark.parametrize("k", [128, 4096, 14336])
+@pytest.mark.parametrize("bits", [8, 1])
+def test_the_turns_of_blocks_and_warpgroups_cover_k_once(m, k, bits):
+    p = plan(m, jax.eval_shape(lambda w: quantize(w, bits=bits), jnp.zeros((k, 4096))))
+    turns = []
+    for split in range(p.splits):
+        first, last = (s * p.turns // p.splits for s in (split, split + 1))
+        for wg in range(p.wgs):
+            count = (last - first - wg + p.wgs - 1) // p.wgs
+            turns += [first + wg + i * p.wgs for i in range(count)]
+    assert sorted(turns) == list(range(p.turns))
+    assert p.turns * p.span * p.step >= k
+    assert p.stages >= 1
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+def test_the_gradient_is_that_of_the_dense_layer(activation):
+    x, bias = normal(0, (5, 128)), normal(2, (64,))
+    weight = quantize(normal(1, (128, 64)), bits=4, symmetric=False)
+    act = {None: lambda y: y, "gelu": jax.nn.gelu, "silu": jax.nn.silu}[activation]
+    dense = lambda x, bias: act(x @ dequantize(weight) + bias)
+    ours = lambda x, bias: quantized_linear(x, weight, bias, activation=activation)
+    results = []
+    for f in (dense, ours):
+        y, pull = jax.vjp(f, x, bias)
+        results.append((y, pull(jnp.cos(y))))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_weight_has_no_gradient():
+    weight = quantize(normal(1, (128, 64)))
+    x = normal(0, (2, 128))
+    loss = lambda w: quantized_linear(x, w).sum()
+    gradient = jax.grad(loss, allow_int=True)(weight)
+    assert not gradient.scales.any()
+
+
+def arrays():
+    return normal(0, (2, 128), jnp.bfloat16), quantize(normal(1, (128, 64)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, w: (x[:, :64], w), "x has shape (2, 64), but the weight needs (..., 128)"),
+        (lambda x, w: (x, w, jnp.ones(63)), "bias has shape (63,), but the weight needs (64,)"),
+        (
+            lambda x, w: (x, jax.tree.map(lambda a: a[:, :0], w)),
+            "words of a (128, 64) weight is int32 (1, 0, 1, 64, 16), not int32 (1, 1, 1, 64, 16)",
+        ),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantized_linear(*change(*arrays()))
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="activation='relu' is not None, gelu or silu"):
+        quantized_linear(*arrays(), activation="relu")
+
+
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (jnp.ones((2, 128)), "x is float32, not bfloat16"),
+        (jnp.ones((5, 13, 128), jnp.bfloat16), "rows=65 are more than 64"),
+        (jnp.ones((0, 128), jnp.bfloat16), "without elements"),
+    ],
+)
+def test_what_the_kernel_does_not_take(x, why):
+    weight = arrays()[1]
+    with pytest.raises(NotImplementedError, match=why):
+        quantized_linear(x, weight, implementation="mosaic")
+    assert quantized_linear(x, weight).shape == (*x.shape[:-1], 64)
