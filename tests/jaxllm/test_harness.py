@@ -76,7 +76,8 @@ def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):
 
 def test_the_task_in_the_documentation_runs(tmp_path, capsys, monkeypatch):
     run = run_of("gpt2", tmp_path)
-    fenced = (FIXTURES.parents[1] / "docs/inference.md").read_text(encoding="utf-8").split("```")[1::2]
+    page = (FIXTURES.parents[1] / "docs" / "inference.md").read_text(encoding="utf-8")
+    fenced = page.split("```")[1::2]
     texts = {language: text for language, _, text in (block.partition("\n") for block in fenced)}
     (tmp_path / "my_tasks").mkdir()
     (tmp_path / "my_tasks" / "capitals.yaml").write_text(texts["yaml"])
