@@ -470,8 +470,8 @@ def forward(
     (b, rows, _, d), packed = q.shape, segments is not None
     h = q.shape[2] if heads is None else heads.q
     tile = tile or tiles(d)
-    if packed and d > 128:  # shared memory has no more, beside the ids
-        tile = tile._replace(stages=2)
+    if packed and d > 96:  # shared memory has no more, beside the ids
+        tile = tile._replace(persistent=False, stages=3 if d <= 128 else 2)
     s = schedule(
         q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
         softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
