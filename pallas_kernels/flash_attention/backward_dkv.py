@@ -158,11 +158,13 @@ def ahead(s: Schedule) -> int:
 
 
 def pairs_up(width: int) -> bool:
-    """Whether two warpgroups work on the same 64 keys.
-
-    There dK and dV of one step run under the next one, too: P and dS have registers to wait in.
-    """
+    """Whether two warpgroups work on the same 64 keys."""
     return width > 128
+
+
+def runs_on(width: int) -> bool:
+    """Whether dV and dK of one step are added under the next: P and dS have registers to wait in."""
+    return width <= 96 or pairs_up(width)
 
 
 def sets(s: Schedule) -> int:
@@ -191,7 +193,9 @@ def stream_of(w: Worker, item) -> Stream:
     s = w.schedule
     key0, (batch, kv_head) = s.items.where(item)
     low, high = s.visits.seen(key0, key0 + s.block, *s.limits(key0, batch, w.inputs.segments)[0])
-    return Stream(batch, kv_head * s.group, low, high - low)
+    # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
+    base = low + lax.rem(w.wg, jnp.int32(1))
+    return Stream(batch, kv_head * s.group, base, high - low)
 
 
 def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
@@ -304,7 +308,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
     return jnp.exp2(x - column(w, w.smem.lse, slot) * LOG2E), slope
 
 
-def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, slot, masked, s_acc, dp_acc):
+def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, slot, masked, begins, s_acc, dp_acc):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
     # Issue S^T = K Q^T and dP^T = V dO^T.  This minimum changes nothing.  But where the compiler
@@ -317,6 +321,8 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, slot, masked, s_ac
     load_later(w, i, step.g, step.r)
     # Compute P under dP, accumulate dV.
     scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+    if runs_on(s.width) and not begins:
+        release(w, step.n - 1)
     p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
     plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
     # Compute dS under dV, accumulate dK.
@@ -324,8 +330,9 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step, slot, masked, s_ac
     ds = p * (dp - column(w, smem.delta, slot))
     ds = (ds if slope is None else ds * slope).astype(s.dtype)
     plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
-    plgpu.wgmma_wait(0)
-    release(w, step.n)
+    if not runs_on(s.width):
+        plgpu.wgmma_wait(0)
+        release(w, step.n)
 
 
 def add_dv(w: Worker, i: Item, k_ids, dv_acc, step, slot, masked, begins, s_acc):
@@ -370,7 +377,7 @@ def one_step(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g, r, masked, begins=Fal
     slot = w.schedule.slot(step.n)
     plgpu.barrier_wait(w.smem.q_full.at[slot])
     if not pairs_up(w.schedule.width):
-        add = functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc, step, slot, masked)
+        add = functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc, step, slot, masked, begins)
         pl.run_scoped(add, tile, tile)
     elif dk_acc is None:
         add = functools.partial(add_dv, w, i, k_ids, dv_acc, step, slot, masked, begins)
@@ -384,20 +391,20 @@ def one_head(w: Worker, i: Item, k_ids, dk_acc, dv_acc, g):
     s, visits = w.schedule, w.schedule.visits
     one = functools.partial(one_step, w, i, k_ids, dk_acc, dv_acc, g)
     walk = lambda low, high, masked: pl.loop(low, high)(lambda r: one(r, masked))
-    lazy = pairs_up(s.width)  # one step runs on under the next
+    late = runs_on(s.width)
     pass_by(w, i, g, 0, i.first)
-    if lazy:
+    if late:
         one(i.first, visits.causal or s.packed, begins=True)
-    start = i.first + lazy
+    start = i.first + late
     # The diagonal may cross two tiles, and segments may begin anywhere.
-    diagonal = visits.causal and (not lazy or visits.offset % ROWS or s.columns % ROWS)
+    diagonal = visits.causal and (not late or visits.offset % ROWS or s.columns % ROWS)
     if s.packed or diagonal:
         walk(start, i.unmasked, True)
         start = i.unmasked
     walk(start, i.edge, False)
     if visits.window is not None or s.packed:
         walk(i.edge, i.last, True)
-    if lazy:
+    if late:
         plgpu.wgmma_wait(0)
         release(w, i.step(g, i.last - 1).n)
     if visits.window is not None:
