@@ -163,7 +163,7 @@ def pairs_up(width: int) -> bool:
 
 
 def runs_on(width: int) -> bool:
-    """Whether dV and dK of one step are added under the next: P and dS have registers to wait in."""
+    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in."""
     return width <= 96 or pairs_up(width)
 
 
