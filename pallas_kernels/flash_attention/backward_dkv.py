@@ -164,7 +164,7 @@ def pairs_up(width: int) -> bool:
 
 def runs_on(width: int) -> bool:
     """Whether a step adds to dV and dK under the next: P and dS have registers to wait in."""
-    return width <= 96 or pairs_up(width)
+    return width <= 64 or pairs_up(width)
 
 
 def sets(s: Schedule) -> int:
