@@ -59,10 +59,10 @@ from pallas_kernels.flash_attention.schedule import (
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 
 
-def dq_tiles(head_dim: int) -> Tiles:
+def dq_tiles(head_dim: int, packed: bool) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
-    if head_dim <= 64:
-        return Tiles(3, 64, 4, True, 16)
+    if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64
+        return Tiles(3, 64, 4, True, 16) if packed else Tiles(2, 128, 3, True, 16)
     if head_dim <= 96:
         return Tiles(2, 64, 3, True, 16)
     # At 256 as much as shared memory and registers hold.
@@ -474,7 +474,8 @@ def _backward_dq(
     softcap=None, heads=None, tile=None,
 ):  # fmt: skip
     """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
-    tile, packed = tile or dq_tiles(q.shape[-1]), segments is not None
+    packed = segments is not None
+    tile = tile or dq_tiles(q.shape[-1], packed)
     s = schedule(
         q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
         softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
