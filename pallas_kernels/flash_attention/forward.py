@@ -1,21 +1,33 @@
 """Attention forward on Hopper: one block owns some hundred queries of one head, keys stream by.
 
 The FlashAttention algorithm (Dao et al. 2022; online softmax: Milakov and Gimelshein 2018) in the
-arrangement of FlashAttention-3 (Shah et al. 2024).  A block has `wgs` computing warpgroups with 64
-query rows each, and one that only issues TMA copies of key and value tiles into a ring of
-`stages` buffers.  Per tile of keys a computing warpgroup
+arrangement of FlashAttention-3 (Shah et al. 2024).  A block has up to three warpgroups with 64
+queries each; TMA copies tiles of K and V into rings of buffers.
 
-    issues  S_i = Q K_i^T  and  O += P_{i-1} V_{i-1}   (wgmma: asynchronous, on the tensor core)
-    takes   S_i, and computes P_i = exp2(c S_i - m), the row sums and the rescale of O
+    q, 64 rows a warpgroup    -- q_bars -->  warpgroup 0:  S = Q K^T -> P -> O += P V
+    K ring   [n] [n+1] [ ] [ ]  -- k_full -->  warpgroup 1:     the same, one turn later
+             <------------------ k_free --        ...
+    V ring   [n-1] [n] [ ] [ ]  -- v_full -->
+             <------------------ v_free --     turn: 0 -> 1 -> 2 -> 0, who issues matmuls
 
-so its own O += P V runs under its softmax, and the other warpgroups' matmuls too: `turn` barriers
-let the warpgroups issue their matmuls one after the other, which keeps their softmaxes apart.
-P never leaves the registers: it is the register operand of the second wgmma.  Which tiles a block
-visits, and which of them need a mask, is in masks.py.
+Per tile of keys a warpgroup
+
+    issues  S_n = Q K_n^T  and  O += P_{n-1} V_{n-1}   (wgmma: asynchronous, on the tensor core)
+    takes   S_n, and computes P_n = exp2(c S_n - m), the row sums and the rescale of O
+
+so its own O += P V runs under its softmax, and the other warpgroups' matmuls do, too: the `turn`
+barriers let the warpgroups issue their matmuls one after the other, which keeps their softmaxes
+apart.  P never leaves the registers: it is the register operand of the second wgmma.
+
+No warpgroup only loads: the others would miss its registers (`setmaxnreg` would hand them over, but
+the compiler ignores it where it compiles relocatably, as jaxlib does from 0.12 on).  While the
+tensor core works on S_n, one warp of the first warpgroup loads the keys of the next step and one of
+the last its values, into buffers that all warpgroups left a step ago.  masks.py says which
+tiles a block visits, and which of them need a mask; schedule.py which block works on what.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,65 +37,421 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import (
-    Visits,
+    Segments,
     logits,
     same_segment,
     segment_spans,
-    take,
+    some_rows_see_nothing,
     visible,
 )
-from pallas_kernels.flash_attention.schedule import Tiles, share_out, work_items
-from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along, registers
+from pallas_kernels.flash_attention.queries import (
+    Item,
+    diagonal_crosses_tiles,
+    is_ragged,
+    item_of,
+    tiles_of,
+)
+from pallas_kernels.flash_attention.schedule import (
+    STATIC,
+    Heads,
+    Schedule,
+    Tiles,
+    pad_segments,
+    schedule,
+    stat_rows,
+    work_items,
+)
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
 
 def tiles(head_dim: int) -> Tiles:
-    # H100, B32 T1024 12/12 D64: 0.141 ms, without sections 0.159 (and if not persistent 0.184).
-    # B8 T2048 16/16 D96: 0.203 ms, not persistent 0.228.  D128: B4 T4096 32/8 0.805 ms, not
-    # persistent 0.856; B1 T16384 16/16 1.512 and 1.537.
+    """The fastest on an H100; docs/attention.md has the others."""
+    if head_dim <= 64:
+        return Tiles(3, 128, 4, True, 16)
     if head_dim <= 128:
-        return Tiles(3 if head_dim <= 64 else 2, 128, 2, True, 16)
-    return Tiles(2, 64, 2, False, 16)  # 256 columns of O leave registers for 64 keys
+        return Tiles(2, 128, 3, True, 16)
+    return Tiles(2, 64, 3, False, 16)  # 256 columns of O leave registers for 64 keys
 
 
-def stat_rows(t: int) -> int:
-    """Length of the arrays of row statistics (lse, delta) for t queries.
+class Inputs(NamedTuple):
+    """References to global memory."""
 
-    A whole number of blocks of every kernel: a copy of a contiguous row is a plain bulk copy, which
-    nothing clips at the end of the row.
+    q: Any
+    k: Any
+    v: Any
+    plan: Any  # None where the hardware hands out the items
+    segments: Any  # Segments, or None
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block, see the picture."""
+
+    qo: Any  # (sides wgs,64,D): Q, and then O
+    k: Any  # (stages,columns,D), the ring of K
+    v: Any  # (v_stages,columns,D), the ring of V
+    q_bars: Any  # of each buffer of qo
+    k_full: Any  # of each slot
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    turn: Any  # of each warpgroup
+    q_ids: Any = None  # (sides wgs,64)
+    k_ids: Any = None  # (stages,columns)
+
+
+class Ring(NamedTuple):
+    """One of the two rings, and who fills it."""
+
+    ref: Any
+    first_head: int
+    smem: Any
+    full: Any
+    free: Any
+    stages: int
+    ids_ref: Any  # the ids that come along with each tile, or None
+    ids_smem: Any
+    ahead: int  # how many steps early it loads a tile
+    wg: int
+    warp: int
+
+    def slot(self, n):
+        return lax.rem(n, jnp.int32(self.stages))
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block."""
+
+    schedule: Schedule
+    inputs: Inputs
+    o_ref: Any
+    lse_ref: Any
+    smem: Scratch
+    k: Ring
+    v: Ring
+    wg: Any
+
+
+class Stream(NamedTuple):
+    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
+
+    batch: Any
+    kv_head: Any
+    top: Any
+    end: Any
+
+
+def v_stages(s: Schedule) -> int:
+    """A step uses its values after its keys, so a ring of V serves with fewer buffers."""
+    return s.stages if s.width <= 64 else 2
+
+
+def mixes_masks(s: Schedule) -> bool:
+    """Whether steps after the first one may need the mask.
+
+    The diagonal may cross two tiles, segments may begin and end anywhere, and so may the window.
     """
-    return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
+    return diagonal_crosses_tiles(s) or s.visits.window is not None or s.packed
 
 
-def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
-    """Rows without any key: of segments, or past T, under a window of less than their number."""
-    return packed or (window is not None and window < ROWS)
+# Load: the rows of Q, and the tiles of K and V.
 
 
-def pad_segments(segments, lengths):
-    """Ids of queries and keys as the kernels copy them: int32, whole tiles of every kernel."""
-    return tuple(
-        mosaic.pad_axis(ids[:, :n].astype(jnp.int32), 1, stat_rows(1))
-        for ids, n in zip(segments, lengths, strict=True)
+def load_q(w: Worker, item, side):
+    s, smem = w.schedule, w.smem
+    row, (batch, head) = s.items.where(item)
+    rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
+    at = side * s.wgs + w.wg
+    plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], smem.qo.at[at], smem.q_bars.at[at])
+    if s.packed:
+        ids = w.inputs.segments.q_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
+
+
+def stream_of(w: Worker, item, n0) -> Stream:
+    """The Stream of an item whose first step is n0."""
+    batch, head, top, end = tiles_of(w.schedule, w.inputs.segments, item, n0)
+    return Stream(batch, head // w.schedule.group, top, end)
+
+
+def send(w: Worker, ring: Ring, n, stream: Stream):
+    """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
+    slot, keys = ring.slot(n), pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
+    pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+    source = ring.ref.at[stream.batch, keys, ring.first_head + stream.kv_head]
+    plgpu.copy_gmem_to_smem(source, ring.smem.at[slot], ring.full.at[slot])
+    if ring.ids_ref is not None:
+        ids = ring.ids_ref.at[stream.batch, keys]
+        plgpu.copy_gmem_to_smem(ids, ring.ids_smem.at[slot], ring.full.at[slot])
+
+
+def load(w: Worker, ring: Ring, n, stream: Stream, following):
+    """Loads the tile of step n, which from the stream's end on is one of the next item.
+
+    One warp does so; only it waits until all warpgroups have left the buffer.
+    """
+
+    def send_following():
+        coming = stream_of(w, following, stream.end)
+        pl.when(n < coming.end)(lambda: send(w, ring, n, coming))
+
+    def by_warp(warp):
+        @pl.when(warp == ring.warp)
+        def _():
+            pl.when(n < stream.end)(lambda: send(w, ring, n, stream))
+            if following is not None:
+                pl.when((n >= stream.end) & (following >= 0))(send_following)
+
+    pl.when(w.wg == ring.wg)(lambda: plgpu.warp_map(by_warp))
+
+
+def load_from(w: Worker, begin, n0, stream: Stream, following):
+    """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
+    for ring in (w.k, w.v):
+        one = functools.partial(load, w, ring, stream=stream, following=following)
+        pl.loop(begin, n0 + ring.ahead)(lambda n, one=one: one(n))
+
+
+def load_later(w: Worker, i: Item, n):
+    """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
+    for ring in (w.k, w.v):
+        load(w, ring, n + ring.ahead, i.stream, i.following)
+
+
+def begin(w: Worker, item):
+    """Loads what the first item of a block needs at once."""
+    load_q(w, item, 0)
+    load_from(w, 0, 0, stream_of(w, item, 0), None)
+
+
+def load_following_q(w: Worker, i: Item):
+    if i.following is not None:
+        plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
+        pl.when(i.following >= 0)(lambda: load_q(w, i.following, 1 - i.side))
+
+
+# Take turns, and hand buffers back.
+
+
+def my_turn(w: Worker):
+    if w.schedule.wgs > 1:
+        plgpu.barrier_wait(w.smem.turn.at[w.wg])
+
+
+def next_turn(w: Worker):
+    if w.schedule.wgs > 1:
+        plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
+
+
+def release(ring: Ring, n):
+    """This warpgroup has read the tile of step n."""
+    plgpu.barrier_arrive(ring.free.at[ring.slot(n)])
+
+
+def pass_by(w: Worker, i: Item, low, high):
+    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+
+    @pl.loop(low, high)
+    def _(n):
+        plgpu.barrier_wait(w.k.full.at[w.k.slot(n)])
+        my_turn(w)
+        next_turn(w)
+        load_later(w, i, n)
+        release(w.k, n)
+        plgpu.barrier_wait(w.v.full.at[w.v.slot(n)])
+        release(w.v, n)
+
+
+# Compute scores and softmax.
+
+
+def mask(w: Worker, i: Item, x, n):
+    s, smem = w.schedule, w.smem
+    if s.packed:
+        stat = functools.partial(plgpu.load, optimized=False)
+        q_ids = stat(smem.q_ids.at[i.at], layout=ROW)
+        k_ids = stat(smem.k_ids.at[w.k.slot(n)], layout=COL)
+        x = same_segment(x, q_ids, k_ids)
+        plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
+    k0, keys = (i.top - 1 - n) * s.columns, s.visits.lengths[1] if is_ragged(s) else None
+    visits = s.visits
+    q0 = i.q0 + visits.offset
+    return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
+
+
+def scores(w: Worker, i: Item, x, n, masked):
+    """Scores of step n in base 2 before the factor, from Q K^T; the tile of keys is free then."""
+    s = w.schedule
+    if s.softcap is not None:
+        x = logits(x, s.scale, s.softcap)[0]
+    if not s.packed:
+        release(w.k, n)
+    if masked is True:
+        x = mask(w, i, x, n)
+    elif masked is not False:
+        x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
+    if s.packed:
+        release(w.k, n)
+    return x
+
+
+def softmax(s: Schedule, x, m, l):
+    """Scores, the row's largest and its sum so far -> P, both with these scores, O's rescale."""
+    # In base 2: one multiply-add and one exp2 an element.
+    factor = s.scale * LOG2E if s.softcap is None else 1.0
+    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
+
+
+def first_step(w: Worker, i: Item):
+    """P, the largest and the sum of each row for the first step, which has no O to add to yet."""
+    s, slot = w.schedule, w.k.slot(i.first)
+
+    def issue(s_acc):
+        plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
+        next_turn(w)
+        load_later(w, i, i.first)
+        return s_acc[...]
+
+    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
+    row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+    masked = s.visits.causal or is_ragged(s) or s.packed
+    return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
+
+
+def step(w: Worker, i: Item, o_acc, n, carry):
+    """Adds the values of the step before to O under the scores and softmax of step n."""
+    s = w.schedule
+    p, m, l = carry
+    masked = ((n < i.unmasked) | (n >= i.edge)) if mixes_masks(s) else False
+    slot, before = w.k.slot(n), w.v.slot(n - 1)
+    # Issue both matmuls.
+    plgpu.barrier_wait(w.smem.k_full.at[slot])
+    my_turn(w)
+
+    def issue(s_acc):
+        here = jnp.minimum(i.at, n + s.sides * s.wgs)  # i.at, but the compiler may not know it
+        plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
+        plgpu.barrier_wait(w.smem.v_full.at[before])
+        plgpu.wgmma(o_acc, p, w.smem.v.at[before])
+        next_turn(w)
+        load_later(w, i, n)
+        return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
+
+    x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
+    # Compute the softmax under O += P V.
+    p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
+    # Rescale O.
+    o = o_acc[...]  # waits for O += P V
+    release(w.v, n - 1)
+    o_acc[...] = o * along(alpha, o.shape, 0)
+    return p, m, l
+
+
+def accumulate(w: Worker, i: Item, o_acc):
+    """-> O before its division, the largest logit and the sum of each row."""
+    # Begin with the first tile.
+    plgpu.barrier_wait(w.smem.q_bars.at[i.at])
+    plgpu.barrier_wait(w.smem.k_full.at[w.k.slot(i.first)])
+    my_turn(w)
+    carry = first_step(w, i)
+    load_following_q(w, i)
+    # Walk over the others.
+    p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
+    if w.schedule.packed:
+        plgpu.commit_smem()  # plain loads have read the queries' ids
+    # Add the last values.
+    slot = w.v.slot(i.last - 1)
+    plgpu.barrier_wait(w.smem.v_full.at[slot])
+    plgpu.wgmma(o_acc, p, w.smem.v.at[slot])
+    o = o_acc[...]
+    release(w.v, i.last - 1)
+    if w.schedule.visits.window is not None:
+        pass_by(w, i, i.last, i.end)
+    return o, m, l
+
+
+# The epilogue divides O by the sums, and stores it and the log-sum-exp.
+
+
+def store(w: Worker, i: Item, o, m, l):
+    s, smem = w.schedule, w.smem
+    inverse = 1 / l
+    if some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
+        inverse = jnp.where(l > 0, inverse, 0)
+    # O leaves through the buffer of its own queries: another one would not fit beside those of the
+    # next queries at D = 128, and at D = 64 it gains less than 1%.
+    plgpu.commit_smem()  # all warps have multiplied with the queries
+    smem.qo[i.at] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], w.o_ref.at[i.batch, i.rows, i.head])
+    mosaic.store(w.lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
+
+
+def attend(w: Worker, item, following, side, n0):
+    """One block of queries, with the steps from n0 on; returns the step after its last."""
+    s = w.schedule
+    i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
+    i = i._replace(stream=Stream(i.batch, i.head // s.group, i.top, i.end))
+    if following is not None:  # its tiles may follow at once: this item has few steps
+        load_from(w, i.end, n0, i.stream, following)
+
+    @pl.when(i.q0 >= 0)
+    def _():
+        pass_by(w, i, n0, i.first)
+        accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
+        o, m, l = pl.run_scoped(functools.partial(accumulate, w, i), accumulator)
+        store(w, i, o, m, l)
+
+    if s.lead:
+
+        @pl.when(i.q0 < 0)  # nothing but padding
+        def _():
+            plgpu.barrier_wait(w.smem.q_bars.at[i.at])
+            load_following_q(w, i)
+            pass_by(w, i, n0, i.end)
+
+    return i.end
+
+
+def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem: Scratch):
+    k_ids = inputs.segments.k_ids if s.packed else None
+    ahead = int(s.width <= 64)  # for values a second step pays where the ring has room for it
+    k = Ring(
+        inputs.k, s.k_first, smem.k, smem.k_full, smem.k_free, s.stages, k_ids, smem.k_ids,
+        ahead=1, wg=0, warp=0,
+    )  # fmt: skip
+    v = Ring(
+        inputs.v, s.v_first, smem.v, smem.v_full, smem.v_free, v_stages(s), None, None,
+        ahead=ahead, wg=s.wgs - 1, warp=1,
+    )  # fmt: skip
+    w = Worker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
+    if s.wgs > 1:
+        pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+    work_items(inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(s: Schedule) -> dict:
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    buffers = dict(
+        qo=s.buffer(s.sides * s.wgs, ROWS),
+        k=s.buffer(s.stages, s.columns),
+        v=s.buffer(v_stages(s), s.columns),
+        q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=s.sides * s.wgs),
+        k_full=ring(num_arrivals=1 + s.packed),
+        v_full=plgpu.Barrier(num_barriers=v_stages(s)),
+        k_free=ring(num_arrivals=s.wgs),
+        v_free=plgpu.Barrier(num_arrivals=s.wgs, num_barriers=v_stages(s)),
+        turn=plgpu.Barrier(num_barriers=s.wgs),
     )
-
-
-class Heads(NamedTuple):
-    """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
-
-    q: int  # H, which come first
-    kv: int  # K, first those of k, then those of v
-
-
-def heads_of(q, k, heads: Heads | None) -> tuple[int, int, int, int]:
-    """(H, K, first head of k, first head of v)."""
-    if heads is None:
-        return q.shape[2], k.shape[2], 0, 0
-    return heads.q, heads.kv, heads.q, heads.q + heads.kv
-
-
-STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "heads", "tile")
+    if s.packed:
+        buffers["q_ids"] = plgpu.SMEM((s.sides * s.wgs, ROWS), jnp.int32)
+        buffers["k_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
+    return buffers
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -99,268 +467,33 @@ def forward(
     segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
     heads: q, k and v are the same array, which holds all three.
     """
-    b, rows, _, d = q.shape
-    h, kv_heads, k_first, v_first = heads_of(q, k, heads)
-    t, s_len = lengths
-    group, dtype = h // kv_heads, q.dtype
+    (b, rows, _, d), packed = q.shape, segments is not None
+    h = q.shape[2] if heads is None else heads.q
     tile = tile or tiles(d)
-    wgs, bkv, stages = tile[:3]
-    packed = segments is not None
-    block = wgs * ROWS
-    blocks = mosaic.cdiv(t, block)
-    # The block that is not full is the first one, which sees the fewest keys: its first warpgroups
-    # have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8 of 32 steps.)
-    lead = (blocks * block - t) // ROWS * ROWS
-    visits = Visits(lengths, causal, window, bkv)
-    offset = visits.offset
-    ragged = s_len % bkv != 0
-    # Steps after the first one may need the mask: the diagonal may cross two tiles, segments may
-    # begin and end anywhere, and so may the window.
-    mixed = (causal and bool(offset % ROWS or bkv % ROWS)) or window is not None or packed
-    scale2 = scale * LOG2E  # softmax in base 2: one multiply-add and one exp2 an element
-
-    first_row = lambda level: (blocks - 1 - level) * block - lead  # the longest causal blocks first
-    pair_bytes = 4 * s_len * d // group  # a head's share of K and V
-    items = share_out(
-        visits, block, first_row, (b, h), tile, sms=sms, pair_bytes=pair_bytes, packed=packed
-    )
-    where, persistent = items.where, items.persistent
-    sides = 2 if persistent else 1  # buffers of rows: of this item and of the next one
-
-    def limits_of(row, batch, spans_ref):  # the tiles that segments leave to a block
-        mine = lax.div(row + lead, jnp.int32(block))
-        return visits.limits((lambda i: spans_ref[batch, mine, i]) if packed else None)
-
-    def attention_forward(q_ref, k_ref, v_ref, *rest):
-        (plan_ref,), rest = take(rest, 1, persistent)
-        (q_ids_ref, k_ids_ref, spans_ref), rest = take(rest, 3, packed)
-        # O leaves through the buffer of its own queries: another one would not fit beside those of
-        # the next queries at D = 128, and at D = 64 it gains less than 1%.
-        o_ref, lse_ref, qo_smem, k_smem, v_smem, lse_smem, *rest = rest
-        q_bars, k_full, v_full, k_free, v_free, turn, *rest = rest
-        (q_ids_smem, k_ids_smem), _ = take(rest, 2, packed)
-        wg = lax.axis_index("wg")
-        slot_of = lambda n: lax.rem(n, jnp.int32(stages))
-
-        @pl.when(wg < wgs)
-        def _compute():
-            plgpu.set_max_registers(registers(wgs)[0], action="increase")
-
-            def load_q(item, side):
-                row, (batch, head) = where(item)
-                rows = pl.ds(jnp.maximum(row + wg * ROWS, 0), ROWS)
-                at = side * wgs + wg
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], qo_smem.at[at], q_bars.at[at])
-                if packed:
-                    ids = q_ids_ref.at[batch, rows]
-                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[at], q_bars.at[at])
-
-            def my_turn():
-                if wgs > 1:
-                    plgpu.barrier_wait(turn.at[wg])
-
-            def next_turn():
-                if wgs > 1:
-                    plgpu.barrier_arrive(turn.at[lax.rem(wg + 1, jnp.int32(wgs))])
-
-            def attend(item, following, side, n0):
-                """One block of queries; its steps are n0, n0 + 1, ... of this kernel block.
-
-                Step n takes key tile top - 1 - n: from the diagonal downwards, so that the causal
-                mask is a matter of the first steps alone.
-                """
-                at = side * wgs + wg  # this item's queries
-                row, (batch, head) = where(item)
-                q0 = row + wg * ROWS
-                limits, same = limits_of(row, batch, spans_ref)
-                low, high = visits.seen(row, row + block, *limits)
-                mine = visits.seen(q0, q0 + ROWS, *limits)
-                whole = visits.whole(q0, q0 + ROWS, *same)
-                top, end = n0 + high, n0 + high - low
-                # This warpgroup's steps (the others may see further), those without a mask inside.
-                first, last = top - mine[1], top - mine[0]
-                unmasked = jnp.clip(top - whole[1], first + 1, last)
-                edge = last
-                if window is not None or packed:
-                    edge = jnp.clip(top - whole[0], unmasked, last)
-
-                def load_following():
-                    if following is not None:
-                        plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
-                        pl.when(following >= 0)(lambda: load_q(following, 1 - side))
-
-                def pass_by(lo, hi):  # steps in which the block's other warpgroups work
-                    @pl.loop(lo, hi)
-                    def _(n):
-                        plgpu.barrier_wait(k_full.at[slot_of(n)])
-                        my_turn()
-                        next_turn()
-                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
-                        plgpu.barrier_wait(v_full.at[slot_of(n)])
-                        plgpu.barrier_arrive(v_free.at[slot_of(n)])
-
-                def mask(s, n):
-                    if packed:
-                        stat = functools.partial(plgpu.load, optimized=False)
-                        q_ids = stat(q_ids_smem.at[at], layout=ROW)
-                        k_ids = stat(k_ids_smem.at[slot_of(n)], layout=COL)
-                        s = same_segment(s, q_ids, k_ids)
-                        plgpu.commit_smem()  # read with plain loads: done before TMA writes there
-                    k0, keys = (top - 1 - n) * bkv, s_len if ragged else None
-                    return visible(s, q0 + offset, k0, causal=causal, window=window, keys=keys)
-
-                def softmax(s, n, m, l, masked):
-                    """Takes the scores of step n; frees its tile of keys."""
-                    factor = scale2
-                    if softcap is not None:
-                        s, factor = logits(s, scale, softcap)[0], 1.0
-                    if not packed:
-                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
-                    if masked is True:
-                        s = mask(s, n)
-                    elif masked is not False:
-                        s = lax.cond(masked, lambda s: mask(s, n), lambda s: s, s)
-                    if packed:
-                        plgpu.barrier_arrive(k_free.at[slot_of(n)])
-                    m_new = jnp.maximum(m, jnp.max(s, axis=1) * factor)
-                    alpha = jnp.exp2(m - m_new)
-                    p = jnp.exp2(s * factor - along(m_new, s.shape, 0))
-                    return p.astype(dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
-
-                def first_scores(s_acc):
-                    plgpu.wgmma(s_acc, qo_smem.at[at], k_smem.at[slot_of(first)].transpose((1, 0)))
-                    next_turn()
-                    return s_acc[...]
-
-                def step(o_acc, n, carry):
-                    p, m, l = carry
-                    masked = ((n < unmasked) | (n >= edge)) if mixed else False
-                    slot, before = slot_of(n), slot_of(n - 1)
-                    plgpu.barrier_wait(k_full.at[slot])
-                    my_turn()
-
-                    def issue(s_acc):
-                        plgpu.wgmma(s_acc, qo_smem.at[at], k_smem.at[slot].transpose((1, 0)))
-                        plgpu.barrier_wait(v_full.at[before])
-                        plgpu.wgmma(o_acc, p, v_smem.at[before])
-                        next_turn()
-                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # O += P V still runs
-
-                    s = pl.run_scoped(issue, plgpu.ACC((ROWS, bkv), jnp.float32))
-                    p, m, l, alpha = softmax(s, n, m, l, masked)
-                    o = o_acc[...]  # waits for O += P V
-                    plgpu.barrier_arrive(v_free.at[before])
-                    o_acc[...] = o * along(alpha, o.shape, 0)
-                    return p, m, l
-
-                def all_steps_of(o_acc):
-                    plgpu.barrier_wait(q_bars.at[at])
-                    plgpu.barrier_wait(k_full.at[slot_of(first)])
-                    my_turn()
-                    s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, bkv), jnp.float32))
-                    row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), ROW)
-                    begin_masked = causal or ragged or packed
-                    carry = softmax(s, first, row(LOWEST), row(0), begin_masked)[:3]
-                    load_following()
-                    body = functools.partial(step, o_acc)
-                    p, m, l = lax.fori_loop(first + 1, last, body, carry)
-                    if packed:
-                        plgpu.commit_smem()  # the queries' ids were read
-                    slot = slot_of(last - 1)
-                    plgpu.barrier_wait(v_full.at[slot])
-                    plgpu.wgmma(o_acc, p, v_smem.at[slot])
-                    o = o_acc[...]
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    if window is not None:
-                        pass_by(last, end)
-                    return o, m, l
-
-                @pl.when(q0 >= 0)
-                def _():
-                    pass_by(n0, first)
-                    o, m, l = pl.run_scoped(all_steps_of, plgpu.ACC((ROWS, d), jnp.float32))
-                    inverse = 1 / l
-                    if some_rows_see_nothing(window, packed):  # zeros; lse = m + log 0 = -inf
-                        inverse = jnp.where(l > 0, inverse, 0)
-                    qo_smem[at] = (o * along(inverse, o.shape, 0)).astype(dtype)
-                    lse_smem[wg] = m * (1 / LOG2E) + jnp.log(l)
-                    plgpu.commit_smem()
-                    rows = pl.ds(q0, ROWS)
-                    plgpu.copy_smem_to_gmem(qo_smem.at[at], o_ref.at[batch, rows, head])
-                    plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[batch, head, rows])
-
-                if lead:
-
-                    @pl.when(q0 < 0)  # nothing but padding
-                    def _():
-                        plgpu.barrier_wait(q_bars.at[at])
-                        load_following()
-                        pass_by(n0, end)
-
-                return end
-
-            if wgs > 1:
-                pl.when(wg == 0)(lambda: plgpu.barrier_arrive(turn.at[0]))
-            work_items(plan_ref, lambda item: load_q(item, 0), attend)
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(wg == wgs)
-        def _load():
-            plgpu.set_max_registers(registers(wgs)[1], action="decrease")
-
-            def load(item, _following, _side, n0):
-                row, (batch, head) = where(item)
-                limits, _ = limits_of(row, batch, spans_ref)
-                low, high = visits.seen(row, row + block, *limits)
-                end = n0 + high - low
-
-                @pl.loop(n0, end)
-                def _(n):
-                    slot = slot_of(n)
-                    at = pl.ds((n0 + high - 1 - n) * bkv, bkv)
-                    for ref, begin, smem, full, free in (
-                        (k_ref, k_first, k_smem, k_full, k_free),
-                        (v_ref, v_first, v_smem, v_full, v_free),
-                    ):
-                        keys = ref.at[batch, at, begin + head // group]
-                        pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                        plgpu.copy_gmem_to_smem(keys, smem.at[slot], full.at[slot])
-                        if packed and ref is k_ref:
-                            ids = k_ids_ref.at[batch, at]
-                            plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], full.at[slot])
-
-                return end
-
-            work_items(plan_ref, lambda _item: None, load)
-
-    args = (items.table,) if persistent else ()
+    if packed and d > 96:  # shared memory has no more, beside the ids
+        tile = tile._replace(persistent=False, stages=3 if d <= 128 else 2)
+    s = schedule(
+        q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
+        softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
+    )  # fmt: skip
     if packed:
         q_ids, k_ids = pad_segments(segments, lengths)
-        args += (q_ids, k_ids, segment_spans(q_ids, k_ids, visits, block, lead))
-    smem = lambda n, rows: plgpu.SMEM((n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype))
-    ring = functools.partial(plgpu.Barrier, num_barriers=stages)
-    ids_smem = [plgpu.SMEM(x, jnp.int32) for x in ((sides * wgs, ROWS), (stages, bkv))]
+        spans = segment_spans(q_ids, k_ids, s.visits, s.block, s.lead)
+        segments = Segments(q_ids, k_ids, spans)
+
+    def attention_forward(inputs, o_ref, lse_ref, **smem):
+        body(s, inputs, o_ref, lse_ref, Scratch(**smem))
+
     return mosaic.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct((b, rows, h, d), dtype),
-            jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
+            jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
+            jax.ShapeDtypeStruct((b, h, stat_rows(lengths[0])), jnp.float32),
         ),
-        scratch_types=[
-            smem(sides * wgs, ROWS),
-            *[smem(stages, bkv)] * 2,
-            plgpu.SMEM((wgs, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + packed, num_barriers=sides * wgs),
-            ring(num_arrivals=1 + packed),
-            ring(),
-            ring(num_arrivals=wgs),
-            ring(num_arrivals=wgs),
-            plgpu.Barrier(num_barriers=wgs),
-            *ids_smem * packed,
-        ],
-        grid=(items.grid,),
+        scratch_types=scratch(s),
+        grid=(s.items.grid,),
         grid_names=("block",),
-        num_threads=wgs + 1,
+        num_threads=s.wgs,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, *args)
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(Inputs(q, k, v, s.items.table, segments))

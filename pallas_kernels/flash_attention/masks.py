@@ -1,14 +1,13 @@
 """What a query sees, for all three kernels: the tiles that a block visits, the mask inside a tile.
 
 A block owns rows (of queries; in the dK/dV kernel of keys) and tiles of columns stream past it.
-It visits one range of them, the others are never loaded.  Inside that range lies another one whose
+It visits one range of them and never loads the others.  Inside that range lies another one whose
 tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 128, 64-key tiles:
 
     tile 0      tile 1         tile 2         tile 3             tile 4
     not loaded  window's edge  seen whole     diagonal: masked   not loaded
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import LOG2E, WGMMA
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
 
 class Visits(NamedTuple):
@@ -88,6 +87,19 @@ class Visits(NamedTuple):
         return (spans(0), spans(1)), (spans(2), spans(3))
 
 
+class Segments(NamedTuple):
+    """Arrays of a call with segments, or references to them."""
+
+    q_ids: Any  # (B, T or more)
+    k_ids: Any  # (B, S or more)
+    spans: Any  # of `segment_spans`
+
+
+def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
+    """Rows without any key: of segments, or past T, under a window of less than their number."""
+    return packed or (window is not None and window < ROWS)
+
+
 def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):
     """For each block of rows (first, end, whole_first, whole_end): (B, blocks, 4) int32.
 
@@ -132,23 +144,24 @@ def logits(s, scale, softcap):
 def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
     """s with -inf where query q0 + i may not see key k0 + j; i is s's row, or its column."""
     q_axis = 1 if transposed else 0
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=WGMMA)
-    q, k = q0 + iota(q_axis), k0 + iota(1 - q_axis)
+
+    # One number for each row or column, and broadcast: as numbers of each element they would all
+    # be in registers.
+    def places(start, axis):
+        n, layout = s.shape[axis], COL if axis else ROW
+        iota = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
+        return mosaic.along(start + iota, s.shape, axis)
+
     if keys is not None:
-        s = jnp.where(k < keys, s, -jnp.inf)
-    if causal:
-        s = jnp.where(q >= k, s, -jnp.inf)
-    if window is not None:
-        s = jnp.where(q - k < window, s, -jnp.inf)
-    return s
+        s = jnp.where(places(k0, 1 - q_axis) < keys, s, -jnp.inf)
+    if not causal:  # nor a window
+        return s
+    q, k = places(q0, q_axis), places(k0, 1 - q_axis)
+    s = jnp.where(q >= k, s, -jnp.inf)
+    return s if window is None else jnp.where(q - k < window, s, -jnp.inf)
 
 
 def same_segment(s, row_ids, column_ids):
     """s with -inf where a row's id is not the column's."""
     along = lambda ids, axis: mosaic.along(ids, s.shape, axis)
     return jnp.where(along(row_ids, 0) == along(column_ids, 1), s, -jnp.inf)
-
-
-def take(refs, n: int, present: bool) -> tuple[list[Any], list[Any]]:
-    """(n refs that only some calls have, or n times None; the refs after them)."""
-    return (list(refs[:n]), list(refs[n:])) if present else ([None] * n, list(refs))

@@ -7,8 +7,9 @@ h reads kv head h // (H / K).  The forward pass saves only the log-sum-exp of ea
 the backward pass recomputes P (Dao et al. 2022, "FlashAttention").
 
 The kernels are in forward.py, backward_dq.py and backward_dkv.py.  masks.py defines what a query
-sees, and schedule.py assigns work to blocks.  This file has the op, its jnp reference, its
-`custom_vjp`, and cuDNN as the fallback.  qkv.py has the op for q, k and v in one array.
+sees, schedule.py assigns work to blocks, and queries.py has the blocks of queries of the first two
+kernels.  This file has the op, its jnp reference, its `custom_vjp`, and cuDNN as the fallback.
+qkv.py has the op for q, k and v in one array.
 """
 
 import functools
@@ -122,16 +123,10 @@ def cudnn_why_not(
 def why_slower(q, k) -> str | None:
     """Why cuDNN is faster than the kernels (they would pad q, k and v in copies), or None.
 
-    Speed of the kernels relative to cuDNN, forward / both directions, H100, JAX 0.11.2 (python -m
-    pallas_kernels.benchmark --untuned), as (B, T, H/K, D):
-
-        (2, 2050, 10/5, 128) 0.87 / 0.95                       (4, 1500, 8/8, 40)  0.80 / 1.07
-        (1, 2050, 10/2, 64), window 100, 0.52 / 0.75           (3, 1000, 6/6, 80)  0.76 / 0.92
-        (7, 300, 3/1, 128), not causal, 0.61 / 0.61            (9, 500, 5/5, 120)  0.53 / 0.82
-                                                               (2, 3000, 9/3, 160) 0.81 / 1.01
-
-    With deterministic sums cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md).  These
-    shapes have not been measured that way, so the kernels, which are always deterministic, run.
+    Padded, the kernels ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md has the
+    table).  With deterministic sums cuDNN takes 1.09 to 1.23 times as long (docs/benchmarks.md).
+    These shapes have not been measured that way, so the kernels, which are always deterministic,
+    run.
     """
     if _deterministic_requested():
         return None

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.flash_attention import backward_dq, forward
-from pallas_kernels.flash_attention.forward import Heads
 from pallas_kernels.flash_attention.op import WIDTHS, Call, attention, check, scale_of
 from pallas_kernels.flash_attention.op import why_not as _attention_why_not
+from pallas_kernels.flash_attention.schedule import Heads
 from pallas_kernels.rotary import RopeScaling, check_positions, rope, rotate_in_place
 from pallas_kernels.rotary import why_not_in_place as _rope_why_not
 

@@ -8,14 +8,19 @@ block should wait for the busiest one, and a block should know its next item ear
 import functools
 import heapq
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import Visits
+from pallas_kernels.mosaic import ROWS
+
+# What is static in a call of a kernel.
+STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "heads", "tile")
 
 
 class Tiles(NamedTuple):
@@ -41,6 +46,118 @@ class Items(NamedTuple):
     def persistent(self) -> bool:
         """Whether a block takes several items, and loads the next one's rows meanwhile."""
         return self.table is not None
+
+
+class Heads(NamedTuple):
+    """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
+
+    q: int  # H, which come first
+    kv: int  # K, first those of k, then those of v
+
+
+class Schedule(NamedTuple):
+    """What is static in a call of a kernel: what it computes, how it is cut up, who does what."""
+
+    visits: Visits
+    items: Items
+    tile: Tiles
+    block: int  # rows of a block
+    lead: int  # rows of the first block that do not exist, in whole warpgroups
+    dtype: Any
+    width: int  # D
+    group: int  # query heads of a kv head
+    k_first: int  # the first head of k in its array
+    v_first: int
+    scale: float
+    softcap: float | None
+    packed: bool  # there are segments
+
+    @property
+    def wgs(self) -> int:
+        return self.tile.wgs
+
+    @property
+    def columns(self) -> int:
+        """Columns of one step: keys, or queries in the dK/dV kernel."""
+        return self.tile.step
+
+    @property
+    def stages(self) -> int:
+        return self.tile.stages
+
+    @property
+    def sides(self) -> int:
+        """Buffers of a block's own rows: of this item, and of the next one if there is one."""
+        return 2 if self.items.persistent else 1
+
+    def slot(self, n):
+        """The slot of step n in a ring of `stages`."""
+        return lax.rem(n, jnp.int32(self.stages))
+
+    def limits(self, row, batch, segments):
+        """The tiles that segments leave to the block that begins at `row`, see Visits.limits.
+
+        segments: references to Segments, or None.
+        """
+        mine = lax.div(row + self.lead, jnp.int32(self.block))
+        return self.visits.limits((lambda n: segments.spans[batch, mine, n]) if segments else None)
+
+    def buffer(self, n: int, rows: int):
+        """Shared memory for n tiles of that many rows, as TMA and wgmma want it."""
+        tiling = mosaic.wgmma_tiles(self.width, self.dtype)
+        return plgpu.SMEM((n, rows, self.width), self.dtype, transforms=tiling)
+
+
+def schedule(
+    q, k, tile: Tiles, *, lengths, causal: bool, scale: float, sms: int, window: int | None,
+    softcap: float | None, heads: Heads | None, packed: bool, by_keys=False, sets: int,
+) -> Schedule:  # fmt: skip
+    """The Schedule of a call.
+
+    by_keys: a block owns keys, not queries.  sets: of 64 rows, which a block owns.
+    """
+    b, _, h, d = q.shape
+    kv_heads, k_first, v_first = k.shape[2], 0, 0
+    if heads is not None:
+        h, kv_heads, k_first, v_first = *heads, heads.q, heads.q + heads.kv
+    (t, s), group, block = lengths, h // kv_heads, sets * ROWS
+    visits = Visits(lengths, causal, window, tile.step, by_keys)
+    if by_keys:
+        lead = 0
+        first_row = lambda level: level * block  # most queries see the first keys
+        batch_heads, pair_bytes = (b, kv_heads), 4 * t * d * group  # Q and dO of a kv head
+    else:
+        blocks = mosaic.cdiv(t, block)
+        # The block that is not full is the first one, which sees the fewest keys: its first
+        # warpgroups have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8
+        # of 32 steps.)
+        lead = (blocks * block - t) // ROWS * ROWS
+        first_row = lambda level: (blocks - 1 - level) * block - lead  # most keys first
+        batch_heads, pair_bytes = (b, h), 4 * s * d // group  # a head's share of K and V
+    items = share_out(
+        visits, block, first_row, batch_heads, tile, sms=sms, pair_bytes=pair_bytes, packed=packed
+    )
+    return Schedule(
+        visits, items, tile, block, lead, q.dtype, d, group, k_first, v_first, scale, softcap,
+        packed,
+    )  # fmt: skip
+
+
+def stat_rows(t: int) -> int:
+    """Length of the arrays of row statistics (lse, delta) for t queries.
+
+    It is a whole number of blocks of every kernel: a copy of a contiguous row is a plain bulk copy,
+    which nothing clips at the end of the row.
+    """
+    return mosaic.cdiv(t, 6 * ROWS) * 6 * ROWS
+
+
+def pad_segments(segments, lengths):
+    """Ids of queries and keys as the kernels copy them: int32, whole tiles of every kernel."""
+    return tuple(
+        mosaic.pad_axis(ids[:, :n].astype(jnp.int32), 1, stat_rows(1))
+        for ids, n in zip(segments, lengths, strict=True)
+    )
 
 
 def share_out(

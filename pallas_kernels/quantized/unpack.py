@@ -45,7 +45,7 @@ def unpack(words, scales, offsets, block: int, bits: int, format: Format):
     part, first = divmod((2 if sparse else PLANES) * block, 32 // bits)
     arguments = ([words[part], *([words[-1]] if sparse else [])], scales, offsets)
     types = tuple([layout] * len(a) for layout, a in zip((WGMMA, ROW, ROW), arguments, strict=True))
-    result = plgpu.ShapeDtypeStruct((64, PLANES * WORDS), jnp.bfloat16, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct((64, PLANES * WORDS), jnp.dtype(jnp.bfloat16), layout=WGMMA)
     code = _Code(first, block, bits, format)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
 

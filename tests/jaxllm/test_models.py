@@ -258,7 +258,10 @@ def test_window_and_softcap_match_attention_in_plain_jnp(kind):
     def ours(params):
         return nnx.merge(graph, params).loss(tokens, labels)
 
-    expected, grads = jax.jit(jax.value_and_grad(plain))(params)
+    # On an H100, XLA of JAX 0.12.0.1 computes one gradient of `plain` wrong (that of Llama's first
+    # norm), so it runs on the CPU.
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected, grads = jax.jit(jax.value_and_grad(plain))(params)
     loss, found = jax.jit(jax.value_and_grad(ours))(params)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(grads))

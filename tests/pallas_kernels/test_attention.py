@@ -88,6 +88,20 @@ def test_attention_matches_float64(shape, dtype, options):
     check_op(attention, attention_reference, *inputs(*shape, dtype), kernels=KERNELS, **options)
 
 
+@pytest.mark.parametrize("t", [1500, 4096])  # items that the host plans, and that it does not
+@pytest.mark.parametrize("d", [128, 256])
+def test_segments_leave_room_in_shared_memory(t, d):
+    q = jax.ShapeDtypeStruct((2, t, 36, d), BF16)
+    k = jax.ShapeDtypeStruct((2, t, 12, d), BF16)
+
+    def both(q, k, ids):
+        run = functools.partial(attention, segment_ids=ids, implementation="mosaic")
+        return jax.vjp(lambda q, k: run(q, k, k), q, k)[1](q)
+
+    traced = jax.jit(both).trace(q, k, jax.ShapeDtypeStruct((2, t), jnp.int32))
+    traced.lower(lowering_platforms=("cuda",))  # refuses more shared memory than there is
+
+
 def test_large_logits():
     q, k, v = inputs(1, 96, 96, 1, 1, 64, scale=30.0)
     check_op(attention, attention_reference, q, k, v, kernels=KERNELS)

@@ -1,7 +1,7 @@
 """Every compiler that users may have makes fast programs of the wgmma kernels; this needs no GPU.
 
 JAX 0.11 calls ptxas; 0.12 calls nvJitLink, which compiles as `ptxas -c` does.  So each kernel of
-the benchmark but attention's is compiled by every ptxas that PTXAS names, with and without -c
+the benchmark is compiled by every ptxas that PTXAS names, with and without -c
 (compile_ahead.py): none may spill a register, run one wgmma after the other (C7510 to C7514) or
 ignore setmaxnreg (C7504).  .ci/run installs what this needs.  Whoever sets PTXAS wants the test:
 nothing is skipped.
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.skipif(
     "PTXAS" not in os.environ,
     reason="PTXAS=path:path names no ptxas to compile with (.ci/run shows how)",
 )
-# Attention still needs setmaxnreg: jax 0.11 with ptxas 13.0, which the extra cuda13 installs.
-OPS = [op for op in compile_ahead.ops("sm_90a") if not op.startswith("attention")]
-SPECS = [spec for op in OPS for spec in compile_ahead.specs(op, every=True)]
+SPECS = [spec for op in compile_ahead.ops("sm_90a") for spec in compile_ahead.specs(op, every=True)]
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -185,7 +185,7 @@ def on_gpu_compiled_by(monkeypatch, name, cuda, jax_version=(0, 11, 2)):
     monkeypatch.setattr(dispatch, "compiler", lambda: dispatch.Compiler(name, cuda))
 
 
-@pytest.mark.parametrize(("name", "cuda"), [("ptxas", (13, 0))])
+@pytest.mark.parametrize(("name", "cuda"), [("ptxas", (13, 0)), ("nvJitLink", (13, 5))])
 def test_explain_tells_what_compiles_the_kernels(capable, caplog, monkeypatch, name, cuda):
     on_gpu_compiled_by(monkeypatch, name, cuda)
     use_kernel("op", None, None)
@@ -195,7 +195,7 @@ def test_explain_tells_what_compiles_the_kernels(capable, caplog, monkeypatch, n
 
 
 @pytest.mark.parametrize(
-    ("cuda", "jax_version"), [((12, 9), (0, 11, 2)), ((13, 5), (0, 11, 2)), ((13, 0), (0, 12, 0))]
+    ("cuda", "jax_version"), [((12, 9), (0, 11, 2)), ((13, 6), (0, 12, 0)), ((13, 0), (0, 13, 0))]
 )
 @pytest.mark.parametrize("asked", [None, "mosaic"])
 def test_a_compiler_that_may_be_slow_is_logged_once(
@@ -210,7 +210,7 @@ def test_a_compiler_that_may_be_slow_is_logged_once(
     (logged,) = [m for m in caplog.messages if "compiled" in m]
     assert logged == (
         f"kernels compiled by nvJitLink {cuda[0]}.{cuda[1]} (JAX {jax.__version__}) may be slow; "
-        "known to be fast with CUDA 13.0 and JAX 0.11: see Install in README.md"
+        "known to be fast with CUDA 13.0 to 13.5 and JAX 0.11 to 0.12: see Install in README.md"
     )
     assert dispatch.explain().splitlines()[-1] == logged
 
@@ -327,6 +327,7 @@ def test_the_extra_installs_what_is_known_to_be_fast():
     extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     extra = extra["project"]["optional-dependencies"]["cuda13"]
     pin = re.fullmatch(r"jax\[cuda13\]==(\d+)\.(\d+)\..*", extra[0])
-    assert (int(pin[1]), int(pin[2])) == dispatch._JAX
-    major, minor = dispatch._CUDA
-    assert f"nvidia-cuda-nvcc>={major}.{minor},<{major}.{minor + 1};" in extra[-1]
+    assert (int(pin[1]), int(pin[2])) == dispatch._JAX[1]
+    (major, minor), (_, last) = dispatch._CUDA
+    for package, line in zip(("nvidia-nvjitlink", "nvidia-cuda-nvcc"), extra[1:], strict=True):
+        assert line.startswith(f"{package}>={major}.{minor},<{major}.{last + 1};")

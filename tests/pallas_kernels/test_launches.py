@@ -90,8 +90,8 @@ def test_an_interpreter_that_would_hang_says_so(monkeypatch):
     assert trace().shape == q.shape  # to be lowered
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         jax.clear_caches()
-        with pytest.raises(RuntimeError, match="4 XLA threads, but XLA has 2: set NPROC=16"):
+        with pytest.raises(RuntimeError, match="3 XLA threads, but XLA has 2: set NPROC=16"):
             trace()
-        monkeypatch.setenv("NPROC", "4")
+        monkeypatch.setenv("NPROC", "3")
         assert trace().shape == q.shape
     jax.clear_caches()
