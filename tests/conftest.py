@@ -14,7 +14,7 @@ os.environ.setdefault("NPROC", "16")
 if shutil.which("nvidia-smi") is None:
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
-# Python's garbage collector looks through all that JAX has traced and compiled; a test process needs
+# Python's garbage collector looks through all that JAX has traced and compiled; test processes need
 # 6% less time if it does so rarely.
 gc.set_threshold(100_000, 20, 100)
 # Several test processes share one GPU.

@@ -33,7 +33,7 @@ FIGURES = REPO / "docs" / "gpu"
 UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
 # A part that exceeds its limit is stopped, and the others continue; "turn": one process's timing.
 SECONDS = {"tests": 330, "compile": 120, "turn": 60, "all": 570}
-# These use the CPU wherever they run, or check texts, files and the machinery of tests; CI runs them.
+# These use the CPU wherever they run, or check texts, files and the tests themselves; CI runs them.
 NOT_HERE = [
     *("test_house.py", "test_readme.py", "test_gpu_run.py", "jaxllm/test_commands.py"),
     *("jaxllm/test_config.py", "jaxllm/test_context.py", "jaxllm/test_data_loader.py"),
