@@ -71,7 +71,7 @@ WANTED = {
     ("vlstm", "documents"): ["data, fsdp, tensor", "fsdp, context, tensor"],
 }
 if os.environ.get("MESHES") == "all":
-    WANTED = {case: [mesh for mesh in MESHES if mesh != "one"] for case in WANTED}
+    WANTED |= {(model, "documents"): [mesh for mesh in MESHES if mesh != "one"] for model in MODELS}
 
 
 def trainer(model: str, mesh: str, accum: int = 1, pack: str = "documents", **more) -> Trainer:

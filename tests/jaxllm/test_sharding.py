@@ -21,6 +21,9 @@ cases_where = lambda wanted: pytest.mark.parametrize(
 )
 
 
+pytestmark = pytest.mark.timeout(600)  # MESHES=all needs minutes
+
+
 @pytest.fixture(scope="module")
 def result():
     return devices_run("eight_devices.py", 8)
