@@ -67,8 +67,8 @@ def whole_sequences(mesh: Mesh) -> Mesh:
 def check_model(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises InputError if the axes do not divide the heads and the width of the model."""
     tensor, context = mesh.shape["tensor"], mesh.shape["context"]
-    heads = getattr(model, "n_kv_heads", model.n_heads)
     name = "n_kv_heads" if hasattr(model, "n_kv_heads") else "n_heads"
+    heads = getattr(model, name)
     if heads % tensor:
         raise InputError(
             f"mesh.tensor={tensor} does not divide model.{name}={heads}; set mesh.tensor to a"

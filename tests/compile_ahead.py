@@ -88,14 +88,21 @@ def ops(gpu: str) -> list[str]:
 
 
 def specs(op: str, every: bool) -> list[str]:
-    """op:case:size of the op's first shape, or of all its shapes; keeps a complete op:case:size."""
+    """op:case:size of the op's first shape, or of all its shapes; keeps a complete op:case:size.
+
+    Of shapes that differ in a few numbers of the program alone, only the first counts.
+    """
     from pallas_kernels.bench.cases import CASES
 
     if ":" in op:
         return [op]
-    cases = [case for case in CASES if case.op == op]
-    found = [f"{op}:{i}:{j}" for i, case in enumerate(cases) for j in range(len(case.sizes))]
-    return found if every else found[:1]
+    found = {}
+    for i, case in enumerate(case for case in CASES if case.op == op):
+        for j, size in enumerate(case.sizes):
+            # quantized_linear pads up to 8 rows to 8, and loops over K and N.
+            program = size["M"] > 8 if op == "quantized_linear" else j
+            found.setdefault((i, program), f"{op}:{i}:{j}")
+    return list(found.values()) if every else list(found.values())[:1]
 
 
 def ptxas() -> list[str]:

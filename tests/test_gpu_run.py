@@ -133,6 +133,10 @@ ERROR tests/c.py
     }
 
 
+def test_the_files_that_a_gpu_need_not_run_exist():
+    assert all((gpu_run.REPO / "tests" / name).exists() for name in gpu_run.NOT_HERE)
+
+
 def test_each_case_is_measured_once_under_a_unique_name():
     names = gpu_run.names(["ops", "steps"], dry=False)
     assert "gpt2_124m B32 T1024" in names

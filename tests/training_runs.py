@@ -1,5 +1,6 @@
-"""Starts runs of train.py for tests, and reads their errors."""
+"""Starts runs of train.py and of scripts for tests, and reads their errors and results."""
 
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def run(tiny, out_dir, *more, **env):
         timeout=240,
         check=False,
     )
+
+
+def devices_run(script, count):
+    """The JSON that a script of tests/ prints in a process with `count` forced CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(REPO / "tests" / script)],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def error_of(capsys, *argv):

@@ -6,6 +6,7 @@ keeps of the forward pass; XLA may keep less.
 
 import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxllm.config import Config, ModelConfig
@@ -62,11 +63,8 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
     """Bytes of parameters, moments, gradients and copies for the forward pass on one device."""
     state, gathered = trainer.abstract_state(), 0
     parameters, copies = _bytes_of_one_device(state.params), _bytes_of_one_device(state.copies)
-    working = jax.tree.leaves(trainer.working(state))
-    held = jax.tree.leaves(trainer.state_shardings.params)  # of the gradients as well
-    gradients = sum(
-        prod(s.shard_shape(w.shape)) * w.dtype.itemsize for w, s in zip(working, held, strict=True)
-    )
+    # The gradients lie as the parameters do.
+    gradients = _bytes_of_one_device(trainer.working(state), trainer.state_shardings.params)
     if trainer.config.train.grad_accum > 1:
         gradients += parameters  # the float32 sum over the parts of the batch
     if trainer.config.mesh.shard_optimizer:  # the parameters without a copy
@@ -82,18 +80,18 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
 
 def working_memory(trainer: Trainer) -> int:
     """Bytes on one device of the parameters as the forward pass takes them."""
-    working = jax.tree.leaves(trainer.working(trainer.abstract_state()))
-    shardings = jax.tree.leaves(trainer.working_shardings)
-    return sum(
-        prod(s.shard_shape(w.shape)) * w.dtype.itemsize
-        for w, s in zip(working, shardings, strict=True)
+    return _bytes_of_one_device(
+        trainer.working(trainer.abstract_state()), trainer.working_shardings
     )
 
 
-def _bytes_of_one_device(tree: Any) -> int:
+def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:
+    """The bytes of one device's parts of some arrays, which lie as they say or as `shardings`."""
+    leaves = jax.tree.leaves(tree)
+    held = jax.tree.leaves(shardings) or [leaf.sharding for leaf in leaves]
     return sum(
-        prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
+        prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, s in zip(leaves, held, strict=True)
     )
 
 
@@ -170,15 +168,16 @@ def _kept_by_forward(model: ModelConfig, working: nnx.State, batch) -> tuple[int
 
 def _largest(jaxpr: Jaxpr, of) -> int:
     """Bytes of the largest array in a program for which of(array) is true."""
-    most = 0
+    arrays = (v.aval for equation in equations(jaxpr) for v in equation.outvars)
+    return max((_bytes(a) for a in arrays if hasattr(a, "shape") and of(a)), default=0)
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations of a program and of the programs that it calls."""
     for equation in jaxpr.eqns:
-        arrays = (v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
-        inner = (
-            _largest(part.jaxpr if isinstance(part, ClosedJaxpr) else part, of)
-            for part in jaxprs_in_params(equation.params)
-        )
-        most = max(most, *(_bytes(a) for a in arrays if of(a)), *inner, 0)
-    return most
+        yield equation
+        for part in jaxprs_in_params(equation.params):
+            yield from equations(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
 
 
 def _bytes(array) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr
 
 from jaxllm import sharding
 from jaxllm.config import Config, ModelConfig, VLSTMConfig
@@ -208,13 +208,11 @@ def _block_flops(model: ModelConfig) -> float:
 def _matmul_flops(jaxpr: Jaxpr) -> float:
     """FLOPs of all matmuls without batch axes, which are those with weights."""
     total = 0.0
-    for equation in jaxpr.eqns:
+    for equation in estimate.equations(jaxpr):
         if equation.primitive.name == "dot_general":
             (contracted, _), (batch, _) = equation.params["dimension_numbers"]
             left, out = equation.invars[0].aval, equation.outvars[0].aval
             # pyrefly: ignore[missing-attribute]
             size = prod(out.shape) * prod(left.shape[axis] for axis in contracted)
             total += 0 if batch else 2.0 * size
-        for part in jaxprs_in_params(equation.params):
-            total += _matmul_flops(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
     return total

@@ -75,8 +75,8 @@ def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> N
 
 if __name__ == "__main__":
     os.chdir(REPO)
-    # All processes share one compilation.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(sys.argv[1]) / "compiled")
+    # All processes share one compilation, with those of the test where it has a cache.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.argv[1]) / "compiled"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     warnings.simplefilter("ignore")  # JAX warns about forks of a process with threads
     for name in ("train", "grain", "matplotlib.figure", "tensorboardX.summary"):

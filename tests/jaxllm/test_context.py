@@ -1,88 +1,34 @@
-"""Sequences divided over devices (mesh.context) give what whole ones give."""
+"""Runs that divide sequences over devices (mesh.context); test_sharding.py has the gradients."""
 
-import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
+from eight_devices import MODELS, SEQ
 from training_runs import REPO, command
 
 import train
-from jaxllm.config import InputError, Llama3Config, TrainConfig
-from jaxllm.sharding import check_batch, check_model
+from jaxllm.config import Config, InputError, Llama3Config, OptimizerConfig, TrainConfig
+from jaxllm.sharding import abstract_mesh, check_batch, check_model
+from jaxllm.train import estimate
 from jaxllm.train.metrics import read_metrics
-
-HERE = Path(__file__).resolve().parent
-CASES = [
-    *((model, "stream", "two parts") for model in ("gpt2", "llama3")),
-    *(
-        (model, "documents", mesh)
-        for model in ("gpt2", "llama3", "vlstm")
-        for mesh in ("four parts", "all axes")
-    ),
-]
+from jaxllm.train.step import Trainer
 
 
-@pytest.fixture(scope="module")
-def result():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, str(HERE.parent / "context_devices.py")],
-        env=os.environ
-        | {
-            "XLA_FLAGS": flags,
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
+def memory(seq_len, **mesh):
+    """The estimated bytes by part of a Llama with its kernels, one sequence per step."""
+    config = Config(
+        model=MODELS["llama3"](kernels="mosaic", remat="block"),
+        train=TrainConfig(steps=1, batch_size=1, seq_len=seq_len),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        mesh=mesh,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    trainer = Trainer(config, abstract_mesh(config.mesh, config.mesh.context))
+    return estimate.state_memory(trainer) | estimate.activation_memory(trainer)
 
 
-@pytest.mark.parametrize(("model", "pack", "mesh"), CASES)
-def test_losses_and_all_gradients_are_those_of_one_device(result, model, pack, mesh):
-    errors, one = result[model][pack][mesh]["errors"], result[model][pack]["one"]
-    assert errors.keys() == one.keys()
-    assert len(errors) > 10
-    assert min(one.values()) > 1e-3  # no gradient is trivially equal
-    assert max(errors.values()) < 2e-5, max(errors, key=errors.get)
-
-
-@pytest.mark.parametrize(("model", "pack", "mesh"), CASES)
-def test_activations_move_only_between_heads_and_sequence(result, model, pack, mesh):
-    sizes, width = result["sizes"], result["sizes"]["width"]
-    shape = sizes["meshes"][mesh]
-    activations = {sizes["seq"], sizes["seq"] // shape["context"]}  # an axis of every activation
-    exchanged = 0
-    for operation, axes, shapes in result[model][pack][mesh]["collectives"]:
-        moved = [s for s in shapes if activations & set(s)]
-        if operation == "all-to-all":
-            assert axes == ["context"]
-            assert moved == shapes
-            exchanged += sum(map(np.prod, shapes))
-        elif operation == "all-reduce":  # after a matmul whose rows the tensor axis divides
-            assert not moved or axes == ["tensor"], (operation, axes, shapes)
-        else:
-            assert not moved, (operation, axes, shapes)
-    q, k, v, y, gates = {
-        "gpt2": (width, width, width, width, 0),
-        "llama3": (width, width // 2, width // 2, width, 0),
-        "vlstm": (width // 2, width // 2, width, width, 2 * sizes["heads"]),
-    }[model]
-    tokens, devices = sizes["batch"] * sizes["seq"], np.prod(list(shape.values()))
-    # A device exchanges its part of these once forward and once backward.
-    assert exchanged == 2 * tokens * (q + k + v + y + gates) / devices
-
-
-def test_each_device_needs_the_memory_of_its_part(result):
-    half, two = result["memory"]["half"], result["memory"]["two"]
+def test_each_device_needs_the_memory_of_its_part():
+    half, two = memory(SEQ // 2), memory(SEQ, context=2)
     assert two["activations"] == half["activations"]
     assert two["logits"] == half["logits"]
     for part in ("parameters", "moments", "gradients", "bf16 copies"):  # vectors are not split

@@ -1,62 +1,51 @@
 """Losses and gradients on every mesh equal those of one device, and no activation is gathered."""
 
-import json
-import os
-import subprocess
-import sys
 from math import prod
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from eight_devices import BATCH, MESHES, SEQ, WANTED, WIDTH
+from eight_devices import BATCH, MESHES, SEQ, SHAPE, WANTED, WIDTH
+from training_runs import devices_run
 
 from jaxllm.config import InputError, Llama3Config, MeshConfig, TrainConfig
 from jaxllm.sharding import check_batch, check_model, make_mesh, per_device
 
-HERE = Path(__file__).resolve().parent
 # Sums over the tensor axis of a whole (B, T, C) with one block: two in its forward pass, one of the
 # loss, one for each input of its matmuls (llama3: q, k and v; gate; up), and three that shard_map
 # adds to the backward passes of the norms and that no device needs.
 STREAMS = {"gpt2": 2 + 1 + 2 + 3, "llama3": 2 + 1 + 3 + 3, "vlstm": 2 + 1 + 7 + 3}
-CASES = [(model, mesh) for model, meshes in WANTED.items() for mesh in meshes]
+CASES = [(*case, mesh) for case, meshes in WANTED.items() for mesh in meshes]
+cases_where = lambda wanted: pytest.mark.parametrize(
+    ("model", "pack", "mesh"), [case for case in CASES if wanted(MESHES[case[2]]["context"])]
+)
+
+
+pytestmark = pytest.mark.timeout(600)  # MESHES=all needs minutes
 
 
 @pytest.fixture(scope="module")
 def result():
-    env = os.environ | {
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(HERE.parent / "eight_devices.py")],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return devices_run("eight_devices.py", 8)
 
 
-@pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_losses_and_all_gradients_are_those_of_one_device(result, model, mesh):
-    errors, one = result[model][mesh]["errors"], result[model]["one"]
+@cases_where(lambda context: True)
+def test_losses_and_all_gradients_are_those_of_one_device(result, model, pack, mesh):
+    found = result[f"{model}, {pack}"]
+    errors, one = found[mesh]["errors"], found["one"]
     assert errors.keys() == one.keys()
     assert len(errors) > 10
     assert min(one.values()) > 1e-3  # no gradient is trivially equal
     assert max(errors.values()) < 2e-5, max(errors, key=errors.__getitem__)
 
 
-@pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_a_mesh_moves_no_more_than_it_needs(result, model, mesh):
+@cases_where(lambda context: context == 1)
+def test_a_mesh_moves_no_more_than_it_needs(result, model, pack, mesh):
     """A device's part of an activation is never gathered, and each weight is gathered once."""
-    sizes, parameters = MESHES[mesh], sum(map(prod, result[model]["shapes"]))
+    found = result[f"{model}, {pack}"]
+    sizes, parameters = MESHES[mesh], sum(map(prod, found["shapes"]))
     gathered = gradients = activations = 0
-    for kind, axes, shapes in result[model][mesh]["collectives"]:
+    for kind, axes, shapes in found[mesh]["collectives"]:
         for shape in shapes:
             if any(n % SEQ == 0 for n in shape):
                 # After a matmul whose rows, or in the loss whose vocabulary, the axis divides.
@@ -79,14 +68,37 @@ def test_a_mesh_moves_no_more_than_it_needs(result, model, mesh):
     assert activations == (STREAMS[model] * stream if sizes["tensor"] > 1 else 0)
 
 
+@cases_where(lambda context: context > 1)
+def test_activations_move_only_between_heads_and_sequence(result, model, pack, mesh):
+    sizes, exchanged = MESHES[mesh], 0
+    activations = {SEQ, SEQ // sizes["context"]}  # an axis of every activation
+    for operation, axes, shapes in result[f"{model}, {pack}"][mesh]["collectives"]:
+        moved = [s for s in shapes if activations & set(s)]
+        if operation == "all-to-all":
+            assert axes == ["context"]
+            assert moved == shapes
+            exchanged += sum(map(prod, shapes))
+        elif operation == "all-reduce":  # after a matmul whose rows the tensor axis divides
+            assert not moved or axes == ["tensor"], (operation, axes, shapes)
+        else:
+            assert not moved, (operation, axes, shapes)
+    q, k, v, y, gates = {
+        "gpt2": (WIDTH, WIDTH, WIDTH, WIDTH, 0),
+        "llama3": (WIDTH, WIDTH // 2, WIDTH // 2, WIDTH, 0),
+        "vlstm": (WIDTH // 2, WIDTH // 2, WIDTH, WIDTH, 2 * SHAPE["n_heads"]),
+    }[model]
+    # A device exchanges its part of these once forward and once backward.
+    assert exchanged == 2 * BATCH * SEQ * (q + k + v + y + gates) / prod(sizes.values())
+
+
 def test_two_steps_on_eight_devices_with_accumulation_are_those_of_one(result):
-    one, eight = result["steps"]["one"], result["steps"]["all"]
+    one, eight = result["steps"]["one"], result["steps"]["data, fsdp, tensor"]
     assert np.isfinite(one["losses"]).all()  # assert_allclose accepts equal NaNs
     np.testing.assert_allclose(eight["losses"], one["losses"], rtol=2e-5)
     np.testing.assert_allclose(eight["norms"], one["norms"], rtol=2e-4)
 
 
-@pytest.mark.parametrize("mesh", ["one", "all"])
+@pytest.mark.parametrize("mesh", ["one", "data, fsdp, tensor"])
 def test_moments_are_sharded_like_their_parameters_and_buffers_are_donated(result, mesh):
     assert result["steps"][mesh]["moments_like_params"]
     assert result["steps"][mesh]["donated"]
@@ -98,11 +110,10 @@ def test_greedy_text_is_the_same_on_four_devices(result):
     assert len({token for tokens in one for token in tokens}) > 8
 
 
-@pytest.mark.parametrize("model", list(WANTED))
-def test_fsdp_and_tensor_split_the_parameters(result, model):
-    for mesh in WANTED[model]:
-        parts = MESHES[mesh]["fsdp"] * MESHES[mesh]["tensor"]
-        assert 1 / parts <= result[model][mesh]["part_held"] < 1.2 / parts
+@cases_where(lambda context: True)
+def test_fsdp_context_and_tensor_split_the_parameters(result, model, pack, mesh):
+    parts = prod(MESHES[mesh][axis] for axis in ("fsdp", "context", "tensor"))
+    assert 1 / parts <= result[f"{model}, {pack}"][mesh]["part_held"] < 1.2 / parts
 
 
 def test_kernels_run_on_each_device_s_own_part(result):

@@ -51,8 +51,17 @@ def run_until(tiny, out_dir, step, signal_number, *more):
     return process.wait(timeout=240), "".join(lines)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    """JAX's compilation cache, which the processes that tests start share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
 @pytest.fixture(scope="module")
-def straight(tiny, tmp_path_factory):
+def straight(tiny, compiled, tmp_path_factory):
     """An uninterrupted run: (its directory, the finished process)."""
     out_dir = tmp_path_factory.mktemp("runs") / "straight"
     done = run(tiny, out_dir, JAX_LOG_COMPILES="1")
