@@ -99,9 +99,12 @@ def specs(op: str, every: bool) -> list[str]:
     found = {}
     for i, case in enumerate(case for case in CASES if case.op == op):
         for j, size in enumerate(case.sizes):
-            # quantized_linear pads up to 8 rows to 8, and loops over K and N.
-            program = size["M"] > 8 if op == "quantized_linear" else j
-            found.setdefault((i, program), f"{op}:{i}:{j}")
+            program = (i, j)
+            if op == "quantized_linear":  # pads up to 8 rows to 8, and loops over K and N
+                program = (i, size["M"] > 8)
+            elif op == "attention":  # loops over B, T and the heads of a group
+                program = (case.variant, size["D"], size["H"] > size["K"])
+            found.setdefault(program, f"{op}:{i}:{j}")
     return list(found.values()) if every else list(found.values())[:1]
 
 
