@@ -19,6 +19,7 @@ from functools import partial
 import jax
 import numpy as np
 from flax import nnx
+from jax.dtypes import float0
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import MeshConfig, ModelConfig, TrainConfig
@@ -130,13 +131,56 @@ def per_device(op: Callable, in_specs, out_specs) -> Callable:
     """Wraps `op` to run on each device's shard under the mesh of `jax.set_mesh`.
 
     Returns `op` itself on one device.  Gradients of replicated inputs (P()) are summed over the
-    mesh.
+    mesh, but not over the tensor axis if no spec names it: all its devices have the same gradient.
     """
     if one_device():
         return op
     mesh = jax.sharding.get_abstract_mesh()
     # check_vma=False: the backward passes of the kernels carry no types of varying axes.
-    return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    wrap = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    if mesh.shape["tensor"] > 1 and "tensor" not in _axes((in_specs, out_specs)):
+        return _alike_on_tensor(op, wrap, in_specs, out_specs)
+    return wrap(op, in_specs=in_specs, out_specs=out_specs)
+
+
+def _alike_on_tensor(op: Callable, wrap: Callable, in_specs: tuple, out_specs) -> Callable:
+    """The wrapped `op`, whose backward pass moves nothing over the tensor axis.
+
+    shard_map's own would divide the incoming gradient by the size of the axis and then sum what its
+    devices compute, all the same.  The axes that divide the tokens must divide every output.
+    """
+    each = P(jax.sharding.get_abstract_mesh().axis_names)  # arrays that a device keeps for itself
+
+    @jax.custom_vjp
+    def wrapped(*inputs):
+        return wrap(op, in_specs=in_specs, out_specs=out_specs)(*inputs)
+
+    def forward(*inputs):
+        def run(*inputs):
+            outputs, pull_back = jax.vjp(op, *inputs)
+            return outputs, jax.tree.map(lambda saved: saved[None], pull_back)
+
+        return wrap(run, in_specs=in_specs, out_specs=(out_specs, each))(*inputs)
+
+    def backward(pull_back, gradients):
+        def run(pull_back, gradients):
+            pull_back = jax.tree.map(lambda saved: saved[0], pull_back)
+            return tuple(map(total, in_specs, pull_back(gradients)))
+
+        return wrap(run, in_specs=(each, out_specs), out_specs=in_specs)(pull_back, gradients)
+
+    def total(spec, gradient):
+        if gradient is None or gradient.dtype == float0:
+            return None
+        return jax.lax.psum(gradient, [axis for axis in PARTS if axis not in _axes(spec)])
+
+    wrapped.defvjp(forward, backward)
+    return wrapped
+
+
+def _axes(specs) -> set:
+    """The mesh axes that PartitionSpecs name."""
+    return {axis for spec in jax.tree.leaves(specs) for axis in jax.tree.leaves(tuple(spec))}
 
 
 def context_size() -> int:

@@ -107,25 +107,17 @@ def cached_tokens(
     Without a `val_source`, val.bin gets about 5% of the documents, chosen by a hash of their names.
     """
 
+    if val_source is None:
+        parts = [(source, lambda name: "val" if is_held_out(name, VAL_FRACTION) else "train")]
+    else:
+        parts = [(source, lambda name: "train"), (val_source, lambda name: "val")]
+
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0}
         writers = {x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in counts}
-
-        def add(source: Source, split: Callable[[str], str]) -> None:
-            with progress_bar("encoding the text (once)", source.size) as done:
-                for batch in encode(source.pieces(), tokenizer):
-                    for piece, ids in batch:
-                        name = split(piece.document)
-                        writers[name].append(ids)
-                        counts[name] += piece.begins
-                    done(batch[-1][0].done)
-
         try:
-            if val_source is None:
-                add(source, lambda name: "val" if is_held_out(name, VAL_FRACTION) else "train")
-            else:
-                add(source, lambda name: "train")
-                add(val_source, lambda name: "val")
+            for part, split in parts:
+                _write(part, split, tokenizer, writers, counts)
             if not any(counts.values()):
                 raise InputError("the data is empty: no document in it has any text")
         finally:
@@ -134,3 +126,20 @@ def cached_tokens(
         write_json(folder / "counts.json", counts)
 
     return build_once(cache / f"tokens-{key[:16]}", build)
+
+
+def _write(
+    source: Source,
+    split: Callable[[str], str],
+    tokenizer: Tokenizer,
+    writers: dict[str, ShardWriter],
+    counts: dict[str, int],
+) -> None:
+    """Appends each document to the writer that `split` names for it, and counts it there."""
+    with progress_bar("encoding the text (once)", source.size) as done:
+        for batch in encode(source.pieces(), tokenizer):
+            for piece, ids in batch:
+                name = split(piece.document)
+                writers[name].append(ids)
+                counts[name] += piece.begins
+            done(batch[-1][0].done)

@@ -178,29 +178,33 @@ class Source:
 
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                schema = file.schema_arrow
-                if self.text_column not in schema.names:
-                    raise InputError(
-                        f"{path} has no column {self.text_column!r} (it has"
-                        f" {', '.join(schema.names)}); name the column of the text with text_column"
-                    )
-                kind = schema.field(self.text_column).type
-                if pyarrow.types.is_dictionary(kind):  # a pandas category
-                    kind = kind.value_type
-                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise InputError(f"{path}: column {self.text_column!r} is {kind}, not text")
+                self._check_column(path, file.schema_arrow)
                 rows, size = max(1, file.metadata.num_rows), path.stat().st_size
-                number = 0
-                for batch in file.iter_batches(256, columns=[self.text_column]):
-                    for text in batch.column(0).to_pylist():
-                        number += 1
-                        if text:
-                            yield Piece(f"{name}:{number}", text, True, size * number // rows)
+                batches = file.iter_batches(256, columns=[self.text_column])
+                texts = (text for batch in batches for text in batch.column(0).to_pylist())
+                for number, text in enumerate(texts, 1):
+                    if text:
+                        yield Piece(f"{name}:{number}", text, True, size * number // rows)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:  # from the system, not the content
                 raise
             reason = " ".join(str(error).split())
             raise InputError(f"{path} is not a readable parquet file: {reason}") from error
+
+    def _check_column(self, path: Path, schema) -> None:
+        """Raises InputError if a parquet file has no column of text under `text_column`."""
+        from pyarrow import types
+
+        if self.text_column not in schema.names:
+            raise InputError(
+                f"{path} has no column {self.text_column!r} (it has"
+                f" {', '.join(schema.names)}); name the column of the text with text_column"
+            )
+        kind = schema.field(self.text_column).type
+        if types.is_dictionary(kind):  # a pandas category
+            kind = kind.value_type
+        if not (types.is_string(kind) or types.is_large_string(kind)):
+            raise InputError(f"{path}: column {self.text_column!r} is {kind}, not text")
 
 
 def _place_to_cut(text: str) -> int:

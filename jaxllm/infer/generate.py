@@ -19,6 +19,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read(argv: list[str] | None) -> argparse.Namespace:
+    args = _parser().parse_args(argv)
+    _check(args)
+    return args
+
+
+def _parser() -> Parser:
     parser = Parser(
         prog="jaxllm generate",
         description=__doc__.partition(": ")[0] + ".",
@@ -88,7 +94,11 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
         metavar="STRING",
         help="end a text before this string; may be repeated",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises InputError for a number out of its range or a text that cannot be encoded."""
     for name, least, most in (
         ("tokens", 1, None),
         ("temperature", 0, None),
@@ -107,7 +117,6 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
             raise InputError(f"{text!r} is not UTF-8")
     if "" in args.stop:
         raise InputError("--stop is empty: every text would stop at once")
-    return args
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.sharding import constrain, context_size, normal
+from jaxllm.sharding import SHARDS, constrain, context_size, normal
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
 # by rows need a single sum over the tensor axis.  fsdp shards the other dimension.
@@ -68,8 +68,10 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     side_by_side = lambda arrays: jnp.concatenate(
         [a.reshape(*a.shape[:-1], parts, -1) for a in arrays], axis=-1
     ).reshape(*arrays[0].shape[:-1], -1)
-    weights = [constrain(layer.weight[...].astype(x.dtype), None, "tensor") for layer in layers]
-    weight = constrain(side_by_side(weights), None, "tensor")
+    # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
+    weights = [constrain(layer.weight[...].astype(x.dtype), SHARDS, "tensor") for layer in layers]
+    weight = constrain(side_by_side(weights), SHARDS, "tensor")
+    weight = constrain(weight, None, "tensor")
     y = x @ weight if dtype is None else _matmul(x, weight, dtype)
     biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
     return y + side_by_side(biases) if biases else y

@@ -12,9 +12,9 @@ from jaxllm.config import InputError, Llama3Config, MeshConfig, TrainConfig
 from jaxllm.sharding import check_batch, check_model, make_mesh, per_device
 
 # Sums over the tensor axis of a whole (B, T, C) with one block: two in its forward pass, one of the
-# loss, one for each input of its matmuls (llama3: q, k and v; gate; up), and three that shard_map
-# adds to the backward passes of the norms and that no device needs.
-STREAMS = {"gpt2": 2 + 1 + 2 + 3, "llama3": 2 + 1 + 3 + 3, "vlstm": 2 + 1 + 7 + 3}
+# loss, and one for each input of its matmuls (llama3: q, k and v; gate; up).  On GPUs XLA adds the
+# inputs of the same norm first, so that two are left of the last.
+STREAMS = {"gpt2": 2 + 1 + 2, "llama3": 2 + 1 + 3, "vlstm": 2 + 1 + 7}
 CASES = [(*case, mesh) for case, meshes in WANTED.items() for mesh in meshes]
 cases_where = lambda wanted: pytest.mark.parametrize(
     ("model", "pack", "mesh"), [case for case in CASES if wanted(MESHES[case[2]]["context"])]
@@ -63,7 +63,10 @@ def test_a_mesh_moves_no_more_than_it_needs(result, model, pack, mesh):
         assert 0.7 * once < gathered < 1.05 * once
     else:
         assert gathered == (table if sizes["tensor"] > 1 else 0)
-    assert table <= gradients < 1.05 * once
+    if sizes["data"] * sizes["fsdp"] > 1:
+        assert table <= gradients < 1.05 * once
+    else:  # every device has all tokens
+        assert gradients == 0
     stream = BATCH // (sizes["data"] * sizes["fsdp"]) * SEQ * WIDTH
     assert activations == (STREAMS[model] * stream if sizes["tensor"] > 1 else 0)
 
