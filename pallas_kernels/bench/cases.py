@@ -38,7 +38,13 @@ class Case:
     cudnn: Callable | None = None
     xla: bool = True  # False if the XLA form does not fit in memory
     gpu: Gpu = "sm_80"  # what the kernel needs, as in the op's call of `dispatch.use_kernel`
+    forward_only: bool = False  # where no user needs the backward pass at these sizes
+    derive: Callable | None = None  # further axes of the arrays, from the sizes
     pack: Callable | None = None  # the op's arguments from the arrays, where they differ
+
+    def axes(self, sizes: dict[str, int]) -> dict[str, int]:
+        """The length of every axis of the arrays."""
+        return sizes | (self.derive(sizes) if self.derive else {})
 
     def arguments(self, inputs) -> dict:
         """The op's arguments, by name, from the arrays in their order."""
@@ -142,9 +148,10 @@ def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "in
     """quantized_linear of random words; sizes: (M, K, N)."""
     step, parts = (512, bits // 2 + 1) if format == "2:4" else (512 // bits, 1)
 
-    def axes(m, k, n):
-        parts_of = {"S": k // step, "P": parts, "G": k // group, "R": COLUMNS, "W": WORDS}
-        return {"M": m, "K": k, "N": n // COLUMNS, "V": 2**31 - 1} | parts_of
+    def derive(sizes):
+        k = sizes["K"]
+        axes = {"S": k // step, "P": parts, "G": k // group, "R": COLUMNS, "W": WORDS}
+        return axes | {"C": sizes["N"] // COLUMNS, "V": 2**31 - 1}
 
     def pack(x, words, scales):
         shape = (x.shape[-1], words.shape[0] * COLUMNS)
@@ -153,13 +160,13 @@ def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "in
 
     return Case(
         "quantized_linear",
-        {"x": A("M K"), "words": A("N S P R W", "int32", "uniform V"), "scales": A("N G R")},
-        tuple(axes(*size) for size in sizes),
-        {"N": 2},
-        reads=("words", "scales"),
-        writes=("x",),
-        variant=variant,
+        {"x": A("M K"), "words": A("C S P R W", "int32", "uniform V"), "scales": A("C G R")},
+        _shapes("M K N", *sizes),
+        {"N": 2 * COLUMNS},
+        variant=f"{variant} group {group}",
         gpu="sm_90a",
+        forward_only=True,  # gradients are for LoRA, whose rows are many
+        derive=derive,
         pack=pack,
     )
 
@@ -235,8 +242,8 @@ CASES = (
     ),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
-    _quantized("int4, 32", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
-    _quantized("int4, 128", 4, *_UP_DOWN, (8, 4096, 14336), (64, 4096, 14336), group=128),
+    _quantized("int4", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
+    _quantized("int4", 4, *_UP_DOWN, (8, 4096, 14336), (64, 4096, 14336), group=128),
     _quantized("int8", 8, _UP_DOWN[0], group=128),
     _quantized("int2", 2, _UP_DOWN[0], group=128),
     _quantized("int1", 1, _UP_DOWN[0], group=128),

@@ -61,13 +61,15 @@ def array(spec: A, sizes: dict[str, int], seed: int) -> jax.Array:
 
 
 def arrays(case: Case, sizes: dict[str, int]) -> list[jax.Array]:
-    return [array(spec, sizes, i) for i, spec in enumerate(case.arrays.values())]
+    axes = case.axes(sizes)
+    return [array(spec, axes, i) for i, spec in enumerate(case.arrays.values())]
 
 
 def structs(case: Case, sizes: dict[str, int]) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the case's arrays."""
+    axes = case.axes(sizes)
     return [
-        jax.ShapeDtypeStruct([sizes[axis] for axis in spec.axes.split()], spec.dtype)
+        jax.ShapeDtypeStruct([axes[axis] for axis in spec.axes.split()], spec.dtype)
         for spec in case.arrays.values()
     ]
 
@@ -142,6 +144,8 @@ def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.st
         return [g for name, g in named if name in _writes(case)]
 
     programs = {"forward": compiled(op, *inputs)}
+    if case.forward_only:
+        return programs
     if case.flops:
         programs["forward+backward"] = compiled(functools.partial(both, op), dy, *inputs)
     elif keep:
@@ -318,6 +322,8 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
             flops = {"forward": forward, "forward+backward": (1 + case.backward) * forward}
         else:
             flops = counted_flops(case, sizes)
+    if case.forward_only:
+        flops = {"forward": flops["forward"]}
     records = []
     for direction in flops:
         amount, unit, top = moved[direction], "TB/s", "copy_TB_per_s"

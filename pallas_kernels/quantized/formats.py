@@ -164,7 +164,7 @@ def quantize(
 
 
 def dequantize(weight: QuantizedWeight, dtype=jnp.float32) -> Float[Array, "K N"]:
-    """w' = level s + offset, computed in float32 and rounded to dtype."""
+    """w' = level s + offset, computed in float32 (float64 for it) and rounded to dtype."""
     weight.check()
     codes, kept = _unpack(weight)
     w = levels(codes, weight.bits, weight.format) * _across(weight, weight.scales)
@@ -172,7 +172,9 @@ def dequantize(weight: QuantizedWeight, dtype=jnp.float32) -> Float[Array, "K N"
         w = w + _across(weight, weight.offsets)
     if kept is not None:
         w = jnp.where(kept, w, 0)
-    return w[: weight.shape[0], : weight.shape[1]].astype(dtype)
+    w, of = w[: weight.shape[0], : weight.shape[1]], jnp.finfo(dtype)
+    # XLA may drop a conversion that it undoes afterwards, but never this.
+    return lax.reduce_precision(w, of.nexp, of.nmant).astype(dtype)
 
 
 def _check_format(shape, bits, group, symmetric, format) -> None:

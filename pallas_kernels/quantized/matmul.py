@@ -39,7 +39,7 @@ _BLOCK = 64  # of k in a wgmma: 128 bytes, one swizzle
 _WGS = 4
 _STAGES = 4
 _SPAN = 2  # short steps of a turn, which has about 100 instructions besides those of its weights
-_SMEM = 110 * 1024  # of a block's rings, so that an SM holds two blocks
+_SMEM = 112 * 1024  # of a block, so that an SM (227 KB) holds two blocks
 _BLOCKS = 2 * 132  # of one wave: two blocks for each SM of an H100
 _MOST_SPLITS = 16
 
@@ -74,8 +74,10 @@ def plan(m: int, weight: QuantizedWeight) -> Plan:
     groups = max(1, span * step // group)
     turn = 4096 * weight.parts * span + 128 * groups * (1 + asymmetric) + 2 * rows * span * step
     # Two blocks on an SM, or one where a turn is large; two turns in flight for each warpgroup.
-    wgs = min(_WGS, turns)
-    room = _SMEM // turn if _SMEM // turn >= 2 * wgs else 2 * _SMEM // turn
+    wgs, others = min(_WGS, turns), 4 * COLUMNS * rows + 2048  # the sum; barriers and alignment
+    room = (_SMEM - others) // turn
+    if room < 2 * wgs:
+        room = (2 * _SMEM - others) // turn
     while room < 2 * wgs and wgs > 1:
         wgs //= 2
     stages = min(_STAGES, room // wgs)

@@ -12,6 +12,7 @@ import pallas_kernels
 from pallas_kernels import dispatch
 from pallas_kernels.bench import cases, run
 from pallas_kernels.bench.cases import CASES, A, Case
+from pallas_kernels.bench.report import text
 
 X = A("N C")
 SIZES = {"N": 4, "C": 1024}
@@ -50,6 +51,16 @@ def test_every_case_fits_its_op(case):
         assert run.decided(case, sizes).runs == ("mosaic" if ON_GPU else "xla")
         assert set(case.reads) | set(case.writes or ()) <= set(case.arrays)
         assert set(case.small) <= set(sizes)
+
+
+def test_quantized_linear_is_labelled_by_its_format_and_shape_and_has_no_backward_pass():
+    case = next(case for case in CASES if case.op == "quantized_linear")
+    assert f"{case.variant} {text(case.sizes[0])}" == "int4 group 32 M1 K4096 N14336"
+    x, words, _ = run.structs(case, case.sizes[0])
+    assert (x.shape, words.size * 8) == ((1, 4096), 4096 * 14336)
+    inputs = run.structs(case, run.small(case, case.sizes[0]))
+    assert set(run.compile_op(case, run.on_xla(case), inputs, keep=False)) == {"forward"}
+    assert [r["direction"] for r in run.measure(case, case.sizes[0], None, {})] == ["forward"]
 
 
 def test_every_public_op_with_a_kernel_has_a_case():

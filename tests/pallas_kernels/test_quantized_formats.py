@@ -95,6 +95,13 @@ def test_a_weight_on_the_levels_comes_back(format, bits):
     np.testing.assert_array_equal(dequantize(again, jnp.bfloat16), rounded)
 
 
+def test_dequantize_rounds_whatever_follows():
+    # XLA fuses what follows, and would drop the conversions to bfloat16 and back.
+    q = quantize(normal(0, (128, 64)), bits=8)
+    w = jax.jit(lambda q: dequantize(q, jnp.bfloat16).astype(jnp.float32))(q)
+    np.testing.assert_array_equal(w, np.asarray(dequantize(q)).astype(jnp.bfloat16))
+
+
 def test_packing_is_the_documented_one():
     k, n, bits = 17 + 16 * 5, 65, 4  # plane 6, c = 1 of the first step; the second set of columns
     w = jnp.zeros((128, 66)).at[k, n].set(7.0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import check_op, normal
+from kernel_checks import assert_lowers, check_op, normal
 
 from pallas_kernels import dequantize, quantize, quantized_linear
 from pallas_kernels.quantized.matmul import plan
@@ -65,6 +65,21 @@ def test_the_turns_of_blocks_and_warpgroups_cover_k_once(m, k, bits):
     assert sorted(turns) == list(range(p.turns))
     assert p.turns * p.span * p.step >= k
     assert p.stages >= 1
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "options"),
+    [
+        (64, 512, dict(bits=2, symmetric=False)),
+        (64, 512, dict(bits=1, group=32, symmetric=False)),
+        (32, 768, dict(bits=4)),
+    ],
+)
+def test_the_largest_blocks_fit_into_shared_memory(m, k, options):
+    weight = jax.eval_shape(lambda w: quantize(w, **options), jnp.zeros((k, 64)))
+    x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    linear = lambda *a: quantized_linear(*a, implementation="mosaic")
+    assert_lowers(linear, (x, weight), KERNELS)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
