@@ -17,7 +17,7 @@ The warpgroups then add their sums in a fixed order (the last one passes its sum
 and the first writes the block's sum, in float32.  XLA adds the splits, in order, in the kernel that
 also adds the bias.  There are no atomics, so two runs are equal bit for bit.
 
-No GPU has run this kernel, so its constants are estimates.
+No sweep has chosen the constants; docs/decoding.md has the times.
 """
 
 import functools
