@@ -102,8 +102,6 @@ def specs(op: str, every: bool) -> list[str]:
             program = (i, j)
             if op == "quantized_linear":  # pads up to 8 rows to 8, and loops over K and N
                 program = (i, size["M"] > 8)
-            elif op == "attention":  # loops over B, T and the heads of a group
-                program = (case.variant, size["D"], size["H"] > size["K"])
             found.setdefault(program, f"{op}:{i}:{j}")
     return list(found.values()) if every else list(found.values())[:1]
 
