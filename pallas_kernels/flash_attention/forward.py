@@ -66,13 +66,14 @@ from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
 
-def tiles(head_dim: int) -> Tiles:
-    """The fastest on an H100; docs/attention.md has the others."""
+def tiles(head_dim: int, packed: bool) -> Tiles:
+    """The fastest on an H100 that fit beside the ids; docs/attention.md has the others."""
     if head_dim <= 64:
         return Tiles(3, 128, 4, True, 16)
     if head_dim <= 128:
-        return Tiles(2, 128, 3, True, 16)
-    return Tiles(2, 64, 3, False, 16)  # 256 columns of O leave registers for 64 keys
+        return Tiles(2, 128, 3, head_dim <= 96 or not packed, 16)
+    # 256 columns of O leave registers for 64 keys.
+    return Tiles(2, 64, 2 if packed else 3, False, 16)
 
 
 class Inputs(NamedTuple):
@@ -469,9 +470,7 @@ def forward(
     """
     (b, rows, _, d), packed = q.shape, segments is not None
     h = q.shape[2] if heads is None else heads.q
-    tile = tile or tiles(d)
-    if packed and d > 96:  # shared memory has no more, beside the ids
-        tile = tile._replace(persistent=False, stages=3 if d <= 128 else 2)
+    tile = tile or tiles(d, packed)
     s = schedule(
         q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
         softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
