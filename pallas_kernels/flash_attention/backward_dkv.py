@@ -163,7 +163,11 @@ def pairs_up(width: int) -> bool:
 
 
 def runs_on(width: int) -> bool:
-    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in."""
+    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
+
+    A slot then stays taken for a step more.  `add_both` loads before it frees one, so its ring
+    needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
+    """
     return width <= 64 or pairs_up(width)
 
 
