@@ -37,6 +37,7 @@ from jaxllm.train.step import Trainer
 
 # No axis of a parameter, or of a part of one, is a multiple of SEQ or of a device's part of it.
 BATCH, SEQ, WIDTH = 8, 40, 128
+STEP_ROWS = 16  # of whole steps: each of four groups of devices has two in both accumulated parts
 SHAPE = dict(vocab_size=250, n_layers=1, n_heads=4, d_model=WIDTH, max_seq_len=64)
 EXACT = dict(kernels="xla", compute_dtype="float32", residual_dtype="float32")
 MODELS = {
@@ -74,11 +75,13 @@ if os.environ.get("MESHES") == "all":
     WANTED |= {(model, "documents"): [mesh for mesh in MESHES if mesh != "one"] for model in MODELS}
 
 
-def trainer(model: str, mesh: str, accum: int = 1, pack: str = "documents", **more) -> Trainer:
+def trainer(
+    model: str, mesh: str, accum: int = 1, pack: str = "documents", rows: int = BATCH, **more
+) -> Trainer:
     config = Config(
         model=MODELS[model](**more),
         data=DataConfig(pack=pack),
-        train=TrainConfig(steps=2, batch_size=BATCH, seq_len=SEQ, grad_accum=accum),
+        train=TrainConfig(steps=2, batch_size=rows, seq_len=SEQ, grad_accum=accum),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         mesh=MESHES[mesh],
     )
@@ -95,8 +98,8 @@ def weights(model: str) -> nnx.State:
     )
 
 
-def batch(pack: str = "documents", seed: int = 1) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(seed).integers(0, 250, (BATCH, SEQ + 1)).astype(np.int32)
+def batch(pack: str = "documents", seed: int = 1, rows: int = BATCH) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(seed).integers(0, 250, (rows, SEQ + 1)).astype(np.int32)
     found = {"tokens": tokens[:, :-1], "labels": np.where(tokens[:, 1:] % 7, tokens[:, 1:], -100)}
     return found | (documents(found["tokens"] % 16, 0) if pack == "documents" else {})
 
@@ -178,13 +181,13 @@ def compare(model: str, pack: str) -> dict:
 
 def steps(model: str, mesh: str, accum: int) -> dict:
     """Two steps of a model, how its state lies on the devices, and what the program gathers."""
-    t = trainer(model, mesh, accum, **EXACT)
+    t = trainer(model, mesh, accum, rows=STEP_ROWS, **EXACT)
     state = t.init()
     program = t.trace_train_step().lower().compile()
     losses, norms, before = [], [], state
     for seed in range(2):
         before = state
-        state, metrics = program(state, t.put_batch(batch(seed=seed)))
+        state, metrics = program(state, t.put_batch(batch(seed=seed, rows=STEP_ROWS)))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
@@ -199,6 +202,7 @@ def steps(model: str, mesh: str, accum: int) -> dict:
         ),
         "params_held": part_held(params),
         "moments_held": part_held(moments),
+        "summed": [s for _, axes, shapes in moved if axes == ["tensor"] for s in shapes],
         "gathered": [s for kind, _, shapes in moved if kind == "all-gather" for s in shapes],
         "shapes": [p.shape for p in params],
     }

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.files import lock
@@ -29,6 +31,10 @@ def set_xla_flags(deterministic: bool) -> None:
         # SiLU are wrong there: by a quarter for the gate's weights, on both versions.
         "--xla_cpu_experimental_ynn_fusion_type=",
     ]
+    if jax.__version_info__ >= (0, 12):
+        # XLA's own kernels for small all-reduces call ncclGetPeerDevicePointer, which NCCL 2.28.9
+        # lacks: the step fails.  PyTorch 2.11 requires that NCCL, and JAX accepts it.
+        flags.append("--xla_gpu_experimental_use_collective_kernels=")
     if deterministic:
         flags.append("--xla_gpu_deterministic_ops=true")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
