@@ -171,6 +171,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def divide(n, by: int):
+    """(n // by, n % by) for n >= 0, in half the instructions of // and %, inside a kernel."""
+    return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
+
+
 def along(vector, shape, axis: int) -> jax.Array:
     """Broadcasts a vector along `axis` of a two-dimensional shape, inside a kernel."""
     return lax.broadcast_in_dim(vector, shape, [axis])

@@ -40,6 +40,7 @@ from pallas_kernels.flash_attention.schedule import (
     Heads,
     Schedule,
     Tiles,
+    diagonal_crosses_tiles,
     launch,
     schedule,
     walk,
@@ -319,7 +320,7 @@ def one_head(w: Worker, i: Item, add, g):
     pass_by(w, i, g, 0, i.first)
     if late:
         one(i.first, visits.causal or s.packed, begins=True)
-    crosses = visits.causal and (not late or visits.offset % ROWS or s.columns % ROWS)
+    crosses = diagonal_crosses_tiles(s) if late else visits.causal
     walk(s, i, i.first + late, one, crosses=crosses)
     if late:
         plgpu.wgmma_wait(0)
@@ -434,9 +435,7 @@ def backward_dkv(
 
     pair: what two warpgroups do with 64 keys that they share; None: each has 64 keys of its own.
     """
-    # K and V in registers would spare shared memory half of S and dP (D64: 0.9 of the time), but
-    # ptxas gives these registers away while a later step needs them: wrong dK on an H100, with
-    # ptxas 12.9 for one step a head, with nvJitLink 13.0 for several.
+    # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, tile = segments is not None, tiles(q.shape[-1])
     owned = 1 if pair else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)

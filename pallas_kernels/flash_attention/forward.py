@@ -37,19 +37,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import logits, same_segment, some_rows_see_nothing
-from pallas_kernels.flash_attention.queries import (
-    Item,
-    diagonal_crosses_tiles,
-    in_sight,
-    is_ragged,
-    item_of,
-    tiles_of,
-)
+from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
     Schedule,
     Tiles,
+    diagonal_crosses_tiles,
     launch,
     pad_segments,
     schedule,

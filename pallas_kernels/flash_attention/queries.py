@@ -77,8 +77,3 @@ def in_sight(s: Schedule, i: Item, x, n):
 def is_ragged(s: Schedule) -> bool:
     """Whether the last tile of keys is not full."""
     return s.visits.lengths[1] % s.columns != 0
-
-
-def diagonal_crosses_tiles(s: Schedule) -> bool:
-    """Whether the diagonal of a warpgroup's queries may cross a second tile."""
-    return s.visits.causal and bool(s.visits.offset % ROWS or s.columns % ROWS)

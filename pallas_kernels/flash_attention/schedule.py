@@ -164,7 +164,6 @@ def launch(s: Schedule, name: str, body, inputs, out_type, scratch: dict, **para
     def run(inputs, *results, **smem):
         body(s, inputs, *results, SimpleNamespace(**smem))
 
-    parameters = dict(approx_math=True, unsafe_no_auto_barriers=True) | parameters
     return mosaic.kernel(
         run,
         name=name,
@@ -174,7 +173,9 @@ def launch(s: Schedule, name: str, body, inputs, out_type, scratch: dict, **para
         grid_names=("block",),
         num_threads=s.wgs,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(**parameters),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, **parameters
+        ),
     )(inputs)
 
 
@@ -221,8 +222,8 @@ def share_out(
         table = plan(costs, pairs, section, sms)
 
     def where(item):
-        level, pair = order(item) if table is None else divide(item, pairs)
-        return first_row(level), divide(pair, heads)
+        level, pair = order(item) if table is None else mosaic.divide(item, pairs)
+        return first_row(level), mosaic.divide(pair, heads)
 
     return Items(blocks * pairs if table is None else sms, table, where)
 
@@ -313,6 +314,11 @@ def work_items(plan_ref, begin, body) -> None:
     lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
 
 
+def diagonal_crosses_tiles(s: Schedule) -> bool:
+    """Whether the diagonal of a warpgroup's rows may cross a second tile."""
+    return s.visits.causal and bool(s.visits.offset % ROWS or s.columns % ROWS)
+
+
 def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
     """Runs step(n, masked) for the steps start ... i.last - 1 of an item i.
 
@@ -325,8 +331,3 @@ def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
     steps(start, i.edge, False)
     if s.visits.window is not None or s.packed:
         steps(i.edge, i.last, True)
-
-
-def divide(x, by: int):
-    """(x // by, x % by) of an x that is not negative."""
-    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
