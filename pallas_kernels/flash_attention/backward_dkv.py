@@ -95,9 +95,9 @@ def scratch(s: Schedule) -> dict:
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     own, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
     buffers = dict(
-        k=s.buffer(own, ROWS),
+        k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
         v=s.buffer(own, ROWS),
-        q=s.buffer(s.stages, s.columns),
+        q=s.buffer(s.stages, s.columns),  # of each slot, like do, lse and delta
         do=s.buffer(s.stages, s.columns),
         lse=stat,
         delta=stat,
@@ -110,7 +110,7 @@ def scratch(s: Schedule) -> dict:
     if s.packed:
         buffers["k_ids"] = plgpu.SMEM((own, ROWS), jnp.int32)
         buffers["q_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
-    if pairs_up(s):
+    if pairs_up(s):  # P^T, on its way from one warpgroup to the other
         swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
         buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
         buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
@@ -140,11 +140,11 @@ class Worker(NamedTuple):
     inputs: Inputs
     dk_ref: Any
     dv_ref: Any
-    smem: Any  # of `scratch`
+    smem: Any  # what `scratch` lists, by name
     rings: tuple[Ring, Ring]
     wg: Any
     set: Any  # which 64 of the block's keys it works on
-    differentiate: Callable  # computes and stores what it sums of an item, (w, i)
+    differentiate: Callable  # (w, i): sums and stores dK and dV of an item, or its share of them
 
 
 # Load: K and V of a warpgroup, and the tiles of Q and dO.

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic import ROWS, WGMMA
 
 
 def differentiate_in_pairs(w: Worker, i: Item):
+    """The first warpgroup sums and stores dV, the second dK."""
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(sum_dv, w, i), acc))
     pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))

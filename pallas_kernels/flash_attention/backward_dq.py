@@ -88,7 +88,7 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     buffers = dict(
-        q=s.buffer(s.sides * s.wgs, ROWS),
+        q=s.buffer(s.sides * s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars, o and dq
         do=s.buffer(s.sides * s.wgs, ROWS),
         kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
         stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),  # lse, dlse
@@ -103,7 +103,7 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
         buffers["k_free"] = ring(num_arrivals=s.wgs)
     if has_o_buffer(s):
         buffers["o"] = s.buffer(s.wgs, ROWS)
-    if s.items.persistent:
+    if s.items.persistent:  # otherwise dQ leaves through the buffer of dO
         buffers["dq"] = s.buffer(s.wgs, ROWS)
     return buffers
 
@@ -115,7 +115,7 @@ class Worker(NamedTuple):
     inputs: Inputs
     dq_ref: Any
     delta_ref: Any
-    smem: Any  # of `scratch`
+    smem: Any  # what `scratch` lists, by name
     wg: Any
     o: Any  # its buffer of O
 
@@ -344,7 +344,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
 
 
 def store(w: Worker, i: Item, dq):
-    # dQ leaves through the buffer of dO, unless the next item's is on its way into that.
+    # The next item's dO may be on its way into the buffer of dO.
     smem = w.smem.dq if w.schedule.items.persistent else w.smem.do
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
     smem[w.wg] = (dq * w.schedule.scale).astype(w.schedule.dtype)

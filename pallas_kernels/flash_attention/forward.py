@@ -128,7 +128,7 @@ class Worker(NamedTuple):
     inputs: Inputs
     o_ref: Any
     lse_ref: Any
-    smem: Any  # of `scratch`
+    smem: Any  # what `scratch` lists, by name
     k: Ring
     v: Ring
     wg: Any
