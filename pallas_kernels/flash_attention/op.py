@@ -6,17 +6,17 @@ Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 202
 h reads kv head h // (H / K).  The forward pass saves only the log-sum-exp of each row, from which
 the backward pass recomputes P (Dao et al. 2022, "FlashAttention").
 
-The kernels are in forward.py, backward_dq.py and backward_dkv.py.  masks.py defines what a query
-sees, schedule.py assigns work to blocks, and queries.py has the blocks of queries of the first two
-kernels.  This file has the op, its jnp reference, its `custom_vjp`, and cuDNN as the fallback.
-qkv.py has the op for q, k and v in one array.
+This file has the op, its jnp reference, its `custom_vjp`, and cuDNN as the fallback; qkv.py has the
+op for q, k and v in one array.  The kernels are in forward.py and, called by backward.py, in
+backward_dq.py and backward_dkv.py.  masks.py defines what a query sees, schedule.py assigns work to
+blocks; queries.py has the steps of a block of queries (forward, dQ), keys.py those of a block of
+keys (dK and dV).
 """
 
 import functools
 import math
 import os
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.flash_attention import backward_dq, forward
+from pallas_kernels.flash_attention.backward import backward
+from pallas_kernels.flash_attention.forward import forward
+from pallas_kernels.flash_attention.schedule import Call
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
@@ -293,20 +295,9 @@ _reference.defvjp(_reference_forward, _reference_backward)
 # ---- kernels ---------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """The static arguments of the kernels."""
-
-    lengths: tuple[int, int]  # T and S without padding
-    causal: bool
-    scale: float
-    sms: int
-    window: int | None
-    softcap: float | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attention(q, k, v, segments, call, with_lse):
-    return forward.forward(q, k, v, segments, **call._asdict())
+    return forward(q, k, v, segments, call=call)
 
 
 def _attention_forward(q, k, v, segments, call, with_lse):
@@ -321,7 +312,7 @@ def _attention_backward(call, with_lse, saved, cotangents):
     dout, dlse = cotangents
     if not with_lse:
         dlse = None  # it is zero, so the kernels need not read it
-    grads = backward_dq.backward(q, k, v, out, lse, dout, dlse, segments, **call._asdict())
+    grads = backward(q, k, v, out, lse, dout, dlse, segments, call=call)
     return *grads, None
 
 

@@ -15,10 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.flash_attention import backward_dq, forward
-from pallas_kernels.flash_attention.op import WIDTHS, Call, attention, check, scale_of
+from pallas_kernels.flash_attention.backward import backward
+from pallas_kernels.flash_attention.forward import forward
+from pallas_kernels.flash_attention.op import WIDTHS, attention, check, scale_of
 from pallas_kernels.flash_attention.op import why_not as _attention_why_not
-from pallas_kernels.flash_attention.schedule import Heads
+from pallas_kernels.flash_attention.schedule import Call, Heads
 from pallas_kernels.rotary import RopeScaling, check_positions, rope, rotate_in_place
 from pallas_kernels.rotary import why_not_in_place as _rope_why_not
 
@@ -91,16 +92,14 @@ def _attention_qkv(qkv, positions, segments, heads, rotation, call):
 def _forward(qkv, positions, segments, heads, rotation, call):
     if rotation[0] is not None:
         qkv = rotate_in_place(qkv, sum(heads), positions, *rotation)
-    results = forward.forward(qkv, qkv, qkv, segments, heads=heads, **call._asdict())
+    results = forward(qkv, qkv, qkv, segments, call=call, heads=heads)
     out, lse = (checkpoint_name(x, "attention") for x in results)
     return out, (qkv, positions, segments, out, lse)
 
 
 def _backward(heads, rotation, call, saved, dout):
     qkv, positions, segments, out, lse = saved
-    d = backward_dq.backward(
-        qkv, qkv, qkv, out, lse, dout, None, segments, heads=heads, **call._asdict()
-    )
+    d = backward(qkv, qkv, qkv, out, lse, dout, None, segments, call=call, heads=heads)
     if rotation[0] is not None:
         d = rotate_in_place(d, sum(heads), positions, *rotation, backward=True)
     return d, None, None
