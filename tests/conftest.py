@@ -10,10 +10,13 @@ from jaxtyping import install_import_hook
 # The interpreter runs each warpgroup of a block in its own thread and needs them all at once: with
 # two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
-# Tests on a CPU compile much and compute little; this saves a quarter of their time.
+# Tests compile much and compute little.  Cheaper compilation saves a quarter of their time on a CPU;
+# on a GPU XLA would compile and time Triton's matmuls, some for minutes.
 if shutil.which("nvidia-smi") is None:
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
+else:
+    fast = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # Python's garbage collector looks through all that JAX has traced and compiled; test processes need
 # 6% less time if it does so rarely.
 gc.set_threshold(100_000, 20, 100)
