@@ -10,8 +10,8 @@ from jaxtyping import install_import_hook
 # The interpreter runs each warpgroup of a block in its own thread and needs them all at once: with
 # two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
-# Tests compile much and compute little.  Cheaper compilation saves a quarter of their time on a CPU;
-# on a GPU XLA would compile and time Triton's matmuls, some for minutes.
+# Tests compile much and compute little.  Cheaper compilation saves a quarter of their time on a
+# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.
 if shutil.which("nvidia-smi") is None:
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 else:
