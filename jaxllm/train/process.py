@@ -32,8 +32,8 @@ def set_xla_flags(deterministic: bool) -> None:
         "--xla_cpu_experimental_ynn_fusion_type=",
     ]
     if jax.__version_info__ >= (0, 12):
-        # XLA's own kernels for small all-reduces call ncclGetPeerDevicePointer, which came with NCCL
-        # 2.29.  PyTorch 2.11 requires 2.28.9, and JAX accepts it: then the first step fails.
+        # XLA's own kernels for small all-reduces call ncclGetPeerDevicePointer, which is in NCCL
+        # from 2.29 on.  JAX accepts the 2.28.9 that PyTorch 2.11 requires; the step would fail.
         flags.append("--xla_gpu_experimental_use_collective_kernels=")
     if deterministic:
         flags.append("--xla_gpu_deterministic_ops=true")
