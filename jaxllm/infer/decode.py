@@ -19,24 +19,36 @@ from jaxllm.layers.cache import Cache
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
+from jaxllm.weights.huggingface import HuggingFaceWeights
+from jaxllm.weights.packed import PackedWeights
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
 
 BLOCK = 8  # tokens per call of the device
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
 
 
-def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
-    """Opens the weights in a run's newest checkpoint, or in that of `step`; raises InputError."""
+def open_run(directory: str | Path, step: int | None = None) -> RunWeights | PackedWeights:
+    """Opens packed weights, or those in a run's newest checkpoint or that of `step`.
+
+    Raises InputError.
+    """
     weights = open_weights(directory)
-    if not isinstance(weights, RunWeights):
+    if isinstance(weights, HuggingFaceWeights):
         raise InputError(
             f"{directory} is not a run's directory; make one from it with"
             f" jaxllm convert {directory} OUT"
         )
-    return weights if step is None else RunWeights(weights.folder, step)
+    if step is None or step == weights.step:
+        return weights
+    if isinstance(weights, PackedWeights):
+        raise InputError(
+            f"{directory} holds packed weights of step {weights.step}, not of --step {step}: pack"
+            f" that one with jaxllm convert RUN OUT --step {step} --quantize ..."
+        )
+    return RunWeights(weights.folder, step)
 
 
-def open_tokenizer(weights: RunWeights) -> Tokenizer:
+def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
     """Opens the tokenizer in the run's directory; raises InputError."""
     path = weights.folder / "tokenizer.json"
     if not path.exists():
@@ -53,7 +65,9 @@ def open_tokenizer(weights: RunWeights) -> Tokenizer:
     return tokenizer
 
 
-def load_model(weights: RunWeights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+def load_model(
+    weights: RunWeights | PackedWeights, mesh: jax.sharding.Mesh
+) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run."""
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
@@ -113,10 +127,9 @@ def stream_tokens(
     """
     if config.tokens == 0:
         return
-    model = nnx.eval_shape(lambda: nnx.merge(graph, params))
     longest = max(map(len, prompts))
     width = round_up(longest, WIDTHS)
-    if (most := most_tokens(model.config)) is not None:
+    if (most := most_tokens(nnx.merge(graph, params).config)) is not None:
         width = max(longest, min(width, most))
     blocks = -(-(config.tokens - 1) // BLOCK)
     programs = _programs(

@@ -46,11 +46,12 @@ class Attention(nnx.Module):
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
         self.head_dim = head_dim or d_model // n_heads
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        linear = partial(Linear, bias=bias, implementation=implementation, rngs=rngs)
         # Separate matrices let the mesh divide the columns of each by heads.
-        self.q = Linear(d_model, q, std=std, bias=bias, rngs=rngs)
-        self.k = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
-        self.v = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
-        self.out = Linear(q, d_model, axes=ROWS, std=out_std or std, bias=bias, rngs=rngs)
+        self.q = linear(d_model, q, std=std)
+        self.k = linear(d_model, kv, std=std)
+        self.v = linear(d_model, kv, std=std)
+        self.out = linear(q, d_model, axes=ROWS, std=out_std or std)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.window, self.softcap, self.implementation = window, softcap, implementation
 
