@@ -47,7 +47,12 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         description=__doc__.partition("\n\n")[2],
         epilog="--data.KEY VALUE works as in jaxllm train; see jaxllm train --help",
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a run's directory, or a folder that jaxllm convert --quantize made",
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     )

@@ -1,7 +1,7 @@
 """Writes text with a trained model: jaxllm generate --checkpoint DIR --prompt TEXT
 
-DIR is a run's directory.  Text goes to stdout, token by token if it is a single one; the speed goes
-to stderr.
+DIR is a run's directory, or a folder of packed weights.  Text goes to stdout, token by token if it
+is a single one; the speed goes to stderr.
 """
 
 import argparse
@@ -29,7 +29,12 @@ def _parser() -> Parser:
         prog="jaxllm generate",
         description=__doc__.partition(": ")[0] + ".",
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a run's directory, or a folder that jaxllm convert --quantize made",
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     )
