@@ -23,6 +23,7 @@ from jaxllm.config import (
     DataConfig,
     GPT2Config,
     Llama3Config,
+    MeshConfig,
     OptimizerConfig,
     SampleConfig,
     TrainConfig,
@@ -30,10 +31,12 @@ from jaxllm.config import (
 )
 from jaxllm.data.loader import documents
 from jaxllm.infer import decode
+from jaxllm.layers import Linear
 from jaxllm.sharding import make_mesh
 from jaxllm.train.estimate import equations
 from jaxllm.train.process import set_xla_flags
 from jaxllm.train.step import Trainer
+from pallas_kernels import quantize
 
 # No axis of a parameter, or of a part of one, is a multiple of SEQ or of a device's part of it.
 BATCH, SEQ, WIDTH = 8, 40, 128
@@ -227,11 +230,27 @@ def kernel_shapes(mesh: str) -> list[str]:
     return sorted({"x".join(map(str, v.aval.shape)) for e in calls for v in e.invars})
 
 
+def packed_layer(count: int) -> dict:
+    """A packed layer whose rows `count` devices divide: its output, and its collectives."""
+    layer = Linear(64, 32, bias=True, rngs=nnx.Rngs(0))
+    layer.weight.set_value(quantize(layer.weight[...], group=32))
+    graph, params = nnx.split(layer)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:count])
+    x = np.random.default_rng(0).standard_normal((8, 3, 64), np.float32)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        apply = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+        text = apply.lower(params, x).compile().as_text()
+        return {"y": apply(params, x).tolist(), "collectives": re.findall("all-[a-z]+", text)}
+
+
 if __name__ == "__main__":
     set_xla_flags(deterministic=False)  # as train.py does
     out = {f"{model}, {pack}": compare(model, pack) for model, pack in WANTED}
     cases = (("one", 1), ("data, fsdp, tensor", 2))
     out["steps"] = {mesh: steps("llama3", mesh, accum) for mesh, accum in cases}
     out["greedy"] = {mesh: greedy(mesh) for mesh in ("one", "data, tensor")}
+    out["packed"] = {count: packed_layer(count) for count in (1, 4)}
     out["kernels"] = kernel_shapes("data, fsdp, tensor")
     print(json.dumps(out))

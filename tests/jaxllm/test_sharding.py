@@ -134,6 +134,12 @@ def test_moments_are_sharded_like_their_parameters_and_buffers_are_donated(resul
     assert result["steps"][mesh]["donated"]
 
 
+def test_devices_divide_the_rows_of_a_packed_layer(result):
+    one, four = result["packed"]["1"], result["packed"]["4"]
+    np.testing.assert_allclose(four["y"], one["y"], rtol=1e-5, atol=1e-6)
+    assert four["collectives"] == []
+
+
 def test_greedy_text_is_the_same_on_four_devices(result):
     one, four = result["greedy"]["one"], result["greedy"]["data, tensor"]
     assert one == four
