@@ -101,7 +101,7 @@ class Embedding(nnx.Module):
                 tied=tied,
                 implementation=self.implementation,
             )
-            return found if tied else own_tokens(found)
+            return found if isinstance(found, tuple) else own_tokens(found)  # a tuple if tied
 
         table = P(None, SHARDS)
         op = per_device(
