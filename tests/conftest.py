@@ -1,6 +1,7 @@
 """Settings that must be made before JAX starts."""
 
 import gc
+import logging
 import os
 import shutil
 
@@ -58,6 +59,13 @@ def pytest_collection_modifyitems(items):
         quick = item.first_case and name.endswith(QUICK_TESTS)
         if item.path.name in QUICK_FILES or quick:
             item.add_marker(pytest.mark.quick)
+
+
+@pytest.fixture(autouse=True)
+def _log():
+    """A command that Ctrl-C has stopped logs no more; here it shares its process with tests."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
 from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.files import lock
@@ -19,6 +17,8 @@ def set_xla_flags(deterministic: bool) -> None:
 
     Flags that the user has set come last, so they win.
     """
+    import jax  # here, since a bad path is refused before this import, which takes seconds
+
     flags = [
         # Without Triton matmuls, cuBLASLt fuses the biases into them: GPT-2 124M on an H100 goes
         # from 509 k to 529 k tokens/s.
