@@ -236,6 +236,17 @@ def check_writable(folder: Path, name: str = "") -> None:
         raise InputError(f"{name}{folder} cannot be created: {existing} {why}; name another")
 
 
+def check_exists(folder: Path, name: str = "") -> None:
+    """Raises InputError if a folder of weights is missing.
+
+    Commands call it before they import JAX, which takes seconds.
+    """
+    if not folder.expanduser().exists():
+        raise InputError(
+            f"{name}{folder} does not exist: a run's directory or a Hugging Face folder"
+        )
+
+
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
     _check_not_packed(args.out_dir)
     stored_path = args.out_dir / "config.yaml"

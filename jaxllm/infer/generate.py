@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.errors import InputError
 
 
@@ -31,6 +31,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--checkpoint",
+        type=Path,
         required=True,
         metavar="DIR",
         help="a run's directory, or a folder that jaxllm convert --quantize made",
@@ -125,6 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    check_exists(args.checkpoint)
     prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
     import jax

@@ -1,4 +1,4 @@
-"""jaxllm convert SOURCE OUT: converts a Hugging Face folder into a run's directory, or back.
+"""Converts a Hugging Face folder into a run's directory, or back: jaxllm convert SOURCE OUT
 
 SOURCE determines the direction.  A Hugging Face folder (GPT-2, Llama 3, xLSTM: config.json and
 safetensors) becomes a run's directory: a checkpoint of the parameters, and a config.yaml with which
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxllm.config.command_line import Parser, check_writable, exit_status
+from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
 
 if TYPE_CHECKING:  # imported late, because JAX takes seconds
@@ -40,11 +40,14 @@ FORMATS: dict[str, tuple[Format, int]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: write failed, 2: bad input, 130: interrupted."""
-    parser = Parser(prog="jaxllm convert", description=__doc__.partition(": ")[2])
+    parser = Parser(prog="jaxllm convert", description=__doc__.partition("\n\n")[2])
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder to convert")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
-        "--step", type=int, help="the checkpoint of a run to convert (default: the newest)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="step of the checkpoint of a run to convert (default: the newest)",
     )
     parser.add_argument(
         "--dtype",
@@ -65,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         args = parser.parse_args(argv)
+        check_exists(args.source)
         convert(args.source, args.out, args.step, args.dtype, _packing(args))
 
     return exit_status(run, interrupted="interrupted: nothing was written")

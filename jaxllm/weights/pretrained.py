@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
+from jaxllm.config.command_line import check_exists
 from jaxllm.errors import InputError, RunError, out_of_memory
 from jaxllm.models import create
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
@@ -116,8 +117,7 @@ def open_weights(directory: str | Path) -> Weights:
         return PackedWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
         return RunWeights(directory)
-    if not directory.exists():
-        raise InputError(f"{directory} does not exist: a run's directory or a Hugging Face folder")
+    check_exists(directory)
     for run in list(directory.absolute().parents)[:2]:
         inside = directory.absolute().is_relative_to(run / "checkpoints")
         if inside and (run / "config.yaml").is_file():

@@ -75,7 +75,8 @@ def test_a_dry_run_prints_its_needs_and_writes_nothing(tiny, tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     before = sorted(tiny.parent.rglob("*"))
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # a call would fail
-    assert train.main(["--config", str(tiny), "--dry_run"]) == 0
+    words = ["--dry_run", "--data.path", "/nothing"]  # data that is not here yet
+    assert train.main(["--config", str(tiny), *words]) == 0
     out = capsys.readouterr().out
     for word in ("parameters", "moments", "gradients", "bf16 copies", "activations", "logits"):
         assert f"\n         {word} " in out

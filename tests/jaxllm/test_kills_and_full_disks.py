@@ -18,6 +18,7 @@ from training_runs import REPO, STEPS, command, final_state, losses
 
 import train
 from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.metrics import draw_loss
 
 pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
 
@@ -134,3 +135,16 @@ def test_a_real_full_disk_does_not_stop_a_run_but_prevents_a_new_one(tiny, tmp_p
     assert "its disk has 0." in errors[1]
     assert "MB free, one checkpoint takes 1.5 MB" in errors[1]
     assert "status 2" in full
+
+
+def test_a_full_disk_leaves_no_part_of_a_picture(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 3.4}\n')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            draw_loss(metrics, tmp_path / "loss.png")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [metrics]
