@@ -126,8 +126,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    check_exists(args.checkpoint)
     prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
+    check_exists(args.checkpoint)
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
     import jax
 
