@@ -29,7 +29,7 @@ failing = pytest.mark.filterwarnings(
     "ignore:coroutine:RuntimeWarning",
 )
 
-KILLS = int(os.environ.get("KILLS", 4))
+KILLS = int(os.environ.get("KILLS", 2))
 
 
 @pytest.mark.timeout(300 + 20 * KILLS)

@@ -296,6 +296,7 @@ class TestFinishedRun:
         assert f"checkpoint {newest} is damaged" in message
         assert (copy / "metrics.jsonl").read_bytes() == before
 
+    @pytest.mark.slow  # test_processes.py continues on other devices, too
     def test_training_can_continue_on_other_devices(self, tiny, copy, tmp_path):
         other = tmp_path / "other"
         shutil.copytree(copy, other)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, normal
 
 from pallas_kernels import dispatch, mosaic
@@ -40,10 +41,10 @@ def packed(*cuts, length):
 # kernels, so each covers several features; the larger cases have them one by one.
 SMALL = [  # (B, T, S, H, K, D), dtype, options
     ((1, 64, 64, 2, 1, 64), BF16, {"logits": 30.0}),  # large ones, in whole tiles
-    ((1, 17, 150, 2, 2, 128), FP16, {"causal": False}),
-    ((1, 1, 1, 1, 1, 64), BF16, {"return_lse": True}),
-    ((1, 70, 137, 1, 1, 128), BF16, {"return_lse": True, "scale": 0.3}),
-    ((2, 130, 130, 3, 1, 64), BF16, {}),
+    slow((1, 17, 150, 2, 2, 128), FP16, {"causal": False}),
+    slow((1, 1, 1, 1, 1, 64), BF16, {"return_lse": True}),
+    slow((1, 70, 137, 1, 1, 128), BF16, {"return_lse": True, "scale": 0.3}),
+    slow((2, 130, 130, 3, 1, 64), BF16, {}),
     ((1, 40, 300, 3, 1, 80), FP16, {"softcap": 3.0}),
     ((1, 60, 137, 1, 1, 256), BF16, {"segments": [[100]], "window": 60}),
     ((1, 130, 300, 3, 1, 64), BF16, {"window": 40, "return_lse": True}),
@@ -94,7 +95,7 @@ def test_attention_matches_float64(shape, dtype, options):
 
 
 @pytest.mark.parametrize("t", [1500, 4096])  # items that the host plans, and that it does not
-@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("d", [slow(128), 256])
 def test_segments_leave_room_in_shared_memory(t, d):
     q = jax.ShapeDtypeStruct((2, t, 36, d), BF16)
     k = jax.ShapeDtypeStruct((2, t, 12, d), BF16)
@@ -107,6 +108,7 @@ def test_segments_leave_room_in_shared_memory(t, d):
     traced.lower(lowering_platforms=("cuda",))  # refuses more shared memory than there is
 
 
+@pytest.mark.slow
 def test_queries_that_see_no_key():
     """Covers unsorted ids, keys whose id no query has, and queries whose id no key has."""
     rng = np.random.default_rng(0)

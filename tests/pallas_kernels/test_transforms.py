@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import ON_GPU, kernels_run_here, normal
 
 import pallas_kernels as ops
@@ -93,7 +94,7 @@ expected_of = functools.cache(functools.partial(results, implementation="xla", l
 
 @pytest.mark.parametrize(
     ("name", "loop"),
-    [(name, False) for name in CASES] + [(name, True) for name in IN_LOOPS],
+    [(name, False) for name in CASES] + [slow(name, True) for name in IN_LOOPS],
     ids=[f"{name}-vmap" for name in CASES] + [f"{name}-map" for name in IN_LOOPS],
 )
 def test_of_two_members(name, loop):
