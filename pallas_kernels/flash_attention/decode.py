@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.flash_attention.masks import logits
-from pallas_kernels.flash_attention.op import WIDTHS, check, masked_reference, scale_of
+from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
 _FP8 = jnp.float8_e4m3fn
@@ -67,8 +67,8 @@ def decode_attention(
     window: maximum number of keys that a position sees, including its own.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
 
-    Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by V;
-    with a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
+    Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
+    V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
     A position that sees no key gets zeros.  There is no gradient: use `attention`.
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
@@ -98,8 +98,9 @@ def why_not(q, k, v, *, scale=None, window=None, softcap=None) -> str | None:
         return f"q is {q.dtype}, not bfloat16 or float16"
     if k.dtype not in (q.dtype, _FP8):
         return f"the cache is {k.dtype}, not {q.dtype} or float8_e4m3fn"
-    if q.shape[3] not in WIDTHS:
-        return f"the head dimension D={q.shape[3]} is not one of {WIDTHS}"
+    multiple = 32 if k.dtype == _FP8 else 16  # 32 bytes, the smallest swizzle
+    if q.shape[3] % multiple or q.shape[3] > 256:
+        return f"the head dimension D={q.shape[3]} is not a multiple of {multiple} up to 256"
     if rows > ROWS:
         return f"T={q.shape[1]} positions of H/K heads are {rows} rows, more than {ROWS}"
     if k.shape[1] % 8:
@@ -193,7 +194,7 @@ def plan(q, k, scale, window, softcap) -> Plan:
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _kernel(q, k, v, lengths, scale, window, softcap):
     p = plan(q, k, scale, window, softcap)
-    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    (b, t, h, d), kv = q.shape, k.shape[2]
     rows = t * p.group
     q = q.reshape(b, t, kv, p.group, d).swapaxes(1, 2).reshape(b, kv, rows, d)
     if rows > 8:  # TMA moves groups of 8 rows
@@ -221,6 +222,8 @@ def _kernel(q, k, v, lengths, scale, window, softcap):
             v_bars=plgpu.Barrier(num_barriers=p.stages),
         ),
         **mosaic.grid(batch=b, split=p.splits, head=kv),
+        # A row is in one warp, so its maximum and sum need no shared memory.
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )(q, k, v, lengths)
     y = _merge(o[:, :, :, :rows], lse[:, :, :, :rows])
     return y.reshape(b, kv, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d)
@@ -275,9 +278,7 @@ def _body(p: Plan, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
         for name in "kv":
             _send(b, name, b.low + i)
     plgpu.barrier_wait(smem["q_bar"])
-    o, m, l = pl.run_scoped(
-        functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32)
-    )
+    o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
     inverse = jnp.where(l > 0, 1 / l, 0)
     smem["o_smem"][0] = o * along(inverse, o.shape, 0)
     plgpu.commit_smem()
