@@ -93,7 +93,7 @@ def decode_attention_reference(
 
 def why_not(q, k, v, *, scale=None, window=None, softcap=None) -> str | None:
     """Why the kernel does not support this call, or None."""
-    rows = q.shape[1] * q.shape[2] // k.shape[2]
+    t, group = q.shape[1], q.shape[2] // k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     if k.dtype not in (q.dtype, _FP8):
@@ -101,8 +101,8 @@ def why_not(q, k, v, *, scale=None, window=None, softcap=None) -> str | None:
     multiple = 32 if k.dtype == _FP8 else 16  # 32 bytes, the smallest swizzle
     if q.shape[3] % multiple or q.shape[3] > 256:
         return f"the head dimension D={q.shape[3]} is not a multiple of {multiple} up to 256"
-    if rows > ROWS:
-        return f"T={q.shape[1]} positions of H/K heads are {rows} rows, more than {ROWS}"
+    if t * group > ROWS:
+        return f"T={t} positions of {group} heads are {t * group} rows, more than {ROWS}"
     if k.shape[1] % 8:
         return f"the cache's S={k.shape[1]} slots are not a multiple of 8"
     if scale_of(scale, q) <= 0:
@@ -116,7 +116,7 @@ def _check(q, k, v, lengths, k_scale, v_scale, window, softcap):
     mosaic.check_integers(lengths=lengths)
     (batch, _, kv, _), have = k.shape, k.dtype
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths has shape {lengths.shape}, not B={batch}: ({batch},)")
+        raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
     if v.dtype != have:
         raise ValueError(f"k is {have} and v {v.dtype}: they must be equal")
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
