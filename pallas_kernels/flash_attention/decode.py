@@ -98,9 +98,10 @@ def why_not(q, k, v, *, scale=None, window=None, softcap=None) -> str | None:
         return f"q is {q.dtype}, not bfloat16 or float16"
     if k.dtype not in (q.dtype, _FP8):
         return f"the cache is {k.dtype}, not {q.dtype} or float8_e4m3fn"
-    multiple = 32 if k.dtype == _FP8 else 16  # 32 bytes, the smallest swizzle
-    if q.shape[3] % multiple or q.shape[3] > 256:
-        return f"the head dimension D={q.shape[3]} is not a multiple of {multiple} up to 256"
+    # 32 bytes are the smallest swizzle; float8 with D = 256 would spill registers.
+    multiple, most = (32, 128) if k.dtype == _FP8 else (16, 256)
+    if q.shape[3] % multiple or q.shape[3] > most:
+        return f"the head dimension D={q.shape[3]} is not a multiple of {multiple} up to {most}"
     if t * group > ROWS:
         return f"T={t} positions of {group} heads are {t * group} rows, more than {ROWS}"
     if k.shape[1] % 8:
@@ -130,7 +131,6 @@ def _decode(form, scale, window, softcap, q, k, v, lengths, k_scale, v_scale):
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
     inner = jnp.float16 if k.dtype == _FP8 and dtype.itemsize == 2 else dtype
     q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
-    lengths = jnp.minimum(lengths, k.shape[1]).astype(jnp.int32)
     y = form(q, k, v, lengths, scale, window, softcap)
     return (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
 
@@ -144,6 +144,7 @@ _decode.defvjp(_no_gradient, _no_gradient)
 
 def _in_jnp(q, k, v, lengths, scale, window, softcap):
     t, s = q.shape[1], k.shape[1]
+    lengths = jnp.minimum(lengths, s)
     places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)
     mask = slots <= places
     if window is not None:
@@ -159,6 +160,7 @@ class Plan(NamedTuple):
     """What is static in a call of the kernel; see the picture."""
 
     t: int
+    keys: int  # S
     group: int  # query heads of a kv head
     width: int  # D
     dtype: Any  # of the matmuls
@@ -188,7 +190,7 @@ def plan(q, k, scale, window, softcap) -> Plan:
     seen = s if window is None else min(s, window + t - 1)
     tiles, least = mosaic.cdiv(seen, _KEYS), _LEAST_SPLITS if b > 1 else 1
     splits = splits_of(tiles, b * kv, per_sm * mosaic.sm_count(), least)
-    return Plan(t, h // kv, d, q.dtype, fp8, scale, window, softcap, stages, splits)
+    return Plan(t, s, h // kv, d, q.dtype, fp8, scale, window, softcap, stages, splits)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
@@ -224,14 +226,17 @@ def _kernel(q, k, v, lengths, scale, window, softcap):
         **mosaic.grid(batch=b, split=p.splits, head=kv),
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-    )(q, k, v, lengths)
+    )(q, k, v, lengths.astype(jnp.int32))
     y = _merge(o[:, :, :, :rows], lse[:, :, :, :rows])
     return y.reshape(b, kv, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 
 def _merge(o, lse):
-    """The softmax over all keys from those of the splits: (B, K, rows, D), in one kernel of XLA."""
-    o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse[..., None]))
+    """The softmax over all keys from those of the splits (axis 1), in one kernel of XLA."""
+    # As a number of each row, XLA would take the maximum in a kernel of its own; so it must be one
+    # of each element, which o * 0 makes of it (XLA does not drop it: o might be infinite).
+    lse = lse[..., None] + o * 0
+    o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse))
     # Sums in order, which jnp.sum does not promise.  The largest is finite for a row without keys.
     largest = functools.reduce(jnp.maximum, lse, jnp.float32(_LOWEST))
     weights = [jnp.exp(x - largest) for x in lse]
@@ -260,7 +265,7 @@ class _Block(NamedTuple):
 
 def _body(p: Plan, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
     batch, split, head = (lax.axis_index(name) for name in ("batch", "split", "head"))
-    length = lengths_ref[batch]
+    length = jnp.minimum(lengths_ref[batch], p.keys)
     first = jnp.int32(0)
     if p.window is not None:
         first = lax.div(jnp.maximum(length - p.t - p.window + 1, 0), jnp.int32(_KEYS))
