@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -142,11 +143,7 @@ class Attention(nnx.Module):
         """Writes key and value to the cache, and attends from one query per row, (B, 1, H, D)."""
 
         def op(q, k, v, keys, values, lengths):
-            rows, slots = jnp.arange(len(lengths)), lengths - 1
-            keys, values = (
-                kept.at[rows, slots].set(new[:, 0].astype(kept.dtype), unique_indices=True)
-                for kept, new in ((keys, k), (values, v))
-            )
+            keys, values = _append(keys, k, lengths), _append(values, v, lengths)
             y = decode_attention(
                 q,
                 keys,
@@ -162,6 +159,14 @@ class Attention(nnx.Module):
         op = per_device(op, in_specs=(*[HEADS] * 5, P(BATCH)), out_specs=(HEADS,) * 3)
         y, *arrays = op(q, k, v, *cache.arrays, cache.lengths)
         return y, replace(cache, arrays=tuple(arrays))
+
+
+def _append(kept, new, lengths):
+    """Writes one position of each row, (B, 1, K, D), to the last slot of its text."""
+    new, slots = new.astype(kept.dtype), lengths - 1
+    if len(slots) == 1:  # of a scatter of one row XLA for GPUs checks the bounds, in two kernels
+        return jax.lax.dynamic_update_slice_in_dim(kept, new, slots[0], axis=1)
+    return kept.at[jnp.arange(len(slots)), slots].set(new[:, 0], unique_indices=True)
 
 
 def _spec(positions):
