@@ -103,6 +103,8 @@ def specs(op: str, every: bool) -> list[str]:
             program = (i, j)
             if op == "quantized_linear":  # pads up to 8 rows to 8, and loops over K and N
                 program = (i, size["M"] > 8)
+            if op == "decode_attention":  # loops over S
+                program = (i, size["D"])
             found.setdefault(program, f"{op}:{i}:{j}")
     return list(found.values()) if every else list(found.values())[:1]
 

@@ -145,7 +145,7 @@ def stream_tokens(
     for block in range(blocks):
         ready, number = pending, jnp.int32(1 + block * BLOCK)
         pending, token, arrays = programs.further(
-            params, matrices, token, arrays, number, lengths, width, key
+            params, matrices, token, arrays, number, lengths, key
         )
         yield from np.asarray(ready)
         left -= len(ready)
@@ -177,8 +177,7 @@ def _programs(
     @jax.jit
     def first(params, tokens, lengths, key):
         model = nnx.merge(graph, params)
-        slots = jnp.arange(tokens.shape[1])
-        cache = Cache(jnp.where(slots < lengths[:, None], slots, -1), size)
+        cache = Cache(lengths, size)
         hidden, caches = model.advance(
             model.embedding(tokens), caches=[cache for _ in model.blocks]
         )
@@ -187,23 +186,18 @@ def _programs(
         return token, [cache.arrays for cache in caches], in_compute_dtype(model, params)
 
     @partial(jax.jit, donate_argnames="arrays")
-    def further(params, matrices, token, arrays, number, lengths, width, key):
-        """number: tokens picked so far; width: padded length of the prompts."""
+    def further(params, matrices, token, arrays, number, lengths, key):
+        """number: tokens picked so far."""
         # Token lookups use the float32 table.
         embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
-        slots = jnp.arange(size)
 
         def step(carry, number):
             token, arrays = carry
-            slot = width + number - 1
-            written = (slots >= width) & (slots <= slot)
-            cached = jnp.where(written, slots - width + lengths[:, None], -1)
-            cached = jnp.where(slots < lengths[:, None], slots, cached)
             positions = (lengths + number - 1)[:, None]
             hidden, caches = model.advance(
                 embedding(token[:, None], positions),
                 positions=positions,
-                caches=[Cache(cached, size, slot, layer) for layer in arrays],
+                caches=[Cache(lengths + number, size, layer) for layer in arrays],
             )
             token = pick(model, hidden, key, number)
             return (token, [cache.arrays for cache in caches]), token

@@ -122,7 +122,7 @@ class VLSTMLayer(nnx.Module):
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:
             # Padding must not change the state: its input gate is closed, its forget gate open.
-            inside = (cache.positions >= 0)[..., None]
+            inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
             mix = partial(self._mix, segment_ids=None, return_state=True)
             op = per_device(mix, sequences, (HEADS, STATE))

@@ -228,12 +228,13 @@ def attention_reference(
     if segment_ids is not None:
         q_seg, k_seg = _pair(segment_ids, t, s)
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
-    out, lse = _reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
+    out, lse = masked_reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
     return (out, lse) if return_lse else out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _reference(q, k, v, mask, scale, softcap):
+def masked_reference(q, k, v, mask, scale, softcap):
+    """(out, lse) for any mask that broadcasts to (B, K, H/K, T, S)."""
     return _reference_forward(q, k, v, mask, scale, softcap)[0]
 
 
@@ -290,7 +291,7 @@ def _reference_backward(scale, softcap, saved, cotangents):
     return dq.reshape(b, t, h, d), dk, dv, None
 
 
-_reference.defvjp(_reference_forward, _reference_backward)
+masked_reference.defvjp(_reference_forward, _reference_backward)
 
 # ---- kernels ---------------------------------------------------------------------------------
 

@@ -54,6 +54,12 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "decode_attention": (  # without a gradient
+        lambda *a, **o: ops.decode_attention(*jax.lax.stop_gradient(a), jnp.array([40]), **o),
+        [(2, 1, 1, 2, 64), *[(2, 1, 64, 1, 64)] * 2],
+        [],
+        BF16,
+    ),
     "quantized_linear": (
         lambda x, **o: ops.quantized_linear(x, ops.quantize(normal(9, (128, 64))), **o),
         [(2, 3, 128)],
