@@ -13,6 +13,7 @@ Pictures and times go to --out (default: benchmarks/learn).
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -46,9 +47,9 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
         start, wrong = time.perf_counter(), ""
         with record.recording() as book:
             try:
-                ladders.check(ladder, rung, ladders.interpreted, inputs)
-            except AssertionError as error:
-                wrong, failed = f"WRONG: {error}", 1
+                ladders.check(ladder, rung, record.watched(book), inputs)
+            except Exception as error:
+                wrong, failed = f"WRONG: {why(error)}", 1
         seconds = time.perf_counter() - start
         measured = stored.get(stairs.text(sizes), {}).get(rung.__name__.rpartition(".")[2])
         gained = f"measured {measured:.0f} us" if measured else "not measured yet"
@@ -60,6 +61,14 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
             for path in pictures(book, rung, out / ladder.name):
                 print(f"    wrote {path}")
     return failed
+
+
+def why(error: Exception) -> str:
+    """An error's cause in a line; the interpreter's come with the traces of several threads."""
+    lines = [line for line in str(error).partition("\n-----")[0].splitlines() if line.strip()]
+    races = [line for line in lines if "race detected" in line.lower()]
+    causes = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (races or causes or lines or [repr(error)])[-1].strip()
 
 
 def _text(inputs) -> str:
@@ -96,11 +105,11 @@ def check(name: str, number: int, path: Path) -> int:
     complaint = None
     try:
         with record.recording() as book:
-            ladders.check(ladder, rung, ladders.interpreted, inputs)
+            ladders.check(ladder, rung, record.watched(book), inputs)
         wanted = ladder.properties.get(number)
         complaint = wanted(book, *inputs) if wanted else None
-    except AssertionError as error:
-        complaint = str(error)
+    except Exception as error:
+        complaint = why(error)
     print(f"not yet: {complaint}" if complaint else f"right: {path} is a rung {number} of {name}")
     return int(complaint is not None)
 

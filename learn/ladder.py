@@ -106,7 +106,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
 def check(ladder: Ladder, rung: ModuleType, run: Callable, inputs: tuple) -> Any:
     """Asserts that a rung's results are as near to float64 as those of XLA; returns them.
 
-    run(function, arguments): runs the rung, interpreted or not.
+    run(function, arguments): runs the rung.
     """
     with jax.enable_x64(True):
         wide = [np.asarray(a) for a in inputs]
@@ -121,8 +121,3 @@ def check(ladder: Ladder, rung: ModuleType, run: Callable, inputs: tuple) -> Any
         )
         kernel_checks.assert_error_ratio(a, e, t, f"result {i}")
     return actual
-
-
-def interpreted(function: Callable, arguments: tuple) -> Any:
-    """Runs a rung on the CPU."""
-    return jax.block_until_ready(jax.jit(function)(*arguments))

@@ -21,10 +21,12 @@ from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as cb
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret as ji
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from jax._src.state import primitives as state_primitives
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 
 from pallas_kernels import mosaic
 
+LOADS = (state_primitives.get_p, gpu_primitives.load_p)
 LINE = 128  # bytes of a request: a line of the caches
 GLOBAL = memory.get_memory_space_idx(gpu_core.GMEM)
 REGISTERS = memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
@@ -53,7 +55,7 @@ class Notebook:
         self.events: list[Event] = []
         self.kernels: list[tuple[str, list[str], list[str]]] = []  # names: itself, arrays, scratch
         self.arrivals: dict[str, int] = {}  # that complete a barrier
-        self.layouts: dict[int, Any] = {}  # of loads, by the id of their source_info
+        self.layouts: dict[tuple, Any] = {}  # of loads, by the id of their source_info and their shape
         self.names: dict[tuple, str] = {}  # of buffers
         self.given: dict[tuple, int] = {}  # how many scratch buffers have a name, by thread
         self.at = -1  # the kernel that runs
@@ -123,7 +125,7 @@ def _load_or_store(kind, book, arguments):
     if key.memory_space_id != GLOBAL:
         space, wanted = "shared", 0
     else:
-        wanted = requests(book.layouts.get(id(source)), addresses, itemsize)
+        wanted = requests(book.layouts.get((id(source), addresses.shape), (None,))[0], addresses, itemsize)
     book.events.append(
         Event(kind, **_place(book, arguments), buffer=_named(book, key, access), space=space,
               bytes=addresses.size * itemsize, requests=wanted, where=id(source))
@@ -224,9 +226,11 @@ def _reading_layouts(book: Notebook, function):
     def interpret(self, jaxpr, token, *args):
         casts = {e.invars[0]: e for e in jaxpr.eqns if e.primitive is gpu_core.layout_cast_p}
         for eqn in jaxpr.eqns:
-            if eqn.outvars and (cast := casts.get(eqn.outvars[0])):
+            if eqn.primitive in LOADS and (cast := casts.get(eqn.outvars[0])):
                 layout = cast.params["new_layout"]
-                book.layouts[id(eqn.source_info)] = layout.to_mgpu()
+                # The source_info is kept, so that no other one gets its id; loads may share it.
+                key = id(eqn.source_info), eqn.outvars[0].aval.shape
+                book.layouts[key] = layout.to_mgpu(), eqn.source_info
         return function(self, jaxpr, token, *args)
 
     return interpret
@@ -304,6 +308,18 @@ def recording():
         replace(ji.JaxprInterpreter, "interpret", _reading_layouts(book, interpret))
         replace(mosaic, "kernel", _naming(book, mosaic.kernel))
         yield book
+
+
+def watched(book: Notebook):
+    """Runs a rung inside `recording`; what its `prepare` did is not in the notebook."""
+
+    def run(function, arguments):
+        arguments = jax.block_until_ready(arguments)
+        book.events.clear(), book.kernels.clear()
+        book.at = -1
+        return jax.block_until_ready(jax.jit(function)(*arguments))
+
+    return run
 
 
 def summary(book: Notebook) -> str:
