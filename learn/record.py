@@ -43,6 +43,7 @@ class Event(NamedTuple):
     space: str = ""  # "global" or "shared"
     bytes: int = 0
     requests: int = 0  # that the warps of a load from global memory make, if its layout is known
+    first: int = 0  # the first index along the last axis
     where: int = 0  # the instruction: the same number in every turn of a loop
     count: int = 0  # copies or wgmmas that a wait leaves, or multiply-adds of a wgmma
     barrier: str = ""  # the one on which a copy arrives
@@ -104,6 +105,11 @@ def _named(book: Notebook, key, access=None) -> str:
     return f"{name}[{first}]" if isinstance(first, int) and key.memory_space_id != GLOBAL else name
 
 
+def _first(access) -> int:
+    last = access.range[-1] if access.range else 0
+    return last if isinstance(last, int) else last.start or 0
+
+
 def _key(array):
     return memory.HostAllocationKey.from_array(np.asarray(array))
 
@@ -128,7 +134,7 @@ def _load_or_store(kind, book, arguments):
         wanted = requests(book.layouts.get((id(source), addresses.shape), (None,))[0], addresses, itemsize)
     book.events.append(
         Event(kind, **_place(book, arguments), buffer=_named(book, key, access), space=space,
-              bytes=addresses.size * itemsize, requests=wanted, where=id(source))
+              bytes=addresses.size * itemsize, requests=wanted, first=_first(access), where=id(source))
     )  # fmt: skip
 
 
