@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 
 ROWS, STEP = 4, 256
 LAYOUT = mosaic.warp_rows(8)
+LINES = plgpu.SMEM((ROWS, STEP), jnp.float32)
 PARTS = 352  # 8 blocks for each of 132 SMs at 768 columns
 
 
@@ -38,6 +40,7 @@ def layer_norm_backward(x, weight, dy, mean, r):
     sums = mosaic.kernel(
         columns_kernel,
         name="dweight_dbias",
+        scratch_types=dict(lines_smem=LINES),
         out_type=[jax.ShapeDtypeStruct((parts, weight.size), weight.dtype)] * 2,
         grid=(parts, x.shape[1] // STEP),
         grid_names=("part", "column"),
@@ -65,7 +68,7 @@ def rows_kernel(x_ref, weight_ref, dy_ref, mean_ref, r_ref, dx_ref):
         mosaic.store(dx_ref.at[mine, at], r * (a - mean_g - b * mean_gn))
 
 
-def columns_kernel(x_ref, dy_ref, mean_ref, r_ref, dweight_ref, dbias_ref):
+def columns_kernel(x_ref, dy_ref, mean_ref, r_ref, dweight_ref, dbias_ref, *, lines_smem):
     """The sums for dweight and dbias over every `parts`-th four rows, of 256 columns."""
     part, parts = lax.axis_index("part"), dweight_ref.shape[0]
     at = pl.ds(lax.axis_index("column") * STEP, STEP)
@@ -82,4 +85,10 @@ def columns_kernel(x_ref, dy_ref, mean_ref, r_ref, dweight_ref, dbias_ref):
     steps = lax.div(x_ref.shape[0] // ROWS - 1 - part, jnp.int32(parts)) + 1
     sums = lax.fori_loop(0, steps, step, (zeros, zeros))
     for total, ref in zip(sums, (dweight_ref, dbias_ref), strict=True):
-        mosaic.store(ref.at[part, at], jnp.sum(total, axis=0))
+        mosaic.store(ref.at[part, at], column_sums(total, lines_smem))
+
+
+def column_sums(total, lines_smem):
+    """The sum of the four warps' lines: every warp writes its own, and then reads all four."""
+    mosaic.store(lines_smem, total)
+    return sum(mosaic.load(lines_smem.at[i], LAYOUT.reduce(0)) for i in range(ROWS))

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 
 ROWS, STEP = 4, 256
 LAYOUT = mosaic.warp_rows(8)
+LINES = plgpu.SMEM((ROWS, STEP), jnp.float32)
 
 
 def layer_norm_backward(x, weight, dy, mean, r):
@@ -30,6 +32,7 @@ def layer_norm_backward(x, weight, dy, mean, r):
     dx, *sums = mosaic.kernel(
         body,
         name="layer_norm_backward",
+        scratch_types=dict(lines_smem=LINES),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype), partial, partial],
         grid=(blocks,),
         grid_names=("block",),
@@ -37,7 +40,7 @@ def layer_norm_backward(x, weight, dy, mean, r):
     return dx, *(total.sum(axis=0) for total in sums)
 
 
-def body(x_ref, weight_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_ref):
+def body(x_ref, weight_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_ref, *, lines_smem):
     """dx of four rows, and their sums for dweight and dbias."""
     cols, block = x_ref.shape[1], lax.axis_index("block")
     mine = pl.ds(block * ROWS, ROWS)
@@ -52,10 +55,16 @@ def body(x_ref, weight_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_
         dy = mosaic.load(dy_ref.at[mine, at], LAYOUT)
         n.append((mosaic.load(x_ref.at[mine, at], LAYOUT) - mean) * r)
         g.append(dy * mosaic.along(w, (ROWS, STEP), 1))
-        # The sum over axis 0 adds the four warps' rows through shared memory.
-        mosaic.store(dweight_ref.at[block, at], jnp.sum(n[-1] * dy, axis=0))
-        mosaic.store(dbias_ref.at[block, at], jnp.sum(dy, axis=0))
+        # The four warps add up their rows through shared memory.
+        mosaic.store(dweight_ref.at[block, at], column_sums(n[-1] * dy, lines_smem))
+        mosaic.store(dbias_ref.at[block, at], column_sums(dy, lines_smem))
     mean_g = row_mean(g)
     mean_gn = row_mean([a * b for a, b in zip(g, n, strict=True)])
     for a, b, at in zip(g, n, chunks, strict=True):
         mosaic.store(dx_ref.at[mine, at], r * (a - mean_g - b * mean_gn))
+
+
+def column_sums(total, lines_smem):
+    """The sum of the four warps' lines: every warp writes its own, and then reads all four."""
+    mosaic.store(lines_smem, total)
+    return sum(mosaic.load(lines_smem.at[i], LAYOUT.reduce(0)) for i in range(ROWS))

@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 
 ROWS, STEP = 4, 256
 LAYOUT = mosaic.warp_rows(8)
+LINES = plgpu.SMEM((ROWS, STEP), jnp.float32)
 BLOCKS = 2 * 132  # two for each SM of an H100
 
 
@@ -35,6 +37,7 @@ def layer_norm_backward(x, weight, dy, mean, r):
     dx, *sums = mosaic.kernel(
         body,
         name="layer_norm_backward",
+        scratch_types=dict(lines_smem=LINES),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype), partial, partial],
         grid=(programs,),
         grid_names=("program",),
@@ -42,7 +45,7 @@ def layer_norm_backward(x, weight, dy, mean, r):
     return dx, *(total.sum(axis=0) for total in sums)
 
 
-def body(x_ref, weight_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_ref):
+def body(x_ref, weight_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_ref, *, lines_smem):
     """dx of this program's tiles, and their sums for dweight and dbias."""
     rows, cols = x_ref.shape
     program, programs = lax.axis_index("program"), dweight_ref.shape[0]
@@ -73,4 +76,10 @@ def body(x_ref, weight_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_
     sums = lax.fori_loop(0, steps, step, zeros)
     for totals, ref in zip(sums, (dweight_ref, dbias_ref), strict=True):
         for total, at in zip(totals, chunks, strict=True):
-            mosaic.store(ref.at[program, at], jnp.sum(total, axis=0))
+            mosaic.store(ref.at[program, at], column_sums(total, lines_smem))
+
+
+def column_sums(total, lines_smem):
+    """The sum of the four warps' lines: every warp writes its own, and then reads all four."""
+    mosaic.store(lines_smem, total)
+    return sum(mosaic.load(lines_smem.at[i], LAYOUT.reduce(0)) for i in range(ROWS))

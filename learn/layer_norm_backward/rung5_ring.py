@@ -26,6 +26,7 @@ from pallas_kernels import mosaic
 ROWS, STEP = 4, 256
 SHAPE = (ROWS, STEP)
 LAYOUT = mosaic.warp_rows(8)
+LINES = plgpu.SMEM((ROWS, STEP), jnp.float32)
 BLOCKS = 2 * 132  # two for each SM of an H100
 SLOTS = 4  # tiles of a block in shared memory
 SMALL = {"rows": 40}  # for the interpreter: five tiles for each of two blocks
@@ -45,15 +46,19 @@ def layer_norm_backward(x, weight, dy, mean, r):
         grid=(programs,),
         grid_names=("program",),
         scratch_types=dict(
-            x_smem=tile, dy_smem=tile, bars=plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS)
+            x_smem=tile,
+            dy_smem=tile,
+            bars=plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+            lines_smem=LINES,
         ),
     )(split(x), split(weight), split(dy), mean, r)
     return dx.reshape(x.shape), *(total.sum(axis=0).reshape(cols) for total in sums)
 
 
 def body(
-    x_ref, w_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_ref, *, x_smem, dy_smem, bars
-):
+    x_ref, w_ref, dy_ref, mean_ref, r_ref, dx_ref, dweight_ref, dbias_ref,
+    *, x_smem, dy_smem, bars, lines_smem,
+):  # fmt: skip
     """dx of this program's tiles, and their sums for dweight and dbias."""
     chunks, program, programs = range(x_ref.shape[1]), lax.axis_index("program"), dbias_ref.shape[0]
     steps = lax.div(x_ref.shape[0] // ROWS - 1 - program, jnp.int32(programs)) + 1
@@ -104,4 +109,10 @@ def body(
     plgpu.wait_smem_to_gmem(0)
     for totals, ref in zip(sums, (dweight_ref, dbias_ref), strict=True):
         for c in chunks:
-            mosaic.store(ref.at[program, c], jnp.sum(totals[c], axis=0))
+            mosaic.store(ref.at[program, c], column_sums(totals[c], lines_smem))
+
+
+def column_sums(total, lines_smem):
+    """The sum of the four warps' lines: every warp writes its own, and then reads all four."""
+    mosaic.store(lines_smem, total)
+    return sum(mosaic.load(lines_smem.at[i], LAYOUT.reduce(0)) for i in range(ROWS))
