@@ -58,7 +58,7 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
               f" {ladder.counted[number - 1](sizes):.0f} us, {gained}")  # fmt: skip
         print(f"    at {_text(inputs)}: {record.summary(book)}")
         if trace and not wrong:
-            for path in pictures(book, rung, out / ladder.name):
+            for path in pictures(book, rung, out / ladder.name, ladder.bandwidth):
                 print(f"    wrote {path}")
     return failed
 
@@ -75,7 +75,7 @@ def _text(inputs) -> str:
     return ", ".join("x".join(map(str, a.shape)) for a in inputs)
 
 
-def pictures(book, rung, folder: Path) -> list[Path]:
+def pictures(book, rung, folder: Path, bandwidth: float) -> list[Path]:
     """Draws the first block of every kernel of a recorded run."""
     from learn import trace
 
@@ -84,7 +84,8 @@ def pictures(book, rung, folder: Path) -> list[Path]:
     for i in sorted({e.kernel for e in book.events}):
         events = [e for e in book.events if e.kernel == i]
         first = min(e.block for e in events)
-        bars = trace.schedule([e for e in events if e.block == first], book.arrivals)
+        own = [e for e in events if e.block == first]
+        bars = trace.schedule(own, book.arrivals, bandwidth)
         short = rung.__name__.rpartition(".")[2]
         path = folder / (f"{short}.svg" if i == 0 else f"{short}-kernel{i + 1}.svg")
         title = f"{short}: the first block of {book.kernels[i][0]}; times of the model in trace.py"
@@ -98,9 +99,10 @@ def check(name: str, number: int, path: Path) -> int:
     from learn import record
 
     ladder = ladders.find(name)
+    pick(ladder, [number])
     rung = ladders.load(path)
-    if number not in range(1, len(ladder.counted) + 1):
-        raise SystemExit(f"error: {name} has rungs 1 to {len(ladder.counted)}, not {number}")
+    if not hasattr(rung, name):
+        raise SystemExit(f"error: {path} has no function {name}")
     inputs = ladder.inputs(ladders.small(ladder, rung))
     complaint = None
     try:

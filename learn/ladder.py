@@ -38,6 +38,7 @@ class Ladder(NamedTuple):
     flops: Callable[[Sizes], float]  # of the tensor core
     counted: tuple[Callable[[Sizes], float], ...]  # microseconds of each rung, as its docstring
     properties: dict[int, Callable]  # what the test of an exercise wants beyond right numbers
+    bandwidth: float = 22  # bytes a nanosecond of an SM in pictures: its share of COPY
 
     def floor(self, sizes: Sizes) -> float:
         """Microseconds that no kernel on an H100 beats."""
@@ -79,12 +80,17 @@ def idea(rung: ModuleType) -> str:
 
 def call(ladder: Ladder, rung: ModuleType, inputs: tuple) -> tuple[Callable, tuple]:
     """The function of a rung and its arguments."""
-    if not hasattr(rung, ladder.name):
-        raise SystemExit(f"error: {rung.__name__} has no function {ladder.name}")
     if jax.default_backend() != "gpu" and hasattr(rung, "BLOCKS"):
         rung.BLOCKS = 2  # so that a block has a few tiles at small sizes
     prepare = getattr(rung, "prepare", None)
     return getattr(rung, ladder.name), inputs if prepare is None else prepare(*inputs)
+
+
+def whole(ladder: Ladder, number: int) -> Callable:
+    """A rung with its `prepare`, as a function of the ladder's inputs."""
+    rung = rungs(ladder)[number - 1]
+    prepare = getattr(rung, "prepare", lambda *inputs: inputs)
+    return lambda *inputs: getattr(rung, ladder.name)(*prepare(*inputs))
 
 
 def number(rung: ModuleType) -> int:

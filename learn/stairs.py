@@ -57,7 +57,7 @@ def _panel(ladder: Ladder, sizes: Sizes, results: dict, top: int) -> str:
                 f' height="{zero - y(share):.1f}" fill="{MEASURED}"/>'
             )
             out.append(_text(x + wide / 2, zero + 48, f"{measured[name]:.1f} us: {share:.2f}"))
-        out.append(_text(x + wide / 2, zero + 16, name.partition("_")[0]))
+        out.append(_text(x + wide / 2, zero + 16, name.removeprefix("rung").replace("_", " ")))
         out.append(_text(x + wide / 2, zero + 32, words))
     return "\n".join(out)
 

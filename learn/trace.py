@@ -13,7 +13,6 @@ from learn.record import Event
 
 # Nanoseconds, and bytes or multiply-adds a nanosecond, of one SM.
 LATENCY = 600  # of a load from global memory, and of a TMA copy
-MEMORY = 22  # bytes: its share of 2.95 TB/s
 SHARED = 225  # bytes: 128 a cycle at 1.755 GHz
 ISSUE = 5  # to start a load or a copy
 ARITHMETIC = 25  # elements: about ten instructions for each
@@ -50,8 +49,8 @@ class Bar(NamedTuple):
 class _Sm:
     """The state of the modelled SM: clocks of its units, and of its barriers."""
 
-    def __init__(self, arrivals: dict[str, int]):
-        self.arrivals = arrivals
+    def __init__(self, arrivals: dict[str, int], bandwidth: float):
+        self.arrivals, self.bandwidth = arrivals, bandwidth
         self.memory = 0.0  # when the queue of copies and loads is empty
         self.tensor = 0.0  # when the tensor core is free
         self.done: dict[str, list[float]] = {}  # times of arrivals, for each barrier
@@ -66,7 +65,7 @@ class _Sm:
 
     def move(self, start: float, size: int) -> float:
         """Moves bytes between global memory and the SM; returns when they are there."""
-        self.memory = max(self.memory, start) + size / MEMORY
+        self.memory = max(self.memory, start) + size / self.bandwidth
         return self.memory + LATENCY
 
 
@@ -120,6 +119,8 @@ class _Warpgroup:
         return True
 
     def _copy_in(self, e: Event) -> bool:
+        if e.buffer in self.sm.full:
+            self.add("ready", self.now, "", e.buffer, self.sm.full.pop(e.buffer))
         arrives = self.sm.move(self.now, e.bytes)
         self.sm.done.setdefault(e.barrier, []).append(arrives)
         self.add("copy in", arrives, "", e.buffer, self.now)
@@ -172,9 +173,15 @@ class _Warpgroup:
         return True
 
 
-def schedule(events: Iterable[Event], arrivals: dict[str, int]) -> list[Bar]:
-    """The bars of one block of one kernel; raises RuntimeError where it would wait for ever."""
-    sm = _Sm(arrivals)
+def schedule(
+    events: Iterable[Event], arrivals: dict[str, int], bandwidth: float = 22
+) -> list[Bar]:
+    """The bars of one block of one kernel; raises RuntimeError where it would wait for ever.
+
+    arrivals: that complete each barrier.
+    bandwidth: bytes a nanosecond that an SM gets; its share of memory's 2.95 TB/s is 22.
+    """
+    sm = _Sm(arrivals, bandwidth)
     by_wg = itertools.groupby(sorted(events, key=lambda e: e.wg), key=lambda e: e.wg)
     wgs = [_Warpgroup(sm, f"warpgroup {wg}", list(own)) for wg, own in by_wg]
     while True:
@@ -183,7 +190,8 @@ def schedule(events: Iterable[Event], arrivals: dict[str, int]) -> list[Bar]:
             break
         # The one whose clock is the earliest goes on, so that shared units are asked in order.
         if not any(w.step() for w in sorted(waiting, key=lambda w: w.now)):
-            raise RuntimeError(f"{waiting[0].name} waits for ever: {waiting[0].events[waiting[0].at]}")
+            first = waiting[0]
+            raise RuntimeError(f"{first.name} waits for ever: {first.events[first.at]}")
     for w in wgs:
         w.settle()
     end = max((bar.stop for bar in sm.bars), default=0.0)
