@@ -39,7 +39,9 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
 
     stored = json.loads(RESULTS.read_text()).get(ladder.name, {}).get("times", {})
     sizes, failed = ladder.sizes[0], 0
-    print(f"{ladder.name}: interpreted at small sizes; counted and measured at {stairs.text(sizes)}")
+    print(
+        f"{ladder.name}: interpreted at small sizes; counted and measured at {stairs.text(sizes)}"
+    )
     print(f"roofline of an H100: {ladder.floor(sizes):.0f} us")
     for rung in rungs:
         number = ladders.number(rung)

@@ -1,8 +1,8 @@
 """Runs kernels on the CPU and records what every warpgroup does, in its own order.
 
 JAX's interpreter executes each load, store, copy and wait of a kernel in a function of its own; we
-put a notebook in front of these functions.  They are private to JAX, so this works with the versions
-that the project supports, and nothing outside learn/ uses it.
+put a notebook in front of these functions.  They are private to JAX, so this works with the
+versions that the project supports, and nothing outside learn/ uses it.
 """
 
 import contextlib
@@ -56,7 +56,9 @@ class Notebook:
         self.events: list[Event] = []
         self.kernels: list[tuple[str, list[str], list[str]]] = []  # names: itself, arrays, scratch
         self.arrivals: dict[str, int] = {}  # that complete a barrier
-        self.layouts: dict[tuple, Any] = {}  # of loads, by the id of their source_info and their shape
+        self.layouts: dict[
+            tuple, Any
+        ] = {}  # of loads, by the id of their source_info and their shape
         self.names: dict[tuple, str] = {}  # of buffers
         self.given: dict[tuple, int] = {}  # how many scratch buffers have a name, by thread
         self.at = -1  # the kernel that runs
@@ -127,15 +129,22 @@ def _load_or_store(kind, book, arguments):
     if key.memory_space_id == REGISTERS:
         return
     addresses, itemsize = touched(key, access)
-    source, space = arguments["source_info"], "global"
-    if key.memory_space_id != GLOBAL:
-        space, wanted = "shared", 0
-    else:
-        wanted = requests(book.layouts.get((id(source), addresses.shape), (None,))[0], addresses, itemsize)
-    book.events.append(
-        Event(kind, **_place(book, arguments), buffer=_named(book, key, access), space=space,
-              bytes=addresses.size * itemsize, requests=wanted, first=_first(access), where=id(source))
-    )  # fmt: skip
+    instruction = id(arguments["source_info"])
+    space, wanted = "shared", 0
+    if key.memory_space_id == GLOBAL:
+        layout, _ = book.layouts.get((instruction, addresses.shape), (None, None))
+        space, wanted = "global", requests(layout, addresses, itemsize)
+    event = Event(
+        kind,
+        **_place(book, arguments),
+        buffer=_named(book, key, access),
+        space=space,
+        bytes=addresses.size * itemsize,
+        requests=wanted,
+        first=_first(access),
+        where=instruction,
+    )
+    book.events.append(event)
 
 
 def _copy(kind, book, arguments):

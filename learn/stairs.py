@@ -46,8 +46,9 @@ def _panel(ladder: Ladder, sizes: Sizes, results: dict, top: int) -> str:
         x, name = LEFT + i * step + 8, rung.__name__.rpartition(".")[2]
         wide, share = step - 16, ladder.floor(sizes) / count(sizes)
         out.append(
-            f'<rect x="{x:.0f}" y="{y(share):.1f}" width="{wide:.0f}" height="{zero - y(share):.1f}"'
-            f' fill="none" stroke="{COUNTED}" stroke-dasharray="4 3"><title>{idea(rung)}</title></rect>'
+            f'<rect x="{x:.0f}" y="{y(share):.1f}" width="{wide:.0f}"'
+            f' height="{zero - y(share):.1f}" fill="none" stroke="{COUNTED}"'
+            f' stroke-dasharray="4 3"><title>{idea(rung)}</title></rect>'
         )
         words = f"counted {count(sizes):.0f} us"
         if name in measured:

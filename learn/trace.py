@@ -173,9 +173,7 @@ class _Warpgroup:
         return True
 
 
-def schedule(
-    events: Iterable[Event], arrivals: dict[str, int], bandwidth: float = 22
-) -> list[Bar]:
+def schedule(events: Iterable[Event], arrivals: dict[str, int], bandwidth: float = 22) -> list[Bar]:
     """The bars of one block of one kernel; raises RuntimeError where it would wait for ever.
 
     arrivals: that complete each barrier.
@@ -230,7 +228,9 @@ def draw(bars: list[Bar], title: str) -> str:
                 f" {bar.start:.0f} to {bar.stop:.0f} ns</title></rect>"
             )
             if bar.kind == "wait" and wide > 6 * len(bar.label) + 4:
-                out.append(f'<text x="{x(bar.start) + 3:.1f}" y="{y + 15}">{_safe(bar.label)}</text>')
+                out.append(
+                    f'<text x="{x(bar.start) + 3:.1f}" y="{y + 15}">{_safe(bar.label)}</text>'
+                )
     for i in range(6):
         time = end * i / 5
         out.append(

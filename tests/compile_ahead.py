@@ -6,10 +6,11 @@
     uv run --extra cuda13 python tests/compile_ahead.py learn.matmul --all --gpu sm_90
 
 Compiles forward and backward at the first shape of the benchmark's table; op:case:size selects
-another shape, --all selects all.  learn.NAME:size:rung is a rung of a ladder (learn/README.md).  Each kernel is compiled as a whole program and relocatably (-c),
-as nvJitLink does, which JAX 0.12 calls; PTXAS=path:path names other compilers than the installed
-one.  The exit status is 1 if a kernel spills or ptxas warns.  It needs no GPU, only JAX's CUDA
-wheels.  LLVM ends the process if a kernel does not compile, so each case gets its own process.
+another shape, --all selects all.  learn.NAME:size:rung is a rung of a ladder (learn/README.md).
+Each kernel is compiled as a whole program and relocatably (-c), as nvJitLink does, which JAX 0.12
+calls; PTXAS=path:path names other compilers than the installed one.  The exit status is 1 if a
+kernel spills or ptxas warns.  It needs no GPU, only JAX's CUDA wheels.  LLVM ends the process if a
+kernel does not compile, so each case gets its own process.
 """
 
 import argparse
@@ -244,7 +245,10 @@ def program(spec: str):
     from pallas_kernels.bench.cases import CASES
 
     case = [case for case in CASES if case.op == op][int(nth)]
-    kernel, inputs = run.public(case, implementation="mosaic"), run.structs(case, case.sizes[int(size)])
+    kernel, inputs = (
+        run.public(case, implementation="mosaic"),
+        run.structs(case, case.sizes[int(size)]),
+    )
 
     def both(dy, *inputs):
         return run.both(kernel, dy, *inputs)

@@ -3,7 +3,8 @@
     y[b, t] = wte[tokens[b, t]] + wpe[t]
 
 A block of 128 threads reads its token, then walks along the two rows of the tables 128 columns at a
-time.  Neighbouring threads have neighbouring columns, so loads are coalesced (rung 2 of layer norm).
+time.  Neighbouring threads have neighbouring columns, so loads are coalesced (rung 2 of layer
+norm).
 
 Counted: the block waits for the token, and only then knows which row to ask for; then it waits for
 each of six steps: 7 x 0.6 us.  An SM holds 16 blocks, and has 248 of them to do: 65 us.  The bytes

@@ -16,7 +16,6 @@ block about 40 cycles to wait for the L1 cache.  With 2112 blocks at a time: 18 
 """
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -24,7 +24,7 @@ from pallas_kernels import mosaic
 
 
 def sort(tokens, vocab):
-    """(order, start): the places in the order of their tokens, and where each token's run starts."""
+    """(ids, order, start): the sorted tokens, their places, and where each token's run starts."""
     flat = tokens.reshape(-1)
     ids, order = lax.sort((flat, lax.iota(jnp.int32, flat.size)), num_keys=1, is_stable=True)
     count = jnp.zeros(vocab, jnp.int32).at[flat].add(1)  # integers: the order does not matter

@@ -8,7 +8,8 @@ runs come from one scatter, not from a count and a cumulative sum, and tokens of
 are sorted as 16-bit numbers, which halves the passes of the sort.  If the table is also the head's
 weight, the kernel adds to the head's gradient in place, and touches only rows that occur.
 
-Counted: 70 us for memory, and the sort's small kernels, which take 25 us more (docs/performance.md).
+Counted: 70 us for memory, and the sort's small kernels, which take 25 us more
+(docs/performance.md).
 """
 
 import jax

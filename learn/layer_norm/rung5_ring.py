@@ -14,10 +14,10 @@ has at most 256 elements along an axis, so a row is seen as (cols / 256, 256); c
 between writes of threads and a copy that reads them; wait_smem_to_gmem() comes before a buffer
 whose copy back may still run is filled again.
 
-Counted: still 34 us, as the bytes are the same.  What changes is what must be in flight: 22 bytes a
-nanosecond x 1 us under load = 22 KB an SM.  Rung 4 has 16 blocks x 6 KB if registers allow it, here
-4 blocks x 2 slots x 6 KB; at 4096 columns rung 4 has 2 to 3 blocks and all of them may compute at
-the same time, here copies go on meanwhile.
+Counted: still 34 us, as the bytes are the same.  What changes is what is on the way while a block
+computes.  At 768 columns nine blocks of rung 4 fit an SM (56 registers a thread), so eight others
+load meanwhile, and little is to be gained.  At 4096 columns two or three fit, and when all of them
+compute, nothing is on the way; here two tiles of 32 KB are.
 """
 
 import jax

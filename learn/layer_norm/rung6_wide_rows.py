@@ -1,8 +1,8 @@
 """Rung 6: four warps for each row, for wide rows.
 
 A warp that holds a row of 4096 columns needs 128 registers a lane for it.  Here the four warps of
-the block share a row, so a lane holds a quarter of that.  Registers hold (4, block) arrays, one line
-for each warp, and the four lines are neighbours in the same row:
+the block share a row, so a lane holds a quarter of that.  Registers hold (4, block) arrays, one
+line for each warp, and the four lines are neighbours in the same row:
 
     line 0 (warp 0)   | row r, block 4 c     |
     line 1 (warp 1)   | row r, block 4 c + 1 |       c = 0, 1, ...: the chunks of a row
@@ -14,9 +14,9 @@ add their numbers through shared memory (the sum over axis 0), which makes them 
 Everything else is rung 5; a tile has fewer rows, so more tiles fit the ring.
 
 Counted: the bytes, so 34 us at 32768 x 768 and 91 us at 16384 x 4096.  At 4096 columns a row costs
-32 registers a lane instead of 128, so three blocks fit an SM instead of two.  At 768 columns a block
-of a row has only 64 columns, a lane loads 4 bytes at a time, and each row pays for four waits: there
-rung 4 should stay ahead.
+32 registers a lane instead of 128, so three blocks fit an SM instead of two.  At 768 columns a
+block of a row has only 64 columns, a lane loads 4 bytes at a time, and each row pays for four
+waits: there rung 4 should stay ahead.
 """
 
 import jax

@@ -11,8 +11,8 @@ same barrier, which therefore counts to two.  dx overwrites x in its buffer.
 n and g are not kept in registers between the two passes over a tile: the second pass reads them
 again from shared memory, which leaves registers for the sums.
 
-Counted: the bytes of rung 4, 52 us; on the way now are 2 blocks x 3 tiles x 12 KB = 72 KB an SM, all
-the time.
+Counted: the bytes of rung 4, 52 us; on the way now are 2 blocks x 3 tiles x 12 KB = 72 KB an SM,
+all the time.
 """
 
 import jax

@@ -20,7 +20,6 @@ away.  The registers allow seven blocks on an SM, so 2048 steps x 16384 tiles / 
 """
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 

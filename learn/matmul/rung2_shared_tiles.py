@@ -6,17 +6,16 @@ into shared memory, 8 KB for each of a and b, and takes its 64 outer products fr
     global   a^T[64 i .. 64 i + 63, rows]  ->  a_smem (64, 64)  ->  row by row to registers
              b^T[64 i .. 64 i + 63, cols]  ->  b_smem (64, 64)  ->
 
-Shared memory is 227 KB in each SM, about 30 cycles away instead of 300 to 1000.  The block as a whole
-uses a number 64 times for each time that it comes from the L2 cache.
+Shared memory is 227 KB in each SM, about 30 cycles away instead of 300 to 1000.  The block as a
+whole uses a number 64 times for each time that it comes from the L2 cache.
 
 Counted: a step reads shared memory with 40 instructions (each of four warps takes 2 for its 16 rows
-and 8 for all columns), one a cycle, and multiplies and adds in 32 cycles; 40 cycles x 2048 x 16384 /
-132 SMs at 1.755 GHz = 5.8 ms.  Every number that leaves shared memory is used for few products: that
-is what the next rung changes.
+and 8 for all columns), one a cycle, and multiplies and adds in 32 cycles; 40 cycles x 2048 x 16384
+/ 132 SMs at 1.755 GHz = 5.8 ms.  Every number that leaves shared memory is used for few products:
+that is what the next rung changes.
 """
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu

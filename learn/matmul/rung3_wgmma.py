@@ -1,7 +1,8 @@
 """Rung 3: the tensor core multiplies the tiles.
 
-One instruction of a warpgroup, wgmma, multiplies tiles of a and b that lie in shared memory and adds
-the product to an accumulator in the warpgroup's registers.  No thread loads an operand any more.
+One instruction of a warpgroup, wgmma, multiplies tiles of a and b that lie in shared memory and
+adds the product to an accumulator in the warpgroup's registers.  No thread loads an operand any
+more.
 
     a_smem (128, 64)  |  wgmma  ->  acc (128, 128) += a_smem b_smem^T, 128 registers a thread
     b_smem (128, 64)  |
@@ -9,12 +10,12 @@ the product to an accumulator in the warpgroup's registers.  No thread loads an 
 The tensor core wants the tiles in shared memory in an order that avoids bank conflicts: small tiles
 of (8, 64), whose 16-byte pieces are exchanged ("swizzled").  `mosaic.wgmma_tiles` describes it, and
 loads and stores then permute by themselves.  wgmma runs beside the threads ("asynchronously"):
-commit_smem() makes their stores visible to it, and wgmma_wait(0) waits until it has finished, before
-the next tiles overwrite these.
+commit_smem() makes their stores visible to it, and wgmma_wait(0) waits until it has finished,
+before the next tiles overwrite these.
 
 Counted: the tensor cores do 800 TFLOP/s in practice: 0.34 ms.  But they work only a part of the
-time: a step loads 32 KB by 128 threads, waits for them, stores them, and only then multiplies.  With
-1.5 us for that and two blocks an SM: 32 steps x 4096 tiles / 264 x 1.5 us = 0.75 ms.
+time: a step loads 32 KB by 128 threads, waits for them, stores them, and only then multiplies.
+With 1.5 us for that and two blocks an SM: 32 steps x 4096 tiles / 264 x 1.5 us = 0.75 ms.
 """
 
 import jax

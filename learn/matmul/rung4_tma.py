@@ -1,9 +1,9 @@
 """Rung 4: TMA fetches the tiles.
 
-TMA, the copy engine of an SM, copies a box of an array between global and shared memory, and swizzles
-on the way.  A thread starts the copy in one instruction; nobody holds the tile in registers, nobody
-computes addresses.  The copies of a and b arrive on one barrier, which counts to two, and the
-warpgroup waits for it.
+TMA, the copy engine of an SM, copies a box of an array between global and shared memory, and
+swizzles on the way.  A thread starts the copy in one instruction; nobody holds the tile in
+registers, nobody computes addresses.  The copies of a and b arrive on one barrier, which counts to
+two, and the warpgroup waits for it.
 
     copy a, copy b  ->  bar  ->  wgmma  ->  wait  ->  copy a, copy b  ->  ...
 

@@ -32,7 +32,7 @@ SMALL = {"rows": 128, "columns": 128, "depth": 384}  # for the interpreter: six 
 
 def matmul(a, b, d):
     """a b^T + d, summed in float32."""
-    (rows, depth), columns, steps = a.shape, b.shape[0], a.shape[1] // STEP
+    rows, columns, steps = a.shape[0], b.shape[0], a.shape[1] // STEP
 
     def body(a_ref, b_ref, d_ref, y_ref, *, a_smem, b_smem, bars):
         of_a = pl.ds(lax.axis_index("row") * TILE, TILE)
@@ -61,9 +61,7 @@ def matmul(a, b, d):
         product = pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32))
         mosaic.store(y_ref.at[of_a, of_b], product + mosaic.load(d_ref.at[of_a, of_b], WGMMA))
 
-    tiles = plgpu.SMEM(
-        (STAGES, TILE, STEP), a.dtype, transforms=mosaic.wgmma_tiles(STEP, a.dtype)
-    )
+    tiles = plgpu.SMEM((STAGES, TILE, STEP), a.dtype, transforms=mosaic.wgmma_tiles(STEP, a.dtype))
     return mosaic.kernel(
         body,
         name="matmul",

@@ -1,9 +1,9 @@
 """Rung 6: one warpgroup fetches, two multiply ("warp specialisation").
 
-In rung 5 the warpgroup that multiplies also starts the copies, and only when it comes to it.  Here a
-third warpgroup does nothing but start copies, as early as a stage is free.  Two others multiply: the
-tile grows to 256 x 128, each takes 128 of its rows, and both use the same tile of b, so a byte that
-comes to shared memory is used more often.
+In rung 5 the warpgroup that multiplies also starts the copies, and only when it comes to it.  Here
+a third warpgroup does nothing but start copies, as early as a stage is free.  Two others multiply:
+the tile grows to 256 x 128, each takes 128 of its rows, and both use the same tile of b, so a byte
+that comes to shared memory is used more often.
 
     warpgroup 2   | wait empty[s] | copy a (256, 64), b (128, 64) -> full[s] | next stage ...
     warpgroup 0   | wait full[s]  | wgmma of rows   0 .. 127 | arrive at empty[s] of the step before
@@ -12,8 +12,8 @@ comes to shared memory is used more often.
 full[s] counts two copies, empty[s] counts two warpgroups.
 
 Counted: a step moves 48 KB for 4.2 MFLOP, where rung 5 moved 64 KB, so the L2 cache has a quarter
-less to do.  0.34 ms inside the tiles; the start and the end of a tile still stop the tensor core, now
-without another block on the SM to fill the gap: 3 us for each of 15.5 tiles an SM, 0.39 ms.
+less to do.  0.34 ms inside the tiles; the start and the end of a tile still stop the tensor core,
+now without another block on the SM to fill the gap: 3 us for each of 15.5 tiles an SM, 0.39 ms.
 """
 
 import jax
@@ -33,7 +33,7 @@ SMALL = {"rows": 256, "columns": 128, "depth": 384}  # for the interpreter: six 
 
 def matmul(a, b, d):
     """a b^T + d, summed in float32."""
-    (rows, depth), columns, steps = a.shape, b.shape[0], a.shape[1] // STEP
+    rows, columns, steps = a.shape[0], b.shape[0], a.shape[1] // STEP
 
     def body(a_ref, b_ref, d_ref, y_ref, *, a_smem, b_smem, full, empty):
         wg = lax.axis_index("wg")

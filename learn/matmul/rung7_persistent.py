@@ -9,8 +9,8 @@ y goes to shared memory first, from where TMA writes it in whole lines while the
     warpgroup 1   | wgmma, tile 0            | add d, store | wgmma, tile 1 ...
 
 The 132 tiles that run at the same time should share rows of a and b, because these then come from
-the L2 cache.  So tiles are numbered down groups of four rows of tiles: 132 tiles are 4 x 33, and need
-4 x 256 rows of a and 33 x 128 of b, 21 MB.  Row by row they would need 3 and 64: 37 MB.
+the L2 cache.  So tiles are numbered down groups of four rows of tiles: 132 tiles are 4 x 33, and
+need 4 x 256 rows of a and 33 x 128 of b, 21 MB.  Row by row they would need 3 and 64: 37 MB.
 
 Counted: 0.34 ms, and 2 us for each of 15.5 tiles an SM, while both computing warpgroups are at the
 end of a tile and the tensor core stands still: 0.37 ms.
