@@ -31,7 +31,7 @@ from pallas_kernels import mosaic
 ROWS = 4  # of a tile: one for each warp
 SLOTS = 3  # tiles of a block in shared memory
 SMALL = {"rows": 40}  # for the interpreter: five tiles for each of two blocks
-BLOCKS = 4 * 132  # at most: four for each SM of an H100 (two fit if the rows are wide)
+BLOCKS = 4 * 132  # at most: four for each SM of an H100 (one fits at 4096 columns)
 STEP = 256  # columns of one load of a warp: 16 bytes of bfloat16 for each lane
 LAYOUT = mosaic.warp_rows(STEP // 32)
 SHAPE = (ROWS, STEP)
