@@ -45,11 +45,11 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
     print(f"roofline of an H100: {ladder.floor(sizes):.0f} us")
     for rung in rungs:
         number = ladders.number(rung)
-        inputs = ladder.inputs(ladders.small(ladder, rung))
+        inputs = ladders.example(ladder, rung).inputs
         start, wrong = time.perf_counter(), ""
         with record.recording() as book:
             try:
-                ladders.check(ladder, rung, record.watched(book), inputs)
+                ladders.check(ladder, rung, record.watched(book))
             except Exception as error:
                 wrong, failed = f"WRONG: {why(error)}", 1
         seconds = time.perf_counter() - start
@@ -105,11 +105,11 @@ def check(name: str, number: int, path: Path) -> int:
     rung = ladders.load(path)
     if not hasattr(rung, name):
         raise SystemExit(f"error: {path} has no function {name}")
-    inputs = ladder.inputs(ladders.small(ladder, rung))
+    inputs = ladders.example(ladder, rung).inputs
     complaint = None
     try:
         with record.recording() as book:
-            ladders.check(ladder, rung, record.watched(book), inputs)
+            ladders.check(ladder, rung, record.watched(book))
         wanted = ladder.properties.get(number)
         complaint = wanted(book, *inputs) if wanted else None
     except Exception as error:
@@ -126,7 +126,7 @@ def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
 
     native = lambda function, arguments: jax.block_until_ready(jax.jit(function)(*arguments))
     for rung in rungs:
-        ladders.check(ladder, rung, native, ladder.inputs(ladders.small(ladder, rung)))
+        ladders.check(ladder, rung, native)
         print(f"{ladder.name} {rung.__name__.rpartition('.')[2]}: right", flush=True)
     times, floors = {}, {}
     copy, matmul = ceilings["copy_TB_per_s"] * 1e6, ceilings["matmul_TFLOP_per_s"] * 1e6

@@ -109,16 +109,38 @@ def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
     return jnp.asarray(np.resize(values.astype(np.float32), shape), dtype)
 
 
-def check(ladder: Ladder, rung: ModuleType, run: Callable, inputs: tuple) -> Any:
+class Example(NamedTuple):
+    """Inputs at small sizes, and results to compare a rung's with."""
+
+    inputs: tuple
+    truth: Any  # in float64
+    expected: Any  # of XLA, in the inputs' dtypes
+
+
+_examples: dict[tuple, Example] = {}
+
+
+def example(ladder: Ladder, rung: ModuleType) -> Example:
+    """The inputs for a rung, and the results; rungs of the same sizes share them."""
+    sizes = small(ladder, rung)
+    key = ladder.name, *sizes.items()
+    if key not in _examples:
+        inputs = ladder.inputs(sizes)
+        with jax.enable_x64(True):
+            wide = [np.asarray(a) for a in inputs]
+            floating = [jnp.issubdtype(a.dtype, jnp.floating) for a in wide]
+            wide = [a.astype(np.float64) if f else a for a, f in zip(wide, floating, strict=True)]
+            truth = jax.tree.map(np.asarray, jax.jit(ladder.reference)(*wide))
+        _examples[key] = Example(inputs, truth, jax.jit(ladder.reference)(*inputs))
+    return _examples[key]
+
+
+def check(ladder: Ladder, rung: ModuleType, run: Callable) -> Any:
     """Asserts that a rung's results are as near to float64 as those of XLA; returns them.
 
     run(function, arguments): runs the rung.
     """
-    with jax.enable_x64(True):
-        wide = [np.asarray(a) for a in inputs]
-        wide = [a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in wide]
-        truth = jax.tree.map(np.asarray, jax.jit(ladder.reference)(*wide))
-    expected = jax.jit(ladder.reference)(*inputs)
+    inputs, truth, expected = example(ladder, rung)
     actual = run(*call(ladder, rung, inputs))
     leaves = [jax.tree.leaves(x) for x in (actual, expected, truth)]
     for i, (a, e, t) in enumerate(zip(*leaves, strict=True)):

@@ -173,9 +173,10 @@ def _wait_copies(book, arguments):
 
 def _wgmma(book, arguments):
     b, access = _access({**arguments, "b_allocation_key_as_array": arguments["b_key"]}, "b_")
-    k, n = access.shape
+    (rows, _), _ = cb._get_shared_memory().buffer_shape_and_dtype(_key(arguments["acc_key"]))
+    count = rows * math.prod(access.shape)
     book.events.append(
-        Event("wgmma", **_place(book, arguments), buffer=_named(book, b, access), count=64 * n * k)
+        Event("wgmma", **_place(book, arguments), buffer=_named(book, b, access), count=count)
     )
 
 

@@ -45,7 +45,7 @@ def matmul(a, b, d):
                 a_smem[...] = plgpu.load(a_ref.at[of_a, at], layout=WGMMA, optimized=False)
                 b_smem[...] = plgpu.load(b_ref.at[of_b, at], layout=WGMMA, optimized=False)
                 plgpu.commit_smem()
-                plgpu.wgmma(acc, a_smem, plgpu.transpose_ref(b_smem, (1, 0)))
+                plgpu.wgmma(acc, a_smem, b_smem.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
 
             return acc[...]

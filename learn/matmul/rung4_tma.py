@@ -38,7 +38,7 @@ def matmul(a, b, d):
                 plgpu.copy_gmem_to_smem(a_ref.at[of_a, at], a_smem, bar)
                 plgpu.copy_gmem_to_smem(b_ref.at[of_b, at], b_smem, bar)
                 plgpu.barrier_wait(bar)
-                plgpu.wgmma(acc, a_smem, plgpu.transpose_ref(b_smem, (1, 0)))
+                plgpu.wgmma(acc, a_smem, b_smem.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
 
             return acc[...]
