@@ -180,6 +180,12 @@ def _wgmma(book, arguments):
     )
 
 
+def _read_accumulator(book, arguments):
+    """Reading the sums waits for the wgmmas that add to them."""
+    count = arguments.get("wait_n") or 0
+    book.events.append(Event("wait wgmma", **_place(book, arguments), count=count))
+
+
 OBSERVED = {
     "_get": functools.partial(_load_or_store, "load"),
     "_swap": functools.partial(_load_or_store, "store"),
@@ -188,6 +194,7 @@ OBSERVED = {
     "_barrier_wait": functools.partial(_wait_or_arrive, "wait"),
     "_barrier_arrive": functools.partial(_wait_or_arrive, "arrive"),
     "wait_smem_to_gmem": _wait_copies,
+    "wgmma_accumulator_deref": _read_accumulator,
 }
 
 

@@ -233,8 +233,9 @@ def draw(bars: list[Bar], title: str) -> str:
                 )
     for i in range(6):
         time = end * i / 5
+        anchor = "end" if i == 5 else "middle"
         out.append(
-            f'<text x="{x(time):.1f}" y="{bottom + 14}" text-anchor="middle">{time:.0f} ns</text>'
+            f'<text x="{x(time):.1f}" y="{bottom + 14}" text-anchor="{anchor}">{time:.0f} ns</text>'
         )
     for i, kind in enumerate(used):
         left, y = LEFT + i % 2 * 400, bottom + 28 + i // 2 * 18

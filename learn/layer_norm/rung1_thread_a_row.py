@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 
 ROWS = 128  # of a block: one for each thread
-SMALL = {"rows": 128, "cols": 256}
+SMALL = {"rows": 128, "cols": 64}  # for the interpreter
 STEP = 8  # columns that a thread loads before it adds them up
 LAYOUT = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)  # thread t holds row t
 
