@@ -16,8 +16,8 @@ whose copy back may still run is filled again.
 
 Counted: still 34 us, as the bytes are the same.  What changes is what is on the way while a block
 computes.  At 768 columns nine blocks of rung 4 fit an SM (56 registers a thread), so eight others
-load meanwhile, and little is to be gained.  At 4096 columns two or three fit, and when all of them
-compute, nothing is on the way; here two tiles of 32 KB are.
+load meanwhile, and little is to be gained.  At 4096 columns three fit (168 registers), and when all
+of them compute, nothing is on the way; here two tiles of 32 KB are.
 """
 
 import jax
