@@ -51,7 +51,7 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
             try:
                 ladders.check(ladder, rung, record.watched(book))
             except Exception as error:
-                wrong, failed = f"WRONG: {why(error)}", 1
+                wrong, failed = f"WRONG: {why(error, book)}", 1
         seconds = time.perf_counter() - start
         measured = stored.get(stairs.text(sizes), {}).get(rung.__name__.rpartition(".")[2])
         gained = f"measured {measured:.0f} us" if measured else "not measured yet"
@@ -65,12 +65,24 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
     return failed
 
 
-def why(error: Exception) -> str:
+ACCESS = re.compile(
+    r"(write|read) of HostAllocationKey\(([^)]*)\)\[\(?(.*?)\)?\] from"
+    r" \w+\(device_id=\d+, cluster_id=\d+, block_id=(\d+), warpgroup_id=(\d+)"
+)
+
+
+def why(error: Exception, book) -> str:
     """An error's cause in a line; the interpreter's come with the traces of several threads."""
-    lines = [line for line in str(error).partition("\n-----")[0].splitlines() if line.strip()]
-    races = [line for line in lines if "race detected" in line.lower()]
+    text = str(error).partition("\n-----")[0]
+    both = ACCESS.findall(text)[:2]
+    if "RACE DETECTED" in text and len(both) == 2:
+        key = tuple(int(number) for number in re.findall(r"=(-?\d+)", both[0][1]))
+        who = " and ".join(f"a {what} by block {b}, warpgroup {wg}" for what, *_, b, wg in both)
+        at = re.sub(r"slice\((\d+), (\d+), 1\)", r"\1:\2", both[0][2])
+        return f"a race on {book.names.get(key, 'a buffer')}[{at}]: {who}, in no order"
+    lines = [line for line in text.splitlines() if line.strip()] or [repr(error)]
     causes = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (races or causes or lines or [repr(error)])[-1].strip()
+    return (causes or lines)[-1].strip()
 
 
 def _text(inputs) -> str:
@@ -113,7 +125,7 @@ def check(name: str, number: int, path: Path) -> int:
         wanted = ladder.properties.get(number)
         complaint = wanted(book, *inputs) if wanted else None
     except Exception as error:
-        complaint = why(error)
+        complaint = why(error, book)
     print(f"not yet: {complaint}" if complaint else f"right: {path} is a rung {number} of {name}")
     return int(complaint is not None)
 
