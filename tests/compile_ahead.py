@@ -3,12 +3,14 @@
     uv run --extra cuda13 python tests/compile_ahead.py          those for sm_80, on sm_80 and sm_89
     uv run --extra cuda13 python tests/compile_ahead.py gelu rms_norm --gpu sm_90 sm_100
     uv run --extra cuda13 python tests/compile_ahead.py attention:0:1 vlstm --all --gpu sm_90
+    uv run --extra cuda13 python tests/compile_ahead.py learn.matmul --all --gpu sm_90
 
 Compiles forward and backward at the first shape of the benchmark's table; op:case:size selects
-another shape, --all selects all.  Each kernel is compiled as a whole program and relocatably (-c),
-as nvJitLink does, which JAX 0.12 calls; PTXAS=path:path names other compilers than the installed
-one.  The exit status is 1 if a kernel spills or ptxas warns.  It needs no GPU, only JAX's CUDA
-wheels.  LLVM ends the process if a kernel does not compile, so each case gets its own process.
+another shape, --all selects all.  learn.NAME:size:rung is a rung of a ladder (learn/README.md).
+Each kernel is compiled as a whole program and relocatably (-c), as nvJitLink does, which JAX 0.12
+calls; PTXAS=path:path names other compilers than the installed one.  The exit status is 1 if a
+kernel spills or ptxas warns.  It needs no GPU, only JAX's CUDA wheels.  LLVM ends the process if a
+kernel does not compile, so each case gets its own process.
 """
 
 import argparse
@@ -97,6 +99,10 @@ def specs(op: str, every: bool) -> list[str]:
 
     if ":" in op:
         return [op]
+    if op.startswith("learn."):
+        from learn import ladder
+
+        return [f"{op}:0:{i}" for i, _ in enumerate(ladder.rungs(ladder.find(op[6:])), 1)]
     found = {}
     for i, case in enumerate(case for case in CASES if case.op == op):
         for j, size in enumerate(case.sizes):
@@ -203,9 +209,6 @@ def compile_here(spec: str, gpu: str, environment: dict[str, str], folder: str) 
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels.bench import run
-    from pallas_kernels.bench.cases import CASES
-
     jax.config.update("jax_platforms", "cpu")
     major, minor = int(gpu[3:-1]), int(gpu[-1])
     # Mosaic compiles for sm_90a rather than sm_90, and so on.
@@ -216,25 +219,41 @@ def compile_here(spec: str, gpu: str, environment: dict[str, str], folder: str) 
     ).devices
     mesh = Mesh(np.array(devices), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    op, nth, size = spec.split(":")
-    case = [case for case in CASES if case.op == op][int(nth)]
-
-    kernel = run.public(case, implementation="mosaic")
-
-    def both(dy, *inputs):
-        return run.both(kernel, dy, *inputs)
-
-    inputs = run.structs(case, case.sizes[int(size)])
+    function, structs = program(spec)
     arguments = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        (jax.eval_shape(kernel, *inputs), *inputs),
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), structs
     )
     with jax.default_device(devices[0]):  # Mosaic reads its compute capability
-        lowered = jax.jit(both, out_shardings=sharding).lower(*arguments)
+        lowered = jax.jit(function, out_shardings=sharding).lower(*arguments)
         # Lowering has written the resources of the kernels.  With the folder, compilation would
         # spend half of its time on 100 MB of MLIR; without it, the PTX goes to stdout.
         os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
         lowered.compile()
+
+
+def program(spec: str):
+    """The function of op:case:size or of a rung, and the shapes of its arguments."""
+    import jax
+
+    op, nth, size = spec.split(":")
+    if op.startswith("learn."):
+        from learn import ladder
+
+        own = ladder.find(op[6:])
+        return ladder.whole(own, int(size)), jax.eval_shape(lambda: own.inputs(own.sizes[int(nth)]))
+    from pallas_kernels.bench import run
+    from pallas_kernels.bench.cases import CASES
+
+    case = [case for case in CASES if case.op == op][int(nth)]
+    kernel, inputs = (
+        run.public(case, implementation="mosaic"),
+        run.structs(case, case.sizes[int(size)]),
+    )
+
+    def both(dy, *inputs):
+        return run.both(kernel, dy, *inputs)
+
+    return both, (jax.eval_shape(kernel, *inputs), *inputs)
 
 
 def table(spec: str, gpu: str, compilers: list[str]) -> tuple[list[str], list[Build]]:

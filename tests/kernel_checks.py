@@ -109,7 +109,7 @@ def assert_error_ratio(actual, expected, truth, what="", ratio=RATIO):
     for name, norm in (("max", lambda d: np.abs(d).max(initial=0)), ("rms", _rms)):
         mine, theirs = norm(actual - truth), norm(expected - truth)
         assert mine <= ratio * theirs + floor, (
-            f"{what}: {name} error {mine:.3e} is {mine / max(theirs, 1e-300):.2f} x the reference's"
+            f"{what}: {name} error {mine:.3e} is {mine / max(theirs, 1e-300):.3g} x the reference's"
             f" {theirs:.3e} (largest value {np.abs(truth).max():.3e})"
         )
 

@@ -120,10 +120,15 @@ def test_the_readme_lists_every_op():
     assert missing == {"RopeScaling", "vlstm_step"}  # not an op, and a part of vlstm
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "learn").rglob("*.md")),
+]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     prose = "".join(page.read_text().split("```")[::2])
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
