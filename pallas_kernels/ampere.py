@@ -1,0 +1,211 @@
+"""Copies and matmuls of every NVIDIA GPU since Ampere (8.0), for kernels without TMA and wgmma.
+
+    cp.async    16 bytes from global to shared memory, without a register in between
+    ldmatrix    8 x 8 pieces of shared memory into registers, as mma wants them
+    mma         16 x 8 += 16 x 16 times 16 x 8 in a warp's registers (plgpu.mma makes many of them)
+
+A block of such a kernel is one warpgroup: 128 threads, which meet at a barrier of their own.  Mosaic
+has cp.async as well, but only before Hopper, only inside an array's bounds, and its barriers are
+for TMA.  So the copies are written here in Mosaic's own language.  `in_numpy` of each is its
+specification, which the tests' interpreter runs.
+
+A tile in shared memory has rows of 8 x 16 bytes (or 4), and 16 bytes number c of row r stand at
+place c ^ (r % 8) of their row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of one column then
+lie in different banks, which ldmatrix reads at once.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, nvvm
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import WGMMA, wgmma_tiles
+
+_THREADS = 128
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+def load_rows(source, target, batch, head, first, end) -> None:
+    """Starts to copy rows first, first + 1, ... of source[batch, :, head] to target.
+
+    source: (B, T, H, D) in global memory, D a multiple of 8.  target: (rows, D or more) in shared
+    memory, see `tile`.  Rows from `end` on and columns from D on are filled with zeros.
+    """
+    _move(_Load(source.shape, target.shape), source, target, batch, head, first, end)
+
+
+def store_rows(source, target, batch, head, first, end) -> None:
+    """Copies source to rows first, first + 1, ... of target[batch, :, head], but none from `end`."""
+    _move(_Store(target.shape, source.shape), target, source, batch, head, first, end)
+
+
+def wait(n: int = 0) -> None:
+    """Waits until at most the last n of this block's `load_rows` are under way, for all threads.
+
+    All threads have done then what stands before: nobody reads any longer what they have read.
+    """
+    plgpu.inline_mgpu()(_Wait(n))()
+
+
+def meet() -> None:
+    """Waits until all threads are here: what they have written to shared memory can be read."""
+    plgpu.inline_mgpu()(_Wait(None))()
+
+
+def tile(rows: int, columns: int, dtype):
+    """Shared memory for a tile; columns: a multiple of 32."""
+    return plgpu.SMEM((rows, columns), dtype, transforms=wgmma_tiles(columns, dtype))
+
+
+def left(tile):
+    """A tile as the left operand of mma."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_LHS(tile.dtype))
+
+
+def right(tile):
+    """A tile as the right operand of mma."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_RHS(tile.dtype))
+
+
+def right_transposed(tile):
+    return right(tile.transpose((1, 0)))
+
+
+def as_left(x, dtype):
+    """A result of mma, rounded to dtype, as the left operand of the next one: no thread moves it."""
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=plgpu.Layout.MMA_LHS(dtype))
+    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)(_AsLeft(jnp.dtype(dtype)))(x)
+
+
+# ---- in Mosaic's own language ----------------------------------------------------------------
+
+
+def _move(code, array, tile, batch, head, first, end):
+    width, dtype = tile.shape[-1], tile.dtype
+    types = (plgpu.RefType(), plgpu.RefType(wgmma_tiles(width, dtype)), *(_SCALAR,) * 4)
+    scalars = (jnp.asarray(x, jnp.int32) for x in (batch, head, first, end))
+    plgpu.inline_mgpu(arg_types=types)(code)(array, tile, *scalars)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """Each thread moves 16 bytes of each of several rows."""
+
+    array: tuple[int, int, int, int]  # shape
+    tile: tuple[int, int]
+
+    def pieces(self, array, tile, batch, head, first, end):
+        """(address in global memory, address in shared memory, whether it is inside) of each."""
+        i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+        element = ir.MemRefType(array.type).element_type
+        batch, head, first, end = (x.registers.item() for x in (batch, head, first, end))
+        (_, t, h, d), (rows, width) = self.array, self.tile
+        line = ir.MemRefType(tile.type).shape[-1]  # elements of a row of 128 or 64 bytes
+        across = line // 8
+        at_once = _THREADS // across
+        add, multiply = arith.addi, arith.muli
+        constant = lambda n: arith.constant(i32, ir.IntegerAttr.get(i32, n))
+        wide = lambda x: arith.extsi(i64, x)
+        constant64 = lambda n: arith.constant(i64, ir.IntegerAttr.get(i64, n))
+        thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
+        row, piece = (f(thread, constant(across)) for f in (arith.divui, arith.remui))
+        turn = arith.divui(arith.remui(row, constant(8)), constant(8 // across))
+        place = multiply(arith.xori(piece, turn), constant(8))
+        inside = add(multiply(row, constant(line)), place)
+        # Rows r and r + 8 stand in different tiles of 8 rows: row r at r // 8 * 8 * width.
+        block = multiply(arith.divui(row, constant(8)), constant(8 * (width - line)))
+        inside = add(inside, block)
+        first_row = add(first, row)
+        line_of = add(multiply(wide(batch), constant64(t)), wide(first_row))
+        from_ = add(multiply(line_of, constant64(h)), wide(head))
+        from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, constant(8))))
+        global_ = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
+        shared = mgpu.utils.memref_ptr(tile)
+        global_, shared = (
+            mgpu.utils.getelementptr(p, [n], element) for p, n in ((global_, from_), (shared, inside))
+        )
+        less = lambda x, y: arith.cmpi(arith.CmpIPredicate.slt, x, y)
+        for r in range(0, rows, at_once):
+            here = less(add(first_row, constant(r)), end)
+            for c in range(0, width, line):
+                ok = here
+                if c >= d:
+                    ok = arith.constant(ir.IntegerType.get_signless(1), 0)
+                elif c + line > d:
+                    ok = arith.andi(here, less(multiply(piece, constant(8)), constant(d - c)))
+                source = mgpu.utils.getelementptr(global_, [r * h * d + c], element)
+                target = mgpu.utils.getelementptr(shared, [r * width + c * 8], element)
+                yield source, target, ok
+
+
+class _Load(_Move):
+    asynchronous = True
+
+    def in_numpy(self, array, tile, batch, head, first, end):
+        rows, found = np.arange(first, first + len(tile)), np.zeros_like(tile)
+        ok = rows < end
+        found[ok, : array.shape[3]] = array[batch, rows[ok], head]
+        return {1: found}
+
+    def __call__(self, ctx, array, tile, *where):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        constant = lambda n: arith.constant(i32, ir.IntegerAttr.get(i32, n))
+        for source, target, ok in self.pieces(array, tile, *where):
+            size = arith.select(ok, constant(16), constant(0))  # reads nothing for 0
+            cache = nvvm.LoadCacheModifierKind.CG  # not in L1
+            nvvm.cp_async_shared_global(target, source, 16, cache, cp_size=size)
+        nvvm.cp_async_commit_group()
+
+
+class _Store(_Move):
+    asynchronous = False
+
+    def in_numpy(self, array, tile, batch, head, first, end):
+        rows, array = np.arange(first, first + len(tile)), array.copy()
+        ok = rows < end
+        array[batch, rows[ok], head] = tile[ok, : array.shape[3]]
+        return {0: array}
+
+    def __call__(self, ctx, array, tile, *where):
+        del ctx
+        words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+        for target, source, ok in self.pieces(array, tile, *where):
+            with mgpu.when(ok):
+                llvm.store(llvm.load(words, source, alignment=16), target, alignment=16)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    copies: int | None  # that may still be under way; None: of whatever
+
+    def in_numpy(self):
+        return {}
+
+    def __call__(self, ctx):
+        del ctx
+        if self.copies is not None:
+            nvvm.cp_async_wait_group(self.copies)
+        mgpu.warpgroup_barrier()
+
+
+@dataclasses.dataclass(frozen=True)
+class _AsLeft:
+    dtype: Any
+
+    def in_jnp(self, x):
+        return x.astype(self.dtype)
+
+    def __call__(self, ctx, x):
+        del ctx
+        # Both layouts have the same numbers in the same threads, in the same order.  They are
+        # rounded here because MLIR would hand on unchanged registers in their old layout.
+        x = x.astype(mgpu.utils.dtype_to_ir_type(self.dtype))
+        layout = plgpu.Layout.MMA_LHS(self.dtype).to_mgpu()
+        registers = x.registers.reshape(layout.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
