@@ -4,9 +4,8 @@
     ldmatrix    8 x 8 pieces of shared memory into registers, as mma wants them
     mma         16 x 8 += 16 x 16 times 16 x 8 in a warp's registers (plgpu.mma makes many of them)
 
-A block of such a kernel is one warpgroup: 128 threads, which meet at a barrier of their own.  Mosaic
-has cp.async as well, but only before Hopper, only inside an array's bounds, and its barriers are
-for TMA.  So the copies are written here in Mosaic's own language.  `in_numpy` of each is its
+A block of such a kernel is one warpgroup: 128 threads, which meet at a barrier of their own.
+Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the copies are written here in Mosaic's own language.  `in_numpy` of each is its
 specification, which the tests' interpreter runs.
 
 A tile in shared memory has rows of 8 x 16 bytes (or 4), and 16 bytes number c of row r stand at
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, nvvm
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -40,7 +40,7 @@ def load_rows(source, target, batch, head, first, end) -> None:
 
 
 def store_rows(source, target, batch, head, first, end) -> None:
-    """Copies source to rows first, first + 1, ... of target[batch, :, head], but none from `end`."""
+    """Copies source to rows first, first + 1, ... of target[batch, :, head], none from `end` on."""
     _move(_Store(target.shape, source.shape), target, source, batch, head, first, end)
 
 
@@ -62,22 +62,33 @@ def tile(rows: int, columns: int, dtype):
     return plgpu.SMEM((rows, columns), dtype, transforms=wgmma_tiles(columns, dtype))
 
 
-def left(tile):
-    """A tile as the left operand of mma."""
-    return plgpu.load(tile, layout=plgpu.Layout.MMA_LHS(tile.dtype))
+def rows_times_rows(acc, x, y):
+    """acc + x y^T of tiles x (M, K) and y (N, K)."""
+    across = _line(x.shape[1], x.dtype)
+    for k in range(0, x.shape[1], across):
+        part = pl.ds(k, across)
+        a = plgpu.load(x.at[:, part], layout=plgpu.Layout.MMA_LHS(x.dtype))
+        b = y.at[:, part].transpose((1, 0))
+        acc = plgpu.mma(acc, a, plgpu.load(b, layout=plgpu.Layout.MMA_RHS(y.dtype)))
+    return acc
 
 
-def right(tile):
-    """A tile as the right operand of mma."""
-    return plgpu.load(tile, layout=plgpu.Layout.MMA_RHS(tile.dtype))
+def times_rows(acc, x, y):
+    """acc + x y of a result x (M, K) of mma, rounded to y's dtype, and a tile y (K, N)."""
+    for k in range(0, x.shape[1], 16):
+        a = as_left(x[:, k : k + 16], y.dtype)
+        b = plgpu.load(y.at[pl.ds(k, 16)], layout=plgpu.Layout.MMA_RHS(y.dtype))
+        acc = plgpu.mma(acc, a, b)
+    return acc
 
 
-def right_transposed(tile):
-    return right(tile.transpose((1, 0)))
+def _line(columns: int, dtype) -> int:
+    """Columns of a tile that stand in one swizzled row."""
+    return wgmma_tiles(columns, dtype)[0].tiling[1]
 
 
 def as_left(x, dtype):
-    """A result of mma, rounded to dtype, as the left operand of the next one: no thread moves it."""
+    """A result of mma, rounded to dtype, as the left operand of the next: no thread moves it."""
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=plgpu.Layout.MMA_LHS(dtype))
     return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)(_AsLeft(jnp.dtype(dtype)))(x)
 
@@ -100,7 +111,10 @@ class _Move:
     tile: tuple[int, int]
 
     def pieces(self, array, tile, batch, head, first, end):
-        """(address in global memory, address in shared memory, whether it is inside) of each."""
+        """A thread's first addresses in global and in shared memory, and its pieces.
+
+        A piece: what to add to both addresses, in bytes, and whether it is inside of the array.
+        """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         element = ir.MemRefType(array.type).element_type
         batch, head, first, end = (x.registers.item() for x in (batch, head, first, end))
@@ -127,9 +141,11 @@ class _Move:
         global_ = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
         shared = mgpu.utils.memref_ptr(tile)
         global_, shared = (
-            mgpu.utils.getelementptr(p, [n], element) for p, n in ((global_, from_), (shared, inside))
+            mgpu.utils.getelementptr(p, [n], element)
+            for p, n in ((global_, from_), (shared, inside))
         )
         less = lambda x, y: arith.cmpi(arith.CmpIPredicate.slt, x, y)
+        found = []
         for r in range(0, rows, at_once):
             here = less(add(first_row, constant(r)), end)
             for c in range(0, width, line):
@@ -138,9 +154,8 @@ class _Move:
                     ok = arith.constant(ir.IntegerType.get_signless(1), 0)
                 elif c + line > d:
                     ok = arith.andi(here, less(multiply(piece, constant(8)), constant(d - c)))
-                source = mgpu.utils.getelementptr(global_, [r * h * d + c], element)
-                target = mgpu.utils.getelementptr(shared, [r * width + c * 8], element)
-                yield source, target, ok
+                found.append((2 * (r * h * d + c), 2 * (r * width + c * 8), ok))
+        return global_, shared, found
 
 
 class _Load(_Move):
@@ -154,12 +169,15 @@ class _Load(_Move):
 
     def __call__(self, ctx, array, tile, *where):
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
+        i32, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
         constant = lambda n: arith.constant(i32, ir.IntegerAttr.get(i32, n))
-        for source, target, ok in self.pieces(array, tile, *where):
+        source, target, found = self.pieces(array, tile, *where)
+        # Constants of the instruction and 32 bits of address leave registers to the matmuls.
+        target = llvm.ptrtoint(i32, target)
+        for from_, to, ok in found:
             size = arith.select(ok, constant(16), constant(0))  # reads nothing for 0
-            cache = nvvm.LoadCacheModifierKind.CG  # not in L1
-            nvvm.cp_async_shared_global(target, source, 16, cache, cp_size=size)
+            copy = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {from_}], 16, $2;"
+            llvm.inline_asm(void, [target, source, size], copy, "r,l,r", has_side_effects=True)
         nvvm.cp_async_commit_group()
 
 
@@ -175,9 +193,14 @@ class _Store(_Move):
     def __call__(self, ctx, array, tile, *where):
         del ctx
         words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
-        for target, source, ok in self.pieces(array, tile, *where):
+        target, source, found = self.pieces(array, tile, *where)
+        byte = ir.IntegerType.get_signless(8)
+        for to, from_, ok in found:
+            here, there = (
+                mgpu.utils.getelementptr(p, [n], byte) for p, n in ((source, from_), (target, to))
+            )
             with mgpu.when(ok):
-                llvm.store(llvm.load(words, source, alignment=16), target, alignment=16)
+                llvm.store(llvm.load(words, here, alignment=16), there, alignment=16)
 
 
 @dataclasses.dataclass(frozen=True)

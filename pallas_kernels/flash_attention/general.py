@@ -1,22 +1,46 @@
 """Attention without TMA and wgmma, for every NVIDIA GPU since Ampere: what its kernels share.
 
 A block is one warpgroup of 128 threads.  It owns 64 or 128 rows (of queries; in the dK/dV kernel of
-keys) of one head, and the tiles of columns that they see stream by through shared memory, from which
+keys) of one head.  The tiles of columns that they see stream by through shared memory, from which
 every matmul takes its operands (ampere.py).  Two blocks run on a processor at a time where shared
 memory allows it: one's softmax runs under the other's matmuls.  The arrangement is that of
-FlashAttention-2 (Dao 2023); what a block sees (masks.py) and which block works on what (schedule.py)
-are the same as on Hopper.
+FlashAttention-2 (Dao 2023).  What a block sees (masks.py) and which block works on what
+(schedule.py) is as on Hopper; every block has one item, and the hardware hands them out.
 """
 
-from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import Visits
-from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, share_out
+import functools
+from typing import Any, NamedTuple
 
-WIDTHS = (32, 64, 96, 128, 256)  # of tiles in shared memory; the columns past D are zeros
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.flash_attention.masks import Visits, same_segment, visible
+from pallas_kernels.flash_attention.queries import is_ragged
+from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, share_out
+from pallas_kernels.mosaic import COL, ROW
+
+WIDTHS = (32, 64, 96, 128, 256)  # of tiles in shared memory; their columns past D are zeros
 SECTION = 16  # MiB of what streams, of the heads that are worked on at a time
 
 
+class Block(NamedTuple):
+    """What a block works on; tiles of columns are counted from the sequence's start."""
+
+    batch: Any
+    head: Any  # of the queries; in the dK/dV kernel of the keys
+    row: Any  # the first one
+    low: Any  # the first tile that it sees
+    high: Any  # the one after its last
+    whole: tuple[Any, Any]  # the same of the tiles that each of its rows sees whole
+
+    def rows(self, s: Schedule):
+        return pl.ds(self.row, s.block)
+
+
 def width_of(head_dim: int) -> int:
+    """Columns of the tiles of heads."""
     return next(width for width in WIDTHS if width >= head_dim)
 
 
@@ -48,3 +72,45 @@ def schedule(
         visits, items, tile, rows, 0, q.dtype, width_of(d), group, k_first, v_first, call.scale,
         call.softcap, packed,
     )  # fmt: skip
+
+
+def block_of(s: Schedule, segments) -> Block:
+    row, (batch, head) = s.items.where(lax.axis_index("block"))
+    limits, same = s.limits(row, batch, segments)
+    low, high = s.visits.seen(row, row + s.block, *limits)
+    return Block(batch, head, row, low, high, s.visits.whole(row, row + s.block, *same))
+
+
+def mask(s: Schedule, b: Block, segments, tile, x):
+    """Scores of a tile, with -inf where a query may not see a key; rows are as the Schedule's."""
+    visits = s.visits
+    ragged = is_ragged(s) and not visits.by_keys  # keys past the last one are columns
+    if not (visits.causal or ragged or s.packed):
+        return x
+    crosses = (tile < b.whole[0]) | (tile >= b.whole[1])
+    if ragged:
+        crosses |= tile == visits.tiles - 1
+
+    def masked(x):
+        column = tile * s.columns
+        if s.packed:
+            x = _in_segment(s, b, segments, column, x)
+        if visits.by_keys:
+            q0, k0 = column + visits.offset, b.row
+        else:
+            q0, k0 = b.row + visits.offset, column
+        keys = visits.lengths[1] if ragged else None
+        return visible(
+            x, q0, k0, causal=visits.causal, window=visits.window, keys=keys,
+            transposed=visits.by_keys,
+        )  # fmt: skip
+
+    return lax.cond(crosses, masked, lambda x: x, x)
+
+
+def _in_segment(s: Schedule, b: Block, segments, column, x):
+    ids = segments.q_ids, segments.k_ids
+    rows, columns = reversed(ids) if s.visits.by_keys else ids
+    read = functools.partial(plgpu.load, optimized=False)
+    mine = read(rows.at[b.batch, b.rows(s)], layout=ROW)
+    return same_segment(x, mine, read(columns.at[b.batch, pl.ds(column, s.columns)], layout=COL))

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
+from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.forward import LOWEST
-from pallas_kernels.flash_attention.general import schedule, width_of
-from pallas_kernels.flash_attention.masks import logits, same_segment, some_rows_see_nothing
-from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of
+from pallas_kernels.flash_attention.general import Block
+from pallas_kernels.flash_attention.masks import logits, some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -33,14 +33,14 @@ from pallas_kernels.flash_attention.schedule import (
     stat_rows,
     with_spans,
 )
-from pallas_kernels.mosaic import COL, LOG2E, ROW, WGMMA, along
+from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
 
 
-def tiles(head_dim: int) -> tuple[int, int]:
-    """(queries of a block, keys of a step) that registers and 99 KB of shared memory hold."""
-    if head_dim <= 128:
+def tiles(width: int) -> tuple[int, int]:
+    """(queries of a block, keys of a step): what registers hold, twice what 99 KB hold to 128."""
+    if width <= 64:
         return 128, 64
-    return 64, 64
+    return (128, 32) if width <= 128 else (64, 64)
 
 
 class Inputs(NamedTuple):
@@ -57,9 +57,8 @@ class Worker(NamedTuple):
 
     schedule: Schedule
     inputs: Inputs
-    o_ref: Any
-    lse_ref: Any
     smem: Any  # what `scratch` lists, by name
+    block: Block
 
 
 def scratch(s: Schedule) -> dict:
@@ -71,41 +70,34 @@ def scratch(s: Schedule) -> dict:
     )
 
 
-def load(w: Worker, i: Item, n, ref, first_head, tile):
-    """Starts to copy the tile of step n of K or V."""
-    s = w.schedule
-    head, first = first_head + i.head // s.group, (i.top - 1 - n) * s.columns
-    ampere.load_rows(ref, tile, i.batch, head, first, s.visits.lengths[1])
+def load(w: Worker, ref, first_head, buffer, tile):
+    """Starts to copy a tile of K or V."""
+    s, b = w.schedule, w.block
+    head, first = first_head + b.head // s.group, tile * s.columns
+    ampere.load_rows(ref, buffer, b.batch, head, first, s.visits.lengths[1])
 
 
-def mask(w: Worker, i: Item, x, n):
-    """x with -inf where a query may not see a key."""
-    s = w.schedule
-    if s.packed:
-        stat, segments = functools.partial(plgpu.load, optimized=False), w.inputs.segments
-        rows, keys = pl.ds(i.q0, s.block), pl.ds((i.top - 1 - n) * s.columns, s.columns)
-        q_ids = stat(segments.q_ids.at[i.batch, rows], layout=ROW)
-        k_ids = stat(segments.k_ids.at[i.batch, keys], layout=COL)
-        x = same_segment(x, q_ids, k_ids)
-    return in_sight(s, i, x, n)
+def load_k(w: Worker, tile):
+    load(w, w.inputs.k, w.schedule.k_first, w.smem.k, tile)
 
 
-def step(w: Worker, i: Item, n, carry):
-    """Adds the keys of step n to O, to the largest logit and to the sum of each row."""
-    s, smem = w.schedule, w.smem
-    o, m, l = carry
+def load_v(w: Worker, tile):
+    load(w, w.inputs.v, w.schedule.v_first, w.smem.v, tile)
+
+
+def step(w: Worker, n, carry):
+    """Adds the n-th tile of keys to O, to the largest logit and to the sum of each row."""
+    s, b, smem = w.schedule, w.block, w.smem
+    (o, m, l), tile = carry, b.high - 1 - n
     # Compute the scores.
     ampere.wait()  # for K
-    load(w, i, n, w.inputs.v, s.v_first, smem.v)
-    x = mosaic.zeros((s.block, s.columns), WGMMA)
-    x = plgpu.mma(x, ampere.left(smem.qo), ampere.right_transposed(smem.k))
+    load_v(w, tile)
+    x = ampere.rows_times_rows(mosaic.zeros((s.block, s.columns), WGMMA), smem.qo, smem.k)
     ampere.wait()  # for V
-    pl.when(n + 1 < i.last)(lambda: load(w, i, n + 1, w.inputs.k, s.k_first, smem.k))
+    pl.when(tile > b.low)(lambda: load_k(w, tile - 1))
     if s.softcap is not None:
         x = logits(x, s.scale, s.softcap)[0]
-    if s.visits.causal or is_ragged(s) or s.packed:
-        masked = (n < i.unmasked) | (n >= i.edge)
-        x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
+    x = general.mask(s, b, w.inputs.segments, tile, x)
     # Compute the softmax in base 2: one multiply-add and one exp2 an element.
     factor = s.scale * LOG2E if s.softcap is None else 1.0
     m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
@@ -113,33 +105,32 @@ def step(w: Worker, i: Item, n, carry):
     p = jnp.exp2(x * factor - along(m_new, x.shape, 0))
     l = l * alpha + jnp.sum(p, axis=1)
     # Add the values.
-    o = o * along(alpha, o.shape, 0)
-    o = plgpu.mma(o, ampere.as_left(p, s.dtype), ampere.right(smem.v))
+    o = ampere.times_rows(o * along(alpha, o.shape, 0), p, smem.v)
     return o, m_new, l
 
 
-def store(w: Worker, i: Item, o, m, l):
+def store(w: Worker, o_ref, lse_ref, o, m, l):
     """Divides O by the sums, and stores it and the log-sum-exp."""
-    s, smem = w.schedule, w.smem
+    s, b, smem = w.schedule, w.block, w.smem
     inverse = 1 / l
     if some_rows_see_nothing(s.visits.window, s.packed, s.block):  # zeros; lse = m + log 0 = -inf
         inverse = jnp.where(l > 0, inverse, 0)
     ampere.meet()  # all have multiplied with Q, whose place O takes
     smem.qo[...] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
     ampere.meet()
-    ampere.store_rows(smem.qo, w.o_ref, i.batch, i.head, i.q0, s.visits.lengths[0])
-    rows = pl.ds(i.q0, s.block)
-    mosaic.store(w.lse_ref.at[i.batch, i.head, rows], m * (1 / LOG2E) + jnp.log(l))
+    ampere.store_rows(smem.qo, o_ref, b.batch, b.head, b.row, s.visits.lengths[0])
+    mosaic.store(lse_ref.at[b.batch, b.head, b.rows(s)], m * (1 / LOG2E) + jnp.log(l))
 
 
 def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem):
-    w = Worker(s, inputs, o_ref, lse_ref, smem)
-    i = item_of(s, inputs.segments, 0, lax.axis_index("block"), None, 0, 0, rows=s.block)
-    ampere.load_rows(inputs.q, smem.qo, i.batch, i.head, i.q0, s.visits.lengths[0])
-    load(w, i, 0, inputs.k, s.k_first, smem.k)
+    b = general.block_of(s, inputs.segments)
+    w = Worker(s, inputs, smem, b)
+    ampere.load_rows(inputs.q, smem.qo, b.batch, b.head, b.row, s.visits.lengths[0])
+    load_k(w, b.high - 1)
     row = lambda value: plgpu.layout_cast(jnp.full((s.block,), value, jnp.float32), ROW)
     nothing = mosaic.zeros((s.block, s.width), WGMMA), row(LOWEST), row(0)
-    store(w, i, *lax.fori_loop(0, i.last, functools.partial(step, w, i), nothing))
+    results = lax.fori_loop(0, b.high - b.low, functools.partial(step, w), nothing)
+    store(w, o_ref, lse_ref, *results)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
@@ -151,7 +142,7 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """
     (b, t, _, d), packed = q.shape, segments is not None
     h = q.shape[2] if heads is None else heads.q
-    s = schedule(q, k, *tiles(width_of(d)), call, heads, packed=packed)
+    s = general.schedule(q, k, *tiles(general.width_of(d)), call, heads, packed=packed)
     ids = pad_segments(segments, call.lengths) if packed else None
     inputs = Inputs(q, k, v, with_spans(s, ids))
     out_type = (

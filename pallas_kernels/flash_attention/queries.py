@@ -47,16 +47,15 @@ def tiles_of(s: Schedule, segments, item, n0):
     return batch, head, n0 + high, n0 + high - low
 
 
-def item_of(s: Schedule, segments, wg, item, following, side, n0, rows=ROWS) -> Item:
-    """rows: of a warpgroup."""
+def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
     visits, at = s.visits, side * s.wgs + wg
     row, (batch, head) = s.items.where(item)
-    q0 = row + wg * rows
+    q0 = row + wg * ROWS
     limits, same = s.limits(row, batch, segments)
     low, high = visits.seen(row, row + s.block, *limits)
     top, end = n0 + high, n0 + high - low
-    own = visits.seen(q0, q0 + rows, *limits)
-    whole = visits.whole(q0, q0 + rows, *same)
+    own = visits.seen(q0, q0 + ROWS, *limits)
+    whole = visits.whole(q0, q0 + ROWS, *same)
     first, last = top - own[1], top - own[0]
     unmasked = jnp.clip(top - whole[1], first + 1, last)
     edge = last

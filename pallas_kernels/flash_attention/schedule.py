@@ -31,6 +31,7 @@ class Call(NamedTuple):
     sms: int  # of the device
     window: int | None
     softcap: float | None
+    general: bool = False  # for every GPU since Ampere, not for Hopper
 
 
 class Tiles(NamedTuple):
