@@ -5,8 +5,9 @@
     mma         16 x 8 += 16 x 16 times 16 x 8 in a warp's registers (plgpu.mma makes many of them)
 
 A block of such a kernel is one warpgroup: 128 threads, which meet at a barrier of their own.
-Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the copies are written here in Mosaic's own language.  `in_numpy` of each is its
-specification, which the tests' interpreter runs.
+Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the
+copies are written here in Mosaic's own language.  `in_numpy` of each is its specification, which
+the tests' interpreter runs.
 
 A tile in shared memory has rows of 8 x 16 bytes (or 4), and 16 bytes number c of row r stand at
 place c ^ (r % 8) of their row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight rows of one column then
@@ -37,6 +38,18 @@ def load_rows(source, target, batch, head, first, end) -> None:
     memory, see `tile`.  Rows from `end` on and columns from D on are filled with zeros.
     """
     _move(_Load(source.shape, target.shape), source, target, batch, head, first, end)
+
+
+def load_line(source, target, batch, head, first) -> None:
+    """Starts to copy source[batch, head, first:] to target, as a part of the next `load_rows`.
+
+    source: (B, H, T) float32 in global memory, not less than target takes, T and first multiples of
+    4.  target: (n,) in shared memory, n a multiple of 4 and at most 512.
+    """
+    types = (plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 3)
+    scalars = (jnp.asarray(x, jnp.int32) for x in (batch, head, first))
+    code = _LoadLine(source.shape, target.shape[0])
+    plgpu.inline_mgpu(arg_types=types)(code)(source, target, *scalars)
 
 
 def store_rows(source, target, batch, head, first, end) -> None:
@@ -115,7 +128,7 @@ class _Move:
 
         A piece: what to add to both addresses, in bytes, and whether it is inside of the array.
         """
-        i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+        i64 = ir.IntegerType.get_signless(64)
         element = ir.MemRefType(array.type).element_type
         batch, head, first, end = (x.registers.item() for x in (batch, head, first, end))
         (_, t, h, d), (rows, width) = self.array, self.tile
@@ -123,43 +136,37 @@ class _Move:
         across = line // 8
         at_once = _THREADS // across
         add, multiply = arith.addi, arith.muli
-        constant = lambda n: arith.constant(i32, ir.IntegerAttr.get(i32, n))
         wide = lambda x: arith.extsi(i64, x)
         constant64 = lambda n: arith.constant(i64, ir.IntegerAttr.get(i64, n))
-        thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
-        row, piece = (f(thread, constant(across)) for f in (arith.divui, arith.remui))
-        turn = arith.divui(arith.remui(row, constant(8)), constant(8 // across))
-        place = multiply(arith.xori(piece, turn), constant(8))
-        inside = add(multiply(row, constant(line)), place)
+        thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
+        row, piece = (f(thread, _constant(across)) for f in (arith.divui, arith.remui))
+        turn = arith.divui(arith.remui(row, _constant(8)), _constant(8 // across))
+        place = multiply(arith.xori(piece, turn), _constant(8))
+        inside = add(multiply(row, _constant(line)), place)
         # Rows r and r + 8 stand in different tiles of 8 rows: row r at r // 8 * 8 * width.
-        block = multiply(arith.divui(row, constant(8)), constant(8 * (width - line)))
+        block = multiply(arith.divui(row, _constant(8)), _constant(8 * (width - line)))
         inside = add(inside, block)
         first_row = add(first, row)
         line_of = add(multiply(wide(batch), constant64(t)), wide(first_row))
         from_ = add(multiply(line_of, constant64(h)), wide(head))
-        from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, constant(8))))
-        global_ = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
-        shared = mgpu.utils.memref_ptr(tile)
-        global_, shared = (
-            mgpu.utils.getelementptr(p, [n], element)
-            for p, n in ((global_, from_), (shared, inside))
-        )
-        less = lambda x, y: arith.cmpi(arith.CmpIPredicate.slt, x, y)
+        from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, _constant(8))))
+        global_ = mgpu.utils.getelementptr(_global(array), [from_], element)
+        shared = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [inside], element)
         found = []
         for r in range(0, rows, at_once):
-            here = less(add(first_row, constant(r)), end)
+            here = _less(add(first_row, _constant(r)), end)
             for c in range(0, width, line):
                 ok = here
                 if c >= d:
                     ok = arith.constant(ir.IntegerType.get_signless(1), 0)
                 elif c + line > d:
-                    ok = arith.andi(here, less(multiply(piece, constant(8)), constant(d - c)))
+                    ok = arith.andi(here, _less(multiply(piece, _constant(8)), _constant(d - c)))
                 found.append((2 * (r * h * d + c), 2 * (r * width + c * 8), ok))
         return global_, shared, found
 
 
 class _Load(_Move):
-    asynchronous = True
+    asynchronous = commits = True
 
     def in_numpy(self, array, tile, batch, head, first, end):
         rows, found = np.arange(first, first + len(tile)), np.zeros_like(tile)
@@ -169,16 +176,58 @@ class _Load(_Move):
 
     def __call__(self, ctx, array, tile, *where):
         del ctx
-        i32, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
-        constant = lambda n: arith.constant(i32, ir.IntegerAttr.get(i32, n))
         source, target, found = self.pieces(array, tile, *where)
-        # Constants of the instruction and 32 bits of address leave registers to the matmuls.
-        target = llvm.ptrtoint(i32, target)
         for from_, to, ok in found:
-            size = arith.select(ok, constant(16), constant(0))  # reads nothing for 0
-            copy = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {from_}], 16, $2;"
-            llvm.inline_asm(void, [target, source, size], copy, "r,l,r", has_side_effects=True)
+            _copy(source, target, ok, from_, to)
         nvvm.cp_async_commit_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoadLine:
+    asynchronous, commits = True, False
+    array: tuple[int, int, int]  # shape
+    length: int
+
+    def in_numpy(self, array, target, batch, head, first):
+        return {1: array[batch, head, first : first + len(target)]}
+
+    def __call__(self, ctx, array, target, batch, head, first):
+        del ctx
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+        wide = lambda x: arith.extsi(i64, x)
+        times = lambda x, n: arith.muli(x, arith.constant(i64, ir.IntegerAttr.get(i64, n)))
+        batch, head, first = (wide(x.registers.item()) for x in (batch, head, first))
+        thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
+        mine = arith.muli(thread, _constant(4))
+        _, heads, length = self.array
+        place = arith.addi(times(arith.addi(times(batch, heads), head), length), first)
+        place = arith.addi(place, wide(mine))
+        source = mgpu.utils.getelementptr(_global(array), [place], f32)
+        target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [mine], f32)
+        with mgpu.when(_less(mine, _constant(self.length))):
+            _copy(source, target)
+
+
+def _copy(source, target, ok=None, from_=0, to=0):
+    """Starts to copy 16 bytes, or to write zeros if not ok; from_, to: added to the addresses."""
+    size = _constant(16) if ok is None else arith.select(ok, _constant(16), _constant(0))
+    target = llvm.ptrtoint(size.type, target)
+    code = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {from_}], 16, $2;"
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, [target, source, size], code, "r,l,r", has_side_effects=True)
+
+
+def _constant(n: int):
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+
+
+def _less(x, y):
+    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
+
+
+def _global(array):
+    return llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
 
 
 class _Store(_Move):

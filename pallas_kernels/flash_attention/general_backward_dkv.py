@@ -32,9 +32,7 @@ from pallas_kernels.mosaic import COL, LOG2E, WGMMA, along
 
 def tiles(width: int) -> tuple[int, int]:
     """(keys of a block, queries of a step): what registers and 99 KB of shared memory hold."""
-    if width <= 64:
-        return 128, 32
-    return (64, 64) if width <= 128 else (64, 32)
+    return (128, 32) if width <= 64 else (64, 32)
 
 
 class Inputs(NamedTuple):
@@ -86,14 +84,23 @@ def scratch(s: Schedule) -> dict:
         v=ampere.tile(s.block, s.width, s.dtype),  # and then dV
         q=ampere.tile(s.columns, s.width, s.dtype),
         do=ampere.tile(s.columns, s.width, s.dtype),
+        lse=plgpu.SMEM((s.columns,), jnp.float32),  # come with Q
+        delta=plgpu.SMEM((s.columns,), jnp.float32),
     )
 
 
-def load(w: Worker, ref, buffer, i: Step):
-    """Starts to copy the tile of Q or dO of a step."""
-    s = w.schedule
-    t = s.visits.lengths[0]
-    ampere.load_rows(ref, buffer, w.block.batch, i.head, i.tile * s.columns, t)
+def load_do(w: Worker, i: Step):
+    s, batch = w.schedule, w.block.batch
+    ampere.load_rows(w.inputs.do, w.smem.do, batch, i.head, i.tile * s.columns, s.visits.lengths[0])
+
+
+def load_q(w: Worker, i: Step):
+    """Starts to copy a tile of Q, and the statistics of its rows."""
+    s, inputs, smem, batch = w.schedule, w.inputs, w.smem, w.block.batch
+    first = i.tile * s.columns
+    ampere.load_line(inputs.lse, smem.lse, batch, i.head, first)
+    ampere.load_line(inputs.delta, smem.delta, batch, i.head, first)
+    ampere.load_rows(inputs.q, smem.q, batch, i.head, first, s.visits.lengths[0])
 
 
 def begin(w: Worker) -> Step:
@@ -105,8 +112,8 @@ def begin(w: Worker) -> Step:
     ):
         ampere.load_rows(ref, buffer, b.batch, first_head + b.head, b.row, s.visits.lengths[1])
     first = Step(b.head * s.group, b.low)
-    load(w, inputs.do, smem.do, first)
-    load(w, inputs.q, smem.q, first)
+    load_do(w, first)
+    load_q(w, first)
     return first
 
 
@@ -115,26 +122,23 @@ def step(w: Worker, last, n, carry):
     s, b, smem, inputs = w.schedule, w.block, w.smem, w.inputs
     i, (dk, dv) = carry
     shape, later = (s.block, s.columns), i.following(b)
-    zeros, columns = mosaic.zeros(shape, WGMMA), pl.ds(i.tile * s.columns, s.columns)
-    stat = lambda ref: along(
-        plgpu.load(ref.at[b.batch, i.head, columns], layout=COL, optimized=False), shape, 1
-    )
-    lse, delta = stat(inputs.lse), stat(inputs.delta)
+    zeros = mosaic.zeros(shape, WGMMA)
+    stat = lambda ref: along(plgpu.load(ref, layout=COL, optimized=False), shape, 1)
     ampere.wait(1)  # for dO
     dp = None if dk is None else ampere.rows_times_rows(zeros, smem.v, smem.do)
     ampere.wait()  # for Q
     x, slope = logits(ampere.rows_times_rows(zeros, smem.k, smem.q), s.scale, s.softcap)
     x = general.mask(s, b, inputs.segments, i.tile, x)
-    p = jnp.exp2(x - lse * LOG2E)
+    p = jnp.exp2(x - stat(smem.lse) * LOG2E)
     if dv is not None:
         dv = ampere.times_rows(dv, p, smem.do)
     ampere.meet()  # all have read dO
-    pl.when(n < last)(lambda: load(w, inputs.do, smem.do, later))
+    pl.when(n < last)(lambda: load_do(w, later))
     if dk is not None:
-        ds = p * (dp - delta)
+        ds = p * (dp - stat(smem.delta))
         dk = ampere.times_rows(dk, ds if slope is None else ds * slope, smem.q)
     ampere.meet()  # all have read Q
-    pl.when(n < last)(lambda: load(w, inputs.q, smem.q, later))
+    pl.when(n < last)(lambda: load_q(w, later))
     return later, Results(dk, dv)
 
 

@@ -29,8 +29,6 @@ from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
 
 def tiles(width: int) -> tuple[int, int]:
     """(queries of a block, keys of a step): what registers and 99 KB of shared memory hold."""
-    if width <= 64:
-        return 128, 64
     return (128, 32) if width <= 128 else (64, 32)
 
 

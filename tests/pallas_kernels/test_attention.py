@@ -327,13 +327,14 @@ def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
         ((1, 8, 8, 2, 1, 64), BF16, {"segment_ids": jnp.zeros((1, 8), jnp.int32)}, "xla"),
     ],
 )
-def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, runs, monkeypatch):
+def test_cudnn_takes_what_it_can_where_no_kernel_does(shape, dtype, options, runs, monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
+    monkeypatch.setattr(attention_module, "why_not", lambda *_, **__: "no kernel")
     calls = []
     monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_: calls.append(1) or q)
     dispatch.reset()
     attention(*inputs(*shape, dtype), **options)
-    assert dispatch.decisions() == [dispatch.Decision("attention", runs, "older")]
+    assert dispatch.decisions() == [dispatch.Decision("attention", runs, "no kernel")]
     assert len(calls) == (runs == "cudnn")
     dispatch.reset()
     attention(*inputs(*shape, dtype), **options, implementation="xla")  # never runs on cuDNN
@@ -365,8 +366,7 @@ def test_attention_without_elements(b, t, s):
 @pytest.mark.skipif(not ON_GPU, reason="cuDNN runs on a GPU")
 @pytest.mark.parametrize(("d", "options"), [(96, {}), (256, {}), (64, {"window": 50})])
 def test_cudnn_computes_what_the_reference_does(d, options, monkeypatch):
-    other = lambda gpu: "another GPU" if gpu == "sm_90a" else None
-    monkeypatch.setattr(dispatch, "device_lacks", other)
+    monkeypatch.setattr(attention_module, "why_not", lambda *_, **__: "no kernel")
     arrays = inputs(2, 200, 200, 4, 2, d)
     dout = normal(3, arrays[0].shape, BF16)
 
