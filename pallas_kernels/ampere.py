@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, wgmma_tiles
+from pallas_kernels.mosaic import WGMMA, wgmma_tiles, zeros
 
 _THREADS = 128
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -75,9 +75,10 @@ def tile(rows: int, columns: int, dtype):
     return plgpu.SMEM((rows, columns), dtype, transforms=wgmma_tiles(columns, dtype))
 
 
-def rows_times_rows(acc, x, y):
-    """acc + x y^T of tiles x (M, K) and y (N, K)."""
-    across = _line(x.shape[1], x.dtype)
+def rows_times_rows(x, y):
+    """x y^T of tiles x (M, K) and y (N, K), in float32."""
+    acc = zeros((x.shape[0], y.shape[0]), WGMMA)
+    across = wgmma_tiles(x.shape[1], x.dtype)[0].tiling[1]  # columns of a swizzled row
     for k in range(0, x.shape[1], across):
         part = pl.ds(k, across)
         a = plgpu.load(x.at[:, part], layout=plgpu.Layout.MMA_LHS(x.dtype))
@@ -93,11 +94,6 @@ def times_rows(acc, x, y):
         b = plgpu.load(y.at[pl.ds(k, 16)], layout=plgpu.Layout.MMA_RHS(y.dtype))
         acc = plgpu.mma(acc, a, b)
     return acc
-
-
-def _line(columns: int, dtype) -> int:
-    """Columns of a tile that stand in one swizzled row."""
-    return wgmma_tiles(columns, dtype)[0].tiling[1]
 
 
 def as_left(x, dtype):

@@ -122,12 +122,11 @@ def step(w: Worker, last, n, carry):
     s, b, smem, inputs = w.schedule, w.block, w.smem, w.inputs
     i, (dk, dv) = carry
     shape, later = (s.block, s.columns), i.following(b)
-    zeros = mosaic.zeros(shape, WGMMA)
     stat = lambda ref: along(plgpu.load(ref, layout=COL, optimized=False), shape, 1)
     ampere.wait(1)  # for dO
-    dp = None if dk is None else ampere.rows_times_rows(zeros, smem.v, smem.do)
+    dp = None if dk is None else ampere.rows_times_rows(smem.v, smem.do)
     ampere.wait()  # for Q
-    x, slope = logits(ampere.rows_times_rows(zeros, smem.k, smem.q), s.scale, s.softcap)
+    x, slope = logits(ampere.rows_times_rows(smem.k, smem.q), s.scale, s.softcap)
     x = general.mask(s, b, inputs.segments, i.tile, x)
     p = jnp.exp2(x - stat(smem.lse) * LOG2E)
     if dv is not None:

@@ -52,8 +52,6 @@ class Worker(NamedTuple):
     inputs: Inputs
     smem: Any  # what `scratch` lists, by name
     block: Block
-    lse2: Any = None  # log-sum-exp of its rows, in base 2
-    delta: Any = None
 
 
 def scratch(s: Schedule) -> dict:
@@ -63,6 +61,8 @@ def scratch(s: Schedule) -> dict:
         do=ampere.tile(s.block, s.width, s.dtype),
         k=ampere.tile(s.columns, s.width, s.dtype),
         v=ampere.tile(s.columns, s.width, s.dtype),
+        lse2=plgpu.SMEM((s.block,), jnp.float32),  # log-sum-exp of the rows, in base 2
+        delta=plgpu.SMEM((s.block,), jnp.float32),
     )
 
 
@@ -87,39 +87,39 @@ def load_v(w: Worker, tile):
     load(w, w.inputs.v, w.schedule.v_first, w.smem.v, tile)
 
 
-def begin(w: Worker, delta_ref) -> Worker:
+def begin(w: Worker, delta_ref):
     """Loads what comes first; computes delta = rowsum(dO * O) - dlse, and stores it."""
     s, inputs, smem, b = w.schedule, w.inputs, w.smem, w.block
     load_own(w, inputs.o, smem.q)
     load_own(w, inputs.do, smem.do)
     stat = lambda ref: plgpu.load(ref.at[b.batch, b.head, b.rows(s)], layout=ROW, optimized=False)
-    # Without the barrier the compiler would round the product with the logits, not before.
-    lse2 = lax.optimization_barrier(stat(inputs.lse) * LOG2E)
+    mosaic.store(smem.lse2, stat(inputs.lse) * LOG2E)
     ampere.wait()
     o, do = (plgpu.load(x, layout=WGMMA).astype(jnp.float32) for x in (smem.q, smem.do))
     delta = jnp.sum(do * o, axis=1)
     if inputs.dlse is not None:
         delta = delta - stat(inputs.dlse)
     mosaic.store(delta_ref.at[b.batch, b.head, b.rows(s)], delta)
+    mosaic.store(smem.delta, delta)
     ampere.meet()  # all have read O
     load_own(w, inputs.q, smem.q)
     load_v(w, b.high - 1)
     load_k(w, b.high - 1)
-    return w._replace(lse2=lse2, delta=delta)
 
 
 def step(w: Worker, n, dq):
     """Adds dS K of the n-th tile of keys to dQ."""
     s, b, smem = w.schedule, w.block, w.smem
-    tile, zeros = b.high - 1 - n, mosaic.zeros((s.block, s.columns), WGMMA)
+    tile = b.high - 1 - n
     ampere.wait(1)  # for V
-    dp = ampere.rows_times_rows(zeros, smem.do, smem.v)
+    dp = ampere.rows_times_rows(smem.do, smem.v)
     ampere.wait()  # for K
     pl.when(tile > b.low)(lambda: load_v(w, tile - 1))
-    x, slope = logits(ampere.rows_times_rows(zeros, smem.q, smem.k), s.scale, s.softcap)
+    x, slope = logits(ampere.rows_times_rows(smem.q, smem.k), s.scale, s.softcap)
     x = general.mask(s, b, w.inputs.segments, tile, x)
-    p = jnp.exp2(x - along(w.lse2, x.shape, 0))
-    ds = p * (dp - along(w.delta, p.shape, 0))
+    stat = lambda ref: along(plgpu.load(ref, layout=ROW, optimized=False), x.shape, 0)
+    p = jnp.exp2(x - stat(smem.lse2))
+    ds = p * (dp - stat(smem.delta))
     dq = ampere.times_rows(dq, ds if slope is None else ds * slope, smem.k)
     ampere.meet()  # all have read K
     pl.when(tile > b.low)(lambda: load_k(w, tile - 1))
@@ -128,7 +128,8 @@ def step(w: Worker, n, dq):
 
 def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem):
     b = general.block_of(s, inputs.segments)
-    w = begin(Worker(s, inputs, smem, b), delta_ref)
+    w = Worker(s, inputs, smem, b)
+    begin(w, delta_ref)
     nothing = mosaic.zeros((s.block, s.width), WGMMA)
     dq = lax.fori_loop(0, b.high - b.low, functools.partial(step, w), nothing)
     smem.q[...] = (dq * s.scale).astype(s.dtype)

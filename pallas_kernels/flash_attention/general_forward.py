@@ -92,7 +92,7 @@ def step(w: Worker, n, carry):
     # Compute the scores.
     ampere.wait()  # for K
     load_v(w, tile)
-    x = ampere.rows_times_rows(mosaic.zeros((s.block, s.columns), WGMMA), smem.qo, smem.k)
+    x = ampere.rows_times_rows(smem.qo, smem.k)
     ampere.wait()  # for V
     pl.when(tile > b.low)(lambda: load_k(w, tile - 1))
     if s.softcap is not None:
