@@ -6,6 +6,11 @@ every matmul takes its operands (ampere.py).  Two blocks run on a processor at a
 memory allows it: one's softmax runs under the other's matmuls.  The arrangement is that of
 FlashAttention-2 (Dao 2023).  What a block sees (masks.py) and which block works on what
 (schedule.py) is as on Hopper; every block has one item, and the hardware hands them out.
+
+The tables `tiles` are sized by the 255 registers of a thread and by 99 KB of shared memory.  A tile
+of 128 rows reads an operand from shared memory once where 64 rows read it twice.  On A100 and H100
+that decides; on a GPU with half as fast tensor cores and 99 KB ("small") it does not, and 64 rows
+leave registers.  Nobody has timed them yet.
 """
 
 import functools
@@ -72,6 +77,11 @@ def schedule(
         visits, items, tile, rows, 0, q.dtype, width_of(d), group, k_first, v_first, call.scale,
         call.softcap, packed,
     )  # fmt: skip
+
+
+def tight(call: Call, packed: bool) -> bool:
+    """Whether a backward kernel takes its smaller tiles: segments and softcap need registers."""
+    return call.small or packed or call.softcap is not None
 
 
 def block_of(s: Schedule, segments) -> Block:

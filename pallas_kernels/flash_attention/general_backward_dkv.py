@@ -30,9 +30,11 @@ from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, launc
 from pallas_kernels.mosaic import COL, LOG2E, WGMMA, along
 
 
-def tiles(width: int) -> tuple[int, int]:
-    """(keys of a block, queries of a step): what registers and 99 KB of shared memory hold."""
-    return (128, 32) if width <= 64 else (64, 32)
+def tiles(width: int, tight: bool) -> tuple[int, int]:
+    """(keys of a block, queries of a step), see general.py."""
+    if width <= 64 and not tight:
+        return 128, 32
+    return 64, 32 if width <= 128 else 16
 
 
 class Inputs(NamedTuple):
@@ -70,7 +72,9 @@ class Step(NamedTuple):
     head: Any
     tile: Any
 
-    def following(self, b: Block):
+    def following(self, b: Block, group: int):
+        if group == 1:
+            return Step(self.head, self.tile + 1)
         same = self.tile + 1 < b.high
         return Step(
             jnp.where(same, self.head, self.head + 1), jnp.where(same, self.tile + 1, b.low)
@@ -121,7 +125,7 @@ def step(w: Worker, last, n, carry):
     """Adds P^T dO of the n-th step to dV and dS^T Q to dK."""
     s, b, smem, inputs = w.schedule, w.block, w.smem, w.inputs
     i, (dk, dv) = carry
-    shape, later = (s.block, s.columns), i.following(b)
+    shape, later = (s.block, s.columns), i.following(b, s.group)
     stat = lambda ref: along(plgpu.load(ref, layout=COL, optimized=False), shape, 1)
     ampere.wait(1)  # for dO
     dp = None if dk is None else ampere.rows_times_rows(smem.v, smem.do)
@@ -133,7 +137,7 @@ def step(w: Worker, last, n, carry):
         dv = ampere.times_rows(dv, p, smem.do)
     ampere.meet()  # all have read dO
     pl.when(n < last)(lambda: load_do(w, later))
-    if dk is not None:
+    if dp is not None:
         ds = p * (dp - stat(smem.delta))
         dk = ampere.times_rows(dk, ds if slope is None else ds * slope, smem.q)
     ampere.meet()  # all have read Q
@@ -175,7 +179,8 @@ def backward_dkv(
 ):
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
     packed, width = segments is not None, general.width_of(q.shape[-1])
-    s = general.schedule(q, k, *tiles(width), call, heads, packed=packed, by_keys=True)
+    tile = tiles(width, general.tight(call, packed))
+    s = general.schedule(q, k, *tile, call, heads, packed=packed, by_keys=True)
     inputs = Inputs(q, k, v, lse, dout, delta, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
 

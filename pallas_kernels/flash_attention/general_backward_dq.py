@@ -27,9 +27,9 @@ from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, launc
 from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
 
 
-def tiles(width: int) -> tuple[int, int]:
-    """(queries of a block, keys of a step): what registers and 99 KB of shared memory hold."""
-    return (128, 32) if width <= 128 else (64, 32)
+def tiles(width: int, tight: bool) -> tuple[int, int]:
+    """(queries of a block, keys of a step), see general.py."""
+    return (128, 32) if width <= (64 if tight else 128) else (64, 32)
 
 
 class Inputs(NamedTuple):
@@ -141,7 +141,8 @@ def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem):
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
     """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
     packed = segments is not None
-    s = general.schedule(q, k, *tiles(general.width_of(q.shape[-1])), call, heads, packed=packed)
+    tile = tiles(general.width_of(q.shape[-1]), general.tight(call, packed))
+    s = general.schedule(q, k, *tile, call, heads, packed=packed)
     inputs = Inputs(q, k, v, out, lse, dout, dlse, with_spans(s, segments))
     out_type = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -36,11 +36,13 @@ from pallas_kernels.flash_attention.schedule import (
 from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
 
 
-def tiles(width: int) -> tuple[int, int]:
-    """(queries of a block, keys of a step): what registers hold, twice what 99 KB hold to 128."""
+def tiles(width: int, tight: bool) -> tuple[int, int]:
+    """(queries of a block, keys of a step), see general.py; up to 128 two blocks fit 99 KB."""
     if width <= 64:
         return 128, 64
-    return (128, 32) if width <= 128 else (64, 64)
+    if width <= 128:
+        return (64, 64) if tight else (128, 32)
+    return 64, 32
 
 
 class Inputs(NamedTuple):
@@ -142,7 +144,8 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """
     (b, t, _, d), packed = q.shape, segments is not None
     h = q.shape[2] if heads is None else heads.q
-    s = general.schedule(q, k, *tiles(general.width_of(d)), call, heads, packed=packed)
+    tile = tiles(general.width_of(d), call.small)
+    s = general.schedule(q, k, *tile, call, heads, packed=packed)
     ids = pad_segments(segments, call.lengths) if packed else None
     inputs = Inputs(q, k, v, with_spans(s, ids))
     out_type = (

@@ -18,6 +18,7 @@ import functools
 import math
 import os
 import re
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +80,32 @@ def attention(
         window = None  # the window holds every key
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
-    call = Call((t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap, general)
+    call = Call(
+        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap, *form(general)
+    )
     padded = (_pad(x, general) for x in (q, k, v))
     out, lse = _attention(*padded, segment_ids, call, return_lse)
     out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
     return (out, lse) if return_lse else out
 
 
-def use_kernel(implementation, reason, general: bool, fallback="xla", slower=None) -> bool:
+def use_kernel(
+    implementation: dispatch.Implementation | None,
+    reason: str | None,
+    general: bool,
+    fallback: Literal["cudnn", "xla"] = "xla",
+    slower: str | None = None,
+) -> bool:
     """dispatch.use_kernel for attention; general: in the form for every GPU since Ampere."""
     gpu = gpu_for(general)
     return dispatch.use_kernel(
         "attention", implementation, reason, gpu, fallback, slower, general=general
     )
+
+
+def form(general: bool) -> tuple[bool, bool]:
+    """The last two of a Call."""
+    return general, general and mosaic.is_small()
 
 
 def gpu_for(general: bool) -> dispatch.Gpu:

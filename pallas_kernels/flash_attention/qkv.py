@@ -20,6 +20,7 @@ from pallas_kernels.flash_attention.op import (
     WIDTHS,
     attention,
     check,
+    form,
     forward_of,
     gpu_for,
     scale_of,
@@ -79,7 +80,9 @@ def attention_qkv(
         dispatch.use_kernel("rope", implementation, None)
     use_kernel(implementation, None, general)
     window = None if window is not None and window >= t else window
-    call = Call((t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap, general)
+    call = Call(
+        (t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap, *form(general)
+    )
     segments = None if segment_ids is None else (segment_ids, segment_ids)
     return _attention_qkv(qkv, positions, segments, heads, (theta, scaling), call)
 

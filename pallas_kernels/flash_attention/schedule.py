@@ -32,6 +32,7 @@ class Call(NamedTuple):
     window: int | None
     softcap: float | None
     general: bool = False  # for every GPU since Ampere, not for Hopper
+    small: bool = False  # for one with 99 KB of shared memory; of the general form
 
 
 class Tiles(NamedTuple):

@@ -123,11 +123,12 @@ def test_another_name_of_a_form_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [general_forward, general_backward_dq, general_backward_dkv])
+@pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("width", general.WIDTHS)
-def test_shared_memory_suffices_on_the_smallest_gpus(kernel, width):
+def test_shared_memory_suffices_on_the_smallest_gpus(kernel, tight, width):
     q = jax.ShapeDtypeStruct((1, 512, 1, width), BF16)
     call = Call((512, 512), True, 1.0, 24, None, None)
-    s = general.schedule(q, q, *kernel.tiles(width), call, None, packed=True)
+    s = general.schedule(q, q, *kernel.tiles(width, tight), call, None, packed=True)
     assert general.width_of(width) == width
     buffers = kernel.scratch(s).values()
     used = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
