@@ -131,6 +131,7 @@ class _Move:
         line = ir.MemRefType(tile.type).shape[-1]  # elements of a row of 128 or 64 bytes
         across = line // 8
         at_once = _THREADS // across
+        assert rows % at_once == 0, f"{rows} rows are not a multiple of {at_once}"
         add, multiply = arith.addi, arith.muli
         wide = lambda x: arith.extsi(i64, x)
         constant64 = lambda n: arith.constant(i64, ir.IntegerAttr.get(i64, n))

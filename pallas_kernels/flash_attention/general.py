@@ -7,10 +7,10 @@ memory allows it: one's softmax runs under the other's matmuls.  The arrangement
 FlashAttention-2 (Dao 2023).  What a block sees (masks.py) and which block works on what
 (schedule.py) is as on Hopper; every block has one item, and the hardware hands them out.
 
-The tables `tiles` are sized by the 255 registers of a thread and by 99 KB of shared memory.  A tile
-of 128 rows reads an operand from shared memory once where 64 rows read it twice.  On A100 and H100
-that decides; on a GPU with half as fast tensor cores and 99 KB ("small") it does not, and 64 rows
-leave registers.  Nobody has timed them yet.
+The tables `tiles` are sized by the 255 registers of a thread and by 99 KB of shared memory.  128
+rows read an operand from shared memory once where 64 read it twice.  By our count that decides on
+A100 and H100.  Elsewhere ("tight") ptxas spills with 128 rows at some widths, and RTX has tensor
+cores half as fast, for which 64 rows read fast enough.  Nobody has timed any of it yet.
 """
 
 import functools
@@ -81,7 +81,7 @@ def schedule(
 
 def tight(call: Call, packed: bool) -> bool:
     """Whether a backward kernel takes its smaller tiles: segments and softcap need registers."""
-    return call.small or packed or call.softcap is not None
+    return call.tight or packed or call.softcap is not None
 
 
 def block_of(s: Schedule, segments) -> Block:

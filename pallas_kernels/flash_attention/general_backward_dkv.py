@@ -33,7 +33,7 @@ from pallas_kernels.mosaic import COL, LOG2E, WGMMA, along
 def tiles(width: int, tight: bool) -> tuple[int, int]:
     """(keys of a block, queries of a step), see general.py."""
     if width <= 64 and not tight:
-        return 128, 32
+        return 64, 64
     return 64, 32 if width <= 128 else 16
 
 

@@ -144,7 +144,7 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """
     (b, t, _, d), packed = q.shape, segments is not None
     h = q.shape[2] if heads is None else heads.q
-    tile = tiles(general.width_of(d), call.small)
+    tile = tiles(general.width_of(d), call.tight)
     s = general.schedule(q, k, *tile, call, heads, packed=packed)
     ids = pad_segments(segments, call.lengths) if packed else None
     inputs = Inputs(q, k, v, with_spans(s, ids))

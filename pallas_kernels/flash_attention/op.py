@@ -105,7 +105,7 @@ def use_kernel(
 
 def form(general: bool) -> tuple[bool, bool]:
     """The last two of a Call."""
-    return general, general and mosaic.is_small()
+    return general, general and mosaic.is_tight()
 
 
 def gpu_for(general: bool) -> dispatch.Gpu:

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     window: int | None
     softcap: float | None
     general: bool = False  # for every GPU since Ampere, not for Hopper
-    small: bool = False  # for one with 99 KB of shared memory; of the general form
+    tight: bool = False  # in the general form: with its smaller tiles
 
 
 class Tiles(NamedTuple):
