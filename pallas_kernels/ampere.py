@@ -19,11 +19,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, nvvm
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels.mosaic import WGMMA, wgmma_tiles, zeros
 
