@@ -68,8 +68,13 @@ def test_it_matches_float64(shape, dtype, options):
 
 @pytest.mark.parametrize(
     ("shape", "heads", "theta"),
-    [((1, 33, 256), (2, 1), None)]  # at 256 the dK/dV kernel runs twice
-    + [((1, 64, 128), (2, 1), 1e4), ((2, 1001, 64), (12, 3), None)] * ON_GPU,
+    [((1, 33, 32), (1, 1), None)]
+    + [
+        ((1, 64, 128), (2, 1), 1e4),
+        ((2, 1001, 64), (12, 3), None),
+        ((1, 200, 256), (2, 1), None),  # at 256 the dK/dV kernel runs twice
+    ]
+    * ON_GPU,
 )
 def test_one_array_of_q_k_and_v_matches_float64(shape, heads, theta):
     (b, t, d), (h, kv) = shape, heads
