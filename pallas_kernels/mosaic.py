@@ -43,6 +43,14 @@ def sm_count() -> int:
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
+def is_tight() -> bool:
+    """Whether the general form takes its smaller tiles: on other GPUs than 8.0 and 9.0."""
+    # Whoever compiles ahead of time makes the other GPU the default device.
+    device = jax.config.jax_default_device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", "9.0")  # a CPU lowers for Hopper
+    return capability not in ("8.0", "9.0")
+
+
 def load(ref, layout) -> jax.Array:
     """Loads a global or unswizzled shared ref into registers of `layout`, as float32."""
     # The optimised path supports only swizzled shared memory; these layouts are coalesced anyway.

@@ -7,10 +7,11 @@
 
 Compiles forward and backward at the first shape of the benchmark's table; op:case:size selects
 another shape, --all selects all.  learn.NAME:size:rung is a rung of a ladder (learn/README.md).
-Each kernel is compiled as a whole program and relocatably (-c), as nvJitLink does, which JAX 0.12
-calls; PTXAS=path:path names other compilers than the installed one.  The exit status is 1 if a
-kernel spills or ptxas warns.  It needs no GPU, only JAX's CUDA wheels.  LLVM ends the process if a
-kernel does not compile, so each case gets its own process.
+For other GPUs than Hopper, and anywhere with JAXLLM_KERNELS=general in the environment, an op with
+two forms has its general one.  Each kernel is compiled as a whole program and relocatably (-c), as
+nvJitLink does, which JAX 0.12 calls; PTXAS=path:path names other compilers than the installed one.
+The exit status is 1 if a kernel spills or ptxas warns.  It needs no GPU, only JAX's CUDA wheels.
+LLVM ends the process if a kernel does not compile, so each case gets its own process.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 GPUS = {
     "sm_80": "A100",
+    "sm_86": "RTX 3090",
     "sm_89": "RTX 4090",
     "sm_90": "H100",
     "sm_100": "B200",
@@ -139,6 +141,7 @@ def dump(spec: str, gpu: str, compiler: str, folder: str, resources: bool) -> li
     environment = {
         "XLA_FLAGS": "",  # the tests' flags disable optimizations
         "MOSAIC_GPU_DUMP_PTX": "1",
+        "JAXLLM_KERNELS": os.environ.get("JAXLLM_KERNELS", "" if gpu == "sm_90" else "general"),
         "PATH": os.pathsep.join([str(Path(compiler).parent), os.environ["PATH"]]),
     }
     if resources:

@@ -31,6 +31,8 @@ class Call(NamedTuple):
     sms: int  # of the device
     window: int | None
     softcap: float | None
+    general: bool = False  # for every GPU since Ampere, not for Hopper
+    tight: bool = False  # in the general form: with its smaller tiles
 
 
 class Tiles(NamedTuple):

@@ -34,6 +34,16 @@ def test_no_kernel_spills_or_waits_for_each_wgmma(spec):
     assert not bad, f"{len(bad)} of {len(made)} programs are slow:\n" + "\n".join(bad)
 
 
+# The general form, on the oldest GPU and on the newest, at the shapes of two head dimensions.
+@pytest.mark.parametrize(("spec", "gpu"), [("attention:0:1", "sm_80"), ("attention:0:0", "sm_120")])
+def test_no_kernel_for_other_gpus_spills(spec, gpu):
+    made = [b for _, some in compile_ahead.builds(spec, gpu, compile_ahead.ptxas()) for b in some]
+    names = {b.kernel for b in made}
+    assert {"general_attention_forward", "general_attention_backward_dkv"} <= names
+    bad = [str(b) for b in made if b.bad()]
+    assert not bad, f"{len(bad)} of {len(made)} programs spill:\n" + "\n".join(bad)
+
+
 LAUNCH = ".maxntid 384 .minnctapersm 1"
 FAST = "ret;"
 IGNORED = "setmaxnreg.inc.sync.aligned.u32 232; ret;"
