@@ -192,12 +192,16 @@ def build(kernel: Kernel, compiler: str, relocatable: bool) -> Build:
 
 
 def builds(
-    spec: str, gpu: str, compilers: list[str], resources: bool = False
+    spec: str,
+    gpu: str,
+    compilers: list[str],
+    resources: bool = False,
+    relocatable: tuple[bool, ...] = (False, True),
 ) -> list[tuple[Kernel, list[Build]]]:
-    """Compiles each kernel of op:case:size with each compiler, whole and relocatably."""
+    """Compiles each kernel of op:case:size with each compiler, whole, relocatably, or both."""
     with tempfile.TemporaryDirectory() as folder:
         return [
-            (kernel, [build(kernel, path, c) for path in compilers for c in (False, True)])
+            (kernel, [build(kernel, path, c) for path in compilers for c in relocatable])
             for kernel in dump(spec, gpu, compilers[0], folder, resources)
         ]
 
