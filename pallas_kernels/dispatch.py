@@ -10,8 +10,9 @@ which checks shapes, dtypes and options; it is None if the kernel supports the c
   "xla"     runs the jnp form
 
 Some ops have two forms of their kernels: one for Hopper (9.0) and a general one, for every NVIDIA
-GPU since Ampere (8.0).  No GPU has run the general one yet, so other GPUs than Hopper take it under
-"mosaic" alone; JAXLLM_KERNELS=general in the environment takes it by default, on Hopper as well.
+GPU since Ampere (8.0).  Only an H100 has run the general one, so other GPUs take it under "mosaic",
+and by default in place of XLA but not of cuDNN; JAXLLM_KERNELS=general in the environment takes it
+everywhere, on Hopper as well.
 
 `explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
 the kernels, because a compiler that spills registers makes a kernel three times slower.
@@ -179,16 +180,19 @@ def device_lacks(gpu: Gpu) -> str | None:
     return None
 
 
-def general_form(implementation: Implementation | None) -> bool:
+def general_form(implementation: Implementation | None, rival: bool = True) -> bool:
     """Whether ops with two forms of their kernels run the general one; Hopper's on a CPU.
 
-    No GPU has run the general one yet, so the default does not take it unless JAXLLM_KERNELS does.
+    rival: cuDNN runs this call, too.  An H100 is the only GPU that has run the general form, so
+    elsewhere the default takes it only in place of XLA, unless JAXLLM_KERNELS asks for it.
     """
     asked = os.environ.get("JAXLLM_KERNELS", "")
     if asked not in ("", "general"):
         raise ValueError(f"JAXLLM_KERNELS={asked} is not general: set that, or unset it")
+    if asked or implementation == "xla":
+        return bool(asked)
     others = device_lacks("sm_80") is None and device_lacks("sm_90a") is not None
-    return bool(asked) or (others and implementation == "mosaic")
+    return others and (implementation == "mosaic" or not rival)
 
 
 @functools.cache

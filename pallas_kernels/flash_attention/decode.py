@@ -17,7 +17,7 @@ grouped heads: Ainslie et al. 2023.
 
 A block takes its share of the tiles that its row sees: those up to its length, inside its window.
 TMA copies the next tiles as soon as the warpgroup has left a buffer.  XLA merges the parts in
-order, in one kernel, so two runs are equal bit for bit.  Nobody has timed it on a GPU yet.
+order, in one kernel, so two runs are equal bit for bit.
 """
 
 import functools
@@ -39,7 +39,8 @@ _FP8 = jnp.float8_e4m3fn
 _KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
 _STAGES = 4  # tiles of K and of V in flight, at most
 _SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
-_LEAST_SPLITS = 8  # of several rows, whose lengths may differ
+_START = 2  # tiles that would take as long as a block takes to start, and its part to merge
+_LEAST_SPLITS = 8  # of several rows, whose lengths may differ, if each has so many tiles
 _MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
 _LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
@@ -175,9 +176,9 @@ class Plan(NamedTuple):
 def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
     """Over how many blocks a pair (row, kv head) is split: the number that should take least time.
 
-    blocks: of one wave.  A block costs its tiles, and about half a tile to start.
+    blocks: of one wave.
     """
-    waves = lambda n: mosaic.cdiv(pairs * n, blocks) * (mosaic.cdiv(tiles, n) + 0.5)
+    waves = lambda n: mosaic.cdiv(pairs * n, blocks) * (mosaic.cdiv(tiles, n) + _START)
     return min(range(min(least, tiles), min(_MOST_SPLITS, tiles) + 1), key=waves)
 
 
@@ -188,8 +189,10 @@ def plan(q, k, scale, window, softcap) -> Plan:
     per_sm = 2 if (_SMEM - others) // (2 * tile) >= 2 else 1
     stages = min(_STAGES, (2 * _SMEM // per_sm - others) // (2 * tile))
     seen = s if window is None else min(s, window + t - 1)
-    tiles, least = mosaic.cdiv(seen, _KEYS), _LEAST_SPLITS if b > 1 else 1
-    splits = splits_of(tiles, b * kv, per_sm * mosaic.sm_count(), least)
+    tiles = mosaic.cdiv(seen, _KEYS)
+    least = max(1, min(_LEAST_SPLITS, tiles // _LEAST_SPLITS)) if b > 1 else 1
+    # One block on each SM takes all that memory gives; a second one hides float8's conversion.
+    splits = splits_of(tiles, b * kv, (per_sm if fp8 else 1) * mosaic.sm_count(), least)
     return Plan(t, s, h // kv, d, q.dtype, fp8, scale, window, softcap, stages, splits)
 
 

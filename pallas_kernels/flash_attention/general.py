@@ -8,9 +8,10 @@ FlashAttention-2 (Dao 2023).  What a block sees (masks.py) and which block works
 (schedule.py) is as on Hopper; every block has one item, and the hardware hands them out.
 
 The tables `tiles` are sized by the 255 registers of a thread and by 99 KB of shared memory.  128
-rows read an operand from shared memory once where 64 read it twice.  By our count that decides on
-A100 and H100.  Elsewhere ("tight") ptxas spills with 128 rows at some widths, and RTX has tensor
-cores half as fast, for which 64 rows read fast enough.  Nobody has timed any of it yet.
+rows read an operand from shared memory once where 64 read it twice.  On an H100 the largest tiles
+are fastest, though some spill up to 60 bytes; docs/attention.md has the sweep.  A100 and H100 take
+them.  Elsewhere ("tight") ptxas spills more, and RTX has tensor cores half as fast, for which 64
+rows read fast enough; nobody has timed those.
 """
 
 import functools

@@ -33,8 +33,10 @@ from pallas_kernels.mosaic import COL, LOG2E, WGMMA, along
 def tiles(width: int, tight: bool) -> tuple[int, int]:
     """(keys of a block, queries of a step), see general.py."""
     if width <= 64 and not tight:
-        return 64, 64
-    return 64, 32 if width <= 128 else 16
+        return 128, 32
+    if width <= 128:
+        return 64, 32 if tight else 64
+    return 64, 16
 
 
 class Inputs(NamedTuple):

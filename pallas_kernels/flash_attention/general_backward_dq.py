@@ -29,7 +29,9 @@ from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
 
 def tiles(width: int, tight: bool) -> tuple[int, int]:
     """(queries of a block, keys of a step), see general.py."""
-    return (128, 32) if width <= (64 if tight else 128) else (64, 32)
+    if width <= 64:
+        return 128, 32 if tight else 64
+    return (128, 32) if width <= 128 and not tight else (64, 32)
 
 
 class Inputs(NamedTuple):

@@ -41,7 +41,7 @@ def tiles(width: int, tight: bool) -> tuple[int, int]:
     if width <= 64:
         return 128, 64
     if width <= 128:
-        return (64, 64) if tight else (128, 32)
+        return (64, 64) if tight else (128, 64)
     return 64, 32
 
 

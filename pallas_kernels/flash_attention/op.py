@@ -68,7 +68,7 @@ def attention(
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
     by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
-    general = dispatch.general_form(implementation)
+    general = dispatch.general_form(implementation, by_cudnn)
     fallback = "cudnn" if by_cudnn else "xla"
     slower = why_slower(q, k) if by_cudnn and not general else None
     if not use_kernel(implementation, reason, general, fallback, slower):

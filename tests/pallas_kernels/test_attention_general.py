@@ -105,22 +105,26 @@ def test_explain_names_the_form():
 
 
 @pytest.mark.parametrize(
-    ("lacks", "asked", "runs", "why"),
+    ("lacks", "asked", "softcap", "runs", "why"),
     [
-        ((), None, "mosaic", "supported"),
-        ((), "mosaic", "mosaic", "asked for"),
-        (("sm_90a",), None, "cudnn", "older"),  # no GPU has run the general form yet
-        (("sm_90a",), "mosaic", "mosaic", "asked for, in the general form"),
-        (("sm_80", "sm_90a"), None, "xla", "older"),
-        (("sm_80", "sm_90a"), "mosaic", "mosaic", "asked for"),  # a CPU interprets Hopper's
+        ((), None, None, "mosaic", "supported"),
+        ((), "mosaic", None, "mosaic", "asked for"),
+        # Nobody has timed the general form beside cuDNN on such a GPU.
+        (("sm_90a",), None, None, "cudnn", "older"),
+        (("sm_90a",), None, 30.0, "mosaic", "supported, in the general form"),
+        (("sm_90a",), "mosaic", None, "mosaic", "asked for, in the general form"),
+        (("sm_90a",), "xla", 30.0, "xla", "asked for"),
+        (("sm_80", "sm_90a"), None, None, "xla", "older"),
+        (("sm_80", "sm_90a"), "mosaic", None, "mosaic", "asked for"),  # a CPU interprets Hopper's
     ],
 )
-def test_other_gpus_than_hopper_take_it_where_it_is_asked_for(lacks, asked, runs, why, monkeypatch):
+def test_other_gpus_take_it_in_place_of_xla(lacks, asked, softcap, runs, why, monkeypatch):
     monkeypatch.delenv("JAXLLM_KERNELS")
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: "older" if gpu in lacks else None)
     monkeypatch.setattr(op, "_cudnn", lambda q, *_: q)
     q = jnp.zeros((1, 16, 1, 64), BF16)
-    jax.eval_shape(lambda q: attention(q, q, q, implementation=asked), q)  # a new function
+    call = lambda q: attention(q, q, q, softcap=softcap, implementation=asked)  # a new function
+    jax.eval_shape(call, q)
     assert dispatch.decisions() == [("attention", runs, why)]
 
 

@@ -96,16 +96,17 @@ def test_other_head_dimensions_lower(d, cache):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "pairs", "least", "splits"),
+    ("tiles", "pairs", "least", "blocks", "splits"),
     [
-        (128, 8, 1, 32),  # S 8192, B 1: 256 blocks of 4 tiles
-        (2048, 8, 1, 33),  # S 131072: 264 blocks
-        (2, 8, 8, 2),  # no more than tiles
-        (2048, 300, 1, 7),  # 2100 blocks, 7.95 waves of 264
+        (128, 8, 1, 132, 16),  # S 8192, B 1: 128 blocks of 8 tiles
+        (128, 8, 1, 264, 32),  # float8: 256 blocks of 4
+        (2048, 8, 1, 132, 16),  # S 131072
+        (2, 8, 2, 132, 2),  # no more than tiles
+        (16, 384, 2, 132, 2),  # S 1024, B 32, 12 heads: 6 waves of blocks of 8 tiles
     ],
 )
-def test_splits_fill_the_gpu(tiles, pairs, least, splits):
-    assert splits_of(tiles, pairs, 264, least) == splits
+def test_splits_fill_the_gpu(tiles, pairs, least, blocks, splits):
+    assert splits_of(tiles, pairs, blocks, least) == splits
 
 
 def test_rows_of_a_batch_are_always_split():
