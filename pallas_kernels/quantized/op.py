@@ -3,13 +3,14 @@
     y = activation(x w' + bias),   w' = level s + offset (formats.py),   dx = dy w'^T
 
 Few rows of x read the whole weight, so the speed is that of memory, and a weight of 4 bits takes a
-quarter of the time of bfloat16.  The kernel unpacks words in registers and multiplies on the tensor
-core (matmul.py); w' never exists in memory.  XLA writes w' and reads it again, which is nine times
-the bytes for 4 bits.
+quarter of the time of bfloat16.  The kernels, gemv.py for one row and matmul.py for 2 to 64, unpack
+words in registers and multiply on the tensor core; w' never exists in memory.  XLA writes w' and
+reads it again, which is nine times the bytes for 4 bits.
 
-Both forms round w' to x's dtype and add in float32.  The gradient of x is for LoRA, where rows are
-many: XLA dequantizes and multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN",
-and Park et al. 2022, "LUT-GEMM", describe such kernels.
+All forms add in float32.  XLA and the kernel of 2 to 64 rows round w' to x's dtype; the kernel of
+one row does not round it.  The gradient of x is for LoRA, where rows are many: XLA dequantizes and
+multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN", and Park et al. 2022,
+"LUT-GEMM", describe such kernels.
 """
 
 import functools

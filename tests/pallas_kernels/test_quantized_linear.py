@@ -61,7 +61,7 @@ def test_blocks_split_k_and_add_bias_and_activation():
 def test_warpgroups_share_the_turns_of_one_row(monkeypatch, activation):
     monkeypatch.setattr(gemv, "_WGS", 2)
     p = gemv.plan(quantize(normal(1, (2304, 40))))
-    assert (p.turns, p.wgs, p.count, p.ahead) == (9, 2, 5, 3)
+    assert (p.turns, p.wgs, p.share, p.ahead) == (9, 2, 5, 3)
     check((1,), 2304, 40, bias=normal(3, (40,)), activation=activation)
 
 
@@ -72,8 +72,8 @@ def test_the_blocks_of_one_row_run_at_once(k, n):
     p = gemv.plan(weight)
     blocks = -(-weight.words.shape[0] // 132)
     assert blocks * p.wgs * 128 * 64 <= 65536  # threads of 64 registers
-    assert (p.count - 1) * p.wgs < p.turns <= p.count * p.wgs
-    assert 1 <= p.ahead <= p.count
+    assert (p.share - 1) * p.wgs < p.turns <= p.share * p.wgs
+    assert 1 <= p.ahead <= p.share
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 64])
