@@ -40,9 +40,10 @@ from pallas_kernels.quantized.unpack import LANE_WORDS, asm, constant, lane_word
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
-# 32 warps of an SM then have 48 KB in flight.  More need more registers, so fewer warps fit: an
-# H100 took 15.6 us (128 threads, 4 ahead, 120 registers), 19.5 (256 threads, 134 registers) and
-# 20.1 (512 threads, 82 registers) for 4096 x 14336 of 4 bits; the loads alone took 11.5.
+# 32 warps of an SM then have 48 KB in flight.  A turn has step / 8 registers of x, so long steps
+# leave room for fewer turns.  An H100 took 15.6 us (128 threads, 4 ahead, 120 registers), 19.5 (256
+# threads, 134 registers) and 20.1 (512 threads, 82 registers) for 4096 x 14336 of 4 bits in a
+# prototype; its loads alone took 11.5.  No GPU has run the present choice.
 _AHEAD = 3
 
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
@@ -91,7 +92,7 @@ def plan(weight: QuantizedWeight) -> Plan:
     group = weight.group or turns * TURN * weight.step
     blocks = mosaic.cdiv(tiles, _SMS)  # of an SM
     wgs = max(1, min(_WGS // blocks, turns))
-    ahead = min(max(1, _AHEAD // weight.parts), mosaic.cdiv(turns, wgs))
+    ahead = min(_AHEAD - weight.step // 128, mosaic.cdiv(turns, wgs))
     return Plan(turns, weight.step, weight.bits, weight.format, group, wgs, ahead)
 
 
@@ -215,8 +216,9 @@ class _Load:
         at = arith.addi(at, arith.muli(lane, number(4 * WORDS)))
         address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
         address = arith.addi(address, arith.index_cast(i64, at))
+        # ptxas would unroll the loop, and for 8 bits take 99 registers instead of 55.
         code = (
-            "{ .reg .u64 a; cvta.to.global.u64 a, $4; "
+            '{ .pragma "nounroll"; .reg .u64 a; cvta.to.global.u64 a, $4; '
             "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [a]; }"
         )
         words = _results([_i32()] * WORDS, code, "=r,=r,=r,=r,l", address)
