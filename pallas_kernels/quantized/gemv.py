@@ -191,7 +191,7 @@ def _multiply(p: Plan, refs: _Refs, turn, fetched, acc):
 
 def _load_words(ref, parts: int):
     """Words (4, 128) of a part of four steps."""
-    result = plgpu.ShapeDtypeStruct((TURN, LANES * WORDS), jnp.int32, layout=LANE_WORDS)
+    result = plgpu.ShapeDtypeStruct((TURN, LANES * WORDS), jnp.dtype(jnp.int32), layout=LANE_WORDS)
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(_Load(parts))(ref)
 
 
@@ -255,7 +255,7 @@ def _dot(p: Plan, acc, x, words, scales):
     rows = _scales_layout(p.rows)
     layout = _X_FOURS if p.format == "2:4" else _X
     types = (ROW, layout, [LANE_WORDS] * len(words), [rows] * len(scales))
-    result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=ROW)
+    result = plgpu.ShapeDtypeStruct(acc.shape, jnp.dtype(jnp.float32), layout=ROW)
     code = _Dot(p)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(acc, x, words, scales)
 

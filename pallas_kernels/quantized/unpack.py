@@ -51,7 +51,7 @@ def tile(words, scales, offsets, block: int, bits: int, format: Format):
     arguments = (words, scales, offsets)
     kinds = (LANE_WORDS, SCALES, SCALES)
     types = tuple([layout] * len(a) for layout, a in zip(kinds, arguments, strict=True))
-    result = plgpu.ShapeDtypeStruct((64, 16 * PLANES), jnp.bfloat16, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct((64, 16 * PLANES), jnp.dtype(jnp.bfloat16), layout=WGMMA)
     code = _Tile(block, bits, format)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
 
