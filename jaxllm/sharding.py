@@ -185,7 +185,11 @@ def _axes(specs) -> set:
 
 def context_size() -> int:
     """Number of devices that divide each sequence under the mesh of `jax.set_mesh`."""
-    return jax.sharding.get_abstract_mesh().shape.get("context", 1)
+    return _size("context")
+
+
+def _size(axis: str) -> int:
+    return jax.sharding.get_abstract_mesh().shape.get(axis, 1)
 
 
 def split_heads(x: jax.Array) -> jax.Array:
@@ -203,6 +207,25 @@ def split_sequence(x: jax.Array) -> jax.Array:
     if context_size() == 1:
         return x
     return jax.lax.all_to_all(x, "context", split_axis=1, concat_axis=2, tiled=True)
+
+
+def all_tokens(tokens: jax.Array) -> jax.Array:
+    """Inside `per_device`: (B / F, T / N) to (B, T), the tokens of F fsdp and N context devices."""
+    for axis, name in enumerate(SHARDS):
+        if _size(name) > 1:
+            tokens = jax.lax.all_gather(tokens, name, axis=axis, tiled=True)
+    return tokens
+
+
+def own_tokens(x: jax.Array) -> jax.Array:
+    """Inside `per_device`: (B, T, C / F / N), a part of all tokens' columns, to (B / F, T / N, C).
+
+    The columns are divided as a parameter's: over fsdp, and each part over context.
+    """
+    for axis, name in reversed(list(enumerate(SHARDS))):
+        if _size(name) > 1:
+            x = jax.lax.all_to_all(x, name, split_axis=axis, concat_axis=2, tiled=True)
+    return x
 
 
 def constrain(x: jax.Array, *axes) -> jax.Array:

@@ -3,6 +3,7 @@
 from pallas_kernels.activations.gelu import gelu, gelu_linear
 from pallas_kernels.activations.swiglu import swiglu, swiglu_linear
 from pallas_kernels.embedding import encoder
+from pallas_kernels.flash_attention.decode import decode_attention
 from pallas_kernels.flash_attention.op import attention
 from pallas_kernels.flash_attention.qkv import attention_qkv
 from pallas_kernels.losses.cross_entropy import cross_entropy
@@ -22,6 +23,7 @@ __all__ = [
     "attention",
     "attention_qkv",
     "cross_entropy",
+    "decode_attention",
     "dequantize",
     "encoder",
     "gelu",

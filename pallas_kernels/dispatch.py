@@ -9,6 +9,10 @@ which checks shapes, dtypes and options; it is None if the kernel supports the c
             platform, so that a CPU can interpret the kernel and lower it for CUDA
   "xla"     runs the jnp form
 
+Some ops have two forms of their kernels: one for Hopper (9.0) and a general one, for every NVIDIA
+GPU since Ampere (8.0).  No GPU has run the general one yet, so other GPUs than Hopper take it under
+"mosaic" alone; JAXLLM_KERNELS=general in the environment takes it by default, on Hopper as well.
+
 `explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
 the kernels, because a compiler that spills registers makes a kernel three times slower.
 """
@@ -18,6 +22,7 @@ import ctypes
 import functools
 import importlib.util
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -63,6 +68,7 @@ class Compiler(NamedTuple):
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _FASTER = "faster, as "
+_GENERAL = ", in the general form"
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
 _recording = True
@@ -75,6 +81,7 @@ def decide(
     gpu: Gpu = "sm_80",
     fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
+    general: bool = False,
 ) -> Decision:
     """Decides how `op` runs, without recording or logging it (`use_kernel` does both).
 
@@ -82,6 +89,7 @@ def decide(
     gpu: the GPU that the kernel needs.
     fallback: what runs in place of the kernel if implementation is None.
     slower: why the kernel is slower than `fallback`, or None; used if implementation is None.
+    general: the kernel is in its general form, which the decision says.
     Raises NotImplementedError for "mosaic" with a reason, ValueError for an unknown implementation.
     """
     if implementation is not None and implementation not in get_args(Implementation):
@@ -92,12 +100,12 @@ def decide(
     if implementation == "mosaic":
         if reason is not None:
             raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
-        return Decision(op, "mosaic", "asked for")
+        return Decision(op, "mosaic", "asked for" + general * _GENERAL)
     if reason := device_lacks(gpu) or reason:
         return Decision(op, fallback, reason)
     if slower:
         return Decision(op, fallback, _FASTER + slower)
-    return Decision(op, "mosaic", "supported")
+    return Decision(op, "mosaic", "supported" + general * _GENERAL)
 
 
 def use_kernel(
@@ -107,9 +115,10 @@ def use_kernel(
     gpu: Gpu = "sm_80",
     fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
+    general: bool = False,
 ) -> bool:
     """Whether `op` runs on its kernel; records and logs the decision.  Arguments as in `decide`."""
-    decision = decide(op, implementation, reason, gpu, fallback, slower)
+    decision = decide(op, implementation, reason, gpu, fallback, slower, general)
     if _recording:
         logged = decision in _decisions or decision.why == "asked for"
         if not logged and decision.runs != "mosaic":
@@ -168,6 +177,18 @@ def device_lacks(gpu: Gpu) -> str | None:
     if gpu != "sm_80" and smem < _SMEM:
         return f"the GPU has {smem // 1024} KB of shared memory for a block, the kernel needs 227"
     return None
+
+
+def general_form(implementation: Implementation | None) -> bool:
+    """Whether ops with two forms of their kernels run the general one; Hopper's on a CPU.
+
+    No GPU has run the general one yet, so the default does not take it unless JAXLLM_KERNELS does.
+    """
+    asked = os.environ.get("JAXLLM_KERNELS", "")
+    if asked not in ("", "general"):
+        raise ValueError(f"JAXLLM_KERNELS={asked} is not general: set that, or unset it")
+    others = device_lacks("sm_80") is None and device_lacks("sm_90a") is not None
+    return bool(asked) or (others and implementation == "mosaic")
 
 
 @functools.cache

@@ -38,17 +38,17 @@ def wgmma_tiles(cols: int, dtype) -> tuple:
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
-def registers(wgs: int) -> tuple[int, int]:
-    """Registers of a computing and of a loading thread, for one loading warpgroup in a block.
-
-    wgs: computing warpgroups.  An SM has 65,536 registers; a thread gets a multiple of 8.
-    """
-    return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[wgs]
-
-
 def sm_count() -> int:
     """Blocks of a persistent grid: one for each SM (132 on an H100 or H200)."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
+
+
+def is_tight() -> bool:
+    """Whether the general form takes its smaller tiles: on other GPUs than 8.0 and 9.0."""
+    # Whoever compiles ahead of time makes the other GPU the default device.
+    device = jax.config.jax_default_device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", "9.0")  # a CPU lowers for Hopper
+    return capability not in ("8.0", "9.0")
 
 
 def load(ref, layout) -> jax.Array:
@@ -177,6 +177,11 @@ def stat_dtype(dtype) -> jnp.dtype:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def divide(n, by: int):
+    """(n // by, n % by) for n >= 0, in half the instructions of // and %, inside a kernel."""
+    return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
 
 
 def along(vector, shape, axis: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """Settings that must be made before JAX starts."""
 
 import gc
+import logging
 import os
 import shutil
 
@@ -10,10 +11,13 @@ from jaxtyping import install_import_hook
 # The interpreter runs each warpgroup of a block in its own thread and needs them all at once: with
 # two threads, four warpgroups would deadlock.
 os.environ.setdefault("NPROC", "16")
-# Tests on a CPU compile much and compute little; this saves a quarter of their time.
+# Tests compile much and compute little.  Cheaper compilation saves a quarter of their time on a
+# CPU; on a GPU XLA would compile and time Triton's matmuls, some for minutes.
 if shutil.which("nvidia-smi") is None:
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
+else:
+    fast = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}".strip()
 # Python's garbage collector looks through all that JAX has traced and compiled; test processes need
 # 6% less time if it does so rarely.
 gc.set_threshold(100_000, 20, 100)
@@ -25,9 +29,11 @@ install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
 
 # The files that take longest, which begin first, so that no process ends alone with one of them.
 LONG_FILES = [
-    *("test_train.py", "test_attention.py", "test_processes.py", "test_vlstm_kernels.py"),
-    *("test_layer_norm.py", "test_readme.py", "test_transforms.py", "test_vlstm.py"),
-    *("test_sharding.py", "test_models.py", "test_split_optimizer.py", "test_training.py"),
+    *("test_attention.py", "test_train.py", "test_processes.py", "test_vlstm_kernels.py"),
+    *("test_vlstm.py", "test_layer_norm.py", "test_readme.py", "test_sharding.py"),
+    *("test_models.py", "test_kills_and_full_disks.py", "test_encoder.py", "test_transforms.py"),
+    *("test_linear_cross_entropy.py", "test_remat.py", "test_rms_norm.py", "test_training.py"),
+    *("test_quantized_linear.py", "test_learn.py", "test_benchmark.py", "test_split_optimizer.py"),
 ]
 
 # `pytest -m quick` runs these files, and the first case of every test with one of these endings.
@@ -53,6 +59,13 @@ def pytest_collection_modifyitems(items):
         quick = item.first_case and name.endswith(QUICK_TESTS)
         if item.path.name in QUICK_FILES or quick:
             item.add_marker(pytest.mark.quick)
+
+
+@pytest.fixture(autouse=True)
+def _log():
+    """A command that Ctrl-C has stopped logs no more; here it shares its process with tests."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,7 @@ def run_tests(log: Path, dry: bool) -> tuple[dict, dict[str, str]]:
     """Runs pytest; returns its counts and {name: reason} of failed tests."""
     # worksteal spreads a file with many compilations over all processes.  Each of them then makes
     # the file's fixture, which takes half a minute in test_train.py.
-    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(os.cpu_count())]
+    command = [sys.executable, "-m", "pytest", "-vv", "-m", "", "-n", str(os.cpu_count())]
     command += ["--dist", "worksteal", "-p", "no:benchmark"]  # pytest-benchmark warns under xdist
     command += ["tests/jaxllm/test_optim.py"] if dry else ["tests"]
     command += [f"--ignore=tests/{name}" for name in NOT_HERE]

@@ -16,8 +16,7 @@ from jaxllm.config import CONFIG_DIR, command_line
 from jaxllm.infer import evaluate
 
 REPO = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *(f"docs/{page}.md" for page in ("training", "data", "inference", "weights")))
-TEXT_OF_PAGES = "\n".join((REPO / page).read_text(encoding="utf-8") for page in PAGES)
+PAGES = "README docs/training docs/several-gpus docs/data docs/inference docs/weights".split()
 TEXT = "def main(words):\n    return [word for word in words if word]  # the words; none is empty\n"
 # Added to every command that trains, so that it takes seconds.  With a constant learning rate, a
 # resumed run with one more step is the same program, which JAX finds in its cache.
@@ -29,12 +28,13 @@ SMALL = """
 """.split()
 
 
-def blocks(language: str) -> list[str]:
-    fenced = TEXT_OF_PAGES.split("```")[1::2]
+def blocks(language: str, pages: list[str] = PAGES) -> list[str]:
+    text = "\n".join((REPO / f"{page}.md").read_text(encoding="utf-8") for page in pages)
+    fenced = text.split("```")[1::2]
     return [b.partition("\n")[2] for b in fenced if b.partition("\n")[0] == language]
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("code", blocks("python", [*PAGES, "docs/decoding"]))
 def test_the_code_runs(code):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import train
+from jaxllm import config as configs
+from jaxllm.sharding import make_mesh
+from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.metrics import read_metrics
+from jaxllm.train.step import Trainer
 
 REPO = Path(__file__).resolve().parents[1]
 STEPS = 60
@@ -51,13 +56,29 @@ def run(tiny, out_dir, *more, **env):
     )
 
 
+def losses(out_dir):
+    return {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl") if "loss" in r}
+
+
+def final_state(out_dir, step=STEPS):
+    """The saved state, on this process's devices."""
+    config = configs.load(str(out_dir / "config.yaml"), {"mesh.fsdp": "1"})
+    trainer = Trainer(config, make_mesh(config.mesh))
+    return Checkpoints(out_dir / "checkpoints", 1).restore(step, trainer.abstract_state().saved())
+
+
+def devices(count):
+    """The environment of a process with `count` forced CPU devices, which compiles as tests do."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
 def devices_run(script, count):
     """The JSON that a script of tests/ prints in a process with `count` forced CPU devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(REPO / "tests" / script)],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+        env=os.environ | devices(count) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=560,

@@ -214,9 +214,17 @@ def check_free(out_dir: Path) -> None:
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"out_dir {out_dir} is a file")
     check_writable(out_dir, "out_dir ")
+    _check_not_packed(out_dir)
     if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
         raise InputError(
             f"out_dir {out_dir} already holds a run; add --resume to continue it, or name another"
+        )
+
+
+def _check_not_packed(out_dir: Path) -> None:
+    if (out_dir / "packed.json").exists():
+        raise InputError(
+            f"out_dir {out_dir} holds packed weights, which cannot be trained; name another"
         )
 
 
@@ -228,7 +236,19 @@ def check_writable(folder: Path, name: str = "") -> None:
         raise InputError(f"{name}{folder} cannot be created: {existing} {why}; name another")
 
 
+def check_exists(folder: Path, name: str = "") -> None:
+    """Raises InputError if a folder of weights is missing.
+
+    Commands call it before they import JAX, which takes seconds.
+    """
+    if not folder.expanduser().exists():
+        raise InputError(
+            f"{name}{folder} does not exist: a run's directory or a Hugging Face folder"
+        )
+
+
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
+    _check_not_packed(args.out_dir)
     stored_path = args.out_dir / "config.yaml"
     if not stored_path.is_file():
         raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")

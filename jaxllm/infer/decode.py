@@ -19,24 +19,36 @@ from jaxllm.layers.cache import Cache
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
+from jaxllm.weights.huggingface import HuggingFaceWeights
+from jaxllm.weights.packed import PackedWeights
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
 
 BLOCK = 8  # tokens per call of the device
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
 
 
-def open_run(directory: str | Path, step: int | None = None) -> RunWeights:
-    """Opens the weights in a run's newest checkpoint, or in that of `step`; raises InputError."""
+def open_run(directory: str | Path, step: int | None = None) -> RunWeights | PackedWeights:
+    """Opens packed weights, or those in a run's newest checkpoint or that of `step`.
+
+    Raises InputError.
+    """
     weights = open_weights(directory)
-    if not isinstance(weights, RunWeights):
+    if isinstance(weights, HuggingFaceWeights):
         raise InputError(
             f"{directory} is not a run's directory; make one from it with"
             f" jaxllm convert {directory} OUT"
         )
-    return weights if step is None else RunWeights(weights.folder, step)
+    if step is None or step == weights.step:
+        return weights
+    if isinstance(weights, PackedWeights):
+        raise InputError(
+            f"{directory} holds packed weights of step {weights.step}, not of --step {step}: pack"
+            f" that one with jaxllm convert RUN OUT --step {step} --quantize ..."
+        )
+    return RunWeights(weights.folder, step)
 
 
-def open_tokenizer(weights: RunWeights) -> Tokenizer:
+def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
     """Opens the tokenizer in the run's directory; raises InputError."""
     path = weights.folder / "tokenizer.json"
     if not path.exists():
@@ -53,7 +65,9 @@ def open_tokenizer(weights: RunWeights) -> Tokenizer:
     return tokenizer
 
 
-def load_model(weights: RunWeights, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+def load_model(
+    weights: RunWeights | PackedWeights, mesh: jax.sharding.Mesh
+) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run."""
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
@@ -113,10 +127,9 @@ def stream_tokens(
     """
     if config.tokens == 0:
         return
-    model = nnx.eval_shape(lambda: nnx.merge(graph, params))
     longest = max(map(len, prompts))
     width = round_up(longest, WIDTHS)
-    if (most := most_tokens(model.config)) is not None:
+    if (most := most_tokens(nnx.merge(graph, params).config)) is not None:
         width = max(longest, min(width, most))
     blocks = -(-(config.tokens - 1) // BLOCK)
     programs = _programs(
@@ -132,7 +145,7 @@ def stream_tokens(
     for block in range(blocks):
         ready, number = pending, jnp.int32(1 + block * BLOCK)
         pending, token, arrays = programs.further(
-            params, matrices, token, arrays, number, lengths, width, key
+            params, matrices, token, arrays, number, lengths, key
         )
         yield from np.asarray(ready)
         left -= len(ready)
@@ -164,8 +177,7 @@ def _programs(
     @jax.jit
     def first(params, tokens, lengths, key):
         model = nnx.merge(graph, params)
-        slots = jnp.arange(tokens.shape[1])
-        cache = Cache(jnp.where(slots < lengths[:, None], slots, -1), size)
+        cache = Cache(lengths, size)
         hidden, caches = model.advance(
             model.embedding(tokens), caches=[cache for _ in model.blocks]
         )
@@ -174,23 +186,18 @@ def _programs(
         return token, [cache.arrays for cache in caches], in_compute_dtype(model, params)
 
     @partial(jax.jit, donate_argnames="arrays")
-    def further(params, matrices, token, arrays, number, lengths, width, key):
-        """number: tokens picked so far; width: padded length of the prompts."""
+    def further(params, matrices, token, arrays, number, lengths, key):
+        """number: tokens picked so far."""
         # Token lookups use the float32 table.
         embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
-        slots = jnp.arange(size)
 
         def step(carry, number):
             token, arrays = carry
-            slot = width + number - 1
-            written = (slots >= width) & (slots <= slot)
-            cached = jnp.where(written, slots - width + lengths[:, None], -1)
-            cached = jnp.where(slots < lengths[:, None], slots, cached)
             positions = (lengths + number - 1)[:, None]
             hidden, caches = model.advance(
                 embedding(token[:, None], positions),
                 positions=positions,
-                caches=[Cache(cached, size, slot, layer) for layer in arrays],
+                caches=[Cache(lengths + number, size, layer) for layer in arrays],
             )
             token = pick(model, hidden, key, number)
             return (token, [cache.arrays for cache in caches]), token

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config.command_line import Parser, exit_status, read_overrides
+from jaxllm.config import Config, load
+from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
+from jaxllm.data.loader import check_paths
 from jaxllm.errors import InputError
 
 ENDINGS = 4  # endings per question of HellaSwag
@@ -33,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
+    check_exists(args.checkpoint)
     if args.hellaswag:
         print(hellaswag(args))
     elif args.tasks:
@@ -47,7 +50,13 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         description=__doc__.partition("\n\n")[2],
         epilog="--data.KEY VALUE works as in jaxllm train; see jaxllm train --help",
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a run's directory, or a folder that jaxllm convert --quantize made",
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     )
@@ -98,10 +107,12 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
+    if (args.checkpoint.expanduser() / "config.yaml").is_file():
+        check_paths(_configuration(args.checkpoint.expanduser(), overrides).data)
+    # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
 
-    from jaxllm import config as configs
     from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
     from jaxllm.data.loader import documents
@@ -110,13 +121,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     from jaxllm.sharding import make_mesh
 
     weights = open_run(args.checkpoint, args.step)
-    if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
-        path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
-        overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
-    tokenizer = weights.folder / "tokenizer.json"
-    if tokenizer.exists():
-        overrides = {"data.tokenizer": str(tokenizer)} | overrides
-    config = configs.load(str(weights.folder / "config.yaml"), overrides)
+    config = _configuration(weights.folder, overrides)
     length = config.train.seq_len
     data = open_dataset(
         config.data, seq_len=length, seed=config.train.seed, vocab_size=config.model.vocab_size
@@ -151,6 +156,17 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
         f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
         f" {count:,} tokens"
     )
+
+
+def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
+    """The configuration of the run in `folder`, with the data that the overrides name."""
+    if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
+        path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
+        overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists():
+        overrides = {"data.tokenizer": str(tokenizer)} | overrides
+    return load(str(folder / "config.yaml"), overrides)
 
 
 def hellaswag(args: argparse.Namespace) -> str:

@@ -1,7 +1,7 @@
 """Writes text with a trained model: jaxllm generate --checkpoint DIR --prompt TEXT
 
-DIR is a run's directory.  Text goes to stdout, token by token if it is a single one; the speed goes
-to stderr.
+DIR is a run's directory, or a folder of packed weights.  Text goes to stdout, token by token if it
+is a single one; the speed goes to stderr.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.errors import InputError
 
 
@@ -29,7 +29,13 @@ def _parser() -> Parser:
         prog="jaxllm generate",
         description=__doc__.partition(": ")[0] + ".",
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's directory")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a run's directory, or a folder that jaxllm convert --quantize made",
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     )
@@ -121,6 +127,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
+    check_exists(args.checkpoint)
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
     import jax
 

@@ -12,6 +12,7 @@ from jaxllm.errors import InputError
 from jaxllm.infer.decode import WIDTHS, load_model, most_tokens
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.sharding import make_mesh
+from jaxllm.weights.packed import PackedWeights
 from jaxllm.weights.pretrained import RunWeights
 
 
@@ -21,7 +22,7 @@ class Scorer:
     batch_size: rows at once; rounded up to a multiple of the devices, which divide them.
     """
 
-    def __init__(self, weights: RunWeights, batch_size: int):
+    def __init__(self, weights: RunWeights | PackedWeights, batch_size: int):
         self.most = most_tokens(weights.config)
         self.mesh = make_mesh(MeshConfig())
         self.size = round_up(batch_size, self.mesh.size)

@@ -12,7 +12,7 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, Linear, fused_linear
 from jaxllm.layers.norm import HEADS
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
-from pallas_kernels import attention, attention_qkv, rope
+from pallas_kernels import attention, attention_qkv, decode_attention, rope
 from pallas_kernels.dispatch import Implementation
 
 
@@ -46,11 +46,12 @@ class Attention(nnx.Module):
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
         self.head_dim = head_dim or d_model // n_heads
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        linear = partial(Linear, bias=bias, implementation=implementation, rngs=rngs)
         # Separate matrices let the mesh divide the columns of each by heads.
-        self.q = Linear(d_model, q, std=std, bias=bias, rngs=rngs)
-        self.k = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
-        self.v = Linear(d_model, kv, std=std, bias=bias, rngs=rngs)
-        self.out = Linear(q, d_model, axes=ROWS, std=out_std or std, bias=bias, rngs=rngs)
+        self.q = linear(d_model, q, std=std)
+        self.k = linear(d_model, kv, std=std)
+        self.v = linear(d_model, kv, std=std)
+        self.out = linear(q, d_model, axes=ROWS, std=out_std or std)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.window, self.softcap, self.implementation = window, softcap, implementation
 
@@ -127,7 +128,7 @@ class Attention(nnx.Module):
                 rotate, in_specs=(HEADS, HEADS, _spec(positions)), out_specs=(HEADS, HEADS)
             )(q, k, positions)
         if cache.arrays is not None:
-            return self._attend_to_cache(q, k, v, positions, cache)
+            return self._attend_to_cache(q, k, v, cache)
         room = ((0, 0), (0, cache.size - T), (0, 0), (0, 0))
         op = partial(
             attention,
@@ -138,33 +139,34 @@ class Attention(nnx.Module):
         y = per_device(op, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS)(q, k, v)
         return y, replace(cache, arrays=(jnp.pad(k, room), jnp.pad(v, room)))
 
-    def _attend_to_cache(self, q, k, v, positions, cache):
+    def _attend_to_cache(self, q, k, v, cache):
         """Writes key and value to the cache, and attends from one query per row, (B, 1, H, D)."""
-        keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), cache.slot, axis=1)
-            for kept, new in zip(cache.arrays, (k, v), strict=True)
-        )
-        seen = cache.positions >= 0
-        if self.window is not None:
-            seen &= cache.positions > positions - self.window
-        # Unseen slots get another segment id.  A single query leaves the tensor cores idle and is
-        # limited by reading the cache, so the kernel would not help.
-        op = per_device(
-            lambda q, k, v, q_segments, k_segments: attention(
+
+        def op(q, k, v, keys, values, lengths):
+            keys, values = _append(keys, k, lengths), _append(values, v, lengths)
+            y = decode_attention(
                 q,
-                k,
-                v,
-                causal=False,
-                segment_ids=(q_segments, k_segments),
+                keys,
+                values,
+                lengths,
+                window=self.window,
                 softcap=self.softcap,
-                implementation="xla",
-            ),
-            in_specs=(HEADS, HEADS, HEADS, P(BATCH, None), P(BATCH, None)),
-            out_specs=HEADS,
-        )
-        seen = seen.astype(jnp.int32)
-        y = op(q, keys, values, jnp.ones_like(seen[:, :1]), seen)
-        return y, replace(cache, arrays=(keys, values))
+                # Also where training asks for kernels: this one has other limits.
+                implementation="xla" if self.implementation == "xla" else None,
+            )
+            return y, keys, values
+
+        op = per_device(op, in_specs=(*[HEADS] * 5, P(BATCH)), out_specs=(HEADS,) * 3)
+        y, *arrays = op(q, k, v, *cache.arrays, cache.lengths)
+        return y, replace(cache, arrays=tuple(arrays))
+
+
+def _append(kept, new, lengths):
+    """Writes one position of each row, (B, 1, K, D), to the last slot of its text."""
+    new, slots = new.astype(kept.dtype), lengths - 1
+    if len(slots) == 1:  # of a scatter of one row XLA for GPUs checks the bounds, in two kernels
+        return jax.lax.dynamic_update_slice_in_dim(kept, new, slots[0], axis=1)
+    return kept.at[jnp.arange(len(slots)), slots].set(new[:, 0], unique_indices=True)
 
 
 def _spec(positions):

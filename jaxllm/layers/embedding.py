@@ -1,11 +1,20 @@
 """Token embedding with optional learned positions; it can serve as a tied head."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.sharding import BATCH, P, constrain, context_size, normal, one_device, per_device
+from jaxllm.sharding import (
+    BATCH,
+    SHARDS,
+    P,
+    all_tokens,
+    constrain,
+    normal,
+    one_device,
+    own_tokens,
+    per_device,
+)
 from pallas_kernels import encoder
 from pallas_kernels.dispatch import Implementation
 
@@ -81,17 +90,22 @@ class Embedding(nnx.Module):
         return y if rows is None else (y + rows).astype(self.dtype), wte
 
     def _look_up(self, tokens, wte, wpe, dtype, *, tied=False):
-        # Each device looks up its tokens in the whole table; gradients are summed over the mesh.
+        # The devices that shard the table do not gather it: each looks up the tokens of all in its
+        # columns, and then they exchange the results.
         def op(tokens, wte, wpe):
-            if wpe is not None and context_size() > 1:  # the rows of this part of the sequence
-                t = tokens.shape[1]
-                wpe = jax.lax.dynamic_slice_in_dim(wpe, jax.lax.axis_index("context") * t, t)
-            return encoder(
-                tokens, wte, wpe, dtype=dtype, tied=tied, implementation=self.implementation
+            found = encoder(
+                all_tokens(tokens),
+                wte,
+                wpe,
+                dtype=dtype,
+                tied=tied,
+                implementation=self.implementation,
             )
+            return found if isinstance(found, tuple) else own_tokens(found)  # a tuple if tied
 
+        table = P(None, SHARDS)
         op = per_device(
-            op, in_specs=(P(BATCH, "context"), P(), P()), out_specs=P(BATCH, "context", None)
+            op, in_specs=(P(BATCH, "context"), table, table), out_specs=P(BATCH, "context", None)
         )
         return op(tokens, wte, wpe)
 

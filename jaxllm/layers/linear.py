@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.sharding import SHARDS, constrain, context_size, normal
+from jaxllm.sharding import BATCH, SHARDS, P, constrain, context_size, normal, per_device
+from pallas_kernels import QuantizedWeight, dequantize, quantized_linear
+from pallas_kernels.dispatch import Implementation
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
 # by rows need a single sum over the tensor axis.  fsdp shards the other dimension.
@@ -16,7 +18,10 @@ ROWS = ("tensor", "fsdp")
 
 
 class Linear(nnx.Module):
-    """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0."""
+    """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
+
+    For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py).
+    """
 
     def __init__(
         self,
@@ -27,15 +32,20 @@ class Linear(nnx.Module):
         std: float = 0.02,
         bias: bool = False,
         copied: bool = True,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """copied: training keeps a copy of the weight in the compute dtype."""
+        """copied: training keeps a copy of the weight in the compute dtype.
+
+        implementation: of quantized_linear, for a packed weight.
+        """
         weight = normal(rngs.params(), (in_features, out_features), std, axes)
         self.weight = nnx.Param(weight, axes=axes, copied=copied)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
+        self.implementation = implementation
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True
@@ -45,13 +55,29 @@ class Linear(nnx.Module):
         dtype: of the result; None: that of x.
         add_bias: False leaves the bias to the next op.
         """
+        weight = self.weight.get_value()
+        if isinstance(weight, QuantizedWeight):
+            op = per_device(
+                functools.partial(quantized_linear, implementation=self.implementation),
+                in_specs=(P(BATCH), P(), P()),
+                out_specs=P(BATCH),
+            )
+            bias = self.bias[...] if add_bias and self.bias is not None else None
+            return op(x, weight, bias).astype(dtype or x.dtype)
         y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
+
+    def matrix(self, dtype) -> Float[Array, "in out"]:
+        """The weight in `dtype`; a packed one is dequantized."""
+        weight = self.weight.get_value()
+        if isinstance(weight, QuantizedWeight):
+            return dequantize(weight, dtype)
+        return weight.astype(dtype)
 
     def cast(self, x: Float[Array, "..."]) -> Float[Array, "in out"]:
         """The weight in x's dtype."""
         # The constraint makes fsdp gather the cast weight, and never the activations.
-        return constrain(self.weight[...].astype(x.dtype), *self.gathered)
+        return constrain(self.matrix(x.dtype), *self.gathered)
 
     def plus_bias(self, y: Float[Array, "... out"]) -> Float[Array, "... out"]:
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
@@ -69,7 +95,7 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
         [a.reshape(*a.shape[:-1], parts, -1) for a in arrays], axis=-1
     ).reshape(*arrays[0].shape[:-1], -1)
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
-    weights = [constrain(layer.weight[...].astype(x.dtype), SHARDS, "tensor") for layer in layers]
+    weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(side_by_side(weights), SHARDS, "tensor")
     weight = constrain(weight, None, "tensor")
     y = x @ weight if dtype is None else _matmul(x, weight, dtype)

@@ -29,8 +29,9 @@ class MLP(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.up = Linear(d_model, d_ff, std=std, bias=True, rngs=rngs)
-        self.down = Linear(d_ff, d_model, axes=ROWS, std=out_std or std, bias=True, rngs=rngs)
+        linear = partial(Linear, bias=True, implementation=implementation, rngs=rngs)
+        self.up = linear(d_model, d_ff, std=std)
+        self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
@@ -66,9 +67,10 @@ class GatedMLP(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.gate = Linear(d_model, d_ff, std=std, rngs=rngs)
-        self.up = Linear(d_model, d_ff, std=std, rngs=rngs)
-        self.down = Linear(d_ff, d_model, axes=ROWS, std=out_std or std, rngs=rngs)
+        linear = partial(Linear, implementation=implementation, rngs=rngs)
+        self.gate = linear(d_model, d_ff, std=std)
+        self.up = linear(d_model, d_ff, std=std)
+        self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:

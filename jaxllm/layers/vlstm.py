@@ -40,20 +40,21 @@ class VLSTMLayer(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.q = Linear(d_model, d_model // 2, std=std, rngs=rngs)
-        self.k = Linear(d_model, d_model // 2, std=std, rngs=rngs)
-        self.v = Linear(d_model, d_model, std=std, rngs=rngs)
+        linear = partial(Linear, implementation=implementation, rngs=rngs)
+        self.q = linear(d_model, d_model // 2, std=std)
+        self.k = linear(d_model, d_model // 2, std=std)
+        self.v = linear(d_model, d_model, std=std)
         # Initially the gates do not depend on the input: the input gates are almost closed, the
         # forget gates open with a range of time scales, the output gates half open.
-        self.i = Linear(d_model, n_heads, std=0.0, bias=True, rngs=rngs)
+        self.i = linear(d_model, n_heads, std=0.0, bias=True)
         self.i.bias = nnx.Param(jnp.full(n_heads, -10.0), axes=("tensor",))
-        self.f = Linear(d_model, n_heads, std=0.0, bias=True, rngs=rngs)
+        self.f = linear(d_model, n_heads, std=0.0, bias=True)
         self.f.bias = nnx.Param(jnp.linspace(3.0, 6.0, n_heads), axes=("tensor",))
-        self.o = Linear(d_model, d_model, std=0.0, rngs=rngs)
+        self.o = linear(d_model, d_model, std=0.0)
         self.norm = HeadLayerNorm(
             n_heads, d_model // n_heads, eps=eps, implementation=implementation
         )
-        self.out = Linear(d_model, d_model, axes=ROWS, std=out_std or std, rngs=rngs)
+        self.out = linear(d_model, d_model, axes=ROWS, std=out_std or std)
         self.n_heads, self.gate_soft_cap = n_heads, gate_soft_cap
         self.chunk_size, self.implementation = chunk_size, implementation
 
@@ -121,7 +122,7 @@ class VLSTMLayer(nnx.Module):
         sequences = (HEADS, HEADS, HEADS, GATES, GATES)
         if cache.arrays is None:
             # Padding must not change the state: its input gate is closed, its forget gate open.
-            inside = (cache.positions >= 0)[..., None]
+            inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
             mix = partial(self._mix, segment_ids=None, return_state=True)
             op = per_device(mix, sequences, (HEADS, STATE))

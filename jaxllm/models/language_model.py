@@ -17,7 +17,16 @@ from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.vlstm import soft_cap
 from jaxllm.models.stream import Stream
-from jaxllm.sharding import BATCH, PARTS, P, context_size, per_device, shardings
+from jaxllm.sharding import (
+    BATCH,
+    PARTS,
+    SHARDS,
+    P,
+    constrain,
+    context_size,
+    per_device,
+    shardings,
+)
 from pallas_kernels import linear_cross_entropy
 
 STD = 0.02  # initial standard deviation of all weights
@@ -161,7 +170,9 @@ class LanguageModel(nnx.Module):
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) * context_size() > 1:
-            weight = weight.astype(hidden.dtype)  # a cast before the gather halves its bytes
+            # A cast before the gather halves its bytes; without the constraint XLA casts after it.
+            axes = ("tensor", SHARDS) if head is None else (SHARDS, "tensor")
+            weight = constrain(weight.astype(hidden.dtype), *axes)
         # The tensor axis shards the vocabulary, as it does the weight: the weight's gradient stays
         # on its device, and only the gradient of `hidden` moves.
         tensor = "tensor" if shape.get("tensor", 1) > 1 else None

@@ -1,9 +1,9 @@
 """Logs a run: metrics.jsonl, TensorBoard, a tracker, loss.png, and a progress bar or lines."""
 
 import contextlib
+import io
 import json
 import math
-import os
 import time
 from collections import deque
 from datetime import timedelta
@@ -271,9 +271,9 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = picture.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    os.replace(temporary, picture)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    write_whole(picture, png.getvalue())
 
 
 def _keep_until(path: Path, step: int) -> list[dict]:

@@ -134,15 +134,18 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
     parts = config.train.grad_accum
     weights = estimate.working_memory(trainer)  # of one device; gradients have the same dtypes
     share = lambda k: (k - 1) / k
-    # Weights are gathered for the forward and for the backward pass, then gradients are scattered.
-    sizes = {"fsdp": 3 * parts * share(fsdp) * weights * fsdp}
+    tokens = config.train.batch_size * config.train.seq_len // (data * fsdp)
+    stream = tokens * config.model.d_model
+    # Weights are gathered for the forward and for the backward pass, then gradients are scattered:
+    # the head or tied table in bf16.  An embedding moves its tokens' columns in both passes.
+    table = config.model.padded_vocab_size * config.model.d_model // tensor
+    moved = weights * fsdp - table * (6 if "head" in trainer.abstract_params else 2)
+    sizes = {"fsdp": share(fsdp) * (3 * parts * moved + 2 * 2 * stream)}
     if config.mesh.shard_optimizer:  # each part scatters gradients; the step gathers weights once
         sizes["data"] = (parts + 1) * share(data) * weights
     else:
         sizes["data"] = 2 * parts * share(data) * weights
     # Each block sums its two branches in both passes, and recomputation may repeat the first sum.
-    tokens = config.train.batch_size * config.train.seq_len // (data * fsdp)
-    stream = tokens * config.model.d_model
     sizes["tensor"] = 2 * share(tensor) * 5 * config.model.n_layers * 2 * stream
     # Queries, keys, values and outputs are exchanged in both passes; recomputation may repeat it.
     model = config.model

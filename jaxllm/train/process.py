@@ -17,6 +17,8 @@ def set_xla_flags(deterministic: bool) -> None:
 
     Flags that the user has set come last, so they win.
     """
+    import jax  # here, since a bad path is refused before this import, which takes seconds
+
     flags = [
         # Without Triton matmuls, cuBLASLt fuses the biases into them: GPT-2 124M on an H100 goes
         # from 509 k to 529 k tokens/s.
@@ -29,6 +31,10 @@ def set_xla_flags(deterministic: bool) -> None:
         # SiLU are wrong there: by a quarter for the gate's weights, on both versions.
         "--xla_cpu_experimental_ynn_fusion_type=",
     ]
+    if jax.__version_info__ >= (0, 12):
+        # XLA's own kernels for small all-reduces call ncclGetPeerDevicePointer, which is in NCCL
+        # from 2.29 on.  JAX accepts the 2.28.9 that PyTorch 2.11 requires; the step would fail.
+        flags.append("--xla_gpu_experimental_use_collective_kernels=")
     if deterministic:
         flags.append("--xla_gpu_deterministic_ops=true")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()

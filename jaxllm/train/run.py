@@ -36,8 +36,9 @@ def _run(argv: list[str]) -> int:
     check_dtypes(config)
     if arguments.dry_run not in (None, "here"):
         return predict(config, arguments.dry_run)
-    check_files(config)
-    check_tracker(config)
+    if arguments.dry_run is None:  # a dry run opens no data
+        check_files(config)
+        check_tracker(config)
     set_xla_flags(config.train.deterministic)
     where = processes.places(
         arguments.processes, arguments.process, arguments.coordinator, config.mesh.distributed
@@ -72,11 +73,8 @@ def check_files(config: Config) -> None:
 
     Does not import JAX, which takes seconds.
     """
-    weights = config.model.init_from
-    if weights is not None and not Path(weights).expanduser().is_dir():
-        raise InputError(
-            f"model.init_from={weights} does not exist: a run's directory or a Hugging Face folder"
-        )
+    if config.model.init_from is not None:
+        command_line.check_exists(Path(config.model.init_from), "model.init_from=")
     check_paths(config.data)
 
 
@@ -294,8 +292,10 @@ class Run:
             if self.rank == 0:
                 try:
                     report.write([self.out_dir], self.out_dir / "report.html")
-                except (InputError, OSError) as e:  # nothing was logged yet, or the disk is full
+                except InputError as e:  # nothing was logged yet
                     self.log.message(f"no report.html: {e}")
+                except OSError as e:  # the disk is full
+                    self.log.message(f"no report.html: {e.strerror}")
 
     def _print_summary(self) -> None:
         from jaxllm.train.summary import summarize_run

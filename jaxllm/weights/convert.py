@@ -1,47 +1,109 @@
-"""jaxllm convert SOURCE OUT: converts a Hugging Face folder into a run's directory, or back.
+"""Converts a Hugging Face folder into a run's directory, or back: jaxllm convert SOURCE OUT
 
 SOURCE determines the direction.  A Hugging Face folder (GPT-2, Llama 3, xLSTM: config.json and
 safetensors) becomes a run's directory: a checkpoint of the parameters, and a config.yaml with which
 jaxllm train starts from them.  A run's directory becomes a Hugging Face folder.
+
+With --quantize either becomes a folder of packed weights for jaxllm generate and jaxllm evaluate.
+It has the matrices of the blocks in few bits.  The embedding, the positions and the head stay in
+bfloat16; norms, biases and the two gates of a vLSTM stay in float32.
 """
 
+from __future__ import annotations
+
+import argparse
 import contextlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxllm.config.command_line import Parser, check_writable, exit_status
+from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
+
+if TYPE_CHECKING:  # imported late, because JAX takes seconds
+    from jaxllm.weights.packed import Packing
+    from pallas_kernels.quantized.formats import Format
+
+# {value of --quantize: (format, bits)} of pallas_kernels.quantize
+FORMATS: dict[str, tuple[Format, int]] = {
+    "int8": ("int", 8),
+    "int4": ("int", 4),
+    "int2": ("int", 2),
+    "int1": ("int", 1),
+    "fp8": ("fp8", 8),
+    "2:4-int8": ("2:4", 8),
+    "2:4-int4": ("2:4", 4),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: write failed, 2: bad input, 130: interrupted."""
-    parser = Parser(prog="jaxllm convert", description=__doc__.partition(": ")[2])
+    parser = Parser(prog="jaxllm convert", description=__doc__.partition("\n\n")[2])
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder to convert")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
-        "--step", type=int, help="the checkpoint of a run to convert (default: the newest)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="step of the checkpoint of a run to convert (default: the newest)",
     )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         help="dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
     )
+    parser.add_argument("--quantize", choices=FORMATS, help="pack the weights in this format")
+    parser.add_argument(
+        "--group",
+        choices=["32", "64", "128", "none"],
+        help="with --quantize: weights of a column that share a scale; none: all (default: 128)",
+    )
+    parser.add_argument(
+        "--asymmetric",
+        action="store_true",
+        help="with --quantize int8 to int1: an offset for each group, too",
+    )
 
     def run() -> None:
         args = parser.parse_args(argv)
-        convert(args.source, args.out, args.step, args.dtype)
+        check_exists(args.source)
+        convert(args.source, args.out, args.step, args.dtype, _packing(args))
 
     return exit_status(run, interrupted="interrupted: nothing was written")
 
 
-def convert(source: Path, out: Path, step: int | None = None, dtype: str | None = None) -> None:
+def _packing(args: argparse.Namespace) -> Packing | None:
+    """The format that the options name; None without --quantize."""
+    if args.quantize is None:
+        if args.group or args.asymmetric:
+            option = "--group" if args.group else "--asymmetric"
+            raise InputError(f"{option} needs --quantize, one of {', '.join(FORMATS)}")
+        return None
+    if args.dtype is not None:
+        raise InputError(f"--dtype {args.dtype} is for a Hugging Face folder, not for --quantize")
+    from jaxllm.weights.packed import Packing
+
+    format, bits = FORMATS[args.quantize]
+    group = None if args.group == "none" else int(args.group or 128)
+    return Packing(format, bits, group, not args.asymmetric)
+
+
+def convert(
+    source: Path,
+    out: Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    packing: Packing | None = None,
+) -> None:
     """Converts a folder into a new one, which is complete or does not exist.
 
-    step, dtype: only for a run that becomes a Hugging Face folder.
+    step: only for a run; dtype: only for a run that becomes a Hugging Face folder.
+    packing: makes a folder of packed weights.
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
+    from jaxllm.weights.packed import PackedWeights
     from jaxllm.weights.pretrained import RunWeights, open_weights
 
     source = source.expanduser()
@@ -49,16 +111,26 @@ def convert(source: Path, out: Path, step: int | None = None, dtype: str | None 
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
     weights = open_weights(source)
-    if isinstance(weights, RunWeights):
-        if step is not None:
-            weights = RunWeights(source, step)
+    if isinstance(weights, PackedWeights):
+        raise InputError(
+            f"{source} holds packed weights ({weights.packing}); convert the run or the folder that"
+            " they were made from"
+        )
+    if isinstance(weights, RunWeights) and step is not None:
+        weights = RunWeights(source, step)
+    elif step is not None:
+        raise InputError(f"--step is for a run's directory; {source} is not one")
+    if packing is not None:
+        with _new_folder(out) as folder:
+            size = _to_packed(weights, folder, out, packing)
+        result = f"{packing}, {size / 1e6:,.1f} MB; to use: jaxllm generate --checkpoint {out}"
+    elif isinstance(weights, RunWeights):
         with _new_folder(out) as folder:
             _to_huggingface(weights, folder, dtype or "float32")
         result = f"the checkpoint of step {weights.step} as a Hugging Face folder"
     else:
-        for option, value in (("--step", step), ("--dtype", dtype)):
-            if value is not None:
-                raise InputError(f"{option} is for a run's directory; {source} is not one")
+        if dtype is not None:
+            raise InputError(f"--dtype is for a run's directory; {source} is not one")
         with _new_folder(out) as folder:
             _from_huggingface(weights, folder, out)
         result = f"to train: jaxllm train --config {out / 'config.yaml'}"
@@ -80,19 +152,10 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _from_huggingface(weights, folder: Path, out: Path) -> None:
-    from jaxllm.config import Config, OptimizerConfig, TrainConfig
     from jaxllm.weights.pretrained import write_checkpoint
 
-    model = weights.config
     _copy_companions(weights.folder, folder)
-    tokenizer = out / "tokenizer.json" if (folder / "tokenizer.json").exists() else None
-    config = Config(
-        model=model.model_copy(update={"init_from": str(out)}),
-        train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
-        optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
-    )
-    data = config.data.model_copy(update={"tokenizer": tokenizer and str(tokenizer)})
-    config = config.model_copy(update={"data": data})
+    config = _config_to_train(weights, init_from=out, tokenizer=out / "tokenizer.json")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     about = {
         "config": config.model_dump(),
@@ -101,6 +164,43 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
         "converted_from": str(weights.folder),
     }
     write_checkpoint(folder / "checkpoints", weights, about)
+
+
+def _config_to_train(weights, init_from: Path, tokenizer: Path):
+    """The configuration of a run that trains on from the weights of a Hugging Face folder.
+
+    tokenizer: the path that the folder's tokenizer.json will have, if there is one.
+    """
+    from jaxllm.config import Config, OptimizerConfig, TrainConfig
+
+    model = weights.config
+    config = Config(
+        model=model.model_copy(update={"init_from": str(init_from)}),
+        train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
+        optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
+    )
+    has_one = (weights.folder / "tokenizer.json").exists()
+    data = config.data.model_copy(update={"tokenizer": str(tokenizer) if has_one else None})
+    return config.model_copy(update={"data": data})
+
+
+def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> int:
+    """Writes a folder of packed weights; returns the bytes of its arrays."""
+    from jaxllm.weights.packed import write_packed
+    from jaxllm.weights.places import places
+    from jaxllm.weights.pretrained import RunWeights
+
+    if isinstance(weights, RunWeights):
+        config, step = weights.run, weights.step
+        read = lambda name: weights.read((name,))[name]
+    else:
+        config, step = _config_to_train(weights, weights.folder, out / "tokenizer.json"), 0
+        holders = {name: place for place in places(weights.config) for name in place.ours}
+        read = lambda name: weights.read(holders[name])[name]
+    _copy_companions(weights.folder, folder)
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    about = {"step": step, "packed_from": str(weights.folder)}
+    return write_packed(folder, weights.config, packing, read, about)
 
 
 def _to_huggingface(weights, folder: Path, dtype: str) -> None:

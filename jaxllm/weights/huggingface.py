@@ -5,9 +5,11 @@ shape is refused by name; huggingface_config does the same for settings.  Pickle
 never opened.
 """
 
+import itertools
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,8 @@ from jaxllm.errors import InputError
 from jaxllm.weights.huggingface_config import Page, model_config, read_json, validated
 from jaxllm.weights.places import Place, places, tied
 
-DTYPES = {
-    "float32": (np.dtype(np.float32), "F32"),
-    "bfloat16": (np.dtype(ml_dtypes.bfloat16), "BF16"),
-}
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names and safetensors'
 SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several files above it
 INDEX = "model.safetensors.index.json"
 # Files of the tokenizer and of generation that are copied with the weights.
@@ -262,7 +262,7 @@ def write_tensors(
     arrays: (Hugging Face name, array) in the order of `places(config)`, consumed one at a time: the
     header needs only names, shapes and offsets, which are known in advance.
     """
-    numpy_dtype, tag = DTYPES[dtype]
+    numpy_dtype = DTYPES[dtype]
     shapes = {place.name: place.shape(config) for place in places(config)}
     sizes = {name: numpy_dtype.itemsize * int(np.prod(shape)) for name, shape in shapes.items()}
     files: list[list[str]] = [[]]
@@ -274,23 +274,37 @@ def write_tensors(
     if len(files) == 1:
         names = ["model.safetensors"]
     remaining = iter(arrays)
+
+    def converted(count: int) -> Iterator[tuple[str, np.ndarray]]:
+        for name, x in itertools.islice(remaining, count):
+            check_finite(x, name)
+            yield name, np.ascontiguousarray(x, numpy_dtype)
+
     for file_name, tensors in zip(names, files, strict=True):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for name in tensors:
-            end = at + sizes[name]
-            header[name] = {"dtype": tag, "shape": shapes[name], "data_offsets": [at, end]}
-            at = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (folder / file_name).open("xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for expected in tensors:
-                name, x = next(remaining)
-                assert (name, x.shape) == (expected, shapes[name]), (name, x.shape)
-                check_finite(x, name)
-                file.write(np.ascontiguousarray(x, numpy_dtype).tobytes())
+        layout = {name: (shapes[name], numpy_dtype) for name in tensors}
+        write_safetensors(folder / file_name, layout, converted(len(tensors)))
     if len(files) > 1:
         weight_map = {n: f for f, group in zip(names, files, strict=True) for n in group}
         page = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(page, indent=2), encoding="utf-8")
+
+
+def write_safetensors(
+    path: Path,
+    layout: dict[str, tuple[tuple[int, ...], np.dtype]],
+    arrays: Iterable[tuple[str, np.ndarray]],
+) -> None:
+    """Writes a safetensors file of {name: (shape, dtype)}, one array at a time, in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (shape, dtype) in layout.items():
+        end = at + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": TAGS[dtype.name], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (expected, kind), (name, x) in zip(layout.items(), arrays, strict=True):
+            assert (name, (x.shape, x.dtype)) == (expected, kind), (name, x.shape, x.dtype)
+            file.write(np.ascontiguousarray(x).tobytes())

@@ -1,4 +1,4 @@
-"""Reads initial weights from a Hugging Face folder or a run's directory.
+"""Reads weights from a Hugging Face folder, a run's directory or a folder of packed weights.
 
 `open_weights` checks names, shapes and dtypes without reading a tensor; `load_params` then loads
 the parameters onto the mesh one at a time.
@@ -15,10 +15,12 @@ from flax import nnx
 
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
+from jaxllm.config.command_line import check_exists
 from jaxllm.errors import InputError, RunError, out_of_memory
 from jaxllm.models import create
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
+from jaxllm.weights.packed import PAGE, PackedWeights
 from jaxllm.weights.places import Place, named_params, places
 
 # Settings that do not affect the weights; without learned positions neither does max_seq_len.
@@ -103,7 +105,7 @@ class RunWeights:
         return self.folder / "checkpoints" / str(self.step)
 
 
-Weights = HuggingFaceWeights | RunWeights
+Weights = HuggingFaceWeights | RunWeights | PackedWeights
 
 
 def open_weights(directory: str | Path) -> Weights:
@@ -111,10 +113,11 @@ def open_weights(directory: str | Path) -> Weights:
     directory = Path(directory).expanduser()
     if any((directory / name).is_file() for name in ("config.json", "params.json")):
         return HuggingFaceWeights(directory)
+    if (directory / PAGE).is_file():
+        return PackedWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
         return RunWeights(directory)
-    if not directory.exists():
-        raise InputError(f"{directory} does not exist: a run's directory or a Hugging Face folder")
+    check_exists(directory)
     for run in list(directory.absolute().parents)[:2]:
         inside = directory.absolute().is_relative_to(run / "checkpoints")
         if inside and (run / "config.yaml").is_file():
@@ -126,7 +129,12 @@ def open_weights(directory: str | Path) -> Weights:
 
 
 def check_weights(weights: Weights, config: Config) -> None:
-    """Raises InputError unless the weights fit the configured model and data."""
+    """Raises InputError unless training can start from the weights with this model and data."""
+    if isinstance(weights, PackedWeights):
+        raise InputError(
+            f"model.init_from={weights.folder} holds packed weights ({weights.packing}), which"
+            " cannot be trained; name the run or the folder that they were made from"
+        )
     ours, theirs = _fixed(config.model), _fixed(weights.config)
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):
@@ -145,13 +153,14 @@ def check_weights(weights: Weights, config: Config) -> None:
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     """The parameters in float32, with the structure and the shardings of `abstract`.
 
-    At most one further tensor is in memory at a time.
+    Packed weights keep the form that PackedWeights.load returns.  At most one further tensor is in
+    memory at a time.
     """
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
     }
-    if isinstance(weights, RunWeights):
+    if isinstance(weights, RunWeights | PackedWeights):
         arrays = weights.load(leaves)
     else:
         arrays = {

@@ -171,8 +171,29 @@ def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "in
     )
 
 
+def _decode(variant: str, *sizes, cache: str = "bfloat16") -> Case:
+    """decode_attention of one position to a full cache; sizes: (B, S, H, K, D)."""
+    arrays = {"q": A("B T H D"), "k": A("B S K D", cache), "v": A("B S K D", cache)}
+
+    def pack(q, k, v):
+        return {"q": q, "k": k, "v": v, "lengths": jnp.full(len(k), k.shape[1])}
+
+    return Case(
+        "decode_attention",
+        arrays,
+        _shapes("B T S H K D", *((b, 1, *others) for b, *others in sizes)),
+        {"B": 2, "S": 640, "H": 8, "K": 2},
+        variant=variant,
+        xla=False,  # it writes the keys and values in float32
+        gpu="sm_90a",
+        forward_only=True,
+        pack=pack,
+    )
+
+
 _ATTENTION = "B T H K D"
 _VLSTM = "B T NH DQK DV"
+_LLAMA_8B = [(b, s, 32, 8, 128) for s in (8192, 131072) for b in (1, 32)]  # B, S, H, K, D
 _UP_DOWN = (1, 4096, 14336), (1, 14336, 4096)  # M, K, N of Llama 3.1 8B
 CASES = (
     _norm("layer_norm", bias=True, add=False),
@@ -240,6 +261,8 @@ CASES = (
         cudnn=_cudnn_qkv,
         gpu="sm_90a",
     ),
+    _decode("", *_LLAMA_8B, (32, 1024, 12, 12, 64)),
+    _decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
     _quantized("int4", 4, *_UP_DOWN, (1, 6144, 2048), group=32),

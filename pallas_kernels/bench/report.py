@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.table import Table
 
 _FIRST = ("op", "shape", "direction", "runs")
@@ -75,6 +74,8 @@ def _unmeasured(result: dict, title: str):
 
 def _draw_unmeasured(result: dict, path: Path) -> None:
     """Plots the operations for each byte, which give an op's position under any roofline."""
+    from matplotlib.figure import Figure
+
     records = [r for r in result["records"] if r["flops"]]
     figure = Figure(figsize=(10, max(3, 0.2 * len(records))), layout="constrained")
     bars = figure.subplots()
@@ -90,6 +91,8 @@ def draw(result: dict, path: Path) -> None:
     """Plots the roofline (left; one colour for each op) and each record's share of its ceiling."""
     if not result["ceilings"]:
         return _draw_unmeasured(result, path)
+    from matplotlib.figure import Figure
+
     records = [r for r in result["records"] if r["ms"]]
     figure = Figure(figsize=(16, max(6, 0.2 * len(records))), layout="constrained")
     roof, bars = figure.subplots(1, 2)

@@ -1,15 +1,6 @@
-"""Attention backward on Hopper: one kernel for dQ (and the row sums), one for dK and dV.
+"""Attention backward on Hopper, first kernel: dQ and delta (the formulas are in backward.py).
 
-With P = exp(c S - lse) recomputed from the saved log-sum-exp,
-
-    delta = rowsum(dO * O) - dlse        dP = dO V^T          dS = P * (dP - delta)
-    dQ = c dS K                          dK = c dS^T Q        dV = P^T dO
-
-The dQ kernel owns queries and streams keys, the dK/dV kernel owns keys and streams queries: seven
-matmuls where one fused kernel would do five, but no sum crosses blocks, so every run gives the same
-result bit for bit.  docs/attention.md has what the fused kernel took.  This file has the dQ kernel,
-backward_dkv.py the other one.  In both a warpgroup owns 64 rows and hands P and dS to the tensor
-core in registers, and nobody loads tiles that no row of a block sees (masks.py).
+A block owns queries and streams the keys that they see, from the diagonal downwards.
 
     Q, dO, O, lse, dlse, 64 rows a warpgroup  -- q_bars -->  warpgroup 0:  S = Q K^T, dP = dO V^T
                                                                            P, dS, dQ += dS K
@@ -32,34 +23,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.backward_dkv import backward_dkv
-from pallas_kernels.flash_attention.masks import (
-    Segments,
-    logits,
-    same_segment,
-    segment_spans,
-    some_rows_see_nothing,
-    visible,
-)
-from pallas_kernels.flash_attention.queries import (
-    Item,
-    diagonal_crosses_tiles,
-    is_ragged,
-    item_of,
-    tiles_of,
-)
+from pallas_kernels.flash_attention.masks import logits, same_segment
+from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
 from pallas_kernels.flash_attention.schedule import (
-    STATIC,
+    Call,
+    Heads,
     Schedule,
     Tiles,
-    pad_segments,
+    diagonal_crosses_tiles,
+    launch,
     schedule,
+    walk,
+    with_spans,
     work_items,
 )
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
 
 
-def dq_tiles(head_dim: int, packed: bool) -> Tiles:
+def tiles(head_dim: int, packed: bool) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
     if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64
         return Tiles(3, 64, 4, True, 16) if packed else Tiles(2, 128, 3, True, 16)
@@ -67,39 +48,6 @@ def dq_tiles(head_dim: int, packed: bool) -> Tiles:
         return Tiles(2, 64, 3, True, 16)
     # At 256 as much as shared memory and registers hold.
     return Tiles(2, 64, 3 if head_dim <= 128 else 2, False, 0)
-
-
-def backward(
-    q, k, v, out, lse, dout, dlse, segments=None, *, lengths, causal, scale, sms, window=None,
-    softcap=None, heads=None,
-):  # fmt: skip
-    """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, stat_rows(T)) fp32.
-
-    lengths, segments: as in `forward`.  Rows of dout past T must be zero.
-    heads: q, k and v are the same array; its gradient is one array too, the only result.
-    """
-    if segments is not None:
-        segments = pad_segments(segments, lengths)
-    if some_rows_see_nothing(window, segments is not None):
-        # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
-        blind = lse == -jnp.inf
-        lse = jnp.where(blind, 1e30, lse)
-        dlse = None if dlse is None else jnp.where(blind, 0, dlse)
-    static = dict(
-        lengths=lengths,
-        causal=causal,
-        scale=scale,
-        sms=sms,
-        window=window,
-        softcap=softcap,
-        heads=heads,
-    )
-    dq, delta = _backward_dq(q, k, v, out, lse, dout, dlse, segments, **static)
-    if heads is None:
-        return dq, *backward_dkv(q, k, v, lse, dout, delta, segments, **static)
-    # No copy: the second kernel writes its own heads of dq.
-    second = lambda joint, *arrays: backward_dkv(*arrays, joint, **static)
-    return mosaic.in_place(second, dq, q, k, v, lse, dout, delta, segments)
 
 
 class Inputs(NamedTuple):
@@ -114,52 +62,6 @@ class Inputs(NamedTuple):
     plan: Any  # None where the hardware hands out the items
     dlse: Any  # None for zeros
     segments: Any  # Segments, or None
-
-
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a block, see the picture."""
-
-    q: Any  # (sides wgs,64,D)
-    do: Any  # (sides wgs,64,D)
-    kv: Any  # (stages + ahead,columns,D): the ring of K, and then the ring of V
-    stats: Any  # (1 or 2,wgs,64): lse, dlse
-    q_bars: Any  # of each warpgroup
-    k_full: Any  # of each slot of K
-    v_full: Any  # of each slot of V
-    free: Any  # of each slot of K
-    ids: Any = None  # (stages + wgs,64): of each slot of K, of each warpgroup's queries
-    k_free: Any = None  # of each slot of K, where `free` guards V alone
-    o: Any = None  # (wgs,64,D); None: O comes through slots of K and V that are not in use yet
-    dq: Any = None  # (wgs,64,D); None: dQ leaves through the buffer of dO
-
-
-class Worker(NamedTuple):
-    """One warpgroup of a block."""
-
-    schedule: Schedule
-    inputs: Inputs
-    dq_ref: Any
-    delta_ref: Any
-    smem: Scratch
-    wg: Any
-    o: Any  # its buffer of O
-
-
-class Stream(NamedTuple):
-    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
-
-    batch: Any
-    head: Any  # of the queries
-    top: Any
-    end: Any
-
-
-class Rows(NamedTuple):
-    """What a warpgroup keeps of its rows in registers."""
-
-    lse2: Any  # log-sum-exp in base 2
-    delta: Any
-    q_ids: Any  # None without segments
 
 
 def ahead(s: Schedule) -> int:
@@ -180,6 +82,59 @@ def has_o_buffer(s: Schedule) -> bool:
 def v_slot(s: Schedule, n):
     """The slot of step n in the ring of V."""
     return lax.rem(n, jnp.int32(ahead(s)))
+
+
+def scratch(s: Schedule, has_dlse: bool) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    buffers = dict(
+        q=s.buffer(s.sides * s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars, o and dq
+        do=s.buffer(s.sides * s.wgs, ROWS),
+        kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
+        stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),  # lse, dlse
+        q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.packed, num_barriers=s.wgs),
+        k_full=ring(num_arrivals=1 + s.packed),
+        v_full=plgpu.Barrier(num_barriers=ahead(s)),
+        free=ring(num_arrivals=s.wgs),
+    )
+    if s.packed:  # of each slot of K, and of each warpgroup's queries
+        buffers["ids"] = plgpu.SMEM((s.stages + s.wgs, ROWS), jnp.int32)
+    if frees_k_apart(s):  # then `free` guards V alone
+        buffers["k_free"] = ring(num_arrivals=s.wgs)
+    if has_o_buffer(s):
+        buffers["o"] = s.buffer(s.wgs, ROWS)
+    if s.items.persistent:  # otherwise dQ leaves through the buffer of dO
+        buffers["dq"] = s.buffer(s.wgs, ROWS)
+    return buffers
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block."""
+
+    schedule: Schedule
+    inputs: Inputs
+    dq_ref: Any
+    delta_ref: Any
+    smem: Any  # what `scratch` lists, by name
+    wg: Any
+    o: Any  # its buffer of O
+
+
+class Stream(NamedTuple):
+    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
+
+    batch: Any
+    head: Any  # of the queries
+    top: Any
+    end: Any
+
+
+class Rows(NamedTuple):
+    """What a warpgroup keeps of its rows in registers."""
+
+    lse2: Any  # log-sum-exp in base 2
+    delta: Any
+    q_ids: Any  # None without segments
 
 
 # Load: a warpgroup's rows, and the tiles of K and V.
@@ -334,15 +289,13 @@ def rows_of(w: Worker, i: Item) -> Rows:
 
 def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
     """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
-    s, visits = w.schedule, w.schedule.visits
+    s = w.schedule
     x, slope = logits(scores, s.scale, s.softcap)
     if masked and s.packed:
         k_ids = plgpu.load(w.smem.ids.at[s.slot(n)], layout=COL, optimized=False)
         x = same_segment(x, rows.q_ids, k_ids)
     if masked:
-        k0, keys = (i.top - 1 - n) * s.columns, visits.lengths[1] if is_ragged(s) else None
-        q0 = i.q0 + visits.offset
-        x = visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
+        x = in_sight(s, i, x, n)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
 
@@ -383,24 +336,16 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
 
 def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     """Walks over the steps that the warpgroup sees, and stores dQ."""
-    s, visits = w.schedule, w.schedule.visits
+    s = w.schedule
     one = functools.partial(step, w, i, rows, dq_acc)
-    walk = lambda low, high, masked: pl.loop(low, high)(lambda n: one(n, masked))
-    one(i.first, visits.causal or is_ragged(s) or s.packed)
-    start = i.first + 1
-    # The diagonal may cross two tiles, and segments may begin and end anywhere.
-    if s.packed or diagonal_crosses_tiles(s):
-        walk(start, i.unmasked, True)
-        start = i.unmasked
-    walk(start, i.edge, False)
-    if visits.window is not None or s.packed:
-        walk(i.edge, i.last, True)
+    one(i.first, s.visits.causal or is_ragged(s) or s.packed)
+    walk(s, i, i.first + 1, one, crosses=diagonal_crosses_tiles(s))
     store(w, i, dq_acc[...])
 
 
 def store(w: Worker, i: Item, dq):
-    # dQ leaves through the buffer of dO, unless the next item's is on its way into that.
-    smem = w.smem.do if w.smem.dq is None else w.smem.dq
+    # The next item's dO may be on its way into the buffer of dO.
+    smem = w.smem.dq if w.schedule.items.persistent else w.smem.do
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
     smem[w.wg] = (dq * w.schedule.scale).astype(w.schedule.dtype)
     plgpu.commit_smem()
@@ -437,70 +382,29 @@ def differentiate(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem: Scratch):
+def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem):
     wg = lax.axis_index("wg")
+    # Without a buffer of its own O comes through slots of K and V that are not in use yet.
     o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
     w = Worker(s, inputs, dq_ref, delta_ref, smem, wg, o)
     work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))
     plgpu.wait_smem_to_gmem(0)
 
 
-def scratch(s: Schedule, has_dlse: bool) -> dict:
-    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    buffers = dict(
-        q=s.buffer(s.sides * s.wgs, ROWS),
-        do=s.buffer(s.sides * s.wgs, ROWS),
-        kv=s.buffer(s.stages + ahead(s), s.columns),
-        stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),
-        q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.packed, num_barriers=s.wgs),
-        k_full=ring(num_arrivals=1 + s.packed),
-        v_full=plgpu.Barrier(num_barriers=ahead(s)),
-        free=ring(num_arrivals=s.wgs),
-    )
-    if s.packed:
-        buffers["ids"] = plgpu.SMEM((s.stages + s.wgs, ROWS), jnp.int32)
-    if frees_k_apart(s):
-        buffers["k_free"] = ring(num_arrivals=s.wgs)
-    if has_o_buffer(s):
-        buffers["o"] = s.buffer(s.wgs, ROWS)
-    if s.items.persistent:
-        buffers["dq"] = s.buffer(s.wgs, ROWS)
-    return buffers
-
-
-@functools.partial(jax.jit, static_argnames=STATIC)
-def _backward_dq(
-    q, k, v, out, lse, dout, dlse, segments, *, lengths, causal, scale, sms, window=None,
-    softcap=None, heads=None, tile=None,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
+def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
     """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
     packed = segments is not None
-    tile = tile or dq_tiles(q.shape[-1], packed)
-    s = schedule(
-        q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
-        softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
+    tile = tiles(q.shape[-1], packed)
+    s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
+    segments = with_spans(s, segments)
+    inputs = Inputs(q, k, v, out, lse, dout, s.items.table, dlse, segments)
+    out_type = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+    )
+    # Sums of rows need no scratch, and a head dimension of 256 leaves none.
+    return launch(
+        s, "attention_backward_dq", body, inputs, out_type, scratch(s, dlse is not None),
+        reduction_scratch_bytes=0,
     )  # fmt: skip
-    if packed:
-        q_ids, k_ids = segments
-        spans = segment_spans(q_ids, k_ids, s.visits, s.block, s.lead)
-        segments = Segments(q_ids, k_ids, spans)
-
-    def attention_backward_dq(inputs, dq_ref, delta_ref, **smem):
-        body(s, inputs, dq_ref, delta_ref, Scratch(**smem))
-
-    return mosaic.kernel(
-        attention_backward_dq,
-        out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
-        ),
-        scratch_types=scratch(s, dlse is not None),
-        grid=(s.items.grid,),
-        grid_names=("block",),
-        num_threads=s.wgs,
-        thread_name="wg",
-        # Sums of rows need no scratch, and a head dimension of 256 leaves none.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-        ),
-    )(Inputs(q, k, v, out, lse, dout, s.items.table, dlse, segments))

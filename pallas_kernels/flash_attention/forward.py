@@ -36,29 +36,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import (
-    Segments,
-    logits,
-    same_segment,
-    segment_spans,
-    some_rows_see_nothing,
-    visible,
-)
-from pallas_kernels.flash_attention.queries import (
-    Item,
-    diagonal_crosses_tiles,
-    is_ragged,
-    item_of,
-    tiles_of,
-)
+from pallas_kernels.flash_attention.masks import logits, same_segment, some_rows_see_nothing
+from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
 from pallas_kernels.flash_attention.schedule import (
-    STATIC,
+    Call,
     Heads,
     Schedule,
     Tiles,
+    diagonal_crosses_tiles,
+    launch,
     pad_segments,
     schedule,
     stat_rows,
+    with_spans,
     work_items,
 )
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
@@ -66,13 +56,14 @@ from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
 
-def tiles(head_dim: int) -> Tiles:
-    """The fastest on an H100; docs/attention.md has the others."""
+def tiles(head_dim: int, packed: bool) -> Tiles:
+    """The fastest on an H100 that fit beside the ids; docs/attention.md has the others."""
     if head_dim <= 64:
         return Tiles(3, 128, 4, True, 16)
     if head_dim <= 128:
-        return Tiles(2, 128, 3, True, 16)
-    return Tiles(2, 64, 3, False, 16)  # 256 columns of O leave registers for 64 keys
+        return Tiles(2, 128, 3, head_dim <= 96 or not packed, 16)
+    # 256 columns of O leave registers for 64 keys.
+    return Tiles(2, 64, 2 if packed else 3, False, 16)
 
 
 class Inputs(NamedTuple):
@@ -85,20 +76,30 @@ class Inputs(NamedTuple):
     segments: Any  # Segments, or None
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a block, see the picture."""
+def v_stages(s: Schedule) -> int:
+    """A step uses its values after its keys, so a ring of V serves with fewer buffers."""
+    return s.stages if s.width <= 64 else 2
 
-    qo: Any  # (sides wgs,64,D): Q, and then O
-    k: Any  # (stages,columns,D), the ring of K
-    v: Any  # (v_stages,columns,D), the ring of V
-    q_bars: Any  # of each buffer of qo
-    k_full: Any  # of each slot
-    v_full: Any
-    k_free: Any
-    v_free: Any
-    turn: Any  # of each warpgroup
-    q_ids: Any = None  # (sides wgs,64)
-    k_ids: Any = None  # (stages,columns)
+
+def scratch(s: Schedule) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
+    own, ring = s.sides * s.wgs, functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    v_ring = functools.partial(plgpu.Barrier, num_barriers=v_stages(s))
+    buffers = dict(
+        qo=s.buffer(own, ROWS),  # of each warpgroup: Q, and then O
+        k=s.buffer(s.stages, s.columns),  # the ring of K
+        v=s.buffer(v_stages(s), s.columns),  # the ring of V
+        q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
+        k_full=ring(num_arrivals=1 + s.packed),
+        v_full=v_ring(),
+        k_free=ring(num_arrivals=s.wgs),
+        v_free=v_ring(num_arrivals=s.wgs),
+        turn=plgpu.Barrier(num_barriers=s.wgs),
+    )
+    if s.packed:
+        buffers["q_ids"] = plgpu.SMEM((own, ROWS), jnp.int32)
+        buffers["k_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
+    return buffers
 
 
 class Ring(NamedTuple):
@@ -127,7 +128,7 @@ class Worker(NamedTuple):
     inputs: Inputs
     o_ref: Any
     lse_ref: Any
-    smem: Scratch
+    smem: Any  # what `scratch` lists, by name
     k: Ring
     v: Ring
     wg: Any
@@ -140,11 +141,6 @@ class Stream(NamedTuple):
     kv_head: Any
     top: Any
     end: Any
-
-
-def v_stages(s: Schedule) -> int:
-    """A step uses its values after its keys, so a ring of V serves with fewer buffers."""
-    return s.stages if s.width <= 64 else 2
 
 
 def mixes_masks(s: Schedule) -> bool:
@@ -235,13 +231,11 @@ def load_following_q(w: Worker, i: Item):
 
 
 def my_turn(w: Worker):
-    if w.schedule.wgs > 1:
-        plgpu.barrier_wait(w.smem.turn.at[w.wg])
+    plgpu.barrier_wait(w.smem.turn.at[w.wg])
 
 
 def next_turn(w: Worker):
-    if w.schedule.wgs > 1:
-        plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
+    plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
 
 
 def release(ring: Ring, n):
@@ -274,10 +268,7 @@ def mask(w: Worker, i: Item, x, n):
         k_ids = stat(smem.k_ids.at[w.k.slot(n)], layout=COL)
         x = same_segment(x, q_ids, k_ids)
         plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
-    k0, keys = (i.top - 1 - n) * s.columns, s.visits.lengths[1] if is_ragged(s) else None
-    visits = s.visits
-    q0 = i.q0 + visits.offset
-    return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
+    return in_sight(s, i, x, n)
 
 
 def scores(w: Worker, i: Item, x, n, masked):
@@ -417,11 +408,11 @@ def attend(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem: Scratch):
-    k_ids = inputs.segments.k_ids if s.packed else None
+def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem):
+    k_ids, k_ids_smem = (inputs.segments.k_ids, smem.k_ids) if s.packed else (None, None)
     ahead = int(s.width <= 64)  # for values a second step pays where the ring has room for it
     k = Ring(
-        inputs.k, s.k_first, smem.k, smem.k_full, smem.k_free, s.stages, k_ids, smem.k_ids,
+        inputs.k, s.k_first, smem.k, smem.k_full, smem.k_free, s.stages, k_ids, k_ids_smem,
         ahead=1, wg=0, warp=0,
     )  # fmt: skip
     v = Ring(
@@ -429,71 +420,27 @@ def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem: Scratch):
         ahead=ahead, wg=s.wgs - 1, warp=1,
     )  # fmt: skip
     w = Worker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
-    if s.wgs > 1:
-        pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+    pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
     plgpu.wait_smem_to_gmem(0)
 
 
-def scratch(s: Schedule) -> dict:
-    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    buffers = dict(
-        qo=s.buffer(s.sides * s.wgs, ROWS),
-        k=s.buffer(s.stages, s.columns),
-        v=s.buffer(v_stages(s), s.columns),
-        q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=s.sides * s.wgs),
-        k_full=ring(num_arrivals=1 + s.packed),
-        v_full=plgpu.Barrier(num_barriers=v_stages(s)),
-        k_free=ring(num_arrivals=s.wgs),
-        v_free=plgpu.Barrier(num_arrivals=s.wgs, num_barriers=v_stages(s)),
-        turn=plgpu.Barrier(num_barriers=s.wgs),
-    )
-    if s.packed:
-        buffers["q_ids"] = plgpu.SMEM((s.sides * s.wgs, ROWS), jnp.int32)
-        buffers["k_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
-    return buffers
-
-
-@functools.partial(jax.jit, static_argnames=STATIC)
-def forward(
-    q, k, v, segments=None, *, lengths, causal: bool, scale: float, sms: int,
-    window: int | None = None, softcap: float | None = None, heads: Heads | None = None,
-    tile: Tiles | None = None,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
+def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """(out (B, T, H, D), lse (B, H, stat_rows(T)) fp32, natural log).
 
-    lengths: the true T and S; the axes themselves are padded to multiples of 8, because a TMA copy
-    into wgmma's layout moves groups of 8 rows.  Rows past T mean nothing.
+    The axes T and S of the arrays are padded to multiples of 8, because a TMA copy into wgmma's
+    layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
     segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
     heads: q, k and v are the same array, which holds all three.
     """
     (b, rows, _, d), packed = q.shape, segments is not None
-    h = q.shape[2] if heads is None else heads.q
-    tile = tile or tiles(d)
-    if packed and d > 96:  # shared memory has no more, beside the ids
-        tile = tile._replace(persistent=False, stages=3 if d <= 128 else 2)
-    s = schedule(
-        q, k, tile, lengths=lengths, causal=causal, scale=scale, sms=sms, window=window,
-        softcap=softcap, heads=heads, packed=packed, sets=tile.wgs,
-    )  # fmt: skip
-    if packed:
-        q_ids, k_ids = pad_segments(segments, lengths)
-        spans = segment_spans(q_ids, k_ids, s.visits, s.block, s.lead)
-        segments = Segments(q_ids, k_ids, spans)
-
-    def attention_forward(inputs, o_ref, lse_ref, **smem):
-        body(s, inputs, o_ref, lse_ref, Scratch(**smem))
-
-    return mosaic.kernel(
-        attention_forward,
-        out_type=(
-            jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
-            jax.ShapeDtypeStruct((b, h, stat_rows(lengths[0])), jnp.float32),
-        ),
-        scratch_types=scratch(s),
-        grid=(s.items.grid,),
-        grid_names=("block",),
-        num_threads=s.wgs,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(Inputs(q, k, v, s.items.table, segments))
+    h, tile = q.shape[2] if heads is None else heads.q, tiles(d, packed)
+    s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
+    ids = pad_segments(segments, call.lengths) if packed else None
+    inputs = Inputs(q, k, v, s.items.table, with_spans(s, ids))
+    out_type = (
+        jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
+        jax.ShapeDtypeStruct((b, h, stat_rows(call.lengths[0])), jnp.float32),
+    )
+    return launch(s, "attention_forward", body, inputs, out_type, scratch(s))

@@ -95,9 +95,12 @@ class Segments(NamedTuple):
     spans: Any  # of `segment_spans`
 
 
-def some_rows_see_nothing(window: int | None, packed: bool) -> bool:
-    """Rows without any key: of segments, or past T, under a window of less than their number."""
-    return packed or (window is not None and window < ROWS)
+def some_rows_see_nothing(window: int | None, packed: bool, rows: int = ROWS) -> bool:
+    """Rows without any key: of segments, or past T, under a window of less than their number.
+
+    rows: those that start at a multiple of themselves.
+    """
+    return packed or (window is not None and window < rows)
 
 
 def segment_spans(rows, columns, visits: Visits, block: int, lead: int = 0):

@@ -6,17 +6,19 @@ Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 202
 h reads kv head h // (H / K).  The forward pass saves only the log-sum-exp of each row, from which
 the backward pass recomputes P (Dao et al. 2022, "FlashAttention").
 
-The kernels are in forward.py, backward_dq.py and backward_dkv.py.  masks.py defines what a query
-sees, schedule.py assigns work to blocks, and queries.py has the blocks of queries of the first two
-kernels.  This file has the op, its jnp reference, its `custom_vjp`, and cuDNN as the fallback.
-qkv.py has the op for q, k and v in one array.
+This file has the op, its jnp reference, its `custom_vjp`, and cuDNN as the fallback; qkv.py has the
+op for q, k and v in one array.  The kernels are in forward.py and, called by backward.py, in
+backward_dq.py and backward_dkv.py.  masks.py defines what a query sees, schedule.py assigns work to
+blocks; queries.py has the steps of a block of queries (forward, dQ), keys.py those of a block of
+keys (dK and dV).  These kernels are for Hopper; general_forward.py, general_backward_dq.py and
+general_backward_dkv.py are for every NVIDIA GPU since Ampere, and general.py has what they share.
 """
 
 import functools
 import math
 import os
 import re
-from typing import NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.flash_attention import backward_dq, forward
+from pallas_kernels.flash_attention import general_forward
+from pallas_kernels.flash_attention.backward import backward
+from pallas_kernels.flash_attention.forward import forward
+from pallas_kernels.flash_attention.schedule import Call
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
@@ -63,8 +68,10 @@ def attention(
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
     by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
-    fallback, slower = ("cudnn", why_slower(q, k)) if by_cudnn else ("xla", None)
-    if not dispatch.use_kernel("attention", implementation, reason, "sm_90a", fallback, slower):
+    general = dispatch.general_form(implementation)
+    fallback = "cudnn" if by_cudnn else "xla"
+    slower = why_slower(q, k) if by_cudnn and not general else None
+    if not use_kernel(implementation, reason, general, fallback, slower):
         if implementation is None and by_cudnn:
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
@@ -73,13 +80,37 @@ def attention(
         window = None  # the window holds every key
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
-    call = Call((t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap)
-    # TMA copies groups of 8 rows into wgmma's layout, and the kernels have four widths.  Other
-    # lengths and head dimensions are padded in copies.
-    padded = (_pad(x) for x in (q, k, v))
+    call = Call(
+        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap, *form(general)
+    )
+    padded = (_pad(x, general) for x in (q, k, v))
     out, lse = _attention(*padded, segment_ids, call, return_lse)
     out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
     return (out, lse) if return_lse else out
+
+
+def use_kernel(
+    implementation: dispatch.Implementation | None,
+    reason: str | None,
+    general: bool,
+    fallback: Literal["cudnn", "xla"] = "xla",
+    slower: str | None = None,
+) -> bool:
+    """dispatch.use_kernel for attention; general: in the form for every GPU since Ampere."""
+    gpu = gpu_for(general)
+    return dispatch.use_kernel(
+        "attention", implementation, reason, gpu, fallback, slower, general=general
+    )
+
+
+def form(general: bool) -> tuple[bool, bool]:
+    """The last two of a Call."""
+    return general, general and mosaic.is_tight()
+
+
+def gpu_for(general: bool) -> dispatch.Gpu:
+    """What the kernels need."""
+    return "sm_80" if general else "sm_90a"
 
 
 def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None):
@@ -199,7 +230,13 @@ def _pair(segment_ids, t, s):
     return segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
 
 
-def _pad(x):
+def _pad(x, general: bool):
+    """Hopper's TMA copies groups of 8 rows into wgmma's layout, and its kernels have four widths.
+
+    The general form copies 16 bytes at a time.  Whatever else comes is padded in copies.
+    """
+    if general:
+        return mosaic.pad_axis(x, 3, 8)
     width = next(width for width in WIDTHS if width >= x.shape[-1])
     return mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, width)
 
@@ -226,12 +263,13 @@ def attention_reference(
     if segment_ids is not None:
         q_seg, k_seg = _pair(segment_ids, t, s)
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
-    out, lse = _reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
+    out, lse = masked_reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
     return (out, lse) if return_lse else out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _reference(q, k, v, mask, scale, softcap):
+def masked_reference(q, k, v, mask, scale, softcap):
+    """(out, lse) for any mask that broadcasts to (B, K, H/K, T, S)."""
     return _reference_forward(q, k, v, mask, scale, softcap)[0]
 
 
@@ -288,25 +326,19 @@ def _reference_backward(scale, softcap, saved, cotangents):
     return dq.reshape(b, t, h, d), dk, dv, None
 
 
-_reference.defvjp(_reference_forward, _reference_backward)
+masked_reference.defvjp(_reference_forward, _reference_backward)
 
 # ---- kernels ---------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """The static arguments of the kernels."""
-
-    lengths: tuple[int, int]  # T and S without padding
-    causal: bool
-    scale: float
-    sms: int
-    window: int | None
-    softcap: float | None
+def forward_of(call: Call):
+    """The forward kernel for a call."""
+    return general_forward.forward if call.general else forward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attention(q, k, v, segments, call, with_lse):
-    return forward.forward(q, k, v, segments, **call._asdict())
+    return forward_of(call)(q, k, v, segments, call=call)
 
 
 def _attention_forward(q, k, v, segments, call, with_lse):
@@ -321,7 +353,7 @@ def _attention_backward(call, with_lse, saved, cotangents):
     dout, dlse = cotangents
     if not with_lse:
         dlse = None  # it is zero, so the kernels need not read it
-    grads = backward_dq.backward(q, k, v, out, lse, dout, dlse, segments, **call._asdict())
+    grads = backward(q, k, v, out, lse, dout, dlse, segments, call=call)
     return *grads, None
 
 

@@ -15,10 +15,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.flash_attention import backward_dq, forward
-from pallas_kernels.flash_attention.op import WIDTHS, Call, attention, check, scale_of
+from pallas_kernels.flash_attention.backward import backward
+from pallas_kernels.flash_attention.op import (
+    WIDTHS,
+    attention,
+    check,
+    form,
+    forward_of,
+    gpu_for,
+    scale_of,
+    use_kernel,
+)
 from pallas_kernels.flash_attention.op import why_not as _attention_why_not
-from pallas_kernels.flash_attention.schedule import Heads
+from pallas_kernels.flash_attention.schedule import Call, Heads
 from pallas_kernels.rotary import RopeScaling, check_positions, rope, rotate_in_place
 from pallas_kernels.rotary import why_not_in_place as _rope_why_not
 
@@ -53,9 +62,11 @@ def attention_qkv(
     t, heads = qkv.shape[1], Heads(n_heads, n_kv)
     options = dict(scale=scale, window=window, softcap=softcap)
     positions = jnp.arange(t) if positions is None else positions
-    split = _why_split(qkv, positions if theta else None, **options)
+    general = dispatch.general_form(implementation)
+    split = _why_split(qkv, positions if theta else None, general, **options)
     # A GPU that supports attention's kernel also supports RoPE's.
-    if split or dispatch.decide("attention", implementation, None, "sm_90a").runs != "mosaic":
+    decision = dispatch.decide("attention", implementation, None, gpu_for(general))
+    if split or decision.runs != "mosaic":
         q, k, v = (qkv[:, :, i:j] for i, j in ((0, -2 * n_kv), (-2 * n_kv, -n_kv), (-n_kv, None)))
         if theta is not None:
             q, k = rope(
@@ -67,18 +78,21 @@ def attention_qkv(
     if theta is not None:
         check_positions(qkv, positions)
         dispatch.use_kernel("rope", implementation, None)
-    dispatch.use_kernel("attention", implementation, None, "sm_90a")
+    use_kernel(implementation, None, general)
     window = None if window is not None and window >= t else window
-    call = Call((t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap)
+    call = Call(
+        (t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap, *form(general)
+    )
     segments = None if segment_ids is None else (segment_ids, segment_ids)
     return _attention_qkv(qkv, positions, segments, heads, (theta, scaling), call)
 
 
-def _why_split(qkv, positions, **options) -> str | None:
+def _why_split(qkv, positions, general: bool, **options) -> str | None:
     """Why q, k and v must be split (for their own kernels or for XLA), or None."""
     if reason := _attention_why_not(qkv, qkv, qkv, **options):
         return reason
-    if qkv.shape[1] % 8 or qkv.shape[3] not in WIDTHS:
+    fits = qkv.shape[1] % 8 == 0 and qkv.shape[3] in WIDTHS
+    if not fits and not (general and qkv.shape[3] % 8 == 0):
         return f"T={qkv.shape[1]} and D={qkv.shape[3]} need padded copies"
     return None if positions is None else _rope_why_not(qkv, positions)
 
@@ -91,16 +105,14 @@ def _attention_qkv(qkv, positions, segments, heads, rotation, call):
 def _forward(qkv, positions, segments, heads, rotation, call):
     if rotation[0] is not None:
         qkv = rotate_in_place(qkv, sum(heads), positions, *rotation)
-    results = forward.forward(qkv, qkv, qkv, segments, heads=heads, **call._asdict())
+    results = forward_of(call)(qkv, qkv, qkv, segments, call=call, heads=heads)
     out, lse = (checkpoint_name(x, "attention") for x in results)
     return out, (qkv, positions, segments, out, lse)
 
 
 def _backward(heads, rotation, call, saved, dout):
     qkv, positions, segments, out, lse = saved
-    d = backward_dq.backward(
-        qkv, qkv, qkv, out, lse, dout, None, segments, heads=heads, **call._asdict()
-    )
+    d = backward(qkv, qkv, qkv, out, lse, dout, None, segments, call=call, heads=heads)
     if rotation[0] is not None:
         d = rotate_in_place(d, sum(heads), positions, *rotation, backward=True)
     return d, None, None

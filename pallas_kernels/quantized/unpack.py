@@ -18,10 +18,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mosaic import WGMMA, warp_rows
 from pallas_kernels.quantized import formats

@@ -23,6 +23,15 @@ def tiny(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """JAX's compilation cache, which the processes that tests start share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
 @pytest.fixture
 def same_environment(monkeypatch):
     """Restores XLA_FLAGS, which train.main sets, after the test."""

@@ -1,9 +1,10 @@
-"""Run by test_train.py: trains, kills the process at random moments, resumes it; prints JSON.
+"""Run by test_kills_and_full_disks.py: trains, kills the process at random moments, resumes it.
 
 python killed_runs.py FOLDER KILLS SEED STEPS -- WORDS OF train.py
 
 The processes are forks of this one, which has imported everything and started nothing: a life
-costs two seconds instead of ten.  FOLDER/run_0, run_1, ... are runs that came to their end.
+costs two seconds instead of ten.  FOLDER/straight is a run without kills; run_1, run_2, ... are
+runs that came to their end.  Prints JSON.
 """
 
 import importlib
@@ -54,12 +55,15 @@ def saving(out_dir: Path) -> bool:
 
 
 def main(folder: Path, kills: int, seed: int, steps: int, words: list[str]) -> None:
-    rng, log, done, in_save, runs = random.Random(seed), folder / "log", 0, 0, []
-    out_dir = folder / "run_0"
-    while not runs or done < kills:
+    rng, log, done, in_save = random.Random(seed), folder / "log", 0, 0
+    steps_of = ["--train.steps", str(steps)]
+    runs = [str(folder / "straight")]
+    life([*words, *steps_of, "--out_dir", runs[0]], log, folder / "straight", None)
+    out_dir = folder / "run_1"
+    while len(runs) == 1 or done < kills:
         # A run that was killed very early has no config.yaml yet and cannot be resumed.
         more = ["--resume"] if (out_dir / "config.yaml").exists() else []
-        more += ["--train.steps", str(steps), "--out_dir", str(out_dir)]
+        more += [*steps_of, "--out_dir", str(out_dir)]
         # A run that was killed after its report is complete.
         ended = (out_dir / "report.html").exists() or life(
             [*words, *more], log, out_dir, rng if done < kills else None

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from training_runs import devices
 
 import train
 from jaxllm import config as configs
@@ -384,8 +385,7 @@ def test_training_starts_from_converted_weights_on_a_mesh(tmp_path, capsys):
         return subprocess.run(
             [sys.executable, "train.py", *words_now],
             cwd=REPO,
-            env=os.environ
-            | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+            env=os.environ | devices(2),
             capture_output=True,
             text=True,
             check=False,

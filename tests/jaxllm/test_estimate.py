@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from cases import slow
 from training_runs import error_of
 
 import train
@@ -24,7 +25,7 @@ def trainer_of(model, **options):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA there needs room of its own")
-@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("remat", ["none", slow("block")])
 def test_the_estimated_memory_is_close_to_what_the_compiler_allocates(remat):
     trainer = trainer_of(
         Llama3Config(**SHAPE | {"n_layers": 3}, n_kv_heads=2, d_ff=384, remat=remat)
@@ -75,7 +76,8 @@ def test_a_dry_run_prints_its_needs_and_writes_nothing(tiny, tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     before = sorted(tiny.parent.rglob("*"))
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # a call would fail
-    assert train.main(["--config", str(tiny), "--dry_run"]) == 0
+    words = ["--dry_run", "--data.path", "/nothing"]  # data that is not here yet
+    assert train.main(["--config", str(tiny), *words]) == 0
     out = capsys.readouterr().out
     for word in ("parameters", "moments", "gradients", "bf16 copies", "activations", "logits"):
         assert f"\n         {word} " in out

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from cases import slow
 from evaluation_run import EXPECTED, TEXTS, run_of
 from huggingface_folders import FIXTURES
 
@@ -25,7 +26,7 @@ def offline(monkeypatch):
     monkeypatch.chdir(TEXTS)  # the tasks give their data relative to the working directory
 
 
-@pytest.mark.parametrize("name", list(EXPECTED))
+@pytest.mark.parametrize("name", [slow(n) if n == "xlstm" else n for n in EXPECTED])
 def test_metrics_scores_and_texts_equal_hugging_face(name, tmp_path):
     from jaxllm.infer.harness import RunLM, TaskManager
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from flax import nnx
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType
@@ -113,7 +114,7 @@ def test_only_block_runs_the_forward_kernel_of_the_mixing_again(kind, kernel):
     assert [calls(remat) - once for remat in CHOICES] == [0, 0, 0, 1]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "vlstm"])
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])
 def test_recomputation_changes_no_gradient(kind):
     shape = dict(d_model=32, d_ff=48, max_seq_len=32, kernels="xla")
     shape |= dict(compute_dtype="float32", residual_dtype="float32")

@@ -1,11 +1,8 @@
-"""Runs the trainer: an uninterrupted run, and killed and stopped runs that resume."""
+"""Runs the trainer: an uninterrupted run, stopped runs that resume, and a run that diverges."""
 
-import gc
 import json
 import os
-import random
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -19,22 +16,20 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from training_runs import REPO, STEPS, command, error_of, run
+from training_runs import REPO, STEPS, command, devices, error_of, final_state, losses, run
 
 import train
 from jaxllm import config as configs
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.infer import generate
-from jaxllm.sharding import make_mesh
 from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import lock_directory
 from jaxllm.train.run import Run, StepClock
-from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
-pytestmark = pytest.mark.usefixtures("same_environment")
+pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
 
 
 def run_until(tiny, out_dir, step, signal_number, *more):
@@ -51,15 +46,6 @@ def run_until(tiny, out_dir, step, signal_number, *more):
     return process.wait(timeout=240), "".join(lines)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    """JAX's compilation cache, which the processes that tests start share."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
-
-
 @pytest.fixture(scope="module")
 def straight(tiny, compiled, tmp_path_factory):
     """An uninterrupted run: (its directory, the finished process)."""
@@ -69,28 +55,9 @@ def straight(tiny, compiled, tmp_path_factory):
     return out_dir, done
 
 
-# Orbax's thread also prints its failure on standard error, and abandons its coroutines.
-failing = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-    "ignore:coroutine:RuntimeWarning",
-)
-
-
-def losses(out_dir):
-    return {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl") if "loss" in r}
-
-
 def texts(out_dir):
     rows = read_metrics(out_dir / "metrics.jsonl")
     return [(r["step"], r["sample"]) for r in rows if "sample" in r]
-
-
-def final_state(out_dir, step=STEPS):
-    """The saved state, on this process's devices."""
-    config = configs.load(str(out_dir / "config.yaml"), {"mesh.fsdp": "1"})
-    trainer = Trainer(config, make_mesh(config.mesh))
-    return Checkpoints(out_dir / "checkpoints", 1).restore(step, trainer.abstract_state().saved())
 
 
 def test_a_run_writes_everything_it_promises(straight):
@@ -225,112 +192,6 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
         assert np.array_equal(mine, theirs)
 
 
-KILLS = int(os.environ.get("KILLS", 4))
-
-
-@pytest.mark.timeout(300 + 20 * KILLS)
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="forks, which CUDA does not support")
-def test_a_run_killed_at_random_moments_resumes_bit_for_bit(tiny, straight, tmp_path):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    script, words = str(REPO / "tests/jaxllm/killed_runs.py"), ["--config", str(tiny)]
-    words += ["--train.checkpoint_every", "2", "--sample.tokens", "0"]  # saves often
-    done = subprocess.run(
-        [sys.executable, script, str(tmp_path), str(KILLS), str(seed), str(STEPS), "--", *words],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=200 + 20 * KILLS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    print(result := json.loads(done.stdout.splitlines()[-1]))
-    assert result["kills"] == KILLS
-    assert result["in_save"] >= KILLS // 8
-    assert "Traceback" not in (tmp_path / "log").read_text()
-    wanted = final_state(straight[0])
-    for out_dir in map(Path, result["runs"]):
-        assert losses(out_dir) == losses(straight[0])
-        same = jax.tree.map(np.array_equal, final_state(out_dir), wanted)
-        assert all(jax.tree.leaves(same))
-
-
-@failing
-def test_a_full_disk_does_not_stop_a_run(tiny, tmp_path, capsys, monkeypatch):
-    save, limits = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
-    frozen = []  # number of objects that the garbage collector ignores during training
-
-    def save_or_fill_the_disk(self, step, *more):
-        frozen.append(gc.get_freeze_count())
-        if step in (4, 8):  # limits the size of files for four steps
-            resource.setrlimit(resource.RLIMIT_FSIZE, (600 if step == 4 else limits[0], limits[1]))
-        return save(self, step, *more)
-
-    monkeypatch.setattr(Checkpoints, "save", save_or_fill_the_disk)
-    more = ["--train.steps", "12", "--train.checkpoint_every", "2", "--train.eval_every", "4"]
-    more += ["--sample.tokens", "0"]
-    # The run resumes without a checkpoint, as if the first process was killed early.
-    (tmp_path / "x").mkdir()
-    shutil.copy(tiny, tmp_path / "x" / "config.yaml")
-    (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "lo')
-    status = train.main(["--resume", "--out_dir", str(tmp_path / "x"), *more])
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    captured = capsys.readouterr()
-    assert status == 0, captured.err
-    assert min(frozen) > 50_000
-    assert gc.get_freeze_count() == 0
-    for message in (
-        "holds no complete checkpoint: starting again",
-        "the checkpoint of step 4 could not be written",
-        "the newest complete one is of step 2",
-        "metrics.jsonl cannot be written now",
-        "loss.png could not be drawn",
-        "stopped writing TensorBoard events",
-    ):
-        assert message in captured.out
-    assert list(losses(tmp_path / "x")) == list(range(1, 13))
-    assert Checkpoints(tmp_path / "x" / "checkpoints", 1).newest() == 12
-    assert "Traceback" not in captured.err
-
-
-def test_a_real_full_disk_does_not_stop_a_run_but_prevents_a_new_one(tiny, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = f"mount -t tmpfs -o size=3m tmpfs {disk}"  # exists only inside this command
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(
-            ["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("this system does not permit mounting a disk")
-
-    def trained(name):
-        words = command(tiny, disk / name, "--train.steps", "20", "--train.keep_checkpoints", "2")
-        return shlex.join([*words, "--sample.tokens", "0", "--train.eval_every", "5"])
-
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f"{mount}; {trained('a')}; echo status $?;"
-         f"ls {disk}/a {disk}/a/checkpoints; {trained('b')};"
-         f"echo status $?; ls {disk}/b"],
-        cwd=REPO, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-        timeout=240, check=False,
-    )  # fmt: skip
-    whole, full = done.stdout.split("status", 1)
-    failed = "the checkpoint of step 15 could not be written (the disk is full: free some space);"
-    assert f"{failed} the newest complete one is of step 10" in whole
-    assert "step 20/20  validation loss" in whole
-    assert full.startswith(" 1\n")  # its last checkpoint is missing
-    assert {"report.html", "loss.png", "10"} <= set(full.split())
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "the checkpoint of step 20 could not be written (the disk is full" in errors[0]
-    assert "Event loop is closed" not in done.stderr
-    assert "compiled" not in full.partition("status")[0]  # before that
-    assert "its disk has 0." in errors[1]
-    assert "MB free, one checkpoint takes 1.5 MB" in errors[1]
-    assert "status 2" in full
-
-
 def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):
     more = ["--optimizer.learning_rate", "1e30", "--optimizer.warmup_steps", "0"]
     more += ["--train.checkpoint_every", "1", "--train.max_skips", "3"]
@@ -435,6 +296,7 @@ class TestFinishedRun:
         assert f"checkpoint {newest} is damaged" in message
         assert (copy / "metrics.jsonl").read_bytes() == before
 
+    @pytest.mark.slow  # test_processes.py continues on other devices, too
     def test_training_can_continue_on_other_devices(self, tiny, copy, tmp_path):
         other = tmp_path / "other"
         shutil.copytree(copy, other)
@@ -443,8 +305,7 @@ class TestFinishedRun:
         assert done.returncode == 0, done.stderr
         assert list(losses(copy)) == list(range(1, 65))
         more += ["--mesh.fsdp", "2", "--train.grad_accum", "2"]
-        cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-        done = run(other / "config.yaml", other, "--resume", *more, **cpu)
+        done = run(other / "config.yaml", other, "--resume", *more, **devices(4))
         assert done.returncode == 0, done.stderr
         assert "mesh {'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 1}" in done.stdout
         for step in range(

@@ -66,27 +66,33 @@ def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_p
     assert "of the run in" in message
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--data.source", "text", "--data.path", "/nothing"],
-        ["--data.source", "shards", "--data.path", "*", "--data.val_path", "/nothing/*.bin"],
-        ["--data.tokenizer", "/nothing"],
-        ["--model.init_from", "/nothing"],
-    ],
-)
-def test_wrong_paths_are_reported_before_jax_is_imported(words):
+WRONG_PATHS = """
+train --config llama3_small --data.source text --data.path /nothing
+train --config llama3_small --data.source shards --data.path * --data.val_path /nothing/*.bin
+train --config llama3_small --data.tokenizer /nothing
+train --config llama3_small --model.init_from /nothing
+generate --checkpoint /nothing --prompt a
+evaluate --checkpoint /nothing
+evaluate --checkpoint RUN --data.source text --data.path /nothing
+convert /nothing OUT --quantize int4
+"""
+
+
+def test_wrong_paths_are_reported_before_jax_is_imported(tmp_path):
+    (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
+    lines = WRONG_PATHS.strip().replace("RUN", str(tmp_path)).splitlines()
     code = (
-        "import sys, train\n"
-        f"assert train.main(['--config', 'llama3_small', *{words!r}]) == 2\n"
+        "import sys\nfrom jaxllm.commands import main\n"
+        f"for line in {lines!r}:\n    assert main(line.split()) == 2, line\n"
         "assert not {'jax', 'grain', 'flax'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "/nothing" in done.stderr
-    assert done.stderr.count("\n") == 1
+    errors = done.stderr.splitlines()
+    assert len(errors) == len(lines)
+    assert all(error.startswith("error: ") and "/nothing" in error for error in errors)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")

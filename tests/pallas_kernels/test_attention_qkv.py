@@ -3,6 +3,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import slow
 from kernel_checks import ON_GPU, check_op, names_in, normal
 
 from pallas_kernels import (
@@ -27,11 +28,16 @@ def _few_sms(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "heads", "theta", "options"),
     [  # (B, T, D), (H, K)
-        ((1, 72, 64), (2, 2), None, {}),
         ((2, 80, 64), (3, 1), 500.0, {"window": 50}),
-        ((1, 64, 128), (2, 1), 1e4, {"softcap": 5.0}),
+        slow((1, 72, 128), (2, 2), None, {"softcap": 5.0}),
     ]
-    + [((2, 1000, 128), (12, 3), 1e4, {}), ((4, 1024, 64), (12, 12), None, {})] * ON_GPU,
+    + [
+        ((1, 72, 64), (2, 2), None, {}),
+        ((1, 64, 128), (2, 1), 1e4, {"softcap": 5.0}),
+        ((2, 1000, 128), (12, 3), 1e4, {}),
+        ((4, 1024, 64), (12, 12), None, {}),
+    ]
+    * ON_GPU,
 )
 def test_it_matches_float64(shape, heads, theta, options):
     (b, t, d), (h, kv) = shape, heads

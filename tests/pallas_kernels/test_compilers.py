@@ -1,31 +1,53 @@
 """Every compiler that users may have makes fast programs of the wgmma kernels; this needs no GPU.
 
 JAX 0.11 calls ptxas; 0.12 calls nvJitLink, which compiles as `ptxas -c` does.  So each kernel of
-the benchmark is compiled by every ptxas that PTXAS names, with and without -c
-(compile_ahead.py): none may spill a register, run one wgmma after the other (C7510 to C7514) or
-ignore setmaxnreg (C7504).  .ci/run installs what this needs.  Whoever sets PTXAS wants the test:
-nothing is skipped.
+the benchmark is compiled by every ptxas that PTXAS names, as this JAX would call it
+(compile_ahead.py compiles in both ways): none may spill a register, run one wgmma after the other
+(C7510 to C7514) or ignore setmaxnreg (C7504).  .ci/run installs what this needs.  Whoever sets
+PTXAS wants the test: nothing is skipped.
 """
 
 import os
 
 import compile_ahead
+import jax
 import pytest
+from cases import slow
 
 pytestmark = pytest.mark.skipif(
     "PTXAS" not in os.environ,
     reason="PTXAS=path:path names no ptxas to compile with (.ci/run shows how)",
 )
-SPECS = [spec for op in compile_ahead.ops("sm_90a") for spec in compile_ahead.specs(op, every=True)]
+# A second size changes the lengths of loops alone.
+SPECS = [
+    spec if spec.endswith(":0") else slow(spec)
+    for op in compile_ahead.ops("sm_90a")
+    for spec in compile_ahead.specs(op, every=True)
+]
+
+
+def builds(spec, gpu):
+    """What every compiler makes of a case, with -c for JAX 0.12."""
+    how = (jax.__version_info__ >= (0, 12),)
+    made = compile_ahead.builds(spec, gpu, compile_ahead.ptxas(), relocatable=how)
+    return [build for _, some in made for build in some]
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_no_kernel_spills_or_waits_for_each_wgmma(spec):
-    made = [
-        b for _, some in compile_ahead.builds(spec, "sm_90", compile_ahead.ptxas()) for b in some
-    ]
+    made = builds(spec, "sm_90")
     bad = [str(b) for b in made if b.bad()]
     assert not bad, f"{len(bad)} of {len(made)} programs are slow:\n" + "\n".join(bad)
+
+
+# The general form, on the oldest GPU and on the newest, at the shapes of two head dimensions.
+@pytest.mark.parametrize(("spec", "gpu"), [("attention:0:1", "sm_80"), ("attention:0:0", "sm_120")])
+def test_no_kernel_for_other_gpus_spills(spec, gpu):
+    made = builds(spec, gpu)
+    names = {b.kernel for b in made}
+    assert {"general_attention_forward", "general_attention_backward_dkv"} <= names
+    bad = [str(b) for b in made if b.bad()]
+    assert not bad, f"{len(bad)} of {len(made)} programs spill:\n" + "\n".join(bad)
 
 
 LAUNCH = ".maxntid 384 .minnctapersm 1"

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import check_op, kernels_run_here, normal
 
 from pallas_kernels.embedding import encoder, encoder_reference
@@ -21,10 +22,10 @@ def zipf(shape, v, seed=0):
     ("batch", "time", "v", "width", "positions", "table", "dtype"),
     [
         (5, 30, 37, 256, 33, jnp.float32, jnp.bfloat16),  # frequent tokens fill tiles of 32 places
-        (9, 7, 50, 384, 7, jnp.bfloat16, jnp.bfloat16),
-        (2, 9, 3, 100, 12, jnp.float16, jnp.float32),
+        slow(9, 7, 50, 384, 7, jnp.bfloat16, jnp.bfloat16),
+        slow(2, 9, 3, 100, 12, jnp.float16, jnp.float32),
         (1, 3, 5, 1601, 3, jnp.float32, jnp.float32),  # two loads a row that overlap
-        (1, 1, 1, 1, 1, jnp.float32, jnp.bfloat16),
+        slow(1, 1, 1, 1, 1, jnp.float32, jnp.bfloat16),
     ],
 )
 def test_encoder_matches_float64(batch, time, v, width, positions, table, dtype):
@@ -62,9 +63,9 @@ def test_encoder_without_positions(tokens):
     ("batch", "time", "v", "width", "positions", "table", "dtype"),
     [
         (5, 30, 37, 256, 33, jnp.float32, jnp.bfloat16),
-        (3, 14, 50, 384, None, jnp.bfloat16, jnp.bfloat16),
+        slow(3, 14, 50, 384, None, jnp.bfloat16, jnp.bfloat16),
         (2, 9, 6, 1300, 12, jnp.float32, jnp.float32),  # its loads would overlap in untied tables
-        (2, 9, 3, 100, None, jnp.float16, jnp.float32),
+        slow(2, 9, 3, 100, None, jnp.float16, jnp.float32),
     ],
 )
 def test_tied_encoder_adds_to_the_gradient_of_the_head(

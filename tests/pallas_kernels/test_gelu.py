@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import slow
 from kernel_checks import ON_GPU, check_op, normal
 
 from pallas_kernels import dispatch
@@ -31,7 +32,7 @@ def test_gelu_refuses_integers_with_the_reason():
     [
         ((2, 70, 1024), jnp.bfloat16, jnp.float32),  # two blocks of rows, the second of 76
         ((131, 640), jnp.float16, jnp.float16),  # loads of 2 bytes, not 16
-        ((1, 384), jnp.float32, jnp.float32),
+        slow((1, 384), jnp.float32, jnp.float32),
     ],
 )
 def test_gelu_with_a_bias_matches_float64(shape, dtype, of_bias):

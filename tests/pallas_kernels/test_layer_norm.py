@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import ON_GPU, check_op, kernels_run_here, normal
 
 from pallas_kernels.norms import tiles
@@ -33,8 +34,8 @@ def parameters(*shape, dtype=f32):
     ("shape", "dtype"),
     [
         ((2, 3, 7), f16),  # columns padded for TMA's strides
-        ((9, 100), f32),  # TMA reads zeros past the columns
-        ((3, 768), bf16),  # narrow: four rows at once, with a partial last tile
+        slow((9, 100), f32),  # TMA reads zeros past the columns
+        slow((3, 768), bf16),  # narrow: four rows at once, with a partial last tile
         ((8, 768), bf16),  # full tiles: forward without TMA
         ((1, 1601), f32),  # wide: four blocks of a row at once, padded, with zeros from TMA
     ],
@@ -61,7 +62,7 @@ def test_a_large_offset_does_not_hurt_the_variance(one_block):
 
 @pytest.mark.parametrize(
     ("which", "shape"),
-    [("weight", (5, 128)), ("bias", (3, 7)), ("neither", (5, 40))],
+    [("weight", (5, 128)), slow("bias", (3, 7)), slow("neither", (5, 40))],
 )
 def test_parameters_are_optional(which, shape):
     x, (weight, bias) = normal(0, shape), parameters(shape[-1])
@@ -89,7 +90,7 @@ def test_parameters_for_each_head(one_block):
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "residual"),
-    [((2, 2, 768), bf16, bf16), ((3, 1280), bf16, f32), ((3, 40), f32, f32)],
+    [((2, 2, 768), bf16, bf16), slow((3, 1280), bf16, f32), slow((3, 40), f32, f32)],
 )
 def test_add_layer_norm_matches_float64(shape, dtype, residual):
     check_op(
@@ -103,7 +104,7 @@ def test_add_layer_norm_matches_float64(shape, dtype, residual):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "residual"), [((12, 768), bf16, bf16), ((5, 1280), f16, f32)]
+    ("shape", "dtype", "residual"), [((12, 768), bf16, bf16), slow((5, 1280), f16, f32)]
 )
 def test_a_bias_before_the_residual(one_block, shape, dtype, residual):
     check_op(

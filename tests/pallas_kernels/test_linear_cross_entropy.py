@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
@@ -28,9 +29,9 @@ def labels_for(n, vocab_size, ignored=()):
     [
         (3, 64, 13952, jnp.bfloat16, jnp.float32, {}),  # a whole step, more tiles and a remainder
         (5, 32, 1280, jnp.bfloat16, jnp.bfloat16, dict(vocab_size=1201, transposed=True, chunk=3)),
-        (4, 48, 4000, jnp.float16, jnp.float32, dict(softcap=2.0, vocab_size=300, chunk=2)),
-        (3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum", scale=3e-5)),
-        (1, 1, 1, jnp.float32, jnp.float32, {}),
+        slow(4, 48, 4000, jnp.float16, jnp.float32, dict(softcap=2.0, vocab_size=300, chunk=2)),
+        slow(3, 16, 70, jnp.float32, jnp.float32, dict(softcap=30.0, reduction="sum", scale=3e-5)),
+        slow(1, 1, 1, jnp.float32, jnp.float32, {}),
     ],
 )
 def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, options):
@@ -48,7 +49,7 @@ def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, opti
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [slow(jnp.bfloat16), jnp.float16])
 def test_a_small_scale_costs_no_digits(dtype):
     """In bfloat16 only what the reference loses by rounding the same dz; in float16 nothing."""
     x, weight, labels = normal(0, (9, 16), dtype), normal(1, (256, 16)), labels_for(9, 250, [2])
@@ -109,18 +110,19 @@ def test_linear_cross_entropy_against_log_softmax():
 def test_linear_cross_entropy_of_ignored_and_wrong_labels():
     x, weight = normal(0, (4, 16)), normal(1, (256, 16))
 
-    def run(labels, implementation):
-        def f(x, weight):
-            labels_ = jnp.array(labels, jnp.int32)
-            options = dict(vocab_size=250, ignore_index=-7, implementation=implementation)
-            return linear_cross_entropy(x, weight, labels_, **options)
+    def compiled(implementation):
+        options = dict(vocab_size=250, ignore_index=-7, implementation=implementation)
+        f = functools.partial(linear_cross_entropy, **options)
+        return jax.jit(jax.value_and_grad(f, (0, 1)))
 
-        loss, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight)
+    def run(f, labels):
+        loss, gradients = f(x, weight, jnp.array(labels, jnp.int32))
         return jax.block_until_ready((loss, *gradients))
 
     with kernels_run_here():
+        kernel = compiled("mosaic")
         results = {
-            what: run(labels, "mosaic")
+            what: run(kernel, labels)
             for what, labels in dict(
                 good=[0, -7, 249, 3], none=[-7] * 4, bad=[0, 250, 1, 1]
             ).items()
@@ -131,7 +133,7 @@ def test_linear_cross_entropy_of_ignored_and_wrong_labels():
     assert not dw[250:].any()
     assert dw[:250].all()
     assert all(not a.any() for a in results["none"])
-    for results_of in (results["bad"], run([0, 250, 1, 1], "xla")):
+    for results_of in (results["bad"], run(compiled("xla"), [0, 250, 1, 1])):
         loss, dx, dw = results_of
         assert jnp.isnan(loss)
         np.testing.assert_array_equal(jnp.isnan(dx).all(1), [False, True, False, False])

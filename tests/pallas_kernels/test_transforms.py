@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import ON_GPU, kernels_run_here, normal
 
 import pallas_kernels as ops
@@ -53,6 +54,12 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "decode_attention": (  # without a gradient
+        lambda *a, **o: ops.decode_attention(*jax.lax.stop_gradient(a), jnp.array([40]), **o),
+        [(2, 1, 1, 2, 64), *[(2, 1, 64, 1, 64)] * 2],
+        [],
+        BF16,
+    ),
     "quantized_linear": (
         lambda x, **o: ops.quantized_linear(x, ops.quantize(normal(9, (128, 64))), **o),
         [(2, 3, 128)],
@@ -61,9 +68,9 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
     ),
     "vlstm": (ops.vlstm, [*[(2, 1, 1, 64, 64)] * 3, *[(2, 1, 1, 64)] * 2], [], BF16),
 }
-# Where kernels are interpreted, the loop of any other op repeats what its other tests show.
-IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied"}
-IN_PLACE |= {"attention", "attention_qkv"}
+# Where kernels are interpreted, the loop of any other op repeats what its other tests show;
+# attention_qkv has the kernels of attention.
+IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
@@ -93,7 +100,7 @@ expected_of = functools.cache(functools.partial(results, implementation="xla", l
 
 @pytest.mark.parametrize(
     ("name", "loop"),
-    [(name, False) for name in CASES] + [(name, True) for name in IN_LOOPS],
+    [(name, False) for name in CASES] + [slow(name, True) for name in IN_LOOPS],
     ids=[f"{name}-vmap" for name in CASES] + [f"{name}-map" for name in IN_LOOPS],
 )
 def test_of_two_members(name, loop):

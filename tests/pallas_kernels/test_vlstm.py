@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import assert_error_ratio, normal
 
 from pallas_kernels import dispatch, vlstm, vlstm_step
@@ -116,8 +117,8 @@ def test_any_length(length, chunk_size):
     ("gate", "normalize", "eps", "packed"),
     [
         ("exp", True, 0.0, True),
-        ("exp", True, 0.1, False),
-        ("sigmoid", True, 0.0, False),
+        slow("exp", True, 0.1, False),
+        slow("sigmoid", True, 0.0, False),
         ("sigmoid", False, 0.0, False),
     ],
 )
@@ -186,7 +187,12 @@ def true_results(args, dh):
 
 @pytest.mark.parametrize(
     ("dtype", "extreme"),
-    [(jnp.bfloat16, False), (jnp.bfloat16, True), (jnp.float16, True), (jnp.float32, False)],
+    [
+        (jnp.bfloat16, False),
+        slow(jnp.bfloat16, True),
+        slow(jnp.float16, True),
+        slow(jnp.float32, False),
+    ],
 )
 def test_error_ratio(dtype, extreme):
     """Compares with float64, relative to the parallel form, which rounds p and dS but no states."""
@@ -265,7 +271,7 @@ def test_a_closed_gate_in_one_segment_does_not_blur_the_next():
     assert_equal_to(1e-5, h, reference.recurrent(*(x[:, 12:] for x in (q, k, v, i, f))))
 
 
-@pytest.mark.parametrize("chunk_size", [64, 256])
+@pytest.mark.parametrize("chunk_size", [64, slow(256)])
 @pytest.mark.parametrize("closed", ["every 17th", "two thirds"])
 def test_closed_forget_gates_do_not_blur_the_open_ones(closed, chunk_size):
     """In float32 the largest error of h and of each gradient is at most 2e-5 of the largest value.

@@ -1,0 +1,200 @@
+"""A folder of packed weights: the matrices of the blocks in 8 to 1 bits, for generate and evaluate.
+
+    config.yaml          the run's configuration
+    tokenizer.json       and its companions
+    packed.safetensors   for each matrix NAME the arrays of `QuantizedWeight.to_arrays`, as
+                         NAME.words, NAME.scales, ...; every other parameter under its own name
+    packed.json          the version of the packing, format, bits, group, symmetric; step; checksums
+
+A matrix stays unpacked if it is the embedding, the positions or the head (bfloat16), or one of the
+vLSTM's two gates (float32): a gate has few columns, and its error adds up over the tokens.  Norms
+and biases are float32.  docs/decoding.md defines the formats.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from jaxllm import config as configs
+from jaxllm.config import ModelConfig
+from jaxllm.data.cache import digest
+from jaxllm.errors import InputError
+from jaxllm.models import create
+from jaxllm.weights.checksums import array_checksums, first_mismatch, with_digest
+from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
+from jaxllm.weights.huggingface_config import read_json
+from jaxllm.weights.places import named_params
+from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels.quantized.formats import Format
+
+PAGE, ARRAYS = "packed.json", "packed.safetensors"
+VERSION = 1  # of the packing; a kernel with another one gets another number
+GATES = ("vlstm.i.weight", "vlstm.f.weight")
+
+
+class Packing(NamedTuple):
+    """The options of `quantize`."""
+
+    format: Format
+    bits: int
+    group: int | None
+    symmetric: bool
+
+    def __str__(self) -> str:
+        name = "fp8" if self.format == "fp8" else f"int{self.bits}"
+        name = f"2:4 of {name}" if self.format == "2:4" else name
+        scales = f"groups of {self.group}" if self.group else "one scale for each column"
+        return f"{name}, {scales}" + ("" if self.symmetric else ", asymmetric")
+
+
+Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]
+
+
+def layout(config: ModelConfig, packing: Packing) -> Layout:
+    """{our dotted path: {name in the file: (shape, dtype)}} of every parameter.
+
+    Raises InputError if the packing does not exist or does not fit a matrix.
+    """
+    found: Layout = {}
+    for name, param in named_params(nnx.eval_shape(lambda: create(config))).items():
+        if not _is_packed(name, param.shape):
+            wide = param.ndim == 1 or name.endswith(GATES)
+            dtype = np.dtype(np.float32 if wide else ml_dtypes.bfloat16)
+            found[name] = {name: (param.shape, dtype)}
+            continue
+        try:
+            pack = lambda w: quantize(w, **packing._asdict())
+            shape = jax.ShapeDtypeStruct(param.shape, jnp.float32)
+            weight: QuantizedWeight = jax.eval_shape(pack, shape)
+        except ValueError as e:
+            raise InputError(f"{name}: {e}; choose another --quantize or --group") from e
+        arrays = {"words": weight.words, "scales": weight.scales, "offsets": weight.offsets}
+        part = {key: (a.shape, np.dtype(a.dtype)) for key, a in arrays.items() if a is not None}
+        part["header"] = ((7,), np.dtype(np.int32))
+        found[name] = {f"{name}.{key}": at for key, at in part.items()}
+    return found
+
+
+def write_packed(
+    folder: Path,
+    config: ModelConfig,
+    packing: Packing,
+    read: Callable[[str], np.ndarray],
+    about: dict,
+) -> int:
+    """Writes packed.safetensors and packed.json; returns the number of bytes of the former.
+
+    read: returns the float32 parameter of a dotted path; called once for each, in turn.
+    about: further keys of packed.json, with `step`.
+    """
+    parts = layout(config, packing)
+    checksums: dict[str, str] = {}
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        for name, part in parts.items():
+            x = read(name)
+            check_finite(x, name)
+            if name not in part:
+                packed = quantize(jnp.asarray(x), **packing._asdict()).to_arrays()
+                yield from ((at, packed[at.removeprefix(f"{name}.")]) for at in part)
+                continue
+            x = np.asarray(x, part[name][1])
+            checksums.update(array_checksums({name: x}))
+            yield name, x
+
+    flat = {at: kind for part in parts.values() for at, kind in part.items()}
+    write_safetensors(folder / ARRAYS, flat, arrays())
+    page = {"packing": VERSION, **packing._asdict(), **about, "checksums": checksums}
+    (folder / PAGE).write_text(json.dumps(with_digest(page), indent=1), encoding="utf-8")
+    return (folder / ARRAYS).stat().st_size
+
+
+class PackedWeights:
+    """The packed weights in a folder, checked against its config.yaml on opening.
+
+    run, config, step: as of the checkpoint that was packed.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.run = configs.load(str(folder / "config.yaml"))
+        self.config: ModelConfig = self.run.model
+        page = read_json(folder / PAGE)
+        if page.get("digest") != digest({k: v for k, v in page.items() if k != "digest"}):
+            raise self._damaged(f"{PAGE} was changed")
+        if page["packing"] != VERSION:
+            raise InputError(
+                f"{folder} has packing {page['packing']}, and this version of jaxllm reads"
+                f" {VERSION}; convert its source again"
+            )
+        self.packing = Packing(**{key: page[key] for key in Packing._fields})
+        self.step: int = page["step"]
+        self._checksums = page["checksums"]
+        self._layout = layout(self.config, self.packing)
+        try:
+            # pyrefly: ignore[missing-attribute]
+            self._file = safe_open(folder / ARRAYS, "numpy").__enter__()
+            names = set(self._file.keys())
+        except (SafetensorError, OSError) as e:
+            raise self._damaged(f"{ARRAYS} cannot be read: {' '.join(str(e).split())}") from e
+        self._check(names)
+
+    def load(
+        self, abstract: dict[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, jax.Array | QuantizedWeight]:
+        """{our dotted path: parameter} of all names in `abstract`, with its shardings.
+
+        Packed weights are replicated: XLA does not partition the kernel that reads them.  The
+        others have the dtype in which they are stored.
+        """
+        return {name: self._load(name, leaf.sharding) for name, leaf in abstract.items()}
+
+    def _load(self, name: str, sharding) -> jax.Array | QuantizedWeight:
+        part = self._layout[name]
+        arrays = {at.removeprefix(f"{name}."): self._file.get_tensor(at) for at in part}
+        if name in part:
+            if first_mismatch(arrays, self._checksums):
+                raise self._damaged(f"the checksum of {name} differs")
+            return jax.device_put(arrays[name], sharding)
+        try:
+            weight = QuantizedWeight.from_arrays(arrays)
+        except ValueError as e:
+            raise self._damaged(f"{name}: {e}") from e
+        found = Packing(weight.format, weight.bits, weight.group, weight.offsets is None)
+        if found != self.packing:
+            raise self._damaged(f"{name} is {found}, not {self.packing}")
+        return jax.device_put(weight, jax.NamedSharding(sharding.mesh, jax.P()))
+
+    def _check(self, names: set[str]) -> None:
+        """Raises InputError unless the file has exactly the arrays of the configured model."""
+        expected = {at: kind for part in self._layout.values() for at, kind in part.items()}
+        if different := sorted(names ^ expected.keys()):
+            has = "lacks" if different[0] in expected else "has"
+            raise self._damaged(f"{ARRAYS} {has} {different[0]!r}, unlike config.yaml")
+        for name, (shape, dtype) in expected.items():
+            stored = self._file.get_slice(name)
+            found = (stored.get_dtype(), tuple(stored.get_shape()))
+            if found != (TAGS[dtype.name], tuple(shape)):
+                raise self._damaged(
+                    f"{name} is {found[0]} {found[1]}; config.yaml requires {dtype} {shape}"
+                )
+        missing = {name for name, part in self._layout.items() if name in part}
+        if different := sorted(missing ^ self._checksums.keys()):
+            raise self._damaged(f"{PAGE} has other parameters than config.yaml: {different[0]}")
+
+    def _damaged(self, why: str) -> InputError:
+        return InputError(
+            f"the packed weights in {self.folder} are damaged ({why}); convert their source again"
+        )
+
+
+def _is_packed(name: str, shape: tuple[int, ...]) -> bool:
+    return name.startswith("blocks.") and len(shape) == 2 and not name.endswith(GATES)

@@ -1,0 +1,246 @@
+"""Runs a ladder: python -m learn layer_norm.
+
+    python -m learn                             the ladders
+    python -m learn layer_norm                  every rung: on a GPU its time beside XLA and the
+                                                roofline, on a CPU whether it is right
+    python -m learn layer_norm 2 5 --trace      two rungs, with a picture of what their warpgroups,
+                                                buffers and barriers do (on a CPU)
+    python -m learn check layer_norm 2 mine.py  tests your answer to an exercise (on a CPU)
+    python -m learn draw                        draws the stairs again from learn/results.json
+
+Pictures and times go to --out (default: benchmarks/learn).
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from learn import ladder as ladders
+from learn import stairs
+
+RESULTS = ladders.HERE / "results.json"
+
+
+def listing() -> None:
+    for name in ladders.names():
+        found = ladders.rungs(ladders.find(name))
+        print(f"{name}: {len(found)} rungs")
+        for rung in found:
+            print(f"    {ladders.idea(rung)}")
+
+
+def interpret(ladder, rungs, out: Path, trace: bool) -> int:
+    """Interprets rungs on the CPU and compares them with float64; returns the exit status."""
+    from learn import record
+
+    stored = json.loads(RESULTS.read_text()).get(ladder.name, {}).get("times", {})
+    sizes, failed = ladder.sizes[0], 0
+    print(
+        f"{ladder.name}: interpreted at small sizes; counted and measured at {stairs.text(sizes)}"
+    )
+    print(f"roofline of an H100: {ladder.floor(sizes):.0f} us")
+    for rung in rungs:
+        number = ladders.number(rung)
+        inputs = ladders.example(ladder, rung).inputs
+        start, wrong = time.perf_counter(), ""
+        with record.recording() as book:
+            try:
+                ladders.check(ladder, rung, record.watched(book))
+            except Exception as error:
+                wrong, failed = f"WRONG: {why(error, book)}", 1
+        seconds = time.perf_counter() - start
+        measured = stored.get(stairs.text(sizes), {}).get(rung.__name__.rpartition(".")[2])
+        gained = f"measured {measured:.0f} us" if measured else "not measured yet"
+        print(f"{ladders.idea(rung)}")
+        print(f"    {wrong or 'right'} ({seconds:.0f} s); counted"
+              f" {ladder.counted[number - 1](sizes):.0f} us, {gained}")  # fmt: skip
+        print(f"    at {_text(inputs)}: {record.summary(book)}")
+        if trace and not wrong:
+            for path in pictures(book, rung, out / ladder.name, ladder.bandwidth):
+                print(f"    wrote {path}")
+    return failed
+
+
+ACCESS = re.compile(
+    r"(write|read) of HostAllocationKey\(([^)]*)\)\[\(?(.*?)\)?\] from"
+    r" \w+\(device_id=\d+, cluster_id=\d+, block_id=(\d+), warpgroup_id=(\d+)"
+)
+
+
+def why(error: Exception, book) -> str:
+    """An error's cause in a line; the interpreter's come with the traces of several threads."""
+    text = str(error).partition("\n-----")[0]
+    both = ACCESS.findall(text)[:2]
+    if "RACE DETECTED" in text and len(both) == 2:
+        key = tuple(int(number) for number in re.findall(r"=(-?\d+)", both[0][1]))
+        who = " and ".join(f"a {what} by block {b}, warpgroup {wg}" for what, *_, b, wg in both)
+        at = re.sub(r"slice\((\d+), (\d+), 1\)", r"\1:\2", both[0][2])
+        return f"a race on {book.names.get(key, 'a buffer')}[{at}]: {who}, in no order"
+    lines = [line for line in text.splitlines() if line.strip()] or [repr(error)]
+    causes = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (causes or lines)[-1].strip()
+
+
+def _text(inputs) -> str:
+    return ", ".join("x".join(map(str, a.shape)) for a in inputs)
+
+
+def pictures(book, rung, folder: Path, bandwidth: float) -> list[Path]:
+    """Draws the first block of every kernel of a recorded run."""
+    from learn import trace
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for i in sorted({e.kernel for e in book.events}):
+        events = [e for e in book.events if e.kernel == i]
+        first = min(e.block for e in events)
+        own = [e for e in events if e.block == first]
+        bars = trace.schedule(own, book.arrivals, bandwidth)
+        short = rung.__name__.rpartition(".")[2]
+        path = folder / (f"{short}.svg" if i == 0 else f"{short}-kernel{i + 1}.svg")
+        title = f"{short}: the first block of {book.kernels[i][0]}; times of the model in trace.py"
+        path.write_text(trace.draw(bars, title))
+        made.append(path)
+    return made
+
+
+def check(name: str, number: int, path: Path) -> int:
+    """Tests a file of the reader's as a rung."""
+    from learn import record
+
+    ladder = ladders.find(name)
+    pick(ladder, [number])
+    rung = ladders.load(path)
+    if not hasattr(rung, name):
+        raise SystemExit(f"error: {path} has no function {name}")
+    inputs = ladders.example(ladder, rung).inputs
+    complaint = None
+    try:
+        with record.recording() as book:
+            ladders.check(ladder, rung, record.watched(book))
+        wanted = ladder.properties.get(number)
+        complaint = wanted(book, *inputs) if wanted else None
+    except Exception as error:
+        complaint = why(error, book)
+    print(f"not yet: {complaint}" if complaint else f"right: {path} is a rung {number} of {name}")
+    return int(complaint is not None)
+
+
+def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
+    """Microseconds of every rung and of XLA at every size, in turns; checks them first."""
+    import jax
+
+    from pallas_kernels.bench.run import gpu_ms
+
+    native = lambda function, arguments: jax.block_until_ready(jax.jit(function)(*arguments))
+    for rung in rungs:
+        ladders.check(ladder, rung, native)
+        print(f"{ladder.name} {rung.__name__.rpartition('.')[2]}: right", flush=True)
+    cases = {}  # compiled before anything is timed
+    for sizes in ladder.sizes:
+        inputs = ladder.inputs(sizes)
+        calls = {"xla": (ladder.reference, inputs)}
+        for rung in rungs:
+            calls[rung.__name__.rpartition(".")[2]] = ladders.call(ladder, rung, inputs)
+        cases[stairs.text(sizes)] = sizes, {
+            name: (jax.jit(function).lower(*arguments).compile(), arguments)
+            for name, (function, arguments) in calls.items()
+        }
+    times, floors = {}, {}
+    copy, matmul = ceilings["copy_TB_per_s"] * 1e6, ceilings["matmul_TFLOP_per_s"] * 1e6
+    for key, (sizes, calls) in cases.items():
+        taken = {name: [] for name in calls}
+        for name in [*calls] * turns:
+            function, arguments = calls[name]
+            taken[name] += gpu_ms(function, *arguments)
+        times[key] = {name: statistics.median(ms) * 1e3 for name, ms in taken.items()}
+        floors[key] = max(ladder.bytes(sizes) / copy, ladder.flops(sizes) / matmul)
+        print(f"{ladder.name} {key}: roofline {floors[key]:.1f} us")
+        for name, us in times[key].items():
+            print(f"    {name:<28} {us:9.1f} us  {floors[key] / us:.2f} of it", flush=True)
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "times": times,
+        "floors": floors,
+    }
+
+
+def time_on_gpu(chosen, numbers: list[int], out: Path) -> None:
+    """Times ladders and writes results.json and the stairs under `out`."""
+    from pallas_kernels.bench.run import ceilings
+
+    tops = ceilings()
+    results = json.loads(RESULTS.read_text())
+    for ladder in chosen:
+        results[ladder.name] = measure(ladder, pick(ladder, numbers), tops)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(ladder, results, out)
+    print(f"wrote {out}/results.json and the stairs")
+
+
+def draw(ladder, results: dict, out: Path) -> None:
+    folder = out / ladder.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stairs.svg").write_text(stairs.draw(ladder, results.get(ladder.name, {})))
+
+
+def pick(ladder, numbers: list[int]):
+    found = ladders.rungs(ladder)
+    for number in numbers:
+        if number not in range(1, len(found) + 1):
+            raise SystemExit(f"error: {ladder.name} has rungs 1 to {len(found)}, not {number}")
+    return [rung for rung in found if not numbers or ladders.number(rung) in numbers]
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["check"]:
+        if len(words) != 4 or not words[2].isdecimal():
+            raise SystemExit("error: write python -m learn check LADDER RUNG FILE")
+        return check(known(words[1]), int(words[2]), Path(words[3]))
+    parser = argparse.ArgumentParser(
+        prog="python -m learn",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", help="a ladder, `all`, or draw")
+    parser.add_argument("rung", nargs="*", type=int)
+    parser.add_argument("--trace", action="store_true", help="draw what the warpgroups do")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/learn"), metavar="DIR")
+    arguments = parser.parse_args(words)
+    if arguments.name is None:
+        listing()
+        return 0
+    if arguments.name == "draw":
+        for name in ladders.names():
+            draw(ladders.find(name), json.loads(RESULTS.read_text()), ladders.HERE)
+        return 0
+    all_ = ladders.names() if arguments.name == "all" else [known(arguments.name)]
+    chosen = [ladders.find(name) for name in all_]
+
+    import jax
+
+    if jax.default_backend() == "gpu":
+        time_on_gpu(chosen, arguments.rung, arguments.out)
+        return 0
+    return max(
+        interpret(ladder, pick(ladder, arguments.rung), arguments.out, arguments.trace)
+        for ladder in chosen
+    )
+
+
+def known(name: str) -> str:
+    if name not in ladders.names():
+        raise SystemExit(f"error: no ladder {name}: there are {', '.join(ladders.names())}")
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

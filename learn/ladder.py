@@ -1,0 +1,151 @@
+"""What a ladder is, and how one of its rungs runs and is checked."""
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import kernel_checks
+import numpy as np
+
+HERE = Path(__file__).parent
+COPY, MATMUL = 2.95e6, 800e6  # bytes and operations a microsecond that an H100 reaches
+CYCLES = 1755  # a microsecond
+SMS = 132
+Sizes = dict[str, int]
+
+
+class Ladder(NamedTuple):
+    """One op, from the first rung to the kernel that ships.
+
+    Every rung is a module of the ladder's folder, rung1_... to rungN_..., with a function of the
+    ladder's name.  It may have `prepare(*inputs)`, which makes the function's arguments and is not
+    timed, SMALL, sizes of its own for the interpreter, and BLOCKS, how many
+    persistent blocks there are at most; the interpreter sets it to 2.
+    """
+
+    name: str
+    reference: Callable  # the formula in jnp: what XLA runs, and in float64 the truth
+    inputs: Callable[[Sizes], tuple]
+    sizes: tuple[Sizes, ...]  # at which a GPU times it
+    small: Sizes  # at which a CPU interprets it
+    bytes: Callable[[Sizes], float]  # that must move
+    flops: Callable[[Sizes], float]  # of the tensor core
+    counted: tuple[Callable[[Sizes], float], ...]  # microseconds of each rung, as its docstring
+    properties: dict[int, Callable]  # what the test of an exercise wants beyond right numbers
+    bandwidth: float = 22  # bytes a nanosecond of an SM in pictures: its share of COPY
+
+    def floor(self, sizes: Sizes) -> float:
+        """Microseconds that no kernel on an H100 beats."""
+        return max(self.bytes(sizes) / COPY, self.flops(sizes) / MATMUL)
+
+
+def names() -> list[str]:
+    """The ladders: the folders with a page."""
+    order = (HERE / "README.md").read_text()
+    found = [path.parent.name for path in HERE.glob("*/README.md")]
+    return sorted(found, key=lambda name: order.find(f"({name}/README.md)"))
+
+
+def find(name: str) -> Ladder:
+    return importlib.import_module(f"learn.{name}").LADDER
+
+
+def rungs(ladder: Ladder) -> list[ModuleType]:
+    """The modules of the rungs, in their order."""
+    folder = HERE / ladder.name
+    found = sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if m.name.startswith("rung"))
+    return [importlib.import_module(f"learn.{ladder.name}.{name}") for name in found]
+
+
+def load(path: Path) -> ModuleType:
+    """The module in a file of the reader's."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise SystemExit(f"error: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def idea(rung: ModuleType) -> str:
+    """The first line of a rung's docstring."""
+    return (rung.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+def call(ladder: Ladder, rung: ModuleType, inputs: tuple) -> tuple[Callable, tuple]:
+    """The function of a rung and its arguments."""
+    if jax.default_backend() != "gpu" and hasattr(rung, "BLOCKS"):
+        rung.BLOCKS = 2  # so that a block has a few tiles at small sizes
+    prepare = getattr(rung, "prepare", None)
+    return getattr(rung, ladder.name), inputs if prepare is None else prepare(*inputs)
+
+
+def whole(ladder: Ladder, number: int) -> Callable:
+    """A rung with its `prepare`, as a function of the ladder's inputs."""
+    rung = rungs(ladder)[number - 1]
+    prepare = getattr(rung, "prepare", lambda *inputs: inputs)
+    return lambda *inputs: getattr(rung, ladder.name)(*prepare(*inputs))
+
+
+def number(rung: ModuleType) -> int:
+    """5 for learn.layer_norm.rung5_ring."""
+    return int(rung.__name__.rpartition(".rung")[2].partition("_")[0])
+
+
+def small(ladder: Ladder, rung: ModuleType) -> Sizes:
+    """The sizes at which a CPU interprets a rung."""
+    return ladder.small | getattr(rung, "SMALL", {})
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    """Normal numbers, which repeat after a million."""
+    values = np.random.default_rng(seed).standard_normal(2**20)
+    return jnp.asarray(np.resize(values.astype(np.float32), shape), dtype)
+
+
+class Example(NamedTuple):
+    """Inputs at small sizes, and results to compare a rung's with."""
+
+    inputs: tuple
+    truth: Any  # in float64
+    expected: Any  # of XLA, in the inputs' dtypes
+
+
+_examples: dict[tuple, Example] = {}
+
+
+def example(ladder: Ladder, rung: ModuleType) -> Example:
+    """The inputs for a rung, and the results; rungs of the same sizes share them."""
+    sizes = small(ladder, rung)
+    key = ladder.name, *sizes.items()
+    if key not in _examples:
+        inputs = ladder.inputs(sizes)
+        with jax.enable_x64(True):
+            wide = [np.asarray(a) for a in inputs]
+            floating = [jnp.issubdtype(a.dtype, jnp.floating) for a in wide]
+            wide = [a.astype(np.float64) if f else a for a, f in zip(wide, floating, strict=True)]
+            truth = jax.tree.map(np.asarray, jax.jit(ladder.reference)(*wide))
+        _examples[key] = Example(inputs, truth, jax.jit(ladder.reference)(*inputs))
+    return _examples[key]
+
+
+def check(ladder: Ladder, rung: ModuleType, run: Callable) -> Any:
+    """Asserts that a rung's results are as near to float64 as those of XLA; returns them.
+
+    run(function, arguments): runs the rung.
+    """
+    inputs, truth, expected = example(ladder, rung)
+    actual = run(*call(ladder, rung, inputs))
+    leaves = [jax.tree.leaves(x) for x in (actual, expected, truth)]
+    for i, (a, e, t) in enumerate(zip(*leaves, strict=True)):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype), (
+            f"result {i} is {a.dtype}{a.shape}, not {e.dtype}{e.shape}"
+        )
+        kernel_checks.assert_error_ratio(a, e, t, f"result {i}")
+    return actual

@@ -1,0 +1,97 @@
+"""The ladder of layer norm's forward pass (README.md)."""
+
+import jax.numpy as jnp
+
+from learn.ladder import COPY, CYCLES, SMS, Ladder, normal
+from pallas_kernels.norms.layer_norm import layer_norm_reference
+
+L2 = 5.5e6  # bytes a microsecond of the L2 cache
+LATENCY = 0.6  # microseconds of a load from memory
+
+
+def inputs(sizes):
+    shape = sizes["rows"], sizes["cols"]
+    weights = [normal(i, shape[1:]) for i in (1, 2)]
+    return normal(0, shape, jnp.bfloat16), *weights
+
+
+def _bytes(sizes):
+    return 2 * 2 * sizes["rows"] * sizes["cols"]  # bfloat16 in and out
+
+
+def _thread_a_row(sizes):
+    return 4 * sizes["rows"] * sizes["cols"] / SMS / CYCLES  # a request for each element
+
+
+def _warp_a_row(sizes):
+    walk = _bytes(sizes) / 2 / (SMS * 2048 * 2 / LATENCY)  # 2048 threads have 2 bytes under way
+    return walk + 2 * walk / 3 + _bytes(sizes) / 2 / COPY
+
+
+def _vectors(sizes):
+    return _bytes(sizes) / COPY + 2 * _bytes(sizes) / 2 / L2
+
+
+def _once(sizes):
+    return _bytes(sizes) / COPY
+
+
+def loads(book):
+    return [e for e in book.events if e.kind == "load" and e.space == "global"]
+
+
+def one_request_for_64_bytes(book, x, weight, bias):
+    """A load of 32 neighbours of 2 bytes is one request."""
+    of_x = [e for e in loads(book) if e.requests and e.buffer == book.kernels[0][1][0]]
+    wanted, done = sum(e.bytes for e in of_x) / 64, sum(e.requests for e in of_x)
+    if not of_x or done > wanted:
+        return f"the warps make {done} requests for x where {wanted:.0f} would do"
+
+
+def loads_of_16_bytes(book, x, weight, bias):
+    """Each of 128 threads loads 16 bytes."""
+    of_x = [e for e in loads(book) if e.buffer == book.kernels[0][1][0]]
+    if not of_x or min(e.bytes for e in of_x) < 128 * 16:
+        least = min((e.bytes for e in of_x), default=0)
+        return f"a load of x has {least / 128:g} bytes for each thread, not 16"
+
+
+def reads_once(book, x, weight, bias):
+    """x comes from global memory once, by loads or by TMA."""
+    first = book.kernels[0][1][0]
+    read = sum(e.bytes for e in loads(book) if e.buffer == first)
+    copied = sum(e.bytes for e in book.events if e.kind == "copy in" and "[" in e.buffer)
+    if read + copied > x.nbytes:
+        return f"{read + copied} bytes of x are read, of an x of {x.nbytes} bytes"
+
+
+def copies_overlap(book, x, weight, bias):
+    """While a block waits for a tile, the copy of another one is under way."""
+    under_way, alone, turns = 0, 0, 0
+    first = [e for e in book.events if e.block == book.events[0].block]
+    for e in first:
+        under_way += e.kind == "copy in" and e.barrier.endswith("]")
+        if e.kind == "wait" and e.buffer.endswith("]"):
+            turns, alone, under_way = turns + 1, alone + (under_way < 2), under_way - 1
+    if turns < 3:
+        return f"a block has {turns} tiles, not a few: let it stay"
+    if alone > 1:  # nothing follows the last tile
+        return f"in {alone} of {turns} turns a block waits for the only copy that is under way"
+
+
+LADDER = Ladder(
+    name="layer_norm",
+    reference=layer_norm_reference,
+    inputs=inputs,
+    sizes=({"rows": 32768, "cols": 768}, {"rows": 16384, "cols": 4096}),
+    small={"rows": 8, "cols": 512},
+    bytes=_bytes,
+    flops=lambda sizes: 0,
+    counted=(_thread_a_row, _warp_a_row, _vectors, _once, _once, _once, _once),
+    properties={
+        2: one_request_for_64_bytes,
+        3: loads_of_16_bytes,
+        4: reads_once,
+        5: copies_overlap,
+    },
+)

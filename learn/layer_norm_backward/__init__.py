@@ -1,0 +1,93 @@
+"""The ladder of layer norm's backward pass (README.md)."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from learn.ladder import COPY, SMS, Ladder, normal
+from learn.layer_norm import LATENCY, loads
+from pallas_kernels.norms.layer_norm import layer_norm_reference
+
+
+def inputs(sizes):
+    shape = sizes["rows"], sizes["cols"]
+    x, dy = (normal(seed, shape, jnp.bfloat16) for seed in (0, 1))
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=1)
+    r = lax.rsqrt(jnp.var(wide, axis=1) + 1e-5)
+    return x, normal(2, shape[1:]), dy, mean, r
+
+
+def reference(x, weight, dy, mean, r):
+    """Autodiff of the formula, which computes the statistics itself."""
+    _, pull = jax.vjp(layer_norm_reference, x, weight, jnp.zeros_like(weight))
+    return pull(dy.astype(x.dtype))
+
+
+def _once(sizes):
+    return 3 * 2 * sizes["rows"] * sizes["cols"]  # bfloat16: x, dy, dx
+
+
+def _two_kernels(sizes):
+    steps = sizes["rows"] / 4
+    return _once(sizes) / COPY + steps * LATENCY * max(1, sizes["cols"] / 32 / (16 * SMS))
+
+
+def _parts(sizes):
+    return _once(sizes) * 5 / 3 / COPY
+
+
+def _sums(parts, sizes):
+    """Microseconds to write and read the sums of all parts."""
+    return 2 * 2 * 4 * parts * sizes["cols"] / COPY
+
+
+def _fused(sizes):
+    return _once(sizes) / COPY + _sums(sizes["rows"] / 4, sizes)
+
+
+def _persistent(sizes):
+    return _once(sizes) / COPY + _sums(2 * SMS, sizes)
+
+
+def rows_split(book, x, weight, dy, mean, r):
+    """No block walks down all rows."""
+    turns = Counter((e.kernel, e.block, e.where) for e in loads(book) if e.buffer.startswith("x"))
+    most = max(turns.values())
+    if most >= x.shape[0] // 4:
+        return f"a block takes {most} turns, all {x.shape[0]} rows: give the rows to several blocks"
+
+
+def reads_once(book, x, weight, dy, mean, r):
+    """x and dy come from global memory once, by loads or by TMA."""
+    read = sum(e.bytes for e in loads(book) if e.bytes >= 512 and e.buffer[:2] in ("x_", "dy"))
+    copied = sum(e.bytes for e in book.events if e.kind == "copy in")
+    if read + copied > x.nbytes + dy.nbytes:
+        return f"{read + copied} bytes are read, of an x and dy of {x.nbytes + dy.nbytes} bytes"
+
+
+def few_sums(book, x, weight, dy, mean, r):
+    """The kernel writes fewer rows of sums than a fourth of its rows."""
+    complaint = reads_once(book, x, weight, dy, mean, r)
+    if complaint:
+        return complaint
+    written = [e for e in book.events if e.kind == "store" and e.space == "global"]
+    sums = sum(e.bytes for e in written if not e.buffer.startswith("dx"))
+    most = 2 * weight.nbytes * 2  # of two blocks
+    if sums > most:
+        return f"{sums} bytes of sums are written, more than two blocks need ({most})"
+
+
+LADDER = Ladder(
+    name="layer_norm_backward",
+    reference=reference,
+    inputs=inputs,
+    sizes=({"rows": 32768, "cols": 768},),
+    small={"rows": 16, "cols": 512},
+    bytes=_once,
+    flops=lambda sizes: 0,
+    counted=(_two_kernels, _parts, _fused, _persistent, _persistent, lambda s: _once(s) / COPY),
+    properties={2: rows_split, 3: reads_once, 4: few_sums},
+)

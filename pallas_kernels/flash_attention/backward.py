@@ -1,0 +1,59 @@
+"""Attention backward on Hopper: one kernel for dQ (and the row sums), one for dK and dV.
+
+With P = exp(c S - lse) recomputed from the saved log-sum-exp,
+
+    delta = rowsum(dO * O) - dlse        dP = dO V^T          dS = P * (dP - delta)
+    dQ = c dS K                          dK = c dS^T Q        dV = P^T dO
+
+The dQ kernel (backward_dq.py) owns queries and streams keys, the dK/dV kernel (backward_dkv.py)
+owns keys and streams queries: seven matmuls where one fused kernel would do five, but no sum
+crosses blocks, so every run gives the same result bit for bit.  docs/attention.md has what the
+fused kernel took.  In both kernels a warpgroup owns 64 rows and hands P and dS to the tensor core
+in registers, and nobody loads tiles that no row of a block sees (masks.py).
+
+These are for Hopper; general_backward_dq.py and general_backward_dkv.py are for every NVIDIA GPU
+since Ampere.
+"""
+
+import functools
+
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic
+from pallas_kernels.flash_attention import general_backward_dkv, general_backward_dq
+from pallas_kernels.flash_attention.backward_dkv import backward_dkv
+from pallas_kernels.flash_attention.backward_dkv_pair import differentiate_in_pairs
+from pallas_kernels.flash_attention.backward_dq import backward_dq
+from pallas_kernels.flash_attention.masks import some_rows_see_nothing
+from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
+from pallas_kernels.mosaic import ROWS
+
+
+def backward(
+    q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads: Heads | None = None
+):
+    """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, stat_rows(T)) fp32.
+
+    segments: as in `forward`.  Rows of dout past T must be zero.
+    heads: q, k and v are the same array; its gradient is one array too, the only result.
+    """
+    if segments is not None:
+        segments = pad_segments(segments, call.lengths)
+    rows = 2 * ROWS if call.general else ROWS
+    if some_rows_see_nothing(call.window, segments is not None, rows):
+        # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
+        blind = lse == -jnp.inf
+        lse = jnp.where(blind, 1e30, lse)
+        dlse = None if dlse is None else jnp.where(blind, 0, dlse)
+    first, last = backward_dq, backward_dkv
+    if call.general:
+        first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
+    elif q.shape[-1] > 128:  # 256 columns of dK or of dV are all that a warpgroup has registers for
+        last = functools.partial(backward_dkv, pair=differentiate_in_pairs)
+    dq, delta = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
+    arrays = q, k, v, lse, dout, delta, segments
+    second = lambda joint, *arrays: last(*arrays, joint, call=call, heads=heads)
+    if heads is None:
+        return dq, *second(None, *arrays)
+    # No copy: the second kernel writes its own heads of dq.
+    return mosaic.in_place(second, dq, *arrays)

@@ -1,0 +1,375 @@
+"""Attention of a few new positions to a cache of keys and values: decode_attention.
+
+    x = scale q k^T (softcap: c tanh(x / c)), P = softmax(x over the keys seen), O = P V
+
+Each byte of the cache serves few queries, so the speed is that of memory.  The T H/K queries that
+share a kv head are the rows of one wgmma, and a row's keys are split over many blocks, each with
+its own softmax; their merge by the log-sum-exp is exact.  "Flash decoding": Dao et al. 2023;
+grouped heads: Ainslie et al. 2023.
+
+    block (batch, split, kv head), one warpgroup:
+
+    q     (T H/K rows of 64, D)                  -- q_bar --->  S = Q K^T
+    K     [i] [i + 1] ... tiles of 64 keys       -- k_bars -->  P = exp2(c S - m), m, l, rescale O
+    V     [i] [i + 1] ...                        -- v_bars -->  O += P V
+    wide  one tile of K and of V as float16, only for a float8 cache
+    o     (64, D) float32, on its way to memory; with log-sum-exp one part of the row's result
+
+A block takes its share of the tiles that its row sees: those up to its length, inside its window.
+TMA copies the next tiles as soon as the warpgroup has left a buffer.  XLA merges the parts in
+order, in one kernel, so two runs are equal bit for bit.  Nobody has timed it on a GPU yet.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.flash_attention.masks import logits
+from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+
+_FP8 = jnp.float8_e4m3fn
+_KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
+_STAGES = 4  # tiles of K and of V in flight, at most
+_SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
+_LEAST_SPLITS = 8  # of several rows, whose lengths may differ
+_MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
+_LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+
+
+def decode_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    lengths: Int[Array, " B"],
+    *,
+    k_scale: Float[Array, "B K"] | None = None,
+    v_scale: Float[Array, "B K"] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "B T H D"]:
+    """Attention of the last T positions of each row to its cache, in q's dtype.
+
+    k, v: the cache, in q's dtype or in float8_e4m3fn.  Slots from lengths on must be finite.
+    lengths: keys of each row, at most S, those of the T positions included.  Position t of T is at
+        slot lengths - T + t and sees the slots up to its own.
+    k_scale, v_scale: multiply k and v, for float8; default 1.
+    scale: multiplies the logits; default 1 / sqrt(D).
+    window: maximum number of keys that a position sees, including its own.
+    softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
+
+    Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
+    V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
+    A position that sees no key gets zeros.  There is no gradient: use `attention`.
+    Raises ValueError for shapes or options that contradict each other, NotImplementedError under
+    implementation="mosaic" for a call that the kernel does not support, and for a gradient.
+    """
+    _check(q, k, v, lengths, k_scale, v_scale, window, softcap)
+    options = dict(scale=scale, window=window, softcap=softcap)
+    reason = why_not(q, k, v, **options)
+    if dispatch.use_kernel("decode_attention", implementation, reason, "sm_90a"):
+        form = _kernel
+    else:
+        form = _in_jnp
+    return _decode(form, scale_of(scale, q), window, softcap, q, k, v, lengths, k_scale, v_scale)
+
+
+def decode_attention_reference(
+    q, k, v, lengths, *, k_scale=None, v_scale=None, scale=None, window=None, softcap=None
+):
+    """The formulas in jnp, rounded where the kernel rounds."""
+    scale = scale_of(scale, q)
+    return _decode(_in_jnp, scale, window, softcap, q, k, v, lengths, k_scale, v_scale)
+
+
+def why_not(q, k, v, *, scale=None, window=None, softcap=None) -> str | None:
+    """Why the kernel does not support this call, or None."""
+    t, group = q.shape[1], q.shape[2] // k.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q is {q.dtype}, not bfloat16 or float16"
+    if k.dtype not in (q.dtype, _FP8):
+        return f"the cache is {k.dtype}, not {q.dtype} or float8_e4m3fn"
+    # 32 bytes are the smallest swizzle; float8 with D = 256 would spill registers.
+    multiple, most = (32, 128) if k.dtype == _FP8 else (16, 256)
+    if q.shape[3] % multiple or q.shape[3] > most:
+        return f"the head dimension D={q.shape[3]} is not a multiple of {multiple} up to {most}"
+    if t * group > ROWS:
+        return f"T={t} positions of {group} heads are {t * group} rows, more than {ROWS}"
+    if k.shape[1] % 8:
+        return f"the cache's S={k.shape[1]} slots are not a multiple of 8"
+    if scale_of(scale, q) <= 0:
+        return f"scale={scale} is not positive"
+    return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
+
+
+def _check(q, k, v, lengths, k_scale, v_scale, window, softcap):
+    """Raises ValueError for arrays or options that contradict each other."""
+    check(q, k, v, True, window, softcap)
+    mosaic.check_integers(lengths=lengths)
+    (batch, _, kv, _), have = k.shape, k.dtype
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
+    if v.dtype != have:
+        raise ValueError(f"k is {have} and v {v.dtype}: they must be equal")
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if x is not None and x.shape != (batch, kv):
+            raise ValueError(f"{name} has shape {x.shape}, not (B, K) = ({batch}, {kv})")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _decode(form, scale, window, softcap, q, k, v, lengths, k_scale, v_scale):
+    group, dtype = q.shape[2] // k.shape[2], q.dtype
+    by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
+    inner = jnp.float16 if k.dtype == _FP8 and dtype.itemsize == 2 else dtype
+    q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
+    y = form(q, k, v, lengths, scale, window, softcap)
+    return (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
+
+
+def _no_gradient(*_):
+    raise NotImplementedError("decode_attention has no gradient: use attention")
+
+
+_decode.defvjp(_no_gradient, _no_gradient)
+
+
+def _in_jnp(q, k, v, lengths, scale, window, softcap):
+    t, s = q.shape[1], k.shape[1]
+    lengths = jnp.minimum(lengths, s)
+    places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)
+    mask = slots <= places
+    if window is not None:
+        mask &= places - slots < window
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    return masked_reference(q, k, v, mask[:, None, None], scale, softcap)[0]
+
+
+# ---- kernel ----------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """What is static in a call of the kernel; see the picture."""
+
+    t: int
+    keys: int  # S
+    group: int  # query heads of a kv head
+    width: int  # D
+    dtype: Any  # of the matmuls
+    fp8: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    stages: int
+    splits: int
+
+
+def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
+    """Over how many blocks a pair (row, kv head) is split: the number that should take least time.
+
+    blocks: of one wave.  A block costs its tiles, and about half a tile to start.
+    """
+    waves = lambda n: mosaic.cdiv(pairs * n, blocks) * (mosaic.cdiv(tiles, n) + 0.5)
+    return min(range(min(least, tiles), min(_MOST_SPLITS, tiles) + 1), key=waves)
+
+
+def plan(q, k, scale, window, softcap) -> Plan:
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    fp8, tile = k.dtype == _FP8, _KEYS * d * k.dtype.itemsize
+    others = ROWS * d * (2 + 4) + (2 * _KEYS * d * 2 if fp8 else 0)  # q and o; wide
+    per_sm = 2 if (_SMEM - others) // (2 * tile) >= 2 else 1
+    stages = min(_STAGES, (2 * _SMEM // per_sm - others) // (2 * tile))
+    seen = s if window is None else min(s, window + t - 1)
+    tiles, least = mosaic.cdiv(seen, _KEYS), _LEAST_SPLITS if b > 1 else 1
+    splits = splits_of(tiles, b * kv, per_sm * mosaic.sm_count(), least)
+    return Plan(t, s, h // kv, d, q.dtype, fp8, scale, window, softcap, stages, splits)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _kernel(q, k, v, lengths, scale, window, softcap):
+    p = plan(q, k, scale, window, softcap)
+    (b, t, h, d), kv = q.shape, k.shape[2]
+    rows = t * p.group
+    q = q.reshape(b, t, kv, p.group, d).swapaxes(1, 2).reshape(b, kv, rows, d)
+    if rows > 8:  # TMA moves groups of 8 rows
+        q = mosaic.pad_axis(q, 2, 8)
+    tile = lambda n, rows, dtype: plgpu.SMEM(
+        (n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype)
+    )
+    ring = tile(p.stages, _KEYS, k.dtype)
+    parts = (b, p.splits, kv)
+    o, lse = mosaic.kernel(
+        functools.partial(_body, p),
+        name="decode_attention",
+        out_type=(
+            jax.ShapeDtypeStruct((*parts, q.shape[2], d), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32),
+        ),
+        scratch_types=dict(
+            q_smem=tile(1, ROWS, p.dtype),
+            k_smem=ring,
+            v_smem=ring,
+            wide_smem=tile(2, _KEYS, p.dtype) if p.fp8 else None,
+            o_smem=tile(1, ROWS, jnp.float32),
+            q_bar=plgpu.Barrier(),
+            k_bars=plgpu.Barrier(num_barriers=p.stages),
+            v_bars=plgpu.Barrier(num_barriers=p.stages),
+        ),
+        **mosaic.grid(batch=b, split=p.splits, head=kv),
+        # A row is in one warp, so its maximum and sum need no shared memory.
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+    )(q, k, v, lengths.astype(jnp.int32))
+    y = _merge(o[:, :, :, :rows], lse[:, :, :, :rows])
+    return y.reshape(b, kv, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d)
+
+
+def _merge(o, lse):
+    """The softmax over all keys from those of the splits (axis 1), in one kernel of XLA."""
+    # As a number of each row, XLA would take the maximum in a kernel of its own; so it must be one
+    # of each element, which o * 0 makes of it (XLA does not drop it: o might be infinite).
+    lse = lse[..., None] + o * 0
+    o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse))
+    # Sums in order, which jnp.sum does not promise.  The largest is finite for a row without keys.
+    largest = functools.reduce(jnp.maximum, lse, jnp.float32(_LOWEST))
+    weights = [jnp.exp(x - largest) for x in lse]
+    total = functools.reduce(jnp.add, weights)
+    y = functools.reduce(jnp.add, [w * x for w, x in zip(weights, o, strict=True)])
+    return y / jnp.where(total > 0, total, 1)
+
+
+class _Block(NamedTuple):
+    """What a block of the kernel works on, and its references."""
+
+    p: Plan
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    smem: dict
+    batch: Any
+    split: Any
+    head: Any
+    length: Any  # of its row
+    low: Any  # its first tile
+    high: Any  # the one after its last
+
+
+def _body(p: Plan, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
+    batch, split, head = (lax.axis_index(name) for name in ("batch", "split", "head"))
+    length = jnp.minimum(lengths_ref[batch], p.keys)
+    first = jnp.int32(0)
+    if p.window is not None:
+        first = lax.div(jnp.maximum(length - p.t - p.window + 1, 0), jnp.int32(_KEYS))
+    count = lax.div(length + _KEYS - 1, jnp.int32(_KEYS)) - first
+    share = lambda n: first + lax.div(n * count, jnp.int32(p.splits))
+    b = _Block(
+        p, q_ref, k_ref, v_ref, o_ref, lse_ref, smem, batch, split, head, length, share(split),
+        share(split + 1),
+    )  # fmt: skip
+    # The first row is a variable because JAX 0.12 rejects slices that are statically too wide.
+    zero = lax.rem(b.low, jnp.int32(1))
+    rows = pl.ds(zero * 8, ROWS)
+    plgpu.copy_gmem_to_smem(q_ref.at[batch, head, rows], smem["q_smem"].at[0], smem["q_bar"])
+    for i in range(p.stages):
+        for name in "kv":
+            _send(b, name, b.low + i)
+    plgpu.barrier_wait(smem["q_bar"])
+    o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
+    inverse = jnp.where(l > 0, 1 / l, 0)
+    smem["o_smem"][0] = o * along(inverse, o.shape, 0)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem["o_smem"].at[0], o_ref.at[batch, split, head, rows])
+    mosaic.store(lse_ref.at[batch, split, head], m * (1 / LOG2E) + jnp.log(l))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _slot(b: _Block, tile):
+    return lax.rem(tile - b.low, jnp.int32(b.p.stages))
+
+
+def _send(b: _Block, name: str, tile):
+    """Starts the copy of a tile of K or V, if it is the block's; past S it is filled with zeros."""
+
+    @pl.when(tile < b.high)
+    def _():
+        source = getattr(b, name).at[b.batch, pl.ds(tile * _KEYS, _KEYS), b.head]
+        slot = _slot(b, tile)
+        smem, bars = b.smem[f"{name}_smem"], b.smem[f"{name}_bars"]
+        plgpu.copy_gmem_to_smem(source, smem.at[slot], bars.at[slot])
+
+
+def _receive(b: _Block, name: str, tile):
+    """The tile as an operand of wgmma, once it has arrived."""
+    slot = _slot(b, tile)
+    plgpu.barrier_wait(b.smem[f"{name}_bars"].at[slot])
+    arrived = b.smem[f"{name}_smem"].at[slot]
+    if not b.p.fp8:
+        return arrived
+    wide = b.smem["wide_smem"].at["kv".index(name)]
+    x = plgpu.load(arrived, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    wide[...] = plgpu.layout_cast(x.astype(b.p.dtype), mosaic.WGMMA)
+    _leave(b, name, tile)
+    return wide
+
+
+def _leave(b: _Block, name: str, tile):
+    """All warps have read the buffer of this tile, so it takes a later one."""
+    plgpu.commit_smem()
+    _send(b, name, tile + b.p.stages)
+
+
+def _attend(b: _Block, o_acc):
+    """-> O before its division, the largest logit and the sum of each row."""
+    row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+    m, l = lax.fori_loop(b.low, b.high, functools.partial(_step, b, o_acc), (row(_LOWEST), row(0)))
+    return o_acc[...], m, l
+
+
+def _step(b: _Block, o_acc, tile, carry):
+    """Adds one tile of keys."""
+    p, (m, l) = b.p, carry
+    k = _receive(b, "k", tile)
+
+    def scores(acc):
+        plgpu.wgmma(acc, b.smem["q_smem"].at[0], k.transpose((1, 0)))
+        return acc[...]
+
+    x = pl.run_scoped(scores, plgpu.ACC((ROWS, _KEYS), jnp.float32))
+    if not p.fp8:
+        _leave(b, "k", tile)
+    factor = p.scale * LOG2E
+    if p.softcap is not None:
+        x, factor = logits(x, p.scale, p.softcap)[0], 1.0
+    last = b.length - 1  # the last position; the first one is T - 1 before
+    masked = tile * _KEYS + _KEYS - 1 > last - (p.t - 1)
+    if p.window is not None:
+        masked |= tile * _KEYS <= last - p.window
+    x = lax.cond(masked, lambda x: _mask(b, x, tile), lambda x: x, x)
+    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    alpha = jnp.exp2(m - m_new)
+    e = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    o_acc[...] = o_acc[...] * along(alpha, o_acc.shape, 0)
+    plgpu.wgmma(o_acc, e.astype(p.dtype), _receive(b, "v", tile))
+    plgpu.wgmma_wait(0)
+    if not p.fp8:
+        _leave(b, "v", tile)
+    return m_new, l * alpha + jnp.sum(e, axis=1)
+
+
+def _mask(b: _Block, x, tile):
+    """x with -inf where a row does not see a key; row t H/K + g is of position t."""
+    iota = lambda layout, n: plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
+    place = b.length - b.p.t + lax.div(iota(ROW, ROWS), jnp.int32(b.p.group))
+    place = along(place, x.shape, 0)
+    key = along(tile * _KEYS + iota(COL, _KEYS), x.shape, 1)
+    x = jnp.where(key <= place, x, -jnp.inf)
+    return x if b.p.window is None else jnp.where(place - key < b.p.window, x, -jnp.inf)

@@ -1,0 +1,162 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import assert_lowers, check_op, normal
+
+from pallas_kernels import attention, decode_attention
+from pallas_kernels.flash_attention import decode
+from pallas_kernels.flash_attention.decode import decode_attention_reference, splits_of
+
+KERNELS = ("decode_attention",)
+BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
+
+
+def arrays(b, t, h, kv, s, d, lengths, dtype=BF16, cache=None):
+    k, v = (normal(i, (b, s, kv, d), dtype).astype(cache or dtype) for i in (1, 2))
+    return normal(0, (b, t, h, d), dtype), k, v, jnp.array(lengths, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "dtypes", "one_block", "options"),
+    [
+        # Rows of several lengths, over several blocks; the last tile is not full.
+        ((2, 1, 8, 2, 136, 64), [136, 70], (BF16,), False, {}),
+        # More tiles than buffers, and positions in several tiles; a window that begins in a tile.
+        ((1, 5, 4, 2, 328, 128), [322], (jnp.float16,), True, dict(window=270, softcap=20.0)),
+        # The same buffers for a float8 cache; a row without keys.
+        ((2, 1, 2, 1, 192, 128), [180, 0], (BF16, FP8), True, dict(k_scale=0.5, v_scale=3.0)),
+    ],
+    ids=["lengths", "window", "float8"],
+)
+def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, one_block, options):
+    if one_block:
+        monkeypatch.setattr(decode, "_LEAST_SPLITS", 1)
+        monkeypatch.setattr(decode, "_MOST_SPLITS", 1)
+    scales = {n: x for n, x in options.items() if n.endswith("_scale")}
+    for i, (name, x) in enumerate(scales.items()):
+        options = options | {name: x * jnp.exp(normal(3 + i, (shape[0], shape[3])))}
+    check_op(
+        decode_attention,
+        decode_attention_reference,
+        *arrays(*shape, lengths, *dtypes),
+        kernels=KERNELS,
+        differentiable=[],
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("t", "options"), [(1, {}), (3, dict(window=9, softcap=5.0, scale=0.3))], ids=["one", "three"]
+)
+def test_each_row_is_the_end_of_its_own_attention(t, options):
+    q, k, v, lengths = arrays(2, t, 4, 2, 48, 16, [3, 48], jnp.float32)
+    actual = decode_attention(q, k, v, lengths, **options)
+    for i, length in enumerate(lengths.tolist()):
+        row = (q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length])
+        expected = attention(*row, **options, implementation="xla")
+        np.testing.assert_allclose(actual[i : i + 1], expected, rtol=2e-5, atol=2e-6)
+
+
+def test_scales_of_a_float8_cache():
+    q, k, v, lengths = arrays(2, 1, 4, 2, 48, 16, [30, 48], jnp.float32, FP8)
+    scales = [jnp.exp(normal(i, (2, 2))) for i in (3, 4)]
+    actual = decode_attention(q, k, v, lengths, k_scale=scales[0], v_scale=scales[1])
+    wide = (
+        x.astype(jnp.float32) * s[:, None, :, None] for x, s in zip((k, v), scales, strict=True)
+    )
+    expected = decode_attention(q, *wide, lengths)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_without_keys_give_zeros():
+    q, k, v, _ = arrays(2, 2, 4, 2, 48, 16, [0, 0], jnp.float32)
+    y = decode_attention(q, k, v, jnp.array([0, 1]))
+    assert not y[0].any()
+    assert not y[1, 0].any()
+    assert y[1, 1].any()
+
+
+def test_a_length_beyond_the_cache_counts_as_its_size():
+    q, k, v, lengths = arrays(1, 1, 4, 2, 48, 16, [48], jnp.float32)
+    a, b = (decode_attention(q, k, v, n) for n in (lengths, lengths + 7))
+    assert (a == b).all()
+
+
+@pytest.mark.parametrize(
+    ("d", "cache"), [(256, BF16), (80, BF16), (96, FP8)], ids=["wide", "odd", "float8"]
+)
+def test_other_head_dimensions_lower(d, cache):
+    inputs = jax.eval_shape(lambda: arrays(1, 8, 8, 1, 512, d, [512], cache=cache))
+    op = lambda *a: decode_attention(*a, implementation="mosaic")
+    assert_lowers(op, inputs, KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "pairs", "least", "splits"),
+    [
+        (128, 8, 1, 32),  # S 8192, B 1: 256 blocks of 4 tiles
+        (2048, 8, 1, 33),  # S 131072: 264 blocks
+        (2, 8, 8, 2),  # no more than tiles
+        (2048, 300, 1, 7),  # 2100 blocks, 7.95 waves of 264
+    ],
+)
+def test_splits_fill_the_gpu(tiles, pairs, least, splits):
+    assert splits_of(tiles, pairs, 264, least) == splits
+
+
+def test_rows_of_a_batch_are_always_split():
+    assert splits_of(128, 256, 264, 8) >= 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(lengths=jnp.ones(3, jnp.int32)), "lengths has shape (3,), not (B,) = (2,)"),
+        (dict(lengths=jnp.ones(2)), "lengths is float32: cast it to an integer dtype"),
+        (dict(v=jnp.ones((2, 64, 2, 64))), "k is bfloat16 and v float32: they must be equal"),
+        (dict(k_scale=jnp.ones(2)), "k_scale has shape (2,), not (B, K) = (2, 2)"),
+        (dict(q=jnp.ones((2, 65, 4, 64), BF16)), "T=65 is more than S=64 keys"),
+        (dict(window=0), "window=0 needs causal=True and at least 1 key"),
+        (dict(softcap=-1.0), "softcap=-1.0 must be positive"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    names = ("q", "k", "v", "lengths")
+    call = dict(zip(names, arrays(2, 1, 4, 2, 64, 64, [1, 2]), strict=True)) | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode_attention(**call)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtypes", "options", "why"),
+    [
+        ((1, 1, 4, 2, 64, 64), (jnp.float32,), {}, "q is float32, not bfloat16 or float16"),
+        ((1, 1, 4, 2, 64, 64), (BF16, jnp.float16), {}, "the cache is float16, not bfloat16 or"),
+        ((1, 1, 4, 2, 64, 72), (BF16,), {}, "D=72 is not a multiple of 16 up to 256"),
+        ((1, 1, 4, 2, 64, 48), (BF16, FP8), {}, "D=48 is not a multiple of 32 up to 128"),
+        ((1, 1, 4, 2, 64, 160), (BF16, FP8), {}, "D=160 is not a multiple of 32 up to 128"),
+        ((1, 9, 16, 2, 64, 64), (BF16,), {}, "T=9 positions of 8 heads are 72 rows, more than 64"),
+        ((1, 1, 4, 2, 60, 64), (BF16,), {}, "the cache's S=60 slots are not a multiple of 8"),
+        ((1, 1, 4, 2, 64, 64), (BF16,), dict(scale=-1.0), "scale=-1.0 is not positive"),
+        ((1, 1, 4, 2, 64, 64), (BF16,), dict(softcap=300.0), "softcap=300.0 is more than 100"),
+        ((0, 1, 4, 2, 64, 64), (BF16,), {}, "without elements"),
+    ],
+)
+def test_what_the_kernel_does_not_take(shape, dtypes, options, why):
+    inputs = arrays(*shape, [1] * shape[0], *dtypes)
+    with pytest.raises(NotImplementedError, match=re.escape(why)):
+        decode_attention(*inputs, **options, implementation="mosaic")
+    y = jax.eval_shape(functools.partial(decode_attention, **options), *inputs)
+    assert y.shape == inputs[0].shape
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_there_is_no_gradient(implementation):
+    q, k, v, lengths = arrays(1, 1, 4, 2, 64, 64, [1])
+    loss = lambda q: decode_attention(q, k, v, lengths, implementation=implementation).sum()
+    with pytest.raises(NotImplementedError, match="has no gradient: use attention"):
+        jax.grad(loss)(q)
