@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Gpu
-from pallas_kernels.quantized.formats import COLUMNS, WORDS, Format, QuantizedWeight
+from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +146,11 @@ def _vlstm(sizes, *, xla=True) -> Case:
 
 def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "int") -> Case:
     """quantized_linear of random words; sizes: (M, K, N)."""
-    step, parts = (512, bits // 2 + 1) if format == "2:4" else (512 // bits, 1)
+    step, parts = (256, bits // 2 + 1) if format == "2:4" else (256 // bits, 1)
 
     def derive(sizes):
-        k = sizes["K"]
-        axes = {"S": k // step, "P": parts, "G": k // group, "R": COLUMNS, "W": WORDS}
+        axes = {"S": sizes["K"] // step, "P": parts, "L": LANES, "W": WORDS}  # of the words
+        axes |= {"G": sizes["K"] // group, "R": COLUMNS // 2, "H": 2}  # of the scales
         return axes | {"C": sizes["N"] // COLUMNS, "V": 2**31 - 1}
 
     def pack(x, words, scales):
@@ -160,9 +160,9 @@ def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "in
 
     return Case(
         "quantized_linear",
-        {"x": A("M K"), "words": A("C S P R W", "int32", "uniform V"), "scales": A("C G R")},
+        {"x": A("M K"), "words": A("C S P L W", "int32", "uniform V"), "scales": A("C G R H")},
         _shapes("M K N", *sizes),
-        {"N": 2 * COLUMNS},
+        {"N": 128},
         variant=f"{variant} group {group}",
         gpu="sm_90a",
         forward_only=True,  # gradients are for LoRA, whose rows are many

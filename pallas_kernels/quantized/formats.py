@@ -21,20 +21,20 @@ a group with largest |w| = a and range r = max - min, up to the rounding of s an
 s is the best of `_CLIPS`: it has the least squared error in its group.  With N(0, 1) and groups of
 128 the root mean square error is 0.0065, 0.106, 0.34 and 0.60 for 8, 4, 2 and 1 bits, symmetric.
 
-The kernel reads this packed form:
+The kernels read this packed form, in tiles of 16 columns n and "planes" of 16 consecutive k:
 
-    words (N/64, steps, parts, 64, 16), int32; 512/b of k in a step, and one part
-        Bits b i to b i + b - 1 of word (n, c) are the code of k = 16 i + c of the step.
-    scales, offsets (N/64, groups, 64)
+    words (N/16, steps, parts, 32, 4), int32; 256/b of k in a step, one part; steps are 4 i
+    scales, offsets (N/16, groups, 8, 2), of n = r and n = r + 8 together
 
-A thread holds the words (n, c) and (n, c + 1) as it holds two neighbours of a left operand of
-wgmma.  So a "plane" i, 16 consecutive k, becomes such an operand, and no thread needs another's
-data.  64 columns of a step are 4 KB in a row, which one bulk copy moves.  docs/decoding.md has a
-picture.
+Each of a warp's 32 lanes holds its four words as it holds left operands of mma and wgmma, so no
+lane needs another's data, and a warp reads 512 bytes in a row.  Of each plane lane 4 r + j has four
+pairs a = 0 .. 3, of n = r + 8 (a mod 2) and k = 2 j + 8 (a div 2) and the next k.  The pairs of all
+planes fill the words, 16/b in each: their first codes the low half, from its lowest bits on, their
+second ones the high half.  docs/decoding.md has a picture.
 
-2:4 has 512 of k in a step, and one part more than its values need.  Of the 8 sets p of 16 fours c
-(k = 64 p + 4 c), planes 2 p and 2 p + 1 of the values have the first and the second kept weight.
-Plane p of the last part has 4 bits: the first kept place + 4 times the second.
+2:4 has 256 of k in a step, and one part more than its values need.  Of the 4 blocks p of 16 fours c
+(k = 64 p + 4 c), planes 2 p and 2 p + 1 of the values have the first and the second kept weight, at
+c.  Plane p of the last part has 4 bits: the first kept place + 4 times the second.
 """
 
 import dataclasses
@@ -52,10 +52,11 @@ from jaxtyping import Array, Float
 from pallas_kernels import mosaic
 
 Format = Literal["int", "fp8", "2:4"]
-COLUMNS, WORDS = 64, 16  # n and words of each in one copy
+COLUMNS, LANES, WORDS = 16, 32, 4  # n and lanes of a tile, and words of a lane
+TURN = 4  # steps that a warpgroup's warps take at once
 _CLIPS = np.linspace(0.2, 1.0, 33)  # s relative to that which clips nothing
 _E4M3_MAX = 448.0
-_MAGIC = 0x6A6C7131  # "jlq1": the first number of a header
+_MAGIC = 0x6A6C7132  # "jlq2": the first number of a header
 
 
 @functools.partial(
@@ -78,7 +79,7 @@ class QuantizedWeight:
     @property
     def step(self) -> int:
         """The number of k in one step."""
-        return 512 if self.format == "2:4" else 512 // self.bits
+        return 256 if self.format == "2:4" else 256 // self.bits
 
     @property
     def parts(self) -> int:
@@ -86,7 +87,7 @@ class QuantizedWeight:
 
     @property
     def steps(self) -> int:
-        return mosaic.cdiv(self.shape[0], self.step)
+        return mosaic.cdiv(self.shape[0], self.step * TURN) * TURN
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +99,8 @@ class QuantizedWeight:
         _check_format(self.shape, self.bits, self.group, self.offsets is None, self.format)
         columns = mosaic.cdiv(self.shape[1], COLUMNS)
         groups = mosaic.cdiv(self.steps * self.step, self.group) if self.group else 1
-        small = ((columns, groups, COLUMNS), jnp.bfloat16)
-        expected = {"words": ((columns, self.steps, self.parts, COLUMNS, WORDS), jnp.int32)}
+        small = ((columns, groups, COLUMNS // 2, 2), jnp.bfloat16)
+        expected = {"words": ((columns, self.steps, self.parts, LANES, WORDS), jnp.int32)}
         expected |= {"scales": small} | ({} if self.offsets is None else {"offsets": small})
         for name, (shape, dtype) in expected.items():
             a = getattr(self, name)
@@ -166,12 +167,9 @@ def quantize(
 def dequantize(weight: QuantizedWeight, dtype=jnp.float32) -> Float[Array, "K N"]:
     """w' = level s + offset, computed in float32 (float64 for it) and rounded to dtype."""
     weight.check()
-    codes, kept = _unpack(weight)
-    w = levels(codes, weight.bits, weight.format) * _across(weight, weight.scales)
+    w = unpack(weight.words, weight.bits, weight.format) * _across(weight, weight.scales)
     if weight.offsets is not None:
         w = w + _across(weight, weight.offsets)
-    if kept is not None:
-        w = jnp.where(kept, w, 0)
     w, of = w[: weight.shape[0], : weight.shape[1]], jnp.finfo(dtype)
     # XLA may drop a conversion that it undoes afterwards, but never this.
     return lax.reduce_precision(w, of.nexp, of.nmant).astype(dtype)
@@ -208,12 +206,12 @@ def _quantize(w, bits, group, symmetric, format):
     s = jnp.where(by_group(jnp.isfinite(w)).all(1), s, jnp.nan)
     codes = _encode(by_group(w), s, offset, bits, format).reshape(shape)
     words = _pack(codes, bits) if places is None else _pack_pairs(codes, places, bits)
-    padded = words.shape[1] * (512 if places is not None else 512 // bits)
+    padded = words.shape[1] * (256 if places is not None else 256 // bits)
     groups = mosaic.cdiv(padded, group) if group else 1
 
     def by_columns(a):
         a = jnp.pad(a, ((0, groups - a.shape[0]), (0, -shape[1] % COLUMNS)))
-        return a.reshape(groups, -1, COLUMNS).swapaxes(0, 1)
+        return a.reshape(groups, -1, 2, COLUMNS // 2).transpose(1, 0, 3, 2)
 
     offsets = None if symmetric else by_columns(offset)
     return QuantizedWeight(words, by_columns(s), offsets, shape, bits, group, format)
@@ -283,20 +281,28 @@ def levels(codes, bits, format):
 
 
 def _pack(codes, bits, parts=1):
-    """Words (N/64, steps, parts, 64, 16) of codes (K, N), uint32; zeros up to whole steps."""
-    codes = mosaic.pad_axis(mosaic.pad_axis(codes, 0, 512 // bits * parts), 1, COLUMNS)
-    codes = codes.reshape(-1, parts, 32 // bits, WORDS, codes.shape[1])
-    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
-    words = jnp.sum(codes << shifts[:, None, None], 2, dtype=jnp.uint32)
-    words = words.reshape(*words.shape[:3], -1, COLUMNS).transpose(3, 0, 1, 4, 2)
+    """Words (N/16, steps, parts, 32, 4) of codes (K, N), uint32; zeros up to whole steps."""
+    planes = 16 // bits  # of one part, and pairs of a word
+    codes = mosaic.pad_axis(mosaic.pad_axis(codes, 0, TURN * 16 * planes * parts), 1, COLUMNS)
+    # k = (step, part, plane, 8, j, half) and n = (tile, 8, r)
+    codes = codes.reshape(-1, parts, planes, 2, 4, 2, codes.shape[1] // COLUMNS, 2, 8)
+    codes = codes.transpose(6, 0, 1, 8, 4, 2, 3, 7, 5)
+    codes = codes.reshape(*codes.shape[:3], LANES, WORDS, planes, 2)
+    words = jnp.sum(codes << _shifts(bits), (-2, -1), dtype=jnp.uint32)
     return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _shifts(bits):
+    """Of the pairs of a word and their halves."""
+    pairs = jnp.arange(16 // bits, dtype=jnp.uint32) * bits
+    return pairs[:, None] + jnp.array([0, 16], jnp.uint32)
 
 
 def _pack_pairs(codes, places, bits):
     """Words of 2:4: the kept codes and their places (K/4, 2, N)."""
     pairs = jnp.take_along_axis(codes.reshape(-1, 4, codes.shape[1]), places, 1)
     # Of 16 fours the first kept codes, then the second ones.
-    pairs = mosaic.pad_axis(pairs, 0, WORDS).reshape(-1, WORDS, *pairs.shape[1:])
+    pairs = mosaic.pad_axis(pairs, 0, 16).reshape(-1, 16, *pairs.shape[1:])
     values = pairs.swapaxes(1, 2).reshape(-1, codes.shape[1])
     places = (places[:, 0] + 4 * places[:, 1]).astype(jnp.uint32)
     return jnp.concatenate([_pack(values, bits, parts=bits // 2), _pack(places, 4)], 2)
@@ -304,30 +310,30 @@ def _pack_pairs(codes, places, bits):
 
 def _planes(words, bits):
     """The codes (K, N) that `_pack` packed, with their padding."""
-    words = lax.bitcast_convert_type(words, jnp.uint32).transpose(1, 2, 4, 0, 3)
-    words = words.reshape(*words.shape[:3], -1)[:, :, None]
-    shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
-    codes = (words >> shifts[:, None, None]) & (2**bits - 1)
-    return codes.reshape(-1, codes.shape[-1])
+    tiles, steps, parts = words.shape[:3]
+    words = lax.bitcast_convert_type(words, jnp.uint32)[..., None, None]
+    codes = (words >> _shifts(bits)) & (2**bits - 1)
+    codes = codes.reshape(tiles, steps, parts, 8, 4, 16 // bits, 2, 2, 2)
+    return codes.transpose(1, 2, 5, 6, 4, 8, 0, 7, 3).reshape(-1, tiles * COLUMNS)
 
 
-def _unpack(weight):
-    """Codes of the padded weight, and for 2:4 whether each weight is kept (else None)."""
-    if weight.format != "2:4":
-        return _planes(weight.words, weight.bits), None
-    values = _planes(weight.words[:, :, :-1], weight.bits)
+def unpack(words, bits, format):
+    """The levels (K, N), float32, of words, with their padding; 0 where 2:4 keeps no weight."""
+    if format != "2:4":
+        return levels(_planes(words, bits), bits, format)
+    values = levels(_planes(words[:, :, :-1], bits), bits, format)
     n = values.shape[-1]
-    values = values.reshape(-1, 2, WORDS, n).swapaxes(1, 2).reshape(-1, 2, n)
-    places = _planes(weight.words[:, :, -1:], 4)
+    values = values.reshape(-1, 2, 16, n).swapaxes(1, 2).reshape(-1, 2, n)
+    places = _planes(words[:, :, -1:], 4)
     at = jnp.arange(4)[:, None]
     first, second = (p[:, None] == at for p in (places & 3, places >> 2))
-    codes = jnp.where(second, values[:, 1:], values[:, :1])
-    return codes.reshape(-1, n), (first | second).reshape(-1, n)
+    pick = jnp.where(second, values[:, 1:], 0)
+    return jnp.where(first, values[:, :1], pick).reshape(-1, n)
 
 
 def _across(weight, a):
     """Scales or offsets of every weight, padding included."""
-    a = jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1).astype(mosaic.stat_dtype(a.dtype))
+    a = a.transpose(1, 0, 3, 2).reshape(a.shape[1], -1).astype(mosaic.stat_dtype(a.dtype))
     k = weight.steps * weight.step
     return jnp.repeat(a, weight.group or k, 0)[:k]
 

@@ -1,4 +1,4 @@
-"""The kernel of quantized_linear for few rows: y^T = W^T x^T, and W is unpacked in registers.
+"""The kernel of quantized_linear for 2 to 64 rows: y^T = W^T x^T, and W is unpacked in registers.
 
 wgmma multiplies 64 rows at least, so the columns n of W are its rows, and the M rows of x are its
 columns, padded to 8 or more.  It reads its left operand from registers, which is where a thread
@@ -7,11 +7,12 @@ unpacks W (unpack.py), and x^T from shared memory.
     block (n, split)   64 columns n, turns [split T / splits, (split + 1) T / splits) of K
     warpgroup wg       every `wgs`-th of these turns, and its own ring of `stages` buffers:
 
-    words  (span, parts, 64, 16) -> registers -> unpack: 64 x 64 bfloat16 -> wgmma += w x^T
-    scales (groups, 64)          -> registers ---^                              |
-    x      (rows, span steps)    -> shared memory ------------------------------+
+    words  (4, span parts, 128) -> registers -> tile: 64 x 64 bfloat16 -> wgmma += w x^T
+    scales (4, groups, 16)      -> registers ---^                            |
+    x      (rows, span steps)   -> shared memory ---------------------------+
 
-A turn is `span` steps of the packed form, whose k are together; it ends once its wgmmas are done.
+A turn is `span` steps of 64 k or more, which are one or two of the packed form; it ends once its
+wgmmas are done.
 
 The warpgroups then add their sums in a fixed order (the last one passes its sum to the one before),
 and the first writes the block's sum, in float32.  XLA adds the splits, in order, in the kernel that
@@ -30,11 +31,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import ROW, WGMMA
-from pallas_kernels.quantized.formats import COLUMNS, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import unpack
+from pallas_kernels.mosaic import WGMMA
+from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
+from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, tile
 
 MAX_ROWS = 64
+_N = 64  # rows of a wgmma, the columns of four tiles
+_TILES = _N // COLUMNS
 _BLOCK = 64  # of k in a wgmma: 128 bytes, one swizzle
 _WGS = 4
 _STAGES = 4
@@ -49,11 +52,11 @@ class Plan(NamedTuple):
 
     m: int  # rows of x
     rows: int  # with padding
-    columns: int  # sets of 64 columns n
+    sets: int  # of four tiles, 64 columns n
     turns: int  # of K
     span: int  # steps of a turn
     step: int  # k of a step
-    parts: int
+    parts: int  # of a step, or of the two packed steps in it
     groups: int  # of one turn, or 1
     group: int  # k in a group
     bits: int
@@ -67,23 +70,26 @@ class Plan(NamedTuple):
 def plan(m: int, weight: QuantizedWeight) -> Plan:
     """The plan for M rows of x."""
     rows = next(r for r in (8, 16, 32, 64) if r >= m)
-    step, columns, asymmetric = weight.step, weight.words.shape[0], weight.offsets is not None
+    asymmetric = weight.offsets is not None
+    steps = max(1, _BLOCK // weight.step)  # packed steps of a step
+    step, parts = weight.step * steps, weight.parts * steps
+    sets = mosaic.cdiv(weight.words.shape[0], _TILES)
     span = _SPAN if step <= 128 else 1
-    turns = mosaic.cdiv(weight.steps, span)
+    turns = mosaic.cdiv(weight.steps, steps * span)
     group = weight.group or turns * span * step
     groups = max(1, span * step // group)
-    turn = 4096 * weight.parts * span + 128 * groups * (1 + asymmetric) + 2 * rows * span * step
+    turn = 2048 * parts * span + 128 * groups * (1 + asymmetric) + 2 * rows * span * step
     # Two blocks on an SM, or one where a turn is large; two turns in flight for each warpgroup.
-    wgs, others = min(_WGS, turns), 4 * COLUMNS * rows + 2048  # the sum; barriers and alignment
+    wgs, others = min(_WGS, turns), 4 * _N * rows + 2048  # the sum; barriers and alignment
     room = (_SMEM - others) // turn
     if room < 2 * wgs:
         room = (2 * _SMEM - others) // turn
     while room < 2 * wgs and wgs > 1:
         wgs //= 2
     stages = min(_STAGES, room // wgs)
-    splits = max(1, min(_BLOCKS // columns, turns // wgs, _MOST_SPLITS))
+    splits = max(1, min(_BLOCKS // sets, turns // wgs, _MOST_SPLITS))
     return Plan(
-        m, rows, columns, turns, span, step, weight.parts, groups, group, weight.bits,
+        m, rows, sets, turns, span, step, parts, groups, group, weight.bits,
         weight.format, asymmetric, wgs, stages, splits,
     )  # fmt: skip
 
@@ -102,28 +108,29 @@ def _product(x, words, scales, offsets, p: Plan):
     x = mosaic.pad_axis(x, 1, _BLOCK)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
-    slots = p.wgs * p.stages
+    tiles, slots = words.shape[0], p.wgs * p.stages
+    by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
     swizzled = lambda shape, dtype: plgpu.SMEM(
         (slots, *shape), dtype, transforms=mosaic.wgmma_tiles(shape[-1], dtype)
     )
-    small = plgpu.SMEM((slots, p.groups, COLUMNS), jnp.bfloat16)
+    small = plgpu.SMEM((slots, _TILES, p.groups, COLUMNS), jnp.bfloat16)
     return mosaic.kernel(
         functools.partial(_body, p),
         name="quantized_linear",
-        out_type=jax.ShapeDtypeStruct((p.splits, p.columns * COLUMNS, p.rows), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((p.splits, p.sets * _N, p.rows), jnp.float32),
         scratch_types=dict(
-            words_smem=swizzled((p.span * p.parts, COLUMNS, WORDS), jnp.int32),
+            words_smem=plgpu.SMEM((slots, _TILES, p.span * p.parts, LANES * WORDS), jnp.int32),
             scales_smem=small,
             offsets_smem=small if p.asymmetric else None,
             x_smem=swizzled((p.span, p.rows, p.step), jnp.bfloat16),
-            sum_smem=plgpu.SMEM((COLUMNS, p.rows), jnp.float32),
+            sum_smem=plgpu.SMEM((_N, p.rows), jnp.float32),
             bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric + p.span, num_barriers=slots),
             turn_bars=plgpu.Barrier(num_barriers=p.wgs),
         ),
-        **mosaic.grid(split=p.splits, n=p.columns),
+        **mosaic.grid(split=p.splits, n=p.sets),
         num_threads=p.wgs,
         thread_name="wg",
-    )(words.reshape(p.columns, -1, COLUMNS, WORDS), scales, offsets, x)
+    )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x)
 
 
 class _Refs(NamedTuple):
@@ -160,7 +167,7 @@ def _body(p: Plan, *arrays, **scratch):
 
         return acc[...]
 
-    total = pl.run_scoped(multiply, plgpu.ACC((COLUMNS, p.rows), jnp.float32))
+    total = pl.run_scoped(multiply, plgpu.ACC((_N, p.rows), jnp.float32))
     for w in reversed(range(p.wgs)):
         pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
 
@@ -171,15 +178,16 @@ def _slot(p: Plan, i):
 
 def _fetch(p: Plan, refs: _Refs, i, turn):
     """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
-    slot, n, zero = _slot(p, i), lax.axis_index("n"), lax.rem(turn, jnp.int32(1))
+    slot, zero = _slot(p, i), lax.rem(turn, jnp.int32(1))
+    tiles = pl.ds(lax.axis_index("n") * _TILES, _TILES)
     k = turn * p.span * p.step
     group = pl.ds(lax.div(k, jnp.int32(p.group)), p.groups)
     copy = lambda ref, smem: plgpu.copy_gmem_to_smem(ref, smem.at[slot], refs.bars.at[slot])
     parts = p.span * p.parts
-    copy(refs.words.at[n, pl.ds(turn * parts, parts)], refs.words_smem)
-    copy(refs.scales.at[n, group], refs.scales_smem)
+    copy(refs.words.at[tiles, pl.ds(turn * parts, parts)], refs.words_smem)
+    copy(refs.scales.at[tiles, group], refs.scales_smem)
     if p.asymmetric:
-        copy(refs.offsets.at[n, group], refs.offsets_smem)
+        copy(refs.offsets.at[tiles, group], refs.offsets_smem)
     # JAX 0.12 rejects slices that are statically too wide, so the first row is a variable.
     for s in range(p.span):
         x = refs.x.at[pl.ds(zero * 8, p.rows), pl.ds(k + s * p.step, p.step)]
@@ -190,20 +198,21 @@ def _multiply(p: Plan, refs: _Refs, i, acc):
     """acc += w x^T of this warpgroup's i-th turn."""
     slot = _slot(p, i)
     plgpu.barrier_wait(refs.bars.at[slot])
-    row = lambda smem, g: plgpu.load(smem.at[slot, g], layout=ROW, optimized=False)
+    load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
+    row = lambda smem, g: load(smem.at[slot, :, g], SCALES)
     per = max(1, p.groups // p.span)  # groups of a step
 
     @pl.loop(0, p.span)
     def _(s):
-        here = [refs.words_smem.at[slot, s * p.parts + j] for j in range(p.parts)]
-        words = [plgpu.load(ref, layout=WGMMA) for ref in here]
+        here = [refs.words_smem.at[slot, :, s * p.parts + j] for j in range(p.parts)]
+        words = [load(ref, LANE_WORDS) for ref in here]
         for block in range(p.step // _BLOCK):
             k = block * _BLOCK
             own = range(k * per // p.step, (k + _BLOCK - 1) * per // p.step + 1)
             own = [lax.div(s * p.groups, jnp.int32(p.span)) + g for g in own]
             scales = [row(refs.scales_smem, g) for g in own]
             offsets = [row(refs.offsets_smem, g) for g in own if p.asymmetric]
-            w = unpack(words, scales, offsets, block, p.bits, p.format)
+            w = tile(words, scales, offsets, block, p.bits, p.format)
             x = refs.x_smem.at[slot, s, :, pl.ds(k, _BLOCK)]
             plgpu.wgmma(acc, w, x.transpose((1, 0)))
             plgpu.wgmma_wait(1)  # each one in flight needs 16 registers
@@ -219,5 +228,5 @@ def _pass_on(p: Plan, refs: _Refs, w: int, total):
         mosaic.store(refs.sum_smem, total)
         plgpu.barrier_arrive(refs.turn_bars.at[w - 1])
         return
-    target = refs.out.at[lax.axis_index("split"), pl.ds(lax.axis_index("n") * COLUMNS, COLUMNS)]
+    target = refs.out.at[lax.axis_index("split"), pl.ds(lax.axis_index("n") * _N, _N)]
     mosaic.store(target, total)

@@ -3,13 +3,14 @@
     y = activation(x w' + bias),   w' = level s + offset (formats.py),   dx = dy w'^T
 
 Few rows of x read the whole weight, so the speed is that of memory, and a weight of 4 bits takes a
-quarter of the time of bfloat16.  The kernel unpacks words in registers and multiplies on the tensor
-core (matmul.py); w' never exists in memory.  XLA writes w' and reads it again, which is nine times
-the bytes for 4 bits.
+quarter of the time of bfloat16.  The kernels, gemv.py for one row and matmul.py for 2 to 64, unpack
+words in registers and multiply on the tensor core; w' never exists in memory.  XLA writes w' and
+reads it again, which is nine times the bytes for 4 bits.
 
-Both forms round w' to x's dtype and add in float32.  The gradient of x is for LoRA, where rows are
-many: XLA dequantizes and multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN",
-and Park et al. 2022, "LUT-GEMM", describe such kernels.
+All forms add in float32.  XLA and the kernel of 2 to 64 rows round w' to x's dtype; the kernel of
+one row does not round it.  The gradient of x is for LoRA, where rows are many: XLA dequantizes and
+multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN", and Park et al. 2022,
+"LUT-GEMM", describe such kernels.
 """
 
 import functools
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.quantized import matmul
+from pallas_kernels.quantized import gemv, matmul
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
 
 Activation = Literal["gelu", "silu"]
@@ -48,14 +49,17 @@ def quantized_linear(
     """
     _check(x, weight, bias, activation)
     kernel = dispatch.use_kernel("quantized_linear", implementation, why_not(x, weight), "sm_90a")
-    y = _matmul(x.reshape(-1, x.shape[-1]), weight, kernel)
-    return _finish(y.reshape(*x.shape[:-1], weight.shape[1]), x, bias, activation)
+    return _rows(x, weight, bias, activation, kernel)
 
 
 def quantized_linear_reference(x, weight, bias=None, *, activation=None):
     """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
-    y = _matmul(x.reshape(-1, x.shape[-1]), weight, False)
-    return _finish(y.reshape(*x.shape[:-1], weight.shape[1]), x, bias, activation)
+    return _rows(x, weight, bias, activation, False)
+
+
+def _rows(x, weight, bias, activation, kernel):
+    y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, activation, kernel)
+    return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
 def why_not(x, weight) -> str | None:
@@ -80,32 +84,43 @@ def _check(x, weight, bias, activation):
         raise ValueError(f"activation={activation!r} is not None, gelu or silu")
 
 
-def _finish(y, x, bias, activation):
-    if bias is not None:
-        y = y + bias.astype(y.dtype)
-    return _ACTIVATIONS[activation](y).astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _linear(x, weight, bias, activation, kernel):
+    """The op for x (M, K), by the kernels or XLA."""
+    if kernel and x.shape[0] == 1:
+        return gemv.product(x[0], weight, bias, activation, x.dtype)[None]
+    return _finish(_sums(x, weight, kernel), bias, activation, x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x, weight, kernel):
-    """x w' in float32 (float64 for float64), for x (M, K)."""
+def _sums(x, weight, kernel):
+    """x w' in float32 (float64 for float64)."""
+    dtype = mosaic.stat_dtype(x.dtype)
     if not kernel:
-        dtype = mosaic.stat_dtype(x.dtype)
         return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
+    if x.shape[0] == 1:
+        return gemv.product(x[0], weight, None, None, dtype)[None]
     parts = matmul.product(x, weight)
     y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
     return y[: weight.shape[1], : x.shape[0]].T
 
 
-def _forward(x, weight, kernel):
-    return _matmul(x, weight, kernel), (weight, x[:0])
+def _finish(y, bias, activation, dtype):
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return _ACTIVATIONS[activation](y).astype(dtype)
 
 
-def _backward(kernel, saved, dy):
-    weight, like = saved
+def _forward(x, weight, bias, activation, kernel):
+    y = _sums(x, weight, kernel)
+    return _finish(y, bias, activation, x.dtype), (weight, bias, y, x[:0])
+
+
+def _backward(activation, kernel, saved, dz):
+    weight, bias, y, like = saved
+    _, pull = jax.vjp(lambda y, bias: _finish(y, bias, activation, like.dtype), y, bias)
+    dy, dbias = pull(dz)
     w = dequantize(weight, like.dtype)
-    dx = jnp.matmul(dy.astype(like.dtype), w.T)
-    return dx, None
+    return jnp.matmul(dy.astype(like.dtype), w.T), None, dbias
 
 
-_matmul.defvjp(_forward, _backward)
+_linear.defvjp(_forward, _backward)

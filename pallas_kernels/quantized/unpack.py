@@ -1,19 +1,16 @@
-"""Unpacks words of a quantised weight into a left operand of wgmma, in registers.
+"""Unpacks words of a quantised weight into left operands of mma and wgmma, in registers.
 
-A thread has the words of two neighbours (n, c) and (n, c + 1), and wants the bfloat16 weights of
-both in one register for each plane.  For 4 bits and plane i:
+A lane's words have the pairs of such an operand (formats.py): two neighbours of k, one in each half
+of a word.  For 4 bits and plane q of a step:
 
-    word (n, c)      h7 h6 h5 h4 | h3 h2 h1 h0         code h of plane 0 .. 7
-    word (n, c + 1)  j7 j6 j5 j4 | j3 j2 j1 j0
-    prmt             j3 j2 j1 j0 | h3 h2 h1 h0         the halves with plane i: one for four planes
-    shift, mask, or  0x430j        0x430h              two bfloat16: 128 + code
-    subtract         code - 8      code - 8            128 + 8, exact
-    multiply         by s, or fma with s and the offset: the only rounding
+    word q             j3 j2 j1 j0 | h3 h2 h1 h0       pair a has the codes h_a and j_a
+    shift, mask, flip  0x430j_a      0x430h_a          two bfloat16: 128 + code
+    subtract           code - 8      code - 8          128 + 8, exact
 
-So a weight costs about two instructions, in halves of registers.  In 128 + code the last bit of the
-mantissa is 1; other widths have other places and exponents (`_level`).  Mosaic has no such
-instructions on arrays, so `_Code` makes Mosaic's own; its `in_jnp`, which the tests' interpreter
-calls, is the specification.
+So two weights cost three instructions.  In 128 + code the last bit of the mantissa is 1; other
+widths have other places and exponents (`_level`).  Mosaic has no such instructions on arrays, so
+this file and gemv.py make Mosaic's own; their `in_jnp`, which the tests' interpreter calls, is the
+specification.
 """
 
 import dataclasses
@@ -27,104 +24,127 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.mosaic import ROW, WGMMA
-from pallas_kernels.quantized.formats import WORDS, Format, levels
+from pallas_kernels.mosaic import WGMMA, warp_rows
+from pallas_kernels.quantized import formats
+from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format
 
 PLANES = 4  # planes of a block: 64 of k, 128 bytes of bfloat16, one swizzle
 _HALVES = 0x00010001  # of a register
 
+LANE_WORDS = warp_rows(WORDS)  # (4, 128) words: those of a step and tile in each warp
+# (4, 16 i) scales of i groups: those of a tile in each warp, of n = r and r + 8 in a register.
+SCALES = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, COLUMNS), (2,))),
+    warp_dims=(-3,),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
 
-def unpack(words, scales, offsets, block: int, bits: int, format: Format):
-    """Block `block` of a step, 64 columns n x 64 of k: level s + offset as bfloat16.
 
-    words: register arrays (64, 16), the parts of a step.
-    scales, offsets: register arrays (64,) bfloat16 of groups of equal length that share the block's
-    k; no offsets for symmetric weights.
+def tile(words, scales, offsets, block: int, bits: int, format: Format):
+    """Block `block` of 64 k of a step and 64 n: level s + offset as bfloat16.
+
+    words: register arrays (4, 128), the parts of the step, or for 8 bits those of two steps.
+    scales, offsets: register arrays (4, 16) bfloat16 of groups of equal length that share the
+    block's k; no offsets for symmetric weights.
     In 2:4 column 16 m + c of the result belongs to k = 64 block + 4 c + m.
     """
-    sparse = format == "2:4"
-    part, first = divmod((2 if sparse else PLANES) * block, 32 // bits)
-    arguments = ([words[part], *([words[-1]] if sparse else [])], scales, offsets)
-    types = tuple([layout] * len(a) for layout, a in zip((WGMMA, ROW, ROW), arguments, strict=True))
-    result = plgpu.ShapeDtypeStruct((64, PLANES * WORDS), jnp.dtype(jnp.bfloat16), layout=WGMMA)
-    code = _Code(first, block, bits, format)
+    arguments = (words, scales, offsets)
+    kinds = (LANE_WORDS, SCALES, SCALES)
+    types = tuple([layout] * len(a) for layout, a in zip(kinds, arguments, strict=True))
+    result = plgpu.ShapeDtypeStruct((64, 16 * PLANES), jnp.dtype(jnp.bfloat16), layout=WGMMA)
+    code = _Tile(block, bits, format)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Code:
-    """The code of `unpack` for one block."""
+class _Tile:
+    """The code of `tile`."""
 
-    first: int  # plane of its part
     block: int
     bits: int
     format: Format
 
     def in_jnp(self, words, scales, offsets):
         """The specification, on whole arrays."""
-        field = lambda w, plane, bits: (w >> (plane * bits)) & (2**bits - 1)
-        level = lambda plane: levels(field(words[0], plane, self.bits), self.bits, self.format)
-        if self.format == "2:4":
-            kept = [level(self.first + j) for j in range(2)]
-            place = field(words[1], self.block, 4)
-            pick = lambda m: jnp.where((place >> 2) == m, kept[1], 0)
-            weights = [jnp.where((place & 3) == m, kept[0], pick(m)) for m in range(4)]
-        else:
-            weights = [level(self.first + p) for p in range(PLANES)]
-        of = lambda rows, p: rows[p * len(rows) // PLANES].astype(jnp.float32)[:, None]
-        weights = [w * of(scales, p) for p, w in enumerate(weights)]
+        words = jnp.stack([w.reshape(4, LANES, WORDS) for w in words], 1)
+        steps = 1 if self.format == "2:4" else words.shape[1]
+        words = words.reshape(4, steps, -1, LANES, WORDS)
+        w = formats.unpack(words, self.bits, self.format).T[:, 64 * self.block :][:, :64]
+        across = lambda rows: jnp.concatenate(
+            [jnp.repeat(_by_column(s), 64 // len(rows), 1) for s in rows], 1
+        )
+        w = w * across(scales)
         if offsets:
-            weights = [w + of(offsets, p) for p, w in enumerate(weights)]
-        return jnp.concatenate(weights, 1).astype(jnp.bfloat16)
+            w = w + across(offsets)
+        if self.format == "2:4":
+            w = w.reshape(64, 16, 4).swapaxes(1, 2).reshape(64, 64)
+        return w.astype(jnp.bfloat16)
 
     def __call__(self, ctx, words, scales, offsets):
         """The same in Mosaic, on the registers of one thread."""
         del ctx
-        wide = lambda rows: rows.broadcast_in_dim((64, WORDS), (0,), mgpu.WGMMA_LAYOUT).registers
-        scales, offsets = [wide(s) for s in scales], [wide(o) for o in offsets]
-        out = np.empty((1, 2 * PLANES, *words[0].registers.shape[2:]), dtype=object)
+        words = [lane_words(w) for w in words]
+        scales, offsets = (
+            [doubled(a.registers.flat[0]) for a in rows] for rows in (scales, offsets)
+        )
+        out = np.empty((1, 2 * PLANES, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        for at, register in np.ndenumerate(words[0].registers):
-            if self.format == "2:4":
-                weights = self._two_of_four(register, words[1].registers[at])
-            else:
-                planes = range(self.first, self.first + PLANES)
-                fields = [_field(register, plane, self.bits) for plane in planes]
-                weights = [_level(*field, self.bits, self.format) for field in fields]
-            for p, weight in enumerate(weights):
-                s = _as_word(scales[p * len(scales) // PLANES][at])
+        planes = range(PLANES * self.block, PLANES * (self.block + 1))
+        for p, weights in enumerate(operands(words, planes, self.bits, self.format)):
+            group = p * len(scales) // PLANES
+            for a, weight in enumerate(weights):
+                s = scales[group][a % 2]
                 if offsets:
-                    offset = _as_word(offsets[p * len(offsets) // PLANES][at])
-                    weight = _asm("fma.rn.bf16x2 $0, $1, $2, $3;", weight, s, offset)
+                    offset = offsets[group][a % 2]
+                    weight = asm("fma.rn.bf16x2 $0, $1, $2, $3;", weight, s, offset)
                 else:
-                    weight = _asm("mul.rn.bf16x2 $0, $1, $2;", weight, s)
-                out[(0, 2 * p + at[1], *at[2:])] = llvm.bitcast(pair, weight)
-        return mgpu.FragmentedArray(_registers=out, _layout=words[0].layout, _is_signed=None)
+                    weight = asm("mul.rn.bf16x2 $0, $1, $2;", weight, s)
+                out[0, 2 * p + a // 2, 0, 0, a % 2, 0, 0, 0, 0] = llvm.bitcast(pair, weight)
+        layout = mgpu.WGMMA_LAYOUT
+        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
-    def _two_of_four(self, register, place):
-        """The levels of four places, of which two are kept."""
-        kept = [_field(register, self.first + j, self.bits) for j in range(2)]
-        kept = [_level(*field, self.bits, "int") for field in kept]
-        halves, at = _field(place, self.block, 4)
+
+def _by_column(scales):
+    """Scales (4, 16) of n = (tile, r, 8) as (64, 1) float32."""
+    return scales.reshape(4, 8, 2).swapaxes(1, 2).reshape(-1, 1).astype(jnp.float32)
+
+
+def operands(words, planes: range, bits: int, format: Format) -> list:
+    """The levels of some planes: for each plane four registers, the pairs.
+
+    words: for each part of a step a lane's four words.
+    In 2:4 plane 4 p + m has place m of the fours of block p; `planes` are those of whole blocks.
+    """
+    if format == "2:4":
+        blocks = range(planes.start // 4, planes.stop // 4)
+        return [plane for p in blocks for plane in _two_of_four(words, p, bits)]
+    per = 16 // bits  # pairs of a word
+    flat = [word for part in words for word in part]
+    pair = lambda at: _level(flat[at // per], bits * (at % per), bits, format)
+    return [[pair(4 * plane + a) for a in range(4)] for plane in planes]
+
+
+def _two_of_four(words, block: int, bits: int):
+    """The levels of the four places, of which two are kept."""
+    per = 16 // bits
+    values = [word for part in words[:-1] for word in part]
+    planes = [[] for _ in range(4)]
+    for a in range(4):
+        at = [4 * (2 * block + j) + a for j in range(2)]
+        kept = [_level(values[i // per], bits * (i % per), bits, "int") for i in at]
         # Each bit of the places as a mask of its half.
-        bits = [_take(_shift(halves, -(at + i)), 1) for i in range(4)]
-        masks = [arith.muli(bit, _constant(0xFFFF)) for bit in bits]
-        inverse = [arith.xori(mask, _constant(0xFFFFFFFF)) for mask in masks]
+        place = [_take(_shift(words[-1][block], -(4 * a + i)), 1) for i in range(4)]
+        masks = [arith.muli(bit, constant(0xFFFF)) for bit in place]
+        inverse = [arith.xori(mask, constant(0xFFFFFFFF)) for mask in masks]
 
-        def chosen(j, m):
+        def chosen(j, m, kept=kept, masks=masks, inverse=inverse):
             here = [(masks if m >> i & 1 else inverse)[2 * j + i] for i in range(2)]
             return arith.andi(arith.andi(*here), kept[j])
 
-        return [arith.ori(chosen(0, m), chosen(1, m)) for m in range(4)]
-
-
-def _field(register, plane: int, bits: int):
-    """Both words' halves with this plane in one register, and the place of the code in a half."""
-    low, high = (
-        vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)
-    )
-    half, place = divmod(plane * bits, 16)
-    return _asm(f"prmt.b32 $0, $1, $2, {0x7632 if half else 0x5410};", low, high), place
+        for m, plane in enumerate(planes):
+            plane.append(arith.ori(chosen(0, m), chosen(1, m)))
+    return planes
 
 
 def _level(halves, place: int, bits: int, format: Format):
@@ -132,7 +152,7 @@ def _level(halves, place: int, bits: int, format: Format):
     if format == "fp8":  # sign to sign, exponent to exponent: 2^-120 of the number
         sign = _take(_shift(halves, 8 - place), 0x8000)
         small = arith.ori(sign, _take(_shift(halves, 4 - place), 0x07F0))
-        return _asm("mul.rn.bf16x2 $0, $1, $2;", small, _constant(0x7B80 * _HALVES))
+        return asm("mul.rn.bf16x2 $0, $1, $2;", small, constant(0x7B80 * _HALVES))
     if bits == 1:  # 1 with the sign of the code
         return _take(_shift(halves, 15 - place), 0x8000, 0xBF80)
     to = 5 if bits == 2 else 0
@@ -142,37 +162,47 @@ def _level(halves, place: int, bits: int, format: Format):
     # 4 bits: 128 + code less 136; 2 bits: 4 + code less 5.5.
     number, base = {4: (0x4300, 0x4308), 2: (0x4080, 0x40B0)}[bits]
     value = _take(halves, (2**bits - 1) << to, number)
-    return _subtract(value, _constant(base * _HALVES))
+    return _subtract(value, constant(base * _HALVES))
 
 
-def _constant(value: int):
+def constant(value: int):
     i32 = ir.IntegerType.get_signless(32)
     return arith.constant(i32, ir.IntegerAttr.get(i32, value - 2**32 * (value >> 31)))
 
 
-def _asm(code: str, *operands) -> Any:
-    constraints = ",".join(["=r", *["r"] * len(operands)])
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), code, constraints)
+def asm(code: str, *registers) -> Any:
+    constraints = ",".join(["=r", *["r"] * len(registers)])
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(registers), code, constraints)
 
 
 def _shift(halves, left: int):
     """Moves both halves' codes; the bits that cross the middle are masked afterwards."""
     if left == 0:
         return halves
-    return (arith.shli if left > 0 else arith.shrui)(halves, _constant(abs(left)))
+    return (arith.shli if left > 0 else arith.shrui)(halves, constant(abs(left)))
 
 
 def _take(halves, mask: int, flip: int = 0) -> Any:
     """(halves & mask) ^ flip, in one instruction: LLVM and ptxas would make two."""
     mask, flip = mask * _HALVES, flip * _HALVES
     if not flip:
-        return arith.andi(halves, _constant(mask))
-    return _asm(f"lop3.b32 $0, $1, {mask:#x}, {flip:#x}, {(0xF0 & 0xCC) ^ 0xAA};", halves)
+        return arith.andi(halves, constant(mask))
+    return asm(f"lop3.b32 $0, $1, {mask:#x}, {flip:#x}, {(0xF0 & 0xCC) ^ 0xAA};", halves)
 
 
 def _subtract(a, b):
-    return _asm("sub.rn.bf16x2 $0, $1, $2;", a, b)
+    return asm("sub.rn.bf16x2 $0, $1, $2;", a, b)
 
 
-def _as_word(pair):
-    return llvm.bitcast(ir.IntegerType.get_signless(32), pair)
+def lane_words(array) -> list:
+    """A lane's four words of an array (4, 128)."""
+    (register,) = array.registers.flat
+    return [
+        vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(WORDS)
+    ]
+
+
+def doubled(pair) -> list:
+    """Each half of a register, in both halves."""
+    word = llvm.bitcast(ir.IntegerType.get_signless(32), pair)
+    return [asm(f"prmt.b32 $0, $1, $1, {selector};", word) for selector in (0x1010, 0x3232)]

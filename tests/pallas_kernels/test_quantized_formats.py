@@ -88,7 +88,7 @@ def test_a_weight_on_the_levels_comes_back(format, bits):
     shape, group = (320, 70), 64
     w = dequantize(quantize(normal(0, shape), bits=bits, group=group, format=format))
     again = quantize(w, bits=bits, group=group, format=format)
-    assert again.words.shape[3:] == (64, 16)
+    assert again.words.shape[3:] == (32, 4)
     np.testing.assert_allclose(dequantize(again), w, rtol=0, atol=float(jnp.abs(w).max()) / 100)
     assert dequantize(again).shape == shape
     rounded = dequantize(again).astype(jnp.bfloat16)
@@ -103,16 +103,18 @@ def test_dequantize_rounds_whatever_follows():
 
 
 def test_packing_is_the_documented_one():
-    k, n, bits = 17 + 16 * 5, 65, 4  # plane 6, c = 1 of the first step; the second set of columns
-    w = jnp.zeros((128, 66)).at[k, n].set(7.0)
-    q = quantize(w, bits=bits, group=128)
-    assert q.words.shape == (2, 1, 1, 64, 16)
+    # Plane 6 (word 2 of the second step), n = r + 8 and k = 2 j + 9 (pair 3): the second set of 16.
+    r, j, n = 5, 2, 16 + 5 + 8
+    k = 64 + 16 * 2 + 2 * j + 8 + 1
+    w = jnp.zeros((256, 30)).at[k, n].set(7.0)
+    q = quantize(w, bits=4, group=128)
+    assert q.words.shape == (2, 4, 1, 32, 4)
     words = np.asarray(q.words).view(np.uint32)
-    assert words[1, 0, 0, 1, 1] >> (bits * 6) & 15 == 7 + 8
-    changed = words != 0x88888888
-    changed[1, 0, 0, 2:] = False  # padding
-    assert changed.sum() == 1
-    np.testing.assert_array_equal(np.asarray(q.scales, np.float32)[1, 0, :2], [0, 1])
+    assert words[1, 1, 0, 4 * r + j, 2] >> (16 + 4 * 3) & 15 == 7 + 8
+    assert (words != 0x88888888)[:, :, 0, : 4 * 6].sum() == 1  # the others are padding
+    scales = np.zeros((2, 2, 8, 2))
+    scales[1, 0, r, 1] = 1
+    np.testing.assert_array_equal(np.asarray(q.scales, np.float32), scales)
 
 
 def test_constant_and_empty_groups():
@@ -136,7 +138,7 @@ def test_a_weight_is_a_pytree_of_arrays():
     assert len(jax.tree.leaves(q)) == 3
     double = jax.jit(lambda q: jax.tree.map(lambda a: a, q))(q)
     np.testing.assert_array_equal(dequantize(double), dequantize(q))
-    assert q.nbytes == 128 * 64 // 2 + 2 * 2 * 64
+    assert q.nbytes == 256 * 64 // 2 + 2 * 2 * 2 * 64  # a turn has 256 of k
 
 
 @pytest.mark.parametrize(("format", "bits"), [("int", 4), ("fp8", 8), ("2:4", 8)])
@@ -153,7 +155,7 @@ DAMAGE = {
     "is damaged: its checksum is": lambda a: a["words"].reshape(-1).__setitem__(3, 1),
     "is not that of a quantised weight": lambda a: a.update(header=a["header"][:3]),
     r"bits=3 is not 8 or 4 or 2 or 1": lambda a: a["header"].__setitem__(3, 3),
-    r"words of a \(256, 64\) weight is int32": lambda a: a["header"].__setitem__(1, 256),
+    r"words of a \(512, 64\) weight is int32": lambda a: a["header"].__setitem__(1, 512),
 }
 
 

@@ -8,10 +8,12 @@ from cases import slow
 from kernel_checks import assert_lowers, check_op, normal
 
 from pallas_kernels import dequantize, quantize, quantized_linear
+from pallas_kernels.quantized import gemv
 from pallas_kernels.quantized.matmul import plan
 from pallas_kernels.quantized.op import quantized_linear_reference
 
 KERNELS = ("quantized_linear",)
+ROW = ("quantized_linear_row",)
 
 
 def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
@@ -23,7 +25,7 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
         quantized_linear,
         quantized_linear_reference,
         *arrays,
-        kernels=KERNELS,
+        kernels=ROW if arrays[0].size == k else KERNELS,
         differentiable=given,
         activation=activation,
     )
@@ -39,6 +41,10 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
         ((1,), 320, 64, dict(bits=4, group=64, symmetric=False)),
         ((1,), 256, 64, dict(bits=8, group=None, format="fp8", spread=3.0)),
         ((1,), 512, 64, dict(bits=8, group=128, format="2:4")),
+        slow((1,), 256, 40, dict(bits=8, group=64, symmetric=False)),
+        slow((1,), 256, 64, dict(bits=2, group=None)),
+        slow((1,), 512, 64, dict(bits=1, group=32, symmetric=False)),
+        slow((1,), 320, 64, dict(bits=4, group=64, format="2:4")),
         slow((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
     ],
 )
@@ -48,8 +54,27 @@ def test_quantized_linear_matches_float64(rows, k, n, options):
 
 def test_blocks_split_k_and_add_bias_and_activation():
     weight = quantize(normal(1, (2048, 64)))
-    assert plan(1, weight).splits > 1
-    check((1,), 2048, 64, bias=normal(3, (64,)), activation="gelu")
+    assert plan(2, weight).splits > 1
+    check((2,), 2048, 64, bias=normal(3, (64,)), activation="gelu")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_warpgroups_share_the_turns_of_one_row(monkeypatch, activation):
+    monkeypatch.setattr(gemv, "_WGS", 2)
+    p = gemv.plan(quantize(normal(1, (2304, 40))))
+    assert (p.turns, p.wgs, p.share, p.ahead) == (9, 2, 5, 2)
+    check((1,), 2304, 40, bias=normal(3, (40,)), activation=activation)
+
+
+@pytest.mark.parametrize("k", [128, 4096, 14336])
+@pytest.mark.parametrize("n", [64, 2048, 4096, 14336])
+def test_the_blocks_of_one_row_run_at_once(k, n):
+    weight = jax.eval_shape(quantize, jnp.zeros((k, n)))
+    p = gemv.plan(weight)
+    blocks = -(-weight.words.shape[0] // 132)
+    assert blocks * p.wgs * 128 * 64 <= 65536  # threads of 64 registers
+    assert (p.share - 1) * p.wgs < p.turns <= p.share * p.wgs
+    assert 1 <= p.ahead <= p.share
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 64])
@@ -117,7 +142,7 @@ def arrays():
         (lambda x, w: (x, w, jnp.ones(63)), "bias has shape (63,), but the weight needs (64,)"),
         (
             lambda x, w: (x, jax.tree.map(lambda a: a[:, :0], w)),
-            "words of a (128, 64) weight is int32 (1, 0, 1, 64, 16), not int32 (1, 1, 1, 64, 16)",
+            "words of a (128, 64) weight is int32 (4, 0, 1, 32, 4), not int32 (4, 4, 1, 32, 4)",
         ),
     ],
 )

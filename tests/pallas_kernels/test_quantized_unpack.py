@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized import unpack
-from pallas_kernels.quantized.formats import levels
+from pallas_kernels.quantized import formats, gemv, unpack
+from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, levels
 
 
 def halves(register):
@@ -61,52 +61,62 @@ def in_numpy(monkeypatch):
         shli=np.left_shift,
         shrui=np.right_shift,
     )
-    extract = lambda register, dynamic_position, static_position: register[static_position[0]]
     monkeypatch.setattr(unpack, "arith", arith)
-    monkeypatch.setattr(unpack, "vector", SimpleNamespace(extract=extract))
-    monkeypatch.setattr(unpack, "_constant", np.uint32)
-    monkeypatch.setattr(unpack, "_asm", asm)
-
-
-def words(seed):
-    """Registers of two words each, with every pattern of 16 bits in both halves of one of them."""
-    every = np.arange(2**16, dtype=np.uint32)
-    other = np.random.default_rng(seed).integers(0, 2**32, 2**16, np.uint32)
-    return (every | every << 16, other)
-
-
-def words_of_places(seed):
-    """Registers of two words of eight pairs of different places each."""
-    pairs = [a | b << 2 for a in range(4) for b in range(4) if a != b]
-    chosen = np.random.default_rng(seed).choice(np.array(pairs, np.uint32), (2, 2**16, 8))
-    return tuple(np.sum(chosen << np.arange(0, 32, 4, np.uint32), -1, dtype=np.uint32))
-
-
-def code(word, plane, bits):
-    return (word >> np.uint32(plane * bits)) & np.uint32(2**bits - 1)
+    monkeypatch.setattr(unpack, "constant", np.uint32)
+    for module in (unpack, gemv):
+        monkeypatch.setattr(module, "asm", asm)
 
 
 @pytest.mark.parametrize(("format", "bits"), [*[("int", b) for b in (8, 4, 2, 1)], ("fp8", 8)])
 def test_instructions_give_the_levels(in_numpy, format, bits):
-    register = words(0)
-    for plane in range(32 // bits):
-        given = halves(unpack._level(*unpack._field(register, plane, bits), bits, format))
-        for i, word in enumerate(register):
-            expected = np.asarray(levels(code(word, plane, bits), bits, format), np.float64)
+    every = np.arange(2**16, dtype=np.uint32)
+    other = np.random.default_rng(0).integers(0, 2**16, 2**16, np.uint32)
+    for place in range(0, 16, bits):
+        given = halves(unpack._level(every | other << np.uint32(16), place, bits, format))
+        for i, half in enumerate((every, other)):
+            code = half >> np.uint32(place) & np.uint32(2**bits - 1)
+            expected = np.asarray(levels(code, bits, format), np.float64)
             finite = np.isfinite(expected)  # quantize makes no code of e4m3's NaN
             np.testing.assert_array_equal(given[finite, i], expected[finite])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_instructions_place_two_of_four(in_numpy, bits):
-    values, places = words(0), words_of_places(1)
-    for block in range(8):
-        first = 2 * block % (32 // bits)
-        made = unpack._Code(first, block, bits, "2:4")._two_of_four(values, places)
-        for i in range(2):
-            kept = [levels(code(values[i], first + j, bits), bits, "int") for j in range(2)]
-            place = code(places[i], block, 4)
-            at = (place & 3, place >> 2)
-            for m, given in enumerate(made):
-                pick = np.where(at[0] == m, kept[0], np.where(at[1] == m, kept[1], 0))
-                np.testing.assert_array_equal(halves(given)[:, i], pick)
+def step_of_words(format, bits):
+    """Random words (1, 1, parts, 32, 4) of one step; two different places of each four for 2:4."""
+    rng = np.random.default_rng(1)
+    parts = bits // 2 + 1 if format == "2:4" else 1
+    words = rng.integers(0, 2**32, (1, 1, parts, LANES, WORDS), np.uint32)
+    if format == "2:4":
+        pairs = np.array([a | b << 2 for a in range(4) for b in range(4) if a != b], np.uint32)
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)
+        words[:, :, -1] = np.sum(rng.choice(pairs, (LANES, WORDS, 8)) << shifts, -1)
+    return words
+
+
+@pytest.mark.parametrize(
+    ("format", "bits"), [*[("int", b) for b in (8, 4, 2, 1)], ("2:4", 8), ("2:4", 4)]
+)
+def test_lanes_hold_the_operands_of_mma(in_numpy, format, bits):
+    words = step_of_words(format, bits)
+    expected = np.asarray(formats.unpack(words.view(np.int32), bits, format))
+    planes = range(len(expected) // 16)
+    of_lanes = [[part[:, i] for i in range(WORDS)] for part in words[0, 0]]
+    given = np.zeros((len(planes), 16, COLUMNS))  # of plane, k, n
+    lanes = np.arange(LANES)
+    for plane, pairs in zip(planes, unpack.operands(of_lanes, planes, bits, format), strict=True):
+        for a, pair in enumerate(pairs):
+            for half in range(2):
+                k, n = 2 * (lanes % 4) + 8 * (a // 2) + half, lanes // 4 + 8 * (a % 2)
+                given[plane, k, n] = halves(pair)[:, half]
+    if format == "2:4":  # of block, place, four
+        given = given.reshape(-1, 4, 16, COLUMNS).swapaxes(1, 2)
+    np.testing.assert_array_equal(given.reshape(expected.shape), expected)
+
+
+def test_x_of_two_of_four_is_in_the_order_of_its_weights(in_numpy):
+    x = np.arange(64, dtype=np.float32)  # exact in bfloat16
+    # Lane j has the fours 2 j and 2 j + 1, and those 8 further.
+    eights = [register(x.reshape(8, 8)[4 * i : 4 * i + 4]).reshape(4, 4).T for i in range(2)]
+    for m, right in enumerate(gemv._places(eights)):
+        for i, pair in enumerate(right):
+            fours = 2 * np.arange(4) + 8 * i
+            np.testing.assert_array_equal(halves(pair), 4 * np.stack([fours, fours + 1], 1) + m)
