@@ -146,10 +146,13 @@ def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
         calls = {"xla": (ladder.reference, inputs)}
         for rung in rungs:
             calls[rung.__name__.rpartition(".")[2]] = ladders.call(ladder, rung, inputs)
-        cases[stairs.text(sizes)] = sizes, {
-            name: (jax.jit(function).lower(*arguments).compile(), arguments)
-            for name, (function, arguments) in calls.items()
-        }
+        cases[stairs.text(sizes)] = (
+            sizes,
+            {
+                name: (jax.jit(function).lower(*arguments).compile(), arguments)
+                for name, (function, arguments) in calls.items()
+            },
+        )
     times, floors = {}, {}
     copy, matmul = ceilings["copy_TB_per_s"] * 1e6, ceilings["matmul_TFLOP_per_s"] * 1e6
     for key, (sizes, calls) in cases.items():
