@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import slow
 from training_runs import error_of
 
 from jaxllm import config as configs
@@ -21,11 +22,12 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
+def runs(tiny, tmp_path_factory, request):
     """(folder of the runs, what process_runs.py prints)."""
     folder = tmp_path_factory.mktemp("processes")
+    words = [] if "not slow" in request.config.option.markexpr else ["every"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "process_runs.py"), str(folder), str(tiny)],
+        [sys.executable, str(HERE / "process_runs.py"), str(folder), str(tiny), *words],
         capture_output=True,
         text=True,
         timeout=290,
@@ -65,7 +67,7 @@ def test_two_tasks_of_slurm_train_as_one(runs):
     assert list(losses(folder / "two")) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("name", ["same", "one_process"])
+@pytest.mark.parametrize("name", ["same", slow("one_process")])
 def test_a_run_continues_bit_for_bit_on_the_same_mesh(runs, name):
     """`same` has two processes of one device; `one_process` has both devices."""
     folder, results = runs
@@ -147,6 +149,7 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step(runs):
     assert both[0]["output"].count("step ") == both[1]["output"].count("step ") > 3
 
 
+@pytest.mark.slow
 def test_a_process_that_finds_no_others_is_refused(runs):
     run = runs[1]["alone"]
     assert run["status"] == 2
