@@ -2,6 +2,7 @@
 
     python -m pallas_kernels.benchmark                      every op
     python -m pallas_kernels.benchmark gelu rope --out DIR  some ops, with results in DIR
+    python -m pallas_kernels.benchmark --share              also one file to send to the project
 
 Times are GPU times of a call's kernels (CUPTI), the median of 12 calls: three rounds of four, in
 which an op and its rivals alternate, because a GPU under load lowers its clock.  Bytes count each
@@ -16,10 +17,13 @@ minutes, mostly for compilation; benchmark.json is written after each case.
 
 import argparse
 import functools
+import importlib.metadata
 import json
 import platform
+import re
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +44,7 @@ from pallas_kernels.bench.report import draw, table, text
 from pallas_kernels.bench.untuned import UNTUNED
 
 _CALLS, _TURNS = 4, 3
+_PACKAGES = re.compile("jax|flax|nvidia-")  # that decide how fast a kernel is
 _L2 = 100e6  # bytes; below this an H100's L2 cache (50 MB) serves part of a repeated call
 
 
@@ -299,7 +304,9 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    if decision.supported:
+    # By default attention runs on cuDNN where its kernels have their general form.
+    general = case.op.startswith("attention") and dispatch.general_form("mosaic")
+    if decision.supported or general:
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)
@@ -401,6 +408,24 @@ def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
     return result
 
 
+def share(result: dict, out: Path) -> Path:
+    """Writes one file for people without this GPU: `result` and what made it; no names or paths."""
+    device = jax.devices()[0]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    smi = shutil.which(query[0]) and subprocess.run(query, capture_output=True, text=True).stdout
+    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+    about = {
+        "compute_capability": str(getattr(device, "compute_capability", None)),
+        "driver": smi.split()[0] if smi else None,
+        "compiler": str(dispatch.compiler()) if device.platform == "gpu" else None,
+        "packages": {name: installed[name] for name in sorted(installed) if _PACKAGES.match(name)},
+    }
+    words = f"{device.device_kind} jax {jax.__version__}"
+    path = out / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
+    path.write_text(json.dumps(about | result, indent=1) + "\n")
+    return path
+
+
 def main(argv: list[str] | None = None) -> int:
     names = sorted({case.op for case in CASES})
     parser = argparse.ArgumentParser(
@@ -419,6 +444,11 @@ def main(argv: list[str] | None = None) -> int:
         help="folder for results (default: %(default)s)",
     )
     parser.add_argument("--untuned", action="store_true", help="run shapes no kernel was tuned for")
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help="also write one file with the device, versions and figures, to send to the project",
+    )
     arguments = parser.parse_args(argv)
     for op in arguments.op:
         if op not in names:
@@ -430,4 +460,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: --out {arguments.out} cannot be created: {e.strerror}", file=sys.stderr)
         return 2
     result = run(arguments.op, arguments.out, UNTUNED if arguments.untuned else CASES)
+    if arguments.share:
+        print(f"Wrote {share(result, arguments.out)}: attach it to an issue of the project")
     return int(any("mosaic" in r["failed"] for r in result["records"]))

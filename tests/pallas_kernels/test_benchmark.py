@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -208,3 +209,15 @@ def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch)
     if not ON_GPU:  # whether or not they are installed
         for peer in ("JAX cuDNN", "tokamax mosaic", "tokamax triton", "PyTorch CUDNN"):
             assert "failed" in rows[peer]
+
+
+def test_a_shared_file_has_the_device_versions_and_figures_but_no_paths(tmp_path):
+    device = jax.devices()[0].device_kind
+    path = run.share({"device": device, "records": [{"op": "gelu"}]}, tmp_path)
+    text = path.read_text()
+    shared = json.loads(text)
+    assert path.name.endswith(f"-jax-{jax.__version__}.json")
+    assert (shared["device"], shared["records"]) == (device, [{"op": "gelu"}])
+    assert shared["packages"]["jax"] == jax.__version__
+    assert str(tmp_path) not in text
+    assert str(Path.home()) not in text
