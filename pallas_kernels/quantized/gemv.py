@@ -40,8 +40,8 @@ from pallas_kernels.quantized.unpack import LANE_WORDS, asm, constant, lane_word
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
-# 32 warps of an SM then have 32 KB in flight.  More turns need more registers and gain nothing: with
-# 2, 3, 4 and 6 an H100 takes 13.0, 13.9, 14.2 and 18.4 us for 4096 x 14336 of 4 bits.
+# 32 warps of an SM then have 32 KB in flight.  More turns need more registers and gain nothing:
+# with 2, 3, 4 and 6 an H100 takes 13.0, 13.9, 14.2 and 18.4 us for 4096 x 14336 of 4 bits.
 _AHEAD = 2
 
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
