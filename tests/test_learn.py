@@ -79,6 +79,17 @@ def test_a_rung_is_short_and_counts(ladder, rung):
     assert f"({name(rung).rpartition('.')[2]}.py)" in page
 
 
+def test_a_docstring_states_what_was_measured():
+    times = {key: value["times"] for key, value in json.loads(command.RESULTS.read_text()).items()}
+    for ladder, rung in RUNGS:
+        if ladder.name in times:
+            measured = times[ladder.name][stairs.text(ladder.sizes[0])][name(rung).split(".")[1]]
+            found = re.search(r"^Measured: ([\d.]+) (us|ms)\b", rung.__doc__, re.MULTILINE)
+            assert found, f"{name(rung)} took {measured:.0f} us"
+            stated = float(found[1]) * (1000 if found[2] == "ms" else 1)
+            assert stated == pytest.approx(measured, rel=0.05), name(rung)
+
+
 @pytest.mark.parametrize("ladder", LADDERS, ids=name)
 def test_no_rung_is_counted_below_the_roofline(ladder):
     assert len(ladder.counted) == len(ladders.rungs(ladder))

@@ -9,6 +9,8 @@ norm).
 Counted: the block waits for the token, and only then knows which row to ask for; then it waits for
 each of six steps: 7 x 0.6 us.  An SM holds 16 blocks, and has 248 of them to do: 65 us.  The bytes
 that must move take less than half of that.
+
+Measured: 48 us.  Rows of common tokens come from the caches, sooner than in 0.6 us.
 """
 
 import jax

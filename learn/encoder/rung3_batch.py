@@ -8,6 +8,8 @@ of rung 2 does little work for the price of its start and of waiting for its tok
 
 Counted: rung 2 reads 101 MB of wpe's rows, from the L2 cache; here it is 13 MB.  Memory moves what
 it did: at most 51 us.
+
+Measured: 33 us.
 """
 
 import jax

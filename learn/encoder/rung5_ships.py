@@ -6,6 +6,8 @@ twice; tokens outside the vocabulary are clipped, so that no address is out of b
 be no wpe.
 
 Counted: the floor, as rung 4.
+
+Measured: 32 us.
 """
 
 import jax.numpy as jnp

@@ -13,6 +13,8 @@ Counted: dy is read once, 50 MB, and dwte written, 155 MB: 70 us.  But a run is 
 place, and the most common token of the text has 2,000 places: its block takes 2 x 0.6 us for each,
 since the address of a row must arrive before the row can be asked for: 2.5 ms in all, and the other
 blocks are long done.
+
+Measured: 0.68 ms.  The compiler unrolls the loop twice, and most waits are for the L2 cache.
 """
 
 import jax

@@ -9,6 +9,8 @@ row again, with weight 0, so that the loop needs no second form.
 
 Counted: the run of 2,000 places takes 250 turns of 1.2 us: 0.3 ms.  It is still one block that
 works, on one of 132 SMs.
+
+Measured: 0.34 ms.
 """
 
 import functools

@@ -15,6 +15,10 @@ Counted: a load of 32 threads touches 32 rows, so the memory system handles it a
 2 bytes.  An SM handles one request a cycle.  Three walks and the stores make 4 x 25 million
 requests at 32768 x 768: 434 us at 132 SMs and 1.755 GHz, if the SM never waits.  Moving each byte
 once would take 34 us.
+
+Measured: 162 us, and 561 us at 16384 x 4096 where 1159 us were counted.  The compiler merges the 8
+neighbouring loads of a thread into one of 16 bytes, so there are 8 times fewer requests.  The page
+says more.
 """
 
 import jax

@@ -15,6 +15,9 @@ does: a thread waits for each load before it asks for the next, so an SM with 20
 2048 x 2 bytes = 4 KB on the way.  A load takes about 600 ns under way, so an SM gets 6.8 bytes a
 nanosecond of the 22 that are its share of memory's 2.95 TB/s: 56 us for the walk that reads from
 memory, and two more walks that read from caches in a third of that each, and the stores: 111 us.
+
+Measured: 48 us, and 288 us at 16384 x 4096 where 294 us were counted.  With 24 steps the compiler
+unrolls the walk: all loads are on the way at once.
 """
 
 import jax

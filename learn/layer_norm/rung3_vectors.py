@@ -9,6 +9,8 @@ Counted: an SM now has 2048 x 16 bytes = 32 KB on the way.  Its share of memory'
 nanosecond, needs 22 x 600 = 13 KB, so memory itself is the limit at last.  The first walk and the
 stores move 50 MB each at 2.95 TB/s, 17 us each.  The other two walks read the same 50 MB from the
 L2 cache at about 5.5 TB/s, 9 us each: 52 us.
+
+Measured: 36 us, and 183 us at 16384 x 4096 where 140 us were counted.
 """
 
 import jax

@@ -13,6 +13,8 @@ not index them.
 
 Counted: 50 MB in and 50 MB out, once each: 34 us, the floor.  The price is registers: a row of
 4096 columns needs 128 of them a lane, so few blocks fit an SM, and a row of 8192 does not fit.
+
+Measured: 36 us, and 98 us at 16384 x 4096 where 91 us were counted.
 """
 
 import jax

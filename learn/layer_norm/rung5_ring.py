@@ -18,6 +18,8 @@ Counted: still 34 us, as the bytes are the same.  What changes is what is on the
 computes.  At 768 columns nine blocks of rung 4 fit an SM (56 registers a thread), so eight others
 load meanwhile, and little is to be gained.  At 4096 columns three fit (168 registers), and when all
 of them compute, nothing is on the way; here two tiles of 32 KB are.
+
+Measured: 38 us, and 102 us at 16384 x 4096 where 91 us were counted: no gain.
 """
 
 import jax

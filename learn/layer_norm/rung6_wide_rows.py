@@ -18,6 +18,8 @@ Counted: the bytes, so 34 us at 32768 x 768 and 91 us at 16384 x 4096.  At 4096 
 of 82 KB fit an SM where rung 5 fits one of 130: one computes while the other waits.  At 768 columns
 a block of a row has only 64 columns, a lane loads 4 bytes at a time, and each row pays for four
 waits: there rung 4 should stay ahead.
+
+Measured: 43 us and 100 us.
 """
 
 import jax

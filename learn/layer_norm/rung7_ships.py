@@ -17,6 +17,8 @@ the compiler puts a barrier around every access to shared memory; here each lane
 what it has read itself, so most of them can go.
 
 Counted: 34 us at 32768 x 768 and 91 us at 16384 x 4096: each byte once, at the speed of a copy.
+
+Measured: 37 us and 101 us.
 """
 
 import functools

@@ -11,6 +11,9 @@ fourth row; at the end the four partial sums are added.  Both kernels read x and
 
 Counted: 768 columns make 24 blocks, so 108 of 132 SMs have nothing to do.  A block waits for 4 rows
 x 32 columns x 2 arrays x 2 bytes = 512 bytes at a time, 600 ns, and 8192 times: 4.9 ms.
+
+Measured: 1.9 ms.  The compiler has two steps of the loop on the way, and a nearly idle memory
+answers faster than in 600 ns.
 """
 
 import jax

@@ -11,6 +11,8 @@ Loads are 16 bytes wide, as in rung 3 of layer norm.
 
 Counted: both kernels read x and dy and one writes dx: 5 x 50 MB at 2.95 TB/s, 85 us, of which a
 third is for reading twice.  The sums take 2 x 352 x 768 x 4 bytes = 2 MB.
+
+Measured: 92 us.
 """
 
 import jax

@@ -13,6 +13,8 @@ Counted: 3 x 50 MB, 51 us, and sums of 2 x 264 x 768 x 4 bytes = 1.6 MB, another
 stays has a cost, too: its tiles come one after the other, and while it waits for one it has nothing
 else to do.  With two blocks of 12 KB loads an SM has 24 KB on the way at most, and less while they
 compute.
+
+Measured: 66 us.
 """
 
 import jax

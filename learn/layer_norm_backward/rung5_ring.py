@@ -13,6 +13,8 @@ again from shared memory, which leaves registers for the sums.
 
 Counted: the bytes of rung 4, 52 us; on the way now are 2 blocks x 3 tiles x 12 KB = 72 KB an SM,
 all the time.
+
+Measured: 64 us.
 """
 
 import jax

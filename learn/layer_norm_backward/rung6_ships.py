@@ -9,6 +9,8 @@ programs are added by a kernel of ours, in a fixed order (`_sum_programs`).  The
 gradient of a bias that was added before the norm, and adds the gradient of a residual.
 
 Counted: 3 x 50 MB and small sums, 51 us.
+
+Measured: 59 us.
 """
 
 import jax

@@ -10,6 +10,8 @@ multiplies by x, and adds up.
     warp n   | w[0 .. 255, n] x[0 .. 255] | w[256 .. 511, n] x[256 .. 511] | ...  ->  sum  ->  y[n]
 
 Counted: 4096 x 14336 weights of 2 bytes, 117 MB at 2.95 TB/s: 40 us.
+
+Measured: 43 us.
 """
 
 import jax

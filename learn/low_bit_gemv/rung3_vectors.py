@@ -8,6 +8,8 @@ Counted: 32 KB on the way in an SM, so memory could give the 29 MB in 10 us.  Bu
 have too much to do.  For each weight they shift, mask, subtract 8, convert to float32, convert x,
 multiply and add: six instructions.  An SM executes 128 of them a cycle: 59 million weights x 6 /
 (132 x 128) at 1.755 GHz = 12 us.
+
+Measured: 17 us.
 """
 
 import jax

@@ -10,6 +10,8 @@ happen once.  It also puts four loads of words on the way together.
 
 Counted: the conversion of x is a quarter of an instruction now: 5.25 for a weight, 10.4 us, about
 what memory takes.  The two overlap only in part, as different warps do one or the other.
+
+Measured: 15 us.
 """
 
 import jax

@@ -11,6 +11,8 @@ With one row it pays for seven more, which are zeros.  A form of its own for one
 idea with that ring; nobody has measured it yet.
 
 Counted: 29 MB, 10 us.
+
+Measured: 15 us.
 """
 
 import jax.numpy as jnp

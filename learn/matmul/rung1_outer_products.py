@@ -17,6 +17,8 @@ Counted: 2 x 8192 x 8192 x 2048 operations.  The multiply-add units of an H100 d
 1.755 GHz: 4.7 ms.  But each step waits for its 128 numbers, which come from the L2 cache, 0.3 us
 away.  The registers allow seven blocks on an SM, so 2048 steps x 16384 tiles / (132 x 7) x 0.3 us =
 10.9 ms.
+
+Measured: 15.5 ms.
 """
 
 import jax

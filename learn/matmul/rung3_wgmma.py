@@ -16,6 +16,9 @@ before the next tiles overwrite these.
 Counted: the tensor cores do 800 TFLOP/s in practice: 0.34 ms.  But they work only a part of the
 time: a step loads 32 KB by 128 threads, waits for them, stores them, and only then multiplies.
 With 1.5 us for that and two blocks an SM: 32 steps x 4096 tiles / 264 x 1.5 us = 0.75 ms.
+
+Measured: 1.75 ms.  In this layout a load of a warp touches 8 rows, so it makes 8 requests for 128
+bytes: 2048 for a step, which take an SM 2048 cycles, 1.2 us, for each of its two blocks.
 """
 
 import jax

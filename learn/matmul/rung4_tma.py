@@ -9,6 +9,8 @@ two, and the warpgroup waits for it.
 
 Counted: a step still does one thing after the other: about 1 us for the copies, 0.35 us for wgmma.
 Two blocks on an SM fill each other's gaps in part: 32 x 4096 / 264 x 1.35 us = 0.67 ms.
+
+Measured: 0.74 ms.
 """
 
 import jax

@@ -14,6 +14,8 @@ Counted: the tensor core is the limit inside a tile, 0.35 us a step, 11 us a til
 it has nothing to do: at the start of a tile while the first copies come, about 1 us, and at its end
 while the warpgroup adds d and stores y, about 2 us.  The other block on the SM fills most of that;
 with 0.5 us left for each of 31 tiles an SM: 0.36 ms.
+
+Measured: 0.57 ms.
 """
 
 import jax

@@ -14,6 +14,8 @@ full[s] counts two copies, empty[s] counts two warpgroups.
 Counted: a step moves 48 KB for 4.2 MFLOP, where rung 5 moved 64 KB, so the L2 cache has a quarter
 less to do.  0.34 ms inside the tiles; the start and the end of a tile still stop the tensor core,
 now without another block on the SM to fill the gap: 3 us for each of 15.5 tiles an SM, 0.39 ms.
+
+Measured: 0.50 ms.
 """
 
 import jax

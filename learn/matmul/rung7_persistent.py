@@ -14,6 +14,8 @@ need 4 x 256 rows of a and 33 x 128 of b, 21 MB.  Row by row they would need 3 a
 
 Counted: 0.34 ms, and 2 us for each of 15.5 tiles an SM, while both computing warpgroups are at the
 end of a tile and the tensor core stands still: 0.37 ms.
+
+Measured: 0.48 ms.
 """
 
 import jax

@@ -13,6 +13,8 @@ buffer.  The epilogue is any function of d and the product, element by element; 
 backward pass of GELU and SwiGLU, we use an addition.
 
 Counted: 0.34 ms at 800 TFLOP/s, and only the last epilogue of each block is not hidden: 0.35 ms.
+
+Measured: 0.40 ms.
 """
 
 from pallas_kernels import mosaic
