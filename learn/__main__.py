@@ -130,6 +130,12 @@ def check(name: str, number: int, path: Path) -> int:
     return int(complaint is not None)
 
 
+def compiled(function, arguments):
+    import jax
+
+    return jax.jit(function).lower(*arguments).compile()
+
+
 def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
     """Microseconds of every rung and of XLA at every size, in turns; checks them first."""
     import jax
@@ -149,7 +155,7 @@ def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
         cases[stairs.text(sizes)] = (
             sizes,
             {
-                name: (jax.jit(function).lower(*arguments).compile(), arguments)
+                name: (compiled(function, arguments), arguments)
                 for name, (function, arguments) in calls.items()
             },
         )

@@ -24,7 +24,7 @@ def _flops(sizes):
     return 2 * 2 * sizes["width"] * _scores(sizes) / 2
 
 
-def _seen(sizes, tile):
+def seen(sizes, tile):
     """Tiles of tile x tile that the blocks visit."""
     rows = sizes["time"] // tile
     return sizes["batch"] * sizes["heads"] * rows * (rows + 1) / 2
@@ -36,14 +36,14 @@ def _formula(sizes):
 
 def _one_after_the_other(blocks, microseconds):
     """Blocks on an SM, each with 64 x 64 scores in so many microseconds."""
-    return lambda sizes: _seen(sizes, 64) / (blocks * SMS) * microseconds
+    return lambda sizes: seen(sizes, 64) / (blocks * SMS) * microseconds
 
 
 def _matmuls(gap):
     """The matmuls, with so many microseconds for each 128 x 128 scores when nobody multiplies."""
 
     def counted(sizes):
-        tiles = _seen(sizes, 128)
+        tiles = seen(sizes, 128)
         return tiles * 128 * 128 * 4 * sizes["width"] / MATMUL + tiles / SMS * gap
 
     return counted
