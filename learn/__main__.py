@@ -99,7 +99,7 @@ def pictures(book, rung, folder: Path, bandwidth: float) -> list[Path]:
         events = [e for e in book.events if e.kernel == i]
         first = min(e.block for e in events)
         own = [e for e in events if e.block == first]
-        bars = trace.schedule(own, book.arrivals, bandwidth)
+        bars = trace.schedule(own, book.arrivals.get(i, {}), bandwidth)
         short = rung.__name__.rpartition(".")[2]
         path = folder / (f"{short}.svg" if i == 0 else f"{short}-kernel{i + 1}.svg")
         title = f"{short}: the first block of {book.kernels[i][0]}; times of the model in trace.py"

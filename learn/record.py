@@ -55,7 +55,7 @@ class Notebook:
     def __init__(self):
         self.events: list[Event] = []
         self.kernels: list[tuple[str, list[str], list[str]]] = []  # names: itself, arrays, scratch
-        self.arrivals: dict[str, int] = {}  # that complete a barrier
+        self.arrivals: dict[int, dict[str, int]] = {}  # that complete a barrier, by kernel
         self.layouts: dict[
             tuple, Any
         ] = {}  # of loads, by the id of their source_info and their shape
@@ -229,7 +229,8 @@ def _allocating(book: Notebook, function, which: int):
             own = name if len(keys) == 1 else f"{name}[{i}]"
             book.names[tuple(_key(key))] = own
             if "num_arrivals" in bound:
-                book.arrivals[own] = int(bound["num_arrivals"])
+                of_kernel = book.arrivals.setdefault(book.at, {})
+                of_kernel[own] = int(bound["num_arrivals"])
         return result
 
     return run

@@ -58,10 +58,10 @@ def gradients(by_keys, x, x2, y, y2, lse, delta):
                 iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=WGMMA)
                 s = jnp.where(iota(by_keys) >= iota(1 - by_keys), s, -1e30)
             p = jnp.exp2(s)
-            ds = p * (times(x2_smem, y2_smem) - statistic(delta_ref, i))
-            plgpu.wgmma(accs[0], ds.astype(x.dtype), y_smem)
             if by_keys:
                 plgpu.wgmma(accs[1], p.astype(x.dtype), y2_smem)
+            ds = p * (times(x2_smem, y2_smem) - statistic(delta_ref, i))
+            plgpu.wgmma(accs[0], ds.astype(x.dtype), y_smem)
             plgpu.wgmma_wait(0)
 
         def add(*accs):
