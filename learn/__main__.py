@@ -114,7 +114,7 @@ def check(name: str, number: int, path: Path) -> int:
 
     ladder = ladders.find(name)
     pick(ladder, [number])
-    rung = ladders.load(path)
+    rung = ladders.load(path, number)
     if not hasattr(rung, name):
         raise SystemExit(f"error: {path} has no function {name}")
     inputs = ladders.example(ladder, rung).inputs
@@ -128,6 +128,12 @@ def check(name: str, number: int, path: Path) -> int:
         complaint = why(error, book)
     print(f"not yet: {complaint}" if complaint else f"right: {path} is a rung {number} of {name}")
     return int(complaint is not None)
+
+
+def compiled(function, arguments):
+    import jax
+
+    return jax.jit(function).lower(*arguments).compile()
 
 
 def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
@@ -149,7 +155,7 @@ def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
         cases[stairs.text(sizes)] = (
             sizes,
             {
-                name: (jax.jit(function).lower(*arguments).compile(), arguments)
+                name: (compiled(function, arguments), arguments)
                 for name, (function, arguments) in calls.items()
             },
         )
