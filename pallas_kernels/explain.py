@@ -387,7 +387,9 @@ def main(argv: list[str] | None = None) -> int:
     named = {case.variant: case for case in reversed(cases)}
     case = cases[0] if given.variant is None else named.get(given.variant)
     if case is None:
-        parser.error(f"--variant {given.variant} is not one of {', '.join(sorted(filter(None, named)))}")
+        parser.error(
+            f"--variant {given.variant} is not one of {', '.join(sorted(filter(None, named)))}"
+        )
     sizes = dict(case.sizes[0])
     for word in given.size:
         axis, _, size = word.partition("=")
