@@ -114,7 +114,7 @@ def check(name: str, number: int, path: Path) -> int:
 
     ladder = ladders.find(name)
     pick(ladder, [number])
-    rung = ladders.load(path)
+    rung = ladders.load(path, number)
     if not hasattr(rung, name):
         raise SystemExit(f"error: {path} has no function {name}")
     inputs = ladders.example(ladder, rung).inputs

@@ -284,3 +284,21 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         _recording = before
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """A context for tracing calls that will not run: without a GPU ops decide as on an H100.
+
+    Decisions made inside are forgotten at its end.
+    """
+    global device_lacks
+    before, lacks = dict(_decisions), device_lacks
+    if jax.default_backend() != "gpu":
+        device_lacks = lambda gpu: None
+    try:
+        yield
+    finally:
+        device_lacks = lacks
+        _decisions.clear()
+        _decisions.update(before)

@@ -20,13 +20,22 @@ SHIPS = [(ladder, ladders.rungs(ladder)[-1]) for ladder in LADDERS]  # with test
 OURS = [x for x in RUNGS if x not in SHIPS]
 name = lambda value: getattr(value, "__name__", getattr(value, "name", None)).removeprefix("learn.")
 books = {}  # what each rung did, for the tests below
-# Rungs that change a constant of the rung before.
-CONSTANTS = ("layer_norm.rung3_vectors", "low_bit_gemv.rung3_vectors")
+# Rungs that change a constant of the rung before, or whose code a later one repeats or runs.
+COVERED = (
+    "layer_norm.rung3_vectors",
+    "low_bit_gemv.rung3_vectors",
+    "vlstm.rung1_products",
+    "vlstm.rung2_causal",
+    "vlstm.rung5_chunks",
+)
+# The last rung may be so far above the roofline: vLSTM's moves the states as well, which the
+# backward pass needs.
+ABOVE = {"vlstm": 3}
 
 
 @pytest.mark.skipif(kernel_checks.ON_GPU, reason="python -m learn checks the rungs on a GPU")
 @pytest.mark.parametrize(
-    ("ladder", "rung"), [slow(*x) if name(x[1]) in CONSTANTS else x for x in OURS], ids=name
+    ("ladder", "rung"), [slow(*x) if name(x[1]) in COVERED else x for x in OURS], ids=name
 )
 def test_a_rung_is_right(ladder, rung):
     inputs = ladders.example(ladder, rung).inputs
@@ -96,7 +105,7 @@ def test_no_rung_is_counted_below_the_roofline(ladder):
     for sizes in ladder.sizes:
         counted = [count(sizes) for count in ladder.counted]
         assert min(counted) >= 0.999 * ladder.floor(sizes)
-        assert counted[-1] <= 1.05 * ladder.floor(sizes)
+        assert counted[-1] <= ABOVE.get(ladder.name, 1.05) * ladder.floor(sizes)
         assert counted[0] > 1.5 * counted[-1]
 
 
@@ -140,6 +149,16 @@ def test_a_trace_follows_copies_and_barriers():
     assert ("warpgroup 0", "wait", trace.ISSUE, arrives) in [bar[:4] for bar in bars]
     assert ("warpgroup 1", "wait", 0.0, arrives) in [bar[:4] for bar in bars]
     ET.fromstring(trace.draw(bars, "a <title> & more"))
+
+
+def test_a_file_of_the_reader_is_checked_by_its_rungs_formula(tmp_path):
+    ladder, path = ladders.find("vlstm"), tmp_path / "mine.py"
+    path.write_text("")
+    kept = [number for number in range(1, 5) if number not in ladder.formulas]
+    truths = [ladders.example(ladder, ladders.load(path, number)).truth for number in range(1, 5)]
+    same = [abs(truth - truths[3]).max() == 0 for truth in truths]
+    assert kept == [3, 4]
+    assert same == [False, False, True, True]
 
 
 def test_a_trace_names_what_waits_for_ever():

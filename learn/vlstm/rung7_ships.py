@@ -1,0 +1,28 @@
+"""Rung 7: the kernel that ships, pallas_kernels/mlstm.
+
+Its two kernels are those of rung 6: `states` (inter_chunk.py) walks, `chunk_outputs`
+(intra_chunk.py) makes h of all chunks.  It is faster by four ideas:
+
+    spans       the walk of a long sequence is split into spans.  A first walk starts all of them
+                at once, from zero, and finds what each adds; `join_spans` adds these up; a second
+                walk starts each span from its true state.  So 24 heads keep 132 SMs busy.
+    persistent  a block of `chunk_outputs` stays, and up to three warpgroups of it have chunks of
+                their own; the operands come through a ring of squares, for the next chunk too
+    tiles       of 128 where DQK and DV are multiples of it: half as many states to move
+    gates       in four kernels of XLA instead of about twenty: running compositions of
+                m -> max(m + shift, least) in two steps each (gates.py)
+
+What a library needs besides: any T, DQK to 256 and DV to 512, documents, a state in and out, and
+the backward pass, where the same two kernels make dq, dk, dv and the gradients of the gates with
+other operands (docs/vlstm.md).
+
+Counted: at T = 8192 the walks read k and v nearly twice and write the states, 187 MB; with the 202
+MB of the outputs and 12 us for the gates 144 us.  At T = 2048 one walk is enough: 123 us.  The
+floor of 52 us is out of reach with states in memory, which the backward pass needs.
+"""
+
+import functools
+
+from pallas_kernels import vlstm as op
+
+vlstm = functools.partial(op, implementation="mosaic")

@@ -1,0 +1,408 @@
+"""Says what a call of an op will do and what bounds it: python -m pallas_kernels.explain.
+
+    python -m pallas_kernels.explain attention                  at the first sizes of the benchmark
+    python -m pallas_kernels.explain attention B=8 T=2048 H=10 K=10              at others
+    python -m pallas_kernels.explain attention --variant full --picture plan.svg
+
+`explain("attention", q, k, v, causal=False)` does the same for any call; arrays may be
+jax.ShapeDtypeStructs.  Nothing is computed: the call is traced, our kernels are read from the
+traced program (XLA's own are not listed), and bytes and operations are those of the benchmark.
+Without a GPU it is the plan for an H100.  On a GPU the command also measures the call and the
+ceilings.
+
+Registers are known only to the compiler: tests/compile_ahead.py lists them.
+"""
+
+import argparse
+import dataclasses
+import functools
+import html
+import inspect
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import core as jax_core
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.bench import run
+from pallas_kernels.bench.cases import CASES, A, Case
+
+H100 = {"copy_TB_per_s": 2.95, "matmul_TFLOP_per_s": 800.0}  # what copies and matmuls reach
+OPS = sorted({case.op for case in CASES})
+_SMEM = 227 * 1024  # of an SM, for blocks
+_THREADS = 2048  # of an SM
+
+
+class Kernel(NamedTuple):
+    """A kernel of a traced program, and how often it is launched."""
+
+    name: str
+    blocks: int
+    warpgroups: int
+    shared: int  # bytes of a block's buffers in shared memory, before the compiler aligns them
+    arrays: int  # bytes of its arguments and results
+    launches: int
+
+    @property
+    def at_once(self) -> int:
+        """Blocks that fit an SM by shared memory and threads; registers may allow fewer."""
+        return max(1, min(_SMEM // max(self.shared, 1), _THREADS // (128 * self.warpgroups)))
+
+    def __str__(self) -> str:
+        many = f" x {self.launches}" if self.launches > 1 else ""
+        return (
+            f"{self.name}{many}: {self.blocks} blocks of {self.warpgroups} warpgroup"
+            f"{'s' if self.warpgroups > 1 else ''}, {self.shared / 1024:.0f} KB of shared memory"
+            f" (at most {self.at_once} on an SM), arrays of {_bytes(self.arrays)}"
+        )
+
+
+class Part(NamedTuple):
+    """The forward pass of a call, or forward and backward pass together."""
+
+    name: str
+    kernels: list[Kernel]
+    bytes: int  # that must move: each input and each result once
+    flops: float | None  # None: not counted
+    tensor: (
+        bool  # whether these are products for the tensor core, or all operations of the jnp form
+    )
+    microseconds: float | None  # measured
+
+    def limits(self, tops: dict[str, float]) -> dict[str, float]:
+        """Microseconds that the memory and the tensor core need at least."""
+        found = {"memory": self.bytes / tops["copy_TB_per_s"] / 1e6}
+        if self.tensor and self.flops:
+            found["tensor core"] = self.flops / tops["matmul_TFLOP_per_s"] / 1e6
+        return found
+
+    def arrays(self) -> int:
+        return sum(kernel.arrays * kernel.launches for kernel in self.kernels)
+
+
+class Plan(NamedTuple):
+    """What a call will do; str() is the text, `picture()` an SVG."""
+
+    call: str
+    decision: dispatch.Decision
+    device: str
+    sms: int
+    tops: dict[str, float]
+    parts: list[Part]
+
+    def __str__(self) -> str:
+        lines = [f"{self.call} on {self.device}"]
+        lines.append(f"  {self.decision.op} runs on {self.decision.runs}: {self.decision.why}")
+        for part in self.parts:
+            lines += ["", part.name, *(f"  {line}" for line in self._about(part))]
+        return "\n".join(lines)
+
+    def _about(self, part: Part) -> Iterator[str]:
+        limits = part.limits(self.tops)
+        bound = max(limits, key=lambda name: limits[name])
+        yield from (f"kernel    {kernel}" for kernel in part.kernels or ["none of ours"])
+        yield f"work      {_bytes(part.bytes)} must move; {_flops(part)}"
+        floor = ", ".join(f"{name} {us:.1f} us" for name, us in limits.items())
+        yield f"floor     {limits[bound]:.1f} us ({floor})"
+        if part.microseconds:
+            share = limits[bound] / part.microseconds
+            yield f"measured  {part.microseconds:.1f} us: {share:.2f} of the floor's speed"
+        for i, reason in enumerate(self._why(part, bound)):
+            yield f"{'why' if i == 0 else '':<10}{reason}"
+
+    def _why(self, part: Part, bound: str) -> Iterator[str]:
+        """What bounds the call, and what else may keep it from its floor."""
+        copy, matmul = self.tops["copy_TB_per_s"], self.tops["matmul_TFLOP_per_s"]
+        if part.tensor and part.flops:
+            yield (
+                f"{bound}: {part.flops / part.bytes:.0f} operations for each byte, and from"
+                f" {matmul / copy:.0f} on the tensor core is the limit"
+            )
+        else:
+            yield f"{bound}: at {copy:.2f} TB/s, what a copy reaches"
+            if any(case.flops for case in CASES if self.call.startswith(f"{case.op}(")):
+                yield "the tensor core may be the limit: its share of the operations is not known"
+        if part.kernels and part.arrays() > 1.1 * part.bytes:
+            yield (
+                f"the arrays of the kernels are {part.arrays() / part.bytes:.1f} times what must"
+                f" move, {part.arrays() / copy / 1e6:.1f} us: kernels leave results for each other,"
+                " read an array again, or only a part of it"
+            )
+        few = dict.fromkeys(k.name for k in part.kernels if k.blocks < self.sms)
+        if few:
+            yield f"fewer blocks than the {self.sms} SMs: {', '.join(few)}"
+        if part.bytes < run._L2:
+            yield "a repeated call may find a part of its arrays in the L2 cache and beat the floor"
+
+    def picture(self) -> str:
+        """Bars of all times, as SVG: limits, the kernels' arrays at a copy's speed, measured."""
+        rows = []
+        for part in self.parts:
+            bars = [(name, us, "#9aa5b1") for name, us in part.limits(self.tops).items()]
+            if part.kernels:
+                us = part.arrays() / self.tops["copy_TB_per_s"] / 1e6
+                bars.append(("arrays of the kernels", us, "#d0d7de"))
+            if part.microseconds:
+                bars.append(("measured", part.microseconds, "#2a9d8f"))
+            rows += [(part.name, None, ""), *bars]
+        return _draw(f"{self.call} on {self.device}", rows)
+
+
+def explain(op: str, *arrays, measure: bool = False, **options) -> Plan:
+    """The plan of a call of `op`, a public op by its name.
+
+    arrays, options: those of the call; an array may be a jax.ShapeDtypeStruct.
+    measure: also times the call, with random arrays, and the ceilings; it needs a GPU.
+    Raises what the op raises for arguments that it does not take.
+    """
+    if op not in OPS:
+        raise ValueError(f"op={op!r} is not one of {', '.join(OPS)}")
+    bound = inspect.signature(getattr(pallas_kernels, op)).bind(*arrays, **options)
+    return plan(*_case(op, bound.arguments), measure)
+
+
+def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> Plan:
+    """The plan of a case of the benchmark."""
+    on_gpu = jax.default_backend() == "gpu"
+    if measure and not on_gpu:
+        raise ValueError(f"measure=True needs a GPU, and the platform is {jax.default_backend()}")
+    op, structs = run.public(case), run.structs(case, sizes)
+    with dispatch.rehearsal():
+        names = {"forward": (op, *structs)}
+        if not case.forward_only:
+            dy = jax.eval_shape(op, *structs)
+            names["forward and backward"] = functools.partial(run.both, op), dy, *structs
+        decision = run.decided(case, sizes)
+        kernels = {name: _kernels(jax.make_jaxpr(f)(*a).jaxpr) for name, (f, *a) in names.items()}
+        moved, flops = run.bytes_moved(case, sizes), _counted(case, sizes)
+        taken, tops = _measured(case, op, sizes) if measure else ({}, H100)
+    moved["forward and backward"] = moved["forward+backward"]
+    parts = [
+        Part(name, found, moved[name], flops[name], bool(case.flops), taken.get(name))
+        for name, found in kernels.items()
+    ]
+    shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in structs)
+    extra = "".join(f", {name}={value!r}" for name, value in case.options.items())
+    device = jax.devices()[0].device_kind if on_gpu else "an H100 (here is no GPU)"
+    return Plan(f"{case.op}({shown}{extra})", decision, device, mosaic.sm_count(), tops, parts)
+
+
+def _case(op: str, arguments: dict[str, Any]) -> tuple[Case, dict[str, int]]:
+    """A case of the benchmark for any call, and its sizes.
+
+    It is the benchmark's own where that counts the call's work.  Otherwise the case has the forward
+    pass alone, and XLA counts the operations of the jnp form.
+    """
+    trees = {name: x for name, x in arguments.items() if jax.tree.leaves(x) and _is_array(x)}
+    options = {name: x for name, x in arguments.items() if name not in trees}
+    for case in (case for case in CASES if case.op == op and not case.pack):
+        sizes = _sizes(case, trees)
+        same = _all_options(op, options) == _all_options(op, case.options)
+        if sizes and (same or not case.flops):
+            given = lambda names: tuple(name for name in names if name in trees)
+            return dataclasses.replace(
+                case,
+                arrays={
+                    n: dataclasses.replace(case.arrays[n], dtype=x.dtype.name)
+                    for n, x in trees.items()
+                },
+                reads=given(case.reads),
+                writes=case.writes and given(case.writes),
+                options=options,
+            ), sizes
+    leaves, tree = jax.tree.flatten([*trees.values()])
+    arrays, sizes = {}, {}
+    for i, leaf in enumerate(leaves):
+        axes = {f"a{i}_{n}": size for n, size in enumerate(leaf.shape)}
+        arrays[f"a{i}"] = A(" ".join(axes), leaf.dtype.name, "arange")
+        sizes |= axes
+    pack = lambda **named: dict(zip(trees, tree.unflatten(named.values()), strict=True))
+    return Case(op, arrays, (sizes,), {}, options=options, forward_only=True, pack=pack), sizes
+
+
+def _is_array(tree) -> bool:
+    return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree))
+
+
+def _all_options(op: str, options: dict) -> dict:
+    """The options of a call that may change its work, with the op's defaults."""
+    parameters = inspect.signature(getattr(pallas_kernels, op)).parameters.values()
+    given = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY} | options
+    return {name: x for name, x in given.items() if name not in ("implementation", "scale")}
+
+
+def _sizes(case: Case, arrays: dict[str, Any]) -> dict[str, int]:
+    """The sizes at which these arrays are the case's, or some of them; empty if there are none."""
+    sizes = {}
+    for name, x in arrays.items():
+        axes = case.arrays[name].axes.split() if name in case.arrays else []
+        pairs = dict(zip(axes, x.shape, strict=False)) if hasattr(x, "shape") else {}
+        if not axes or len(pairs) != len(x.shape) or sizes | pairs != pairs | sizes:
+            return {}
+        sizes |= pairs
+    return sizes if set(sizes) >= set(case.sizes[0]) else {}
+
+
+def _counted(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
+    """The operations of both parts: the benchmark's count, or XLA's of the jnp form."""
+    if case.flops:
+        forward = case.flops(sizes)
+        return {"forward": forward, "forward and backward": (1 + case.backward) * forward}
+    flops = run.counted_flops(case, sizes)
+    forward, backward = flops["forward"], flops["backward"]
+    return {"forward": forward, "forward and backward": forward and backward and forward + backward}
+
+
+def _kernels(jaxpr, launches: int = 1) -> list[Kernel]:
+    """The Mosaic kernels of a traced program, in its order."""
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mpmd_map":
+            new = [_kernel(eqn, launches)]
+        else:
+            times = (
+                launches * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else launches
+            )
+            inner = jax_core.jaxprs_in_params(eqn.params)
+            new = [kernel for sub in inner for kernel in _kernels(sub, times)]
+        for kernel in new:
+            same = found.get(kernel._replace(launches=0))
+            total = kernel.launches + (same.launches if same else 0)
+            found[kernel._replace(launches=0)] = kernel._replace(launches=total)
+    return list(found.values())
+
+
+def _kernel(eqn, launches: int) -> Kernel:
+    mesh, inside = eqn.params["meshes"][0], eqn.params["jaxprs"][0]
+    shared = _shared(inside)
+    if _reduces(inside):
+        parameters = eqn.params["compiler_params"] or plgpu.CompilerParams()
+        shared += parameters.reduction_scratch_bytes
+    arrays = sum(_size(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    return Kernel(
+        eqn.params["name"], math.prod(mesh.grid), mesh.num_threads or 1, shared, arrays, launches
+    )
+
+
+def _shared(jaxpr, allocates: bool = True) -> int:
+    """Bytes of the buffers and barriers that a kernel allocates in shared memory.
+
+    allocates: whether the program's arguments are allocated for it, not buffers from outside.
+    """
+    own = [v.aval for v in jaxpr.invars if allocates]
+    inner = [
+        _shared(sub, eqn.primitive.name == "run_scoped")
+        for eqn in jaxpr.eqns
+        for sub in jax_core.jaxprs_in_params(eqn.params)
+    ]
+    return sum(_size(aval) for aval in own if str(aval.memory_space) == "smem") + sum(inner)
+
+
+def _reduces(jaxpr) -> bool:
+    """Whether a kernel sums over an axis, for which the compiler may need shared memory."""
+    return any(
+        eqn.primitive.name.startswith("reduce_")
+        or any(map(_reduces, jax_core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _size(aval) -> int:
+    """Bytes of an array or of a buffer; a barrier has 8."""
+    itemsize = getattr(aval.dtype, "itemsize", 8)
+    return math.prod(aval.shape) * itemsize
+
+
+def _measured(case: Case, op, sizes) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of both parts, and the ceilings."""
+    inputs = run.arrays(case, sizes)
+    programs = {"op": run.compile_op(case, op, inputs, keep=True)}
+    ms, failed = run.time_ops(programs, run.cotangents(op, inputs), inputs)
+    if failed:
+        raise RuntimeError(f"{case.op} was not timed: {failed['op']}")
+    taken = ms["op"]
+    both = taken.get("forward+backward", taken["forward"] + taken.get("backward", 0))
+    us = {"forward": taken["forward"] * 1e3, "forward and backward": both * 1e3}
+    return us, run.ceilings()
+
+
+def _amount(n: float, units: dict[float, str]) -> str:
+    """A number in the largest of the units that it reaches."""
+    size = next((size for size in units if n >= size), min(units))
+    return f"{n / size:.1f} {units[size]}"
+
+
+def _bytes(n: float) -> str:
+    return _amount(n, {1e9: "GB", 1e6: "MB", 1e3: "KB"})
+
+
+def _flops(part: Part) -> str:
+    if not part.flops:
+        return "operations are not counted"
+    count = _amount(part.flops, {1e9: "billion", 1e6: "million", 1e3: "thousand"})
+    return f"{count} operations" + ("" if part.tensor else " in the jnp form, as XLA counts")
+
+
+def _draw(title: str, rows: list[tuple[str, float | None, str]]) -> str:
+    """Horizontal bars; a row without a number is a heading."""
+    longest = max(us for _, us, _ in rows if us)
+    height = 40 + 24 * len(rows)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {height}"'
+        f' font-family="sans-serif" font-size="13">\n<rect width="1000" height="{height}"'
+        f' fill="white"/>\n<text x="10" y="20" font-size="14">{html.escape(title)}</text>'
+    ]
+    for i, (name, us, colour) in enumerate(rows):
+        y = 48 + 24 * i
+        if us is None:
+            out.append(f'<text x="10" y="{y}" font-weight="bold">{name}</text>')
+            continue
+        wide = 640 * us / longest
+        out.append(
+            f'<text x="170" y="{y}" text-anchor="end">{name}</text><rect x="180" y="{y - 14}"'
+            f' width="{wide:.1f}" height="18" fill="{colour}"/>'
+            f'<text x="{186 + wide:.1f}" y="{y}">{us:.1f} us</text>'
+        )
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("op", choices=OPS, metavar="op", help=f"one of {', '.join(OPS)}")
+    parser.add_argument("size", nargs="*", metavar="AXIS=N", help="B=8, for example")
+    parser.add_argument("--variant", default=None, help="of the benchmark's table")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw an SVG")
+    given = parser.parse_args(argv)
+    cases = [case for case in CASES if case.op == given.op]
+    named = {case.variant: case for case in reversed(cases)}
+    case = cases[0] if given.variant is None else named.get(given.variant)
+    if case is None:
+        parser.error(
+            f"--variant {given.variant} is not one of {', '.join(sorted(filter(None, named)))}"
+        )
+    sizes = dict(case.sizes[0])
+    for word in given.size:
+        axis, _, size = word.partition("=")
+        if axis not in sizes or not size.isdecimal() or int(size) < 1:
+            parser.error(f"{word} is not AXIS=N with an axis of {', '.join(sizes)}")
+        sizes[axis] = int(size)
+    found = plan(case, sizes, measure=jax.default_backend() == "gpu")
+    print(found)
+    if given.picture:
+        given.picture.write_text(found.picture())
+        print(f"\nwrote {given.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""explain(): kernels, bytes, operations and floors of a call that is only traced."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from pallas_kernels import dispatch, gelu, layer_norm, rms_norm
+from pallas_kernels import explain as module
+from pallas_kernels.explain import explain, main
+
+ON_GPU = jax.default_backend() == "gpu"
+on_cpu = pytest.mark.skipif(ON_GPU, reason="the plan for an H100 without one")
+like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+NORM = like("bfloat16", 1024, 4096), like("float32", 4096), like("float32", 4096)
+
+
+@on_cpu
+def test_without_a_gpu_it_is_the_plan_for_an_h100():
+    dispatch.reset()
+    found = explain("layer_norm", *NORM)
+    forward, both = found.parts
+    assert found.decision == ("layer_norm", "mosaic", "supported")
+    assert [kernel.name for kernel in forward.kernels] == ["layer_norm_forward"]
+    assert {"layer_norm_forward", "layer_norm_backward"} <= {k.name for k in both.kernels}
+    assert forward.bytes == 2 * 1024 * 4096 * 2 + 2 * 4096 * 4
+    assert forward.limits(found.tops) == {"memory": pytest.approx(forward.bytes / 2.95e6)}
+    assert "on an H100 (here is no GPU)" in str(found)
+    assert "floor     5.7 us (memory 5.7 us)" in str(found)
+    assert dispatch.decisions() == []  # it was a rehearsal
+    layer_norm(*(jnp.ones(a.shape, a.dtype) for a in NORM))
+    assert dispatch.decisions()[0].why == "the platform is cpu, not gpu"
+
+
+@on_cpu
+def test_shared_memory_is_what_the_compiler_reserves(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    small = like("bfloat16", 64, 256), like("float32", 256)
+    f = jax.jit(lambda *a: rms_norm(*a, implementation="mosaic"))
+    f.trace(*small).lower(lowering_platforms=("cuda",))
+    (path,) = tmp_path.glob("rms_norm_forward*.resources.txt")
+    reserved = int(re.search(r"smem_scratch_bytes=(\d+)", path.read_text())[1])
+    barriers = 3 * 8
+    assert explain("rms_norm", *small).parts[0].kernels[0].shared == reserved + barriers
+
+
+def test_the_benchmark_counts_what_it_knows_and_xla_the_rest():
+    q = like("bfloat16", 1, 128, 2, 64)
+    forward, both = explain("attention", q, q, q).parts
+    assert forward.flops == 4 * 2 * 64 * 128**2 / 2
+    assert both.flops == 3.5 * forward.flops
+    assert set(forward.limits(module.H100)) == {"memory", "tensor core"}
+    found = explain("attention", q, q, q, softcap=30.0)
+    (forward,) = found.parts
+    assert forward.flops >= 4 * 2 * 64 * 128**2  # the jnp form does not skip the future
+    assert set(forward.limits(module.H100)) == {"memory"}
+    assert "its share of the operations is not known" in str(found)
+
+
+@on_cpu
+def test_what_xla_runs_faster_has_no_kernel():
+    found = explain("rms_norm", like("bfloat16", 64, 1000), like("float32", 1000))
+    assert found.decision.why == "faster, as the kernel would pad C=1000 to a multiple of 64"
+    assert not found.parts[0].kernels
+    assert "kernel    none of ours" in str(found)
+
+
+def test_a_loop_launches_its_kernels_many_times():
+    step = lambda x, _: (gelu(x, implementation="mosaic"), None)
+    traced = jax.make_jaxpr(lambda x: lax.scan(step, x, length=3))(like("bfloat16", 64, 1024))
+    (kernel,) = module._kernels(traced.jaxpr)
+    assert (kernel.name, kernel.launches) == ("gelu_forward", 3)
+
+
+def test_measured_times_stand_beside_the_floor(monkeypatch):
+    monkeypatch.setattr(module.run, "compile_op", lambda *args, keep: {})
+    ms = {"op": {"forward": 0.02, "backward": 0.03}}
+    monkeypatch.setattr(module.run, "time_ops", lambda *args: (ms, {}))
+    tops = {"copy_TB_per_s": 2.0, "matmul_TFLOP_per_s": 700.0}
+    monkeypatch.setattr(module.run, "ceilings", lambda: tops)
+    found = explain("layer_norm", *NORM)
+    case, sizes = module._case("layer_norm", dict(zip(("x", "weight", "bias"), NORM, strict=True)))
+    us, measured_tops = module._measured(case, module.run.public(case), sizes)
+    assert us == {"forward": 20.0, "forward and backward": 50.0}
+    parts = [part._replace(microseconds=us[part.name]) for part in found.parts]
+    found = found._replace(parts=parts, tops=measured_tops)
+    share = found.parts[0].bytes / 2e6 / 20
+    assert f"measured  20.0 us: {share:.2f} of the floor's speed" in str(found)
+    drawn = found.picture()
+    ET.fromstring(drawn)
+    assert drawn.count(">measured<") == 2
+
+
+@on_cpu
+def test_the_command_explains_and_refuses(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    assert main(["rms_norm", "N=64", "C=1024", "--picture", str(path)]) == 0
+    assert "rms_norm(bfloat16[64, 1024], float32[1024]) on an H100" in capsys.readouterr().out
+    ET.fromstring(path.read_text())
+    for words, why in (
+        (["rms_norm", "T=64"], "T=64 is not AXIS=N with an axis of N, C"),
+        (["rms_norm", "N=0"], "N=0 is not AXIS=N"),
+        (
+            ["attention", "--variant", "half"],
+            "--variant half is not one of full, packed, window 1024",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert why in capsys.readouterr().err
+    with pytest.raises(ValueError, match="op='tanh' is not one of add_layer_norm"):
+        explain("tanh", NORM[0])
+    with pytest.raises(ValueError, match="measure=True needs a GPU, and the platform is cpu"):
+        explain("layer_norm", *NORM, measure=True)
+
+
+@on_cpu
+def test_a_rehearsal_leaves_ops_as_they_were():
+    before = dispatch.device_lacks
+    with dispatch.rehearsal():
+        assert dispatch.device_lacks("sm_90a") is None
+        dispatch.use_kernel("op", None, None)
+    assert dispatch.device_lacks is before
+    assert not any(decision.op == "op" for decision in dispatch.decisions())
