@@ -10,7 +10,7 @@ Counted: two waits, for the token and for the rows, instead of seven: 19 us.  No
 limit: 50 MB of results, and 32768 rows of 3 KB, 101 MB, if no row is found in the L2 cache: 51 us.
 Text repeats its tokens, so some are.
 
-Measured: 34 us: most repeated rows are found in the L2 cache.
+Measured: 34 us: many repeated rows are found in the L2 cache.
 """
 
 import jax
