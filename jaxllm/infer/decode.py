@@ -14,8 +14,8 @@ from flax import nnx
 from jaxllm.config import ModelConfig, SampleConfig, round_up
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
-from jaxllm.layers import Linear
 from jaxllm.layers.cache import Cache
+from jaxllm.layers.linear import Linear, Transposed
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
@@ -210,17 +210,19 @@ def _programs(
 
 
 def in_compute_dtype(model: LanguageModel, params: nnx.State) -> nnx.State:
-    """Casts the matrices to the compute dtype, once for all tokens.
+    """Casts the matrices to the compute dtype, once for all tokens, and transposes those of Linear.
 
     Each step reads every weight once: 2 bytes in bf16, but 10 to read float32, cast it and read the
     result.
     """
     paths = {(*path, "weight") for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    names = {".".join(map(str, path)) for path in (*paths, ("embedding", "wte"))}
+    names = {".".join(map(str, path)) for path in paths}
 
     def cast(path, x):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        return x.astype(model.config.compute_dtype) if name in names else x
+        if name in names:
+            return Transposed(x.astype(model.config.compute_dtype).T)
+        return x.astype(model.config.compute_dtype) if name == "embedding.wte" else x
 
     return jax.tree.map_with_path(cast, params)
 
