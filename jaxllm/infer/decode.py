@@ -191,19 +191,21 @@ def _programs(
         # Token lookups use the float32 table.
         embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
 
-        def step(carry, number):
-            token, arrays = carry
-            positions = (lengths + number - 1)[:, None]
+        def step(i, carry):
+            token, tokens, arrays = carry
+            positions = (lengths + number + i - 1)[:, None]
             hidden, caches = model.advance(
                 embedding(token[:, None], positions),
                 positions=positions,
-                caches=[Cache(lengths + number, size, layer) for layer in arrays],
+                caches=[Cache(lengths + number + i, size, layer) for layer in arrays],
             )
-            token = pick(model, hidden, key, number)
-            return (token, [cache.arrays for cache in caches]), token
+            token = pick(model, hidden, key, number + i)
+            # With a select: XLA would copy a slice on another stream, outside its CUDA graph.
+            tokens = jnp.where(jnp.arange(BLOCK)[:, None] == i, token, tokens)
+            return token, tokens, [cache.arrays for cache in caches]
 
-        numbers = number + jnp.arange(BLOCK)
-        (token, arrays), tokens = jax.lax.scan(step, (token, arrays), numbers)
+        tokens = jnp.zeros((BLOCK, len(token)), jnp.int32)
+        token, tokens, arrays = jax.lax.fori_loop(0, BLOCK, step, (token, tokens, arrays))
         return tokens, token, arrays
 
     return _Programs(first, further)
