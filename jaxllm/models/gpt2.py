@@ -12,7 +12,7 @@ from jaxllm.models.stream import Stream
 
 
 class GPT2Block(nnx.Module):
-    """s += attention(norm_1(s)); s += mlp(norm_2(s)); in training the next norms add their biases."""
+    """s += attention(norm_1(s)); s += mlp(norm_2(s)); when training, the next norms add biases."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         C, implementation = config.d_model, config.implementation
