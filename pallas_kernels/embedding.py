@@ -79,7 +79,8 @@ def encoder(
             f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe: shorten the"
             " sequence or enlarge wpe"
         )
-    if not dispatch.use_kernel("encoder", implementation, why_not(tokens, wte, wpe, dtype)):
+    reason, slower = why_not(tokens, wte, wpe, dtype), why_slower(tokens)
+    if not dispatch.use_kernel("encoder", implementation, reason, slower=slower):
         return encoder_reference(tokens, wte, wpe, dtype=dtype, tied=tied)
     return _encoder(tokens.astype(jnp.int32), wte, wpe, dtype, tied)
 
@@ -104,6 +105,11 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     result = jax.ShapeDtypeStruct((), dtype)
     reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
     return reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
+
+
+def why_slower(tokens) -> str | None:
+    """Why XLA's form is faster, or None: generation takes as long as it has kernels."""
+    return "XLA fuses the lookups of one position" if tokens.shape[1] == 1 else None
 
 
 class _Loads(NamedTuple):

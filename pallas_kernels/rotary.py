@@ -124,6 +124,8 @@ def why_slower(q, k, layout) -> str | None:
         4x1024x(8 + 2)x96: tiles of 16 pairs, none left over                        1.86
     """
     b, t, _, d = q.shape
+    if t == 1:  # generation takes as long as it has kernels
+        return "XLA fuses the rotation of one position with other ops"
     tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), layout == "interleaved")
     if tile.pairs < 16:
         return f"tiles of {tile.pairs} pairs, for D={d}, are smaller than 16 pairs"

@@ -1,6 +1,7 @@
 """The linear layer y = x W + b, sharded by columns or by rows."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,34 @@ COLUMNS = ("fsdp", "tensor")
 ROWS = ("tensor", "fsdp")
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Transposed:
+    """A matrix W (in, out), stored as its transpose (out, in) for generation.
+
+    Each output of a single row is then a sum along a row in memory, which XLA computes in one
+    kernel.  For sums along columns it takes two, and the first one writes all products.
+    """
+
+    array: jax.Array
+
+    def times_row(
+        self, x: Float[Array, "... in"], bias: Float[Array, " out"] | None, dtype
+    ) -> Float[Array, "... out"]:
+        """x W + bias of a single row x, summed in float32."""
+        terms = x[..., None, :].astype(jnp.float32) * self.array.astype(jnp.float32)
+        if bias is not None:
+            # The bias is part of the first term, because XLA gives a sum's other operands a kernel
+            # of their own.
+            terms += jnp.where(jnp.arange(x.shape[-1]) == 0, bias[:, None], 0)
+        return terms.sum(-1).astype(dtype)
+
+
 class Linear(nnx.Module):
     """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
 
-    For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py).
+    For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
+    Transposed matrix (jaxllm/infer/decode.py).
     """
 
     def __init__(
@@ -64,12 +89,22 @@ class Linear(nnx.Module):
             )
             bias = self.bias[...] if add_bias and self.bias is not None else None
             return op(x, weight, bias).astype(dtype or x.dtype)
+        if isinstance(weight, Transposed) and x.size == x.shape[-1]:
+            bias = self.bias[...] if add_bias and self.bias is not None else None
+            return weight.times_row(x, bias, dtype or x.dtype)
         y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
+
+    @property
+    def generates(self) -> bool:
+        """Whether the weight is stored for generation, where this layer best adds its own bias."""
+        return isinstance(self.weight.get_value(), Transposed | QuantizedWeight)
 
     def matrix(self, dtype) -> Float[Array, "in out"]:
         """The weight in `dtype`; a packed one is dequantized."""
         weight = self.weight.get_value()
+        if isinstance(weight, Transposed):
+            return weight.array.T.astype(dtype)
         if isinstance(weight, QuantizedWeight):
             return dequantize(weight, dtype)
         return weight.astype(dtype)

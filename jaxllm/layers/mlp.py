@@ -36,6 +36,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
         """Applies the layer; add_bias: False leaves the bias of `down` to the next op."""
+        if self.up.generates:
+            op = partial(gelu, implementation=self.implementation)
+            op = per_device(op, in_specs=(HIDDEN,), out_specs=HIDDEN)
+            return self.down(op(self.up(x)), add_bias=add_bias)
         # The op adds the bias, because its backward pass yields the bias gradient for free.
         bias = self.up.bias
         assert bias is not None

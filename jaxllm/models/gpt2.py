@@ -12,7 +12,7 @@ from jaxllm.models.stream import Stream
 
 
 class GPT2Block(nnx.Module):
-    """s += attention(norm_1(s)); s += mlp(norm_2(s)); the next norm adds the last bias of each."""
+    """s += attention(norm_1(s)); s += mlp(norm_2(s)); when training, the next norms add biases."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         C, implementation = config.d_model, config.implementation
@@ -32,13 +32,17 @@ class GPT2Block(nnx.Module):
         self.mlp = MLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
-        out_bias, down_bias = self.attention.out.bias, self.mlp.down.bias
-        assert out_bias is not None
-        assert down_bias is not None
+        add_bias = self.mlp.down.generates
+        out_bias, down_bias = (
+            None if add_bias or layer.bias is None else layer.bias[...]
+            for layer in (self.attention.out, self.mlp.down)
+        )
         y, residual = stream.normed(self.norm_1)
-        branch, cache = self.attention.with_cache(y, positions, segment_ids, cache, add_bias=False)
-        y, residual = Stream(branch, out_bias[...], residual).normed(self.norm_2)
-        return Stream(self.mlp(y, add_bias=False), down_bias[...], residual), cache
+        branch, cache = self.attention.with_cache(
+            y, positions, segment_ids, cache, add_bias=add_bias
+        )
+        y, residual = Stream(branch, out_bias, residual).normed(self.norm_2)
+        return Stream(self.mlp(y, add_bias=add_bias), down_bias, residual), cache
 
 
 class GPT2(LanguageModel):

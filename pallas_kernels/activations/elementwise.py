@@ -34,6 +34,12 @@ def why_not(**arrays) -> str | None:
     return mosaic.unsupported_dtype(**arrays) or mosaic.empty(**arrays)
 
 
+def why_slower(x) -> str | None:
+    """Why XLA's form is faster, or None: generation takes as long as it has kernels."""
+    few = x.ndim > 0 and x.size <= 64 * x.shape[-1]
+    return "XLA fuses 64 rows or fewer with other ops" if few else None
+
+
 def sigmoid(z):
     """1 / (1 + exp(-z)) inside a kernel; accurate in both tails."""
     return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx

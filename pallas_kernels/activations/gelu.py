@@ -30,7 +30,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
-from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import (
+    elementwise,
+    fast_sigmoid,
+    sigmoid,
+    why_slower,
+)
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
@@ -51,7 +56,7 @@ def gelu(
     """
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {bias.shape}, not {x.shape[-1:]}, x's last axis")
-    if not dispatch.use_kernel("gelu", implementation, why_not(x, bias)):
+    if not dispatch.use_kernel("gelu", implementation, why_not(x, bias), slower=why_slower(x)):
         return gelu_reference(x, bias)
     if bias is None:
         return _gelu(x)

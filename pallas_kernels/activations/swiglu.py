@@ -18,7 +18,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
-from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import (
+    elementwise,
+    fast_sigmoid,
+    sigmoid,
+    why_slower,
+)
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
 
 
@@ -36,7 +41,8 @@ def swiglu(
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {gate.shape} but up has {up.shape}; they must be equal")
-    if not dispatch.use_kernel("swiglu", implementation, why_not(gate, up)):
+    reason, slower = why_not(gate, up), why_slower(gate)
+    if not dispatch.use_kernel("swiglu", implementation, reason, slower=slower):
         return swiglu_reference(gate, up)
     return _swiglu(gate, up)
 

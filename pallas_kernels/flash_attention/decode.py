@@ -13,11 +13,11 @@ grouped heads: Ainslie et al. 2023.
     K     [i] [i + 1] ... tiles of 64 keys       -- k_bars -->  P = exp2(c S - m), m, l, rescale O
     V     [i] [i + 1] ...                        -- v_bars -->  O += P V
     wide  one tile of K and of V as float16, only for a float8 cache
-    o     (64, D) float32, on its way to memory; with log-sum-exp one part of the row's result
+    o     (64, D), on its way to memory: the row's result, or a float32 part with log-sum-exp
 
 A block takes its share of the tiles that its row sees: those up to its length, inside its window.
 TMA copies the next tiles as soon as the warpgroup has left a buffer.  XLA merges the parts in
-order, in one kernel, so two runs are equal bit for bit.
+order, in one kernel, so two runs are equal bit for bit.  A row of few tiles is one part.
 """
 
 import functools
@@ -40,6 +40,7 @@ _KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
 _STAGES = 4  # tiles of K and of V in flight, at most
 _SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
 _START = 2  # tiles that would take as long as a block takes to start, and its part to merge
+_WHOLE = 4  # so few tiles take no longer than a second kernel that merges (an estimate)
 _LEAST_SPLITS = 8  # of several rows, whose lengths may differ, if each has so many tiles
 _MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
 _LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
@@ -178,6 +179,8 @@ def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
 
     blocks: of one wave.
     """
+    if tiles <= _WHOLE:
+        return 1
     waves = lambda n: mosaic.cdiv(pairs * n, blocks) * (mosaic.cdiv(tiles, n) + _START)
     return min(range(min(least, tiles), min(_MOST_SPLITS, tiles) + 1), key=waves)
 
@@ -209,19 +212,19 @@ def _kernel(q, k, v, lengths, scale, window, softcap):
     )
     ring = tile(p.stages, _KEYS, k.dtype)
     parts = (b, p.splits, kv)
+    lse = jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32) if p.splits > 1 else None
+    # float8's result still needs v_scale.
+    dtype = jnp.float32 if p.splits > 1 or p.fp8 else p.dtype
     o, lse = mosaic.kernel(
         functools.partial(_body, p),
         name="decode_attention",
-        out_type=(
-            jax.ShapeDtypeStruct((*parts, q.shape[2], d), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32),
-        ),
+        out_type=(jax.ShapeDtypeStruct((*parts, q.shape[2], d), dtype), lse),
         scratch_types=dict(
             q_smem=tile(1, ROWS, p.dtype),
             k_smem=ring,
             v_smem=ring,
             wide_smem=tile(2, _KEYS, p.dtype) if p.fp8 else None,
-            o_smem=tile(1, ROWS, jnp.float32),
+            o_smem=tile(1, ROWS, dtype),
             q_bar=plgpu.Barrier(),
             k_bars=plgpu.Barrier(num_barriers=p.stages),
             v_bars=plgpu.Barrier(num_barriers=p.stages),
@@ -230,7 +233,8 @@ def _kernel(q, k, v, lengths, scale, window, softcap):
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )(q, k, v, lengths.astype(jnp.int32))
-    y = _merge(o[:, :, :, :rows], lse[:, :, :, :rows])
+    o = o[:, :, :, :rows]
+    y = o[:, 0] if lse is None else _merge(o, lse[:, :, :, :rows])
     return y.reshape(b, kv, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 
@@ -288,10 +292,11 @@ def _body(p: Plan, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
     plgpu.barrier_wait(smem["q_bar"])
     o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
     inverse = jnp.where(l > 0, 1 / l, 0)
-    smem["o_smem"][0] = o * along(inverse, o.shape, 0)
+    smem["o_smem"][0] = (o * along(inverse, o.shape, 0)).astype(smem["o_smem"].dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem["o_smem"].at[0], o_ref.at[batch, split, head, rows])
-    mosaic.store(lse_ref.at[batch, split, head], m * (1 / LOG2E) + jnp.log(l))
+    if lse_ref is not None:
+        mosaic.store(lse_ref.at[batch, split, head], m * (1 / LOG2E) + jnp.log(l))
     plgpu.wait_smem_to_gmem(0)
 
 

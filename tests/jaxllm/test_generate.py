@@ -64,6 +64,24 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
     assert len(set(got.ravel().tolist())) > 8
 
 
+@pytest.mark.parametrize("name", ["gpt2", slow("llama3"), slow("vlstm")])
+def test_transposed_matrices_give_the_same_tokens(monkeypatch, name):
+    """As a GPU has them; one row is multiplied as a sum of products, several by a matmul."""
+    graph, params = nnx.split(create(tiny(name, **SHAPE, n_layers=1)), nnx.Param)
+    params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x + 0.1, params)
+    greedy = SampleConfig(tokens=9, temperature=0.0)
+    got = []
+    with jax.default_matmul_precision("highest"):
+        for transposed, rows in ((False, 2), (True, 2), (True, 1)):
+            monkeypatch.setattr(decode, "by_rows", lambda transposed=transposed: transposed)
+            decode._programs.cache_clear()
+            tokens = decode.stream_tokens(graph, params, [[100, 7, 33]] * rows, greedy)
+            got.append([int(token[0]) for token in tokens])
+    decode._programs.cache_clear()
+    assert got[0] == got[1] == got[2]
+    assert len(set(got[0])) > 3
+
+
 def test_one_program_serves_prompts_and_seeds_of_one_shape():
     model = create(tiny("llama3", **SHAPE))
     graph, params = nnx.split(model, nnx.Param)

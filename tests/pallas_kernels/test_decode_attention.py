@@ -36,6 +36,8 @@ def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, o
     if one_block:
         monkeypatch.setattr(decode, "_LEAST_SPLITS", 1)
         monkeypatch.setattr(decode, "_MOST_SPLITS", 1)
+    else:
+        monkeypatch.setattr(decode, "_WHOLE", 0)
     scales = {n: x for n, x in options.items() if n.endswith("_scale")}
     for i, (name, x) in enumerate(scales.items()):
         options = options | {name: x * jnp.exp(normal(3 + i, (shape[0], shape[3])))}
@@ -101,7 +103,8 @@ def test_other_head_dimensions_lower(d, cache):
         (128, 8, 1, 132, 16),  # S 8192, B 1: 128 blocks of 8 tiles
         (128, 8, 1, 264, 32),  # float8: 256 blocks of 4
         (2048, 8, 1, 132, 16),  # S 131072
-        (2, 8, 2, 132, 2),  # no more than tiles
+        (5, 1, 8, 132, 5),  # no more than tiles
+        (4, 12, 4, 132, 1),  # S 256: the merge would take longer
         (16, 384, 2, 132, 2),  # S 1024, B 32, 12 heads: 6 waves of blocks of 8 tiles
     ],
 )

@@ -115,6 +115,10 @@ def rows(n, c):
         (rope, [(1, 128, 1, 80)], "tiles of 8 pairs, for D=80, are smaller than 16 pairs"),
         (rope, [(3, 333, 1, 64)], "B T=999 is not a multiple of 32, the positions of a tile"),
         (rope, [(1, 64, 1, 96)], None),
+        (rope, [(64, 1, 1, 96)], "XLA fuses the rotation of one position with other ops"),
+        (gelu, [(8, 8, 64)], "XLA fuses 64 rows or fewer with other ops"),
+        (swiglu, [(64, 64)] * 2, "XLA fuses 64 rows or fewer with other ops"),
+        (swiglu, [(65, 64)] * 2, None),
         (encoder, [(500, 72)], None),  # slower, but XLA's form is not deterministic
     ],
 )
