@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax._src import core as jax_core
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -220,7 +221,8 @@ def _case(op: str, arguments: dict[str, Any]) -> tuple[Case, dict[str, int]]:
     arrays, sizes = {}, {}
     for i, leaf in enumerate(leaves):
         axes = {f"a{i}_{n}": size for n, size in enumerate(leaf.shape)}
-        arrays[f"a{i}"] = A(" ".join(axes), leaf.dtype.name, "arange")
+        fill = "normal" if jnp.issubdtype(leaf.dtype, jnp.floating) else "arange"
+        arrays[f"a{i}"] = A(" ".join(axes), leaf.dtype.name, fill)
         sizes |= axes
     pack = lambda **named: dict(zip(trees, tree.unflatten(named.values()), strict=True))
     return Case(op, arrays, (sizes,), {}, options=options, forward_only=True, pack=pack), sizes
