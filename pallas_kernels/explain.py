@@ -47,6 +47,7 @@ class Kernel(NamedTuple):
     blocks: int
     warpgroups: int
     shared: int  # bytes of a block's buffers in shared memory, before the compiler aligns them
+    tiles: tuple[str, ...]  # these buffers as they lie there: wgmma's are split into (8, 64)
     arrays: int  # bytes of its arguments and results
     launches: int
 
@@ -107,7 +108,12 @@ class Plan(NamedTuple):
     def _about(self, part: Part) -> Iterator[str]:
         limits = part.limits(self.tops)
         bound = max(limits, key=lambda name: limits[name])
-        yield from (f"kernel    {kernel}" for kernel in part.kernels or ["none of ours"])
+        if not part.kernels:
+            yield "kernel    none of ours"
+        for kernel in part.kernels:
+            yield f"kernel    {kernel}"
+            if kernel.tiles:
+                yield f"          tiles {', '.join(kernel.tiles)}"
         yield f"work      {_bytes(part.bytes)} must move; {_flops(part)}"
         floor = ", ".join(f"{name} {us:.1f} us" for name, us in limits.items())
         yield f"floor     {limits[bound]:.1f} us ({floor})"
@@ -282,28 +288,35 @@ def _kernels(jaxpr, launches: int = 1) -> list[Kernel]:
 
 def _kernel(eqn, launches: int) -> Kernel:
     mesh, inside = eqn.params["meshes"][0], eqn.params["jaxprs"][0]
-    shared = _shared(inside)
+    buffers = _buffers(inside)
+    shared = sum(map(_size, buffers))
     if _reduces(inside):
         parameters = eqn.params["compiler_params"] or plgpu.CompilerParams()
         shared += parameters.reduction_scratch_bytes
-    arrays = sum(_size(v.aval) for v in (*eqn.invars, *eqn.outvars))
     return Kernel(
-        eqn.params["name"], math.prod(mesh.grid), mesh.num_threads or 1, shared, arrays, launches
+        eqn.params["name"],
+        blocks=math.prod(mesh.grid),
+        warpgroups=mesh.num_threads or 1,
+        shared=shared,
+        tiles=tuple(f"{a.dtype}{list(a.shape)}" for a in buffers if _is_data(a)),
+        arrays=sum(_size(v.aval) for v in (*eqn.invars, *eqn.outvars)),
+        launches=launches,
     )
 
 
-def _shared(jaxpr, allocates: bool = True) -> int:
-    """Bytes of the buffers and barriers that a kernel allocates in shared memory.
+def _buffers(jaxpr, allocates: bool = True) -> list:
+    """The buffers and barriers that a kernel allocates in shared memory.
 
     allocates: whether the program's arguments are allocated for it, not buffers from outside.
     """
     own = [v.aval for v in jaxpr.invars if allocates]
     inner = [
-        _shared(sub, eqn.primitive.name == "run_scoped")
+        aval
         for eqn in jaxpr.eqns
         for sub in jax_core.jaxprs_in_params(eqn.params)
+        for aval in _buffers(sub, eqn.primitive.name == "run_scoped")
     ]
-    return sum(_size(aval) for aval in own if str(aval.memory_space) == "smem") + sum(inner)
+    return [aval for aval in own if str(aval.memory_space) == "smem"] + inner
 
 
 def _reduces(jaxpr) -> bool:
@@ -315,10 +328,14 @@ def _reduces(jaxpr) -> bool:
     )
 
 
+def _is_data(aval) -> bool:
+    """Whether it is not a barrier."""
+    return hasattr(aval.dtype, "itemsize")
+
+
 def _size(aval) -> int:
     """Bytes of an array or of a buffer; a barrier has 8."""
-    itemsize = getattr(aval.dtype, "itemsize", 8)
-    return math.prod(aval.shape) * itemsize
+    return math.prod(aval.shape) * (aval.dtype.itemsize if _is_data(aval) else 8)
 
 
 def _measured(case: Case, op, sizes) -> tuple[dict[str, float], dict[str, float]]:

@@ -28,6 +28,8 @@ def test_without_a_gpu_it_is_the_plan_for_an_h100():
     assert {"layer_norm_forward", "layer_norm_backward"} <= {k.name for k in both.kernels}
     assert forward.bytes == 2 * 1024 * 4096 * 2 + 2 * 4096 * 4
     assert forward.limits(found.tops) == {"memory": pytest.approx(forward.bytes / 2.95e6)}
+    assert forward.kernels[0].tiles[0] == "bfloat16[1, 2, 2, 16, 256]"  # two slots of two rows
+    assert "          tiles bfloat16[1, 2, 2, 16, 256], float32[" in str(found)
     assert "on an H100 (here is no GPU)" in str(found)
     assert "floor     5.7 us (memory 5.7 us)" in str(found)
     assert dispatch.decisions() == []  # it was a rehearsal
