@@ -36,7 +36,7 @@ from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format
 
 PAGE, ARRAYS = "packed.json", "packed.safetensors"
-VERSION = 1  # of the packing; a kernel with another one gets another number
+VERSION = 2  # of the packing; a kernel with another one gets another number
 GATES = ("vlstm.i.weight", "vlstm.f.weight")
 
 

@@ -13,6 +13,8 @@ diagonal, the second one gives probability 0 to what is later, and the third one
 Counted: with 32 heads of 4096 queries half of S is written, 1.1 GB, and all of it read, 2.1 GB; P
 is written, 1.1 GB, and half of it read, 0.5 GB.  That is 4.8 GB at 2.95 TB/s: 1.6 ms, for matmuls
 of 0.17 ms.
+
+Measured: 1.84 ms.
 """
 
 import functools

@@ -15,6 +15,8 @@ where wgmma finds its operands.  m starts at a large negative number, as -inf - 
 Counted: Q, K, V and O are 134 MB, 45 us, so memory is no limit.  For each of 64 x 64 scores at D =
 128 the matmuls take 0.34 us of an SM, and all else comes one after the other: copies, S, softmax, P
 to shared memory, P V, some 3 us for a tile.  66560 tiles on 132 SMs with two blocks each: 0.76 ms.
+
+Measured: 485 us.
 """
 
 import jax

@@ -14,6 +14,8 @@ m is now in base 2.  Only the tile on the diagonal needs the mask; it comes last
 Counted: a score took 3 instructions for the mask, 3 for the maximum and the sum, 4 for exp, 1 for
 bfloat16 and 1 for the way to shared memory; now 5 or 6, and one wait less.  With 2 us for a tile
 instead of 3: 0.50 ms.
+
+Measured: 332 us.
 """
 
 import functools

@@ -15,6 +15,8 @@ times as long as the first ones, they start first: short blocks then fill the ga
 Counted: a byte of K and V serves 128 queries instead of 64, and nobody waits for copies.  128 x 128
 scores take 1.4 us of the tensor core and, with two warpgroups that seldom meet in it, 0.9 us in
 which nobody multiplies: 0.29 ms.
+
+Measured: 349 us.
 """
 
 import functools

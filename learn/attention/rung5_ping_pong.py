@@ -12,6 +12,8 @@ The tiles go from the diagonal down to key 0 now, so the first two steps have th
 
 Counted: 128 x 128 scores take 1.4 us of the tensor core; the softmax, 0.9 us, is hidden.  What is
 not: the first S and the last P V of a block, some 3 us for each of 1024 blocks: 0.20 ms.
+
+Measured: 296 us.
 """
 
 import functools

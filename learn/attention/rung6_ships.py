@@ -13,6 +13,8 @@ block sees are never loaded (masks.py).
 
 Counted: the matmuls at 800 TFLOP/s, 0.17 ms, and 3% for the halves of the tiles on the diagonal
 that the mask hides: 0.18 ms.
+
+Measured: 218 us.
 """
 
 import functools

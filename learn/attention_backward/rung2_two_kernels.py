@@ -13,6 +13,8 @@ to add the parts up, blocks must wait for each other or add in the order in whic
 changes the last bits from run to run.
 
 Counted: dQ takes 4 us for 64 x 64 scores as before, and dK and dV together 5 instead of 7: 2.3 ms.
+
+Measured: 1.16 ms.
 """
 
 import jax

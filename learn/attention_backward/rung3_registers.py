@@ -14,6 +14,8 @@ all of the 255 registers that a thread may have.
 
 Counted: no way through shared memory and no wait for it: 3 us for a tile by queries and 3.5 by keys
 instead of 4 and 5: 1.6 ms.
+
+Measured: 1.09 ms.
 """
 
 import jax

@@ -14,6 +14,8 @@ order of their start.  In the kernel of the queries there is no dV.
 Counted: seven matmuls for 64 x 64 scores take 1.2 us of the tensor core.  Two blocks share an SM,
 so one may multiply while the other one waits for its threads.  If 0.45 us are left, for the first
 copies of a block, for what the threads do alone and for storing: 0.84 ms.
+
+Measured: 878 us.
 """
 
 import functools

@@ -8,6 +8,8 @@ load their next rows early; windows, segments, grouped heads and a softcap as in
 
 Counted: seven matmuls at 800 TFLOP/s, 0.60 ms, and 2% for the halves of the tiles on the diagonal
 that the mask hides: 0.61 ms.
+
+Measured: 757 us.
 """
 
 import jax.numpy as jnp

@@ -17,6 +17,8 @@ Counted: at 4 x 8192 x 6 x 64 x 128 there are 24 heads x 128 x 128 pairs of tile
 The multiply-adds are 309 G, 10 ms at the peak of the ordinary units.  But a step waits for numbers
 from the L2 cache, 0.3 us away, and registers allow four blocks on an SM: 29 ms.  The time grows
 with T^2; at T = 2048, with as many positions in 96 heads, it is 7 ms.  The bytes take 52 us.
+
+Measured: 39.4 ms, 10.6 ms.
 """
 
 import jax

@@ -18,6 +18,8 @@ would take 48 registers of each thread during the whole loop, so the last tile c
 Counted: 24 heads x 128 x 129 / 2 pairs of tiles with 128 steps of 0.3 us.  The compiler takes 146
 registers, so only three blocks fit an SM, not four: 19 ms.  Blocks have different lengths now.  The
 longest ones should start first, or the last of them runs alone; so tiles are numbered from the end.
+
+Measured: 28.5 ms, 7.93 ms.
 """
 
 import jax

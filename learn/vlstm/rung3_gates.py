@@ -20,6 +20,8 @@ on the way.
 
 Counted: 4096 exponentials for each pair of tiles, 256 cycles of an SM, beside 128 steps: 19.4 ms,
 1% more than rung 2.  The gates cost nothing; the products do.
+
+Measured: 27.8 ms, 7.77 ms.
 """
 
 import jax

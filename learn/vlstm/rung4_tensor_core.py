@@ -16,6 +16,8 @@ Counted: 309 GFLOP at 800 TFLOP/s are 386 us.  The exponentials, one for each pa
 16 a cycle for each SM: 220 us.  A block does one after the other, and the three blocks that fit an
 SM overlap them only in part: 0.6 ms, 30 times less than rung 3.  At T = 2048 it would be 0.15 ms.
 The time still grows with T^2.
+
+Measured: 671 us, 216 us.
 """
 
 import jax

@@ -16,6 +16,8 @@ b is now a sum over 64 positions.  As a sum over all T it was large, and b_t - b
 Counted: one pair of tiles for each chunk, and two products with C, instead of 64 pairs: 14 us of
 the tensor core.  But a head is one block, whose phases follow one another, about 2.5 us a chunk: at
 T = 8192 24 blocks do 128 chunks, 0.32 ms.  At T = 2048, 96 blocks of 32 chunks: 80 us.
+
+Measured: 553 us, 157 us.
 """
 
 import jax

@@ -17,6 +17,8 @@ us; it moves 126 MB, 43 us, so bandwidth is the limit only if there are enough h
 moves q, k, v, h and the states, 202 MB in 68 us.  With 20 us for XLA's kernels of the gates: 0.24
 ms.  At T = 2048, with 96 heads of 32 chunks, 0.13 ms: the states cost more there than the waiting
 did, because rung 5 moves 151 MB and this one 328.
+
+Measured: 315 us, 161 us.
 """
 
 import functools

@@ -19,6 +19,8 @@ other operands (docs/vlstm.md).
 Counted: at T = 8192 the walks read k and v twice and write the states, 201 MB; with the 204 MB of
 the outputs and 12 us for the gates 149 us.  At T = 2048 one walk is enough: 123 us.  The floor of
 52 us is out of reach with states in memory, which the backward pass needs.
+
+Measured: 190 us, 151 us.
 """
 
 import functools

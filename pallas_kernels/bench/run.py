@@ -413,7 +413,8 @@ def share(result: dict, out: Path) -> Path:
     device = jax.devices()[0]
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     smi = shutil.which(query[0]) and subprocess.run(query, capture_output=True, text=True).stdout
-    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+    found = [(d.name.lower(), d.version) for d in importlib.metadata.distributions()]
+    installed = dict(reversed(found))  # Python imports the first of several
     about = {
         "compute_capability": str(getattr(device, "compute_capability", None)),
         "driver": smi.split()[0] if smi else None,

@@ -54,6 +54,7 @@ def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, o
 @pytest.mark.parametrize(
     ("t", "options"), [(1, {}), (3, dict(window=9, softcap=5.0, scale=0.3))], ids=["one", "three"]
 )
+@jax.default_matmul_precision("float32")  # XLA's default on a GPU is TF32
 def test_each_row_is_the_end_of_its_own_attention(t, options):
     q, k, v, lengths = arrays(2, t, 4, 2, 48, 16, [3, 48], jnp.float32)
     actual = decode_attention(q, k, v, lengths, **options)
@@ -63,6 +64,7 @@ def test_each_row_is_the_end_of_its_own_attention(t, options):
         np.testing.assert_allclose(actual[i : i + 1], expected, rtol=2e-5, atol=2e-6)
 
 
+@jax.default_matmul_precision("float32")
 def test_scales_of_a_float8_cache():
     q, k, v, lengths = arrays(2, 1, 4, 2, 48, 16, [30, 48], jnp.float32, FP8)
     scales = [jnp.exp(normal(i, (2, 2))) for i in (3, 4)]

@@ -104,7 +104,8 @@ LARGE = [
     ((1, 777, 2, 256, 512), {"state": True, "dtype": FP16}, {"return_state": True}),
     ((1, 1024, 2, 256, 512), {}, {}),
     ((1, 8192, 1, 128, 256), {"state": True}, {"return_state": True}),  # in spans
-    ((2, 80, 2, 256, 256), {}, {"segment_ids": jnp.asarray(FOUR)}),
+    # df differs by 2.3e-6 of its largest value, the reference's by 2.3e-7 (docs/vlstm.md).
+    ((2, 80, 2, 256, 256), {}, {"segment_ids": jnp.asarray(FOUR), "ratio": 12}),
 ]
 
 
