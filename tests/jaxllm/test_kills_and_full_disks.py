@@ -29,7 +29,7 @@ failing = pytest.mark.filterwarnings(
     "ignore:coroutine:RuntimeWarning",
 )
 
-KILLS = int(os.environ.get("KILLS", 2))
+KILLS = int(os.environ.get("KILLS", 1))
 
 
 @pytest.mark.timeout(300 + 20 * KILLS)

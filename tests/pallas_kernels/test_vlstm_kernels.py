@@ -66,7 +66,7 @@ def inputs(b, t, h, dqk, dv, dtype=BF16, mean=1.0, state=False):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        slow({}),
         {"segment_ids": jnp.asarray(FOUR)},
         slow({"gate": "sigmoid", "normalize": False}),
     ],
