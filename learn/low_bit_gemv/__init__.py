@@ -89,7 +89,7 @@ LADDER = Ladder(
         _instructions(6),
         _instructions(5.25),
         _instructions(4.25),
-        lambda sizes: _bytes(sizes) / COPY,
+        _instructions(3),
     ),
     properties={2: few_bytes, 3: wide_words, 4: x_once_for_four},
 )
