@@ -15,8 +15,8 @@ shared memory in a fixed order.  A thread has 55 registers, so all 896 blocks ru
 What a library needs besides: 8, 2 and 1 bits, scales of groups of k, offsets, and for 2 to 64 rows
 another kernel (matmul.py), with wgmma and a ring.
 
-Counted: a warp's part of a turn, 1024 weights, is some 96 instructions: 3 for each weight, where memory
-allows 5.  So memory is the limit: 29 MB, 10 us.
+Counted: a warp needs some 96 instructions for 1024 weights, 3 for each weight of a lane, where
+memory allows 5.  So memory is the limit: 29 MB, 10 us.
 
 Measured: 13 us.
 """

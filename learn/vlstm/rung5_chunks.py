@@ -109,14 +109,9 @@ def vlstm(q, k, v, i, f):
         body,
         name="vlstm",
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        scratch_types=dict(
-            q_smem=tile(2, TILE, dqk),
-            k_smem=tile(2, TILE, dqk),
-            v_smem=tile(2, TILE, dv),
-            scaled=tile(TILE, dqk),
-            c_smem=tile(dqk, dv),
-            bars=plgpu.Barrier(num_arrivals=3, num_barriers=2),
-        ),
+        scratch_types=dict(q_smem=tile(2, TILE, dqk), k_smem=tile(2, TILE, dqk),
+                           v_smem=tile(2, TILE, dv), scaled=tile(TILE, dqk), c_smem=tile(dqk, dv),
+                           bars=plgpu.Barrier(num_arrivals=3, num_barriers=2)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **mosaic.grid(head=batch * heads),
-    )(q, k, v, weights(i, f, TILE, dqk**-0.5))
+    )(q, k, v, weights(i, f, TILE, dqk**-0.5))  # fmt: skip
