@@ -315,30 +315,36 @@ def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
         ((1, 8, 8, 2, 1, 64), BF16, {}, "cudnn"),
         ((1, 8, 8, 2, 1, 96), FP16, {"causal": False}, "cudnn"),
         ((1, 8, 8, 2, 1, 64), BF16, {"window": 4, "scale": 0.3}, "cudnn"),
-        ((1, 8, 8, 2, 1, 136), BF16, {}, "xla"),  # over 128 before Hopper
+        ((1, 8, 8, 2, 1, 136), BF16, {}, "mosaic"),  # over 128 before Hopper
         ((1, 8, 8, 2, 1, 64), jnp.float32, {}, "xla"),
-        ((1, 8, 10, 2, 1, 64), BF16, {}, "xla"),
+        ((1, 8, 10, 2, 1, 64), BF16, {}, "mosaic"),
         ((1, 8, 10, 2, 1, 64), BF16, {"causal": False}, "cudnn"),
-        ((1, 9, 9, 2, 1, 64), BF16, {}, "xla"),  # JAX has no gradient for odd lengths
-        ((1, 9, 8, 2, 1, 64), BF16, {"causal": False}, "xla"),
-        ((1, 8, 9, 2, 1, 64), BF16, {"causal": False}, "xla"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 4.0}, "xla"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"return_lse": True}, "xla"),
-        ((1, 8, 8, 2, 1, 64), BF16, {"segment_ids": jnp.zeros((1, 8), jnp.int32)}, "xla"),
+        ((1, 9, 9, 2, 1, 64), BF16, {}, "mosaic"),  # JAX has no gradient for odd lengths
+        ((1, 9, 8, 2, 1, 64), BF16, {"causal": False}, "mosaic"),
+        ((1, 8, 9, 2, 1, 64), BF16, {"causal": False}, "mosaic"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"softcap": 4.0}, "mosaic"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"return_lse": True}, "mosaic"),
+        ((1, 8, 8, 2, 1, 64), BF16, {"segment_ids": jnp.zeros((1, 8), jnp.int32)}, "mosaic"),
     ],
 )
 def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, runs, monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
     calls = []
     monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_: calls.append(1) or q)
-    dispatch.reset()
-    attention(*inputs(*shape, dtype), **options)
-    assert dispatch.decisions() == [dispatch.Decision("attention", runs, "older")]
-    assert len(calls) == (runs == "cudnn")
-    dispatch.reset()
-    attention(*inputs(*shape, dtype), **options, implementation="xla")  # never runs on cuDNN
-    assert dispatch.decisions() == [dispatch.Decision("attention", "xla", "asked for")]
-    assert len(calls) == (runs == "cudnn")
+    why = {
+        "cudnn": "older",
+        "mosaic": "supported, in the general form",
+        "xla": "q is float32, not bfloat16 or float16",
+    }
+    for asked, expected in (
+        (None, dispatch.Decision("attention", runs, why[runs])),
+        ("xla", dispatch.Decision("attention", "xla", "asked for")),  # never runs on cuDNN
+    ):
+        dispatch.reset()
+        arrays = inputs(*shape, dtype)
+        jax.eval_shape(functools.partial(attention, **options, implementation=asked), *arrays)
+        assert dispatch.decisions() == [expected]
+        assert len(calls) == (runs == "cudnn")
 
 
 def test_other_dtypes_of_v_are_not_for_cudnn_and_get_gradients_in_their_own(monkeypatch):
