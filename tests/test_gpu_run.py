@@ -148,13 +148,13 @@ def test_each_case_is_measured_once_under_a_unique_name():
 
 
 def test_an_op_is_timed_in_both_directions(monkeypatch):
-    case = Case("gelu", {"x": A("N C")}, ({"N": 4, "C": 1024},), {}, reads=("x",))
-    monkeypatch.setattr(gpu_worker, "ops", lambda: {"gelu N4": (case, case.sizes[0])})
+    case = Case("gelu", {"x": A("N C")}, ({"N": 65, "C": 1024},), {}, reads=("x",))
+    monkeypatch.setattr(gpu_worker, "ops", lambda: {"gelu N65": (case, case.sizes[0])})
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)  # as if there were a GPU
     monkeypatch.setattr(run, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
     with kernels_run_here():
-        measure = gpu_worker.prepare_op("gelu N4", dry=False)
-        assert measure() == {"ms": {"gelu N4 forward": 2.0, "gelu N4 backward": 2.0}}
+        measure = gpu_worker.prepare_op("gelu N65", dry=False)
+        assert measure() == {"ms": {"gelu N65 forward": 2.0, "gelu N65 backward": 2.0}}
     dispatch.reset()
 
 
