@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src import core as jax_core
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxprs_in_params
 
 import pallas_kernels
 from pallas_kernels import dispatch, mosaic
@@ -277,7 +277,7 @@ def _kernels(jaxpr, launches: int = 1) -> list[Kernel]:
             times = (
                 launches * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else launches
             )
-            inner = jax_core.jaxprs_in_params(eqn.params)
+            inner = jaxprs_in_params(eqn.params)
             new = [kernel for sub in inner for kernel in _kernels(sub, times)]
         for kernel in new:
             same = found.get(kernel._replace(launches=0))
@@ -313,7 +313,7 @@ def _buffers(jaxpr, allocates: bool = True) -> list:
     inner = [
         aval
         for eqn in jaxpr.eqns
-        for sub in jax_core.jaxprs_in_params(eqn.params)
+        for sub in jaxprs_in_params(eqn.params)
         for aval in _buffers(sub, eqn.primitive.name == "run_scoped")
     ]
     return [aval for aval in own if str(aval.memory_space) == "smem"] + inner
@@ -322,8 +322,7 @@ def _buffers(jaxpr, allocates: bool = True) -> list:
 def _reduces(jaxpr) -> bool:
     """Whether a kernel sums over an axis, for which the compiler may need shared memory."""
     return any(
-        eqn.primitive.name.startswith("reduce_")
-        or any(map(_reduces, jax_core.jaxprs_in_params(eqn.params)))
+        eqn.primitive.name.startswith("reduce_") or any(map(_reduces, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
 

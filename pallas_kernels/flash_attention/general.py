@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
+from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention.masks import Visits, same_segment, visible
 from pallas_kernels.flash_attention.queries import is_ragged
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, share_out
@@ -43,6 +43,15 @@ class Block(NamedTuple):
 
     def rows(self, s: Schedule):
         return pl.ds(self.row, s.block)
+
+
+class Worker(NamedTuple):
+    """A block, with what its kernel's functions use."""
+
+    schedule: Schedule
+    inputs: Any  # the kernel's Inputs: references to global memory
+    smem: Any  # what the kernel's `scratch` lists, by name
+    block: Block
 
 
 def width_of(head_dim: int) -> int:
@@ -90,6 +99,22 @@ def block_of(s: Schedule, segments) -> Block:
     limits, same = s.limits(row, batch, segments)
     low, high = s.visits.seen(row, row + s.block, *limits)
     return Block(batch, head, row, low, high, s.visits.whole(row, row + s.block, *same))
+
+
+def load_k(w: Worker, tile):
+    """Starts to copy a tile of K for a block of queries."""
+    _load(w, w.inputs.k, w.schedule.k_first, w.smem.k, tile)
+
+
+def load_v(w: Worker, tile):
+    """Starts to copy a tile of V for a block of queries."""
+    _load(w, w.inputs.v, w.schedule.v_first, w.smem.v, tile)
+
+
+def _load(w: Worker, ref, first_head, buffer, tile):
+    s, b = w.schedule, w.block
+    head, first = first_head + b.head // s.group, tile * s.columns
+    ampere.load_rows(ref, buffer, b.batch, head, first, s.visits.lengths[1])
 
 
 def mask(s: Schedule, b: Block, segments, tile, x):

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
-from pallas_kernels.flash_attention.general import Block
+from pallas_kernels.flash_attention.general import Block, Worker
 from pallas_kernels.flash_attention.masks import logits
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, launch, with_spans
 from pallas_kernels.mosaic import COL, LOG2E, WGMMA, along
@@ -57,15 +57,6 @@ class Results(NamedTuple):
 
     dk: Any
     dv: Any
-
-
-class Worker(NamedTuple):
-    """A block."""
-
-    schedule: Schedule
-    inputs: Inputs
-    smem: Any  # what `scratch` lists, by name
-    block: Block
 
 
 class Step(NamedTuple):

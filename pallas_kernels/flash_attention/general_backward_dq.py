@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
-from pallas_kernels.flash_attention.general import Block
+from pallas_kernels.flash_attention.general import Worker, load_k, load_v
 from pallas_kernels.flash_attention.masks import logits
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, launch, with_spans
 from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
@@ -47,15 +47,6 @@ class Inputs(NamedTuple):
     segments: Any  # Segments, or None
 
 
-class Worker(NamedTuple):
-    """A block."""
-
-    schedule: Schedule
-    inputs: Inputs
-    smem: Any  # what `scratch` lists, by name
-    block: Block
-
-
 def scratch(s: Schedule) -> dict:
     """Shared memory of a block."""
     return dict(
@@ -72,21 +63,6 @@ def load_own(w: Worker, ref, buffer):
     """Starts to copy the block's rows of Q, O or dO."""
     b, (t, _) = w.block, w.schedule.visits.lengths
     ampere.load_rows(ref, buffer, b.batch, b.head, b.row, t)
-
-
-def load(w: Worker, ref, first_head, buffer, tile):
-    """Starts to copy a tile of K or V."""
-    s, b = w.schedule, w.block
-    head, first = first_head + b.head // s.group, tile * s.columns
-    ampere.load_rows(ref, buffer, b.batch, head, first, s.visits.lengths[1])
-
-
-def load_k(w: Worker, tile):
-    load(w, w.inputs.k, w.schedule.k_first, w.smem.k, tile)
-
-
-def load_v(w: Worker, tile):
-    load(w, w.inputs.v, w.schedule.v_first, w.smem.v, tile)
 
 
 def begin(w: Worker, delta_ref):

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.forward import LOWEST
-from pallas_kernels.flash_attention.general import Block
+from pallas_kernels.flash_attention.general import Worker, load_k, load_v
 from pallas_kernels.flash_attention.masks import logits, some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import (
     Call,
@@ -54,15 +54,6 @@ class Inputs(NamedTuple):
     segments: Any  # Segments, or None
 
 
-class Worker(NamedTuple):
-    """A block."""
-
-    schedule: Schedule
-    inputs: Inputs
-    smem: Any  # what `scratch` lists, by name
-    block: Block
-
-
 def scratch(s: Schedule) -> dict:
     """Shared memory of a block."""
     return dict(
@@ -70,21 +61,6 @@ def scratch(s: Schedule) -> dict:
         k=ampere.tile(s.columns, s.width, s.dtype),
         v=ampere.tile(s.columns, s.width, s.dtype),
     )
-
-
-def load(w: Worker, ref, first_head, buffer, tile):
-    """Starts to copy a tile of K or V."""
-    s, b = w.schedule, w.block
-    head, first = first_head + b.head // s.group, tile * s.columns
-    ampere.load_rows(ref, buffer, b.batch, head, first, s.visits.lengths[1])
-
-
-def load_k(w: Worker, tile):
-    load(w, w.inputs.k, w.schedule.k_first, w.smem.k, tile)
-
-
-def load_v(w: Worker, tile):
-    load(w, w.inputs.v, w.schedule.v_first, w.smem.v, tile)
 
 
 def step(w: Worker, n, carry):

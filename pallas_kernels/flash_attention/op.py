@@ -80,9 +80,7 @@ def attention(
         window = None  # the window holds every key
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
-    call = Call(
-        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap, *form(general)
-    )
+    call = call_of(q, s, general, causal, scale, window, softcap)
     padded = (_pad(x, general) for x in (q, k, v))
     out, lse = _attention(*padded, segment_ids, call, return_lse)
     out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
@@ -103,9 +101,13 @@ def use_kernel(
     )
 
 
-def form(general: bool) -> tuple[bool, bool]:
-    """The last two of a Call."""
-    return general, general and mosaic.is_tight()
+def call_of(q, keys: int, general: bool, causal: bool, scale, window, softcap) -> Call:
+    """The Call of q, or of an array that holds q, k and v, to this number of keys."""
+    tight = general and mosaic.is_tight()
+    return Call(
+        (q.shape[1], keys), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
+        general, tight,
+    )  # fmt: skip
 
 
 def gpu_for(general: bool) -> dispatch.Gpu:

@@ -19,15 +19,14 @@ from pallas_kernels.flash_attention.backward import backward
 from pallas_kernels.flash_attention.op import (
     WIDTHS,
     attention,
+    call_of,
     check,
-    form,
     forward_of,
     gpu_for,
-    scale_of,
     use_kernel,
 )
 from pallas_kernels.flash_attention.op import why_not as _attention_why_not
-from pallas_kernels.flash_attention.schedule import Call, Heads
+from pallas_kernels.flash_attention.schedule import Heads
 from pallas_kernels.rotary import RopeScaling, check_positions, rope, rotate_in_place
 from pallas_kernels.rotary import why_not_in_place as _rope_why_not
 
@@ -80,9 +79,7 @@ def attention_qkv(
         dispatch.use_kernel("rope", implementation, None)
     use_kernel(implementation, None, general)
     window = None if window is not None and window >= t else window
-    call = Call(
-        (t, t), True, scale_of(scale, qkv), mosaic.sm_count(), window, softcap, *form(general)
-    )
+    call = call_of(qkv, t, general, True, scale, window, softcap)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
     return _attention_qkv(qkv, positions, segments, heads, (theta, scaling), call)
 
