@@ -38,10 +38,11 @@ def rms_norm(
     for a call that the kernel does not support.
     """
     tiles.check_shapes(x, weight, bias)
-    reason, slower = why_not(x, weight, bias, eps=eps), tiles.why_slower(x)
-    if not dispatch.use_kernel("rms_norm", implementation, reason, "sm_90", slower=slower):
+    general = tiles.general_form(implementation)
+    reason = why_not(x, weight, bias, eps=eps, general=general)
+    if not tiles.use_kernel("rms_norm", implementation, reason, x, general):
         return rms_norm_reference(x, weight, bias, eps=eps)
-    return kernels.norm(_NORM, eps, x, None, weight, bias)[0]
+    return kernels.norm(_NORM, eps, general, x, None, weight, bias)[0]
 
 
 def add_rms_norm(
@@ -63,10 +64,11 @@ def add_rms_norm(
     Raises as `rms_norm` does.
     """
     tiles.check_shapes(x, weight, bias, residual, x_bias)
-    reason, slower = why_not(x, weight, bias, residual, x_bias, eps=eps), tiles.why_slower(x)
-    if not dispatch.use_kernel("add_rms_norm", implementation, reason, "sm_90", slower=slower):
+    general = tiles.general_form(implementation)
+    reason = why_not(x, weight, bias, residual, x_bias, eps=eps, general=general)
+    if not tiles.use_kernel("add_rms_norm", implementation, reason, x, general):
         return add_rms_norm_reference(x, residual, weight, bias, x_bias, eps=eps)
-    return kernels.norm(_NORM, eps, x, residual, weight, bias, x_bias)
+    return kernels.norm(_NORM, eps, general, x, residual, weight, bias, x_bias)
 
 
 def rms_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
@@ -91,8 +93,8 @@ def add_rms_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *, 
 why_not = tiles.why_not
 
 
-def _statistics(t, x, eps):
-    return (lax.rsqrt(t.mean(lambda c: jnp.square(x(c))) + eps),)
+def _statistics(t, mean, x, eps):
+    return (lax.rsqrt(mean(lambda c: jnp.square(x(c))) + eps),)
 
 
 def _normalise(t, x, r):
@@ -107,4 +109,6 @@ def _differentiate(t, n, g, means, r):
     return t.broadcast(r) * g - n * t.broadcast(r * means[0])
 
 
-_NORM = kernels.Norm("rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1)
+_NORM = kernels.Norm(
+    "rms_norm", _statistics, _normalise, _averaged, _differentiate, count=1, most=1
+)

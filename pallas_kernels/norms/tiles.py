@@ -1,4 +1,4 @@
-"""Splits a matrix into tiles of rows and streams them through shared memory, for kernels.py.
+"""Splits a matrix into tiles of rows and streams them through shared memory, for the kernels.
 
 Shared memory holds a row as blocks of up to 256 columns.  Registers hold (4, block) arrays with
 one line for each warp:
@@ -16,13 +16,12 @@ code is the same.  For rows and columns past the edges TMA reads zeros and write
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
+from pallas_kernels import dispatch, mosaic
 
 LINES = 4  # lines of a register array: the warps of a warpgroup
 SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU
@@ -49,6 +48,20 @@ _TILES = {
         (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused (three slots fit) 1.00
     ],
 }
+# The same of the general form, which needs neither TMA nor much shared memory: registers get rows
+# from global memory.  Columns, wide, rows, blocks on an SM (backward), parts, whether the next rows
+# are loaded ahead.
+_GENERAL = {
+    "forward": [(1024, False, 4, 0, 1, False), (MAX_COLS, True, 1, 0, 1, False)],
+    "backward": [
+        (256, False, 4, 3, 1, False),
+        (1024, True, 2, 4, 1, False),
+        (2048, True, 2, 3, 1, False),
+        (4096, True, 1, 2, 2, True),  # 16384x4096: 0.95
+        (4096, True, 1, 2, 1, True),  # for widths that two parts cannot share
+        (MAX_COLS, True, 1, 1, 4, True),  # 8192x8192: 0.95
+    ],
+}
 _SHORT = 2048  # narrow tiles of short rows grow up to this number of elements
 _KEPT = 4096  # n and g stay in registers for up to this number of elements of a tile's part
 
@@ -64,9 +77,11 @@ class Tiling(NamedTuple):
     blocks: int  # blocks of a row's part in shared memory, including those past `width`
     wide: bool
     tile: int  # rows of one TMA copy
-    slots: int  # tiles of a program in shared memory; 0: each tile has its own program, no TMA
+    slots: int  # tiles of a program in shared memory; 0: no TMA, from global memory to registers
     programs: int  # persistent programs for each head
     parts: int  # warpgroups of a program; they share the columns of every row
+    ahead: bool = False  # without slots: whether the next tile is loaded ahead, to registers
+    narrow_forward: bool = False  # whether the forward pass has written narrow rows' statistics
 
     @property
     def tiles(self) -> int:
@@ -80,7 +95,7 @@ class Tiling(NamedTuple):
     @property
     def chunks(self) -> range:
         """The register arrays of such a set."""
-        return range(self.blocks // LINES if self.wide else self.blocks)
+        return range(mosaic.cdiv(self.blocks, LINES) if self.wide else self.blocks)
 
     @property
     def keeps_operands(self) -> bool:
@@ -100,42 +115,47 @@ class Tiling(NamedTuple):
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """The shape that TMA copies: (rows, heads, width / block, block)."""
+        """The shape that kernels copy: (rows, heads, width / block, block)."""
         block = min(self.block, self.width)
-        return (self.rows, self.heads, self.width // block, block)
+        rows = self.rows if self.slots else self.tiles * self.tile
+        return (rows, self.heads, self.width // block, block)
 
     def view(self, x):
-        """Splits the columns into blocks, after padding them if TMA needs it (few widths do)."""
+        """Splits the columns into blocks, after padding what the kernel cannot copy otherwise."""
         x = mosaic.pad_axis(x, x.ndim - 1, self.width) if x.shape[-1] != self.width else x
+        if x.ndim == 3 and not self.slots:
+            x = mosaic.pad_axis(x, 0, self.tile)
         return x.reshape(*x.shape[:-1], *self.view_shape[2:])
 
     def unview(self, x):
-        return x.reshape(*x.shape[:-2], self.width)[..., : self.cols]
+        return x.reshape(*x.shape[:-2], self.width)[: self.rows, :, : self.cols]
 
-    def lines(self, smem, group, chunk):
+    def first_block(self, chunk):
+        """The first block of a chunk of a wide row; the last chunk may repeat blocks."""
+        return min(chunk * LINES, self.blocks - LINES)
+
+    def lines(self, ref, group, chunk):
         if self.wide:
-            return smem.at[group, pl.ds(chunk * LINES, LINES)]
-        return smem.at[pl.ds(group * LINES, LINES), chunk]
+            return ref.at[group, pl.ds(self.first_block(chunk), LINES)]
+        return ref.at[pl.ds(group * LINES, LINES), chunk]
 
-    def weight(self, smem, chunk):
+    def raw(self, ref, group, chunk):
+        """A chunk in registers, in its own dtype."""
+        return plgpu.load(self.lines(ref, group, chunk), layout=self.layout, optimized=False)
+
+    def weight(self, ref, chunk):
         """The columns of a chunk of a (blocks, block) weight, broadcast to every row."""
         if self.wide:
-            return mosaic.load(smem.at[pl.ds(chunk * LINES, LINES)], self.layout)
-        return self.broadcast(mosaic.load(smem.at[chunk], self.layout.reduce(0)), axis=1)
+            return mosaic.load(ref.at[pl.ds(self.first_block(chunk), LINES)], self.layout)
+        return self.broadcast(mosaic.load(ref.at[chunk], self.layout.reduce(0)), axis=1)
 
-    def mean(self, f):
-        """Row means of f(chunk), or of each array of a tuple: one number for each line.
-
-        A single warpgroup must hold the whole row.
-        """
-        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), map(f, self.chunks))
-        return jax.tree.map(self._line_mean, total)
-
-    def _line_mean(self, x):
-        sums = jnp.sum(x, axis=1)
-        if self.wide:  # the four lines belong to one row
-            sums = self.every_line(jnp.sum(sums))
-        return sums / self.cols
+    def once(self, x, chunk):
+        """Sets to zero what an earlier chunk has, too, so that a sum counts it once."""
+        repeated = chunk * LINES - self.first_block(chunk) if self.wide else 0
+        if not repeated:
+            return x
+        line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+        return jnp.where(line >= repeated, x, 0.0)
 
     def every_line(self, number):
         """Broadcasts a number to every line."""
@@ -147,13 +167,14 @@ class Tiling(NamedTuple):
 
     def zero_padding(self, x, chunk):
         """Sets the padding columns of the last blocks to zero."""
-        blocks = (self.parts - 1) * self.blocks + (chunk + 1) * LINES if self.wide else chunk + 1
+        start = self.first_block(chunk) if self.wide else chunk
+        blocks = (self.parts - 1) * self.blocks + start + (LINES if self.wide else 1)
         if blocks * self.block <= self.cols:
             return x  # no part has padding in this chunk
         column = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
         if self.wide:
             line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
-            first = lax.axis_index("part") * self.blocks + chunk * LINES
+            first = lax.axis_index("part") * self.blocks + start
             column = column + (line + first) * self.block
         else:
             column = column + chunk * self.block
@@ -163,7 +184,9 @@ class Tiling(NamedTuple):
         return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
 
-def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
+def why_not(
+    x, weight, bias, residual=None, x_bias=None, *, eps, general: bool = False
+) -> str | None:
     """Why the kernels do not support this call, or None."""
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if reason := mosaic.unsupported_dtype(**arrays):
@@ -175,7 +198,8 @@ def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
     s = x if residual is None else residual
     streams = x.dtype.itemsize + s.dtype.itemsize * (1 if residual is None else 2)
     row = 2 * streams + (0 if weight is None else weight.dtype.itemsize)
-    if row * (x.shape[-1] + -x.shape[-1] % 1024) > _SMEM and x.shape[-1] > 4096:
+    shared = row * (x.shape[-1] + -x.shape[-1] % 1024)
+    if not general and shared > _SMEM and x.shape[-1] > 4096:
         return f"two rows of C={x.shape[-1]} exceed shared memory in the backward pass"
     if eps <= 0:
         return f"eps={eps} is not positive"
@@ -184,7 +208,18 @@ def why_not(x, weight, bias, residual=None, x_bias=None, *, eps) -> str | None:
     return None
 
 
-def why_slower(x) -> str | None:
+def general_form(implementation: dispatch.Implementation | None) -> bool:
+    """Whether the norms run in their general form."""
+    return dispatch.general_form(implementation, rival=False, gpu="sm_90")
+
+
+def use_kernel(op: str, implementation, reason: str | None, x, general: bool) -> bool:
+    """dispatch.use_kernel for a norm."""
+    gpu, slower = "sm_80" if general else "sm_90", why_slower(x, general)
+    return dispatch.use_kernel(op, implementation, reason, gpu, slower=slower, general=general)
+
+
+def why_slower(x, general: bool) -> str | None:
     """Why XLA's form is faster than the kernels (they would copy the rows to pad them), or None.
 
     Speed of the kernels relative to XLA, layer and RMS norm, alone and with a residual, H100, JAX
@@ -194,13 +229,15 @@ def why_slower(x) -> str | None:
         65536 x 72, not padded       forward 0.52, both 1.50; with a residual 0.88, 1.49
     """
     c = x.shape[-1]
-    if c % (multiple := _multiple(c)):
+    if c % (multiple := _multiple(c, general)):
         return f"the kernel would pad C={c} to a multiple of {multiple}"
     return None
 
 
-def _multiple(cols: int) -> int:
+def _multiple(cols: int, general: bool) -> int:
     """The multiple to which the kernels need the columns padded."""
+    if general:
+        return 64 if cols <= 4096 else 1024  # 64 in each line of four parts
     if cols <= 256:
         return 8  # TMA needs strides that are multiples of 16 bytes
     # Past 4096 a row must fill its buffer, because two rows would not fit (see `choose_tiling`).
@@ -227,12 +264,40 @@ def check_shapes(x, weight, bias, residual=None, x_bias=None):
         )
 
 
+def choose_general_tiling(direction, shape, dtype) -> Tiling:
+    """The tiling of the general form."""
+    rows, heads, cols = shape
+    width = cols + -cols % _multiple(cols, True)
+    # Rows are padded only if they are too short for four warps.
+    fits = lambda t: (
+        (t[4] == 1 or width % (64 * LINES * t[4]) == 0)
+        and (rows % t[2] == 0 or width < 64 * LINES)
+        and t[0] >= cols
+    )
+    _, wide, tile, per_sm, parts, ahead = next(t for t in _GENERAL[direction] if fits(t))
+    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
+        tile *= 2
+    widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
+    lines = LINES * parts if wide else 1
+    fitting = [b for b in (256, 128, 64) if width % b == 0 and b <= widest]
+    # The widest of the blocks with which the last chunk repeats the least.
+    block = min(fitting, key=lambda b: mosaic.cdiv(width, b * lines) * b * lines)
+    blocks = width // (block * parts)
+    tiles = programs = mosaic.cdiv(rows, tile)
+    if per_sm:
+        programs = min(tiles, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
+    narrow = direction == "backward" and not choose_general_tiling("forward", shape, dtype).wide
+    return Tiling(
+        rows, heads, cols, width, block, blocks, wide, tile, 0, programs, parts, ahead, narrow
+    )
+
+
 def choose_tiling(direction, shape, streams, weights) -> Tiling:
     """The tiling for `streams` (rows, heads, cols), read row by row, and their `weights`."""
     rows, heads, cols = shape
     lines = (t for t in _TILES[direction] if t[0] >= cols)
     _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or rows % t[2] == 0)
-    width = cols + -cols % _multiple(cols)
+    width = cols + -cols % _multiple(cols, False)
     if cols <= 256:
         block = next(b for b in (64, 128, 256) if b >= cols)
     else:
