@@ -14,6 +14,7 @@ from pallas_kernels.norms.rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize, quantize
 from pallas_kernels.quantized.op import quantized_linear
 from pallas_kernels.rotary import RopeScaling, rope
+from pallas_kernels.single_row import row_linear
 
 __all__ = [
     "QuantizedWeight",
@@ -34,6 +35,7 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "rope",
+    "row_linear",
     "swiglu",
     "swiglu_linear",
     "vlstm",

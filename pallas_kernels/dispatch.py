@@ -12,7 +12,7 @@ which checks shapes, dtypes and options; it is None if the kernel supports the c
 Some ops have two forms of their kernels: one for Hopper (9.0) and a general one, for every NVIDIA
 GPU since Ampere (8.0).  Only an H100 has run the general one, so other GPUs take it under "mosaic",
 and by default in place of XLA but not of cuDNN; JAXLLM_KERNELS=general in the environment takes it
-everywhere, on Hopper as well.
+everywhere, on Hopper as well, and by default no kernel that only Hopper has.
 
 `explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
 the kernels, because a compiler that spills registers makes a kernel three times slower.
@@ -102,6 +102,8 @@ def decide(
         if reason is not None:
             raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
         return Decision(op, "mosaic", "asked for" + general * _GENERAL)
+    if _general_asked() and gpu != "sm_80":
+        reason = reason or f"JAXLLM_KERNELS=general, and this kernel is for {gpu}"
     if reason := device_lacks(gpu) or reason:
         return Decision(op, fallback, reason)
     if slower:
@@ -180,19 +182,26 @@ def device_lacks(gpu: Gpu) -> str | None:
     return None
 
 
-def general_form(implementation: Implementation | None, rival: bool = True) -> bool:
+def general_form(
+    implementation: Implementation | None, rival: bool = True, gpu: Gpu = "sm_90a"
+) -> bool:
     """Whether ops with two forms of their kernels run the general one; Hopper's on a CPU.
 
+    gpu: what the other form needs.
     rival: cuDNN runs this call, too.  An H100 is the only GPU that has run the general form, so
     elsewhere the default takes it only in place of XLA, unless JAXLLM_KERNELS asks for it.
     """
+    if (asked := _general_asked()) or implementation == "xla":
+        return asked
+    others = device_lacks("sm_80") is None and device_lacks(gpu) is not None
+    return others and (implementation == "mosaic" or not rival)
+
+
+def _general_asked() -> bool:
     asked = os.environ.get("JAXLLM_KERNELS", "")
     if asked not in ("", "general"):
         raise ValueError(f"JAXLLM_KERNELS={asked} is not general: set that, or unset it")
-    if asked or implementation == "xla":
-        return bool(asked)
-    others = device_lacks("sm_80") is None and device_lacks("sm_90a") is not None
-    return others and (implementation == "mosaic" or not rival)
+    return bool(asked)
 
 
 @functools.cache

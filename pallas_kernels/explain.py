@@ -259,12 +259,12 @@ def _sizes(case: Case, arrays: dict[str, Any]) -> dict[str, int]:
 
 def _counted(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
     """The operations of both parts: the benchmark's count, or XLA's of the jnp form."""
-    if case.flops:
-        forward = case.flops(sizes)
-        return {"forward": forward, "forward and backward": (1 + case.backward) * forward}
     flops = run.counted_flops(case, sizes)
-    forward, backward = flops["forward"], flops["backward"]
-    return {"forward": forward, "forward and backward": forward and backward and forward + backward}
+    if "forward+backward" in flops:
+        both = flops["forward+backward"]
+    else:
+        both = flops["forward"] and flops["backward"] and flops["forward"] + flops["backward"]
+    return {"forward": flops["forward"], "forward and backward": both}
 
 
 def _kernels(jaxpr, launches: int = 1) -> list[Kernel]:
@@ -289,7 +289,8 @@ def _kernels(jaxpr, launches: int = 1) -> list[Kernel]:
 def _kernel(eqn, launches: int) -> Kernel:
     mesh, inside = eqn.params["meshes"][0], eqn.params["jaxprs"][0]
     buffers = _buffers(inside)
-    shared = sum(map(_size, buffers))
+    aligned = lambda a: _size(a) + -_size(a) % 1024 if _is_data(a) else _size(a)
+    shared = sum(map(aligned, buffers))
     if _reduces(inside):
         parameters = eqn.params["compiler_params"] or plgpu.CompilerParams()
         shared += parameters.reduction_scratch_bytes

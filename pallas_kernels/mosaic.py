@@ -138,15 +138,15 @@ def in_place(call, state, *arrays):
 
 
 def in_place_with_results(call, state, *arrays):
-    """`in_place` for a call that also returns results: (state, results); state is one array."""
+    """`in_place` for a call that also returns results: (state, results)."""
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
         state, *arrays = _prevent_fusion((state, *arrays))
-        state = jax.new_ref(state)
-        results = call(state, *arrays)
+        refs = jax.tree.map(jax.new_ref, state)
+        results = call(refs, *arrays)
         # The barrier also ties them together: jax.checkpoint drops a call with unused results.
-        return _prevent_fusion((jax.freeze(state), results))
+        return _prevent_fusion((jax.tree.map(jax.freeze, refs), results))
 
     return run(state, *arrays)
 

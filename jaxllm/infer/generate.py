@@ -153,7 +153,7 @@ def _run(args: argparse.Namespace) -> None:
     size = min(args.batch_size, total)
     if total == 1:
         print(prompts[0], end="", flush=True)
-    speed = Speed(decode.BLOCK)
+    speed = Speed(decode.block_size())
     with jax.set_mesh(mesh):
         graph, params = decode.load_model(weights, mesh)
         for first in range(0, total, size):

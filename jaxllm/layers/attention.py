@@ -3,14 +3,13 @@
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, Linear, fused_linear
-from jaxllm.layers.norm import HEADS
+from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
+from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import attention, attention_qkv, decode_attention, rope
 from pallas_kernels.dispatch import Implementation
@@ -95,8 +94,25 @@ class Attention(nnx.Module):
                 self._attend, in_specs=(HEADS, _spec(rotary), P(BATCH, None)), out_specs=HEADS
             )(qkv, rotary, segment_ids)
         else:
-            y, cache = self._generate(x, positions, cache)
+            qkv = [layer(x) for layer in (self.q, self.k, self.v)]
+            y, cache = self._generate(qkv, positions, cache)
         return self.out(y.reshape(B, T, -1), add_bias=add_bias), cache
+
+    def takes_row(self, x: Float[Array, "..."]) -> bool:
+        """Whether `of_row` applies to x."""
+        return takes_row(x, self.q, self.k, self.v, norm=True) and takes_row(None, self.out)
+
+    def of_row(
+        self,
+        x: Float[Array, "1 1 C"],
+        norm: LayerNorm | RMSNorm,
+        positions: Int[Array, "1 1"] | None,
+        cache: Cache,
+    ) -> tuple[Float[Array, "1 1 C"], Cache]:
+        """(x + layer(norm(x)), updated cache) of the next token of a single row."""
+        qkv = linear_of_row(x, self.q, self.k, self.v, norm=norm)
+        y, cache = self._generate(qkv, positions, cache)
+        return linear_of_row(y.reshape(1, 1, -1), self.out, residual=x)[0], cache
 
     def _attend(self, qkv, positions, segment_ids):
         qkv = split_heads(qkv)
@@ -113,10 +129,10 @@ class Attention(nnx.Module):
         )
         return split_sequence(y)
 
-    def _generate(self, x, positions, cache):
+    def _generate(self, qkv, positions, cache):
         """Attention of the prompts (first call) or of one further token: ((B, T, H, D), cache)."""
-        B, T, _ = x.shape
-        q, k, v = (w(x).reshape(B, T, -1, self.head_dim) for w in (self.q, self.k, self.v))
+        B, T, _ = qkv[0].shape
+        q, k, v = (x.reshape(B, T, -1, self.head_dim) for x in qkv)
         if self.rope_theta is not None:
             rotate = partial(
                 rope,
@@ -143,30 +159,21 @@ class Attention(nnx.Module):
         """Writes key and value to the cache, and attends from one query per row, (B, 1, H, D)."""
 
         def op(q, k, v, keys, values, lengths):
-            keys, values = _append(keys, k, lengths), _append(values, v, lengths)
-            y = decode_attention(
+            return decode_attention(
                 q,
                 keys,
                 values,
                 lengths,
+                new=(k, v),
                 window=self.window,
                 softcap=self.softcap,
                 # Also where training asks for kernels: this one has other limits.
                 implementation="xla" if self.implementation == "xla" else None,
             )
-            return y, keys, values
 
         op = per_device(op, in_specs=(*[HEADS] * 5, P(BATCH)), out_specs=(HEADS,) * 3)
         y, *arrays = op(q, k, v, *cache.arrays, cache.lengths)
         return y, replace(cache, arrays=tuple(arrays))
-
-
-def _append(kept, new, lengths):
-    """Writes one position of each row, (B, 1, K, D), to the last slot of its text."""
-    new, slots = new.astype(kept.dtype), lengths - 1
-    if len(slots) == 1:  # of a scatter of one row XLA for GPUs checks the bounds, in two kernels
-        return jax.lax.dynamic_update_slice_in_dim(kept, new, slots[0], axis=1)
-    return kept.at[jnp.arange(len(slots)), slots].set(new[:, 0], unique_indices=True)
 
 
 def _spec(positions):

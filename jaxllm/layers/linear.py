@@ -8,9 +8,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.sharding import BATCH, SHARDS, P, constrain, context_size, normal, per_device
-from pallas_kernels import QuantizedWeight, dequantize, quantized_linear
+from jaxllm.layers.norm import LayerNorm, RMSNorm
+from jaxllm.sharding import (
+    BATCH,
+    SHARDS,
+    P,
+    constrain,
+    context_size,
+    normal,
+    one_device,
+    per_device,
+)
+from pallas_kernels import QuantizedWeight, dequantize, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.single_row import Activation
+from pallas_kernels.single_row import why_not as row_why_not
+from pallas_kernels.single_row import why_slower as row_why_slower
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
 # by rows need a single sum over the tensor axis.  fsdp shards the other dimension.
@@ -81,16 +94,15 @@ class Linear(nnx.Module):
         add_bias: False leaves the bias to the next op.
         """
         weight = self.weight.get_value()
+        bias = self.bias[...] if add_bias and self.bias is not None else None
         if isinstance(weight, QuantizedWeight):
             op = per_device(
                 functools.partial(quantized_linear, implementation=self.implementation),
                 in_specs=(P(BATCH), P(), P()),
                 out_specs=P(BATCH),
             )
-            bias = self.bias[...] if add_bias and self.bias is not None else None
             return op(x, weight, bias).astype(dtype or x.dtype)
         if isinstance(weight, Transposed) and x.size == x.shape[-1]:
-            bias = self.bias[...] if add_bias and self.bias is not None else None
             return weight.times_row(x, bias, dtype or x.dtype)
         y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
@@ -136,6 +148,41 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     y = x @ weight if dtype is None else _matmul(x, weight, dtype)
     biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
     return y + side_by_side(biases) if biases else y
+
+
+def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = False) -> bool:
+    """Whether `linear_of_row` applies: x is one row, on one device, for weights of generation.
+
+    x: None for one row in the compute dtype.
+    """
+    weights = [layer.weight.get_value() for layer in layers]
+    if not all(isinstance(w, Transposed) for w in weights):
+        return False
+    arrays = [w.array for w in weights]
+    if x is None:
+        x = arrays[0][0]
+    if x.size != x.shape[-1] or not one_device() or layers[0].implementation == "xla":
+        return False
+    return row_why_not(x, arrays, norm=norm) is None and row_why_slower(arrays) is None
+
+
+def linear_of_row(
+    x: Float[Array, "... in"],
+    *layers: Linear,
+    norm: LayerNorm | RMSNorm | None = None,
+    activation: Activation | None = None,
+    residual: Float[Array, "... out"] | None = None,
+) -> tuple[Float[Array, "... _"], ...]:
+    """activation(layer(norm(x))) + residual of one row x for each layer, in one kernel."""
+    return row_linear(
+        x,
+        [layer.weight.get_value().array for layer in layers],
+        [None if layer.bias is None else layer.bias[...] for layer in layers],
+        norm=None if norm is None else norm.of_row(),
+        activation=activation,
+        residual=residual,
+        implementation=layers[0].implementation,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -6,7 +6,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxllm.layers.linear import ROWS, Linear
+from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
+from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, gelu_linear, swiglu, swiglu_linear
 from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
@@ -37,25 +38,33 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
         """Applies the layer; add_bias: False leaves the bias of `down` to the next op."""
         if self.up.generates:
-            op = partial(gelu, implementation=self.implementation)
-            op = per_device(op, in_specs=(HIDDEN,), out_specs=HIDDEN)
-            return self.down(op(self.up(x)), add_bias=add_bias)
-        # The op adds the bias, because its backward pass yields the bias gradient for free.
-        bias = self.up.bias
-        assert bias is not None
-        hidden = self.up(x, add_bias=False), bias[...]
-        if one_device():  # on several, jit must sum the gradient of `down`
-            weight = self.down.cast(x)
-            # Where the fused kernel does not apply, that of the activation alone may.
-            if gelu_why_not(*hidden, weight) is None:
-                y = gelu_linear(*hidden, weight, implementation=self.implementation)
-                return self.down.plus_bias(y) if add_bias else y
+            hidden = (self.up(x),)
+        else:
+            # The op adds the bias, because its backward pass yields the bias gradient for free.
+            bias = self.up.bias
+            assert bias is not None
+            hidden = self.up(x, add_bias=False), bias[...]
+            if one_device():  # on several, jit must sum the gradient of `down`
+                weight = self.down.cast(x)
+                # Where the fused kernel does not apply, that of the activation alone may.
+                if gelu_why_not(*hidden, weight) is None:
+                    y = gelu_linear(*hidden, weight, implementation=self.implementation)
+                    return self.down.plus_bias(y) if add_bias else y
         op = per_device(
             partial(gelu, implementation=self.implementation),
-            in_specs=(HIDDEN, P("tensor")),
+            in_specs=(HIDDEN, P("tensor"))[: len(hidden)],
             out_specs=HIDDEN,
         )
         return self.down(op(*hidden), add_bias=add_bias)
+
+    def takes_row(self, x: Float[Array, "..."]) -> bool:
+        """Whether `of_row` applies to x."""
+        return takes_row(x, self.up, norm=True) and takes_row(None, self.down)
+
+    def of_row(self, x: Float[Array, "1 1 C"], norm: LayerNorm | RMSNorm) -> Float[Array, "1 1 C"]:
+        """x + layer(norm(x)) of a single row, in generation."""
+        (hidden,) = linear_of_row(x, self.up, norm=norm, activation="gelu")
+        return linear_of_row(hidden, self.down, residual=x)[0]
 
 
 class GatedMLP(nnx.Module):
@@ -90,3 +99,12 @@ class GatedMLP(nnx.Module):
             out_specs=HIDDEN,
         )
         return self.down(op(*hidden))
+
+    def takes_row(self, x: Float[Array, "..."]) -> bool:
+        """Whether `of_row` applies to x."""
+        return takes_row(x, self.gate, self.up, norm=True) and takes_row(None, self.down)
+
+    def of_row(self, x: Float[Array, "1 1 C"], norm: LayerNorm | RMSNorm) -> Float[Array, "1 1 C"]:
+        """x + layer(norm(x)) of a single row, in generation."""
+        (hidden,) = linear_of_row(x, self.gate, self.up, norm=norm, activation="swiglu")
+        return linear_of_row(hidden, self.down, residual=x)[0]

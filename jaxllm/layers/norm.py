@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.single_row import Norm
 
 STREAM = P(BATCH, "context", None)  # (B, T, C): every device of the tensor axis holds all of C
 HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
@@ -53,6 +54,10 @@ class LayerNorm(nnx.Module):
         y, s = op(branch, residual, self.weight[...], self.bias[...], branch_bias)
         return y.astype(self.dtype or branch.dtype), s
 
+    def of_row(self) -> Norm:
+        """This norm as an option of row_linear."""
+        return Norm(self.weight[...], self.bias[...], self.eps)
+
 
 class RMSNorm(nnx.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis of (B, T, C).
@@ -91,6 +96,10 @@ class RMSNorm(nnx.Module):
         op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
         y, s = op(branch, residual, self.weight[...], None, branch_bias)
         return y.astype(self.dtype or branch.dtype), s
+
+    def of_row(self) -> Norm:
+        """This norm as an option of row_linear."""
+        return Norm(self.weight[...], None, self.eps, centered=False)
 
 
 class HeadLayerNorm(nnx.Module):

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxllm.config import GPT2Config
 from jaxllm.layers import MLP, Attention, LayerNorm
 from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
-from jaxllm.models.stream import Stream
+from jaxllm.models.stream import Stream, of_row
 
 
 class GPT2Block(nnx.Module):
@@ -32,6 +32,8 @@ class GPT2Block(nnx.Module):
         self.mlp = MLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
+        if (result := of_row(self, stream, positions, cache)) is not None:
+            return result
         add_bias = self.mlp.down.generates
         out_bias, down_bias = (
             None if add_bias or layer.bias is None else layer.bias[...]

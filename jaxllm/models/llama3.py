@@ -8,7 +8,7 @@ from flax import nnx
 from jaxllm.config import Llama3Config
 from jaxllm.layers import Attention, GatedMLP, RMSNorm
 from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
-from jaxllm.models.stream import Stream
+from jaxllm.models.stream import Stream, of_row
 from pallas_kernels import RopeScaling
 
 
@@ -37,6 +37,8 @@ class Llama3Block(nnx.Module):
         self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
+        if (result := of_row(self, stream, positions, cache)) is not None:
+            return result
         y, residual = stream.normed(self.norm_1)
         branch, cache = self.attention.with_cache(y, positions, segment_ids, cache)
         y, residual = Stream(branch, None, residual).normed(self.norm_2)

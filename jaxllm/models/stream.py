@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jaxllm.layers import LayerNorm, RMSNorm
+from jaxllm.layers.cache import Cache
 
 
 class Stream(NamedTuple):
@@ -33,3 +34,18 @@ class Stream(NamedTuple):
         if self.branch is None:
             return norm(self.residual), self.residual
         return norm.add(self.branch, self.residual, self.bias)
+
+
+def of_row(block, stream: Stream, positions, cache: Cache | None) -> tuple[Stream, Cache] | None:
+    """The block's result for one row's next token, or None where its layers cannot fuse it.
+
+    s += attention(norm_1(s)); s += mlp(norm_2(s)), with norms and sums in the layers' kernels: each
+    takes 2 us or more, however little it does, and for one row that is most of the time.
+    """
+    if cache is None or cache.arrays is None or stream.branch is not None:
+        return None
+    x = stream.residual
+    if not (block.attention.takes_row(x) and block.mlp.takes_row(x)):
+        return None
+    x, cache = block.attention.of_row(x, block.norm_1, positions, cache)
+    return Stream(None, None, block.mlp.of_row(x, block.norm_2)), cache

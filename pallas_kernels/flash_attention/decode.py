@@ -52,18 +52,22 @@ def decode_attention(
     v: Float[Array, "B S K D"],
     lengths: Int[Array, " B"],
     *,
+    new: tuple[Float[Array, "B 1 K D"], Float[Array, "B 1 K D"]] | None = None,
     k_scale: Float[Array, "B K"] | None = None,
     v_scale: Float[Array, "B K"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     implementation: dispatch.Implementation | None = None,
-) -> Float[Array, "B T H D"]:
+) -> Float[Array, "B T H D"] | tuple[Float[Array, "B 1 H D"], ...]:
     """Attention of the last T positions of each row to its cache, in q's dtype.
 
     k, v: the cache, in q's dtype or in float8_e4m3fn.  Slots from lengths on must be finite.
     lengths: keys of each row, at most S, those of the T positions included.  Position t of T is at
         slot lengths - T + t and sees the slots up to its own.
+    new: key and value of the only position (T = 1), which the kernel also writes to slot
+        lengths - 1 (lengths are 1 to S), in place where the cache is donated.  The result is then
+        (y, k, v) with the updated cache.
     k_scale, v_scale: multiply k and v, for float8; default 1.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a position sees, including its own.
@@ -75,31 +79,34 @@ def decode_attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
-    _check(q, k, v, lengths, k_scale, v_scale, window, softcap)
+    _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
     options = dict(scale=scale, window=window, softcap=softcap)
-    reason = why_not(q, k, v, **options)
+    reason = why_not(q, k, v, new=new, **options)
     if dispatch.use_kernel("decode_attention", implementation, reason, "sm_90a"):
         form = _kernel
     else:
         form = _in_jnp
-    return _decode(form, scale_of(scale, q), window, softcap, q, k, v, lengths, k_scale, v_scale)
+    options = (scale_of(scale, q), window, softcap)
+    return _decode(form, *options, q, k, v, lengths, new, k_scale, v_scale)
 
 
 def decode_attention_reference(
-    q, k, v, lengths, *, k_scale=None, v_scale=None, scale=None, window=None, softcap=None
+    q, k, v, lengths, *, new=None, k_scale=None, v_scale=None, scale=None, window=None, softcap=None
 ):
     """The formulas in jnp, rounded where the kernel rounds."""
-    scale = scale_of(scale, q)
-    return _decode(_in_jnp, scale, window, softcap, q, k, v, lengths, k_scale, v_scale)
+    options = (scale_of(scale, q), window, softcap)
+    return _decode(_in_jnp, *options, q, k, v, lengths, new, k_scale, v_scale)
 
 
-def why_not(q, k, v, *, scale=None, window=None, softcap=None) -> str | None:
+def why_not(q, k, v, *, new=None, scale=None, window=None, softcap=None) -> str | None:
     """Why the kernel does not support this call, or None."""
     t, group = q.shape[1], q.shape[2] // k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     if k.dtype not in (q.dtype, _FP8):
         return f"the cache is {k.dtype}, not {q.dtype} or float8_e4m3fn"
+    if new is not None and k.dtype == _FP8:
+        return "a new position would have to be converted to float8"
     # 32 bytes are the smallest swizzle; float8 with D = 256 would spill registers.
     multiple, most = (32, 128) if k.dtype == _FP8 else (16, 256)
     if q.shape[3] % multiple or q.shape[3] > most:
@@ -113,7 +120,7 @@ def why_not(q, k, v, *, scale=None, window=None, softcap=None) -> str | None:
     return mosaic.lossy_softcap(softcap) or mosaic.empty(q=q, k=k)
 
 
-def _check(q, k, v, lengths, k_scale, v_scale, window, softcap):
+def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
     """Raises ValueError for arrays or options that contradict each other."""
     check(q, k, v, True, window, softcap)
     mosaic.check_integers(lengths=lengths)
@@ -122,19 +129,26 @@ def _check(q, k, v, lengths, k_scale, v_scale, window, softcap):
         raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
     if v.dtype != have:
         raise ValueError(f"k is {have} and v {v.dtype}: they must be equal")
+    if new is not None and q.shape[1] != 1:
+        raise ValueError(f"q has T={q.shape[1]} positions: a call with new= needs 1")
+    for x in new or ():
+        if x.shape != (batch, 1, *k.shape[2:]):
+            raise ValueError(f"new has shape {x.shape}, not {(batch, 1, *k.shape[2:])}")
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         if x is not None and x.shape != (batch, kv):
             raise ValueError(f"{name} has shape {x.shape}, not (B, K) = ({batch}, {kv})")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _decode(form, scale, window, softcap, q, k, v, lengths, k_scale, v_scale):
+def _decode(form, scale, window, softcap, q, k, v, lengths, new, k_scale, v_scale):
     group, dtype = q.shape[2] // k.shape[2], q.dtype
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
     inner = jnp.float16 if k.dtype == _FP8 and dtype.itemsize == 2 else dtype
     q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
-    y = form(q, k, v, lengths, scale, window, softcap)
-    return (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
+    new = new and tuple(x[:, 0].astype(k.dtype) for x in new)
+    y, *cache = form(q, k, v, lengths, new, scale, window, softcap)
+    y = (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
+    return (y, *cache) if cache else y
 
 
 def _no_gradient(*_):
@@ -144,15 +158,27 @@ def _no_gradient(*_):
 _decode.defvjp(_no_gradient, _no_gradient)
 
 
-def _in_jnp(q, k, v, lengths, scale, window, softcap):
+def _append(kept, new, lengths):
+    """Writes a position of each row, (B, K, D), to the last slot of its text."""
+    slots = lengths - 1
+    if len(slots) == 1:  # of a scatter of one row XLA for GPUs checks the bounds, in two kernels
+        return lax.dynamic_update_slice_in_dim(kept, new[:, None], slots[0], axis=1)
+    return kept.at[jnp.arange(len(slots)), slots].set(new, unique_indices=True)
+
+
+def _in_jnp(q, k, v, lengths, new, scale, window, softcap):
     t, s = q.shape[1], k.shape[1]
+    cache = (
+        [] if new is None else [_append(x, n, lengths) for x, n in zip((k, v), new, strict=True)]
+    )
+    k, v = cache or (k, v)
     lengths = jnp.minimum(lengths, s)
     places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)
     mask = slots <= places
     if window is not None:
         mask &= places - slots < window
     k, v = k.astype(q.dtype), v.astype(q.dtype)
-    return masked_reference(q, k, v, mask[:, None, None], scale, softcap)[0]
+    return masked_reference(q, k, v, mask[:, None, None], scale, softcap)[0], *cache
 
 
 # ---- kernel ----------------------------------------------------------------------------------
@@ -172,6 +198,7 @@ class Plan(NamedTuple):
     softcap: float | None
     stages: int
     splits: int
+    appends: bool  # the newest position is not in the cache yet
 
 
 def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
@@ -185,7 +212,7 @@ def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
     return min(range(min(least, tiles), min(_MOST_SPLITS, tiles) + 1), key=waves)
 
 
-def plan(q, k, scale, window, softcap) -> Plan:
+def plan(q, k, scale, window, softcap, appends=False) -> Plan:
     (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
     fp8, tile = k.dtype == _FP8, _KEYS * d * k.dtype.itemsize
     others = ROWS * d * (2 + 4) + (2 * _KEYS * d * 2 if fp8 else 0)  # q and o; wide
@@ -196,12 +223,12 @@ def plan(q, k, scale, window, softcap) -> Plan:
     least = max(1, min(_LEAST_SPLITS, tiles // _LEAST_SPLITS)) if b > 1 else 1
     # One block on each SM takes all that memory gives; a second one hides float8's conversion.
     splits = splits_of(tiles, b * kv, (per_sm if fp8 else 1) * mosaic.sm_count(), least)
-    return Plan(t, s, h // kv, d, q.dtype, fp8, scale, window, softcap, stages, splits)
+    return Plan(t, s, h // kv, d, q.dtype, fp8, scale, window, softcap, stages, splits, appends)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _kernel(q, k, v, lengths, scale, window, softcap):
-    p = plan(q, k, scale, window, softcap)
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _kernel(q, k, v, lengths, new, scale, window, softcap):
+    p = plan(q, k, scale, window, softcap, new is not None)
     (b, t, h, d), kv = q.shape, k.shape[2]
     rows = t * p.group
     q = q.reshape(b, t, kv, p.group, d).swapaxes(1, 2).reshape(b, kv, rows, d)
@@ -215,7 +242,7 @@ def _kernel(q, k, v, lengths, scale, window, softcap):
     lse = jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32) if p.splits > 1 else None
     # float8's result still needs v_scale.
     dtype = jnp.float32 if p.splits > 1 or p.fp8 else p.dtype
-    o, lse = mosaic.kernel(
+    kernel = mosaic.kernel(
         functools.partial(_body, p),
         name="decode_attention",
         out_type=(jax.ShapeDtypeStruct((*parts, q.shape[2], d), dtype), lse),
@@ -232,10 +259,15 @@ def _kernel(q, k, v, lengths, scale, window, softcap):
         **mosaic.grid(batch=b, split=p.splits, head=kv),
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
-    )(q, k, v, lengths.astype(jnp.int32))
+    )
+    arrays, cache = (q, lengths.astype(jnp.int32), new), []
+    if new is None:
+        o, lse = kernel([k, v], *arrays)
+    else:
+        cache, (o, lse) = mosaic.in_place_with_results(kernel, [k, v], *arrays)
     o = o[:, :, :, :rows]
     y = o[:, 0] if lse is None else _merge(o, lse[:, :, :, :rows])
-    return y.reshape(b, kv, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d)
+    return y.reshape(b, kv, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d), *cache
 
 
 def _merge(o, lse):
@@ -259,28 +291,31 @@ class _Block(NamedTuple):
     q: Any
     k: Any
     v: Any
+    new: Any
     o: Any
     lse: Any
     smem: dict
     batch: Any
     split: Any
     head: Any
-    length: Any  # of its row
+    length: Any  # keys of its row in the cache
     low: Any  # its first tile
     high: Any  # the one after its last
 
 
-def _body(p: Plan, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
+def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, o_ref, lse_ref, **smem):
     batch, split, head = (lax.axis_index(name) for name in ("batch", "split", "head"))
     length = jnp.minimum(lengths_ref[batch], p.keys)
     first = jnp.int32(0)
     if p.window is not None:
         first = lax.div(jnp.maximum(length - p.t - p.window + 1, 0), jnp.int32(_KEYS))
+    length = length - p.appends
     count = lax.div(length + _KEYS - 1, jnp.int32(_KEYS)) - first
     share = lambda n: first + lax.div(n * count, jnp.int32(p.splits))
+    k_ref, v_ref = cache_refs
     b = _Block(
-        p, q_ref, k_ref, v_ref, o_ref, lse_ref, smem, batch, split, head, length, share(split),
-        share(split + 1),
+        p, q_ref, k_ref, v_ref, new_refs, o_ref, lse_ref, smem, batch, split, head, length,
+        share(split), share(split + 1),
     )  # fmt: skip
     # The first row is a variable because JAX 0.12 rejects slices that are statically too wide.
     zero = lax.rem(b.low, jnp.int32(1))
@@ -297,7 +332,20 @@ def _body(p: Plan, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
     plgpu.copy_smem_to_gmem(smem["o_smem"].at[0], o_ref.at[batch, split, head, rows])
     if lse_ref is not None:
         mosaic.store(lse_ref.at[batch, split, head], m * (1 / LOG2E) + jnp.log(l))
+    if p.appends:
+        pl.when(split == p.splits - 1)(lambda: _write_new(b))
     plgpu.wait_smem_to_gmem(0)
+
+
+def _new(b: _Block, i: int):
+    """The key (0) or value (1) of the newest position and this head, (D,)."""
+    return mosaic.load(b.new[i].at[b.batch, b.head], COL)
+
+
+def _write_new(b: _Block):
+    """Writes them to the cache.  No block reads their slot, and this one has read its tile."""
+    for i, ref in enumerate((b.k, b.v)):
+        mosaic.store(ref.at[b.batch, jnp.maximum(b.length, 0), b.head], _new(b, i))
 
 
 def _slot(b: _Block, tile):
@@ -338,8 +386,23 @@ def _leave(b: _Block, name: str, tile):
 def _attend(b: _Block, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
-    m, l = lax.fori_loop(b.low, b.high, functools.partial(_step, b, o_acc), (row(_LOWEST), row(0)))
+    m, l = row(_LOWEST), row(0)
+    if b.p.appends:
+        last = b.split == b.p.splits - 1
+        m, l = lax.cond(last, lambda: _start(b, o_acc), lambda: (m, l))
+    m, l = lax.fori_loop(b.low, b.high, functools.partial(_step, b, o_acc), (m, l))
     return o_acc[...], m, l
+
+
+def _start(b: _Block, o_acc):
+    """The softmax over the newest position alone: O, and the largest logit and the sum of rows."""
+    q = plgpu.load(b.smem["q_smem"].at[0], layout=mosaic.WGMMA).astype(jnp.float32)
+    x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
+    factor = b.p.scale * LOG2E
+    if b.p.softcap is not None:
+        x, factor = logits(x, b.p.scale, b.p.softcap)[0], 1.0
+    o_acc[...] = along(_new(b, 1), q.shape, 1)
+    return x * factor, plgpu.layout_cast(jnp.full((ROWS,), 1, jnp.float32), ROW)
 
 
 def _step(b: _Block, o_acc, tile, carry):
@@ -357,8 +420,8 @@ def _step(b: _Block, o_acc, tile, carry):
     factor = p.scale * LOG2E
     if p.softcap is not None:
         x, factor = logits(x, p.scale, p.softcap)[0], 1.0
-    last = b.length - 1  # the last position; the first one is T - 1 before
-    masked = tile * _KEYS + _KEYS - 1 > last - (p.t - 1)
+    last = b.length - 1 + p.appends  # the last position; the first one is T - 1 before
+    masked = tile * _KEYS + _KEYS - 1 > last - (p.t - 1) - p.appends
     if p.window is not None:
         masked |= tile * _KEYS <= last - p.window
     x = lax.cond(masked, lambda x: _mask(b, x, tile), lambda x: x, x)
@@ -376,8 +439,9 @@ def _step(b: _Block, o_acc, tile, carry):
 def _mask(b: _Block, x, tile):
     """x with -inf where a row does not see a key; row t H/K + g is of position t."""
     iota = lambda layout, n: plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
-    place = b.length - b.p.t + lax.div(iota(ROW, ROWS), jnp.int32(b.p.group))
+    appends = b.p.appends
+    place = b.length + appends - b.p.t + lax.div(iota(ROW, ROWS), jnp.int32(b.p.group))
     place = along(place, x.shape, 0)
     key = along(tile * _KEYS + iota(COL, _KEYS), x.shape, 1)
-    x = jnp.where(key <= place, x, -jnp.inf)
+    x = jnp.where(key <= place - appends, x, -jnp.inf)
     return x if b.p.window is None else jnp.where(place - key < b.p.window, x, -jnp.inf)

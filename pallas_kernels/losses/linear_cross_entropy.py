@@ -104,7 +104,7 @@ def linear_cross_entropy(
         vocab_axis=vocab_axis,
     )
     reason = why_not(x, weight, softcap)
-    if not dispatch.use_kernel("linear_cross_entropy", implementation, reason, "sm_90"):
+    if not dispatch.use_kernel("linear_cross_entropy", implementation, reason):
         return linear_cross_entropy_reference(
             x, weight, labels, reduction=reduction, scale=scale, **options
         )

@@ -5,9 +5,10 @@
 Few rows of x read the whole weight, so the speed is that of memory, and a weight of 4 bits takes a
 quarter of the time of bfloat16.  The kernels, gemv.py for one row and matmul.py for 2 to 64, unpack
 words in registers and multiply on the tensor core; w' never exists in memory.  XLA writes w' and
-reads it again, which is nine times the bytes for 4 bits.
+reads it again, which is nine times the bytes for 4 bits: up to 256 rows it is faster to read the
+words once for each 64.
 
-All forms add in float32.  XLA and the kernel of 2 to 64 rows round w' to x's dtype; the kernel of
+All forms add in float32.  XLA and the kernel of several rows round w' to x's dtype; the kernel of
 one row does not round it.  The gradient of x is for LoRA, where rows are many: XLA dequantizes and
 multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN", and Park et al. 2022,
 "LUT-GEMM", describe such kernels.
@@ -25,6 +26,7 @@ from pallas_kernels.quantized import gemv, matmul
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
 
 Activation = Literal["gelu", "silu"]
+_MOST_ROWS = 4 * matmul.MAX_ROWS
 _ACTIVATIONS = {
     None: lambda y: y,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
@@ -43,7 +45,7 @@ def quantized_linear(
     """activation(x w' + bias) in x's dtype, with sums, bias and activation in float32.
 
     activation: None, "gelu" (its tanh form) or "silu".
-    The kernel needs bfloat16 and at most 64 rows.  Gradients go to x and bias.
+    The kernel needs bfloat16 and at most 256 rows.  Gradients go to x and bias.
     Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
@@ -67,8 +69,8 @@ def why_not(x, weight) -> str | None:
     rows = x.size // max(x.shape[-1], 1)
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, not bfloat16"
-    if rows > matmul.MAX_ROWS:
-        return f"rows={rows} are more than {matmul.MAX_ROWS}"
+    if rows > _MOST_ROWS:
+        return f"rows={rows} are more than {_MOST_ROWS}"
     return mosaic.empty(x=x)
 
 
@@ -99,6 +101,12 @@ def _sums(x, weight, kernel):
         return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
     if x.shape[0] == 1:
         return gemv.product(x[0], weight, None, None, dtype)[None]
+    some = [x[i : i + matmul.MAX_ROWS] for i in range(0, len(x), matmul.MAX_ROWS)]
+    return jnp.concatenate([_sums_of_few(x, weight) for x in some])
+
+
+def _sums_of_few(x, weight):
+    """x w' in float32 for at most MAX_ROWS rows, by the kernel."""
     parts = matmul.product(x, weight)
     y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
     return y[: weight.shape[1], : x.shape[0]].T

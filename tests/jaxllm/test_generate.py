@@ -14,11 +14,12 @@ from tiny_models import tiny
 from jaxllm.config import SampleConfig
 from jaxllm.infer import decode, generate
 from jaxllm.models import MODELS, create
+from pallas_kernels import dispatch
 
 SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
 # The window is shorter than prompts and answer, and spans the padding between them.
 NARROW = dict(window=7, softcap=1.5)
-TOKENS = 20  # three calls with BLOCK = 8; the last one is used in part
+TOKENS = 20  # three calls of 8 on a CPU; the last one is used in part
 
 
 @pytest.mark.parametrize(
@@ -64,22 +65,42 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
     assert len(set(got.ravel().tolist())) > 8
 
 
-@pytest.mark.parametrize("name", ["gpt2", slow("llama3"), slow("vlstm")])
-def test_transposed_matrices_give_the_same_tokens(monkeypatch, name):
-    """As a GPU has them; one row is multiplied as a sum of products, several by a matmul."""
-    graph, params = nnx.split(create(tiny(name, **SHAPE, n_layers=1)), nnx.Param)
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("gpt2", False),
+        ("gpt2", True),
+        ("llama3", True),
+        slow("llama3", False),
+        slow("vlstm", False),
+    ],
+)
+def test_transposed_matrices_give_the_same_tokens(monkeypatch, name, fused):
+    """As a GPU has them; several rows are multiplied by a matmul.
+
+    One row is multiplied as a sum of products, or by row_linear with what is before and after it.
+    """
+    shape = SHAPE | dict(n_layers=1)
+    if fused:
+        shape |= dict(d_model=256, d_ff=256, kernels="auto")
+    graph, params = nnx.split(create(tiny(name, **shape)), nnx.Param)
     params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x + 0.1, params)
+    if fused:  # otherwise a token is followed by itself
+        params["embedding"] = jax.tree.map(lambda x: x / 8, params["embedding"])
+    dispatch.reset()
     greedy = SampleConfig(tokens=9, temperature=0.0)
     got = []
     with jax.default_matmul_precision("highest"):
-        for transposed, rows in ((False, 2), (True, 2), (True, 1)):
+        for transposed, rows in ((False, 2), (True, 1), (True, 2))[: 2 if fused else 3]:
             monkeypatch.setattr(decode, "by_rows", lambda transposed=transposed: transposed)
             decode._programs.cache_clear()
             tokens = decode.stream_tokens(graph, params, [[100, 7, 33]] * rows, greedy)
             got.append([int(token[0]) for token in tokens])
     decode._programs.cache_clear()
-    assert got[0] == got[1] == got[2]
+    assert all(tokens == got[0] for tokens in got)
     assert len(set(got[0])) > 3
+    ran = {decision.op for decision in dispatch.decisions()}
+    assert ("row_linear" in ran, "add_layer_norm" in ran or "add_rms_norm" in ran) == (fused, True)
 
 
 def test_one_program_serves_prompts_and_seeds_of_one_shape():
@@ -93,7 +114,7 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
             decode.stream_tokens(again, params, [prompt], config.model_copy(update={"seed": seed}))
         )
     assert decode._programs.cache_info().misses == 1
-    size = decode.round_up(decode.WIDTHS + decode.BLOCK, decode.WIDTHS)
+    size = decode.round_up(decode.WIDTHS + decode.block_size(), decode.WIDTHS)
     programs = decode._programs(graph, size, 1.0, 50, 1.0)
     assert [program._cache_size() for program in programs] == [1, 1]
 

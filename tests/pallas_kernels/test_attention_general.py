@@ -28,12 +28,7 @@ BF16, FP16 = jnp.bfloat16, jnp.float16
 SMALLEST = 99 * 1024  # shared memory of a block on an RTX 30, 40 or 50
 
 
-@pytest.fixture(autouse=True)
-def _general(monkeypatch):
-    monkeypatch.setenv("JAXLLM_KERNELS", "general")
-    dispatch.reset()
-    yield
-    dispatch.reset()
+pytestmark = pytest.mark.usefixtures("general_kernels")
 
 
 SMALL = [  # (B, T, S, H, K, D), dtype, options; T and S are not multiples of a tile nor of 8

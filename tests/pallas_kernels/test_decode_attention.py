@@ -52,6 +52,33 @@ def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, o
 
 
 @pytest.mark.parametrize(
+    ("shape", "lengths", "one_block", "options"),
+    [
+        # Splits; the newest position begins a tile, or is the only one.
+        ((3, 1, 4, 2, 136, 64), [136, 65, 1], False, {}),
+        ((2, 1, 2, 1, 192, 64), [130, 65], True, dict(window=66, softcap=20.0)),
+    ],
+    ids=["splits", "window"],
+)
+def test_the_newest_position_is_attended_to_and_written(
+    monkeypatch, shape, lengths, one_block, options
+):
+    monkeypatch.setattr(decode, "_WHOLE", 4 if one_block else 0)
+    b, _, _, kv, _, d = shape
+    new = tuple(normal(i, (b, 1, kv, d), BF16) for i in (5, 6))
+    appends = lambda op: lambda *a, **o: op(*a[:4], new=a[4], **o)
+    check_op(
+        appends(decode_attention),
+        appends(decode_attention_reference),
+        *arrays(*shape, lengths),
+        new,
+        kernels=KERNELS,
+        differentiable=[],
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
     ("t", "options"), [(1, {}), (3, dict(window=9, softcap=5.0, scale=0.3))], ids=["one", "three"]
 )
 @jax.default_matmul_precision("float32")  # XLA's default on a GPU is TF32
@@ -126,6 +153,11 @@ def test_rows_of_a_batch_are_always_split():
         (dict(v=jnp.ones((2, 64, 2, 64))), "k is bfloat16 and v float32: they must be equal"),
         (dict(k_scale=jnp.ones(2)), "k_scale has shape (2,), not (B, K) = (2, 2)"),
         (dict(q=jnp.ones((2, 65, 4, 64), BF16)), "T=65 is more than S=64 keys"),
+        (dict(new=(jnp.ones((2, 1, 2, 9)),) * 2), "new has shape (2, 1, 2, 9), not (2, 1, 2, 64)"),
+        (
+            dict(q=jnp.ones((2, 3, 4, 64), BF16), new=(jnp.ones((2, 1, 2, 64), BF16),) * 2),
+            "q has T=3 positions: a call with new= needs 1",
+        ),
         (dict(window=0), "window=0 needs causal=True and at least 1 key"),
         (dict(softcap=-1.0), "softcap=-1.0 must be positive"),
     ],

@@ -66,6 +66,16 @@ def test_auto_takes_what_is_faster(capable):
     assert [d.supported for d in dispatch.decisions()] == [True, True, False]
 
 
+def test_general_kernels_leave_no_place_to_those_for_hopper(capable, monkeypatch):
+    monkeypatch.setenv("JAXLLM_KERNELS", "general")
+    assert use_kernel("op", None, None)
+    assert use_kernel("op", "mosaic", None, "sm_90a")
+    assert not use_kernel("other", None, None, "sm_90a")
+    assert dispatch.decisions()[-1] == Decision(
+        "other", "xla", "JAXLLM_KERNELS=general, and this kernel is for sm_90a"
+    )
+
+
 def test_where_no_kernel_can_run_none_is_slower(incapable):
     assert not use_kernel("op", None, None, "sm_90", slower="D=7 is padded")
     assert dispatch.decisions() == [Decision("op", "xla", "no sm_90 here")]

@@ -46,6 +46,7 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
         slow((1,), 512, 64, dict(bits=1, group=32, symmetric=False)),
         slow((1,), 320, 64, dict(bits=4, group=64, format="2:4")),
         slow((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
+        ((67,), 256, 64, dict(bits=4, group=128)),  # in two calls
     ],
 )
 def test_quantized_linear_matches_float64(rows, k, n, options):
@@ -160,7 +161,7 @@ def test_an_unknown_activation_is_refused():
     ("x", "why"),
     [
         (jnp.ones((2, 128)), "x is float32, not bfloat16"),
-        (jnp.ones((5, 13, 128), jnp.bfloat16), "rows=65 are more than 64"),
+        (jnp.ones((257, 1, 128), jnp.bfloat16), "rows=257 are more than 256"),
         (jnp.ones((0, 128), jnp.bfloat16), "without elements"),
     ],
 )

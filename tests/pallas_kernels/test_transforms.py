@@ -60,9 +60,28 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "decode_attention_new": (
+        lambda q, k, v, *new, **o: jax.lax.stop_gradient(
+            ops.decode_attention(
+                *jax.lax.stop_gradient((q, k, v)),
+                jnp.array([40]),
+                new=jax.lax.stop_gradient(new),
+                **o,
+            )
+        ),
+        [(2, 1, 1, 2, 64), *[(2, 1, 64, 1, 64)] * 2, *[(2, 1, 1, 1, 64)] * 2],
+        [],
+        BF16,
+    ),
     "quantized_linear": (
         lambda x, **o: ops.quantized_linear(x, ops.quantize(normal(9, (128, 64))), **o),
         [(2, 3, 128)],
+        [],
+        BF16,
+    ),
+    "row_linear": (  # without a gradient
+        lambda x, w, **o: ops.row_linear(jax.lax.stop_gradient(x), [jax.lax.stop_gradient(w)], **o),
+        [(2, 1, 256), (2, 8, 256)],
         [],
         BF16,
     ),
@@ -71,11 +90,12 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
 # attention_qkv has the kernels of attention.
 IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
+IN_PLACE |= {"decode_attention_new"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
 def test_every_op_is_here():
-    assert set(CASES) - {"encoder_tied"} == set(ops.__all__) - OTHERS
+    assert set(CASES) - {"encoder_tied", "decode_attention_new"} == set(ops.__all__) - OTHERS
 
 
 def results(name, implementation, loop):

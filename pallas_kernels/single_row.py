@@ -1,0 +1,369 @@
+"""Linear layers of a single row, with the norm before and the activation and sum after: row_linear.
+
+    y = activation(norm(x) W + bias) + residual,   W (K, N) stored as its transpose (N, K)
+
+A model that generates one row waits for memory, and for its kernels to start.  So this op is a
+whole branch of a block's half in one kernel, and reads W at memory's speed: each warp requests all
+its bytes of W before it looks at x.  Several matrices may share x (q, k and v).
+
+    block        4 r rows of W, those of one matrix; for swiglu of both
+    warpgroup    1 / wgs of K; its four warps have r rows each
+    lane         16 bytes of every 512 of a row, all of them in flight at once
+
+    W   (4, K / wgs) of bfloat16, r times  -> registers ----------------> sums over a warp
+    x   all K, by each warp                -> mean, variance -> norm(x) ---^
+
+Every warp computes the norm again, while its bytes of W are on their way: a kernel of its own would
+take longer.  All sums are in float32 and in a fixed order, so two runs are equal bit for bit.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.activations.elementwise import sigmoid
+
+Activation = Literal["gelu", "swiglu"]
+
+_SPAN = 256  # columns that a warp loads at once: 16 bytes for each lane
+_LINES = 4  # warps of a warpgroup, each with a row
+_LAYOUT = mosaic.warp_rows(8)
+_ALONG_K, _BY_ROW = _LAYOUT.reduce(0), _LAYOUT.reduce(1)
+_LOADS = 16  # of 16 bytes for each lane: 64 registers
+_FEW = 4  # loads of a row, if enough warpgroups can share it
+_WGS = 8  # 1,024 threads
+_LARGE = 16 << 20  # bytes of the weights
+_NORMED = 8192  # the largest K of a norm, which each warp has in registers
+
+
+class Norm(NamedTuple):
+    """A norm of x: (x - mean) / sqrt(variance + eps) weight + bias, or RMS norm without a mean."""
+
+    weight: Float[Array, " K"]
+    bias: Float[Array, " K"] | None = None
+    eps: float = 1e-5
+    centered: bool = True  # False: RMS norm
+
+
+def row_linear(
+    x: Float[Array, "*ones K"],
+    weights: Sequence[Float[Array, "_ K"]],
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
+    residual: Float[Array, "*ones N"] | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "*ones _"], ...]:
+    """activation(norm(x) W + bias) + residual of one row x for each W, in the dtype of W.
+
+    weights: transposed, (N, K) each; they may differ in N.
+    biases: one for each weight, or None.
+    activation: None, "gelu" (its tanh form) or "swiglu": silu(x W_0) (x W_1) is the only result.
+    residual: added to the only result, which then has its dtype.
+
+    Norm, sums, bias and activation are in float32, and are rounded once.  There is no gradient.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernel does not support, and for a gradient.
+    """
+    weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
+    _check(x, weights, biases, norm, activation, residual)
+    reason = why_not(x, weights, norm=norm is not None)
+    slower = why_slower(weights)
+    kernel = dispatch.use_kernel("row_linear", implementation, reason, slower=slower)
+    return _rows(kernel, x, weights, biases, norm, activation, residual)
+
+
+def row_linear_reference(
+    x, weights, biases=None, *, norm=None, activation=None, residual=None
+) -> tuple:
+    """The formula in jnp, in float32."""
+    weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
+    return _rows(False, x, weights, biases, norm, activation, residual)
+
+
+def _rows(kernel, x, weights, biases, norm, activation, residual):
+    options = (1e-5, True) if norm is None else (norm.eps, norm.centered)
+    norm = None if norm is None else (norm.weight, norm.bias)
+    residual = None if residual is None else residual.reshape(-1)
+    arrays = (x.reshape(-1), weights, biases, norm, residual)
+    ys = _product(_kernel if kernel else _in_jnp, *options, activation, *arrays)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+
+
+def why_not(x, weights, *, norm: bool = False) -> str | None:
+    """Why the kernel does not support this call, or None; norm: whether it has one."""
+    k = x.shape[-1]
+    for name, a in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
+        if reason := mosaic.unsupported_dtype(**{name: a}):
+            return reason
+    for w in weights:
+        if w.dtype != weights[0].dtype:
+            return f"the weights are {weights[0].dtype} and {w.dtype}"
+        if w.shape[0] % _LINES:
+            return f"N={w.shape[0]} is not a multiple of {_LINES}"
+    if k % _SPAN:
+        return f"K={k} is not a multiple of {_SPAN}"
+    if norm and k > _NORMED:
+        return f"K={k} is more than {_NORMED} with a norm"
+    if not _warpgroups(k, weights[0].dtype):
+        return f"K={k} does not divide into at most {_WGS} parts for registers"
+    return mosaic.empty(x=x, **{f"w{i}": w for i, w in enumerate(weights)})
+
+
+def why_slower(weights) -> str | None:
+    """Why XLA's sums are faster, or None: they read large matrices at more of memory's speed.
+
+    On an H100 67 MB take 26 us here and 22 there, where norm and SwiGLU take 4 us more; 34 MB with
+    a residual 13 and 11; but 5 MB with a norm and GELU take 3.6 us here, and in XLA 5.4.
+    """
+    size = sum(w.size * w.dtype.itemsize for w in weights)
+    return f"XLA reads more than {_LARGE >> 20} MB at more of its speed" if size > _LARGE else None
+
+
+def _check(x, weights, biases, norm, activation, residual):
+    """Raises ValueError for arrays or options that do not fit."""
+    if not x.ndim or x.size != x.shape[-1]:
+        raise ValueError(f"x has shape {x.shape}, which is not a single row")
+    k = x.shape[-1]
+    for i, w in enumerate(weights):
+        if w.ndim != 2 or w.shape[1] != k:
+            raise ValueError(f"weights[{i}] has shape {w.shape}, but x needs (N, {k})")
+    if len(biases) != len(weights):
+        raise ValueError(f"there are {len(biases)} biases for {len(weights)} weights")
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        if b is not None and b.shape != w.shape[:1]:
+            raise ValueError(f"biases[{i}] has shape {b.shape}, but needs ({w.shape[0]},)")
+    if activation not in (None, "gelu", "swiglu"):
+        raise ValueError(f"activation={activation!r} is not None, gelu or swiglu")
+    shapes = {w.shape for w in weights}
+    if activation == "swiglu" and (len(weights) != 2 or len(shapes) != 1):
+        raise ValueError(f"swiglu needs two weights of one shape, not {sorted(shapes)}")
+    for name, a in (("weight", norm and norm.weight), ("bias", norm and norm.bias)):
+        if a is not None and a.shape != (k,):
+            raise ValueError(f"the norm's {name} has shape {a.shape}, but x needs ({k},)")
+    if residual is None:
+        return
+    if len(weights) > 1 and activation != "swiglu":
+        raise ValueError(f"a residual needs one result, not {len(weights)}")
+    if residual.shape != (*x.shape[:-1], weights[0].shape[0]):
+        need = (*x.shape[:-1], weights[0].shape[0])
+        raise ValueError(f"residual has shape {residual.shape}, but needs {need}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _product(form, eps, centered, activation, x, weights, biases, norm, residual):
+    return form(eps, centered, activation, x, weights, biases, norm, residual)
+
+
+def _no_gradient(*_):
+    raise NotImplementedError("row_linear has no gradient: it is for generation")
+
+
+_product.defvjp(_no_gradient, _no_gradient)
+
+
+def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
+    dtype = mosaic.stat_dtype(x.dtype)
+    x = x.astype(dtype)
+    if norm is not None:
+        if centered:
+            x = x - x.mean()
+        x = x * lax.rsqrt(jnp.square(x).mean() + eps) * norm[0].astype(dtype)
+        x = x if norm[1] is None else x + norm[1].astype(dtype)
+    ys = [(w.astype(dtype) * x).sum(-1) for w in weights]
+    ys = [y if b is None else y + b.astype(dtype) for y, b in zip(ys, biases, strict=True)]
+    if activation == "gelu":
+        ys = [jax.nn.gelu(y, approximate=True) for y in ys]
+    elif activation == "swiglu":
+        ys = [jax.nn.silu(ys[0]) * ys[1]]
+    if residual is not None:
+        ys = [ys[0] + residual.astype(dtype)]
+    return tuple(y.astype(t) for y, t in zip(ys, _dtypes(weights, residual), strict=False))
+
+
+def _dtypes(weights, residual) -> list:
+    """The dtypes of the results."""
+    return [w.dtype if residual is None else residual.dtype for w in weights]
+
+
+# ---- kernel ----------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How a call is split; see the picture."""
+
+    rows: int  # r, of a warp
+    wgs: int
+    k: int
+    eps: float
+    centered: bool
+    activation: Activation | None
+
+    @property
+    def lines(self) -> int:
+        """The rows of W of a block."""
+        return _LINES * self.rows
+
+    @property
+    def share(self) -> int:
+        """The columns of a warpgroup."""
+        return self.k // self.wgs
+
+
+def _warpgroups(k: int, dtype) -> dict[int, int]:
+    """How many warpgroups can divide K, and how many loads of a row are then a lane's."""
+    spans, size = k // _SPAN, dtype.itemsize // 2  # loads of a span
+    return {
+        n: spans // n * size
+        for n in range(1, _WGS + 1)
+        if spans % n == 0 and spans // n * size <= _loads(n)
+    }
+
+
+def _loads(wgs: int) -> int:
+    """The loads that a thread's registers hold: of 1,024 threads each has 64 registers."""
+    return _LOADS if wgs <= 4 else _LOADS // 2
+
+
+def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> Plan:
+    """sizes: N of each weight."""
+    fit = _warpgroups(k, dtype)
+    few = [n for n, loads in fit.items() if loads <= _FEW]
+    wgs = few[0] if few else max(fit)
+    pairs = wgs == 1 and fit[wgs] * (4 if activation == "swiglu" else 2) <= _LOADS
+    rows = 2 if pairs and not any(n % (2 * _LINES) for n in sizes) else 1
+    return Plan(rows, wgs, k, eps, centered, activation)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
+def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
+    p = plan(x.size, [len(w) for w in weights], weights[0].dtype, eps, centered, activation)
+    dtypes = _dtypes(weights, residual)
+    # The parts: matrices of the same rows, whose result is one array.
+    parts = [weights] if activation == "swiglu" else [(w,) for w in weights]
+    blocks = [len(part[0]) // p.lines for part in parts]
+    return tuple(
+        mosaic.kernel(
+            functools.partial(_body, p, blocks),
+            name="row_linear",
+            out_type=[
+                jax.ShapeDtypeStruct(part[0].shape[:1], t)
+                for part, t in zip(parts, dtypes, strict=False)
+            ],
+            scratch_types=dict(
+                sums_smem=plgpu.SMEM((p.wgs, p.rows, len(parts[0]), _LINES), jnp.float32),
+                bar=plgpu.Barrier(num_arrivals=p.wgs),
+            )
+            if p.wgs > 1
+            else {},
+            **mosaic.grid(n=sum(blocks)),
+            num_threads=p.wgs,
+            thread_name="wg",
+            # A row is in one warp, so its sum needs no shared memory.
+            compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        )(x, parts, [biases] if activation == "swiglu" else [(b,) for b in biases], norm, residual)
+    )
+
+
+class _Refs(NamedTuple):
+    """The references of a part."""
+
+    x: Any
+    weights: Any
+    biases: Any
+    norm: Any
+    residual: Any
+    out: Any
+    smem: dict
+
+
+def _body(p: Plan, blocks, x, parts, biases, norm, residual, *outs, **smem):
+    n, start = lax.axis_index("n"), 0
+    for count, weights, own, out in zip(blocks, parts, biases, outs, strict=True):
+        refs = _Refs(x, weights, own, norm, residual, out, smem)
+        run = functools.partial(_part, p, refs, (n - start) * p.lines)
+        if len(blocks) == 1:
+            run()
+        else:
+            pl.when((n >= start) & (n < start + count))(run)
+        start += count
+
+
+def _part(p: Plan, refs: _Refs, first):
+    """Rows `first` ... of a part."""
+    wg = lax.axis_index("wg")
+    columns = pl.ds(wg * p.share, p.share)
+    at = [pl.ds(first + _LINES * i, _LINES) for i in range(p.rows)]
+    load = lambda ref: plgpu.load(ref, layout=_LAYOUT, optimized=False)
+    by_row = lambda ref: [None if ref is None else mosaic.load(ref.at[r], _BY_ROW) for r in at]
+    # These are the first instructions, so that the bytes arrive while x is normalised.
+    tiles = [[load(ref.at[rows, columns]) for ref in refs.weights] for rows in at]
+    others = [by_row(ref) for ref in (refs.residual, *refs.biases)]
+    x = _normed(p, refs, columns)
+    sums = [[jnp.sum(w.astype(jnp.float32) * x, axis=1) for w in tile] for tile in tiles]
+
+    def finish(sums):
+        for rows, ys, residual, *biases in zip(at, sums, *others, strict=True):
+            mosaic.store(refs.out.at[rows], _finish(p, ys, biases, residual))
+
+    if p.wgs == 1:
+        finish(sums)
+        return
+    smem = refs.smem["sums_smem"]
+    places = [(i, j) for i in range(p.rows) for j in range(len(refs.weights))]
+    for i, j in places:
+        mosaic.store(smem.at[wg, i, j], sums[i][j])
+    plgpu.barrier_arrive(refs.smem["bar"])
+
+    @pl.when(wg == 0)
+    def _():
+        plgpu.barrier_wait(refs.smem["bar"])
+        part = lambda w, *place: mosaic.load(smem.at[w, *place], _BY_ROW)
+        total = lambda *place: functools.reduce(jnp.add, [part(w, *place) for w in range(p.wgs)])
+        finish([[total(i, j) for j in range(len(refs.weights))] for i in range(p.rows)])
+
+
+def _normed(p: Plan, refs: _Refs, columns):
+    """norm(x) of some columns, once for each warp: (4, columns) float32."""
+    spread = lambda v: plgpu.layout_cast(mosaic.along(v, (_LINES, v.shape[0]), 1), _LAYOUT)
+    own = lambda ref: spread(mosaic.load(ref.at[columns], _ALONG_K))
+    if refs.norm is None:
+        return own(refs.x)
+    if p.wgs == 1:
+        x = own(refs.x)
+        whole = [x]
+    else:
+        whole = [
+            spread(mosaic.load(refs.x.at[pl.ds(i * p.share, p.share)], _ALONG_K))
+            for i in range(p.wgs)
+        ]
+        x = own(refs.x)
+    mean_of = lambda terms: jnp.sum(functools.reduce(jnp.add, terms), axis=1) * (1 / p.k)
+    if p.centered:
+        mean = mosaic.along(mean_of(whole), x.shape, 0)
+        whole, x = [a - mean for a in whole], x - mean
+    scale = lax.rsqrt(mean_of([a * a for a in whole]) + p.eps)
+    weight, bias = refs.norm
+    x = x * mosaic.along(scale, x.shape, 0) * own(weight)
+    return x if bias is None else x + own(bias)
+
+
+def _finish(p: Plan, ys, biases, residual):
+    """Adds the biases of each matrix, applies the activation and adds the residual."""
+    ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
+    y = ys[0]
+    if p.activation == "gelu":
+        y = y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
+    elif p.activation == "swiglu":
+        y = y * sigmoid(y) * ys[1]
+    return y if residual is None else y + residual

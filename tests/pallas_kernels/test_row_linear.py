@@ -1,0 +1,118 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import slow
+from kernel_checks import check_op, normal
+
+from pallas_kernels import row_linear
+from pallas_kernels.single_row import Norm, plan, row_linear_reference, why_slower
+
+BF16 = jnp.bfloat16
+KERNELS = ("row_linear",)
+
+
+def arrays(k, sizes, norm=None, bias=False, residual=None, dtype=BF16):
+    """x, weights, biases, weight and bias of the norm, residual."""
+    x = normal(0, (1, k), dtype, offset=0.5)
+    weights = [normal(1 + i, (n, k), dtype, scale=k**-0.5) for i, n in enumerate(sizes)]
+    biases = [normal(9 + i, (n,)) for i, n in enumerate(sizes)] if bias else None
+    centered = normal(21, (k,)) if norm == "layer" else None
+    norm = None if norm is None else (normal(20, (k,), scale=0.2, offset=1.0), centered)
+    return x, weights, biases, norm, residual and normal(30, (1, sizes[0]), residual)
+
+
+def call(op, activation=None):
+    def run(x, weights, biases, norm, residual, **options):
+        norm = norm and Norm(*norm, eps=1e-3, centered=norm[1] is not None)
+        options |= dict(norm=norm, activation=activation, residual=residual)
+        return op(x, weights, biases, **options)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("k", "sizes", "options", "activation"),
+    [
+        # Three matrices of one kernel, two rows a warp; RMS norm and two matrices of one result.
+        (256, [16, 8, 8], dict(norm="layer", bias=True), None),
+        (512, [16, 16], dict(norm="rms"), "swiglu"),
+        # Warpgroups that share K.
+        (2048, [8], dict(norm="layer", bias=True, residual=jnp.float32), "gelu"),
+        slow(3328, [8], dict(norm="rms", residual=BF16, dtype=jnp.float16), None),
+        slow(512, [12], dict(bias=True, residual=jnp.float32, dtype=jnp.float32), None),
+    ],
+    ids=["qkv", "gate-up", "warpgroups", "many", "float32"],
+)
+def test_row_linear_matches_float64(k, sizes, options, activation):
+    ours, reference = call(row_linear, activation), call(row_linear_reference, activation)
+    check_op(ours, reference, *arrays(k, sizes, **options), kernels=KERNELS, differentiable=[])
+
+
+@pytest.mark.parametrize("k", [256, 768, 1280, 2048, 3072, 4096, 8192, 14336])
+@pytest.mark.parametrize(
+    ("sizes", "activation"), [([4], None), ([768] * 3, None), ([64] * 2, "swiglu")]
+)
+def test_the_loads_of_a_lane_fit_into_its_registers(k, sizes, activation):
+    p = plan(k, sizes, jnp.dtype(BF16), 1e-5, True, activation)
+    assert p.share * p.wgs == k
+    assert not any(n % p.lines for n in sizes)
+    registers = p.rows * (2 if activation else 1) * p.share * 2 // (32 * 4)
+    assert registers <= (64 if p.wgs <= 4 or p.rows == 1 else 32)
+
+
+def test_xla_multiplies_large_matrices():
+    small, large = (jax.ShapeDtypeStruct((n, 4096), BF16) for n in (2048, 2052))
+    assert why_slower([small]) is None
+    assert why_slower([large]) == why_slower([small] * 2)
+    assert "16 MB" in (why_slower([large]) or "")
+
+
+BAD = [
+    (dict(x=jnp.ones((2, 256))), "x has shape (2, 256), which is not a single row"),
+    (dict(weights=[jnp.ones((8, 512))]), "weights[0] has shape (8, 512), but x needs (N, 256)"),
+    (dict(biases=[jnp.ones(4)]), "biases[0] has shape (4,), but needs (8,)"),
+    (dict(biases=[None] * 2), "there are 2 biases for 1 weights"),
+    (dict(activation="relu"), "activation='relu' is not None, gelu or swiglu"),
+    (dict(activation="swiglu"), "swiglu needs two weights of one shape, not [(8, 256)]"),
+    (dict(norm=Norm(jnp.ones(8))), "the norm's weight has shape (8,), but x needs (256,)"),
+    (dict(residual=jnp.ones((1, 4))), "residual has shape (1, 4), but needs (1, 8)"),
+    (
+        dict(weights=[jnp.ones((8, 256))] * 2, residual=jnp.ones((1, 8))),
+        "a residual needs one result, not 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error"), BAD, ids=[error for _, error in BAD])
+def test_bad_calls_are_named_in_one_line(change, error):
+    good = dict(x=jnp.ones((1, 256)), weights=[jnp.ones((8, 256))])
+    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+        row_linear(**(good | change))
+
+
+@pytest.mark.parametrize(
+    ("k", "sizes", "options", "reason"),
+    [
+        (260, [8], {}, "K=260 is not a multiple of 256"),
+        (256, [6], {}, "N=6 is not a multiple of 4"),
+        (256, [8], dict(dtype=jnp.int8), "x is int8, not float32, bfloat16 or float16"),
+        (8448, [8], dict(norm="rms"), "K=8448 is more than 8192 with a norm"),
+        (256 * 137, [8], {}, f"K={256 * 137} does not divide into at most 8 parts for registers"),
+    ],
+)
+def test_the_kernel_names_what_it_does_not_support_and_xla_runs(k, sizes, options, reason):
+    inputs = jax.eval_shape(lambda: arrays(k, sizes, **options))
+    mosaic = lambda *a: call(row_linear)(*a, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        jax.eval_shape(mosaic, *inputs)
+    assert jax.eval_shape(call(row_linear), *inputs)[0].shape == (1, *sizes)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_a_gradient_is_refused(implementation):
+    x, weights, *_ = arrays(256, [8])
+    loss = lambda x: row_linear(x, weights, implementation=implementation)[0].sum()
+    with pytest.raises(NotImplementedError, match="row_linear has no gradient"):
+        jax.grad(loss)(x)
