@@ -29,7 +29,7 @@ def listing() -> None:
     for name in ladders.names():
         found = ladders.rungs(ladders.find(name))
         print(f"{name}: {len(found)} rungs")
-        for rung in found:
+        for rung in [*found, *ladders.beside(ladders.find(name))]:
             print(f"    {ladders.idea(rung)}")
 
 
@@ -62,6 +62,8 @@ def interpret(ladder, rungs, out: Path, trace: bool) -> int:
         if trace and not wrong:
             for path in pictures(book, rung, out / ladder.name, ladder.bandwidth):
                 print(f"    wrote {path}")
+    if len(rungs) == len(ladders.rungs(ladder)):
+        able(ladder)
     return failed
 
 
@@ -180,6 +182,15 @@ def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
     }
 
 
+def able(ladder) -> list:
+    """The modules beside the rungs that run here; prints why the others do not."""
+    reasons = {module: module.why_not() for module in ladders.beside(ladder)}
+    for module, reason in reasons.items():
+        if reason:
+            print(f"{ladders.idea(module)}\n    not run: {reason}")
+    return [module for module, reason in reasons.items() if not reason]
+
+
 def time_on_gpu(chosen, numbers: list[int], out: Path) -> None:
     """Times ladders and writes results.json and the stairs under `out`."""
     from pallas_kernels.bench.run import ceilings
@@ -187,7 +198,8 @@ def time_on_gpu(chosen, numbers: list[int], out: Path) -> None:
     tops = ceilings()
     results = json.loads(RESULTS.read_text())
     for ladder in chosen:
-        results[ladder.name] = measure(ladder, pick(ladder, numbers), tops)
+        rungs = pick(ladder, numbers) + ([] if numbers else able(ladder))
+        results[ladder.name] = measure(ladder, rungs, tops)
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(ladder, results, out)

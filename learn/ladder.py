@@ -40,6 +40,7 @@ class Ladder(NamedTuple):
     properties: dict[int, Callable]  # what the test of an exercise wants beyond right numbers
     bandwidth: float = 22  # bytes a nanosecond of an SM in pictures: its share of COPY
     formulas: dict[int, Callable] = {}  # of rungs that compute only a part of the reference
+    beside: tuple[str, ...] = ()  # modules that a GPU runs after the rungs, if not why_not()
 
     def floor(self, sizes: Sizes) -> float:
         """Microseconds that no kernel on an H100 beats."""
@@ -62,6 +63,11 @@ def rungs(ladder: Ladder) -> list[ModuleType]:
     folder = HERE / ladder.name
     found = sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if m.name.startswith("rung"))
     return [importlib.import_module(f"learn.{ladder.name}.{name}") for name in found]
+
+
+def beside(ladder: Ladder) -> list[ModuleType]:
+    """The modules that are no rungs: kernels in another language, with `why_not` like an op's."""
+    return [importlib.import_module(f"learn.{ladder.name}.{name}") for name in ladder.beside]
 
 
 def load(path: Path, number: int) -> ModuleType:
@@ -95,8 +101,9 @@ def whole(ladder: Ladder, number: int) -> Callable:
 
 
 def number(rung: ModuleType) -> int:
-    """5 for learn.layer_norm.rung5_ring."""
-    return int(rung.__name__.rpartition(".rung")[2].partition("_")[0])
+    """5 for learn.layer_norm.rung5_ring; 0 for a module beside the rungs."""
+    _, found, rest = rung.__name__.rpartition(".rung")
+    return int(rest.partition("_")[0]) if found else 0
 
 
 def small(ladder: Ladder, rung: ModuleType) -> Sizes:

@@ -94,4 +94,5 @@ LADDER = Ladder(
         4: reads_once,
         5: copies_overlap,
     },
+    beside=("cuda_cpp",),
 )
