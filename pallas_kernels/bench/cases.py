@@ -191,6 +191,19 @@ def _decode(variant: str, *sizes, cache: str = "bfloat16") -> Case:
     )
 
 
+def _row(*sizes) -> Case:
+    """row_linear with a bias and GELU; sizes: (K, N)."""
+    return Case(
+        "row_linear",
+        {"x": A("M K"), "w": A("N K"), "bias": A("N", "float32")},
+        _shapes("M K N", *((1, *size) for size in sizes)),
+        {"K": 512, "N": 128},
+        options={"activation": "gelu"},
+        forward_only=True,
+        pack=lambda x, w, bias: {"x": x, "weights": [w], "biases": [bias]},
+    )
+
+
 _ATTENTION = "B T H K D"
 _VLSTM = "B T NH DQK DV"
 _LLAMA_8B = [(b, s, 32, 8, 128) for s in (8192, 131072) for b in (1, 32)]  # B, S, H, K, D
@@ -228,7 +241,6 @@ CASES = (
         reads=("x", "weight", "labels"),
         flops=lambda n: 2 * n["N"] * n["C"] * n["V"],
         backward=2,
-        gpu="sm_90",
     ),
     _attention("", _shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128)), xla=True),
     _attention("", _shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128))),
@@ -265,6 +277,7 @@ CASES = (
     _decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
+    _row((768, 3072), (3072, 768), (2048, 2048)),
     _quantized("int4", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
     _quantized("int4", 4, *_UP_DOWN, (8, 4096, 14336), (64, 4096, 14336), group=128),
     _quantized("int8", 8, _UP_DOWN[0], group=128),

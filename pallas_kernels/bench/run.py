@@ -17,13 +17,10 @@ minutes, mostly for compilation; benchmark.json is written after each case.
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import platform
-import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,10 +38,10 @@ import pallas_kernels
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import CASES, A, Case
 from pallas_kernels.bench.report import draw, table, text
+from pallas_kernels.bench.share import share
 from pallas_kernels.bench.untuned import UNTUNED
 
 _CALLS, _TURNS = 4, 3
-_PACKAGES = re.compile("jax|flax|nvidia-")  # that decide how fast a kernel is
 _L2 = 100e6  # bytes; below this an H100's L2 cache (50 MB) serves part of a repeated call
 
 
@@ -216,7 +213,10 @@ def bytes_moved(case: Case, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def counted_flops(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
-    """XLA's count of the jnp form's operations, for the op's position under the roofline."""
+    """Operations by direction: the case's own count, or XLA's of the jnp form."""
+    if case.flops:
+        forward = case.flops(sizes)
+        return {"forward": forward, "forward+backward": (1 + case.backward) * forward}
     inputs, op = structs(case, sizes), on_xla(case)
     dy = jax.eval_shape(op, *inputs)
     try:
@@ -326,11 +326,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
             ms, not_timed = time_ops(programs, cotangents(on_xla(case), inputs), inputs)
             failed = failed | not_compiled | not_timed
         moved = bytes_moved(case, sizes)
-        if case.flops:
-            forward = case.flops(sizes)
-            flops = {"forward": forward, "forward+backward": (1 + case.backward) * forward}
-        else:
-            flops = counted_flops(case, sizes)
+        flops = counted_flops(case, sizes)
     if case.forward_only:
         flops = {"forward": flops["forward"]}
     records = []
@@ -406,25 +402,6 @@ def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
             console.print(f"{r['op']} {text(r['sizes'])}: {name} failed, {why}", markup=False)
     console.print(f"Wrote {out}/benchmark.json and {out}/roofline.png", soft_wrap=True)
     return result
-
-
-def share(result: dict, out: Path) -> Path:
-    """Writes one file for people without this GPU: `result` and what made it; no names or paths."""
-    device = jax.devices()[0]
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    smi = shutil.which(query[0]) and subprocess.run(query, capture_output=True, text=True).stdout
-    found = [(d.name.lower(), d.version) for d in importlib.metadata.distributions()]
-    installed = dict(reversed(found))  # Python imports the first of several
-    about = {
-        "compute_capability": str(getattr(device, "compute_capability", None)),
-        "driver": smi.split()[0] if smi else None,
-        "compiler": str(dispatch.compiler()) if device.platform == "gpu" else None,
-        "packages": {name: installed[name] for name in sorted(installed) if _PACKAGES.match(name)},
-    }
-    words = f"{device.device_kind} jax {jax.__version__}"
-    path = out / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
-    path.write_text(json.dumps(about | result, indent=1) + "\n")
-    return path
 
 
 def main(argv: list[str] | None = None) -> int:
