@@ -70,4 +70,16 @@ def _log():
 
 @pytest.fixture(autouse=True)
 def _lower_the_first_case(request, monkeypatch):
-    monkeypatch.setattr("kernel_checks.LOWERS", request.node.first_case)
+    lowers = request.node.first_case and os.environ.get("LOWERS") != "0"
+    monkeypatch.setattr("kernel_checks.LOWERS", lowers)
+
+
+@pytest.fixture
+def general_kernels(monkeypatch):
+    """Ops with two forms run in their general one, on every GPU and in the interpreter."""
+    from pallas_kernels import dispatch
+
+    monkeypatch.setenv("JAXLLM_KERNELS", "general")
+    dispatch.reset()
+    yield
+    dispatch.reset()

@@ -3,6 +3,7 @@
     .ci/gpu                   tests, ops, training steps; compares with the figures in docs/gpu
     .ci/gpu --only ops steps  only these parts
     .ci/gpu --save            also stores the figures for this GPU and this JAX
+    .ci/gpu --slow            also runs the slow tests, for which it takes up to ten minutes more
 
 The tests run natively in as many processes as there are cores.  Then every case of
 pallas_kernels.benchmark and three training steps are measured: many processes compile them in
@@ -32,7 +33,7 @@ REPO = Path(__file__).resolve().parents[1]
 FIGURES = REPO / "docs" / "gpu"
 UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
 # A part that exceeds its limit is stopped, and the others continue; "turn": one process's timing.
-SECONDS = {"tests": 330, "compile": 120, "turn": 60, "all": 570}
+SECONDS = {"tests": 330, "compile": 120, "turn": 60, "all": 570, "slow": 600}
 # These use the CPU wherever they run, or check texts, files and the tests themselves; CI runs them.
 NOT_HERE = [
     *("test_house.py", "test_readme.py", "test_gpu_run.py", "jaxllm/test_commands.py"),
@@ -60,14 +61,16 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def run_tests(log: Path, dry: bool) -> tuple[dict, dict[str, str]]:
+def run_tests(log: Path, dry: bool, slow: bool) -> tuple[dict, dict[str, str]]:
     """Runs pytest; returns its counts and {name: reason} of failed tests."""
     # worksteal spreads a file with many compilations over all processes.  Each of them then makes
     # the file's fixture, which takes half a minute in test_train.py.
-    command = [sys.executable, "-m", "pytest", "-vv", "-m", "", "-n", str(os.cpu_count())]
+    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(os.cpu_count())]
+    command += ["-m", ""] if slow else []
     command += ["--dist", "worksteal", "-p", "no:benchmark"]  # pytest-benchmark warns under xdist
     command += ["tests/jaxllm/test_optim.py"] if dry else ["tests"]
     command += [f"--ignore=tests/{name}" for name in NOT_HERE]
+    seconds = SECONDS["tests"] + slow * SECONDS["slow"]
     start, late = time.monotonic(), False
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -79,7 +82,7 @@ def run_tests(log: Path, dry: bool) -> tuple[dict, dict[str, str]]:
             start_new_session=True,
         )
         try:
-            process.wait(SECONDS["tests"])
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             late = True
             process.send_signal(signal.SIGINT)  # pytest then still lists failures and reasons
@@ -89,7 +92,7 @@ def run_tests(log: Path, dry: bool) -> tuple[dict, dict[str, str]]:
             end(process)
     counts, failed = read_tests(log.read_text(errors="replace"))
     if late:
-        failed["tests"] = f"stopped after {SECONDS['tests']} s"
+        failed["tests"] = f"stopped after {seconds} s"
     elif process.returncode and not failed:
         failed["pytest"] = f"exited with status {process.returncode}: {log}"
     return counts | {"seconds": time.monotonic() - start}, failed
@@ -211,6 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         prog=".ci/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=("tests", "ops", "steps"), metavar="PART")
+    parser.add_argument("--slow", action="store_true", help="also run the slow tests")
     parser.add_argument("--save", action="store_true", help="store the figures in docs/gpu")
     parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "gpu", metavar="DIR")
     parser.add_argument("--dry", action="store_true", help="run a little of everything on the CPU")
@@ -225,14 +229,14 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     tests, failed, start = None, {}, time.monotonic()
     if "tests" in parts:
-        print(f"tests, at most {SECONDS['tests']} s: {out / 'tests.log'}", flush=True)
-        tests, failed = run_tests(out / "tests.log", a.dry)
+        print(f"tests: {out / 'tests.log'}", flush=True)
+        tests, failed = run_tests(out / "tests.log", a.dry, a.slow)
         print(f"{tests}", *failed, sep="\n  ", flush=True)
     measured = names(parts, a.dry)
     work = shares(measured)
     print(f"{len(work)} processes compile: {out / 'measure.log'}", flush=True)
     workers = Workers(work, out / "measure.log", a.dry)
-    workers.run(start + SECONDS["all"])
+    workers.run(start + SECONDS["all"] + a.slow * SECONDS["slow"])
     failed |= workers.failed
     if not workers.about:
         print(f"error: no process could use the GPU: {out / 'measure.log'}", file=sys.stderr)

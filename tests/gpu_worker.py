@@ -149,6 +149,8 @@ def versions() -> dict[str, str]:
     import jaxlib
     from jax._src import lib
 
+    from pallas_kernels.bench.share import driver
+
     found = {"JAX": jax.__version__, "jaxlib": jaxlib.__version__}
 
     def note(name: str, version: Callable[[], str]) -> None:
@@ -166,8 +168,7 @@ def versions() -> dict[str, str]:
         note("cuDNN", lambda: f"{cudnn() // 10000}.{cudnn() // 100 % 100}.{cudnn() % 100}")
         note("ptxas", ptxas)
         note("nvJitLink", nvjitlink)
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        note("driver", lambda: subprocess.check_output(query, text=True).split()[0])
+        note("driver", driver)
     return found
 
 

@@ -29,6 +29,7 @@ def kernels_run_here():
         yield
         return
     import interpreter_extension
+    import numpy_jaxpr
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
     interpreter_extension.install()
@@ -41,7 +42,7 @@ def kernels_run_here():
         assert races is None or not races.races_found, "the kernel has a race"
     finally:
         interpreter.reset_gpu_interpret_mode_state()
-        interpreter_extension.programs.clear()
+        numpy_jaxpr.clear()
         jax.clear_caches()
 
 

@@ -2,10 +2,11 @@
 
     python tests/peers.py attention             ours, JAX (cuDNN, XLA), tokamax, PyTorch
     python tests/peers.py vlstm                 ours, mlstm_kernels
+    python tests/peers.py quantized_linear      ours, gemlite, bfloat16 matrices (cuBLAS)
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
 
-It needs an NVIDIA GPU, and torch, tokamax and mlstm_kernels for their rows; the row of a missing
-peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
+It needs an NVIDIA GPU, and torch, tokamax, mlstm_kernels and gemlite for their rows; the row of a
+missing peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
 pallas_kernels.benchmark.  CUDA events time PyTorch's calls, including launches and gaps.
 """
 
@@ -107,6 +108,7 @@ def vlstm() -> None:
     import jax
     import jax.numpy as jnp
 
+    theirs = []
     for case in (c for c in cases.CASES if c.op == "vlstm"):
         case = dataclasses.replace(case, flops=lambda n: 0.0)  # forward + backward in one program
         for sizes in case.sizes:
@@ -120,10 +122,13 @@ def vlstm() -> None:
                 kernels = statistics.median(run.gpu_ms(programs[name], *args))
                 clock = run.wall_ms(programs[name], *args, calls=10)
                 show(f"jaxllm {name}", clock=clock, kernels=kernels)
-            variants = {
-                f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in (("limit", 64), ("xl", 128))
-            }
-            rows(*run.attempt(functools.partial(mlstm, sizes=sizes), variants))
+            timed = functools.partial(mlstm, sizes=sizes)
+            theirs.append((f"vlstm {text(sizes)}, ms", timed))
+    # PyTorch's profiler keeps CUPTI, so JAX's rows come first.
+    for title, timed in theirs:
+        print(title)
+        variants = {f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in (("limit", 64), ("xl", 128))}
+        rows(*run.attempt(timed, variants))
 
 
 def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
@@ -152,6 +157,66 @@ def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
     with torch.no_grad():
         times = {"forward": events_ms(forward), "kernels": kernels_ms(forward)}
     return times | {"forward+backward": events_ms(both), "kernels of both": kernels_ms(both)}
+
+
+def quantized_linear() -> None:
+    """Weights come from memory: each call has weights of its own, 250 MB of them in all."""
+    import jax
+
+    theirs = []
+    for case in (c for c in cases.CASES if c.op == "quantized_linear" and "int" in c.variant[:3]):
+        bits, group = (int(word.removeprefix("int")) for word in case.variant.split(" group "))
+        shapes = {(k, n) for k, n in ((s["K"], s["N"]) for s in case.sizes)}
+        several = (bits, group) == (4, 128)
+        for k, n in sorted(shapes):
+            count = math.ceil(250e6 * 8 / (k * n * bits))
+            for m in (1, 8, 16, 64, 256) if several and n > k else (1,):
+                title = f"quantized_linear {case.variant} {m} x {k} x {n}, us"
+                print(title)
+                sizes = {"M": m, "K": k, "N": n}
+                x, words, scales = run.arrays(case, sizes)
+                weights = [(words + i, scales + 0) for i in range(count)]
+                op = run.public(case)
+                program = jax.jit(lambda x, weights, op=op: [op(x, *some) for some in weights])
+                ms = statistics.median(run.gpu_ms(program, x, weights))
+                rows({"jaxllm": {"kernels": ms / count * 1e3}}, {})
+                timed = functools.partial(gemlite, m=m, k=k, n=n, bits=bits, group=group)
+                theirs.append((title, timed))
+    for title, timed in theirs:  # after JAX's, as in `vlstm`
+        print(title)
+        rows(*run.attempt(timed, {"gemlite": True, "PyTorch bfloat16": False}))
+
+
+def gemlite(packed: bool, *, m: int, k: int, n: int, bits: int, group: int) -> dict[str, float]:
+    """gemlite's linear layer, or PyTorch's in bfloat16, with 250 MB of weights in turn."""
+    import torch
+
+    count = math.ceil(250e6 * 8 / (k * n * (bits if packed else 16)))
+    if packed:
+        import gemlite
+        from gemlite import DType
+
+        def layer():
+            made = gemlite.GemLiteLinear(
+                bits, group, k, n, input_dtype=DType.BF16, output_dtype=DType.BF16
+            )
+            words = torch.randint(0, 2**bits, (n, k), device="cuda", dtype=torch.uint8)
+            scales = torch.full((n, k // group), 0.01, device="cuda", dtype=torch.bfloat16)
+            made.pack(words, scales, 2 ** (bits - 1))
+            return made
+    else:
+        layer = functools.partial(
+            torch.nn.Linear, k, n, bias=False, device="cuda", dtype=torch.bfloat16
+        )
+    layers = [layer() for _ in range(count)]
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+
+    def every():
+        for one in layers:
+            one(x)
+
+    with torch.no_grad():
+        return {"kernels": kernels_ms(every) / count * 1e3}
 
 
 def torch_model(model: Any):
@@ -258,7 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("attention", "vlstm", "train"))
+    parser.add_argument("what", choices=("attention", "vlstm", "quantized_linear", "train"))
     parser.add_argument("config", nargs="?", help="for train: gpt2_124m, llama3_124m, llama3_1b")
     parser.add_argument("batch", nargs="?", type=int, default=32, help="for train (default: 32)")
     parser.add_argument("--seq_len", type=int, help="for train (default: the configuration's)")
@@ -274,7 +339,7 @@ def main() -> int:
     if jax.default_backend() != "gpu":
         print(f"error: the platform is {jax.default_backend()}, not gpu", file=sys.stderr)
         return 2
-    attention() if a.what == "attention" else vlstm()
+    {"attention": attention, "vlstm": vlstm, "quantized_linear": quantized_linear}[a.what]()
     return 0
 
 
