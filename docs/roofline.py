@@ -20,7 +20,7 @@ from pallas_kernels.bench import run  # noqa: E402
 
 TIMES = HERE / "gpu" / "h100-80gb-hbm3_jax0.12.0.1.json"
 COPY, MATMUL = 2.95e12, 800e12  # bytes/s and FLOP/s that docs/benchmarks.md measures there
-FORWARD, BOTH = "forward", "forward+backward"
+FORWARD = "forward"
 
 
 def points(ms: dict[str, float]) -> dict[str, list[tuple[str, float, float]]]:
@@ -28,11 +28,7 @@ def points(ms: dict[str, float]) -> dict[str, list[tuple[str, float, float]]]:
     found = {}
     for name, (case, sizes) in gpu_worker.ops().items():
         moved = run.bytes_moved(case, sizes)
-        if case.flops:
-            flops = {FORWARD: case.flops(sizes), BOTH: (1 + case.backward) * case.flops(sizes)}
-        else:
-            flops = run.counted_flops(case, sizes)
-        for direction, count in flops.items():
+        for direction, count in run.counted_flops(case, sizes).items():
             time = ms.get(f"{name} {direction}")
             if time and count:
                 speed = count / time * 1e3
