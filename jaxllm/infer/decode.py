@@ -126,10 +126,12 @@ def stream_tokens(
     config: SampleConfig,
     *,
     top_p: float = 1.0,
+    float8_cache: bool = False,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of every row, (B,) int32, config.tokens times.
 
     prompts: at least one id each, of any lengths.
+    float8_cache: whether keys and values are kept in float8 (e4m3), half the bytes of bfloat16.
     The pass over the prompts gives the first token.  The others are computed in blocks, and the
     devices stay one block ahead.
     """
@@ -141,9 +143,8 @@ def stream_tokens(
         width = max(longest, min(width, most))
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
-    programs = _programs(
-        graph, round_up(width + blocks * size, WIDTHS), config.temperature, config.top_k, top_p
-    )
+    slots = round_up(width + blocks * size, WIDTHS)
+    programs = _programs(graph, slots, float8_cache, config.temperature, config.top_k, top_p)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -168,11 +169,12 @@ class _Programs(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _programs(
-    graph: nnx.GraphDef, size: int, temperature: float, top_k: int, top_p: float
+    graph: nnx.GraphDef, size: int, float8: bool, temperature: float, top_k: int, top_p: float
 ) -> _Programs:
     """The jitted programs: the pass over the prompts, and a block of further tokens.
 
     size: slots of the caches.
+    float8: whether they hold float8.
     The further tokens are a loop on the device; a call per token would make Python wait for each.
     """
     block = block_size()
@@ -187,7 +189,7 @@ def _programs(
     @jax.jit
     def first(params, tokens, lengths, key):
         model = nnx.merge(graph, params)
-        cache = Cache(lengths, size)
+        cache = Cache(lengths, size, float8)
         hidden, caches = model.advance(
             model.embedding(tokens), caches=[cache for _ in model.blocks]
         )
@@ -207,7 +209,7 @@ def _programs(
             hidden, caches = model.advance(
                 embedding(token[:, None], positions),
                 positions=positions,
-                caches=[Cache(lengths + number + i, size, layer) for layer in arrays],
+                caches=[Cache(lengths + number + i, size, float8, layer) for layer in arrays],
             )
             token = pick(model, hidden, key, number + i)
             # With a select: XLA would copy a slice on another stream, outside its CUDA graph.

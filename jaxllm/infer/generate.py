@@ -94,6 +94,12 @@ def _parser() -> Parser:
         help="texts to compute at once (default: %(default)s)",
     )
     parser.add_argument(
+        "--kv_cache_dtype",
+        choices=("auto", "float8"),
+        default="auto",
+        help="auto: model.compute_dtype; float8: half the bytes, e4m3 (default: %(default)s)",
+    )
+    parser.add_argument(
         "--stop",
         action="append",
         default=[],
@@ -136,6 +142,11 @@ def _run(args: argparse.Namespace) -> None:
     from jaxllm.sharding import make_mesh
 
     weights = decode.open_run(args.checkpoint, args.step)
+    float8 = args.kv_cache_dtype == "float8"
+    if float8 and weights.config.type == "vlstm":
+        raise InputError(
+            "--kv_cache_dtype=float8: a vLSTM keeps a state, not keys and values; leave it out"
+        )
     tokenizer = decode.open_tokenizer(weights)
     ids = [tokenizer.prompt(text) for text in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
@@ -168,7 +179,10 @@ def _run(args: argparse.Namespace) -> None:
                 seed=(args.seed + first // size) % 2**32,
             )
             speed.begin()
-            for tokens in decode.stream_tokens(graph, params, rows, config, top_p=args.top_p):
+            stream = decode.stream_tokens(
+                graph, params, rows, config, top_p=args.top_p, float8_cache=float8
+            )
+            for tokens in stream:
                 before = sum(text.count for text in texts)
                 for text, token in zip(texts, tokens, strict=False):
                     text.add(int(token))

@@ -145,7 +145,6 @@ class Attention(nnx.Module):
             )(q, k, positions)
         if cache.arrays is not None:
             return self._attend_to_cache(q, k, v, cache)
-        room = ((0, 0), (0, cache.size - T), (0, 0), (0, 0))
         op = partial(
             attention,
             window=self.window,
@@ -153,27 +152,54 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
         y = per_device(op, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS)(q, k, v)
-        return y, replace(cache, arrays=(jnp.pad(k, room), jnp.pad(v, room)))
+        return y, replace(cache, arrays=_filled(k, v, cache))
 
     def _attend_to_cache(self, q, k, v, cache):
         """Writes key and value to the cache, and attends from one query per row, (B, 1, H, D)."""
 
-        def op(q, k, v, keys, values, lengths):
+        def op(q, k, v, keys, values, lengths, *scales):
             return decode_attention(
                 q,
                 keys,
                 values,
                 lengths,
                 new=(k, v),
+                **dict(zip(("k_scale", "v_scale"), scales, strict=False)),
                 window=self.window,
                 softcap=self.softcap,
                 # Also where training asks for kernels: this one has other limits.
                 implementation="xla" if self.implementation == "xla" else None,
             )
 
-        op = per_device(op, in_specs=(*[HEADS] * 5, P(BATCH)), out_specs=(HEADS,) * 3)
-        y, *arrays = op(q, k, v, *cache.arrays, cache.lengths)
-        return y, replace(cache, arrays=tuple(arrays))
+        keys, values, *scales = cache.arrays
+        specs = (*[HEADS] * 5, P(BATCH), *[P(BATCH, HEADS[2])] * len(scales))
+        op = per_device(op, in_specs=specs, out_specs=(HEADS,) * 3)
+        y, *arrays = op(q, k, v, keys, values, cache.lengths, *scales)
+        return y, replace(cache, arrays=(*arrays, *scales))
+
+
+def _filled(k, v, cache):
+    """The arrays of a cache with the keys and values (B, T, K, D) of the prompts."""
+    room = ((0, 0), (0, cache.size - k.shape[1]), (0, 0), (0, 0))
+    pad = lambda x: jnp.pad(x, room)
+    if not cache.float8:
+        return pad(k), pad(v)
+    seen = (jnp.arange(k.shape[1]) < cache.lengths[:, None])[:, :, None, None]
+    (k, k_scale), (v, v_scale) = (_to_float8(x, seen) for x in (k, v))
+    return pad(k), pad(v), k_scale, v_scale
+
+
+def _to_float8(x, seen):
+    """(x / scale as float8, scale (B, K)) of keys or values (B, T, K, D).
+
+    The scale makes the largest number of a prompt 28, a sixteenth of float8's largest: those of
+    later tokens, which are clipped there, may be 16 times as large.  A number keeps three bits
+    of its mantissa down to 1/1792 of the prompt's largest.
+    """
+    x = jnp.where(seen, x, 0).astype(jnp.float32)  # what follows a prompt's end has no bound
+    largest = jnp.max(jnp.abs(x), axis=(1, 3))
+    scale = jnp.where(largest > 0, largest, 28) / 28
+    return (x / scale[:, None, :, None]).astype(jnp.float8_e4m3fn), scale
 
 
 def _spec(positions):

@@ -15,10 +15,13 @@ class Cache:
 
     lengths: (B,) int32, tokens of each row's text, with those of the call.
     size: number of slots for keys and values, at least T; a vLSTM ignores it.
-    arrays: None before the first call; then keys and values (B, size, K, D), or the state
-        (C, n, m).
+    float8: whether keys and values are kept in float8 (e4m3), divided by a scale of each row and
+        head, instead of the dtype of the activations; a vLSTM ignores it.
+    arrays: None before the first call; then keys and values (B, size, K, D), with float8 also
+        their scales (B, K); or the state (C, n, m).
     """
 
     lengths: jax.Array
     size: int = field(metadata=dict(static=True))
+    float8: bool = field(default=False, metadata=dict(static=True))
     arrays: tuple[jax.Array, ...] | None = None

@@ -36,6 +36,7 @@ from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
 _FP8 = jnp.float8_e4m3fn
+_LARGEST = 448  # of _FP8
 _KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
 _STAGES = 4  # tiles of K and of V in flight, at most
 _SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
@@ -67,7 +68,8 @@ def decode_attention(
         slot lengths - T + t and sees the slots up to its own.
     new: key and value of the only position (T = 1), which the kernel also writes to slot
         lengths - 1 (lengths are 1 to S), in place where the cache is donated.  The result is then
-        (y, k, v) with the updated cache.
+        (y, k, v) with the updated cache.  For a float8 cache XLA divides them by their scales,
+        clips them to +-448, and writes them.
     k_scale, v_scale: multiply k and v, for float8; default 1.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a position sees, including its own.
@@ -105,8 +107,6 @@ def why_not(q, k, v, *, new=None, scale=None, window=None, softcap=None) -> str 
         return f"q is {q.dtype}, not bfloat16 or float16"
     if k.dtype not in (q.dtype, _FP8):
         return f"the cache is {k.dtype}, not {q.dtype} or float8_e4m3fn"
-    if new is not None and k.dtype == _FP8:
-        return "a new position would have to be converted to float8"
     # 32 bytes are the smallest swizzle; float8 with D = 256 would spill registers.
     multiple, most = (32, 128) if k.dtype == _FP8 else (16, 256)
     if q.shape[3] % multiple or q.shape[3] > most:
@@ -145,7 +145,9 @@ def _decode(form, scale, window, softcap, q, k, v, lengths, new, k_scale, v_scal
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
     inner = jnp.float16 if k.dtype == _FP8 and dtype.itemsize == 2 else dtype
     q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
-    new = new and tuple(x[:, 0].astype(k.dtype) for x in new)
+    if new is not None:
+        scales = (k_scale, v_scale)
+        new = tuple(_stored(x[:, 0], s, k.dtype) for x, s in zip(new, scales, strict=True))
     y, *cache = form(q, k, v, lengths, new, scale, window, softcap)
     y = (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
     return (y, *cache) if cache else y
@@ -158,19 +160,32 @@ def _no_gradient(*_):
 _decode.defvjp(_no_gradient, _no_gradient)
 
 
-def _append(kept, new, lengths):
-    """Writes a position of each row, (B, K, D), to the last slot of its text."""
+def _stored(x, scale, dtype):
+    """x (B, K, D) as a cache of this dtype holds it; scale: (B, K) or None."""
+    if dtype != _FP8:
+        return x.astype(dtype)
+    x = x.astype(mosaic.stat_dtype(x.dtype))
+    x = x if scale is None else x / scale[..., None]
+    return jnp.clip(x, -_LARGEST, _LARGEST).astype(dtype)  # larger numbers would become NaN
+
+
+def _append(k, v, new, lengths):
+    """[k, v] with a position of each row, two of (B, K, D), in the last slot of its text."""
     slots = lengths - 1
-    if len(slots) == 1:  # of a scatter of one row XLA for GPUs checks the bounds, in two kernels
-        return lax.dynamic_update_slice_in_dim(kept, new[:, None], slots[0], axis=1)
-    return kept.at[jnp.arange(len(slots)), slots].set(new, unique_indices=True)
+
+    def write(kept, new):
+        if (
+            len(slots) == 1
+        ):  # of a scatter of one row XLA for GPUs checks the bounds, in two kernels
+            return lax.dynamic_update_slice_in_dim(kept, new[:, None], slots[0], axis=1)
+        return kept.at[jnp.arange(len(slots)), slots].set(new, unique_indices=True)
+
+    return [write(k, new[0]), write(v, new[1])]
 
 
 def _in_jnp(q, k, v, lengths, new, scale, window, softcap):
     t, s = q.shape[1], k.shape[1]
-    cache = (
-        [] if new is None else [_append(x, n, lengths) for x, n in zip((k, v), new, strict=True)]
-    )
+    cache = [] if new is None else _append(k, v, new, lengths)
     k, v = cache or (k, v)
     lengths = jnp.minimum(lengths, s)
     places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)
@@ -228,6 +243,10 @@ def plan(q, k, scale, window, softcap, appends=False) -> Plan:
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _kernel(q, k, v, lengths, new, scale, window, softcap):
+    cache = []
+    if new is not None and k.dtype == _FP8:
+        k, v = cache = _append(k, v, new, lengths)
+        new = None
     p = plan(q, k, scale, window, softcap, new is not None)
     (b, t, h, d), kv = q.shape, k.shape[2]
     rows = t * p.group
@@ -260,7 +279,7 @@ def _kernel(q, k, v, lengths, new, scale, window, softcap):
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )
-    arrays, cache = (q, lengths.astype(jnp.int32), new), []
+    arrays = (q, lengths.astype(jnp.int32), new)
     if new is None:
         o, lse = kernel([k, v], *arrays)
     else:

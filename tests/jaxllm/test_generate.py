@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from tiny_models import tiny
 
 from jaxllm.config import SampleConfig
 from jaxllm.infer import decode, generate
+from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
 from pallas_kernels import dispatch
 
@@ -65,6 +68,39 @@ def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype
     assert len(set(got.ravel().tolist())) > 8
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_a_float8_cache_changes_little(name):
+    model = create(tiny(name, **SHAPE, compute_dtype="float32", residual_dtype="float32"))
+    layer = model.blocks[0].attention
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 41, 64)), jnp.float32)
+    lengths = jnp.array([40, 17])
+    last = x[jnp.arange(2), lengths][:, None]
+    x = jnp.where(jnp.arange(40)[:, None] < lengths[:, None, None], x[:, :40], 1e6)  # unread
+
+    def run(float8):
+        _, cache = layer.with_cache(x, jnp.arange(40), None, Cache(lengths, 48, float8))
+        after = replace(cache, lengths=lengths + 1)
+        return layer.with_cache(last, lengths[:, None], None, after)
+
+    (exact, _), (y, cache) = run(False), run(True)
+    assert [a.dtype for a in cache.arrays] == ["float8_e4m3fn"] * 2 + ["float32"] * 2
+    error = float(jnp.sqrt(jnp.mean((y - exact) ** 2) / jnp.mean(exact**2)))
+    assert 0 < error < 2**-4  # of a number in float8 it is at most that
+    graph, params = nnx.split(model, nnx.Param)
+    config = SampleConfig(tokens=TOKENS, temperature=0.0)
+    tokens = list(decode.stream_tokens(graph, params, [[1, 2], [3]], config, float8_cache=True))
+    assert np.stack(tokens).shape == (TOKENS, 2)
+
+
+def test_a_float8_cache_of_a_vlstm_is_refused(capsys, monkeypatch, tmp_path):
+    weights = SimpleNamespace(config=tiny("vlstm"))
+    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    command = f"--checkpoint {tmp_path} --prompt x --kv_cache_dtype float8"
+    assert generate.main(command.split()) == 2
+    assert "a vLSTM keeps a state" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "fused"),
     [
@@ -115,7 +151,7 @@ def test_one_program_serves_prompts_and_seeds_of_one_shape():
         )
     assert decode._programs.cache_info().misses == 1
     size = decode.round_up(decode.WIDTHS + decode.block_size(), decode.WIDTHS)
-    programs = decode._programs(graph, size, 1.0, 50, 1.0)
+    programs = decode._programs(graph, size, False, 1.0, 50, 1.0)
     assert [program._cache_size() for program in programs] == [1, 1]
 
 

@@ -52,25 +52,29 @@ def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, o
 
 
 @pytest.mark.parametrize(
-    ("shape", "lengths", "one_block", "options"),
+    ("shape", "lengths", "cache", "one_block", "options"),
     [
         # Splits; the newest position begins a tile, or is the only one.
-        ((3, 1, 4, 2, 136, 64), [136, 65, 1], False, {}),
-        ((2, 1, 2, 1, 192, 64), [130, 65], True, dict(window=66, softcap=20.0)),
+        ((3, 1, 4, 2, 136, 64), [136, 65, 1], BF16, False, {}),
+        ((2, 1, 2, 1, 192, 64), [130, 65], BF16, True, dict(window=66, softcap=20.0)),
+        ((1, 1, 2, 1, 72, 64), [66], FP8, True, dict(k_scale=0.5, v_scale=3.0)),
     ],
-    ids=["splits", "window"],
+    ids=["splits", "window", "float8"],
 )
 def test_the_newest_position_is_attended_to_and_written(
-    monkeypatch, shape, lengths, one_block, options
+    monkeypatch, shape, lengths, cache, one_block, options
 ):
     monkeypatch.setattr(decode, "_WHOLE", 4 if one_block else 0)
     b, _, _, kv, _, d = shape
     new = tuple(normal(i, (b, 1, kv, d), BF16) for i in (5, 6))
     appends = lambda op: lambda *a, **o: op(*a[:4], new=a[4], **o)
+    for name in ("k_scale", "v_scale"):
+        if name in options:
+            options = options | {name: jnp.full((b, kv), options[name])}
     check_op(
         appends(decode_attention),
         appends(decode_attention_reference),
-        *arrays(*shape, lengths),
+        *arrays(*shape, lengths, BF16, cache),
         new,
         kernels=KERNELS,
         differentiable=[],
@@ -101,6 +105,20 @@ def test_scales_of_a_float8_cache():
     )
     expected = decode_attention(q, *wide, lengths)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_position_is_divided_by_its_scale_and_clipped():
+    q, k, v, lengths = arrays(2, 1, 4, 2, 48, 64, [30, 48], BF16, FP8)
+    k_scale, v_scale = (0.01 * jnp.exp(normal(i, (2, 2))) for i in (3, 4))
+    new = tuple(normal(i, (2, 1, 2, 64), BF16) for i in (5, 6))
+    new = (new[0].at[0, 0, 0, 0].set(-1000.0), new[1])
+    run = functools.partial(decode_attention, k_scale=k_scale, v_scale=v_scale)
+    y, *cache = run(q, k, v, lengths, new=new)
+    for kept, before, x, scale in zip(cache, (k, v), new, (k_scale, v_scale), strict=True):
+        stored = jnp.clip(x[:, 0].astype(jnp.float32) / scale[..., None], -448, 448).astype(FP8)
+        expected = before.at[jnp.arange(2), lengths - 1].set(stored)
+        assert (kept == expected).all()
+    assert (y == run(q, *cache, lengths)).all()
 
 
 def test_positions_without_keys_give_zeros():
