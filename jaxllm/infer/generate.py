@@ -25,10 +25,7 @@ def _read(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="jaxllm generate",
-        description=__doc__.partition(": ")[0] + ".",
-    )
+    parser = Parser(prog="jaxllm generate", description=__doc__.partition(": ")[0] + ".")
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -73,11 +70,7 @@ def _parser() -> Parser:
         help="sample among the most likely tokens with total probability P (default: 1, all)",
     )
     parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of the sampling (default: %(default)s)",
+        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)"
     )
     parser.add_argument(
         "--samples",
