@@ -1,0 +1,256 @@
+"""Times generation with random weights, by the rows of a batch, beside transformers on this GPU.
+
+    python tests/generation_speed.py gpt2_124m                          1 to 256 rows
+    python tests/generation_speed.py llama3_8b --rows 1 --quantize int4
+    python tests/generation_speed.py llama3_1b --rows 64 --prompt 2048 --kv_cache_dtype float8
+    python tests/generation_speed.py gpt2_124m --rows 1 --peer          transformers, in PyTorch
+
+The prompts of a batch have different lengths: from half of --prompt up to it.  A row gives the time
+of a further token (without the prompts, and without compilation), and its floor: the bytes of the
+weights and of the keys and values that it reads, at the bandwidth of a copy on this GPU.  --peer is
+transformers' model in bfloat16 with a static cache and torch.compile(mode="reduce-overhead"): run
+it by itself, because PyTorch's and JAX's memory do not make room for each other.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+
+import numpy as np
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a shipped configuration, such as gpt2_124m")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of a batch")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest (128)")
+    parser.add_argument("--tokens", type=int, default=256, help="to time after it (256)")
+    parser.add_argument("--quantize", help="format of jaxllm convert, such as int4")
+    parser.add_argument("--group", type=int, default=128, help="with --quantize (128)")
+    parser.add_argument("--kv_cache_dtype", choices=("auto", "float8"), default="auto")
+    parser.add_argument("--peer", action="store_true", help="transformers instead of ours")
+    args = parser.parse_args(argv)
+    (theirs if args.peer else ours)(args)
+    return 0
+
+
+def prompts(rows: int, longest: int, vocabulary: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    lengths = np.linspace(longest, max(longest // 2, 1), rows).astype(int)
+    return [rng.integers(0, vocabulary, n).tolist() for n in lengths]
+
+
+def show(rows: int, first: float, seconds: float, floor: float | None = None) -> None:
+    ms = 1e3 * seconds
+    cells = [f"{rows:>4} rows", f"{ms:8.3f} ms a token", f"{rows / seconds:10,.0f} tokens/s"]
+    if floor is not None:
+        cells.append(f"floor {1e3 * floor:.3f} ms ({floor / seconds:.2f})")
+    print("  ".join([*cells, f"prompts and compilation {first:.1f} s"]), flush=True)
+
+
+# ---- ours ------------------------------------------------------------------------------------
+
+
+def ours(args) -> None:
+    import jax
+
+    from jaxllm import config as configs
+    from jaxllm.config import MeshConfig, SampleConfig
+    from jaxllm.infer import decode
+    from jaxllm.sharding import make_mesh
+    from pallas_kernels.bench import run
+
+    model = configs.load(args.config).model
+    longest, most = args.prompt + args.tokens + 1, decode.most_tokens(model)
+    if most is not None and longest > most:
+        sys.exit(
+            f"error: --prompt={args.prompt} and --tokens={args.tokens} exceed {most} positions"
+        )
+    if args.tokens < 2 * decode.block_size():
+        sys.exit(
+            f"error: --tokens={args.tokens} is less than {2 * decode.block_size()}, two blocks"
+        )
+    on_gpu = jax.default_backend() == "gpu"
+    bandwidth = 1e12 * run.ceilings()["copy_TB_per_s"] if on_gpu else None
+    print(f"{args.config}, {args.quantize or model.compute_dtype}, on {jax.devices()[0]}")
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        graph, params, weights = random_weights(model, args.quantize, args.group)
+        for rows in args.rows:
+            texts = prompts(rows, args.prompt, model.vocab_size)
+            start = functools.partial(
+                decode.stream_tokens,
+                graph,
+                params,
+                texts,
+                SampleConfig(tokens=args.tokens + 1, temperature=0.0),
+                float8_cache=args.kv_cache_dtype == "float8",
+            )
+            try:
+                first, seconds = timed(start)
+            except jax.errors.JaxRuntimeError as e:
+                print(f"{rows:>4} rows  failed: {str(e).splitlines()[0]}")
+                continue
+            halfway = sum(map(len, texts)) + rows * args.tokens // 2
+            bytes_read = weights + halfway * cache_bytes(model, args.kv_cache_dtype)
+            floor = None if bandwidth is None else bytes_read / bandwidth
+            show(rows, first, seconds, floor)
+
+
+def random_weights(model, quantized: str | None, group: int):
+    """(graph, parameters, bytes of them that a token reads), as load_model returns them.
+
+    Matrices are in bfloat16 or packed, vectors in float32; tables are not read as a whole unless
+    the head is tied.
+    """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxllm.models import create
+    from jaxllm.weights.convert import FORMATS
+    from jaxllm.weights.packed import Packing, layout
+    from pallas_kernels import quantize
+
+    model = model.model_copy(update={"kernels": "xla" if model.kernels == "xla" else "auto"})
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: create(model)), nnx.Param)
+    packing = Packing(*FORMATS[quantized], group, True) if quantized else None
+    stored = layout(model, packing) if packing else {}
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def draw(key, shape, packed):
+        if len(shape) == 1:
+            return jnp.ones(shape)
+        w = 0.02 * jax.random.normal(key, shape, jnp.float32)
+        return quantize(w, **packing._asdict()) if packed else w.astype(jnp.bfloat16)
+
+    weights = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        packed = packing is not None and name not in stored[name]
+        weights[name] = draw(
+            jax.random.fold_in(jax.random.key(0), len(weights)), leaf.shape, packed
+        )
+    tables = {"embedding.wpe"} | ({"embedding.wte"} if "head.weight" in weights else set())
+    read = [w for name, w in weights.items() if name not in tables]
+    params = jax.tree.unflatten(jax.tree.structure(abstract), list(weights.values()))
+    return graph, params, sum(x.nbytes for x in jax.tree.leaves(read))
+
+
+def cache_bytes(model, dtype: str) -> int:
+    """The bytes of keys and values of one token of a row in all layers."""
+    if model.type == "vlstm":
+        return 0
+    heads = getattr(model, "n_kv_heads", None) or model.n_heads
+    width = getattr(model, "head_dim", None) or model.d_model // model.n_heads
+    return model.n_layers * 2 * heads * width * (1 if dtype == "float8" else 2)
+
+
+def timed(start) -> tuple[float, float]:
+    """(seconds of a first run with compilation, seconds of a token: the median of three runs).
+
+    The clock starts when the first block has been read.
+    """
+    from jaxllm.infer import decode
+
+    begun = time.perf_counter()
+    for _ in start():  # compiles
+        pass
+    first = time.perf_counter() - begun
+    size, seconds = decode.block_size(), []
+    for _ in range(3):
+        for i, _ in enumerate(start()):
+            if i == size:  # the last token of the first block
+                clock, at = time.perf_counter(), i
+        seconds.append((time.perf_counter() - clock) / (i - at))
+    return first, statistics.median(seconds)
+
+
+# ---- transformers ----------------------------------------------------------------------------
+
+
+def theirs(args) -> None:
+    """The same shapes in transformers, whose `generate` compiles its step for a static cache."""
+    import torch
+
+    from jaxllm import config as configs
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    section = configs.load(args.config).model
+    print(f"{args.config}, transformers, bfloat16, on {device}")
+    model = in_torch(section.model_dump(), section.padded_vocab_size)
+    model = model.to(device, torch.bfloat16).eval()
+    for rows in args.rows:
+        ids, mask = padded_left(prompts(rows, args.prompt, section.vocab_size))
+        run = functools.partial(
+            model.generate,
+            torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            do_sample=False,
+            cache_implementation="static",
+            pad_token_id=0,
+        )
+        first, seconds = torch_time(run, args.tokens)
+        show(rows, first, seconds)
+
+
+def torch_time(run, tokens: int) -> tuple[float, float]:
+    """Like `timed`: from the difference of a long and a short text, after one run of each."""
+    short, clocks = tokens // 4, {}
+    begun = time.perf_counter()
+    for n in (short, tokens):
+        run(max_new_tokens=n, min_new_tokens=n)
+    first = time.perf_counter() - begun
+    for n in (short, tokens):
+        times = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            run(max_new_tokens=n, min_new_tokens=n).cpu()
+            times.append(time.perf_counter() - begun)
+        clocks[n] = statistics.median(times)
+    return first, (clocks[tokens] - clocks[short]) / (tokens - short)
+
+
+def padded_left(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, mask), both (B, T): transformers continues at the right end."""
+    width = max(map(len, texts))
+    ids, mask = np.zeros((2, len(texts), width), np.int64)
+    for i, text in enumerate(texts):
+        ids[i, width - len(text) :], mask[i, width - len(text) :] = text, 1
+    return ids, mask
+
+
+def in_torch(section: dict, vocabulary: int):
+    """GPT-2 or Llama of transformers with random weights; section: the model's settings."""
+    import transformers
+
+    shape = dict(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)
+    if section["type"] == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=section["d_model"],
+            n_layer=section["n_layers"],
+            n_head=section["n_heads"],
+            n_positions=section["max_seq_len"],
+            **shape,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        hidden_size=section["d_model"],
+        intermediate_size=section["d_ff"],
+        num_hidden_layers=section["n_layers"],
+        num_attention_heads=section["n_heads"],
+        num_key_value_heads=section["n_kv_heads"],
+        max_position_embeddings=section["max_seq_len"],
+        tie_word_embeddings=section["tie_embeddings"],
+        **shape,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
