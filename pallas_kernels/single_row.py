@@ -15,6 +15,8 @@ its bytes of W before it looks at x.  Several matrices may share x (q, k and v).
 
 Every warp computes the norm again, while its bytes of W are on their way: a kernel of its own would
 take longer.  All sums are in float32 and in a fixed order, so two runs are equal bit for bit.
+
+Packed weights (K, N) have the kernel of quantized/gemv.py, with the same parts.
 """
 
 import functools
@@ -31,6 +33,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations.elementwise import sigmoid
+from pallas_kernels.quantized import gemv
+from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
 
 Activation = Literal["gelu", "swiglu"]
 
@@ -56,7 +60,7 @@ class Norm(NamedTuple):
 
 def row_linear(
     x: Float[Array, "*ones K"],
-    weights: Sequence[Float[Array, "_ K"]],
+    weights: Sequence[Float[Array, "_ K"] | QuantizedWeight],
     biases: Sequence[Float[Array, " _"] | None] | None = None,
     *,
     norm: Norm | None = None,
@@ -66,12 +70,14 @@ def row_linear(
 ) -> tuple[Float[Array, "*ones _"], ...]:
     """activation(norm(x) W + bias) + residual of one row x for each W, in the dtype of W.
 
-    weights: transposed, (N, K) each; they may differ in N.
+    weights: transposed, (N, K) each, or packed ones of (K, N), whose results have the dtype of x;
+        they may differ in N.
     biases: one for each weight, or None.
     activation: None, "gelu" (its tanh form) or "swiglu": silu(x W_0) (x W_1) is the only result.
     residual: added to the only result, which then has its dtype.
 
-    Norm, sums, bias and activation are in float32, and are rounded once.  There is no gradient.
+    Norm, sums, bias and activation are in float32, and are rounded once; with packed weights
+    norm(x) is rounded to x's dtype, too.  There is no gradient.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support, and for a gradient.
     """
@@ -96,13 +102,16 @@ def _rows(kernel, x, weights, biases, norm, activation, residual):
     norm = None if norm is None else (norm.weight, norm.bias)
     residual = None if residual is None else residual.reshape(-1)
     arrays = (x.reshape(-1), weights, biases, norm, residual)
-    ys = _product(_kernel if kernel else _in_jnp, *options, activation, *arrays)
+    form = (_packed_kernel if _packed(weights) else _kernel) if kernel else _in_jnp
+    ys = _product(form, *options, activation, *arrays)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
 def why_not(x, weights, *, norm: bool = False) -> str | None:
     """Why the kernel does not support this call, or None; norm: whether it has one."""
     k = x.shape[-1]
+    if _packed(weights):
+        return _packed_why_not(x, weights, norm)
     for name, a in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
         if reason := mosaic.unsupported_dtype(**{name: a}):
             return reason
@@ -120,12 +129,27 @@ def why_not(x, weights, *, norm: bool = False) -> str | None:
     return mosaic.empty(x=x, **{f"w{i}": w for i, w in enumerate(weights)})
 
 
+def _packed_why_not(x, weights, norm: bool) -> str | None:
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, not bfloat16"
+    kind = lambda w: (w.format, w.bits, w.group, w.offsets is None)
+    if len({kind(w) for w in weights}) > 1:
+        return "the weights have several formats"
+    return gemv.why_no_norm(x.shape[-1], weights[0]) if norm else None
+
+
+def _packed(weights) -> bool:
+    return isinstance(weights[0], QuantizedWeight)
+
+
 def why_slower(weights) -> str | None:
     """Why XLA's sums are faster, or None: they read large matrices at more of memory's speed.
 
     On an H100 67 MB take 26 us here and 22 there, where norm and SwiGLU take 4 us more; 34 MB with
     a residual 13 and 11; but 5 MB with a norm and GELU take 3.6 us here, and in XLA 5.4.
     """
+    if _packed(weights):
+        return "no GPU has run it with packed weights; implementation='mosaic' takes it"
     size = sum(w.size * w.dtype.itemsize for w in weights)
     return f"XLA reads more than {_LARGE >> 20} MB at more of its speed" if size > _LARGE else None
 
@@ -135,14 +159,21 @@ def _check(x, weights, biases, norm, activation, residual):
     if not x.ndim or x.size != x.shape[-1]:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
     k = x.shape[-1]
+    packed = [isinstance(w, QuantizedWeight) for w in weights]
+    if any(packed) and not all(packed):
+        raise ValueError("some weights are packed and some are not")
     for i, w in enumerate(weights):
-        if w.ndim != 2 or w.shape[1] != k:
-            raise ValueError(f"weights[{i}] has shape {w.shape}, but x needs (N, {k})")
+        if packed[i]:
+            w.check()
+        if len(w.shape) != 2 or w.shape[0 if packed[i] else 1] != k:
+            need = f"({k}, N)" if packed[i] else f"(N, {k})"
+            raise ValueError(f"weights[{i}] has shape {w.shape}, but x needs {need}")
     if len(biases) != len(weights):
         raise ValueError(f"there are {len(biases)} biases for {len(weights)} weights")
-    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-        if b is not None and b.shape != w.shape[:1]:
-            raise ValueError(f"biases[{i}] has shape {b.shape}, but needs ({w.shape[0]},)")
+    widths = _widths(weights)
+    for i, (n, b) in enumerate(zip(widths, biases, strict=True)):
+        if b is not None and b.shape != (n,):
+            raise ValueError(f"biases[{i}] has shape {b.shape}, but needs ({n},)")
     if activation not in (None, "gelu", "swiglu"):
         raise ValueError(f"activation={activation!r} is not None, gelu or swiglu")
     shapes = {w.shape for w in weights}
@@ -155,9 +186,14 @@ def _check(x, weights, biases, norm, activation, residual):
         return
     if len(weights) > 1 and activation != "swiglu":
         raise ValueError(f"a residual needs one result, not {len(weights)}")
-    if residual.shape != (*x.shape[:-1], weights[0].shape[0]):
-        need = (*x.shape[:-1], weights[0].shape[0])
+    if residual.shape != (*x.shape[:-1], widths[0]):
+        need = (*x.shape[:-1], widths[0])
         raise ValueError(f"residual has shape {residual.shape}, but needs {need}")
+
+
+def _widths(weights) -> list[int]:
+    """N of each weight."""
+    return [w.shape[1] if _packed(weights) else w.shape[0] for w in weights]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -173,14 +209,18 @@ _product.defvjp(_no_gradient, _no_gradient)
 
 
 def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
-    dtype = mosaic.stat_dtype(x.dtype)
+    given, dtype = x, mosaic.stat_dtype(x.dtype)
     x = x.astype(dtype)
     if norm is not None:
         if centered:
             x = x - x.mean()
         x = x * lax.rsqrt(jnp.square(x).mean() + eps) * norm[0].astype(dtype)
         x = x if norm[1] is None else x + norm[1].astype(dtype)
-    ys = [(w.astype(dtype) * x).sum(-1) for w in weights]
+    if _packed(weights):
+        x = x.astype(given.dtype).astype(dtype)
+        ys = [jnp.matmul(x, dequantize(w, dtype), precision="highest") for w in weights]
+    else:
+        ys = [(w.astype(dtype) * x).sum(-1) for w in weights]
     ys = [y if b is None else y + b.astype(dtype) for y, b in zip(ys, biases, strict=True)]
     if activation == "gelu":
         ys = [jax.nn.gelu(y, approximate=True) for y in ys]
@@ -188,12 +228,13 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
         ys = [jax.nn.silu(ys[0]) * ys[1]]
     if residual is not None:
         ys = [ys[0] + residual.astype(dtype)]
-    return tuple(y.astype(t) for y, t in zip(ys, _dtypes(weights, residual), strict=False))
+    return tuple(y.astype(t) for y, t in zip(ys, _dtypes(given, weights, residual), strict=False))
 
 
-def _dtypes(weights, residual) -> list:
+def _dtypes(x, weights, residual) -> list:
     """The dtypes of the results."""
-    return [w.dtype if residual is None else residual.dtype for w in weights]
+    own = [x.dtype if _packed(weights) else w.dtype for w in weights]
+    return own if residual is None else [residual.dtype]
 
 
 # ---- kernel ----------------------------------------------------------------------------------
@@ -248,7 +289,7 @@ def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> Plan
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
 def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
     p = plan(x.size, [len(w) for w in weights], weights[0].dtype, eps, centered, activation)
-    dtypes = _dtypes(weights, residual)
+    dtypes = _dtypes(x, weights, residual)
     # The parts: matrices of the same rows, whose result is one array.
     parts = [weights] if activation == "swiglu" else [(w,) for w in weights]
     blocks = [len(part[0]) // p.lines for part in parts]
@@ -273,6 +314,12 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
             compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         )(x, parts, [biases] if activation == "swiglu" else [(b,) for b in biases], norm, residual)
     )
+
+
+def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual):
+    dtypes = _dtypes(x, weights, residual)[: 1 if activation == "swiglu" else None]
+    options = dict(norm=norm, eps=eps, centered=centered, activation=activation, residual=residual)
+    return tuple(gemv.products(x, weights, biases, dtypes, **options))
 
 
 class _Refs(NamedTuple):

@@ -153,17 +153,24 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
 def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = False) -> bool:
     """Whether `linear_of_row` applies: x is one row, on one device, for weights of generation.
 
-    x: None for one row in the compute dtype.
+    x: None for one row in the compute dtype, which is bfloat16 for packed weights.
     """
-    weights = [layer.weight.get_value() for layer in layers]
-    if not all(isinstance(w, Transposed) for w in weights):
+    if not all(layer.generates for layer in layers):
         return False
-    arrays = [w.array for w in weights]
+    arrays = [_of_row(layer) for layer in layers]
     if x is None:
-        x = arrays[0][0]
+        w = arrays[0]
+        packed = isinstance(w, QuantizedWeight)
+        x = jnp.empty(w.shape[0], jnp.bfloat16) if packed else w[0]
     if x.size != x.shape[-1] or not one_device() or layers[0].implementation == "xla":
         return False
     return row_why_not(x, arrays, norm=norm) is None and row_why_slower(arrays) is None
+
+
+def _of_row(layer: Linear) -> jax.Array | QuantizedWeight:
+    """The weight as row_linear takes it."""
+    weight = layer.weight.get_value()
+    return weight.array if isinstance(weight, Transposed) else weight
 
 
 def linear_of_row(
@@ -176,7 +183,7 @@ def linear_of_row(
     """activation(layer(norm(x))) + residual of one row x for each layer, in one kernel."""
     return row_linear(
         x,
-        [layer.weight.get_value().array for layer in layers],
+        [_of_row(layer) for layer in layers],
         [None if layer.bias is None else layer.bias[...] for layer in layers],
         norm=None if norm is None else norm.of_row(),
         activation=activation,

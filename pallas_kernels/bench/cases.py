@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Gpu
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
+from pallas_kernels.single_row import Norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +145,19 @@ def _vlstm(sizes, *, xla=True) -> Case:
     return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
 
+_WORDS = {"words": A("C S P L W", "int32", "uniform V"), "scales": A("C G R H")}
+
+
+def _packed_axes(sizes, step: int, parts: int, group: int) -> dict[str, int]:
+    """The axes of the words and scales of a packed K x N weight."""
+    axes = {"S": sizes["K"] // step, "P": parts, "L": LANES, "W": WORDS}
+    axes |= {"G": sizes["K"] // group, "R": COLUMNS // 2, "H": 2}
+    return axes | {"C": sizes["N"] // COLUMNS, "V": 2**31 - 1}
+
+
 def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "int") -> Case:
     """quantized_linear of random words; sizes: (M, K, N)."""
     step, parts = (256, bits // 2 + 1) if format == "2:4" else (256 // bits, 1)
-
-    def derive(sizes):
-        axes = {"S": sizes["K"] // step, "P": parts, "L": LANES, "W": WORDS}  # of the words
-        axes |= {"G": sizes["K"] // group, "R": COLUMNS // 2, "H": 2}  # of the scales
-        return axes | {"C": sizes["N"] // COLUMNS, "V": 2**31 - 1}
 
     def pack(x, words, scales):
         shape = (x.shape[-1], words.shape[0] * COLUMNS)
@@ -160,13 +166,13 @@ def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "in
 
     return Case(
         "quantized_linear",
-        {"x": A("M K"), "words": A("C S P L W", "int32", "uniform V"), "scales": A("C G R H")},
+        {"x": A("M K"), **_WORDS},
         _shapes("M K N", *sizes),
         {"N": 128},
         variant=f"{variant} group {group}",
         gpu="sm_90a",
         forward_only=True,  # gradients are for LoRA, whose rows are many
-        derive=derive,
+        derive=lambda n: _packed_axes(n, step, parts, group),
         pack=pack,
     )
 
@@ -201,6 +207,30 @@ def _row(*sizes) -> Case:
         options={"activation": "gelu"},
         forward_only=True,
         pack=lambda x, w, bias: {"x": x, "weights": [w], "biases": [bias]},
+    )
+
+
+def _packed_row(variant: str, shares: tuple[int, ...], *sizes, activation=None) -> Case:
+    """row_linear of int4 in groups of 128 with RMS norm; shares of N of the weights; (K, N)."""
+
+    def pack(x, norm, words, scales):
+        weights, first = [], 0
+        for share in shares:
+            some = slice(first, first + share * len(words) // sum(shares))
+            shape, first = (x.shape[-1], (some.stop - first) * COLUMNS), some.stop
+            weights += [QuantizedWeight(words[some], scales[some], None, shape, 4, 128, "int")]
+        return {"x": x, "weights": weights, "norm": Norm(norm, centered=False)}
+
+    return Case(
+        "row_linear",
+        {"x": A("M K"), "norm": A("K", "float32"), **_WORDS},
+        _shapes("M K N", *((1, *size) for size in sizes)),
+        {"K": 512, "N": COLUMNS * sum(shares)},
+        options={"activation": activation},
+        variant=f"int4, {variant}",
+        forward_only=True,
+        derive=lambda n: _packed_axes(n, 64, 1, 128),
+        pack=pack,
     )
 
 
@@ -278,6 +308,8 @@ CASES = (
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
     _row((768, 3072), (3072, 768), (2048, 2048)),
+    _packed_row("q, k and v", (4, 1, 1), (4096, 6144)),
+    _packed_row("gate and up", (1, 1), (4096, 28672), activation="swiglu"),
     _quantized("int4", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
     _quantized("int4", 4, *_UP_DOWN, (8, 4096, 14336), (64, 4096, 14336), group=128),
     _quantized("int8", 8, _UP_DOWN[0], group=128),

@@ -90,7 +90,8 @@ def _check(x, weight, bias, activation):
 def _linear(x, weight, bias, activation, kernel):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:
-        return gemv.product(x[0], weight, bias, activation, x.dtype)[None]
+        (y,) = gemv.products(x[0], (weight,), (bias,), (x.dtype,), activation=activation)
+        return y[None]
     return _finish(_sums(x, weight, kernel), bias, activation, x.dtype)
 
 
@@ -100,7 +101,7 @@ def _sums(x, weight, kernel):
     if not kernel:
         return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
     if x.shape[0] == 1:
-        return gemv.product(x[0], weight, None, None, dtype)[None]
+        return gemv.products(x[0], (weight,), (None,), (dtype,))[0][None]
     some = [x[i : i + matmul.MAX_ROWS] for i in range(0, len(x), matmul.MAX_ROWS)]
     return jnp.concatenate([_sums_of_few(x, weight) for x in some])
 

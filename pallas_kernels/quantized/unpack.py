@@ -9,7 +9,7 @@ of a word.  For 4 bits and plane q of a step:
 
 So two weights cost three instructions.  In 128 + code the last bit of the mantissa is 1; other
 widths have other places and exponents (`_level`).  Mosaic has no such instructions on arrays, so
-this file and gemv.py make Mosaic's own; their `in_jnp`, which the tests' interpreter calls, is the
+this file and dot.py make Mosaic's own; their `in_jnp`, which the tests' interpreter calls, is the
 specification.
 """
 

@@ -62,7 +62,7 @@ def test_blocks_split_k_and_add_bias_and_activation():
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_warpgroups_share_the_turns_of_one_row(monkeypatch, activation):
     monkeypatch.setattr(gemv, "_WGS", 2)
-    p = gemv.plan(quantize(normal(1, (2304, 40))))
+    p = gemv.plan([quantize(normal(1, (2304, 40)))])
     assert (p.turns, p.wgs, p.share, p.ahead) == (9, 2, 5, 2)
     check((1,), 2304, 40, bias=normal(3, (40,)), activation=activation)
 
@@ -71,7 +71,7 @@ def test_warpgroups_share_the_turns_of_one_row(monkeypatch, activation):
 @pytest.mark.parametrize("n", [64, 2048, 4096, 14336])
 def test_the_blocks_of_one_row_run_at_once(k, n):
     weight = jax.eval_shape(quantize, jnp.zeros((k, n)))
-    p = gemv.plan(weight)
+    p = gemv.plan([weight])
     blocks = -(-weight.words.shape[0] // 132)
     assert blocks * p.wgs * 128 * 64 <= 65536  # threads of 64 registers
     assert (p.share - 1) * p.wgs < p.turns <= p.share * p.wgs

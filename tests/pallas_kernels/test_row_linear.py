@@ -6,7 +6,8 @@ import pytest
 from cases import slow
 from kernel_checks import check_op, normal
 
-from pallas_kernels import row_linear
+from pallas_kernels import quantize, row_linear
+from pallas_kernels.quantized import gemv
 from pallas_kernels.single_row import Norm, plan, row_linear_reference, why_slower
 
 BF16 = jnp.bfloat16
@@ -50,6 +51,55 @@ def test_row_linear_matches_float64(k, sizes, options, activation):
     check_op(ours, reference, *arrays(k, sizes, **options), kernels=KERNELS, differentiable=[])
 
 
+@pytest.mark.parametrize(
+    ("k", "sizes", "packing", "options", "activation"),
+    [
+        (512, [48, 16, 32], dict(bits=4), dict(norm="layer", bias=True), None),
+        (512, [40, 40], dict(bits=8), dict(norm="rms"), "swiglu"),
+        # Warpgroups that share K, some with a turn past the end.
+        (768, [32], dict(bits=4, group=32), dict(norm="rms", bias=True), "gelu"),
+        slow(640, [24], dict(bits=8, symmetric=False), dict(residual=jnp.float32), None),
+        slow(2048, [16, 16], dict(bits=1), dict(norm="layer", residual=BF16), "swiglu"),
+        slow(1024, [16], dict(bits=2, group=None), dict(norm="layer"), None),
+        slow(1024, [16, 8], dict(bits=4, format="2:4"), dict(norm="rms"), None),
+    ],
+    ids=["qkv", "gate-up", "warpgroups", "residual", "1-bit", "2-bit", "2:4"],
+)
+def test_packed_row_linear_matches_float64(monkeypatch, k, sizes, packing, options, activation):
+    monkeypatch.setattr(gemv, "_WGS", 2)  # threads take long to interpret
+    x, weights, *others = arrays(k, sizes, **options)
+    weights = [quantize(w.T, **packing) for w in weights]
+    ours, reference = call(row_linear, activation), call(row_linear_reference, activation)
+    kernels = ("quantized_linear_row",)
+    check_op(ours, reference, x, weights, *others, kernels=kernels, differentiable=[])
+
+
+@pytest.mark.parametrize(
+    ("k", "packings", "dtype", "norm", "reason"),
+    [
+        (512, [{}], jnp.float16, None, "x is float16, not bfloat16"),
+        (512, [{}, dict(bits=8)], BF16, None, "the weights have several formats"),
+        (384, [{}], BF16, "rms", "K=384 is not a multiple of 256 with a norm"),
+        (8448, [{}], BF16, "rms", "K=8448 is more than 8192 with a norm"),
+    ],
+)
+def test_what_the_packed_kernel_does_not_support(k, packings, dtype, norm, reason):
+    def run(implementation):
+        x, weights, *others = arrays(k, [16] * len(packings), norm=norm, dtype=dtype)
+        pairs = zip(weights, packings, strict=True)
+        packed = [quantize(w.T.astype(jnp.float32), **options) for w, options in pairs]
+        return call(row_linear)(x, packed, *others, implementation=implementation)
+
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        jax.eval_shape(lambda: run("mosaic"))
+    assert len(jax.eval_shape(lambda: run(None))) == len(packings)
+
+
+def test_packed_weights_wait_for_a_gpu():
+    weight = jax.eval_shape(lambda: quantize(jnp.ones((256, 16))))
+    assert "no GPU has run it" in (why_slower([weight]) or "")
+
+
 @pytest.mark.parametrize("k", [256, 768, 1280, 2048, 3072, 4096, 8192, 14336])
 @pytest.mark.parametrize(
     ("sizes", "activation"), [([4], None), ([768] * 3, None), ([64] * 2, "swiglu")]
@@ -70,6 +120,14 @@ def test_xla_multiplies_large_matrices():
 
 
 BAD = [
+    (
+        dict(weights=[jnp.ones((8, 256)), quantize(jnp.ones((256, 8)))]),
+        "some weights are packed and some are not",
+    ),
+    (
+        dict(weights=[quantize(jnp.ones((128, 8)))]),
+        "weights[0] has shape (128, 8), but x needs (256, N)",
+    ),
     (dict(x=jnp.ones((2, 256))), "x has shape (2, 256), which is not a single row"),
     (dict(weights=[jnp.ones((8, 512))]), "weights[0] has shape (8, 512), but x needs (N, 256)"),
     (dict(biases=[jnp.ones(4)]), "biases[0] has shape (4,), but needs (8,)"),
