@@ -130,7 +130,10 @@ class VLSTMLayer(nnx.Module):
             return h, replace(cache, arrays=state)
 
         def step(q, k, v, i, f, state):
-            h, state = vlstm_step(q[:, 0], k[:, 0], v[:, 0], i[:, 0], f[:, 0], state)
+            newest = (x[:, 0] for x in (q, k, v, i, f))
+            # Also where training asks for kernels: this one has other limits.
+            implementation = "xla" if self.implementation == "xla" else None
+            h, state = vlstm_step(*newest, state, implementation=implementation)
             return h[:, None], state
 
         op = per_device(step, (*sequences, STATE), (HEADS, STATE))

@@ -145,6 +145,21 @@ def _vlstm(sizes, *, xla=True) -> Case:
     return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
 
+def _vlstm_step(*sizes) -> Case:
+    """One position; sizes: (B, NH, DQK, DV)."""
+    arrays = {"q": A("B NH DQK"), "k": A("B NH DQK"), "v": A("B NH DV")}
+    arrays |= {"i": A("B NH", "float32"), "f": A("B NH", "float32")}
+    arrays |= {"c": A("B NH DQK DV", "float32"), "n": A("B NH DQK", "float32")}
+    return Case(
+        "vlstm_step",
+        arrays | {"m": A("B NH", "float32")},
+        _shapes("B NH DQK DV", *sizes),
+        {"B": 1, "NH": 1},
+        forward_only=True,
+        pack=lambda c, n, m, **others: others | {"state": (c, n, m)},
+    )
+
+
 _WORDS = {"words": A("C S P L W", "int32", "uniform V"), "scales": A("C G R H")}
 
 
@@ -307,6 +322,7 @@ CASES = (
     _decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
+    _vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _row((768, 3072), (3072, 768), (2048, 2048)),
     _packed_row("q, k and v", (4, 1, 1), (4096, 6144)),
     _packed_row("gate and up", (1, 1), (4096, 28672), activation="swiglu"),

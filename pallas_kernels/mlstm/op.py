@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.mlstm import chunkwise, reference
+from pallas_kernels.mlstm import chunkwise, reference, step
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
@@ -89,13 +89,19 @@ def vlstm_step(
     gate: Gate = "exp",
     normalize: bool = True,
     eps: float = 0.0,
+    implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "B NH DV"], State]:
     """Returns h for one more position and the state after it, in constant time and memory.
 
     It computes in float32 (float64 for float64).  The arguments are those of `vlstm`, without T.
+    The kernel changes the state's C in place where it is donated; it has no gradient.
+    Raises as `vlstm`.
     """
     mosaic.check_axes("B NH DQK", q=q)
     _check(q, k, v, i, f, gate, state)
+    reason, slower = step.why_not(q, v, eps=eps), "no GPU has run the kernel yet"
+    if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
+        return step.advance(gate, normalize, q, k, v, i, f, state)
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
 
 

@@ -19,7 +19,7 @@ BF16 = jnp.bfloat16
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
 LABELS = np.array([[5, -100, 250], [1, 2, 3]])
 ROWS, WEIGHT = (2, 5, 128), (2, 128)
-OTHERS = {"RopeScaling", "vlstm_step", "QuantizedWeight", "quantize", "dequantize"}  # no kernel
+OTHERS = {"RopeScaling", "QuantizedWeight", "quantize", "dequantize"}  # no kernel
 
 CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
@@ -85,12 +85,17 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "vlstm_step": (  # without a gradient
+        lambda *a, **o: ops.vlstm_step(*(a := jax.lax.stop_gradient(a))[:5], a[5:], **o),
+        [*[(2, 1, 1, 32)] * 3, *[(2, 1, 1)] * 2, (2, 1, 1, 32, 32), (2, 1, 1, 32), (2, 1, 1)],
+        [],
+    ),
     "vlstm": (ops.vlstm, [*[(2, 1, 1, 64, 64)] * 3, *[(2, 1, 1, 64)] * 2], [], BF16),
 }
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
 # attention_qkv has the kernels of attention.
 IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
-IN_PLACE |= {"decode_attention_new"}
+IN_PLACE |= {"decode_attention_new", "vlstm_step"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
