@@ -9,8 +9,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, Linear, fan_out, fused_linear
-from jaxllm.layers.norm import HEADS, HeadLayerNorm
+from jaxllm.layers.linear import (
+    ROWS,
+    Linear,
+    fan_out,
+    fused_linear,
+    linear_of_row,
+    takes_row,
+)
+from jaxllm.layers.norm import HEADS, HeadLayerNorm, LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
@@ -93,10 +100,35 @@ class VLSTMLayer(nnx.Module):
                 out_specs=HEADS,
             )(q, k, v, gates, segment_ids)
         else:
-            i, f = (soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f))
+            i, f = self._gates(x)
             h, cache = self._mix_with_state(q, k, v, i, f, cache)
         h = self.norm(h).reshape(B, T, C)
         return self.out(jax.nn.sigmoid(self.o(x_o)) * h), cache
+
+    def takes_row(self, x: Float[Array, "..."]) -> bool:
+        """Whether `of_row` applies to x."""
+        return takes_row(x, self.q, self.k, self.v, self.o) and takes_row(None, self.out)
+
+    def of_row(
+        self,
+        x: Float[Array, "1 1 C"],
+        norm: LayerNorm | RMSNorm,
+        positions: Int[Array, "1 1"] | None,
+        cache: Cache,
+    ) -> tuple[Float[Array, "1 1 C"], Cache]:
+        """(x + layer(norm(x)), updated cache) of the next token of a single row."""
+        del positions  # the state knows the order
+        y = norm(x)  # in a kernel of its own: the gates need it, too, and have few columns
+        *qkv, o = linear_of_row(y, self.q, self.k, self.v, self.o)
+        q, k, v = (a.reshape(1, 1, self.n_heads, -1) for a in qkv)
+        i, f = self._gates(y)
+        h, cache = self._mix_with_state(q, k, v, i, f, cache)
+        h = jax.nn.sigmoid(o) * self.norm(h).reshape(o.shape)
+        return linear_of_row(h, self.out, residual=x)[0], cache
+
+    def _gates(self, x):
+        """The pre-activations i and f, (B, T, NH) float32."""
+        return [soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f)]
 
     def _mix_fused_gates(self, q, k, v, gates, segment_ids):
         q, k, v, gates = map(split_heads, (q, k, v, gates))
@@ -130,10 +162,10 @@ class VLSTMLayer(nnx.Module):
             return h, replace(cache, arrays=state)
 
         def step(q, k, v, i, f, state):
-            newest = (x[:, 0] for x in (q, k, v, i, f))
+            q, k, v, i, f = (x[:, 0] for x in (q, k, v, i, f))
             # Also where training asks for kernels: this one has other limits.
             implementation = "xla" if self.implementation == "xla" else None
-            h, state = vlstm_step(*newest, state, implementation=implementation)
+            h, state = vlstm_step(q, k, v, i, f, state, implementation=implementation)
             return h[:, None], state
 
         op = per_device(step, (*sequences, STATE), (HEADS, STATE))

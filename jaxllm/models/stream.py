@@ -36,16 +36,20 @@ class Stream(NamedTuple):
         return norm.add(self.branch, self.residual, self.bias)
 
 
-def of_row(block, stream: Stream, positions, cache: Cache | None) -> tuple[Stream, Cache] | None:
+def of_row(
+    block, mixer, stream: Stream, positions, cache: Cache | None
+) -> tuple[Stream, Cache] | None:
     """The block's result for one row's next token, or None where its layers cannot fuse it.
 
-    s += attention(norm_1(s)); s += mlp(norm_2(s)), with norms and sums in the layers' kernels: each
+    s += mixer(norm_1(s)); s += mlp(norm_2(s)), with norms and sums in the layers' kernels: each
     takes 2 us or more, however little it does, and for one row that is most of the time.
+
+    mixer: the block's attention or vLSTM.
     """
     if cache is None or cache.arrays is None or stream.branch is not None:
         return None
     x = stream.residual
-    if not (block.attention.takes_row(x) and block.mlp.takes_row(x)):
+    if not (mixer.takes_row(x) and block.mlp.takes_row(x)):
         return None
-    x, cache = block.attention.of_row(x, block.norm_1, positions, cache)
+    x, cache = mixer.of_row(x, block.norm_1, positions, cache)
     return Stream(None, None, block.mlp.of_row(x, block.norm_2)), cache

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxllm.config import VLSTMConfig
 from jaxllm.layers import GatedMLP, RMSNorm, VLSTMLayer
 from jaxllm.models.language_model import LanguageModel, block_weights
-from jaxllm.models.stream import Stream
+from jaxllm.models.stream import Stream, of_row
 
 
 class VLSTMBlock(nnx.Module):
@@ -32,6 +32,8 @@ class VLSTMBlock(nnx.Module):
         self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
+        if (result := of_row(self, self.vlstm, stream, positions, cache)) is not None:
+            return result
         y, residual = stream.normed(self.norm_1)
         branch, cache = self.vlstm.with_cache(y, segment_ids, cache)
         y, residual = Stream(branch, None, residual).normed(self.norm_2)

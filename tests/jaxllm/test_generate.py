@@ -107,6 +107,7 @@ def test_a_float8_cache_of_a_vlstm_is_refused(capsys, monkeypatch, tmp_path):
         ("gpt2", False),
         ("gpt2", True),
         ("llama3", True),
+        ("vlstm", True),
         slow("llama3", False),
         slow("vlstm", False),
     ],
