@@ -239,11 +239,14 @@ def _finish(p: Plan, refs: _Refs, activation):
     here = pl.ds(lax.axis_index("n") * COLUMNS, COLUMNS)
     if refs.bias is not None:
         y = y + mosaic.load(refs.bias.at[here], _COLUMNS)
+    mosaic.store(refs.out.at[here], activate(y, activation))
+
+
+def activate(y, activation):
+    """The activation of sums, in a kernel."""
     if activation == "gelu":
-        y = y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
-    elif activation == "silu":
-        y = y * sigmoid(y)
-    mosaic.store(refs.out.at[here], y)
+        return y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
+    return y * sigmoid(y) if activation == "silu" else y
 
 
 def _dot(p: Plan, acc, x, words, scales):
