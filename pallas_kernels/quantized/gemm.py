@@ -6,16 +6,16 @@ of x its columns.  Here the tensor core is the limit, so it must never wait for 
     block (n, m, split)   128 columns n, `rows` rows m of x, turns [split T / splits, ...) of K
     warpgroup wg          64 of these columns; sums (64, rows) in registers
 
-    words, scales  a turn, 256 of k    ring of `slots` buffers for each warpgroup    word_bars
-    x (rows, 64)   a step, 64 of k     ring of `stages` buffers, which both read     x_bars, free_bars
+    words, scales   of a turn, 256 k   ring of `slots` buffers of each warpgroup   word_bars
+    x (rows, 64)    of a step, 64 k    ring of `stages` buffers that both read     x_bars, free_bars
 
-    step s    words of s -> registers -> w' of s       while the tensor core multiplies s - 1
-              wgmma of s starts; wait for that of s - 1; its buffer of x is free
+    step s    words -> registers -> w' of s      while the tensor core multiplies s - 1
+              start the wgmma of s; wait for that of s - 1, which frees its buffer of x
               warpgroup 0 refills the buffer of s - 2, once both warpgroups have freed it
 
 A warpgroup has at most two wgmmas in flight, whose w' take 32 registers.  A step of 256 rows takes
-the tensor core 1024 clocks for both warpgroups, in which a scheduler issues 2 x 130 to 2 x 200
-instructions that unpack: docs/decoding.md counts them.
+the tensor core 1024 clocks for both warpgroups, for which a scheduler issues 250 to 440
+instructions: docs/decoding.md counts them.
 
 Without splits the block adds the bias, applies the activation, turns its tile round in the buffers
 of x, and writes y.  Otherwise it writes float32 sums, which XLA adds in order.  There are no
@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import ROW, WGMMA
+from pallas_kernels.mosaic import ROW
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
 from pallas_kernels.quantized.gemv import activate
 from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, tile
@@ -198,9 +198,10 @@ def _body(p: Plan, activation, *arrays, **scratch):
         return acc[...]
 
     total = pl.run_scoped(multiply, plgpu.ACC((_N, p.rows), jnp.float32))
-    (_store_sums if refs.out.dtype == jnp.float32 else functools.partial(_finish, activation))(
-        p, refs, total
-    )
+    if refs.out.dtype == jnp.float32:
+        _store_sums(p, refs, total)
+    else:
+        _finish(p, refs, total, activation)
 
 
 def _fetch_words(p: Plan, refs: _Refs, i, turn):
@@ -239,6 +240,7 @@ def _multiply(p: Plan, refs: _Refs, i, acc, load):
     row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
     per = p.step // _BLOCK  # blocks of a step of the packed form
     parts = p.parts * per // _BLOCKS
+    words = []
     for block in range(_BLOCKS):
         if block % per == 0:
             own = range(block // per * parts, (block // per + 1) * parts)
@@ -275,16 +277,17 @@ def _store_sums(p: Plan, refs: _Refs, total):
     mosaic.store(refs.out.at[lax.axis_index("split"), pl.ds(_columns(), _N), rows], total)
 
 
-def _finish(activation, p: Plan, refs: _Refs, total):
+def _finish(p: Plan, refs: _Refs, total, activation):
     """Adds the bias, applies the activation, turns the tile round and stores it."""
     plgpu.barrier_arrive(refs.done_bar)
     plgpu.barrier_wait(refs.done_bar)  # both have read x, whose buffers now take y
     y_smem = refs.x_smem.at[lax.axis_index("wg")]
+    bias = None
     if refs.bias is not None:
         bias = mosaic.load(refs.bias.at[pl.ds(_columns(), _N)], ROW)
     for c in range(0, p.rows, _CHUNK):
         y = total[:, c : c + _CHUNK]
-        if refs.bias is not None:
+        if bias is not None:
             y = y + mosaic.along(bias, y.shape, 0)
         y = activate(y, activation).astype(jnp.bfloat16)
         y_smem.at[pl.ds(c, _CHUNK)].transpose((1, 0))[...] = y

@@ -3,9 +3,11 @@
     y = activation(x w' + bias),   w' = level s + offset (formats.py),   dx = dy w'^T
 
 Few rows of x read the whole weight, so the speed is that of memory, and a weight of 4 bits takes a
-quarter of the time of bfloat16.  The kernels, gemv.py for one row, matmul.py for 2 to 64 and gemm.py
-for more, unpack words in registers and multiply on the tensor core; w' never exists in memory.  XLA
-writes w' and reads it again, which is nine times the bytes for 4 bits.
+quarter of the time of bfloat16.  The kernels, gemv.py for one row, matmul.py for 2 to 64 and
+gemm.py for more, unpack words in registers and multiply on the tensor core; w' never exists in
+memory.  XLA writes w' and reads it again, which is nine times the bytes for 4 bits.
+
+With `weight.plain()` in place of the weight x is quantised, too (plain.py), for many rows.
 
 All forms add in float32.  XLA and the kernels of several rows round w' to x's dtype; the kernel of
 one row does not round it.  The gradient of x is for LoRA, where rows are many: XLA dequantizes and
@@ -21,8 +23,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.quantized import gemm, gemv, matmul
-from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
+from pallas_kernels.quantized import gemm, gemv, matmul, plain
+from pallas_kernels.quantized.formats import PlainWeight, QuantizedWeight, dequantize
 
 Activation = Literal["gelu", "silu"]
 _Kernel = Literal["few", "many"] | None  # None: XLA
@@ -41,7 +43,7 @@ _ACTIVATIONS = {
 
 def quantized_linear(
     x: Float[Array, "*rows K"],
-    weight: QuantizedWeight,
+    weight: QuantizedWeight | PlainWeight,
     bias: Float[Array, " N"] | None = None,
     *,
     activation: Activation | None = None,
@@ -50,12 +52,16 @@ def quantized_linear(
     """activation(x w' + bias) in x's dtype, with sums, bias and activation in float32.
 
     activation: None, "gelu" (its tanh form) or "silu".
+    weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
+    kernel, and its gradient is that of x not quantised.
     The kernel needs bfloat16 and at most 1024 rows, by default 256.  Gradients go to x and bias.
     Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
     _check(x, weight, bias, activation)
     reason = why_not(x, weight)
+    if isinstance(weight, PlainWeight):
+        implementation = implementation or "xla"
     if implementation is None and _row_count(x) > _MEASURED_ROWS:
         reason = reason or f"no GPU has run the kernel with more than {_MEASURED_ROWS} rows"
     takes = dispatch.use_kernel("quantized_linear", implementation, reason, "sm_90a")
@@ -79,6 +85,8 @@ def _rows(x, weight, bias, activation, kernel):
 
 def why_not(x, weight) -> str | None:
     """Why the kernel does not support this call, or None."""
+    if isinstance(weight, PlainWeight):
+        return "the weight is plain, and XLA has cuBLASLt for it"
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, not bfloat16"
     if (rows := _row_count(x)) > _MOST_ROWS:
@@ -111,6 +119,8 @@ def _linear(x, weight, bias, activation, kernel: _Kernel):
 def _sums(x, weight, kernel: _Kernel):
     """x w' in float32 (float64 for float64)."""
     dtype = mosaic.stat_dtype(x.dtype)
+    if isinstance(weight, PlainWeight):
+        return plain.product(x, weight)
     if kernel is None:
         return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
     if x.shape[0] == 1:
