@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cases import slow
 from kernel_checks import (
+    ON_GPU,
     assert_error_ratio,
     assert_lowers,
     check_op,
@@ -56,9 +57,9 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
         slow((1,), 320, 64, dict(bits=4, group=64, format="2:4")),
         slow((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
         ((67,), 256, 72, dict(bits=4, group=128)),
-        ((2, 100), 512, 136, dict(bits=8, group=32, symmetric=False)),  # 192 rows, two blocks of n
+        ((2, 50), 512, 136, dict(bits=8, group=32, symmetric=False)),  # two blocks of n
         ((70,), 512, 64, dict(bits=4, group=64, format="2:4")),
-        slow((300,), 512, 64, dict(bits=2, group=None)),  # two blocks of m
+        slow((300,), 512, 64, dict(bits=2, group=None)),  # three blocks of m
         slow((128,), 512, 200, dict(bits=1, group=128, symmetric=False)),
         slow((65,), 512, 64, dict(bits=1, group=32)),
         slow((65,), 320, 64, dict(bits=8, group=64, format="fp8", spread=3.0)),
@@ -75,11 +76,17 @@ def test_blocks_split_k_and_add_bias_and_activation():
     check((2,), 2048, 64, bias=normal(3, (64,)), activation="gelu")
 
 
-@pytest.mark.parametrize("activation", ["gelu", slow(None), slow("silu")])
-def test_many_rows_are_finished_in_their_kernel(activation):
-    x, weight = normal(0, (141, 512), jnp.bfloat16), quantize(normal(1, (512, 76)))
+@pytest.mark.parametrize(
+    ("m", "rows", "activation"), [(141, 192, "gelu"), (200, 256, None), slow(67, 128, "silu")]
+)
+def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows, activation):
+    monkeypatch.setattr(gemm, "_SMS", 1)
+    x, weight = normal(0, (m, 1152), jnp.bfloat16), quantize(normal(1, (1152, 76)))
     bias = None if activation is None else normal(3, (76,))
-    assert gemm.plan(141, weight).splits == 1
+    p = gemm.plan(m, weight)
+    assert (p.rows, p.splits) == (rows, 1)
+    assert p.turns > p.slots  # so that all buffers are filled again
+    assert 4 * p.turns > p.stages
     layer = lambda x, f: f(x, weight, bias, activation=activation)
     kernel = functools.partial(quantized_linear, implementation="mosaic")
     assert_lowers(lambda x: layer(x, kernel), (x,), MANY)
@@ -87,6 +94,8 @@ def test_many_rows_are_finished_in_their_kernel(activation):
         truth = np.asarray(layer(np.asarray(x, np.float64), quantized_linear_reference))
     with kernels_run_here():
         actual = jax.block_until_ready(layer(x, kernel))
+        if ON_GPU:
+            np.testing.assert_array_equal(layer(x, kernel), actual)
     assert_error_ratio(actual, layer(x, quantized_linear_reference), truth)
 
 
