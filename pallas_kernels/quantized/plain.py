@@ -24,12 +24,11 @@ def product(x, weight: PlainWeight):
     """x w' in float32 (M, N) for x (M, K), quantised by row (float64 for float64)."""
     dtype = mosaic.stat_dtype(x.dtype)
     codes, t = quantize_rows(x, weight.codes.dtype)
-    sums = lax.dot_general(
-        codes,
-        weight.codes,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.int32 if codes.dtype == jnp.int8 else jnp.float32,
-    )
+    # Sums of fp8 in bfloat16 would be half the bytes, but whether XLA rounds them depends on what
+    # it fuses.
+    out = jnp.int32 if codes.dtype == jnp.int8 else jnp.float32
+    along_k = (((1,), (1,)), ((), ()))
+    sums = lax.dot_general(codes, weight.codes, along_k, preferred_element_type=out)
     return sums.astype(dtype) * t * weight.scales
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_checks import normal
+from kernel_checks import ON_GPU, normal
 
 from pallas_kernels import dequantize, quantize, quantized_linear
 from pallas_kernels.quantized.formats import PlainWeight
@@ -63,6 +63,14 @@ def test_int8_is_exact_but_for_the_rows_and_the_last_rounding():
         y = expected if b is None else expected + np.asarray(b)
         actual = jax.jit(quantized_linear)(x, weight, b)
         np.testing.assert_array_equal(actual, jnp.asarray(y).astype(jnp.bfloat16))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="docs/decoding.md says what a CPU compiled ahead of time")
+@pytest.mark.parametrize("format", FORMATS)
+def test_cublaslt_multiplies(format):  # Triton is off in tests
+    x, weight = normal(0, (70, 320), jnp.bfloat16), packed(format).plain()
+    program = jax.jit(quantized_linear).lower(x, weight).compile().as_text()
+    assert "__cublas$lt$matmul" in program
 
 
 @pytest.mark.parametrize("format", FORMATS)
