@@ -105,11 +105,10 @@ def test_many_rows_split_k():
     check((65,), 2048, 64, bias=normal(3, (64,)), activation="silu")
 
 
-@pytest.mark.parametrize("kernel", ["few", "many"])
-def test_both_kernels_take_more_than_64_rows(kernel):
-    x, weight = normal(0, (130, 256), jnp.bfloat16), quantize(normal(1, (256, 64)))
+def test_the_kernel_of_few_rows_takes_more_by_default():
+    x, weight = normal(0, (67, 256), jnp.bfloat16), quantize(normal(1, (256, 64)))
     with kernels_run_here():
-        actual = jax.block_until_ready(op._sums(x, weight, kernel))
+        actual = jax.block_until_ready(op._sums(x, weight, "few"))
     with jax.enable_x64(True):
         truth = np.asarray(op._sums(np.asarray(x, np.float64), weight, None))
     assert_error_ratio(actual, op._sums(x, weight, None), truth)
@@ -132,8 +131,8 @@ def test_by_default_only_measured_kernels_run(rows, runs, kernels):
     }
 
 
-@pytest.mark.parametrize("m", [65, 192, 256, 300, 1000])
-@pytest.mark.parametrize("k", [256, 4096, 14336])
+@pytest.mark.parametrize("m", [65, 256, 300, 1000])
+@pytest.mark.parametrize("k", [256, 14336])
 @pytest.mark.parametrize(
     "options",
     [dict(bits=4), dict(bits=8, group=32, symmetric=False), dict(bits=8, format="2:4")],
