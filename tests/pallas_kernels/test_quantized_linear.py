@@ -114,21 +114,18 @@ def test_the_kernel_of_few_rows_takes_more_by_default():
     assert_error_ratio(actual, op._sums(x, weight, None), truth)
 
 
-@pytest.mark.parametrize(
-    ("rows", "runs", "kernels"),
-    [(1, "mosaic", ROW), (64, "mosaic", FEW), (256, "mosaic", FEW), (257, "xla", ())],
-)
-def test_by_default_only_measured_kernels_run(rows, runs, kernels):
+@pytest.mark.parametrize(("rows", "runs"), [(1, "mosaic"), (256, "mosaic"), (257, "xla")])
+def test_by_default_only_measured_kernels_run(rows, runs):
     x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
     weight = jax.eval_shape(quantize, jnp.zeros((128, 64)))
     with dispatch.rehearsal():
         dispatch.reset()
-        program = jax.make_jaxpr(lambda *a: quantized_linear(*a))(x, weight)
+        names = names_in(str(jax.make_jaxpr(lambda *a: quantized_linear(*a))(x, weight)))
         (decision,) = dispatch.decisions()
     assert decision.runs == runs, decision
-    assert names_in(str(program)) & {*ROW, *FEW, *MANY} - {"quantized_linear"} == set(kernels) - {
-        "quantized_linear"
-    }
+    assert (ROW[0] in names) == (rows == 1)
+    assert (FEW[0] in names) == (rows == 256)
+    assert MANY[0] not in names
 
 
 @pytest.mark.parametrize("m", [65, 256, 300, 1000])
