@@ -109,8 +109,9 @@ def specs(op: str, every: bool) -> list[str]:
     for i, case in enumerate(case for case in CASES if case.op == op):
         for j, size in enumerate(case.sizes):
             program = (i, j)
-            if op == "quantized_linear":  # pads up to 8 rows to 8, and loops over K and N
-                program = (i, size["M"] > 8)
+            # Pads up to 8 rows to 8, and loops over K and N; many rows may be split along K.
+            if op == "quantized_linear":
+                program = (i, size["M"] > 8, size["M"] > 64 and (size["M"], size["K"]))
             if op == "decode_attention":  # loops over S
                 program = (i, size["D"])
             found.setdefault(program, f"{op}:{i}:{j}")

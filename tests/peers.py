@@ -2,7 +2,7 @@
 
     python tests/peers.py attention             ours, JAX (cuDNN, XLA), tokamax, PyTorch
     python tests/peers.py vlstm                 ours, mlstm_kernels
-    python tests/peers.py quantized_linear      ours, gemlite, bfloat16 matrices (cuBLAS)
+    python tests/peers.py quantized_linear      ours, gemlite, PyTorch in bfloat16, int8 and fp8
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
 
 It needs an NVIDIA GPU, and torch, tokamax, mlstm_kernels and gemlite for their rows; the row of a
@@ -161,30 +161,103 @@ def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
 
 def quantized_linear() -> None:
     """Weights come from memory: each call has weights of its own, 250 MB of them in all."""
-    import jax
-
-    theirs = []
+    theirs, seen = [], set()
     for case in (c for c in cases.CASES if c.op == "quantized_linear" and "int" in c.variant[:3]):
         bits, group = (int(word.removeprefix("int")) for word in case.variant.split(" group "))
-        shapes = {(k, n) for k, n in ((s["K"], s["N"]) for s in case.sizes)}
-        several = (bits, group) == (4, 128)
-        for k, n in sorted(shapes):
-            count = math.ceil(250e6 * 8 / (k * n * bits))
-            for m in (1, 8, 16, 64, 256) if several and n > k else (1,):
+        for k, n in sorted({(sizes["K"], sizes["N"]) for sizes in case.sizes}):
+            several = (bits, group) == (4, 128) and n > k
+            for m in (1, 8, 16, 64, 128, 256, 512, 1024) if several else (1, 256):
                 title = f"quantized_linear {case.variant} {m} x {k} x {n}, us"
+                if title in seen:
+                    continue
+                seen.add(title)
                 print(title)
-                sizes = {"M": m, "K": k, "N": n}
-                x, words, scales = run.arrays(case, sizes)
-                weights = [(words + i, scales + 0) for i in range(count)]
-                op = run.public(case)
-                program = jax.jit(lambda x, weights, op=op: [op(x, *some) for some in weights])
-                ms = statistics.median(run.gpu_ms(program, x, weights))
-                rows({"jaxllm": {"kernels": ms / count * 1e3}}, {})
+                timed = functools.partial(packed_linear, case, {"M": m, "K": k, "N": n})
+                # By default many rows take what was measured, not the kernel for them (op.py).
+                forms = {"jaxllm": None, "jaxllm mosaic": "mosaic", "jaxllm XLA": "xla"}
+                rows(*run.attempt(timed, forms if m > 64 else {"jaxllm": None}))
                 timed = functools.partial(gemlite, m=m, k=k, n=n, bits=bits, group=group)
-                theirs.append((title, timed))
-    for title, timed in theirs:  # after JAX's, as in `vlstm`
+                theirs.append((title, timed, {"gemlite": True, "PyTorch bfloat16": False}))
+    for k, n in ((4096, 14336), (14336, 4096)):
+        for m in (1024, 4096):
+            title = f"x and weight in 8 bits {m} x {k} x {n}, us"
+            print(title)
+            timed = functools.partial(plain_linear, m=m, k=k, n=n)
+            rows(*run.attempt(timed, {f"jaxllm {kind}": kind for kind in ("int", "fp8", "bf16")}))
+            timed = functools.partial(torch_8_bits, m=m, k=k, n=n)
+            kinds = {f"PyTorch {kind}": kind for kind in ("int", "fp8", "bf16")}
+            theirs.append((title, timed, kinds))
+    for title, timed, kinds in theirs:  # after JAX's, as in `vlstm`
         print(title)
-        rows(*run.attempt(timed, {"gemlite": True, "PyTorch bfloat16": False}))
+        rows(*run.attempt(timed, kinds))
+
+
+def packed_linear(case, sizes: dict[str, int], implementation: str | None) -> dict[str, float]:
+    """quantized_linear of packed weights, 250 MB of them in turn."""
+    import jax
+
+    x, words, scales = run.arrays(case, sizes)
+    count = math.ceil(250e6 / words.nbytes)
+    weights = [(words + i, scales + 0) for i in range(count)]
+    op = run.public(case, implementation=implementation)
+    program = jax.jit(lambda x, weights: [op(x, *some) for some in weights])
+    return {"kernels": statistics.median(run.gpu_ms(program, x, weights)) / count * 1e3}
+
+
+def plain_linear(kind: str, *, m: int, k: int, n: int) -> dict[str, float | str]:
+    """quantized_linear of x in bfloat16 and a plain weight, or the matmul in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import quantize, quantized_linear
+
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((m, k), (k, n))))
+    x = x.astype(jnp.bfloat16)
+    if kind == "bf16":
+        return {"kernels": statistics.median(run.gpu_ms(jnp.matmul, x, w.astype(x.dtype))) * 1e3}
+    weight = quantize(w, bits=8, group=None, format=kind).plain()
+    program = jax.jit(quantized_linear).lower(x, weight).compile()
+    hlo = program.as_text()
+    by = "cuBLASLt" if "__cublas$lt" in hlo else "Triton" if "__triton" in hlo else "loops"
+    return {"kernels": statistics.median(run.gpu_ms(program, x, weight)) * 1e3, "by": by}
+
+
+def torch_8_bits(kind: str, *, m: int, k: int, n: int) -> dict[str, float | str]:
+    """PyTorch's matmul of 8 bits alone, and with the rounding of x and the scales (compiled)."""
+    import torch
+
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    if kind == "bf16":
+        return {"kernels": kernels_ms(lambda: x @ w.t()) * 1e3}
+    dtype, top = (torch.int8, 127) if kind == "int" else (torch.float8_e4m3fn, 448)
+
+    def by_row(a):
+        scales = a.abs().amax(1, keepdim=True).float() / top
+        codes = a.float() / scales
+        return (codes.round() if kind == "int" else codes).to(dtype), scales
+
+    codes, scales = by_row(w)
+
+    def multiply(x_codes, x_scales):
+        if kind == "int":
+            return torch._int_mm(x_codes, codes.t())
+        return torch._scaled_mm(
+            x_codes, codes.t(), scale_a=x_scales, scale_b=scales.t(), out_dtype=torch.bfloat16
+        )
+
+    @torch.compile
+    def layer(x):
+        x_codes, x_scales = by_row(x)
+        y = multiply(x_codes, x_scales)
+        return (y.float() * x_scales * scales.t()).bfloat16() if kind == "int" else y
+
+    given = by_row(x)
+    times = {"matmul alone": kernels_ms(lambda: multiply(*given)) * 1e3}
+    try:
+        return times | {"kernels": kernels_ms(lambda: layer(x)) * 1e3}
+    except Exception as e:  # such as a compiler that is missing
+        return times | {"kernels": f"{type(e).__name__}: {str(e)[:100]}"}
 
 
 def gemlite(packed: bool, *, m: int, k: int, n: int, bits: int, group: int) -> dict[str, float]:

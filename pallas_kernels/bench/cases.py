@@ -253,6 +253,7 @@ _ATTENTION = "B T H K D"
 _VLSTM = "B T NH DQK DV"
 _LLAMA_8B = [(b, s, 32, 8, 128) for s in (8192, 131072) for b in (1, 32)]  # B, S, H, K, D
 _UP_DOWN = (1, 4096, 14336), (1, 14336, 4096)  # M, K, N of Llama 3.1 8B
+_UP = _UP_DOWN[0], (256, 4096, 14336)
 CASES = (
     _norm("layer_norm", bias=True, add=False),
     _norm("rms_norm", bias=False, add=False),
@@ -328,10 +329,11 @@ CASES = (
     _packed_row("gate and up", (1, 1), (4096, 28672), activation="swiglu"),
     _quantized("int4", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
     _quantized("int4", 4, *_UP_DOWN, (8, 4096, 14336), (64, 4096, 14336), group=128),
-    _quantized("int8", 8, _UP_DOWN[0], group=128),
-    _quantized("int2", 2, _UP_DOWN[0], group=128),
-    _quantized("int1", 1, _UP_DOWN[0], group=128),
-    _quantized("fp8", 8, _UP_DOWN[0], group=128, format="fp8"),
-    _quantized("2:4 of int8", 8, _UP_DOWN[0], group=128, format="2:4"),
-    _quantized("2:4 of int4", 4, _UP_DOWN[0], group=128, format="2:4"),
+    _quantized("int4", 4, (256, 4096, 14336), (256, 14336, 4096), (128, 4096, 14336), group=128),
+    _quantized("int8", 8, *_UP, group=128),
+    _quantized("int2", 2, *_UP, group=128),
+    _quantized("int1", 1, *_UP, group=128),
+    _quantized("fp8", 8, *_UP, group=128, format="fp8"),
+    _quantized("2:4 of int8", 8, *_UP, group=128, format="2:4"),
+    _quantized("2:4 of int4", 4, *_UP, group=128, format="2:4"),
 )

@@ -55,7 +55,7 @@ Format = Literal["int", "fp8", "2:4"]
 COLUMNS, LANES, WORDS = 16, 32, 4  # n and lanes of a tile, and words of a lane
 TURN = 4  # steps that a warpgroup's warps take at once
 _CLIPS = np.linspace(0.2, 1.0, 33)  # s relative to that which clips nothing
-_E4M3_MAX = 448.0
+E4M3_MAX = 448.0
 _MAGIC = 0x6A6C7132  # "jlq2": the first number of a header
 
 
@@ -93,6 +93,25 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         arrays = (self.words, self.scales, self.offsets)
         return sum(a.size * a.dtype.itemsize for a in arrays if a is not None)
+
+    def plain(self) -> "PlainWeight":
+        """The weight for products in which x is quantised, too; each call unpacks it anew.
+
+        Raises ValueError unless the weight is symmetric, int8 or fp8, with group=None.
+        """
+        self.check()
+        if (self.bits, self.group, self.offsets) != (8, None, None) or self.format == "2:4":
+            raise ValueError(
+                f"a weight with bits={self.bits}, group={self.group}, format={self.format!r} has no"
+                " plain form: quantize with bits=8, group=None, symmetric=True, format int or fp8"
+            )
+        k, n = self.shape
+        codes = _planes(self.words, 8)[:k, :n].T.astype(jnp.uint8)
+        if self.format == "int":
+            codes = lax.bitcast_convert_type(codes ^ 128, jnp.int8)  # code - 128
+        else:
+            codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        return PlainWeight(codes, _across(self, self.scales)[0, :n])
 
     def check(self) -> None:
         """Raises ValueError unless the arrays fit the format; needs only their shapes."""
@@ -142,6 +161,36 @@ class QuantizedWeight:
         return weight
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class PlainWeight:
+    """A (K, N) weight w' = codes s that is not packed; a pytree, made by `QuantizedWeight.plain`.
+
+    codes: (N, K), int8 or float8_e4m3fn: cuBLASLt reads both operands along k.
+    scales: (N,) float32.
+    """
+
+    codes: Array
+    scales: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return k, n
+
+    def check(self) -> None:
+        """Raises ValueError unless the arrays fit each other."""
+        codes, scales = self.codes, self.scales
+        allowed = (jnp.int8, jnp.float8_e4m3fn)
+        if codes.ndim != 2 or codes.dtype not in allowed or scales.shape != codes.shape[:1]:
+            raise ValueError(
+                f"a plain weight has int8 or float8_e4m3fn codes (N, K) and scales (N,), not"
+                f" {codes.dtype} {codes.shape} and {scales.shape}"
+            )
+
+
 def quantize(
     w: Float[Array, "K N"],
     *,
@@ -164,12 +213,15 @@ def quantize(
     return _quantize(w, bits, group, symmetric, format)
 
 
-def dequantize(weight: QuantizedWeight, dtype=jnp.float32) -> Float[Array, "K N"]:
+def dequantize(weight: QuantizedWeight | PlainWeight, dtype=jnp.float32) -> Float[Array, "K N"]:
     """w' = level s + offset, computed in float32 (float64 for it) and rounded to dtype."""
     weight.check()
-    w = unpack(weight.words, weight.bits, weight.format) * _across(weight, weight.scales)
-    if weight.offsets is not None:
-        w = w + _across(weight, weight.offsets)
+    if isinstance(weight, PlainWeight):
+        w = weight.codes.T.astype(weight.scales.dtype) * weight.scales
+    else:
+        w = unpack(weight.words, weight.bits, weight.format) * _across(weight, weight.scales)
+        if weight.offsets is not None:
+            w = w + _across(weight, weight.offsets)
     w, of = w[: weight.shape[0], : weight.shape[1]], jnp.finfo(dtype)
     # XLA may drop a conversion that it undoes afterwards, but never this.
     return lax.reduce_precision(w, of.nexp, of.nmant).astype(dtype)
@@ -230,7 +282,7 @@ def _scales(w, kept, bits, symmetric, format):
     given = w if kept is None else jnp.where(kept, w, 0)
     low, high = levels(jnp.array([1 if symmetric and bits >= 4 else 0, 2**bits - 1]), bits, "int")
     if symmetric:
-        middle, reach = None, jnp.abs(given).max(1) / (_E4M3_MAX if format == "fp8" else high)
+        middle, reach = None, jnp.abs(given).max(1) / (E4M3_MAX if format == "fp8" else high)
     else:
         middle, reach = (w.max(1) + w.min(1)) / 2, (w.max(1) - w.min(1)) / (high - low)
     if format == "fp8" or (symmetric and bits == 1):
@@ -257,7 +309,7 @@ def _encode(w, s, offset, bits, format):
     s = s.astype(jnp.float32)[:, None]
     v = (w if offset is None else w - offset.astype(jnp.float32)[:, None]) / jnp.where(s == 0, 1, s)
     if format == "fp8":
-        v = jnp.clip(v, -_E4M3_MAX, _E4M3_MAX).astype(jnp.float8_e4m3fn)
+        v = jnp.clip(v, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
         return lax.bitcast_convert_type(v, jnp.uint8).astype(jnp.uint32)
     if bits == 1:
         return (v > 0).astype(jnp.uint32)

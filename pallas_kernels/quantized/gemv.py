@@ -280,9 +280,14 @@ def _finish(p: Plan, refs: _Refs, n):
     ys = [functools.reduce(jnp.add, sums(i)) for i in range(p.each)]
     own = lambda ref: mosaic.load(ref.at[here], _COLUMNS)
     ys = [y if w.bias is None else y + own(w.bias) for y, w in zip(ys, refs.weights, strict=True)]
-    y = ys[0]
-    if p.activation == "gelu":
-        y = y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
-    elif p.activation in ("silu", "swiglu"):
-        y = functools.reduce(jnp.multiply, [y * sigmoid(y), *ys[1:]])
+    y = activate(ys[0], p.activation)
+    if p.activation == "swiglu":
+        y = y * ys[1]
     mosaic.store(refs.out.at[here], y if refs.residual is None else y + own(refs.residual))
+
+
+def activate(y, activation):
+    """The activation of sums, in a kernel; of swiglu the factor of its first sum."""
+    if activation == "gelu":
+        return y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
+    return y * sigmoid(y) if activation in ("silu", "swiglu") else y

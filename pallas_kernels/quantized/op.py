@@ -3,12 +3,13 @@
     y = activation(x w' + bias),   w' = level s + offset (formats.py),   dx = dy w'^T
 
 Few rows of x read the whole weight, so the speed is that of memory, and a weight of 4 bits takes a
-quarter of the time of bfloat16.  The kernels, gemv.py for one row and matmul.py for 2 to 64, unpack
-words in registers and multiply on the tensor core; w' never exists in memory.  XLA writes w' and
-reads it again, which is nine times the bytes for 4 bits: up to 256 rows it is faster to read the
-words once for each 64.
+quarter of the time of bfloat16.  The kernels, gemv.py for one row, matmul.py for 2 to 64 and
+gemm.py for more, unpack words in registers and multiply on the tensor core; w' never exists in
+memory.  XLA writes w' and reads it again, which is nine times the bytes for 4 bits.
 
-All forms add in float32.  XLA and the kernel of several rows round w' to x's dtype; the kernel of
+With `weight.plain()` in place of the weight x is quantised, too (plain.py), for many rows.
+
+All forms add in float32.  XLA and the kernels of several rows round w' to x's dtype; the kernel of
 one row does not round it.  The gradient of x is for LoRA, where rows are many: XLA dequantizes and
 multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN", and Park et al. 2022,
 "LUT-GEMM", describe such kernels.
@@ -22,11 +23,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.quantized import gemv, matmul
-from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
+from pallas_kernels.quantized import gemm, gemv, matmul, plain
+from pallas_kernels.quantized.formats import PlainWeight, QuantizedWeight, dequantize
 
 Activation = Literal["gelu", "silu"]
-_MOST_ROWS = 4 * matmul.MAX_ROWS
+_Kernel = Literal["few", "many"] | None  # None: XLA
+# Counted, for 4096 x 14336 of 4 bits: XLA moves 264 MB, 90 us, before it multiplies.  If gemm.py's
+# wgmmas run at 0.75 of cuBLAS's speed, it loses those 90 us at 1500 rows.
+_MOST_ROWS = 1024
+# No GPU has run gemm.py.  So by default up to 256 rows take matmul.py for each 64, as measured, and
+# more take XLA; implementation="mosaic" takes gemm.py.
+_MEASURED_ROWS = 4 * matmul.MAX_ROWS
 _ACTIVATIONS = {
     None: lambda y: y,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
@@ -36,7 +43,7 @@ _ACTIVATIONS = {
 
 def quantized_linear(
     x: Float[Array, "*rows K"],
-    weight: QuantizedWeight,
+    weight: QuantizedWeight | PlainWeight,
     bias: Float[Array, " N"] | None = None,
     *,
     activation: Activation | None = None,
@@ -45,18 +52,30 @@ def quantized_linear(
     """activation(x w' + bias) in x's dtype, with sums, bias and activation in float32.
 
     activation: None, "gelu" (its tanh form) or "silu".
-    The kernel needs bfloat16 and at most 256 rows.  Gradients go to x and bias.
+    weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
+    kernel, and its gradient is that of x not quantised.
+    The kernel needs bfloat16 and at most 1024 rows, by default 256.  Gradients go to x and bias.
     Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
     _check(x, weight, bias, activation)
-    kernel = dispatch.use_kernel("quantized_linear", implementation, why_not(x, weight), "sm_90a")
-    return _rows(x, weight, bias, activation, kernel)
+    reason = why_not(x, weight)
+    if isinstance(weight, PlainWeight):
+        implementation = implementation or "xla"
+    if implementation is None and _row_count(x) > _MEASURED_ROWS:
+        reason = reason or f"no GPU has run the kernel with more than {_MEASURED_ROWS} rows"
+    takes = dispatch.use_kernel("quantized_linear", implementation, reason, "sm_90a")
+    many = implementation == "mosaic" and _row_count(x) > matmul.MAX_ROWS
+    return _rows(x, weight, bias, activation, ("many" if many else "few") if takes else None)
 
 
 def quantized_linear_reference(x, weight, bias=None, *, activation=None):
     """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
-    return _rows(x, weight, bias, activation, False)
+    return _rows(x, weight, bias, activation, None)
+
+
+def _row_count(x) -> int:
+    return x.size // max(x.shape[-1], 1)
 
 
 def _rows(x, weight, bias, activation, kernel):
@@ -66,10 +85,11 @@ def _rows(x, weight, bias, activation, kernel):
 
 def why_not(x, weight) -> str | None:
     """Why the kernel does not support this call, or None."""
-    rows = x.size // max(x.shape[-1], 1)
+    if isinstance(weight, PlainWeight):
+        return "the weight is plain, and XLA has cuBLASLt for it"
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, not bfloat16"
-    if rows > _MOST_ROWS:
+    if (rows := _row_count(x)) > _MOST_ROWS:
         return f"rows={rows} are more than {_MOST_ROWS}"
     return mosaic.empty(x=x)
 
@@ -87,28 +107,33 @@ def _check(x, weight, bias, activation):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear(x, weight, bias, activation, kernel):
+def _linear(x, weight, bias, activation, kernel: _Kernel):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:
         (y,) = gemv.products(x[0], (weight,), (bias,), (x.dtype,), activation=activation)
         return y[None]
+    if kernel == "many" and gemm.plan(x.shape[0], weight).splits == 1:
+        return gemm.linear(x, weight, bias, activation)
     return _finish(_sums(x, weight, kernel), bias, activation, x.dtype)
 
 
-def _sums(x, weight, kernel):
+def _sums(x, weight, kernel: _Kernel):
     """x w' in float32 (float64 for float64)."""
     dtype = mosaic.stat_dtype(x.dtype)
-    if not kernel:
+    if isinstance(weight, PlainWeight):
+        return plain.product(x, weight)
+    if kernel is None:
         return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
     if x.shape[0] == 1:
         return gemv.products(x[0], (weight,), (None,), (dtype,))[0][None]
+    if kernel == "many":
+        return _added(gemm.sums(x, weight), x, weight)
     some = [x[i : i + matmul.MAX_ROWS] for i in range(0, len(x), matmul.MAX_ROWS)]
-    return jnp.concatenate([_sums_of_few(x, weight) for x in some])
+    return jnp.concatenate([_added(matmul.product(x, weight), x, weight) for x in some])
 
 
-def _sums_of_few(x, weight):
-    """x w' in float32 for at most MAX_ROWS rows, by the kernel."""
-    parts = matmul.product(x, weight)
+def _added(parts, x, weight):
+    """The sum (M, N) of parts (splits, N, M), which may have padding."""
     y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
     return y[: weight.shape[1], : x.shape[0]].T
 

@@ -212,6 +212,13 @@ def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch)
             assert "failed" in rows[peer]
 
 
+@pytest.mark.parametrize("kind", ["int", "fp8", "bf16"])
+def test_peers_time_plain_weights(times, kind):
+    columns = peers.plain_linear(kind, m=4, k=64, n=32)
+    assert columns.pop("kernels") == 2000
+    assert list(columns) == ([] if kind == "bf16" else ["by"])
+
+
 def test_a_shared_file_has_the_device_versions_and_figures_but_no_paths(tmp_path):
     device = jax.devices()[0].device_kind
     path = run.share({"device": device, "records": [{"op": "gelu"}]}, tmp_path)

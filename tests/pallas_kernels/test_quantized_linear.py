@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -5,27 +6,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
-from kernel_checks import assert_lowers, check_op, normal
+from kernel_checks import (
+    ON_GPU,
+    assert_error_ratio,
+    assert_lowers,
+    check_op,
+    kernels_run_here,
+    names_in,
+    normal,
+)
 
-from pallas_kernels import dequantize, quantize, quantized_linear
-from pallas_kernels.quantized import gemv
+from pallas_kernels import dequantize, dispatch, quantize, quantized_linear
+from pallas_kernels.quantized import gemm, gemv, op
 from pallas_kernels.quantized.matmul import plan
 from pallas_kernels.quantized.op import quantized_linear_reference
 
-KERNELS = ("quantized_linear",)
+FEW = ("quantized_linear",)
 ROW = ("quantized_linear_row",)
+MANY = ("quantized_linear_many",)
 
 
 def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
     """spread: of the logarithms of the weights, so that fp8 has subnormal numbers."""
     w = normal(1, (k, n)) * jnp.exp(spread * normal(2, (k, n)))
     arrays = (normal(0, (*rows, k), jnp.bfloat16), quantize(w, **options), bias)
-    given = [0] if bias is None else [0, 2]
+    given, m = [0] if bias is None else [0, 2], arrays[0].size // k
     check_op(
         quantized_linear,
         quantized_linear_reference,
         *arrays,
-        kernels=ROW if arrays[0].size == k else KERNELS,
+        kernels=ROW if m == 1 else FEW if m <= 64 else MANY,
         differentiable=given,
         activation=activation,
     )
@@ -46,7 +56,14 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
         slow((1,), 512, 64, dict(bits=1, group=32, symmetric=False)),
         slow((1,), 320, 64, dict(bits=4, group=64, format="2:4")),
         slow((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
-        ((67,), 256, 64, dict(bits=4, group=128)),  # in two calls
+        ((67,), 256, 72, dict(bits=4, group=128)),
+        ((2, 50), 512, 136, dict(bits=8, group=32, symmetric=False)),  # two blocks of n
+        ((70,), 512, 64, dict(bits=4, group=64, format="2:4")),
+        slow((300,), 512, 64, dict(bits=2, group=None)),  # three blocks of m
+        slow((128,), 512, 200, dict(bits=1, group=128, symmetric=False)),
+        slow((65,), 512, 64, dict(bits=1, group=32)),
+        slow((65,), 320, 64, dict(bits=8, group=64, format="fp8", spread=3.0)),
+        slow((65,), 512, 64, dict(bits=8, group=None, format="2:4")),
     ],
 )
 def test_quantized_linear_matches_float64(rows, k, n, options):
@@ -57,6 +74,74 @@ def test_blocks_split_k_and_add_bias_and_activation():
     weight = quantize(normal(1, (2048, 64)))
     assert plan(2, weight).splits > 1
     check((2,), 2048, 64, bias=normal(3, (64,)), activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("m", "rows", "activation"), [(141, 192, "gelu"), (200, 256, None), slow(67, 128, "silu")]
+)
+def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows, activation):
+    monkeypatch.setattr(gemm, "_SMS", 1)
+    x, weight = normal(0, (m, 1152), jnp.bfloat16), quantize(normal(1, (1152, 76)))
+    bias = None if activation is None else normal(3, (76,))
+    p = gemm.plan(m, weight)
+    assert (p.rows, p.splits) == (rows, 1)
+    assert p.turns > p.slots  # so that all buffers are filled again
+    assert 4 * p.turns > p.stages
+    layer = lambda x, f: f(x, weight, bias, activation=activation)
+    kernel = functools.partial(quantized_linear, implementation="mosaic")
+    assert_lowers(lambda x: layer(x, kernel), (x,), MANY)
+    with jax.enable_x64(True):
+        truth = np.asarray(layer(np.asarray(x, np.float64), quantized_linear_reference))
+    with kernels_run_here():
+        actual = jax.block_until_ready(layer(x, kernel))
+        if ON_GPU:
+            np.testing.assert_array_equal(layer(x, kernel), actual)
+    assert_error_ratio(actual, layer(x, quantized_linear_reference), truth)
+
+
+def test_many_rows_split_k():
+    weight = quantize(normal(1, (2048, 64)))
+    assert gemm.plan(65, weight).splits > 1
+    check((65,), 2048, 64, bias=normal(3, (64,)), activation="silu")
+
+
+def test_the_kernel_of_few_rows_takes_more_by_default():
+    x, weight = normal(0, (67, 256), jnp.bfloat16), quantize(normal(1, (256, 64)))
+    with kernels_run_here():
+        actual = jax.block_until_ready(op._sums(x, weight, "few"))
+    with jax.enable_x64(True):
+        truth = np.asarray(op._sums(np.asarray(x, np.float64), weight, None))
+    assert_error_ratio(actual, op._sums(x, weight, None), truth)
+
+
+@pytest.mark.parametrize(("rows", "runs"), [(1, "mosaic"), (256, "mosaic"), (257, "xla")])
+def test_by_default_only_measured_kernels_run(rows, runs):
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
+    weight = jax.eval_shape(quantize, jnp.zeros((128, 64)))
+    with dispatch.rehearsal():
+        dispatch.reset()
+        names = names_in(str(jax.make_jaxpr(lambda *a: quantized_linear(*a))(x, weight)))
+        (decision,) = dispatch.decisions()
+    assert decision.runs == runs, decision
+    assert (ROW[0] in names) == (rows == 1)
+    assert (FEW[0] in names) == (rows == 256)
+    assert MANY[0] not in names
+
+
+@pytest.mark.parametrize("m", [65, 256, 300, 1000])
+@pytest.mark.parametrize("k", [256, 14336])
+@pytest.mark.parametrize(
+    "options",
+    [dict(bits=4), dict(bits=8, group=32, symmetric=False), dict(bits=8, format="2:4")],
+    ids=["int4", "int8", "2:4"],
+)
+def test_the_plan_of_many_rows_fits_an_sm(m, k, options):
+    p = gemm.plan(m, jax.eval_shape(lambda w: quantize(w, **options), jnp.zeros((k, 4096))))
+    slot = 8 * (512 * p.parts + 32 * p.groups * (1 + p.asymmetric))
+    assert p.stages * 128 * p.rows + p.slots * slot <= 226 * 1024
+    assert p.slots >= 2
+    assert p.splits <= p.turns
+    assert p.rows * -(-m // p.rows) < m + p.rows
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
@@ -106,7 +191,7 @@ def test_the_largest_blocks_fit_into_shared_memory(m, k, options):
     weight = jax.eval_shape(lambda w: quantize(w, **options), jnp.zeros((k, 64)))
     x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     linear = lambda *a: quantized_linear(*a, implementation="mosaic")
-    assert_lowers(linear, (x, weight), KERNELS)
+    assert_lowers(linear, (x, weight), FEW)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
@@ -161,7 +246,7 @@ def test_an_unknown_activation_is_refused():
     ("x", "why"),
     [
         (jnp.ones((2, 128)), "x is float32, not bfloat16"),
-        (jnp.ones((257, 1, 128), jnp.bfloat16), "rows=257 are more than 256"),
+        (jnp.ones((1025, 1, 128), jnp.bfloat16), "rows=1025 are more than 1024"),
         (jnp.ones((0, 128), jnp.bfloat16), "without elements"),
     ],
 )

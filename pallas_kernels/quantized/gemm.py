@@ -1,0 +1,297 @@
+"""The kernel of quantized_linear for many rows: y^T = w'^T x^T, and w' is unpacked in registers.
+
+As in matmul.py 64 columns n of w' are the rows of a wgmma, its left operand in registers, and rows
+of x its columns.  Here the tensor core is the limit, so it must never wait for unpacking:
+
+    block (n, m, split)   128 columns n, `rows` rows m of x, turns [split T / splits, ...) of K
+    warpgroup wg          64 of these columns; sums (64, rows) in registers
+
+    words, scales   of a turn, 256 k   ring of `slots` buffers of each warpgroup   word_bars
+    x (rows, 64)    of a step, 64 k    ring of `stages` buffers that both read     x_bars, free_bars
+
+    step s    words -> registers -> w' of s      while the tensor core multiplies s - 1
+              start the wgmma of s; wait for that of s - 1, which frees its buffer of x
+              warpgroup 0 refills the buffer of s - 2, once both warpgroups have freed it
+
+A warpgroup has at most two wgmmas in flight, whose w' take 32 registers.  A step of 256 rows takes
+the tensor core 1024 clocks for both warpgroups, for which a scheduler issues 250 to 440
+instructions: docs/decoding.md counts them.
+
+Without splits the block adds the bias, applies the activation, turns its tile round in the buffers
+of x, and writes y.  Otherwise it writes float32 sums, which XLA adds in order.  There are no
+atomics, so two runs are equal bit for bit.  No GPU has run this kernel: its constants are counted.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import ROW
+from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
+from pallas_kernels.quantized.gemv import activate
+from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, tile
+
+_N = 64  # rows of a wgmma, the columns of four tiles
+_TILES = _N // COLUMNS
+_WGS = 2
+_BLOCK = 64  # of k in a step: 128 bytes, one swizzle
+_BLOCKS = 4
+_TURN = _BLOCKS * _BLOCK  # of k: the longest step of the packed form
+_CHUNK = 64  # rows of x that the epilogue turns round at once
+_SMEM = 226 * 1024  # of a block; the rest of an SM's 227 KB is for barriers
+_MOST_SLOTS, _MOST_SPLITS = 3, 8
+
+# For `_clocks`, all counted.
+_SMS = 132  # of an H100
+_START = 6000  # clocks of a block besides its steps
+_FINISH = 4000  # of the kernel that adds the sums of splits
+_BYTES = 1500  # a clock, of these sums
+
+
+class Plan(NamedTuple):
+    """How a product is split; see the picture."""
+
+    m: int  # rows of x
+    rows: int  # of a block
+    sets: int  # of 128 columns n
+    turns: int  # of K
+    parts: int  # of a turn
+    groups: int  # of a turn, or 1
+    grouped: bool  # otherwise one scale for each column
+    step: int  # k of a packed step, or of the two of 8 bits in a block
+    bits: int
+    format: Format
+    asymmetric: bool
+    slots: int
+    stages: int
+    splits: int
+
+
+def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> Plan:
+    """The plan for M rows of x that should take least time."""
+    turns = mosaic.cdiv(weight.steps * weight.step, _TURN)
+    sets = mosaic.cdiv(weight.words.shape[0], _TILES * _WGS)
+    parts = weight.parts * (_TURN // weight.step)
+    groups = max(1, _TURN // (weight.group or _TURN))
+    asymmetric = weight.offsets is not None
+    splits = range(1, min(most_splits, turns) + 1)
+    choices = [(rows, n) for rows in (256, 192, 128) for n in splits]
+    rows, splits = min(choices, key=lambda choice: _clocks(m, sets, turns, *choice))
+    slot = _WGS * _TILES * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
+    stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
+    slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
+    return Plan(
+        m, rows, sets, turns, parts, groups, weight.group is not None, max(weight.step, _BLOCK),
+        weight.bits, weight.format, asymmetric, slots, stages, splits,
+    )  # fmt: skip
+
+
+def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
+    """What a product should take: the waves of blocks, and the sums of splits."""
+    blocks = sets * mosaic.cdiv(m, rows)
+    # wgmma of 64 x rows x 64 takes 2 rows clocks, and a step has one for each warpgroup.
+    steps = mosaic.cdiv(turns, splits) * _BLOCKS * 2 * _WGS * rows
+    sums = 2 * 4 * splits * blocks * rows * _N * _WGS  # bytes written and read
+    others = _FINISH + sums / _BYTES if splits > 1 else 0
+    return mosaic.cdiv(blocks * splits, _SMS) * (_START + steps) + others
+
+
+def linear(x, weight: QuantizedWeight, bias, activation):
+    """activation(x w' + bias) as bfloat16 (M, N), for x (M, K) bfloat16, without splits."""
+    p = plan(x.shape[0], weight, most_splits=1)
+    if bias is not None:
+        bias = mosaic.pad_axis(bias, 0, _WGS * _N)
+    # Mosaic wants whole swizzle tiles.
+    shape = mosaic.cdiv(p.m, 8) * 8, mosaic.cdiv(weight.shape[1], _N) * _N
+    out = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    y = _product(x, weight.words, weight.scales, weight.offsets, bias, activation, out, p)
+    return y[: p.m, : weight.shape[1]]
+
+
+def sums(x, weight: QuantizedWeight):
+    """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
+    p = plan(x.shape[0], weight)
+    shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(p.m, p.rows) * p.rows
+    out = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return _product(x, weight.words, weight.scales, weight.offsets, None, None, out, p)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _product(x, words, scales, offsets, bias, activation, out, p: Plan):
+    if p.format == "2:4":  # the order of k in a block (unpack.py)
+        x = mosaic.pad_axis(x, 1, _BLOCK).reshape(x.shape[0], -1, 16, 4).swapaxes(2, 3)
+        x = x.reshape(x.shape[0], -1)
+    x = mosaic.pad_axis(mosaic.pad_axis(x, 1, _BLOCK), 0, 8)
+    tiles = words.shape[0]
+    by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
+    own = lambda shape, dtype: plgpu.SMEM((_WGS * p.slots, _TILES, *shape), dtype)
+    return mosaic.kernel(
+        functools.partial(_body, p, activation),
+        name="quantized_linear_many",
+        out_type=out,
+        scratch_types=dict(
+            words_smem=own((p.parts, LANES * WORDS), jnp.int32),
+            scales_smem=own((p.groups, COLUMNS), jnp.bfloat16),
+            offsets_smem=own((p.groups, COLUMNS), jnp.bfloat16) if p.asymmetric else None,
+            x_smem=plgpu.SMEM(
+                (p.stages, p.rows, _BLOCK),
+                jnp.bfloat16,
+                transforms=mosaic.wgmma_tiles(_BLOCK, jnp.bfloat16),
+            ),
+            word_bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric, num_barriers=_WGS * p.slots),
+            x_bars=plgpu.Barrier(num_barriers=p.stages),
+            free_bars=plgpu.Barrier(num_arrivals=_WGS, num_barriers=p.stages),
+            done_bar=plgpu.Barrier(num_arrivals=_WGS),
+        ),
+        **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
+        num_threads=_WGS,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),  # else GELU spills 16 bytes
+    )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x, bias)
+
+
+class _Refs(NamedTuple):
+    words: Any
+    scales: Any
+    offsets: Any
+    x: Any
+    bias: Any
+    out: Any
+    words_smem: Any
+    scales_smem: Any
+    offsets_smem: Any
+    x_smem: Any
+    word_bars: Any
+    x_bars: Any
+    free_bars: Any
+    done_bar: Any
+
+
+def _body(p: Plan, activation, *arrays, **scratch):
+    refs = _Refs(*arrays, **scratch)
+    wg, split = lax.axis_index("wg"), lax.axis_index("split")
+    first = lax.div(split * p.turns, jnp.int32(p.splits))
+    count = lax.div((split + 1) * p.turns, jnp.int32(p.splits)) - first
+    fetch = lambda i: pl.when(i < count)(lambda: _fetch_words(p, refs, i, first + i))
+    load = lambda s: pl.when(s < count * _BLOCKS)(lambda: _load_x(p, refs, s, first * _TURN))
+    for i in range(p.slots):
+        fetch(jnp.int32(i))
+
+    @pl.when(wg == 0)
+    def _():
+        for s in range(p.stages):
+            load(jnp.int32(s))
+
+    def multiply(acc):
+        @pl.loop(0, count)
+        def _(i):
+            _multiply(p, refs, i, acc, load)
+            plgpu.commit_smem()  # the copies overwrite what the threads have read
+            fetch(i + p.slots)
+
+        return acc[...]
+
+    total = pl.run_scoped(multiply, plgpu.ACC((_N, p.rows), jnp.float32))
+    if refs.out.dtype == jnp.float32:
+        _store_sums(p, refs, total)
+    else:
+        _finish(p, refs, total, activation)
+
+
+def _fetch_words(p: Plan, refs: _Refs, i, turn):
+    """Starts the copies of this warpgroup's words and scales of the i-th turn."""
+    slot, tiles = _slot(p, i), pl.ds(_columns() // COLUMNS, _TILES)
+    group = pl.ds(turn * p.groups if p.grouped else lax.rem(turn, jnp.int32(1)), p.groups)
+    copy = lambda ref, smem: plgpu.copy_gmem_to_smem(ref, smem.at[slot], refs.word_bars.at[slot])
+    copy(refs.words.at[tiles, pl.ds(turn * p.parts, p.parts)], refs.words_smem)
+    copy(refs.scales.at[tiles, group], refs.scales_smem)
+    if p.asymmetric:
+        copy(refs.offsets.at[tiles, group], refs.offsets_smem)
+
+
+def _load_x(p: Plan, refs: _Refs, s, k):
+    """Starts the copy of x of step s of the block, whose K begins at k; zeros past M and K."""
+    stage = lax.rem(s, jnp.int32(p.stages))
+    rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
+    x = refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)]
+    plgpu.copy_gmem_to_smem(x, refs.x_smem.at[stage], refs.x_bars.at[stage])
+
+
+def _columns():
+    """The first column n of this warpgroup."""
+    return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * _N
+
+
+def _slot(p: Plan, i):
+    return lax.axis_index("wg") * p.slots + lax.rem(i, jnp.int32(p.slots))
+
+
+def _multiply(p: Plan, refs: _Refs, i, acc, load):
+    """acc += w' x^T of the i-th turn."""
+    slot = _slot(p, i)
+    plgpu.barrier_wait(refs.word_bars.at[slot])
+    read = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
+    row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
+    per = p.step // _BLOCK  # blocks of a step of the packed form
+    parts = p.parts * per // _BLOCKS
+    words = []
+    for block in range(_BLOCKS):
+        if block % per == 0:
+            own = range(block // per * parts, (block // per + 1) * parts)
+            words = [read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
+        groups = range(block * p.groups // _BLOCKS, ((block + 1) * p.groups - 1) // _BLOCKS + 1)
+        scales = [row(refs.scales_smem, g) for g in groups]
+        offsets = [row(refs.offsets_smem, g) for g in groups if p.asymmetric]
+        w = tile(words, scales, offsets, block % per, p.bits, p.format)
+        s = i * _BLOCKS + block
+        stage = lax.rem(s, jnp.int32(p.stages))
+        plgpu.barrier_wait(refs.x_bars.at[stage])
+        plgpu.wgmma(acc, w, refs.x_smem.at[stage].transpose((1, 0)))
+        plgpu.wgmma_wait(1)
+        pl.when(s >= 1)(functools.partial(_free, p, refs, s - 1))
+        pl.when(s >= 2)(functools.partial(_refill, p, refs, s - 2, load))
+
+
+def _free(p: Plan, refs: _Refs, s):
+    """This warpgroup has multiplied with x of step s."""
+    plgpu.barrier_arrive(refs.free_bars.at[lax.rem(s, jnp.int32(p.stages))])
+
+
+def _refill(p: Plan, refs: _Refs, s, load):
+    """Warpgroup 0 refills the buffer of step s, which both warpgroups have freed or soon will."""
+
+    @pl.when(lax.axis_index("wg") == 0)
+    def _():
+        plgpu.barrier_wait(refs.free_bars.at[lax.rem(s, jnp.int32(p.stages))])
+        load(s + p.stages)
+
+
+def _store_sums(p: Plan, refs: _Refs, total):
+    rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
+    mosaic.store(refs.out.at[lax.axis_index("split"), pl.ds(_columns(), _N), rows], total)
+
+
+def _finish(p: Plan, refs: _Refs, total, activation):
+    """Adds the bias, applies the activation, turns the tile round and stores it."""
+    plgpu.barrier_arrive(refs.done_bar)
+    plgpu.barrier_wait(refs.done_bar)  # both have read x, whose buffers now take y
+    y_smem = refs.x_smem.at[lax.axis_index("wg")]
+    bias = None
+    if refs.bias is not None:
+        bias = mosaic.load(refs.bias.at[pl.ds(_columns(), _N)], ROW)
+    for c in range(0, p.rows, _CHUNK):
+        y = total[:, c : c + _CHUNK]
+        if bias is not None:
+            y = y + mosaic.along(bias, y.shape, 0)
+        y = activate(y, activation).astype(jnp.bfloat16)
+        y_smem.at[pl.ds(c, _CHUNK)].transpose((1, 0))[...] = y
+    plgpu.commit_smem()
+    rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
+    plgpu.copy_smem_to_gmem(y_smem, refs.out.at[rows, pl.ds(_columns(), _N)])
+    plgpu.wait_smem_to_gmem(0)
