@@ -54,7 +54,8 @@ def quantized_linear(
     activation: None, "gelu" (its tanh form) or "silu".
     weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
     kernel, and its gradient is that of x not quantised.
-    The kernel needs bfloat16 and at most 1024 rows, by default 256.  Gradients go to x and bias.
+    The kernel needs bfloat16 and at most 1024 rows, by default 256, and for more than one row a
+    Hopper GPU.  Gradients go to x and bias.
     Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
@@ -64,7 +65,8 @@ def quantized_linear(
         implementation = implementation or "xla"
     if implementation is None and _row_count(x) > _MEASURED_ROWS:
         reason = reason or f"no GPU has run the kernel with more than {_MEASURED_ROWS} rows"
-    takes = dispatch.use_kernel("quantized_linear", implementation, reason, "sm_90a")
+    gpu = "sm_80" if _row_count(x) == 1 else "sm_90a"
+    takes = dispatch.use_kernel("quantized_linear", implementation, reason, gpu)
     many = implementation == "mosaic" and _row_count(x) > matmul.MAX_ROWS
     return _rows(x, weight, bias, activation, ("many" if many else "few") if takes else None)
 

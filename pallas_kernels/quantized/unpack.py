@@ -99,7 +99,7 @@ class _Tile:
                     offset = offsets[group][a % 2]
                     weight = asm("fma.rn.bf16x2 $0, $1, $2, $3;", weight, s, offset)
                 else:
-                    weight = asm("mul.rn.bf16x2 $0, $1, $2;", weight, s)
+                    weight = _multiply(weight, s)
                 out[0, 2 * p + a // 2, 0, 0, a % 2, 0, 0, 0, 0] = llvm.bitcast(pair, weight)
         layout = mgpu.WGMMA_LAYOUT
         return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
@@ -152,7 +152,7 @@ def _level(halves, place: int, bits: int, format: Format):
     if format == "fp8":  # sign to sign, exponent to exponent: 2^-120 of the number
         sign = _take(_shift(halves, 8 - place), 0x8000)
         small = arith.ori(sign, _take(_shift(halves, 4 - place), 0x07F0))
-        return asm("mul.rn.bf16x2 $0, $1, $2;", small, constant(0x7B80 * _HALVES))
+        return _multiply(small, constant(0x7B80 * _HALVES))
     if bits == 1:  # 1 with the sign of the code
         return _take(_shift(halves, 15 - place), 0x8000, 0xBF80)
     to = 5 if bits == 2 else 0
@@ -190,8 +190,14 @@ def _take(halves, mask: int, flip: int = 0) -> Any:
     return asm(f"lop3.b32 $0, $1, {mask:#x}, {flip:#x}, {(0xF0 & 0xCC) ^ 0xAA};", halves)
 
 
+# GPUs before Hopper have only fma for bfloat16.  For sm_90 ptxas makes the same instructions of it
+# as of sub and mul.
 def _subtract(a, b):
-    return asm("sub.rn.bf16x2 $0, $1, $2;", a, b)
+    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", b, constant(0xBF80 * _HALVES), a)
+
+
+def _multiply(a, b):
+    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, constant(0x8000 * _HALVES))
 
 
 def lane_words(array) -> list:

@@ -47,8 +47,10 @@ def asm(code, *operands):
         return prmt(*operands, *numbers)
     if name == "lop3.b32":
         return lop3(*operands, *numbers)
-    a, b = (halves(np.broadcast_to(x, operands[0].shape).copy()) for x in operands)
-    return register({"sub.rn.bf16x2": a - b, "mul.rn.bf16x2": a * b}[name])
+    assert name == "fma.rn.bf16x2"
+    shape = np.broadcast_shapes(*(np.shape(x) for x in operands))
+    a, b, c = (halves(np.broadcast_to(x, shape).copy()) for x in operands)
+    return register(a * b + c)
 
 
 @pytest.fixture
