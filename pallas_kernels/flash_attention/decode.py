@@ -31,20 +31,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.flash_attention import general_decode
+from pallas_kernels.flash_attention.decode_plan import (
+    FP8,
+    KEYS,
+    LOWEST,
+    Plan,
+    Share,
+    masked,
+    merge,
+    plan,
+    share_of,
+)
 from pallas_kernels.flash_attention.masks import logits
-from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
+from pallas_kernels.flash_attention.op import check, gpu_for, masked_reference, scale_of
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
-_FP8 = jnp.float8_e4m3fn
-_LARGEST = 448  # of _FP8
-_KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
-_STAGES = 4  # tiles of K and of V in flight, at most
-_SMEM = 112 * 1024  # of a block, so that an SM (228 KB) holds two
-_START = 2  # tiles that would take as long as a block takes to start, and its part to merge
-_WHOLE = 4  # so few tiles take no longer than a second kernel that merges (an estimate)
-_LEAST_SPLITS = 8  # of several rows, whose lengths may differ, if each has so many tiles
-_MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
-_LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+_LARGEST = 448  # of FP8
 
 
 def decode_attention(
@@ -83,11 +86,11 @@ def decode_attention(
     """
     _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
     options = dict(scale=scale, window=window, softcap=softcap)
-    reason = why_not(q, k, v, new=new, **options)
-    if dispatch.use_kernel("decode_attention", implementation, reason, "sm_90a"):
-        form = _kernel
-    else:
-        form = _in_jnp
+    # No GPU has run the general form, so it is no default in XLA's place either.
+    general = dispatch.general_form(implementation)
+    reason, gpu = why_not(q, k, v, new=new, **options, general=general), gpu_for(general)
+    kernel = dispatch.use_kernel("decode_attention", implementation, reason, gpu, general=general)
+    form = (_general if general else _kernel) if kernel else _in_jnp
     options = (scale_of(scale, q), window, softcap)
     return _decode(form, *options, q, k, v, lengths, new, k_scale, v_scale)
 
@@ -100,15 +103,19 @@ def decode_attention_reference(
     return _decode(_in_jnp, *options, q, k, v, lengths, new, k_scale, v_scale)
 
 
-def why_not(q, k, v, *, new=None, scale=None, window=None, softcap=None) -> str | None:
-    """Why the kernel does not support this call, or None."""
+def why_not(
+    q, k, v, *, new=None, scale=None, window=None, softcap=None, general=False
+) -> str | None:
+    """Why the kernel, or its general form, does not support this call, or None."""
     t, group = q.shape[1], q.shape[2] // k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
-    if k.dtype not in (q.dtype, _FP8):
+    if k.dtype not in (q.dtype, FP8):
         return f"the cache is {k.dtype}, not {q.dtype} or float8_e4m3fn"
+    if general and k.dtype == FP8:
+        return "a float8 cache needs compute capability 9.0"
     # 32 bytes are the smallest swizzle; float8 with D = 256 would spill registers.
-    multiple, most = (32, 128) if k.dtype == _FP8 else (16, 256)
+    multiple, most = (32, 128) if k.dtype == FP8 else (16, 256)
     if q.shape[3] % multiple or q.shape[3] > most:
         return f"the head dimension D={q.shape[3]} is not a multiple of {multiple} up to {most}"
     if t * group > ROWS:
@@ -143,7 +150,7 @@ def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
 def _decode(form, scale, window, softcap, q, k, v, lengths, new, k_scale, v_scale):
     group, dtype = q.shape[2] // k.shape[2], q.dtype
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
-    inner = jnp.float16 if k.dtype == _FP8 and dtype.itemsize == 2 else dtype
+    inner = jnp.float16 if k.dtype == FP8 and dtype.itemsize == 2 else dtype
     q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
     if new is not None:
         scales = (k_scale, v_scale)
@@ -162,7 +169,7 @@ _decode.defvjp(_no_gradient, _no_gradient)
 
 def _stored(x, scale, dtype):
     """x (B, K, D) as a cache of this dtype holds it; scale: (B, K) or None."""
-    if dtype != _FP8:
+    if dtype != FP8:
         return x.astype(dtype)
     x = x.astype(mosaic.stat_dtype(x.dtype))
     x = x if scale is None else x / scale[..., None]
@@ -199,52 +206,16 @@ def _in_jnp(q, k, v, lengths, new, scale, window, softcap):
 # ---- kernel ----------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
-    """What is static in a call of the kernel; see the picture."""
-
-    t: int
-    keys: int  # S
-    group: int  # query heads of a kv head
-    width: int  # D
-    dtype: Any  # of the matmuls
-    fp8: bool
-    scale: float
-    window: int | None
-    softcap: float | None
-    stages: int
-    splits: int
-    appends: bool  # the newest position is not in the cache yet
-
-
-def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
-    """Over how many blocks a pair (row, kv head) is split: the number that should take least time.
-
-    blocks: of one wave.
-    """
-    if tiles <= _WHOLE:
-        return 1
-    waves = lambda n: mosaic.cdiv(pairs * n, blocks) * (mosaic.cdiv(tiles, n) + _START)
-    return min(range(min(least, tiles), min(_MOST_SPLITS, tiles) + 1), key=waves)
-
-
-def plan(q, k, scale, window, softcap, appends=False) -> Plan:
-    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
-    fp8, tile = k.dtype == _FP8, _KEYS * d * k.dtype.itemsize
-    others = ROWS * d * (2 + 4) + (2 * _KEYS * d * 2 if fp8 else 0)  # q and o; wide
-    per_sm = 2 if (_SMEM - others) // (2 * tile) >= 2 else 1
-    stages = min(_STAGES, (2 * _SMEM // per_sm - others) // (2 * tile))
-    seen = s if window is None else min(s, window + t - 1)
-    tiles = mosaic.cdiv(seen, _KEYS)
-    least = max(1, min(_LEAST_SPLITS, tiles // _LEAST_SPLITS)) if b > 1 else 1
-    # One block on each SM takes all that memory gives; a second one hides float8's conversion.
-    splits = splits_of(tiles, b * kv, (per_sm if fp8 else 1) * mosaic.sm_count(), least)
-    return Plan(t, s, h // kv, d, q.dtype, fp8, scale, window, softcap, stages, splits, appends)
+def _general(q, k, v, lengths, new, scale, window, softcap):
+    cache = [] if new is None else _append(k, v, new, lengths)
+    k, v = cache or (k, v)
+    return general_decode.attend(q, k, v, lengths, scale, window, softcap), *cache
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _kernel(q, k, v, lengths, new, scale, window, softcap):
     cache = []
-    if new is not None and k.dtype == _FP8:
+    if new is not None and k.dtype == FP8:
         k, v = cache = _append(k, v, new, lengths)
         new = None
     p = plan(q, k, scale, window, softcap, new is not None)
@@ -256,7 +227,7 @@ def _kernel(q, k, v, lengths, new, scale, window, softcap):
     tile = lambda n, rows, dtype: plgpu.SMEM(
         (n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype)
     )
-    ring = tile(p.stages, _KEYS, k.dtype)
+    ring = tile(p.stages, KEYS, k.dtype)
     parts = (b, p.splits, kv)
     lse = jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32) if p.splits > 1 else None
     # float8's result still needs v_scale.
@@ -269,7 +240,7 @@ def _kernel(q, k, v, lengths, new, scale, window, softcap):
             q_smem=tile(1, ROWS, p.dtype),
             k_smem=ring,
             v_smem=ring,
-            wide_smem=tile(2, _KEYS, p.dtype) if p.fp8 else None,
+            wide_smem=tile(2, KEYS, p.dtype) if p.fp8 else None,
             o_smem=tile(1, ROWS, dtype),
             q_bar=plgpu.Barrier(),
             k_bars=plgpu.Barrier(num_barriers=p.stages),
@@ -285,28 +256,15 @@ def _kernel(q, k, v, lengths, new, scale, window, softcap):
     else:
         cache, (o, lse) = mosaic.in_place_with_results(kernel, [k, v], *arrays)
     o = o[:, :, :, :rows]
-    y = o[:, 0] if lse is None else _merge(o, lse[:, :, :, :rows])
+    y = o[:, 0] if lse is None else merge(o, lse[:, :, :, :rows])
     return y.reshape(b, kv, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d), *cache
-
-
-def _merge(o, lse):
-    """The softmax over all keys from those of the splits (axis 1), in one kernel of XLA."""
-    # As a number of each row, XLA would take the maximum in a kernel of its own; so it must be one
-    # of each element, which o * 0 makes of it (XLA does not drop it: o might be infinite).
-    lse = lse[..., None] + o * 0
-    o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse))
-    # Sums in order, which jnp.sum does not promise.  The largest is finite for a row without keys.
-    largest = functools.reduce(jnp.maximum, lse, jnp.float32(_LOWEST))
-    weights = [jnp.exp(x - largest) for x in lse]
-    total = functools.reduce(jnp.add, weights)
-    y = functools.reduce(jnp.add, [w * x for w, x in zip(weights, o, strict=True)])
-    return y / jnp.where(total > 0, total, 1)
 
 
 class _Block(NamedTuple):
     """What a block of the kernel works on, and its references."""
 
     p: Plan
+    share: Share
     q: Any
     k: Any
     v: Any
@@ -314,35 +272,20 @@ class _Block(NamedTuple):
     o: Any
     lse: Any
     smem: dict
-    batch: Any
-    split: Any
-    head: Any
-    length: Any  # keys of its row in the cache
-    low: Any  # its first tile
-    high: Any  # the one after its last
 
 
 def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, o_ref, lse_ref, **smem):
-    batch, split, head = (lax.axis_index(name) for name in ("batch", "split", "head"))
-    length = jnp.minimum(lengths_ref[batch], p.keys)
-    first = jnp.int32(0)
-    if p.window is not None:
-        first = lax.div(jnp.maximum(length - p.t - p.window + 1, 0), jnp.int32(_KEYS))
-    length = length - p.appends
-    count = lax.div(length + _KEYS - 1, jnp.int32(_KEYS)) - first
-    share = lambda n: first + lax.div(n * count, jnp.int32(p.splits))
+    share = share_of(p, lengths_ref)
+    batch, split, head = share.batch, share.split, share.head
     k_ref, v_ref = cache_refs
-    b = _Block(
-        p, q_ref, k_ref, v_ref, new_refs, o_ref, lse_ref, smem, batch, split, head, length,
-        share(split), share(split + 1),
-    )  # fmt: skip
+    b = _Block(p, share, q_ref, k_ref, v_ref, new_refs, o_ref, lse_ref, smem)
     # The first row is a variable because JAX 0.12 rejects slices that are statically too wide.
-    zero = lax.rem(b.low, jnp.int32(1))
+    zero = lax.rem(share.low, jnp.int32(1))
     rows = pl.ds(zero * 8, ROWS)
     plgpu.copy_gmem_to_smem(q_ref.at[batch, head, rows], smem["q_smem"].at[0], smem["q_bar"])
     for i in range(p.stages):
         for name in "kv":
-            _send(b, name, b.low + i)
+            _send(b, name, share.low + i)
     plgpu.barrier_wait(smem["q_bar"])
     o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
     inverse = jnp.where(l > 0, 1 / l, 0)
@@ -358,25 +301,27 @@ def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, o_ref, lse_ref, **s
 
 def _new(b: _Block, i: int):
     """The key (0) or value (1) of the newest position and this head, (D,)."""
-    return mosaic.load(b.new[i].at[b.batch, b.head], COL)
+    return mosaic.load(b.new[i].at[b.share.batch, b.share.head], COL)
 
 
 def _write_new(b: _Block):
     """Writes them to the cache.  No block reads their slot, and this one has read its tile."""
     for i, ref in enumerate((b.k, b.v)):
-        mosaic.store(ref.at[b.batch, jnp.maximum(b.length, 0), b.head], _new(b, i))
+        mosaic.store(
+            ref.at[b.share.batch, jnp.maximum(b.share.length, 0), b.share.head], _new(b, i)
+        )
 
 
 def _slot(b: _Block, tile):
-    return lax.rem(tile - b.low, jnp.int32(b.p.stages))
+    return lax.rem(tile - b.share.low, jnp.int32(b.p.stages))
 
 
 def _send(b: _Block, name: str, tile):
     """Starts the copy of a tile of K or V, if it is the block's; past S it is filled with zeros."""
 
-    @pl.when(tile < b.high)
+    @pl.when(tile < b.share.high)
     def _():
-        source = getattr(b, name).at[b.batch, pl.ds(tile * _KEYS, _KEYS), b.head]
+        source = getattr(b, name).at[b.share.batch, pl.ds(tile * KEYS, KEYS), b.share.head]
         slot = _slot(b, tile)
         smem, bars = b.smem[f"{name}_smem"], b.smem[f"{name}_bars"]
         plgpu.copy_gmem_to_smem(source, smem.at[slot], bars.at[slot])
@@ -405,11 +350,11 @@ def _leave(b: _Block, name: str, tile):
 def _attend(b: _Block, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
-    m, l = row(_LOWEST), row(0)
+    m, l = row(LOWEST), row(0)
     if b.p.appends:
-        last = b.split == b.p.splits - 1
+        last = b.share.split == b.p.splits - 1
         m, l = lax.cond(last, lambda: _start(b, o_acc), lambda: (m, l))
-    m, l = lax.fori_loop(b.low, b.high, functools.partial(_step, b, o_acc), (m, l))
+    m, l = lax.fori_loop(b.share.low, b.share.high, functools.partial(_step, b, o_acc), (m, l))
     return o_acc[...], m, l
 
 
@@ -433,17 +378,13 @@ def _step(b: _Block, o_acc, tile, carry):
         plgpu.wgmma(acc, b.smem["q_smem"].at[0], k.transpose((1, 0)))
         return acc[...]
 
-    x = pl.run_scoped(scores, plgpu.ACC((ROWS, _KEYS), jnp.float32))
+    x = pl.run_scoped(scores, plgpu.ACC((ROWS, KEYS), jnp.float32))
     if not p.fp8:
         _leave(b, "k", tile)
     factor = p.scale * LOG2E
     if p.softcap is not None:
         x, factor = logits(x, p.scale, p.softcap)[0], 1.0
-    last = b.length - 1 + p.appends  # the last position; the first one is T - 1 before
-    masked = tile * _KEYS + _KEYS - 1 > last - (p.t - 1) - p.appends
-    if p.window is not None:
-        masked |= tile * _KEYS <= last - p.window
-    x = lax.cond(masked, lambda x: _mask(b, x, tile), lambda x: x, x)
+    x = masked(p, b.share, x, tile)
     m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
     alpha = jnp.exp2(m - m_new)
     e = jnp.exp2(x * factor - along(m_new, x.shape, 0))
@@ -453,14 +394,3 @@ def _step(b: _Block, o_acc, tile, carry):
     if not p.fp8:
         _leave(b, "v", tile)
     return m_new, l * alpha + jnp.sum(e, axis=1)
-
-
-def _mask(b: _Block, x, tile):
-    """x with -inf where a row does not see a key; row t H/K + g is of position t."""
-    iota = lambda layout, n: plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
-    appends = b.p.appends
-    place = b.length + appends - b.p.t + lax.div(iota(ROW, ROWS), jnp.int32(b.p.group))
-    place = along(place, x.shape, 0)
-    key = along(tile * _KEYS + iota(COL, _KEYS), x.shape, 1)
-    x = jnp.where(key <= place - appends, x, -jnp.inf)
-    return x if b.p.window is None else jnp.where(place - key < b.p.window, x, -jnp.inf)

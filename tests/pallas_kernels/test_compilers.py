@@ -51,6 +51,7 @@ ATTENTION = ("general_attention_forward", "general_attention_backward_dkv")
         ("attention:0:1", "sm_80", 64, ATTENTION),  # D 128
         ("attention:0:0", "sm_120", 0, ATTENTION),  # D 64
         ("layer_norm:0:0", "sm_80", 0, ("general_layer_norm_backward",)),
+        ("decode_attention:0:0", "sm_80", 0, ("general_decode_attention",)),
         ("row_linear:2:0", "sm_80", 0, ("quantized_linear_row",)),
         ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
         slow("add_layer_norm:0:2", "sm_120", 0, ("general_add_layer_norm_backward",)),

@@ -5,11 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow
 from kernel_checks import assert_lowers, check_op, normal
 
 from pallas_kernels import attention, decode_attention
-from pallas_kernels.flash_attention import decode
-from pallas_kernels.flash_attention.decode import decode_attention_reference, splits_of
+from pallas_kernels.flash_attention import decode_plan
+from pallas_kernels.flash_attention.decode import decode_attention_reference
+from pallas_kernels.flash_attention.decode_plan import splits_of
 
 KERNELS = ("decode_attention",)
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
@@ -34,10 +36,10 @@ def arrays(b, t, h, kv, s, d, lengths, dtype=BF16, cache=None):
 )
 def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, one_block, options):
     if one_block:
-        monkeypatch.setattr(decode, "_LEAST_SPLITS", 1)
-        monkeypatch.setattr(decode, "_MOST_SPLITS", 1)
+        monkeypatch.setattr(decode_plan, "_LEAST_SPLITS", 1)
+        monkeypatch.setattr(decode_plan, "_MOST_SPLITS", 1)
     else:
-        monkeypatch.setattr(decode, "_WHOLE", 0)
+        monkeypatch.setattr(decode_plan, "_WHOLE", 0)
     scales = {n: x for n, x in options.items() if n.endswith("_scale")}
     for i, (name, x) in enumerate(scales.items()):
         options = options | {name: x * jnp.exp(normal(3 + i, (shape[0], shape[3])))}
@@ -64,7 +66,7 @@ def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, o
 def test_the_newest_position_is_attended_to_and_written(
     monkeypatch, shape, lengths, cache, one_block, options
 ):
-    monkeypatch.setattr(decode, "_WHOLE", 4 if one_block else 0)
+    monkeypatch.setattr(decode_plan, "_WHOLE", 4 if one_block else 0)
     b, _, _, kv, _, d = shape
     new = tuple(normal(i, (b, 1, kv, d), BF16) for i in (5, 6))
     appends = lambda op: lambda *a, **o: op(*a[:4], new=a[4], **o)
@@ -79,6 +81,44 @@ def test_the_newest_position_is_attended_to_and_written(
         kernels=KERNELS,
         differentiable=[],
         **options,
+    )
+
+
+@pytest.mark.usefixtures("general_kernels")
+@pytest.mark.parametrize(
+    ("shape", "lengths", "dtype", "options"),
+    [
+        ((2, 1, 8, 2, 136, 64), [136, 70], BF16, {}),
+        ((1, 5, 4, 2, 200, 128), [197], jnp.float16, dict(window=100, softcap=20.0)),
+        slow((2, 1, 2, 1, 192, 256), [180, 0], BF16, dict(window=66)),
+        slow((3, 2, 6, 3, 128, 16), [128, 65, 2], BF16, dict(scale=0.3)),
+    ],
+)
+def test_the_general_form_matches_float64(monkeypatch, shape, lengths, dtype, options):
+    monkeypatch.setattr(decode_plan, "_WHOLE", 0 if shape[1] == 1 else 4)
+    check_op(
+        decode_attention,
+        decode_attention_reference,
+        *arrays(*shape, lengths, dtype),
+        kernels=("general_decode_attention",),
+        differentiable=[],
+        **options,
+    )
+
+
+@pytest.mark.usefixtures("general_kernels")
+def test_the_general_form_reads_what_was_just_written():
+    inputs, new = (
+        arrays(2, 1, 4, 2, 64, 32, [64, 3]),
+        [normal(i, (2, 1, 2, 32), BF16) for i in (5, 6)],
+    )
+    check_op(
+        lambda *a, **o: decode_attention(*a[:4], new=tuple(a[4:]), **o),
+        lambda *a, **o: decode_attention_reference(*a[:4], new=tuple(a[4:]), **o),
+        *inputs,
+        *new,
+        kernels=("general_decode_attention",),
+        differentiable=[],
     )
 
 
