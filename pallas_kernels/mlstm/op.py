@@ -19,6 +19,7 @@ from pallas_kernels.mlstm import chunkwise, reference
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
+UNTRIED = "the general form has not run on a GPU: implementation='mosaic' takes it"
 
 
 def vlstm(
@@ -73,8 +74,10 @@ def vlstm(
         initial_state=initial_state,
         return_state=return_state,
     )
-    if dispatch.use_kernel("vlstm", implementation, why_not(q, k, v, i, f, eps=eps), "sm_90a"):
-        return chunkwise.chunkwise(q, k, v, i, f, **options)
+    general = dispatch.general_form(implementation)
+    if _use_kernel(implementation, why_not(q, k, v, i, f, eps=eps), general):
+        form = chunkwise.GENERAL if general else chunkwise.HOPPER
+        return chunkwise.chunkwise(q, k, v, i, f, form=form, **options)
     return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
 
 
@@ -97,6 +100,16 @@ def vlstm_step(
     mosaic.check_axes("B NH DQK", q=q)
     _check(q, k, v, i, f, gate, state)
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
+
+
+def _use_kernel(implementation, reason: str | None, general: bool) -> bool:
+    """dispatch.use_kernel for the vLSTM; general: in the form for every GPU since Ampere."""
+    gpu = "sm_80" if general else "sm_90a"
+    if implementation is None and dispatch.device_lacks("sm_80") is None:
+        if not general and dispatch.device_lacks("sm_90a") is not None:
+            # XLA keeps the default until such a GPU has run and timed the general form.
+            gpu, reason = "sm_80", reason or UNTRIED
+    return dispatch.use_kernel("vlstm", implementation, reason, gpu, general=general)
 
 
 def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:

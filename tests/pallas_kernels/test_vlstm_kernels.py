@@ -17,7 +17,9 @@ from pallas_kernels.mlstm import chunkwise, inter_chunk, intra_schedule, referen
 
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
 BF16, FP16 = jnp.bfloat16, jnp.float16
-TWINS = vlstm_twins.states, vlstm_twins.chunk_outputs
+TWINS = chunkwise.HOPPER._replace(
+    states=vlstm_twins.states, chunk_outputs=vlstm_twins.chunk_outputs
+)
 FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
 
 
@@ -82,7 +84,7 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
             y, pull = jax.vjp(form, *arrays)
             return y, pull(jax.tree.map(lambda x: normal(20, x.shape, x.dtype), y))
 
-        actual = run(functools.partial(chunkwise.chunkwise, kernels=TWINS), arrays)
+        actual = run(functools.partial(chunkwise.chunkwise, form=TWINS), arrays)
         expected = run(reference.recurrent, arrays)
         for (path, a), e in zip(
             jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
