@@ -38,6 +38,7 @@ from pallas_kernels.mlstm.intra_weights import (
     load_along,
     load_rows,
     load_tile,
+    materialize,
     normaliser,
     store_stats,
     sum_rows,
@@ -91,6 +92,8 @@ def load_order(s: Schedule) -> list[tuple[int, int, int]]:
 def load(w: Worker, n):
     """Starts to load the n-th square; past the last one zeros, which `wait` counts as well."""
     s, c, inputs = w.schedule, w.chunk, w.inputs
+    # The compiler would otherwise keep the addresses of all arrays in registers.
+    c = c._replace(**{x: materialize(getattr(c, x)) for x in ("item", "b", "h", "row0")})
     steps = len(load_order(s))
     word = w.smem.order[jnp.minimum(n, steps - 1)]
     kind, i, j = word >> 16, (word >> 8) & 255, word & 255
@@ -245,6 +248,8 @@ def backward_dq(w: Worker, ab, n):
     store_stats(w, c, dot)
     # Add the normaliser's part of the gradient of every weight in a row.
     shift = load_rows(w, c, "sign") * dot
+    # The compiler would otherwise keep the positions of the first D in registers.
+    c = c._replace(index=materialize(c.index), row0=materialize(c.row0))
     weights = ampere.as_left(weights + decays(w, c) * broadcast_rows(shift, SIZE), s.dtype)
     # Compute and store dq.
     for tile, part in enumerate(through):

@@ -19,6 +19,7 @@ from pallas_kernels.mlstm import chunkwise, reference
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
+# Until a GPU has run and timed it, XLA keeps the default of all but Hopper.
 UNTRIED = "the general form has not run on a GPU: implementation='mosaic' takes it"
 
 
@@ -105,10 +106,9 @@ def vlstm_step(
 def _use_kernel(implementation, reason: str | None, general: bool) -> bool:
     """dispatch.use_kernel for the vLSTM; general: in the form for every GPU since Ampere."""
     gpu = "sm_80" if general else "sm_90a"
-    if implementation is None and dispatch.device_lacks("sm_80") is None:
-        if not general and dispatch.device_lacks("sm_90a") is not None:
-            # XLA keeps the default until such a GPU has run and timed the general form.
-            gpu, reason = "sm_80", reason or UNTRIED
+    elsewhere = dispatch.device_lacks("sm_80") is None and dispatch.device_lacks(gpu) is not None
+    if implementation is None and elsewhere:
+        gpu, reason = "sm_80", reason or UNTRIED
     return dispatch.use_kernel("vlstm", implementation, reason, gpu, general=general)
 
 

@@ -43,6 +43,10 @@ def test_no_kernel_spills_or_waits_for_each_wgmma(spec):
 # The general forms, on the oldest GPU and on the newest.  The large tiles of attention on 8.0 and
 # 9.0 spill a little, and are faster so on an H100 (docs/attention.md).
 ATTENTION = ("general_attention_forward", "general_attention_backward_dkv")
+VLSTM = (
+    *("general_vlstm_states", "general_vlstm_forward"),
+    *(f"general_vlstm_backward_{mode}" for mode in ("dq", "dk", "dv")),
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,8 @@ ATTENTION = ("general_attention_forward", "general_attention_backward_dkv")
         ("attention:0:1", "sm_80", 64, ATTENTION),  # D 128
         ("attention:0:0", "sm_120", 0, ATTENTION),  # D 64
         ("layer_norm:0:0", "sm_80", 0, ("general_layer_norm_backward",)),
+        ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
+        ("vlstm:1:1", "sm_120", 0, VLSTM),  # 256, 512
         ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
         slow("add_layer_norm:0:2", "sm_120", 0, ("general_add_layer_norm_backward",)),
     ],
