@@ -103,12 +103,8 @@ def times_rows(acc, x, y):
 
 def times_columns(acc, x, y):
     """acc + x y^T of a left operand x (M, K) and a tile y (N, K) of one swizzled row across."""
-    parts = []
-    for n in range(0, y.shape[0], 16):  # all of y at once would need 64 registers
-        b = y.at[pl.ds(n, 16)].transpose((1, 0))
-        b = plgpu.load(b, layout=plgpu.Layout.MMA_RHS(y.dtype))
-        parts.append(plgpu.mma(acc[:, n : n + 16], x, b))
-    return jnp.concatenate(parts, axis=1)
+    b = plgpu.load(y.transpose((1, 0)), layout=plgpu.Layout.MMA_RHS(y.dtype))
+    return plgpu.mma(acc, x, b)
 
 
 def left(x):

@@ -92,8 +92,6 @@ def load_order(s: Schedule) -> list[tuple[int, int, int]]:
 def load(w: Worker, n):
     """Starts to load the n-th square; past the last one zeros, which `wait` counts as well."""
     s, c, inputs = w.schedule, w.chunk, w.inputs
-    # The compiler would otherwise keep the addresses of all arrays in registers.
-    c = c._replace(**{x: materialize(getattr(c, x)) for x in ("item", "b", "h", "row0")})
     steps = len(load_order(s))
     word = w.smem.order[jnp.minimum(n, steps - 1)]
     kind, i, j = word >> 16, (word >> 8) & 255, word & 255

@@ -1,4 +1,7 @@
-"""What both forms of the intra-chunk kernel share: D, and vectors with one number a position."""
+"""What both forms of the intra-chunk kernel share: D, and vectors with one number a position.
+
+w is a Worker of either form.
+"""
 
 import functools
 
@@ -8,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.intra_schedule import Chunk, Worker, nth_square
+from pallas_kernels.mlstm.intra_schedule import Chunk, nth_square
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 
 sum_rows = functools.partial(jnp.sum, axis=1)
@@ -26,12 +29,12 @@ def broadcast_columns(vector, size):
     return mosaic.along(vector, (ROWS, size), 1)
 
 
-def load_rows(w: Worker, c: Chunk, name):
+def load_rows(w, c: Chunk, name):
     """Loads a vector at the warpgroup's rows."""
     return plgpu.load(w.inputs.vectors[name].at[*c.at, c.mine], layout=ROW, optimized=False)
 
 
-def load_tile(w: Worker, c: Chunk, name):
+def load_tile(w, c: Chunk, name):
     """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
     s = w.schedule
     if name in s.of_rows:
@@ -40,18 +43,18 @@ def load_tile(w: Worker, c: Chunk, name):
     return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), s.size)
 
 
-def load_along(w: Worker, c: Chunk, tile):
+def load_along(w, c: Chunk, tile):
     """Loads n or dn at a tile's columns and broadcasts it to all rows."""
     at = w.inputs.vectors["along"].at[*c.at, nth_square(w.schedule, tile)]
     return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), w.schedule.size)
 
 
-def store_stats(w: Worker, c: Chunk, *stats):
+def store_stats(w, c: Chunk, *stats):
     for ref, value in zip(w.stat_refs, stats, strict=True):
         mosaic.store(ref.at[c.b, c.h, c.index, c.mine], value)
 
 
-def decays(w: Worker, c: Chunk):
+def decays(w, c: Chunk):
     """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
     s = w.schedule
     # These are positions in the sequence.  Positions in a chunk are the same for all chunks, so the

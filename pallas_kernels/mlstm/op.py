@@ -52,7 +52,7 @@ def vlstm(
     chunk_size: positions in a chunk of the XLA form (default: 64 to 256, by DQK and DV).  Larger
         chunks need more time and memory for their matrices and less for the states between them;
         h stays the same.  The kernels pad DQK and DV to multiples of 64; their chunks have 128
-        positions if both are then multiples of 128, otherwise 64.
+        positions if both are then multiples of 128, otherwise 64, in the general form always 64.
 
     Operands of matmuls have q's dtype; sums, gates and states are float32 (float64 for float64);
     float16 saturates at 65504.  Memory is linear in T.  For the backward pass the kernels save the
