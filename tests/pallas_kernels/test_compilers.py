@@ -57,7 +57,8 @@ VLSTM = (
         ("layer_norm:0:0", "sm_80", 0, ("general_layer_norm_backward",)),
         ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
         ("vlstm:0:0", "sm_120", 0, VLSTM),  # 64, 64
-        *(slow("vlstm:1:1", gpu, 0, VLSTM) for gpu in ("sm_80", "sm_100", "sm_120")),  # 256, 512
+        # 256, 512: dq keeps A states in all registers; one of JAX 0.11.2 spills (docs/vlstm.md).
+        *(slow("vlstm:1:1", gpu, 4, VLSTM) for gpu in ("sm_80", "sm_100", "sm_120")),
         ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
         slow("add_layer_norm:0:2", "sm_120", 0, ("general_add_layer_norm_backward",)),
     ],
