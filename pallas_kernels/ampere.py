@@ -89,12 +89,27 @@ def rows_times_rows(x, y):
 
 
 def times_rows(acc, x, y):
-    """acc + x y of a result x (M, K) of mma, rounded to y's dtype, and a tile y (K, N)."""
+    """acc + x y of x (M, K) and a tile y (K, N).
+
+    x: a result of mma, which is rounded to y's dtype, or a left operand.
+    """
     for k in range(0, x.shape[1], 16):
-        a = as_left(x[:, k : k + 16], y.dtype)
+        a = x[:, k : k + 16]
+        a = a if a.dtype == y.dtype else as_left(a, y.dtype)
         b = plgpu.load(y.at[pl.ds(k, 16)], layout=plgpu.Layout.MMA_RHS(y.dtype))
         acc = plgpu.mma(acc, a, b)
     return acc
+
+
+def times_columns(acc, x, y):
+    """acc + x y^T of a left operand x (M, K) and a tile y (N, K) of one swizzled row across."""
+    b = plgpu.load(y.transpose((1, 0)), layout=plgpu.Layout.MMA_RHS(y.dtype))
+    return plgpu.mma(acc, x, b)
+
+
+def left(x):
+    """A tile as the left operand of mma, in registers."""
+    return plgpu.load(x, layout=plgpu.Layout.MMA_LHS(x.dtype))
 
 
 def as_left(x, dtype):

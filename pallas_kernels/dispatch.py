@@ -11,8 +11,9 @@ which checks shapes, dtypes and options; it is None if the kernel supports the c
 
 Some ops have two forms of their kernels: one for Hopper (9.0) and a general one, for every NVIDIA
 GPU since Ampere (8.0).  Only an H100 has run the general one, so other GPUs take it under "mosaic",
-and by default in place of XLA but not of cuDNN; JAXLLM_KERNELS=general in the environment takes it
-everywhere, on Hopper as well, and by default no kernel that only Hopper has.
+and by default in place of XLA but not of cuDNN (the vLSTM's has run nowhere, and is no default);
+JAXLLM_KERNELS=general in the environment takes it everywhere, on Hopper as well, and by default no
+kernel that only Hopper has.
 
 `explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
 the kernels, because a compiler that spills registers makes a kernel three times slower.

@@ -1,10 +1,42 @@
 """jnp twins of the vLSTM's two kernels: the same formulas, rounded to the data's dtype where the
-kernels round.  In float64 nothing is rounded, so a cell built on them is exact."""
+kernels round.  In float64 nothing is rounded, so a cell built on them is exact.  And the arguments
+with which both forms of the kernels are tested."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from kernel_checks import normal
 
 from pallas_kernels import mosaic
+
+FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
+
+
+def flat(form):
+    """Returns form(q, k, v, i, f, *state), which has the parts of the state as arguments."""
+
+    def call(q, k, v, i, f, *state, **options):
+        return form(q, k, v, i, f, initial_state=state or None, **options)
+
+    return call
+
+
+def inputs(b, t, h, dqk, dv, dtype=jnp.bfloat16, mean=1.0, state=False):
+    """A mean keeps |l| away from 0, where every form amplifies rounding errors."""
+    arrays = [
+        normal(0, (b, t, h, dqk), dtype, offset=mean),
+        normal(1, (b, t, h, dqk), dtype, offset=mean),
+        normal(2, (b, t, h, dv), dtype),
+        normal(3, (b, t, h), scale=2.0),
+        normal(4, (b, t, h), scale=2.0, offset=2.0),
+    ]
+    if state:
+        arrays += [
+            normal(10, (b, h, dqk, dv)),
+            normal(11, (b, h, dqk), offset=mean),
+            normal(12, (b, h)),
+        ]
+    return arrays
 
 
 def states(

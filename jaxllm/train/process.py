@@ -99,4 +99,7 @@ def check_kernels(config: Config) -> None:
     from pallas_kernels import dispatch
 
     if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
-        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla")
+        other = (
+            "" if dispatch.device_lacks("sm_80") else ", or auto with JAXLLM_KERNELS=general set"
+        )
+        raise InputError(f"model.kernels=mosaic cannot run here: {lack}; use auto or xla{other}")

@@ -304,8 +304,8 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    # By default attention runs on cuDNN where its kernels have their general form.
-    general = case.op.startswith("attention") and dispatch.general_form("mosaic")
+    # By default these run on cuDNN or XLA where their kernels have their general form.
+    general = case.op.startswith(("attention", "vlstm")) and dispatch.general_form("mosaic")
     if decision.supported or general:
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,10 +11,24 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm import reference
+from pallas_kernels.mlstm import general_outputs, general_states, reference
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.inter_chunk import states
 from pallas_kernels.mlstm.intra_chunk import chunk_outputs
+
+
+class Form(NamedTuple):
+    """The two kernels, in one of their forms, and what they need."""
+
+    states: Callable
+    chunk_outputs: Callable
+    largest: int  # positions of a chunk
+    rows: int  # T is a multiple of this
+
+
+# TMA copies groups of 8 rows into wgmma's layout.
+HOPPER = Form(states, chunk_outputs, largest=128, rows=8)
+GENERAL = Form(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
 
 
 class Call(NamedTuple):
@@ -27,23 +42,23 @@ class Call(NamedTuple):
     first: bool  # an initial state is given
     last: bool  # the final state is returned
     sms: int
-    kernels: tuple  # (states, chunk_outputs), or their jnp twins in the tests
+    form: Form
 
 
-def tile_size(dqk: int, dv: int) -> int:
+def tile_size(dqk: int, dv: int, form: Form = HOPPER) -> int:
     """Positions of a chunk and edge of all tiles, for widths padded to multiples of 64."""
     even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
-    return 128 if even else 64
+    return min(128, form.largest) if even else 64
 
 
 @functools.partial(
     jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "return_state", "kernels"),
+    static_argnames=("gate", "normalize", "return_state", "form"),
 )
 def chunkwise(
     q, k, v, i, f, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
-    kernels=(states, chunk_outputs),
+    form: Form = HOPPER,
 ):  # fmt: skip
     """Computes `reference.chunkwise` with the kernels, for eps = 0."""
     length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]
@@ -51,7 +66,7 @@ def chunkwise(
     starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
     wide = mosaic.stat_dtype(q.dtype)
     i, lf = reference._log_gates(i, f, gate, wide)
-    size = tile_size(dqk, dv)
+    size = tile_size(dqk, dv, form)
     # The kernels do not differentiate m; these factors are 1, with the gradients of e^m and e^-m.
     hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
@@ -59,12 +74,11 @@ def chunkwise(
         scale = jnp.exp(m - hold(m))
         c = mosaic.pad_axis(mosaic.pad_axis(c, 2, 64), 3, 64)
         first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]
-    # TMA copies groups of 8 rows into wgmma's layout, and tiles are multiples of 64 columns.  Other
-    # lengths and widths are padded in copies.
-    q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, 8), 3, 64) for x in (q, k, v))
+    # Tiles are multiples of 64 columns.  Other lengths and widths are padded in copies.
+    q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64) for x in (q, k, v))
     given = first is not None
     sms = mosaic.sm_count()
-    call = Call(length, dqk, size, normalize, packed, given, return_state, sms, kernels)
+    call = Call(length, dqk, size, normalize, packed, given, return_state, sms, form)
     h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
     h = h[:, :length, :, :dv]
     if not return_state:
@@ -82,7 +96,7 @@ def _cell(q, k, v, i, lf, first, m, starts, call):
 
 
 def _cell_forward(q, k, v, i, lf, first, m, starts, call):
-    states, outputs = call.kernels
+    states, outputs = call.form.states, call.form.chunk_outputs
     g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
     c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
     tiny = jnp.finfo(jnp.float32).tiny
@@ -99,8 +113,8 @@ def _cell_forward(q, k, v, i, lf, first, m, starts, call):
 
 
 def _cell_backward(call, saved, cotangents):
-    states, outputs = call.kernels
-    outputs = functools.partial(outputs, packed=call.packed, sms=call.sms)
+    states = call.form.states
+    outputs = functools.partial(call.form.chunk_outputs, packed=call.packed, sms=call.sms)
     q, k, v, g, c, n, norm, sign = saved
     dh, d_last = cotangents
     # With closed forget gates g.row is large, and adding log2(norm) to it rounds 1 / N.  All of a

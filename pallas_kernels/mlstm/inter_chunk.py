@@ -110,11 +110,14 @@ class Worker(NamedTuple):
     here: tuple  # the warpgroup's part of S
 
 
+def saturated(x, dtype):
+    """x inside of what dtype can hold, if that is float16."""
+    return jnp.clip(x, -65504.0, 65504.0) if dtype == jnp.float16 else x
+
+
 def narrow(x, dtype, saturate=True):
     """x in dtype; float16 saturates if `saturate`."""
-    if dtype == jnp.float16 and saturate:
-        x = jnp.clip(x, -65504.0, 65504.0)
-    return x.astype(dtype)
+    return (saturated(x, dtype) if saturate else x).astype(dtype)
 
 
 def spans(blocks: int, chunks: int, at_once: int) -> int:
@@ -145,6 +148,11 @@ def states(
     walk = functools.partial(
         _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate
     )
+    return in_spans(walk, decay, first, other, parts=parts, reverse=reverse, last=last)
+
+
+def in_spans(walk, decay, first, other, *, parts: int, reverse: bool, last: bool):
+    """Returns `states` from walks along `parts` spans."""
     if parts > 1:
         ends = walk(None, None, keep=False, ends=parts - 1)
         first = join_spans(decay, (ends.last, ends.s_last), first, parts, reverse)

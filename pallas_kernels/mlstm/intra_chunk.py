@@ -56,21 +56,18 @@ from pallas_kernels.mlstm.intra_schedule import (
     schedule,
     scratch,
 )  # fmt: skip
-from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
-
-sum_rows = functools.partial(jnp.sum, axis=1)
-# Without the barrier the compiler delays a product and keeps its factors in registers.
-materialize = lax.optimization_barrier
-
-
-def broadcast_rows(vector, size):
-    """Broadcasts one number for each row to a tile of W."""
-    return mosaic.along(vector, (ROWS, size), 0)
-
-
-def broadcast_columns(vector, size):
-    """Broadcasts one number for each column to a tile of W."""
-    return mosaic.along(vector, (ROWS, size), 1)
+from pallas_kernels.mlstm.intra_weights import (
+    broadcast_rows,
+    decays,
+    load_along,
+    load_rows,
+    load_tile,
+    materialize,
+    normaliser,
+    store_stats,
+    sum_rows,
+)
+from pallas_kernels.mosaic import ROW, ROWS, WGMMA
 
 
 def slot_of(w: Worker, n):
@@ -135,34 +132,6 @@ def load_y(w: Worker, c: Chunk, tile):
     plgpu.copy_gmem_to_smem(source, w.smem.out.at[w.thread], w.smem.y_full.at[w.thread])
 
 
-# Load and store vectors, with one number for each position.
-
-
-def load_rows(w: Worker, c: Chunk, name):
-    """Loads a vector at the warpgroup's rows."""
-    return plgpu.load(w.inputs.vectors[name].at[c.rows], layout=ROW, optimized=False)
-
-
-def load_tile(w: Worker, c: Chunk, name):
-    """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
-    s = w.schedule
-    if name in s.of_rows:
-        return broadcast_rows(load_rows(w, c, name), s.size)
-    at = w.inputs.vectors[name].at[c.b, c.h, c.index]
-    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), s.size)
-
-
-def load_along(w: Worker, c: Chunk, tile):
-    """Loads n or dn at a tile's columns and broadcasts it to all rows."""
-    at = w.inputs.vectors["along"].at[c.b, c.h, c.index, nth_square(w.schedule, tile)]
-    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), w.schedule.size)
-
-
-def store_stats(w: Worker, c: Chunk, *stats):
-    for ref, value in zip(w.stat_refs, stats, strict=True):
-        mosaic.store(ref.at[c.rows], value)
-
-
 # Multiply with the squares of the ring.
 
 
@@ -219,23 +188,6 @@ def sums_with_y(w: Worker, z):
     return sum_rows(z * y)
 
 
-# Compute the decays.
-
-
-def decays(w: Worker, c: Chunk):
-    """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
-    s = w.schedule
-    # These are positions in the sequence.  Positions in a chunk are the same for all chunks, so the
-    # compiler would keep them in 40 registers throughout the kernel.
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, s.size))
-    i, j = c.row0 + iota(0, layout=WGMMA), c.index * s.size + iota(1, layout=WGMMA)
-    seeing, position = (j, i) if s.transposed else (i, j)
-    visible = position <= seeing
-    if s.packed:
-        visible = visible & (position >= load_tile(w, c, "start") + c.index * s.size)
-    return jnp.exp2(jnp.where(visible, load_tile(w, c, "row") + load_tile(w, c, "col"), -jnp.inf))
-
-
 # The epilogue adds W X to the part from the state, and stores the result tile by tile.
 
 
@@ -290,10 +242,7 @@ def forward(w: Worker, c: Chunk, ab, n):
             return sums + sum_rows(q.astype(jnp.float32) * load_along(w, c, part))
 
         qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((ROWS,), ROW))
-        l = sum_rows(weights) + scale * qn
-        above = jnp.abs(l) > norm
-        norm = 1 / jnp.where(above, jnp.abs(l), norm)
-        sign = jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
+        norm, sign = normaliser(weights, scale, qn, norm)
     store_stats(w, c, norm, sign)
     # Add the values of the chunk and the part from the state, and store.
     finish_all(w, c, narrow(weights * broadcast_rows(norm, s.size), s.dtype), scale * norm, n)
@@ -370,8 +319,8 @@ def one_chunk(w: Worker, carry):
     # compute the addresses of all squares once and keep them.
     n0 = materialize(n0)
     b, h, index = locate(s, item)
-    row0 = index * s.size + w.wg * ROWS
-    c = Chunk(item, b, h, index, row0, (b, h, index, pl.ds(w.wg * ROWS, ROWS)))
+    mine = w.wg * ROWS
+    c = Chunk(item, b, h, index, index * s.size + mine, pl.ds(mine, ROWS), (b, h, index))
     # Load Y and wait for A.
     if s.transposes_state:
         plgpu.wait_smem_to_gmem(0)

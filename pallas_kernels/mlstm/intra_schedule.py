@@ -115,7 +115,8 @@ class Chunk(NamedTuple):
     h: Any
     index: Any  # n of N
     row0: Any  # the warpgroup's first position in the sequence
-    rows: tuple  # index of the warpgroup's positions in a (B,H,N,L) vector
+    mine: Any  # the warpgroup's positions in the chunk
+    at: tuple  # index of the chunk in the vectors of `Inputs`
 
     def tile(self, s, tile):
         """Index of the warpgroup's rows of one tile of Y or out."""

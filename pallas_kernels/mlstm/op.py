@@ -19,6 +19,8 @@ from pallas_kernels.mlstm import chunkwise, reference, step
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
+# Until a GPU has run and timed it, XLA keeps the default of all but Hopper.
+UNTRIED = "the general form has not run on a GPU: implementation='mosaic' takes it"
 
 
 def vlstm(
@@ -50,7 +52,7 @@ def vlstm(
     chunk_size: positions in a chunk of the XLA form (default: 64 to 256, by DQK and DV).  Larger
         chunks need more time and memory for their matrices and less for the states between them;
         h stays the same.  The kernels pad DQK and DV to multiples of 64; their chunks have 128
-        positions if both are then multiples of 128, otherwise 64.
+        positions if both are then multiples of 128, otherwise 64, in the general form always 64.
 
     Operands of matmuls have q's dtype; sums, gates and states are float32 (float64 for float64);
     float16 saturates at 65504.  Memory is linear in T.  For the backward pass the kernels save the
@@ -73,8 +75,10 @@ def vlstm(
         initial_state=initial_state,
         return_state=return_state,
     )
-    if dispatch.use_kernel("vlstm", implementation, why_not(q, k, v, i, f, eps=eps), "sm_90a"):
-        return chunkwise.chunkwise(q, k, v, i, f, **options)
+    general = dispatch.general_form(implementation)
+    if _use_kernel(implementation, why_not(q, k, v, i, f, eps=eps), general):
+        form = chunkwise.GENERAL if general else chunkwise.HOPPER
+        return chunkwise.chunkwise(q, k, v, i, f, form=form, **options)
     return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
 
 
@@ -103,6 +107,15 @@ def vlstm_step(
     if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
         return step.advance(gate, normalize, q, k, v, i, f, state)
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
+
+
+def _use_kernel(implementation, reason: str | None, general: bool) -> bool:
+    """dispatch.use_kernel for the vLSTM; general: in the form for every GPU since Ampere."""
+    gpu = "sm_80" if general else "sm_90a"
+    elsewhere = dispatch.device_lacks("sm_80") is None and dispatch.device_lacks(gpu) is not None
+    if implementation is None and elsewhere:
+        gpu, reason = "sm_80", reason or UNTRIED
+    return dispatch.use_kernel("vlstm", implementation, reason, gpu, general=general)
 
 
 def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:

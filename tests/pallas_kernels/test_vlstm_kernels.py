@@ -11,14 +11,16 @@ import pytest
 import vlstm_twins
 from cases import slow
 from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
+from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, mosaic, vlstm
 from pallas_kernels.mlstm import chunkwise, inter_chunk, intra_schedule, reference
 
 KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
 BF16, FP16 = jnp.bfloat16, jnp.float16
-TWINS = vlstm_twins.states, vlstm_twins.chunk_outputs
-FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
+TWINS = chunkwise.HOPPER._replace(
+    states=vlstm_twins.states, chunk_outputs=vlstm_twins.chunk_outputs
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,38 +31,11 @@ def _one_sm(monkeypatch):
         monkeypatch.setattr(intra_schedule, "TEAMS", 1)
 
 
-def flat(form):
-    """Returns form(q, k, v, i, f, *state), which has the parts of the state as arguments."""
-
-    def call(q, k, v, i, f, *state, **options):
-        return form(q, k, v, i, f, initial_state=state or None, **options)
-
-    return call
-
-
 @flat
 def xla(q, k, v, i, f, **options):
     """Uses chunks of the kernels' size, so that it rounds as many states as they do."""
     size = chunkwise.tile_size(q.shape[-1], v.shape[-1])
     return vlstm(q, k, v, i, f, chunk_size=size, implementation="xla", **options)
-
-
-def inputs(b, t, h, dqk, dv, dtype=BF16, mean=1.0, state=False):
-    """A mean keeps |l| away from 0, where every form amplifies rounding errors."""
-    arrays = [
-        normal(0, (b, t, h, dqk), dtype, offset=mean),
-        normal(1, (b, t, h, dqk), dtype, offset=mean),
-        normal(2, (b, t, h, dv), dtype),
-        normal(3, (b, t, h), scale=2.0),
-        normal(4, (b, t, h), scale=2.0, offset=2.0),
-    ]
-    if state:
-        arrays += [
-            normal(10, (b, h, dqk, dv)),
-            normal(11, (b, h, dqk), offset=mean),
-            normal(12, (b, h)),
-        ]
-    return arrays
 
 
 @pytest.mark.parametrize(
@@ -82,7 +57,7 @@ def test_the_twin_in_float64_is_the_recurrent_form(options):
             y, pull = jax.vjp(form, *arrays)
             return y, pull(jax.tree.map(lambda x: normal(20, x.shape, x.dtype), y))
 
-        actual = run(functools.partial(chunkwise.chunkwise, kernels=TWINS), arrays)
+        actual = run(functools.partial(chunkwise.chunkwise, form=TWINS), arrays)
         expected = run(reference.recurrent, arrays)
         for (path, a), e in zip(
             jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True

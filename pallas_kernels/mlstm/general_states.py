@@ -1,0 +1,282 @@
+"""The inter-chunk states of the mLSTM cell for every NVIDIA GPU since Ampere.
+
+It computes what inter_chunk.py computes, on mma and cp.async (ampere.py):
+
+    S <- decay S + (weight * X)^T Y          s <- decay s + X^T vector
+
+    a block: one warpgroup, a 64 x 64 tile of S in registers
+
+        X, Y: 64 positions x 64   --cp.async->  x[2], y[2]
+        weight, vector            --cp.async->  weight[2], vector[2]     acc <- decay acc + X^T Y
+        other                     --cp.async->  other[2]                  |
+                                                                         out --> S before the chunk
+
+    step n:  wait for chunk n     chunk n + 1 on its way     store S, multiply
+
+X is read transposed (ldmatrix can), and scaled in the registers where mma wants its left operand.
+Long sequences are walked in spans, as on Hopper.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ampere, mosaic
+from pallas_kernels.mlstm.inter_chunk import in_spans, narrow, spans
+from pallas_kernels.mosaic import COL, ROW, WGMMA, along
+
+SIZE = 64  # positions of a chunk, and edge of all tiles
+STAGES = 2  # chunks whose operands are in shared memory
+AT_ONCE = 2  # blocks of a processor that the number of spans counts on
+
+
+class Schedule(NamedTuple):
+    """The static arguments of a walk and the split of its work."""
+
+    dtype: Any
+    length: int  # T
+    heads: int
+    chunks: int  # of a sequence
+    x_tiles: int  # across X
+    y_tiles: int  # across Y
+    spans: int  # spans of the chunks
+    walked: int  # spans of this walk
+    span: int  # chunks in a span
+    ends: int  # the last spans of this walk whose final states are stored
+    reverse: bool
+    saturate: bool
+
+
+class Inputs(NamedTuple):
+    """References to global memory; None if not given."""
+
+    x: Any  # (B,T,H x_tiles,64)
+    y: Any
+    weight: Any  # (B,H,N L)
+    vector: Any
+    decay: Any  # (B,H,N)
+    first: tuple | None  # (S, s) before each span
+    other: Any  # (B H N,DX,y_tiles,64)
+
+
+class Outputs(NamedTuple):
+    """References to global memory; None if not requested."""
+
+    before: Any  # S before each chunk, (B H N,DX,y_tiles,64)
+    s_before: Any
+    last: Any  # S after the last spans
+    s_last: Any
+    dots: Any  # sums of S * other
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a block (see the picture); the first axis is the stage."""
+
+    x: Any
+    y: Any
+    other: Any  # None without `other`
+    weight: Any
+    vector: Any
+    out: Any
+
+
+class Worker(NamedTuple):
+    """A block and its work."""
+
+    schedule: Schedule
+    inputs: Inputs
+    outputs: Outputs
+    smem: Scratch
+    b: Any
+    h: Any
+    span: Any
+    x_tile: Any
+    y_tile: Any
+    start: Any  # chunk, in the order of the walk
+    steps: Any  # chunks to walk
+
+    def chunk(self, n):
+        """The chunk of the walk's step n."""
+        s = self.schedule
+        return s.chunks - 1 - self.start - n if s.reverse else self.start + n
+
+    def item(self, n):
+        """That chunk among those of all sequences and heads."""
+        s = self.schedule
+        return (self.b * s.heads + self.h) * s.chunks + self.chunk(n)
+
+    @property
+    def mine(self):
+        """The block's rows of S, which are columns of X."""
+        return pl.ds(self.x_tile * SIZE, SIZE)
+
+    @property
+    def here(self):
+        """The block's part of S."""
+        return self.mine, pl.ds(self.y_tile * SIZE, SIZE)
+
+
+@functools.partial(jax.jit, static_argnames=("reverse", "saturate", "last", "sms"))
+def states(
+    x, y, weight, vector, decay, first=None, other=None, *,
+    reverse=False, saturate=True, last=True, sms: int,
+):  # fmt: skip
+    """Computes `inter_chunk.states` for chunks of 64 positions."""
+    blocks = x.shape[0] * x.shape[2] * (x.shape[-1] // SIZE) * (y.shape[-1] // SIZE)
+    parts = spans(blocks, decay.shape[-1], sms * AT_ONCE)
+    walk = functools.partial(
+        _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate
+    )
+    return in_spans(walk, decay, first, other, parts=parts, reverse=reverse, last=last)
+
+
+def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
+    """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
+    batch, length, heads, dx = x.shape
+    chunks, dy = decay.shape[-1], y.shape[-1]
+    s = Schedule(
+        x.dtype, length, heads, chunks, dx // SIZE, dy // SIZE, spans=parts,
+        walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
+        reverse=reverse, saturate=saturate,
+    )  # fmt: skip
+
+    def general_vlstm_states(inputs, outputs, smem):
+        _body(s, inputs, outputs, smem)
+
+    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
+    squares = (batch * heads * chunks, dx, s.y_tiles, SIZE)
+    out_type = Outputs(
+        before=jax.ShapeDtypeStruct(squares, x.dtype) if keep else None,
+        s_before=of_head(chunks, dx) if keep else None,
+        last=of_head(ends, dx, dy) if ends else None,
+        s_last=of_head(ends, dx) if ends else None,
+        dots=None if other is None else of_head(chunks, s.y_tiles, dx),
+    )
+    in_squares = lambda z: z.reshape(batch, length, -1, SIZE)
+    flat = lambda z: z.reshape(batch, heads, -1)
+    (out,) = mosaic.kernel(
+        general_vlstm_states,
+        out_type=(out_type,),
+        scratch_types=(_scratch(s, other is not None),),
+        grid=(batch * heads * s.walked * s.x_tiles * s.y_tiles,),
+        grid_names=("block",),
+        # No sum crosses warps.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(
+        Inputs(
+            in_squares(x), in_squares(y), flat(weight), flat(vector), decay, first,
+            None if other is None else other.reshape(squares),
+        )
+    )  # fmt: skip
+    if not keep:
+        return out
+    return out._replace(before=out.before.reshape(batch, heads, chunks, dx, dy))
+
+
+def _scratch(s: Schedule, with_other: bool) -> Scratch:
+    tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
+    line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
+    return Scratch(
+        x=tiles,
+        y=tiles,
+        other=tiles if with_other else None,
+        weight=line,
+        vector=line,
+        out=ampere.tile(SIZE, SIZE, s.dtype),
+    )
+
+
+def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+    block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
+    block, x_tile = mosaic.divide(block, s.x_tiles)
+    pair, span = mosaic.divide(block, s.walked)
+    b, h = mosaic.divide(pair, s.heads)
+    start = span * s.span
+    steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
+    return Worker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
+
+
+def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
+    w = _worker(s, inputs, outputs, smem)
+
+    # Load the first chunk and the state before it.
+    _load(w, 0)
+    state, sums = mosaic.zeros((SIZE, SIZE), WGMMA), mosaic.zeros((SIZE,), ROW)
+    if inputs.first is not None:
+        state = mosaic.load(inputs.first[0].at[w.b, w.h, w.span, *w.here], WGMMA)
+        sums = mosaic.load(inputs.first[1].at[w.b, w.h, w.span, w.mine], ROW)
+
+    # Walk along the span.
+    carry = inputs.decay[w.b, w.h, w.chunk(0)], state, sums
+    _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
+
+    # Store the state after the last chunk.
+    if s.ends:
+        end = w.span - (s.walked - s.ends)
+
+        @pl.when(end >= 0)
+        def _():
+            mosaic.store(outputs.last.at[w.b, w.h, end, *w.here], state)
+            s_last = outputs.s_last
+            pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
+
+
+def _load(w: Worker, n):
+    """Starts to copy the operands of step n."""
+    s, inputs, smem, stage = w.schedule, w.inputs, w.smem, lax.rem(n, STAGES)
+    first = w.chunk(n) * SIZE
+    for source, target in ((inputs.weight, smem.weight), (inputs.vector, smem.vector)):
+        ampere.load_line(source, target.at[stage], w.b, w.h, first)
+    x_head, y_head = w.h * s.x_tiles + w.x_tile, w.h * s.y_tiles + w.y_tile
+    ampere.load_rows(inputs.x, smem.x.at[stage], w.b, x_head, first, s.length)
+    ampere.load_rows(inputs.y, smem.y.at[stage], w.b, y_head, first, s.length)
+    if inputs.other is not None:
+        row, end = w.x_tile * SIZE, s.x_tiles * SIZE
+        ampere.load_rows(inputs.other, smem.other.at[stage], w.item(n), w.y_tile, row, end)
+
+
+def _step(w: Worker, n, carry):
+    decay, state, sums = carry
+    smem, stage = w.smem, lax.rem(n, STAGES)
+    # Load the next decay now: from global memory it takes as long as the matmul.
+    ahead = w.inputs.decay[w.b, w.h, w.chunk(jnp.minimum(n + 1, w.steps - 1))]
+    ampere.wait()
+    pl.when(n + 1 < w.steps)(lambda: _load(w, n + 1))
+    # Store the state before the chunk.
+    if w.outputs.before is not None:
+        _store_state(w, n, state, sums)
+    if w.inputs.other is not None:
+        _multiply_other(w, n, state)
+    # Decay the state and add X^T Y.
+    x = plgpu.load(smem.x.at[stage].transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
+    across = lambda ref: along(_columns(ref.at[stage]), x.shape, 1)
+    state = ampere.times_rows(state * decay, x * across(smem.weight), smem.y.at[stage])
+    add = lambda: sums * decay + jnp.sum(x * across(smem.vector), axis=1)
+    return ahead, state, lax.cond(w.y_tile == 0, add, lambda: sums)
+
+
+def _columns(ref):
+    return plgpu.load(ref, layout=COL, optimized=False)
+
+
+def _store_state(w: Worker, n, state, sums):
+    s, out, outputs = w.schedule, w.smem.out, w.outputs
+    out[...] = narrow(state, s.dtype, s.saturate)
+    ampere.meet()
+    row, end = w.x_tile * SIZE, s.x_tiles * SIZE
+    ampere.store_rows(out, outputs.before, w.item(n), w.y_tile, row, end)
+
+    @pl.when(w.y_tile == 0)
+    def _():
+        mosaic.store(outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine], sums)
+
+
+def _multiply_other(w: Worker, n, state):
+    other = plgpu.load(w.smem.other.at[lax.rem(n, STAGES)], layout=WGMMA).astype(jnp.float32)
+    dots = w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine]
+    mosaic.store(dots, jnp.sum(state * other, axis=1))

@@ -1,0 +1,160 @@
+"""The vLSTM's general form, for every NVIDIA GPU since Ampere: the same op on other kernels."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import vlstm_twins
+from cases import slow
+from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
+from vlstm_twins import FOUR, flat, inputs
+
+from pallas_kernels import dispatch, explain, vlstm
+from pallas_kernels.mlstm import general_outputs, general_states, inter_chunk, op
+from pallas_kernels.mlstm.intra_schedule import STATS, Schedule
+
+BACKWARD = tuple(f"general_vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
+KERNELS = ("general_vlstm_states", "general_vlstm_forward", *BACKWARD)
+BF16, FP16 = jnp.bfloat16, jnp.float16
+SMALLEST = 99 * 1024  # shared memory of a block on an RTX 30, 40 or 50
+
+pytestmark = pytest.mark.usefixtures("general_kernels")
+
+
+@flat
+def xla(q, k, v, i, f, **options):
+    """Uses chunks of the kernels' size, so that it rounds as many states as they do."""
+    return vlstm(q, k, v, i, f, chunk_size=64, implementation="xla", **options)
+
+
+SMALL = [  # (B, T, H, DQK, DV), of the inputs, options
+    ((1, 70, 1, 96, 160), {"state": True}, {"return_state": True}),  # padded to 128, 192
+    slow((1, 130, 1, 128, 128), {"dtype": FP16}, {"gate": "sigmoid", "normalize": False}),
+    slow((2, 80, 2, 64, 64), {}, {"segment_ids": jnp.asarray(FOUR)}),
+]
+LARGE = [
+    ((1, 72, 1, 128, 192), {"state": True}, {"return_state": True}),
+    ((2, 1000, 3, 64, 64), {}, {}),
+    ((2, 1023, 3, 64, 128), {"dtype": FP16}, {}),
+    ((1, 1024, 2, 128, 256), {"state": True}, {"return_state": True}),
+    ((1, 500, 2, 192, 320), {}, {}),
+    ((1, 777, 2, 256, 512), {"state": True, "dtype": FP16}, {"return_state": True}),
+    ((1, 1024, 2, 256, 512), {}, {}),
+    ((1, 8192, 1, 128, 256), {"state": True}, {"return_state": True}),  # in spans
+    ((2, 80, 2, 256, 256), {}, {"segment_ids": jnp.asarray(FOUR)}),
+]
+
+
+@pytest.mark.parametrize(("shape", "of_inputs", "options"), SMALL + LARGE * ON_GPU)
+def test_it_matches_the_xla_form(shape, of_inputs, options):
+    check_op(flat(vlstm), xla, *inputs(*shape, **of_inputs), kernels=KERNELS, **options)
+
+
+@pytest.mark.parametrize("dtype", [slow(FP16)] + [BF16] * ON_GPU)
+def test_extreme_gates_and_documents(dtype):
+    """Covers gates past xLSTM's caps in two thirds of the places, and padded features."""
+    q, k, v, i, f = inputs(1, 135, 1, 48, 80, dtype)
+    some = np.arange(135)[None, :, None] % 3 > 0
+    i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
+    ids = jnp.asarray(np.repeat([[4, 1, 2]], [70, 1, 64], axis=1))
+    check_op(
+        flat(vlstm), xla, q, k, v, jnp.asarray(i), jnp.asarray(f), segment_ids=ids, kernels=KERNELS
+    )
+
+
+@pytest.mark.parametrize(("reverse", "sms"), [(True, 2), slow(False, 2), slow(False, 1)])
+def test_states_of_several_tiles(reverse, sms, monkeypatch):
+    """Two SMs walk five chunks in spans of 2, 2 and 1; one decay resets the state."""
+    monkeypatch.setattr(inter_chunk, "MIN_SPAN", 1)
+    x, y = normal(0, (1, 295, 1, 64), BF16), normal(1, (1, 295, 1, 64), BF16)
+    if sms == 1:
+        y = normal(1, (1, 295, 1, 128), BF16)
+    dy = y.shape[-1]
+    weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
+    decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]
+    first = normal(5, (1, 1, 64, dy)), normal(6, (1, 1, 64))
+    other = normal(7, (1, 1, 5, 64, dy), BF16)
+    arguments = (x, y, weight, vector, decay, first, other)
+    walk = functools.partial(general_states.states, reverse=reverse, sms=sms)
+    assert_lowers(walk, arguments, ("general_vlstm_states", *["vlstm_join"] * (sms > 1)))
+    with kernels_run_here():
+        *actual, dots = jax.block_until_ready(jax.jit(walk)(*arguments))
+    *expected, sums = vlstm_twins.states(*arguments, reverse=reverse)
+    leaves = zip(
+        *map(jax.tree.leaves, ((actual, dots.sum(-2)), (expected, sums.sum(-2)))), strict=True
+    )
+    for name, (a, e) in zip(("S", "s", "last S", "last s", "dots"), leaves, strict=True):
+        error = jnp.abs(a.astype(jnp.float32) - e.astype(jnp.float32)).max()
+        tolerance = 2**-7 if name == "S" else 1e-5  # S may be rounded in the other direction
+        assert error <= tolerance * jnp.abs(e).max(), (name, error)
+
+
+# ---- which form runs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lacks", "asked", "runs", "why"),
+    [
+        ((), None, "mosaic", "supported"),
+        ((), "mosaic", "mosaic", "asked for"),
+        (("sm_90a",), None, "xla", op.UNTRIED),
+        (("sm_90a",), "mosaic", "mosaic", "asked for, in the general form"),
+        (("sm_80", "sm_90a"), None, "xla", "older"),
+        (("sm_80", "sm_90a"), "mosaic", "mosaic", "asked for"),  # a CPU interprets Hopper's
+    ],
+)
+def test_other_gpus_take_it_only_if_asked(lacks, asked, runs, why, monkeypatch):
+    monkeypatch.delenv("JAXLLM_KERNELS")
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: "older" if gpu in lacks else None)
+    call = lambda *a: vlstm(*a, implementation=asked)  # a new function
+    jax.eval_shape(call, *inputs(1, 8, 1, 64, 64))
+    assert dispatch.decisions() == [("vlstm", runs, why)]
+
+
+def test_what_it_does_not_support_is_the_reason(monkeypatch):
+    monkeypatch.delenv("JAXLLM_KERNELS")
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: "older" if gpu == "sm_90a" else None)
+    jax.eval_shape(vlstm, *inputs(1, 8, 1, 100, 64))
+    why = "DQK=100 is not a multiple of 16 up to 256"
+    assert dispatch.decisions() == [("vlstm", "xla", why)]
+
+
+def test_explain_lists_its_kernels():
+    plan = explain.explain("vlstm", *inputs(1, 130, 2, 64, 128))
+    assert plan.decision.why == "supported, in the general form"
+    forward, both = plan.parts
+    assert {k.name for k in forward.kernels} == set(KERNELS[:2])
+    assert {k.name for k in both.kernels} == set(KERNELS)
+    assert all(k.warpgroups == 1 for k in both.kernels)
+
+
+# ---- what the kernels take for granted -------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", STATS)
+def test_the_largest_call_fits_the_smallest_gpus(mode):
+    da, dx = (256, 512) if mode in ("forward", "dv") else (512, 256)
+    s = Schedule(
+        mode, True, True, BF16, 64, 1, 1, 1, 64, da // 64, dx // 64, wgs=1, teams=1, slots=3,
+        blocks=1,
+    )  # fmt: skip
+    vector = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
+    vectors = dict.fromkeys((*s.of_rows, *s.of_columns), vector)
+    vectors["along"] = jax.ShapeDtypeStruct((1, 1, 256), jnp.float32)
+    assert _bytes(general_outputs.scratch(s, vectors)) <= SMALLEST - 1024  # the system's share
+    order = general_outputs.load_order(s)
+    assert len(order) <= general_outputs.ORDER
+    assert all(x < 256 for square in order for x in square)
+
+
+def test_two_walks_fit_an_a100():
+    s = general_states.Schedule(BF16, 64, 1, 1, 8, 8, 1, 1, 1, 1, False, False)
+    assert _bytes(general_states._scratch(s, True)) <= 163 * 1024 // 2 - 1024
+
+
+def _bytes(scratch):
+    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: hasattr(x, "dtype"))
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
