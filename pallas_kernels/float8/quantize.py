@@ -1,0 +1,149 @@
+"""Casts to 8-bit floating point, scaled by tensor, in the array's order and transposed.
+
+    s = largest / max |x|  (1 if x is 0),   values = cast(s x),   so x is about values / s
+
+A cast rounds to the nearest number, ties to even; `largest` is 448 for e4m3 and 57344 for e5m2.
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4.
+
+Two kernels, both bound by memory; XLA computes s between them:
+
+    max of |x|    reads x; each block writes the maximum of its elements
+    the cast      reads x; writes values and their transpose: for bfloat16, 4 bytes an element
+
+A block of the cast has a tile of 64 x 64.  A thread reads four elements of each of four neighbouring
+rows, and joins the four values of a column to one word.  Words are transposed through shared
+memory, where rows are swizzled, so that eight rows of four columns lie in different banks:
+
+    x (four rows)    a0 b0 c0 ..        values    the same order
+                     a1 b1 c1 ..
+                     a2 b2 c2 ..        words     a0 a1 a2 a3 | b0 b1 b2 b3 | ..   one row of 16
+                     a3 b3 c3 ..                  -> one column of the words of the transpose
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import ampere, dispatch, mosaic
+
+LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
+_LARGEST_SCALE = 2.0**126  # then 1 / s is a normal number, which XLA's CPU does not take for 0
+_TILE = 64  # rows and columns of a block
+_WORDS = _TILE // 4  # words of a column
+_OPTIONS = dict(warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+# A lane has 4 words: 16 bytes, which it stores at once without a conflict of banks.
+_ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, _TILE), (2, _TILE), (4,))), **_OPTIONS)
+# A warp has 8 words of 4 columns: 32 banks, and 32 bytes of 4 rows, which are whole sectors.
+_DOWN = plgpu.Layout.TILED(plgpu.Tiling(((16, 8), (4, 8), (1,))), **_OPTIONS)
+_STEP = 4096  # elements that a block takes the maximum of at a time: 4 vectors a thread
+
+
+def quantize_fp8(
+    x: Float[Array, "*rows K"],
+    *,
+    dtype=jnp.float8_e4m3fn,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "*rows K"], Float[Array, "K *rows"], Float[Array, ""]]:
+    """(values, transposed, 1 / s): x in fp8, with its last axis last and first; 1 / s in float32.
+
+    dtype: float8_e4m3fn or float8_e5m2.
+    The kernels need fp32, bf16 or fp16 and multiples of 64 for K and the number of rows.  No GPU
+    has run them, so None takes XLA.  Both forms are equal bit for bit.  It has no gradient.
+    An infinity or a NaN in x makes 1 / s infinite or NaN, and so every product with it.
+    Raises ValueError for other dtypes, NotImplementedError under implementation="mosaic" for a call
+    that the kernels do not support.
+    """
+    if jnp.dtype(dtype) not in LARGEST:
+        raise ValueError(f"dtype={jnp.dtype(dtype)} is not float8_e4m3fn or float8_e5m2")
+    if implementation is None:
+        dispatch.record(dispatch.Decision("quantize_fp8", "xla", "no GPU has run the kernel yet"))
+    elif dispatch.use_kernel("quantize_fp8", implementation, why_not(x)):
+        return _kernels(x, jnp.dtype(dtype))
+    return quantize_fp8_reference(x, dtype=dtype)
+
+
+def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
+    """The formula in jnp, in float32."""
+    scale = _scale(jnp.max(jnp.abs(x)), dtype)
+    values = (x.astype(jnp.float32) * scale).astype(dtype)
+    return values, jnp.moveaxis(values, -1, 0), 1 / scale
+
+
+def why_not(x) -> str | None:
+    """Why the kernels do not support this call, or None."""
+    columns = x.shape[-1] if x.ndim else 1
+    rows = x.size // max(columns, 1)
+    for name, size in (("rows", rows), ("K", columns)):
+        if size == 0 or size % _TILE:
+            return f"{name}={size} is not a positive multiple of {_TILE}"
+    return mosaic.unsupported_dtype(x=x)
+
+
+def _scale(largest_of_x, dtype):
+    """s: NaN if x has a NaN, 0 if it has an infinity (which 0 turns into NaN)."""
+    m = largest_of_x.astype(jnp.float32)
+    return jnp.where(m == 0, 1.0, jnp.minimum(LARGEST[jnp.dtype(dtype)] / m, _LARGEST_SCALE))
+
+
+# ---- kernels -----------------------------------------------------------------------------------
+
+
+def _kernels(x, dtype):
+    scale = _scale(_maxima(x).max(), dtype)
+    rows, columns = x.size // x.shape[-1], x.shape[-1]
+    values, words = mosaic.kernel(
+        _cast,
+        name="quantize_fp8",
+        out_type=[
+            jax.ShapeDtypeStruct((rows // 4, 4, columns), dtype),
+            jax.ShapeDtypeStruct((columns, rows // 4), jnp.int32),
+        ],
+        scratch_types=dict(words_smem=ampere.tile(_WORDS, _TILE, jnp.int32)),
+        **mosaic.grid(row=rows // _TILE, column=columns // _TILE),
+    )(x.reshape(rows // 4, 4, columns), scale.reshape(1))
+    transposed = lax.bitcast_convert_type(words, dtype).reshape(columns, *x.shape[:-1])
+    return values.reshape(x.shape), transposed, 1 / scale
+
+
+def _maxima(x):
+    """The largest |x| of each block's elements, float32."""
+    blocks = x.size // _STEP
+    steps = next(n for n in (8, 4, 2, 1) if blocks % n == 0)
+    return mosaic.kernel(
+        _maximum,
+        name="fp8_maximum",
+        out_type=jax.ShapeDtypeStruct((blocks // steps,), jnp.float32),
+        grid=(blocks // steps,),
+        grid_names=("block",),
+    )(x.reshape(-1, steps, _STEP))
+
+
+def _maximum(x_ref, out_ref):
+    """A block takes the maximum of its steps, element by element, and then that of the elements."""
+    block = lax.axis_index("block")
+    layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // x_ref.dtype.itemsize)  # 16-byte loads
+    parts = [abs(mosaic.load(x_ref.at[block, i], layout)) for i in range(x_ref.shape[1])]
+    while len(parts) > 1:
+        parts = [jnp.maximum(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    out_ref[block] = parts[0].max()
+
+
+def _cast(x_ref, scale_ref, values_ref, words_ref, *, words_smem):
+    """A block casts four rows at a time, and transposes the words that they make."""
+    row, column = lax.axis_index("row"), lax.axis_index("column")
+    fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * _TILE, _TILE)
+    scale = scale_ref[0]
+    xs = [mosaic.load(x_ref.at[fours, i, columns], _ACROSS) for i in range(4)]
+    words = jnp.int32(0)
+    for i, x in enumerate(xs):
+        # No value passes `largest` by so much that it would not be rounded to it.
+        values = (x * scale).astype(values_ref.dtype)
+        mosaic.store(values_ref.at[fours, i, columns], values)
+        words |= lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32) << (8 * i)
+    words_smem[...] = words
+    ampere.meet()
+    turned = plgpu.load(words_smem.transpose((1, 0)), layout=_DOWN)
+    mosaic.store(words_ref.at[columns, fours], turned)
