@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.float8.quantize import quantize_fp8, quantize_fp8_reference
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.float8.quantize import TILE, cast, not_a_multiple, quantize_fp8_reference
 
+_FORWARD, _BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
 
 
@@ -42,20 +43,21 @@ def fp8_linear(
 
     The number of rows, K and N must be multiples of 16; other calls compute x @ weight in x's
     dtype, which `dispatch.explain()` reports.
-    implementation: of the casts, as in `quantize_fp8`; the matmuls are always XLA's.
-    A value of x, weight or dy that is not finite makes all of the product NaN.
+    implementation: of the casts.  Their kernels need multiples of 64 and no GPU has run them, so
+    None takes XLA's; the matmuls are always XLA's.
+    An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that is not supported.
     """
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
         raise ValueError(f"x {x.shape} and weight {weight.shape} are not (..., K) and (K, N)")
-    if reason := why_not(x, weight):
-        if implementation == "mosaic":
-            raise NotImplementedError(f"fp8_linear does not support this call: {reason}")
+    reason = why_not(x, weight)
+    if reason and implementation != "mosaic":
         dispatch.record(dispatch.Decision("fp8_linear", "xla", f"{x.dtype}, not fp8: {reason}"))
         return jnp.matmul(x, weight.astype(x.dtype))
-    dispatch.record(dispatch.Decision("fp8_linear", "xla", "matmuls in fp8, by cuBLASLt on a GPU"))
-    return _linear(x, weight, implementation)
+    reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
+    kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89", untried=True)
+    return _linear(x, weight, kernel)
 
 
 def fp8_linear_reference(x, weight):
@@ -69,21 +71,20 @@ def fp8_linear_reference(x, weight):
 
 def why_not(x, weight) -> str | None:
     """Why the matmuls cannot take fp8 operands, or None."""
-    rows = x.size // max(x.shape[-1], 1)
-    for name, size in (("rows", rows), ("K", weight.shape[0]), ("N", weight.shape[1])):
-        if size == 0 or size % _MULTIPLE:
-            return f"{name}={size} is not a positive multiple of {_MULTIPLE}"
-    for name, a in (("x", x), ("weight", weight)):
-        if a.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"{name} is {a.dtype}, not bfloat16, float16 or float32"
-    return None
+    if reason := not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
+        return reason
+    return mosaic.unsupported_dtype(x=x, weight=weight)
+
+
+def _sizes(x, weight) -> dict[str, int]:
+    return {"rows": x.size // max(x.shape[-1], 1), "K": weight.shape[0], "N": weight.shape[1]}
 
 
 def _rounded(a):
     """a rounded to e4m3, in float32; its gradient passes unchanged."""
     if a.dtype == jnp.float64:
         return a
-    values, _, inverse = quantize_fp8_reference(lax.stop_gradient(a))
+    values, _, inverse = quantize_fp8_reference(lax.stop_gradient(a), dtype=_FORWARD)
     wide = a.astype(jnp.float32)
     return wide + lax.stop_gradient(values.astype(jnp.float32) * inverse - wide)
 
@@ -96,7 +97,7 @@ def _round_gradient(y):
 def _rounded_gradient(_, dy):
     if dy.dtype == jnp.float64:
         return (dy,)
-    values, _, inverse = quantize_fp8_reference(dy, dtype=jnp.float8_e5m2)
+    values, _, inverse = quantize_fp8_reference(dy, dtype=_BACKWARD)
     return ((values.astype(jnp.float32) * inverse).astype(dy.dtype),)
 
 
@@ -104,20 +105,20 @@ _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x, weight, implementation):
-    return _linear_forward(x, weight, implementation)[0]
+def _linear(x, weight, kernel):
+    return _linear_forward(x, weight, kernel)[0]
 
 
-def _linear_forward(x, weight, implementation):
-    x8, x8_t, x_scale = quantize_fp8(x, implementation=implementation)
-    w8, w8_t, w_scale = quantize_fp8(weight, implementation=implementation)
+def _linear_forward(x, weight, kernel):
+    x8, x8_t, x_scale = cast(x, _FORWARD, kernel)
+    w8, w8_t, w_scale = cast(weight, _FORWARD, kernel)
     y = _product(x8, x_scale, w8_t, w_scale, axes=1, dtype=x.dtype)
     return y, (x8_t, x_scale, w8, w_scale, weight[:0])
 
 
-def _linear_backward(implementation, saved, dy):
+def _linear_backward(kernel, saved, dy):
     x8_t, x_scale, w8, w_scale, like_weight = saved
-    g8, g8_t, g_scale = quantize_fp8(dy, dtype=jnp.float8_e5m2, implementation=implementation)
+    g8, g8_t, g_scale = cast(dy, _BACKWARD, kernel)
     high = lax.Precision.HIGHEST
     dx = _product(g8, g_scale, w8, w_scale, axes=1, dtype=dy.dtype, precision=high)
     dtype, rows = like_weight.dtype, dy.ndim - 1

@@ -10,7 +10,7 @@ Two kernels, both bound by memory; XLA computes s between them:
     max of |x|    reads x; each block writes the maximum of its elements
     the cast      reads x; writes values and their transpose: for bfloat16, 4 bytes an element
 
-A block of the cast has a tile of 64 x 64.  A thread reads four elements of each of four neighbouring
+A block of the cast has a tile of 64 x 64.  A thread reads four elements of each of four adjacent
 rows, and joins the four values of a column to one word.  Words are transposed through shared
 memory, where rows are swizzled, so that eight rows of four columns lie in different banks:
 
@@ -31,11 +31,11 @@ from pallas_kernels import ampere, dispatch, mosaic
 
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 _LARGEST_SCALE = 2.0**126  # then 1 / s is a normal number, which XLA's CPU does not take for 0
-_TILE = 64  # rows and columns of a block
-_WORDS = _TILE // 4  # words of a column
+TILE = 64  # rows and columns of a block
+_WORDS = TILE // 4  # words of a column
 _OPTIONS = dict(warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 # A lane has 4 words: 16 bytes, which it stores at once without a conflict of banks.
-_ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, _TILE), (2, _TILE), (4,))), **_OPTIONS)
+_ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, TILE), (2, TILE), (4,))), **_OPTIONS)
 # A warp has 8 words of 4 columns: 32 banks, and 32 bytes of 4 rows, which are whole sectors.
 _DOWN = plgpu.Layout.TILED(plgpu.Tiling(((16, 8), (4, 8), (1,))), **_OPTIONS)
 _STEP = 4096  # elements that a block takes the maximum of at a time: 4 vectors a thread
@@ -46,53 +46,63 @@ def quantize_fp8(
     *,
     dtype=jnp.float8_e4m3fn,
     implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "*rows K"], Float[Array, "K *rows"], Float[Array, ""]]:
-    """(values, transposed, 1 / s): x in fp8, with its last axis last and first; 1 / s in float32.
+) -> tuple[Float[Array, "*rows K"], Float[Array, "..."], Float[Array, ""]]:
+    """(values, transposed, 1 / s): x in fp8, (*rows, K) and (K, *rows), and the float32 1 / s.
 
     dtype: float8_e4m3fn or float8_e5m2.
     The kernels need fp32, bf16 or fp16 and multiples of 64 for K and the number of rows.  No GPU
     has run them, so None takes XLA.  Both forms are equal bit for bit.  It has no gradient.
-    An infinity or a NaN in x makes 1 / s infinite or NaN, and so every product with it.
-    Raises ValueError for other dtypes, NotImplementedError under implementation="mosaic" for a call
-    that the kernels do not support.
+    An infinity or a NaN in x makes 1 / s infinite, and so every product with it NaN.
+    Raises ValueError for another dtype and for a scalar x, NotImplementedError under
+    implementation="mosaic" for a call that the kernels do not support.
     """
+    if x.ndim == 0:
+        raise ValueError("x has shape (), but needs at least one axis")
     if jnp.dtype(dtype) not in LARGEST:
         raise ValueError(f"dtype={jnp.dtype(dtype)} is not float8_e4m3fn or float8_e5m2")
-    if implementation is None:
-        dispatch.record(dispatch.Decision("quantize_fp8", "xla", "no GPU has run the kernel yet"))
-    elif dispatch.use_kernel("quantize_fp8", implementation, why_not(x)):
-        return _kernels(x, jnp.dtype(dtype))
-    return quantize_fp8_reference(x, dtype=dtype)
+    kernel = dispatch.use_kernel("quantize_fp8", implementation, why_not(x), "sm_89", untried=True)
+    return cast(lax.stop_gradient(x), jnp.dtype(dtype), kernel)
 
 
 def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
     """The formula in jnp, in float32."""
-    scale = _scale(jnp.max(jnp.abs(x)), dtype)
+    scale = _scale(x, dtype)
     values = (x.astype(jnp.float32) * scale).astype(dtype)
     return values, jnp.moveaxis(values, -1, 0), 1 / scale
 
 
+def cast(x, dtype, kernel: bool):
+    """The op, by the kernels or by XLA."""
+    return _kernels(x, dtype) if kernel else quantize_fp8_reference(x, dtype=dtype)
+
+
 def why_not(x) -> str | None:
     """Why the kernels do not support this call, or None."""
-    columns = x.shape[-1] if x.ndim else 1
-    rows = x.size // max(columns, 1)
-    for name, size in (("rows", rows), ("K", columns)):
-        if size == 0 or size % _TILE:
-            return f"{name}={size} is not a positive multiple of {_TILE}"
-    return mosaic.unsupported_dtype(x=x)
+    rows = x.size // max(x.shape[-1], 1)
+    return not_a_multiple(TILE, rows=rows, K=x.shape[-1]) or mosaic.unsupported_dtype(x=x)
 
 
-def _scale(largest_of_x, dtype):
-    """s: NaN if x has a NaN, 0 if it has an infinity (which 0 turns into NaN)."""
-    m = largest_of_x.astype(jnp.float32)
-    return jnp.where(m == 0, 1.0, jnp.minimum(LARGEST[jnp.dtype(dtype)] / m, _LARGEST_SCALE))
+def not_a_multiple(n: int, **sizes: int) -> str | None:
+    """Which size is 0 or not a multiple of n, or None."""
+    for name, size in sizes.items():
+        if size == 0 or size % n:
+            return f"{name}={size} is not a positive multiple of {n}"
+    return None
+
+
+def _scale(x, dtype):
+    """s of x: 0 if x has an infinity or a NaN, which 0 turns into NaN."""
+    # XLA's maximum on a CPU may skip a NaN.
+    largest = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
+    scale = jnp.minimum(LARGEST[jnp.dtype(dtype)] / largest, _LARGEST_SCALE)
+    return jnp.where(largest == 0, 1.0, scale)
 
 
 # ---- kernels -----------------------------------------------------------------------------------
 
 
 def _kernels(x, dtype):
-    scale = _scale(_maxima(x).max(), dtype)
+    scale = _scale(_maxima(x), dtype)
     rows, columns = x.size // x.shape[-1], x.shape[-1]
     values, words = mosaic.kernel(
         _cast,
@@ -101,8 +111,8 @@ def _kernels(x, dtype):
             jax.ShapeDtypeStruct((rows // 4, 4, columns), dtype),
             jax.ShapeDtypeStruct((columns, rows // 4), jnp.int32),
         ],
-        scratch_types=dict(words_smem=ampere.tile(_WORDS, _TILE, jnp.int32)),
-        **mosaic.grid(row=rows // _TILE, column=columns // _TILE),
+        scratch_types=dict(words_smem=ampere.tile(_WORDS, TILE, jnp.int32)),
+        **mosaic.grid(row=rows // TILE, column=columns // TILE),
     )(x.reshape(rows // 4, 4, columns), scale.reshape(1))
     transposed = lax.bitcast_convert_type(words, dtype).reshape(columns, *x.shape[:-1])
     return values.reshape(x.shape), transposed, 1 / scale
@@ -134,7 +144,7 @@ def _maximum(x_ref, out_ref):
 def _cast(x_ref, scale_ref, values_ref, words_ref, *, words_smem):
     """A block casts four rows at a time, and transposes the words that they make."""
     row, column = lax.axis_index("row"), lax.axis_index("column")
-    fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * _TILE, _TILE)
+    fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
     scale = scale_ref[0]
     xs = [mosaic.load(x_ref.at[fours, i, columns], _ACROSS) for i in range(4)]
     words = jnp.int32(0)
