@@ -19,7 +19,7 @@ from jaxllm.sharding import (
     one_device,
     per_device,
 )
-from pallas_kernels import QuantizedWeight, dequantize, quantized_linear, row_linear
+from pallas_kernels import QuantizedWeight, dequantize, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.single_row import Activation
 from pallas_kernels.single_row import why_not as row_why_not
@@ -59,6 +59,8 @@ class Linear(nnx.Module):
 
     For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
     Transposed matrix (jaxllm/infer/decode.py).
+
+    fp8: whether the matmul and its gradients take fp8 operands (`use_fp8`).
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Linear(nnx.Module):
     ):
         """copied: training keeps a copy of the weight in the compute dtype.
 
-        implementation: of quantized_linear, for a packed weight.
+        implementation: of quantized_linear, for a packed weight, and of fp8_linear.
         """
         weight = normal(rngs.params(), (in_features, out_features), std, axes)
         self.weight = nnx.Param(weight, axes=axes, copied=copied)
@@ -84,6 +86,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.implementation = implementation
+        self.fp8 = False
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True
@@ -104,7 +107,10 @@ class Linear(nnx.Module):
             return op(x, weight, bias).astype(dtype or x.dtype)
         if isinstance(weight, Transposed) and x.size == x.shape[-1]:
             return weight.times_row(x, bias, dtype or x.dtype)
-        y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
+        if self.fp8 and dtype is None:
+            y = _fp8_matmul(x, self.cast(x), self.implementation)
+        else:
+            y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
 
     @property
@@ -145,7 +151,12 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(side_by_side(weights), SHARDS, "tensor")
     weight = constrain(weight, None, "tensor")
-    y = x @ weight if dtype is None else _matmul(x, weight, dtype)
+    if dtype is not None:
+        y = _matmul(x, weight, dtype)
+    elif layers[0].fp8:
+        y = _fp8_matmul(x, weight, layers[0].implementation)
+    else:
+        y = x @ weight
     biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
     return y + side_by_side(biases) if biases else y
 
@@ -183,6 +194,19 @@ def linear_of_row(
         residual=residual,
         implementation=layers[0].implementation,
     )
+
+
+def use_fp8(module: nnx.Module) -> None:
+    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can."""
+    for _, layer in nnx.iter_graph(module):
+        if isinstance(layer, Linear):
+            layer.fp8 = True
+
+
+def _fp8_matmul(x, weight, implementation):
+    """x @ weight with fp8 operands."""
+    # On several devices XLA shards the casts; a kernel would see one device's part of the maximum.
+    return fp8_linear(x, weight, implementation=implementation if one_device() else "xla")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
