@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -44,6 +45,10 @@ class MLP(nnx.Module):
             bias = self.up.bias
             assert bias is not None
             hidden = self.up(x, add_bias=False), bias[...]
+            if self.up.fp8:
+                # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which
+                # its own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
+                hidden = jax.lax.optimization_barrier(hidden[0]), hidden[1]
             # On several devices jit must sum the gradient of `down`; its fp8 form is not fused.
             if one_device() and not self.down.fp8:
                 weight = self.down.cast(x)
