@@ -81,7 +81,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--dump", type=Path, help="a file for the last program")
     arguments, rest = parser.parse_known_args()
-    overrides = {key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2])}
+    overrides = {
+        key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2], strict=True)
+    }
     set_xla_flags(deterministic=True)
     for name in arguments.config:
         for fp8 in ("none", "matmuls"):
