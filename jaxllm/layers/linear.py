@@ -60,7 +60,8 @@ class Linear(nnx.Module):
     For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
     Transposed matrix (jaxllm/infer/decode.py).
 
-    fp8: whether the matmul and its gradients take fp8 operands (`use_fp8`).
+    fp8, probe: whether the matmul and its gradients take fp8 operands, and whether they report what
+    that loses (`use_fp8`).
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Linear(nnx.Module):
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.implementation = implementation
         self.fp8 = False
+        self.probe: nnx.Param | None = None
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True
@@ -108,10 +110,19 @@ class Linear(nnx.Module):
         if isinstance(weight, Transposed) and x.size == x.shape[-1]:
             return weight.times_row(x, bias, dtype or x.dtype)
         if self.fp8 and dtype is None:
-            y = _fp8_matmul(x, self.cast(x), self.implementation)
+            y = self.fp8_matmul(x, self.cast(x))
         else:
             y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
+
+    def fp8_matmul(
+        self, x: Float[Array, "... in"], weight: Float[Array, "in _"]
+    ) -> Float[Array, "... _"]:
+        """x @ weight with fp8 operands; weight: this layer's, or that of several layers."""
+        # On several devices XLA shards the casts; a kernel would see a part of the maximum.
+        implementation = self.implementation if one_device() else "xla"
+        probe = None if self.probe is None else self.probe[...]
+        return fp8_linear(x, weight, probe=probe, implementation=implementation)
 
     @property
     def generates(self) -> bool:
@@ -154,7 +165,7 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     if dtype is not None:
         y = _matmul(x, weight, dtype)
     elif layers[0].fp8:
-        y = _fp8_matmul(x, weight, layers[0].implementation)
+        y = layers[0].fp8_matmul(x, weight)
     else:
         y = x @ weight
     biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
@@ -196,17 +207,17 @@ def linear_of_row(
     )
 
 
-def use_fp8(module: nnx.Module) -> None:
-    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can."""
+def use_fp8(module: nnx.Module, *, probes: bool = False) -> None:
+    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can.
+
+    probes: gives each layer a parameter `probe`, whose gradient is what the casts lose
+    (`fp8_linear`).
+    """
     for _, layer in nnx.iter_graph(module):
         if isinstance(layer, Linear):
             layer.fp8 = True
-
-
-def _fp8_matmul(x, weight, implementation):
-    """x @ weight with fp8 operands."""
-    # On several devices XLA shards the casts; a kernel would see one device's part of the maximum.
-    return fp8_linear(x, weight, implementation=implementation if one_device() else "xla")
+            if probes:
+                layer.probe = nnx.data(nnx.Param(jnp.zeros((3, 2))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

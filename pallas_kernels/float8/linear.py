@@ -27,7 +27,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.float8.quantize import TILE, cast, not_a_multiple, quantize_fp8_reference
+from pallas_kernels.float8.quantize import (
+    TILE,
+    cast,
+    lost,
+    not_a_multiple,
+    quantize_fp8_reference,
+)
 
 _FORWARD, _BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
@@ -37,12 +43,15 @@ def fp8_linear(
     x: Float[Array, "*rows K"],
     weight: Float[Array, "K N"],
     *,
+    probe: Float[Array, "3 2"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
     """x @ weight with fp8 operands, in x's dtype; the same for both gradients.
 
     The number of rows, K and N must be multiples of 16; other calls compute x @ weight in x's
     dtype, which `dispatch.explain()` reports.
+    probe: any array; its gradient is not one, but for x, weight and dy the shares of values that
+    the cast saturated and of those that it rounded to 0 (`lost`).
     implementation: of the casts.  Their kernels need multiples of 64 and no GPU has run them, so
     None takes XLA's; the matmuls are always XLA's.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole.
@@ -57,7 +66,7 @@ def fp8_linear(
         return jnp.matmul(x, weight.astype(x.dtype))
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
     kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89", untried=True)
-    return _linear(x, weight, kernel)
+    return _linear(x, weight, probe, kernel)
 
 
 def fp8_linear_reference(x, weight):
@@ -104,25 +113,27 @@ def _rounded_gradient(_, dy):
 _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x, weight, kernel):
-    return _linear_forward(x, weight, kernel)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x, weight, probe, kernel):
+    return _linear_forward(x, weight, probe, kernel)[0]
 
 
-def _linear_forward(x, weight, kernel):
+def _linear_forward(x, weight, probe, kernel):
     x8, x8_t, x_scale = cast(x, _FORWARD, kernel)
     w8, w8_t, w_scale = cast(weight, _FORWARD, kernel)
     y = _product(x8, x_scale, w8_t, w_scale, axes=1, dtype=x.dtype)
-    return y, (x8_t, x_scale, w8, w_scale, weight[:0])
+    shares = None if probe is None else (lost(x, x8), lost(weight, w8))
+    return y, (x8_t, x_scale, w8, w_scale, weight[:0], shares)
 
 
 def _linear_backward(kernel, saved, dy):
-    x8_t, x_scale, w8, w_scale, like_weight = saved
+    x8_t, x_scale, w8, w_scale, like_weight, shares = saved
     g8, g8_t, g_scale = cast(dy, _BACKWARD, kernel)
     high = lax.Precision.HIGHEST
     dx = _product(g8, g_scale, w8, w_scale, axes=1, dtype=dy.dtype, precision=high)
     dtype, rows = like_weight.dtype, dy.ndim - 1
-    return dx, _product(x8_t, x_scale, g8_t, g_scale, axes=rows, dtype=dtype, precision=high)
+    dw = _product(x8_t, x_scale, g8_t, g_scale, axes=rows, dtype=dtype, precision=high)
+    return dx, dw, None if shares is None else jnp.stack([*shares, lost(dy, g8)])
 
 
 def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):

@@ -76,6 +76,16 @@ def cast(x, dtype, kernel: bool):
     return _kernels(x, dtype) if kernel else quantize_fp8_reference(x, dtype=dtype)
 
 
+def lost(x, values) -> Float[Array, "2"]:
+    """The shares of x's values that are at the format's limit in `values`, and that became 0.
+
+    With the scale of x itself, only values next to the largest are at the limit.
+    """
+    at_limit = jnp.abs(values.astype(jnp.float32)) == LARGEST[values.dtype]
+    to_zero = (values == 0) & (x != 0)
+    return jnp.stack([at_limit.mean(), to_zero.mean()]).astype(jnp.float32)
+
+
 def why_not(x) -> str | None:
     """Why the kernels do not support this call, or None."""
     rows = x.size // max(x.shape[-1], 1)

@@ -14,7 +14,9 @@ from jaxllm.errors import InputError
 from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
 from jaxllm.sharding import make_mesh
+from jaxllm.train import fp8
 from jaxllm.train.checkpoint import Checkpoints
+from jaxllm.train.metrics import RunLog, read_metrics
 from jaxllm.train.process import check_kernels
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
@@ -25,10 +27,10 @@ KINDS = ["gpt2", "llama3", "vlstm"]
 LAYERS = {"gpt2": 4, "llama3": 5, "vlstm": 8}
 
 
-def trainer(kind, fp8="matmuls", **train):
+def trainer(kind, mode="matmuls", n_layers=2):
     config = Config(
-        model=tiny_model(kind, **BF16),
-        train=TrainConfig(**dict(steps=30, batch_size=8, seq_len=32, fp8=fp8) | train),
+        model=tiny_model(kind, n_layers=n_layers, **BF16),
+        train=TrainConfig(steps=30, batch_size=8, seq_len=32, fp8=mode),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5),
     )
     return Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
@@ -58,10 +60,10 @@ def losses(of, steps=30):
 
 @pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])
 def test_it_trains_as_bfloat16_does(kind):
-    plain, fp8 = losses(trainer(kind, "none")), losses(trainer(kind))
-    assert not (plain == fp8).all()
+    plain, rounded = losses(trainer(kind, "none")), losses(trainer(kind))
+    assert not (plain == rounded).all()
     assert plain[0] - plain[-1] > 1.0  # it learns
-    np.testing.assert_allclose(fp8, plain, atol=0.1)
+    np.testing.assert_allclose(rounded, plain, atol=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +109,7 @@ def test_a_gpu_before_8_9_is_refused_in_one_line(monkeypatch):
 
 def test_a_run_resumes_bit_for_bit_and_goes_on_in_bfloat16(tmp_path):
     """From a checkpoint, with a new trainer; the checkpoint holds nothing of fp8."""
-    of, data = trainer("gpt2"), batches()
+    of, data = trainer("gpt2", n_layers=1), batches()
     program, state = of.trace_train_step().lower().compile(), of.init()
     first, second = (of.put_batch(next(data)) for _ in range(2))
     state, _ = program(state, first)
@@ -116,8 +118,8 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_bfloat16(tmp_path):
     checkpoints.close()
     straight, metrics = program(state, second)
 
-    def resumed(fp8):
-        other = trainer("gpt2", fp8)
+    def resumed(mode):
+        other = trainer("gpt2", mode, n_layers=1)
         checkpoints = Checkpoints(tmp_path, 1)
         saved = checkpoints.restore(1, other.abstract_state().saved())
         checkpoints.close()
@@ -133,14 +135,35 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_bfloat16(tmp_path):
     assert float(plain["loss"]) == pytest.approx(float(metrics["loss"]), abs=0.02)
 
 
+@pytest.mark.parametrize("kind", ["vlstm", slow("gpt2")])
+def test_what_fp8_loses_is_measured_in_every_layer(kind, tmp_path):
+    of = trainer(kind, "none", n_layers=1)
+    shares = fp8.measurement(of)(of.init().params, of.put_batch(next(batches())))
+    # q, k and v of attention share a matmul; the gates of the vLSTM stay in float32.
+    assert len(shares) == LAYERS[kind]
+    assert all("attention.k" not in name and ".f" not in name for name in shares)
+    found = np.stack(list(shares.values()))
+    assert found.shape[1:] == (3, 2)
+    assert (found[:, [0, 2], 0] > 0).all()  # the largest value; weights may all be 0
+    assert (found < 0.1).all()
+    log = RunLog(tmp_path, 5, 0, 1, 1.0, None)
+    log.fp8(2, fp8.worst(shares))
+    log.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["fp8_gradient_zero"] == found[:, 2, 1].max()
+
+
 @pytest.mark.slow
 def test_the_command_line_resumes_and_changes_to_bfloat16(tiny, tmp_path):
-    fp8, steps = ["--train.fp8", "matmuls"], ["--optimizer.schedule", "constant", "--train.steps"]
+    in_fp8, steps = (
+        ["--train.fp8", "matmuls"],
+        ["--optimizer.schedule", "constant", "--train.steps"],
+    )
     whole, part = tmp_path / "whole", tmp_path / "part"
-    done = run(tiny, whole, *fp8, *steps, "10")
+    done = run(tiny, whole, *in_fp8, *steps, "10")
     assert "fp8      the blocks' linear layers in e4m3" in done.stdout
-    assert run(tiny, part, *fp8, *steps, "5").returncode == 0
-    again = run(tiny, part, "--resume", *fp8, *steps, "10")
+    assert run(tiny, part, *in_fp8, *steps, "5").returncode == 0
+    again = run(tiny, part, "--resume", *in_fp8, *steps, "10")
     assert again.returncode == 0, again.stderr
     for a, b in zip(*(jax.tree.leaves(final_state(x, 10)) for x in (whole, part)), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -101,6 +101,21 @@ def test_extreme_scales(scale):
         np.testing.assert_allclose(a, e * by, rtol=1e-5, atol=1e-5 * by)
 
 
+def test_the_gradient_of_the_probe_is_what_the_casts_lose():
+    x, weight = operands((16, 64), 32, F32, spread=6.0)
+    dy = normal(3, (16, 32)) * jnp.exp(6 * normal(4, (16, 32)))
+    op = lambda probe: fp8_linear(x, weight, probe=probe)
+    (shares,) = jax.vjp(op, jnp.zeros((3, 2)))[1](dy)
+    # What is rounded to the largest value, and to 0: half of the smallest subnormal number.
+    e4m3, e5m2 = (432 / 448, 2.0**-10 / 448), (53248 / 57344, 2.0**-17 / 57344)
+    for found, a, (high, low) in zip(shares, (x, weight, dy), (e4m3, e4m3, e5m2), strict=True):
+        size = np.abs(a) / np.abs(a).max()
+        expected = (size > high).mean(), (size < low).mean()
+        np.testing.assert_allclose(found, expected, atol=1.5 / a.size)
+        assert found[0] > 0
+    assert shares[0, 1] > 0
+
+
 def test_other_shapes_run_in_the_dtype_of_x_and_say_so():
     dispatch.reset()
     x, weight = operands((16, 32), 12, BF16)

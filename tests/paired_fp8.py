@@ -1,0 +1,86 @@
+"""Compares the losses of fp8 and bfloat16 in paired runs: the same weights, the same batches.
+
+    python tests/paired_fp8.py llama3_small --seeds 0 4 --train.steps 200
+    python tests/paired_fp8.py gpt2_124m --seeds 0 8 --train.steps 500 --train.grad_accum 1
+
+Prints for each seed the validation losses of train.fp8=none and =matmuls, then the mean of the
+differences with its standard error.  Validation always runs in bfloat16.  Further words override
+settings of the configuration.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jaxllm.config import load
+from jaxllm.train.process import set_xla_flags
+
+BATCHES = 16  # of the validation data
+
+
+def losses(config, programs: dict) -> tuple[float, float]:
+    """(training loss, mean of the last tenth of the steps; validation loss) of one run.
+
+    programs: the step by train.fp8, compiled once, because it does not depend on the seed.
+    """
+    from jaxllm import sharding
+    from jaxllm.data import open_dataset
+    from jaxllm.train.step import Trainer
+
+    trainer = Trainer(config, sharding.make_mesh(config.mesh))
+    train = config.train
+    data = open_dataset(
+        config.data, seq_len=train.seq_len, seed=train.seed, vocab_size=config.model.vocab_size
+    )
+    if train.fp8 not in programs:
+        programs[train.fp8] = trainer.trace_train_step().lower().compile(), trainer.eval_step()
+    (step, evaluate), state = programs[train.fp8], trainer.init()
+    batches = data.train_batches(train.batch_size, *trainer.batch_part)
+    found = []
+    for _ in range(train.steps):
+        state, metrics = step(state, trainer.put_batch(next(batches)))
+        found.append(metrics["loss"])
+    batches.close()
+    sums = [
+        evaluate(state.params, trainer.put_batch(batch))
+        for batch in data.val_batches(train.batch_size, *trainer.batch_part, BATCHES)
+    ]
+    total, count = (sum(float(x) for x in xs) for xs in zip(*sums, strict=True))
+    last = [float(x) for x in found[-max(1, train.steps // 10) :]]
+    return statistics.mean(last), total / count
+
+
+def mean_and_error(differences: list[float]) -> str:
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if differences[1:] else 0.0
+    return f"{statistics.mean(differences):+.4f} +- {error:.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 3), metavar=("FIRST", "END"))
+    arguments, rest = parser.parse_known_args()
+    set_xla_flags(deterministic=True)
+    names = (word.removeprefix("--") for word in rest[::2])
+    overrides = dict(zip(names, rest[1::2], strict=True))
+    differences, programs = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        overrides.setdefault("data.cache_dir", folder)
+        for seed in range(*arguments.seeds):
+            runs = {}
+            for fp8 in ("none", "matmuls"):
+                chosen = {"train.seed": str(seed), "train.fp8": fp8}
+                runs[fp8] = losses(load(arguments.config, overrides | chosen), programs)
+            differences.append([b - a for a, b in zip(*runs.values(), strict=True)])
+            text = ", ".join(f"{k} {t:.4f} {v:.4f}" for k, (t, v) in runs.items())
+            print(f"seed {seed}, training and validation loss: {text}", flush=True)
+    training, validation = (mean_and_error(list(d)) for d in zip(*differences, strict=True))
+    print(f"{arguments.config}: matmuls - none: training {training}, validation {validation}")
+
+
+if __name__ == "__main__":
+    main()
