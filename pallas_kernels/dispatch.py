@@ -52,7 +52,7 @@ class Decision(NamedTuple):
     @property
     def supported(self) -> bool:
         """Whether the kernel supports the call, even if the other form is faster and runs."""
-        return self.runs == "mosaic" or self.why.startswith((_FASTER, _UNTRIED))
+        return self.runs == "mosaic" or self.why.startswith((_FASTER, UNTRIED))
 
 
 class Compiler(NamedTuple):
@@ -70,7 +70,7 @@ class Compiler(NamedTuple):
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _FASTER = "faster, as "
-_UNTRIED = "no GPU has run the kernel yet"
+UNTRIED = "no GPU has run the kernel yet"
 _SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much shared memory
 _GENERAL = ", in the general form"
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
@@ -112,7 +112,7 @@ def decide(
     if reason := device_lacks(gpu) or reason:
         return Decision(op, fallback, reason)
     if untried:
-        return Decision(op, fallback, _UNTRIED)
+        return Decision(op, fallback, UNTRIED)
     if slower:
         return Decision(op, fallback, _FASTER + slower)
     return Decision(op, "mosaic", "supported" + general * _GENERAL)
