@@ -209,7 +209,7 @@ class Trainer:
 
     def eval_step(self) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32."""
-        step = jax.jit(self._loss_sum)
+        step = jax.jit(functools.partial(self._loss_sum, graph=self.graph))
 
         def run(params, batch):
             with jax.set_mesh(self.mesh):
@@ -218,7 +218,7 @@ class Trainer:
         return run
 
     def _loss_sum(self, params, batch, scale=1.0, graph=None) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graph or self.graph, params)
+        model = nnx.merge(graph or self.step_graph, params)
         loss = model.loss(**batch, scale=scale)
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 
@@ -249,8 +249,7 @@ class Trainer:
 
         def mean_loss(params, part):  # this part's share of the mean over the batch
             pieces = self._side_by_side(part)
-            loss = lambda piece: self._loss_sum(params, piece, 1 / count, self.step_graph)[0]
-            losses = [loss(piece) for piece in pieces]
+            losses = [self._loss_sum(params, piece, 1 / count)[0] for piece in pieces]
             return functools.reduce(jnp.add, losses)
 
         def grad(params, part):

@@ -13,10 +13,10 @@ tensor core reads both operands along the contracted axis, so each array is need
 it has and transposed: y takes x and w^T, dx takes dy and w, dw takes x^T and dy^T.  One pass writes
 both orders.  The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
 
-With the default precision cuBLASLt adds in the tensor core's own registers, about 14 bits, and with
-HIGHEST it adds these sums up in float32 every few steps.  The gradients take HIGHEST, as their sums
-over all tokens are the longest.  XLA computes the same on a CPU, and on GPUs before 8.9, where it
-converts the operands to bfloat16.
+With the default precision XLA lets cuBLASLt add in the tensor core's own registers, about 14 bits;
+HIGHEST turns off this "fast accumulation", and sums are added up in float32 every few steps.  The
+gradients take HIGHEST, as their sums over all tokens are the longest.  On a CPU XLA converts the
+operands to x's dtype and rounds the scales to it, too.
 """
 
 import functools
