@@ -1,13 +1,17 @@
 """Measures what fp8 loses of each tensor: the values that saturate and those that become 0."""
 
+import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
+from jaxllm.sharding import P
 from jaxllm.train.step import Trainer
 
 TENSORS = ("input", "weight", "gradient")  # the rows of a probe; its columns:
@@ -25,10 +29,10 @@ def measurement(trainer: Trainer) -> Callable[[nnx.State, dict], Shares]:
     model = nnx.eval_shape(lambda: create(trainer.config.model))
     use_fp8(model.blocks, probes=True)
     graph, abstract = nnx.split(model, nnx.Param)
-    names = {path[:-1] for path, _ in nnx.to_flat_state(abstract) if path[-1] == "probe"}
-    places = sorted((*path, "probe") for path in names)
+    places = [path for path, _ in nnx.to_flat_state(abstract) if path[-1] == "probe"]
 
-    @jax.jit
+    # Every process needs all of them.
+    @functools.partial(jax.jit, out_shardings=NamedSharding(trainer.mesh, P()))
     def gradients(params, batch):
         flat = dict(nnx.to_flat_state(params))
         like = dict(nnx.to_flat_state(abstract))
@@ -38,7 +42,7 @@ def measurement(trainer: Trainer) -> Callable[[nnx.State, dict], Shares]:
             whole = nnx.from_flat_state(flat | found)
             return trainer._loss_sum(whole, batch, graph=graph)[0]
 
-        return jax.grad(loss)([jax.numpy.zeros((len(TENSORS), len(LOSSES)))] * len(places))
+        return jax.grad(loss)([jnp.zeros((len(TENSORS), len(LOSSES)))] * len(places))
 
     def measure(params, batch):
         with jax.set_mesh(trainer.mesh):

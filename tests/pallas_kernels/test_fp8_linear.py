@@ -38,9 +38,16 @@ def test_fp8_linear_matches_float64(shape, n, dtype):
     check_op(fp8_linear, fp8_linear_reference, *arrays, kernels=["fp8_maximum", "quantize_fp8"])
 
 
-@pytest.mark.parametrize("spread", [0.0, 2.0])
-@pytest.mark.parametrize("dtype", [BF16, F32, F16])
-@pytest.mark.parametrize(("shape", "n"), [((3, 16, 48), 80), ((16, 16), 16)])
+@pytest.mark.parametrize(
+    ("shape", "n", "dtype", "spread"),
+    [
+        ((3, 16, 48), 80, BF16, 2.0),
+        ((16, 16), 16, F32, 0.0),
+        slow((3, 16, 48), 80, F16, 2.0),
+        slow((3, 16, 48), 80, F32, 2.0),
+        slow((16, 16), 16, BF16, 0.0),
+    ],
+)
 def test_the_casts_of_xla_match_float64(shape, n, dtype, spread):
     """At shapes that the kernels do not support."""
     x, weight = operands(shape, n, dtype, spread)
@@ -79,7 +86,7 @@ def test_a_float32_weight_gets_a_float32_gradient():
     assert (y.dtype, dx.dtype, dw.dtype) == (BF16, BF16, F32)
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("where", ["x", "weight", "dy"])
 def test_a_value_that_is_not_finite_makes_its_products_nan(where, bad):
     arrays = {"x": jnp.ones((16, 16)), "weight": jnp.ones((16, 16)), "dy": jnp.ones((16, 16))}
