@@ -6,6 +6,8 @@ from pallas_kernels.embedding import encoder
 from pallas_kernels.flash_attention.decode import decode_attention
 from pallas_kernels.flash_attention.op import attention
 from pallas_kernels.flash_attention.qkv import attention_qkv
+from pallas_kernels.float8.linear import fp8_linear
+from pallas_kernels.float8.quantize import quantize_fp8
 from pallas_kernels.losses.cross_entropy import cross_entropy
 from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.mlstm.op import vlstm, vlstm_step
@@ -27,11 +29,13 @@ __all__ = [
     "decode_attention",
     "dequantize",
     "encoder",
+    "fp8_linear",
     "gelu",
     "gelu_linear",
     "layer_norm",
     "linear_cross_entropy",
     "quantize",
+    "quantize_fp8",
     "quantized_linear",
     "rms_norm",
     "rope",

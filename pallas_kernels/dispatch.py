@@ -37,7 +37,8 @@ import jaxlib
 from jax import lax
 
 Implementation = Literal["mosaic", "xla"]
-Gpu = Literal["sm_80", "sm_90", "sm_90a"]  # >= 8.0; >= 9.0 (TMA, 227 KB); exactly 9.0 (wgmma)
+# >= 8.0; >= 8.9 (casts to fp8); >= 9.0 (TMA, 227 KB); exactly 9.0 (wgmma)
+Gpu = Literal["sm_80", "sm_89", "sm_90", "sm_90a"]
 
 log = logging.getLogger("pallas_kernels")
 
@@ -52,7 +53,7 @@ class Decision(NamedTuple):
     @property
     def supported(self) -> bool:
         """Whether the kernel supports the call, even if the other form is faster and runs."""
-        return self.runs == "mosaic" or self.why.startswith(_FASTER)
+        return self.runs == "mosaic" or self.why.startswith((_FASTER, UNTRIED))
 
 
 class Compiler(NamedTuple):
@@ -70,6 +71,8 @@ class Compiler(NamedTuple):
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _FASTER = "faster, as "
+UNTRIED = "no GPU has run the kernel yet: implementation='mosaic' takes it"
+_SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much shared memory
 _GENERAL = ", in the general form"
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
@@ -84,6 +87,7 @@ def decide(
     fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
     general: bool = False,
+    untried: bool = False,
 ) -> Decision:
     """Decides how `op` runs, without recording or logging it (`use_kernel` does both).
 
@@ -92,6 +96,7 @@ def decide(
     fallback: what runs in place of the kernel if implementation is None.
     slower: why the kernel is slower than `fallback`, or None; used if implementation is None.
     general: the kernel is in its general form, which the decision says.
+    untried: no GPU has run the kernel, so it runs only under "mosaic".
     Raises NotImplementedError for "mosaic" with a reason, ValueError for an unknown implementation.
     """
     if implementation is not None and implementation not in get_args(Implementation):
@@ -103,10 +108,12 @@ def decide(
         if reason is not None:
             raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
         return Decision(op, "mosaic", "asked for" + general * _GENERAL)
-    if _general_asked() and gpu != "sm_80":
+    if _general_asked() and gpu not in _SMALL:
         reason = reason or f"JAXLLM_KERNELS=general, and this kernel is for {gpu}"
     if reason := device_lacks(gpu) or reason:
         return Decision(op, fallback, reason)
+    if untried:
+        return Decision(op, fallback, UNTRIED)
     if slower:
         return Decision(op, fallback, _FASTER + slower)
     return Decision(op, "mosaic", "supported" + general * _GENERAL)
@@ -120,9 +127,10 @@ def use_kernel(
     fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
     general: bool = False,
+    untried: bool = False,
 ) -> bool:
     """Whether `op` runs on its kernel; records and logs the decision.  Arguments as in `decide`."""
-    decision = decide(op, implementation, reason, gpu, fallback, slower, general)
+    decision = decide(op, implementation, reason, gpu, fallback, slower, general, untried)
     if _recording:
         logged = decision in _decisions or decision.why == "asked for"
         if not logged and decision.runs != "mosaic":
@@ -178,7 +186,7 @@ def device_lacks(gpu: Gpu) -> str | None:
         return f"the GPU has compute capability {have}, the kernel needs {need}{exactly}"
     # Kernels that use TMA need a full SM; consumer Blackwell (12.0) has TMA but only 99 KB.
     smem = getattr(jax.devices()[0], "shared_memory_per_block_optin", _SMEM)
-    if gpu != "sm_80" and smem < _SMEM:
+    if gpu not in _SMALL and smem < _SMEM:
         return f"the GPU has {smem // 1024} KB of shared memory for a block, the kernel needs 227"
     return None
 

@@ -49,7 +49,7 @@ def prepare_op(name: str, dry: bool) -> Callable[[], Figures]:
     if dry:
         sizes = run.small(case, sizes)
         run.gpu_ms = lambda f, *args: [run.wall_ms(f, *args, calls=1)]
-    elif (decided := run.decided(case, sizes)).runs != "mosaic":
+    elif not (decided := run.decided(case, sizes)).supported:
         raise NotImplementedError(decided.why)
     compiled = lambda: run.compile_op(case, op, run.structs(case, sizes), keep=True)
     programs = None if case.op in COMPILED_ALONE else compiled()

@@ -87,6 +87,16 @@ class TrainConfig(Section):
         "none",
         description="wandb: also log to Weights & Biases, offline unless WANDB_MODE is set",
     )
+    fp8: Literal["none", "matmuls"] = Field(
+        "none",
+        description="8-bit floating-point operands; matmuls: in the linear layers of the blocks,"
+        " forward (e4m3) and backward (gradients e5m2), on GPUs since 8.9 (H100)",
+    )
+    fp8_report_every: Natural = Field(
+        0,
+        description="steps between reports of the values that fp8 loses, each for half a step's"
+        " time; 0: none",
+    )
     deterministic: bool = Field(
         True, description="repeat runs bit for bit, which costs 1% to 2.5% of the speed on a GPU"
     )

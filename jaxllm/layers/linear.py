@@ -19,7 +19,7 @@ from jaxllm.sharding import (
     one_device,
     per_device,
 )
-from pallas_kernels import QuantizedWeight, dequantize, quantized_linear, row_linear
+from pallas_kernels import QuantizedWeight, dequantize, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.single_row import Activation
 from pallas_kernels.single_row import why_not as row_why_not
@@ -59,6 +59,9 @@ class Linear(nnx.Module):
 
     For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
     Transposed matrix (jaxllm/infer/decode.py).
+
+    fp8, probe: whether the matmul and its gradients take fp8 operands, and whether they report what
+    that loses (`use_fp8`).
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Linear(nnx.Module):
     ):
         """copied: training keeps a copy of the weight in the compute dtype.
 
-        implementation: of quantized_linear, for a packed weight.
+        implementation: of quantized_linear, for a packed weight, and of fp8_linear.
         """
         weight = normal(rngs.params(), (in_features, out_features), std, axes)
         self.weight = nnx.Param(weight, axes=axes, copied=copied)
@@ -84,6 +87,8 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.implementation = implementation
+        self.fp8 = False
+        self.probe: nnx.Param | None = None
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True
@@ -104,8 +109,20 @@ class Linear(nnx.Module):
             return op(x, weight, bias).astype(dtype or x.dtype)
         if isinstance(weight, Transposed) and x.size == x.shape[-1]:
             return weight.times_row(x, bias, dtype or x.dtype)
-        y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
+        if self.fp8 and dtype is None:
+            y = self.fp8_matmul(x, self.cast(x))
+        else:
+            y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
+
+    def fp8_matmul(
+        self, x: Float[Array, "... in"], weight: Float[Array, "in _"]
+    ) -> Float[Array, "... _"]:
+        """x @ weight with fp8 operands; weight: this layer's, or that of several layers."""
+        # On several devices XLA shards the casts; a kernel would see a part of the maximum.
+        implementation = self.implementation if one_device() else "xla"
+        probe = None if self.probe is None else self.probe[...]
+        return fp8_linear(x, weight, probe=probe, implementation=implementation)
 
     @property
     def generates(self) -> bool:
@@ -145,7 +162,12 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(side_by_side(weights), SHARDS, "tensor")
     weight = constrain(weight, None, "tensor")
-    y = x @ weight if dtype is None else _matmul(x, weight, dtype)
+    if dtype is not None:
+        y = _matmul(x, weight, dtype)
+    elif layers[0].fp8:
+        y = layers[0].fp8_matmul(x, weight)
+    else:
+        y = x @ weight
     biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
     return y + side_by_side(biases) if biases else y
 
@@ -190,6 +212,19 @@ def linear_of_row(
         residual=residual,
         implementation=layers[0].implementation,
     )
+
+
+def use_fp8(module: nnx.Module, *, probes: bool = False) -> None:
+    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can.
+
+    probes: gives each layer a parameter `probe`, whose gradient is what the casts lose
+    (`fp8_linear`).
+    """
+    for _, layer in nnx.iter_graph(module):
+        if isinstance(layer, Linear):
+            layer.fp8 = True
+            if probes:
+                layer.probe = nnx.data(nnx.Param(jnp.zeros((3, 2))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

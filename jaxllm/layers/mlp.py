@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -44,7 +45,12 @@ class MLP(nnx.Module):
             bias = self.up.bias
             assert bias is not None
             hidden = self.up(x, add_bias=False), bias[...]
-            if one_device():  # on several, jit must sum the gradient of `down`
+            if self.up.fp8:
+                # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which
+                # its own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
+                hidden = jax.lax.optimization_barrier(hidden[0]), hidden[1]
+            # On several devices jit must sum the gradient of `down`; its fp8 form is not fused.
+            if one_device() and not self.down.fp8:
                 weight = self.down.cast(x)
                 # Where the fused kernel does not apply, that of the activation alone may.
                 if gelu_why_not(*hidden, weight) is None:
@@ -89,7 +95,7 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
         hidden = checkpoint_name(self.gate(x), "mlp"), checkpoint_name(self.up(x), "mlp")
-        if one_device():  # as above
+        if one_device() and not self.down.fp8:  # as above
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:
                 return swiglu_linear(*hidden, weight, implementation=self.implementation)

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 
 from jaxllm.config import Config, ModelConfig
 from jaxllm.errors import InputError
-from jaxllm.models import create, flops_per_token
+from jaxllm.models import flops_per_token
 from jaxllm.train.metrics import peak_flops
-from jaxllm.train.step import Trainer
+from jaxllm.train.step import Trainer, step_graph
 
 GIB = 2**30
 USUAL_MFU = 0.4  # of a well-tuned dense model on one GPU; docs/benchmarks.md has ours
@@ -138,16 +138,20 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
         (train.batch_size // parts, train.seq_len // shape["context"]), jnp.int32
     )
     batch = dict.fromkeys(trainer.abstract_batch(), like)
-    kept, logits = _kept_by_forward(model, working, batch)
+    graph = step_graph(trainer.config, model)
+    kept, logits = _kept_by_forward(graph, model, working, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time
-        whole = _kept_by_forward(model.model_copy(update={"remat": "none"}), working, batch)[0]
+        plain = model.model_copy(update={"remat": "none"})
+        graph = step_graph(trainer.config, plain)
+        whole = _kept_by_forward(graph, plain, working, batch)[0]
         kept += max(0, whole - kept) // model.n_layers
     return {"activations": kept, "logits": logits}
 
 
-def _kept_by_forward(model: ModelConfig, working: nnx.State, batch) -> tuple[int, int]:
+def _kept_by_forward(
+    graph: nnx.GraphDef, model: ModelConfig, working: nnx.State, batch
+) -> tuple[int, int]:
     """Bytes of (activations, logits) in the traced gradient of the loss on one device."""
-    graph = nnx.split(nnx.eval_shape(lambda: create(model)), nnx.Param)[0]
 
     def backward(params, batch):
         return jax.vjp(lambda params: nnx.merge(graph, params).loss(**batch), params)[1]
@@ -159,7 +163,9 @@ def _kept_by_forward(model: ModelConfig, working: nnx.State, batch) -> tuple[int
     given = set(traced.invars)
     kept = {v: v.aval for v in traced.outvars if isinstance(v, Var) and v not in given}
     # pyrefly: ignore[missing-attribute]
-    arrays = [aval for aval in kept.values() if aval.shape not in shapes]  # not gradients
+    held = lambda aval: aval.shape not in shapes or aval.dtype.itemsize == 1  # not gradients
+    # pyrefly: ignore[bad-argument-type]
+    arrays = [aval for aval in kept.values() if held(aval)]
     logits = sum(_bytes(aval) for aval in arrays if is_logits(aval))
     activations = sum(map(_bytes, arrays)) - logits
     # A kernel computes logits in chunks and keeps none; then the largest chunk counts.

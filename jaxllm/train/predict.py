@@ -87,10 +87,12 @@ def predict(config: Config, text: str) -> str:
         rows = [_row(trainer, remat, kind, held) for remat in choices]
     except NotImplementedError as e:
         raise InputError(f"--dry_run {text} predicts runs on our kernels only: {e}") from e
+    fp8 = "; times are those of bfloat16" if config.train.fp8 != "none" else ""
     return "\n".join(
         [
             f"predict  {count} x {kind}, {HOST} in a host, mesh {dict(mesh.shape)}; not measured:"
-            f" {UTILIZATION:.0%} of the peak FLOP/s, {REACHED:.0%} of the data sheet's bandwidths",
+            f" {UTILIZATION:.0%} of the peak FLOP/s, {REACHED:.0%} of the data sheet's"
+            f" bandwidths{fp8}",
             f"state    per GPU, GiB: {parts}; {held / GIB:.2f} of {GPUS[kind].memory / GIB:.1f}",
             *(
                 f"{name:<8} {line}"

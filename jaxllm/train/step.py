@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
-from jaxllm.config import Config
+from jaxllm.config import Config, ModelConfig
+from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.train import guard
@@ -38,6 +39,17 @@ class TrainState(NamedTuple):
         return self._replace(copies=())
 
 
+def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef:
+    """The graph of the configured model as the train step computes it, perhaps in fp8.
+
+    model: with other values of remat or kernels than the configuration's.
+    """
+    abstract = nnx.eval_shape(lambda: create(model or config.model))
+    if config.train.fp8 == "matmuls":
+        use_fp8(abstract.blocks)
+    return nnx.split(abstract, nnx.Param)[0]
+
+
 class Trainer:
     """Builds the sharded state and the compiled steps of one configuration on one mesh."""
 
@@ -48,6 +60,8 @@ class Trainer:
         self.schedule = learning_rate(config.optimizer, config.train.steps)
         model = nnx.eval_shape(self._make_model)
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
+        # Evaluation and generation take `graph`: they are never in fp8.
+        self.step_graph = step_graph(config)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         dtype = jnp.dtype(config.model.compute_dtype)
         is_variable = lambda node: isinstance(node, nnx.Variable)
@@ -195,7 +209,7 @@ class Trainer:
 
     def eval_step(self) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32."""
-        step = jax.jit(self._loss_sum)
+        step = jax.jit(functools.partial(self._loss_sum, graph=self.graph))
 
         def run(params, batch):
             with jax.set_mesh(self.mesh):
@@ -203,8 +217,8 @@ class Trainer:
 
         return run
 
-    def _loss_sum(self, params, batch, scale=1.0) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(self.graph, params)
+    def _loss_sum(self, params, batch, scale=1.0, graph=None) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graph or self.step_graph, params)
         loss = model.loss(**batch, scale=scale)
         return loss, (batch["labels"] != IGNORE).sum().astype(jnp.float32)
 

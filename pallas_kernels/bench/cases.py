@@ -249,6 +249,26 @@ def _packed_row(variant: str, shares: tuple[int, ...], *sizes, activation=None) 
     )
 
 
+_FP8_LINEAR = Case(
+    "fp8_linear",
+    {"x": A("M K"), "weight": A("K N")},
+    _shapes("M K N", (32768, 768, 3072), (8192, 2048, 8192), (8192, 4096, 14336)),
+    {"M": 128, "K": 192, "N": 64},
+    reads=("x", "weight"),
+    flops=lambda n: 2 * n["M"] * n["K"] * n["N"],
+    backward=2,
+    gpu="sm_89",
+)
+_QUANTIZE_FP8 = Case(
+    "quantize_fp8",
+    {"x": A("M K")},
+    _shapes("M K", (32768, 3072), (8192, 14336), (768, 3072)),
+    {"M": 128, "K": 192},
+    gpu="sm_89",
+    forward_only=True,
+)
+
+
 _ATTENTION = "B T H K D"
 _VLSTM = "B T NH DQK DV"
 _LLAMA_8B = [(b, s, 32, 8, 128) for s in (8192, 131072) for b in (1, 32)]  # B, S, H, K, D
@@ -324,6 +344,8 @@ CASES = (
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
     _vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
+    _FP8_LINEAR,
+    _QUANTIZE_FP8,
     _row((768, 3072), (3072, 768), (2048, 2048)),
     _packed_row("q, k and v", (4, 1, 1), (4096, 6144)),
     _packed_row("gate and up", (1, 1), (4096, 28672), activation="swiglu"),

@@ -19,8 +19,6 @@ from pallas_kernels.mlstm import chunkwise, reference, step
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
-# Until a GPU has run and timed it, XLA keeps the default of all but Hopper.
-UNTRIED = "the general form has not run on a GPU: implementation='mosaic' takes it"
 
 
 def vlstm(
@@ -103,8 +101,8 @@ def vlstm_step(
     """
     mosaic.check_axes("B NH DQK", q=q)
     _check(q, k, v, i, f, gate, state)
-    reason, slower = step.why_not(q, v, eps=eps), "no GPU has run the kernel yet"
-    if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
+    reason = step.why_not(q, v, eps=eps)
+    if dispatch.use_kernel("vlstm_step", implementation, reason, untried=True):
         return step.advance(gate, normalize, q, k, v, i, f, state)
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
 
@@ -113,9 +111,12 @@ def _use_kernel(implementation, reason: str | None, general: bool) -> bool:
     """dispatch.use_kernel for the vLSTM; general: in the form for every GPU since Ampere."""
     gpu = "sm_80" if general else "sm_90a"
     elsewhere = dispatch.device_lacks("sm_80") is None and dispatch.device_lacks(gpu) is not None
-    if implementation is None and elsewhere:
-        gpu, reason = "sm_80", reason or UNTRIED
-    return dispatch.use_kernel("vlstm", implementation, reason, gpu, general=general)
+    # Until a GPU has run and timed the general form, XLA keeps the default of all but Hopper.
+    untried = implementation is None and elsewhere and not general
+    gpu = "sm_80" if untried else gpu
+    return dispatch.use_kernel(
+        "vlstm", implementation, reason, gpu, general=general, untried=untried
+    )
 
 
 def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:

@@ -50,7 +50,9 @@ def test_every_case_fits_its_op(case):
             lambda *a, op=op: run.both(op, jax.tree.map(jnp.ones_like, op(*a)), *a), *inputs
         )
         assert len(gradients) == floating
-        assert run.decided(case, sizes).runs == ("mosaic" if ON_GPU else "xla")
+        found = run.decided(case, sizes)
+        untried = found.why == dispatch.UNTRIED
+        assert found.runs == ("mosaic" if ON_GPU and not untried else "xla")
         assert set(case.reads) | set(case.writes or ()) <= set(case.arrays)
         assert set(case.small) <= set(sizes)
 

@@ -8,6 +8,9 @@ PTXAS wants the test: nothing is skipped.
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import compile_ahead
 import jax
@@ -70,6 +73,29 @@ def test_kernels_for_other_gpus_hardly_spill(spec, gpu, bytes_, kernels):
     assert set(kernels) <= {b.kernel for b in made}
     bad = [str(b) for b in made if b.spilled > bytes_ or b.complaints]
     assert not bad, f"{len(bad)} of {len(made)} programs spill:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("spec", ["quantize_fp8:0:0", slow("fp8_linear:0:0")])
+@pytest.mark.parametrize("gpu", ["sm_89", slow("sm_90"), slow("sm_100")])
+def test_casts_to_fp8_do_not_spill(spec, gpu):
+    made = builds(spec, gpu)
+    assert {"fp8_maximum", "quantize_fp8"} == {b.kernel for b in made}
+    assert not [str(b) for b in made if b.bad()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "calls"), [("gpt2_small", 12), ("vlstm_small", 24)])
+def test_xla_takes_cublaslts_fp8_matmuls_for_all_products_of_a_block(config, calls):
+    """And compiles at all: without the barrier in layers/mlp.py it fails for GPT-2."""
+    script = Path(compile_ahead.__file__).with_name("fp8_calls.py")
+    command = [sys.executable, str(script), config, "--model.n_layers", "1"]
+    done = subprocess.run(
+        command, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    plain, fp8 = [line for line in done.stdout.splitlines() if "train.fp8=" in line]
+    assert "f8" not in plain.replace("train.fp8", "")
+    assert f"'__cublas$lt$matmul$f8': {calls}" in fp8
 
 
 LAUNCH = ".maxntid 384 .minnctapersm 1"

@@ -66,6 +66,18 @@ def test_auto_takes_what_is_faster(capable):
     assert [d.supported for d in dispatch.decisions()] == [True, True, False]
 
 
+def test_a_kernel_that_no_gpu_has_run_runs_only_when_asked_for(capable):
+    assert not use_kernel("op", None, None, "sm_89", untried=True)
+    assert use_kernel("op", "mosaic", None, "sm_89", untried=True)
+    assert not use_kernel("op", None, "D=7 is odd", untried=True)
+    assert dispatch.decisions() == [
+        Decision("op", "xla", dispatch.UNTRIED),
+        Decision("op", "mosaic", "asked for"),
+        Decision("op", "xla", "D=7 is odd"),
+    ]
+    assert [d.supported for d in dispatch.decisions()] == [True, True, False]
+
+
 def test_general_kernels_leave_no_place_to_those_for_hopper(capable, monkeypatch):
     monkeypatch.setenv("JAXLLM_KERNELS", "general")
     assert use_kernel("op", None, None)
@@ -163,6 +175,8 @@ def test_unrecorded_decisions_are_taken_but_neither_recorded_nor_logged(capable,
         ("10.0", "sm_90", None),
         ("10.0", "sm_90a", "the GPU has compute capability 10.0, the kernel needs 9.0"),
         ("8.9", "sm_80", None),
+        ("8.9", "sm_89", None),
+        ("8.6", "sm_89", "the GPU has compute capability 8.6, the kernel needs 8.9 or newer"),
         ("8.9", "sm_90", "the GPU has compute capability 8.9, the kernel needs 9.0 or newer"),
         ("7.5", "sm_80", "the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
         ("gfx942", "sm_80", "compute capability gfx942 is not that of an NVIDIA GPU"),
@@ -175,7 +189,7 @@ def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):
     assert dispatch.device_lacks.__wrapped__(gpu) == lacks
 
 
-@pytest.mark.parametrize(("gpu", "lacks"), [("sm_80", False), ("sm_90", True)])
+@pytest.mark.parametrize(("gpu", "lacks"), [("sm_80", False), ("sm_89", False), ("sm_90", True)])
 def test_a_gpu_with_little_shared_memory(monkeypatch, gpu, lacks):
     device = SimpleNamespace(compute_capability="12.0", shared_memory_per_block_optin=99 * 1024)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -73,6 +73,13 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "fp8_linear": (ops.fp8_linear, [(2, 64, 64), (2, 64, 64)], [], BF16),
+    "quantize_fp8": (  # without a gradient
+        lambda x, **o: ops.quantize_fp8(jax.lax.stop_gradient(x), **o)[2],
+        [(2, 64, 64)],
+        [],
+        BF16,
+    ),
     "quantized_linear": (
         lambda x, **o: ops.quantized_linear(x, ops.quantize(normal(9, (128, 64))), **o),
         [(2, 3, 128)],

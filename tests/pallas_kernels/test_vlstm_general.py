@@ -13,7 +13,7 @@ from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, nor
 from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, explain, vlstm
-from pallas_kernels.mlstm import general_outputs, general_states, inter_chunk, op
+from pallas_kernels.mlstm import general_outputs, general_states, inter_chunk
 from pallas_kernels.mlstm.intra_schedule import STATS, Schedule
 
 BACKWARD = tuple(f"general_vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
@@ -100,7 +100,7 @@ def test_states_of_several_tiles(reverse, sms, monkeypatch):
     [
         ((), None, "mosaic", "supported"),
         ((), "mosaic", "mosaic", "asked for"),
-        (("sm_90a",), None, "xla", op.UNTRIED),
+        (("sm_90a",), None, "xla", dispatch.UNTRIED),
         (("sm_90a",), "mosaic", "mosaic", "asked for, in the general form"),
         (("sm_80", "sm_90a"), None, "xla", "older"),
         (("sm_80", "sm_90a"), "mosaic", "mosaic", "asked for"),  # a CPU interprets Hopper's

@@ -1,0 +1,154 @@
+"""A linear layer for training whose three matmuls take 8-bit floating-point operands: fp8_linear.
+
+    y = Q4(x) Q4(w),   dx = Q5(dy) Q4(w)^T,   dw = Q4(x)^T Q5(dy)
+
+Q4(a) is a rounded to e4m3 (3 bits of mantissa, up to 448), Q5(a) to e5m2 (2 bits, up to 57344),
+after a multiplication by s = largest / max |a|, which the product divides out again (quantize.py).
+s is that of the tensor at hand and not of earlier steps, so a run has no further state.
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
+
+The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
+cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once.  Hopper's
+tensor core reads both operands along the contracted axis, so each array is needed in the order that
+it has and transposed: y takes x and w^T, dx takes dy and w, dw takes x^T and dy^T.  One pass writes
+both orders.  The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
+
+With the default precision XLA lets cuBLASLt add in the tensor core's own registers, about 14 bits;
+HIGHEST turns off this "fast accumulation", and sums are added up in float32 every few steps.  The
+gradients take HIGHEST, as their sums over all tokens are the longest.  On a CPU XLA converts the
+operands to x's dtype and rounds the scales to it, too.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.float8.quantize import (
+    TILE,
+    cast,
+    lost,
+    not_a_multiple,
+    quantize_fp8_reference,
+)
+
+_FORWARD, _BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+_MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
+
+
+def fp8_linear(
+    x: Float[Array, "*rows K"],
+    weight: Float[Array, "K N"],
+    *,
+    probe: Float[Array, "3 2"] | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*rows N"]:
+    """x @ weight with fp8 operands, in x's dtype; the same for both gradients.
+
+    The number of rows, K and N must be multiples of 16; other calls compute x @ weight in x's
+    dtype, which `dispatch.explain()` reports.
+    probe: any array; its gradient is not one, but for x, weight and dy the shares of values that
+    the cast saturated and of those that it rounded to 0 (`lost`).
+    implementation: of the casts.  Their kernels need multiples of 64 and no GPU has run them, so
+    None takes XLA's; the matmuls are always XLA's.
+    An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that is not supported.
+    """
+    if weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
+        raise ValueError(f"x {x.shape} and weight {weight.shape} are not (..., K) and (K, N)")
+    reason = why_not(x, weight)
+    if reason and implementation != "mosaic":
+        dispatch.record(dispatch.Decision("fp8_linear", "xla", f"{x.dtype}, not fp8: {reason}"))
+        return jnp.matmul(x, weight.astype(x.dtype))
+    reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
+    kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89", untried=True)
+    return _linear(x, weight, probe, kernel)
+
+
+def fp8_linear_reference(x, weight):
+    """The formula in jnp: rounded operands, and a matmul in float32.
+
+    float64 is not rounded: the truth in tests.
+    """
+    y = jnp.matmul(_rounded(x), _rounded(weight), precision=lax.Precision.HIGHEST)
+    return _round_gradient(y.astype(x.dtype))
+
+
+def why_not(x, weight) -> str | None:
+    """Why the matmuls cannot take fp8 operands, or None."""
+    if reason := not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
+        return reason
+    return mosaic.unsupported_dtype(x=x, weight=weight)
+
+
+def _sizes(x, weight) -> dict[str, int]:
+    return {"rows": x.size // max(x.shape[-1], 1), "K": weight.shape[0], "N": weight.shape[1]}
+
+
+def _rounded(a):
+    """a rounded to e4m3, in float32; its gradient passes unchanged."""
+    if a.dtype == jnp.float64:
+        return a
+    values, _, inverse = quantize_fp8_reference(lax.stop_gradient(a), dtype=_FORWARD)
+    wide = a.astype(jnp.float32)
+    return wide + lax.stop_gradient(values.astype(jnp.float32) * inverse - wide)
+
+
+@jax.custom_vjp
+def _round_gradient(y):
+    return y
+
+
+def _rounded_gradient(_, dy):
+    if dy.dtype == jnp.float64:
+        return (dy,)
+    values, _, inverse = quantize_fp8_reference(dy, dtype=_BACKWARD)
+    return ((values.astype(jnp.float32) * inverse).astype(dy.dtype),)
+
+
+_round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x, weight, probe, kernel):
+    return _linear_forward(x, weight, probe, kernel)[0]
+
+
+def _linear_forward(x, weight, probe, kernel):
+    x8, x8_t, x_scale = cast(x, _FORWARD, kernel)
+    w8, w8_t, w_scale = cast(weight, _FORWARD, kernel)
+    y = _product(x8, x_scale, w8_t, w_scale, axes=1, dtype=x.dtype)
+    shares = None if probe is None else (lost(x, x8), lost(weight, w8))
+    return y, (x8_t, x_scale, w8, w_scale, weight[:0], shares)
+
+
+def _linear_backward(kernel, saved, dy):
+    x8_t, x_scale, w8, w_scale, like_weight, shares = saved
+    g8, g8_t, g_scale = cast(dy, _BACKWARD, kernel)
+    high = lax.Precision.HIGHEST
+    dx = _product(g8, g_scale, w8, w_scale, axes=1, dtype=dy.dtype, precision=high)
+    dtype, rows = like_weight.dtype, dy.ndim - 1
+    dw = _product(x8_t, x_scale, g8_t, g_scale, axes=rows, dtype=dtype, precision=high)
+    return dx, dw, None if shares is None else jnp.stack([*shares, lost(dy, g8)])
+
+
+def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
+    """(a a_scale) (b b_scale)^T over the last `axes` axes of both, in dtype.
+
+    This is the form that XLA knows as an fp8 matmul.  In other dtypes than bfloat16 and float32 it
+    would not find one whose scales are float32.
+    """
+    wide = dtype if dtype == jnp.bfloat16 else jnp.float32
+    a, b = (v.astype(wide) * s.astype(wide) for v, s in ((a, a_scale), (b, b_scale)))
+    contracted = tuple(range(a.ndim - axes, a.ndim)), tuple(range(b.ndim - axes, b.ndim))
+    y = lax.dot_general(
+        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=wide
+    )
+    return y.astype(dtype)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)

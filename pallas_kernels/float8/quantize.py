@@ -1,0 +1,169 @@
+"""Casts to 8-bit floating point, scaled by tensor, in the array's order and transposed.
+
+    s = largest / max |x|  (1 if x is 0),   values = cast(s x),   so x is about values / s
+
+A cast rounds to the nearest number, ties to even; `largest` is 448 for e4m3 and 57344 for e5m2.
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4.
+
+Two kernels, both bound by memory; XLA computes s between them:
+
+    max of |x|    reads x; each block writes the maximum of its elements
+    the cast      reads x; writes values and their transpose: for bfloat16, 4 bytes an element
+
+A block of the cast has a tile of 64 x 64.  A thread reads four elements of each of four adjacent
+rows, and joins the four values of a column to one word.  Words are transposed through shared
+memory, where rows are swizzled, so that eight rows of four columns lie in different banks:
+
+    x (four rows)    a0 b0 c0 ..        values    the same order
+                     a1 b1 c1 ..
+                     a2 b2 c2 ..        words     a0 a1 a2 a3 | b0 b1 b2 b3 | ..   one row of 16
+                     a3 b3 c3 ..                  -> one column of the words of the transpose
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import ampere, dispatch, mosaic
+
+LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
+_LARGEST_SCALE = 2.0**126  # then 1 / s is a normal number, which XLA's CPU does not take for 0
+TILE = 64  # rows and columns of a block
+_WORDS = TILE // 4  # words of a column
+_OPTIONS = dict(warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+# A lane has 4 words: 16 bytes, which it stores at once without a conflict of banks.
+_ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, TILE), (2, TILE), (4,))), **_OPTIONS)
+# A warp has 8 words of 4 columns: 32 banks, and 32 bytes of 4 rows, which are whole sectors.
+_DOWN = plgpu.Layout.TILED(plgpu.Tiling(((16, 8), (4, 8), (1,))), **_OPTIONS)
+_STEP = 4096  # elements that a block takes the maximum of at a time: 4 vectors a thread
+
+
+def quantize_fp8(
+    x: Float[Array, "*rows K"],
+    *,
+    dtype=jnp.float8_e4m3fn,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "*rows K"], Float[Array, "..."], Float[Array, ""]]:
+    """(values, transposed, 1 / s): x in fp8, (*rows, K) and (K, *rows), and the float32 1 / s.
+
+    dtype: float8_e4m3fn or float8_e5m2.
+    The kernels need fp32, bf16 or fp16 and multiples of 64 for K and the number of rows.  No GPU
+    has run them, so None takes XLA.  Both forms are equal bit for bit.  It has no gradient.
+    An infinity or a NaN in x makes 1 / s infinite, and so every product with it NaN.
+    Raises ValueError for another dtype and for a scalar x, NotImplementedError under
+    implementation="mosaic" for a call that the kernels do not support.
+    """
+    if x.ndim == 0:
+        raise ValueError("x has shape (), but needs at least one axis")
+    if jnp.dtype(dtype) not in LARGEST:
+        raise ValueError(f"dtype={jnp.dtype(dtype)} is not float8_e4m3fn or float8_e5m2")
+    kernel = dispatch.use_kernel("quantize_fp8", implementation, why_not(x), "sm_89", untried=True)
+    return cast(lax.stop_gradient(x), jnp.dtype(dtype), kernel)
+
+
+def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
+    """The formula in jnp, in float32."""
+    scale = _scale(x, dtype)
+    values = (x.astype(jnp.float32) * scale).astype(dtype)
+    return values, jnp.moveaxis(values, -1, 0), 1 / scale
+
+
+def cast(x, dtype, kernel: bool):
+    """The op, by the kernels or by XLA."""
+    return _kernels(x, dtype) if kernel else quantize_fp8_reference(x, dtype=dtype)
+
+
+def lost(x, values) -> Float[Array, "2"]:
+    """The shares of x's values that are at the format's limit in `values`, and that became 0.
+
+    With the scale of x itself, only values next to the largest are at the limit.
+    """
+    at_limit = jnp.abs(values.astype(jnp.float32)) == LARGEST[values.dtype]
+    to_zero = (values == 0) & (x != 0)
+    return jnp.stack([at_limit.mean(), to_zero.mean()]).astype(jnp.float32)
+
+
+def why_not(x) -> str | None:
+    """Why the kernels do not support this call, or None."""
+    rows = x.size // max(x.shape[-1], 1)
+    return not_a_multiple(TILE, rows=rows, K=x.shape[-1]) or mosaic.unsupported_dtype(x=x)
+
+
+def not_a_multiple(n: int, **sizes: int) -> str | None:
+    """Which size is 0 or not a multiple of n, or None."""
+    for name, size in sizes.items():
+        if size == 0 or size % n:
+            return f"{name}={size} is not a positive multiple of {n}"
+    return None
+
+
+def _scale(x, dtype):
+    """s of x: 0 if x has an infinity or a NaN, which 0 turns into NaN."""
+    # XLA's maximum on a CPU may skip a NaN.
+    largest = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
+    scale = jnp.minimum(LARGEST[jnp.dtype(dtype)] / largest, _LARGEST_SCALE)
+    return jnp.where(largest == 0, 1.0, scale)
+
+
+# ---- kernels -----------------------------------------------------------------------------------
+
+
+def _kernels(x, dtype):
+    scale = _scale(_maxima(x), dtype)
+    rows, columns = x.size // x.shape[-1], x.shape[-1]
+    values, words = mosaic.kernel(
+        _cast,
+        name="quantize_fp8",
+        out_type=[
+            jax.ShapeDtypeStruct((rows // 4, 4, columns), dtype),
+            jax.ShapeDtypeStruct((columns, rows // 4), jnp.int32),
+        ],
+        scratch_types=dict(words_smem=ampere.tile(_WORDS, TILE, jnp.int32)),
+        **mosaic.grid(row=rows // TILE, column=columns // TILE),
+    )(x.reshape(rows // 4, 4, columns), scale.reshape(1))
+    transposed = lax.bitcast_convert_type(words, dtype).reshape(columns, *x.shape[:-1])
+    return values.reshape(x.shape), transposed, 1 / scale
+
+
+def _maxima(x):
+    """The largest |x| of each block's elements, float32."""
+    blocks = x.size // _STEP
+    steps = next(n for n in (8, 4, 2, 1) if blocks % n == 0)
+    return mosaic.kernel(
+        _maximum,
+        name="fp8_maximum",
+        out_type=jax.ShapeDtypeStruct((blocks // steps,), jnp.float32),
+        grid=(blocks // steps,),
+        grid_names=("block",),
+    )(x.reshape(-1, steps, _STEP))
+
+
+def _maximum(x_ref, out_ref):
+    """A block takes the maximum of its steps, element by element, and then that of the elements."""
+    block = lax.axis_index("block")
+    layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // x_ref.dtype.itemsize)  # 16-byte loads
+    parts = [abs(mosaic.load(x_ref.at[block, i], layout)) for i in range(x_ref.shape[1])]
+    while len(parts) > 1:
+        parts = [jnp.maximum(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    out_ref[block] = parts[0].max()
+
+
+def _cast(x_ref, scale_ref, values_ref, words_ref, *, words_smem):
+    """A block casts four rows at a time, and transposes the words that they make."""
+    row, column = lax.axis_index("row"), lax.axis_index("column")
+    fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
+    scale = scale_ref[0]
+    xs = [mosaic.load(x_ref.at[fours, i, columns], _ACROSS) for i in range(4)]
+    words = jnp.int32(0)
+    for i, x in enumerate(xs):
+        # No value passes `largest` by so much that it would not be rounded to it.
+        values = (x * scale).astype(values_ref.dtype)
+        mosaic.store(values_ref.at[fours, i, columns], values)
+        words |= lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32) << (8 * i)
+    words_smem[...] = words
+    ampere.meet()
+    turned = plgpu.load(words_smem.transpose((1, 0)), layout=_DOWN)
+    mosaic.store(words_ref.at[columns, fours], turned)

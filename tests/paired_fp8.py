@@ -1,0 +1,156 @@
+"""Compares the losses of fp8 and bfloat16 in paired runs: the same weights, the same batches.
+
+    python tests/paired_fp8.py llama3_small --seeds 0 4 --train.steps 200
+    python tests/paired_fp8.py gpt2_124m --seeds 0 8 --train.steps 500 --train.grad_accum 1
+    python tests/paired_fp8.py llama3_small --format e4m3 --train.steps 200
+    python tests/paired_fp8.py llama3_small --gradients --train.steps 1500
+
+Prints for each seed the validation losses of train.fp8=none and =matmuls, then the mean of the
+differences with its standard error.  Validation always runs in bfloat16.  --format: of the
+gradients, e5m2 unless given.  --gradients: after all steps in bfloat16 instead the errors of one
+batch's gradients against float32, in bfloat16 and with both formats, and what each format rounds to
+0.  Further words override settings of the configuration.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jaxllm.config import load
+from jaxllm.train.process import set_xla_flags
+
+BATCHES = 16  # of the validation data
+FORMATS = {"e5m2": "float8_e5m2", "e4m3": "float8_e4m3fn"}
+
+
+def choose(name: str) -> None:
+    """Makes gradients take this format in programs that are traced from here on."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.float8 import linear
+
+    linear._BACKWARD = jnp.dtype(FORMATS[name])
+    jax.clear_caches()
+
+
+def dataset(config):
+    from jaxllm.data import open_dataset
+
+    train = config.train
+    return open_dataset(
+        config.data, seq_len=train.seq_len, seed=train.seed, vocab_size=config.model.vocab_size
+    )
+
+
+def losses(config, programs: dict) -> tuple[float, float]:
+    """(training loss, mean of the last tenth of the steps; validation loss) of one run.
+
+    programs: the step by train.fp8, compiled once, because it does not depend on the seed.
+    """
+    from jaxllm import sharding
+    from jaxllm.train.step import Trainer
+
+    trainer = Trainer(config, sharding.make_mesh(config.mesh))
+    train, data = config.train, dataset(config)
+    if train.fp8 not in programs:
+        programs[train.fp8] = trainer.trace_train_step().lower().compile(), trainer.eval_step()
+    (step, evaluate), state = programs[train.fp8], trainer.init()
+    batches = data.train_batches(train.batch_size, *trainer.batch_part)
+    found = []
+    for _ in range(train.steps):
+        state, metrics = step(state, trainer.put_batch(next(batches)))
+        found.append(metrics["loss"])
+    batches.close()
+    sums = [
+        evaluate(state.params, trainer.put_batch(batch))
+        for batch in data.val_batches(train.batch_size, *trainer.batch_part, BATCHES)
+    ]
+    total, count = (sum(float(x) for x in xs) for xs in zip(*sums, strict=True))
+    last = [float(x) for x in found[-max(1, train.steps // 10) :]]
+    return statistics.mean(last), total / count
+
+
+def compare_gradients(config) -> None:
+    """Trains in bfloat16, and prints the errors of one more batch's gradients."""
+    import jax
+    import numpy as np
+
+    from jaxllm import sharding
+    from jaxllm.train import fp8
+    from jaxllm.train.step import Trainer, step_graph
+
+    trainer = Trainer(config, sharding.make_mesh(config.mesh))
+    step, state = trainer.trace_train_step().lower().compile(), trainer.init()
+    batches = dataset(config).train_batches(config.train.batch_size, *trainer.batch_part)
+    for _ in range(config.train.steps):
+        state, _ = step(state, trainer.put_batch(next(batches)))
+    batch = trainer.put_batch(next(batches))
+    batches.close()
+
+    def gradients(mode, **dtypes):  # of the blocks' matrices
+        train = config.train.model_copy(update={"fp8": mode})
+        model = config.model.model_copy(update=dtypes)
+        graph = step_graph(config.model_copy(update={"train": train, "model": model}))
+        loss = lambda params, batch: trainer._loss_sum(params, batch, graph=graph)[0]
+        with jax.set_mesh(trainer.mesh):
+            found = jax.jit(jax.grad(loss))(state.params, batch)
+        return [np.asarray(g) for g in jax.tree.leaves(found.blocks) if g.ndim == 2]
+
+    def show(name, found, more=""):
+        errors = [
+            np.linalg.norm(g - t) / np.linalg.norm(t) for g, t in zip(found, truth, strict=True)
+        ]
+        dot = lambda a, b: sum(float(np.vdot(x, y)) for x, y in zip(a, b, strict=True))
+        cosine = dot(found, truth) / (dot(found, found) * dot(truth, truth)) ** 0.5
+        middle = f"median error {np.median(errors):.4f}, largest {max(errors):.4f}"
+        print(f"{name}: {middle}, cosine {cosine:.4f}{more}", flush=True)
+
+    truth = gradients("none", compute_dtype="float32", residual_dtype="float32")
+    show("bfloat16", gradients("none"))
+    for name in FORMATS:
+        choose(name)
+        worst = fp8.worst(fp8.measurement(trainer)(state.params, batch))
+        zero = f"; rounded to 0 in the worst layer: {worst['fp8_gradient_zero'][0]:.4%}"
+        show(name, gradients("matmuls"), zero)
+
+
+def mean_and_error(differences: list[float]) -> str:
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if differences[1:] else 0.0
+    return f"{statistics.mean(differences):+.4f} +- {error:.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 3), metavar=("FIRST", "END"))
+    parser.add_argument("--format", choices=FORMATS, default="e5m2")
+    parser.add_argument("--gradients", action="store_true")
+    arguments, rest = parser.parse_known_args()
+    set_xla_flags(deterministic=True)
+    names = (word.removeprefix("--") for word in rest[::2])
+    overrides = dict(zip(names, rest[1::2], strict=True))
+    differences, programs = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        overrides.setdefault("data.cache_dir", folder)
+        if arguments.gradients:
+            return compare_gradients(load(arguments.config, overrides))
+        choose(arguments.format)
+        for seed in range(*arguments.seeds):
+            runs = {}
+            for fp8 in ("none", "matmuls"):
+                chosen = {"train.seed": str(seed), "train.fp8": fp8}
+                runs[fp8] = losses(load(arguments.config, overrides | chosen), programs)
+            differences.append([b - a for a, b in zip(*runs.values(), strict=True)])
+            text = ", ".join(f"{k} {t:.4f} {v:.4f}" for k, (t, v) in runs.items())
+            print(f"seed {seed}, training and validation loss: {text}", flush=True)
+    training, validation = (mean_and_error(list(d)) for d in zip(*differences, strict=True))
+    print(f"{arguments.config}: matmuls - none: training {training}, validation {validation}")
+
+
+if __name__ == "__main__":
+    main()

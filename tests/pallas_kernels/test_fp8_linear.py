@@ -1,0 +1,140 @@
+"""fp8_linear against float64: as exact as rounded operands allow, in both directions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import slow
+from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
+
+from pallas_kernels import dispatch, fp8_linear
+from pallas_kernels.float8.linear import fp8_linear_reference
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+def operands(shape, n, dtype, spread=0.0):
+    """x and a weight; spread: of the exponents of x, in units of e."""
+    x = normal(0, shape) * jnp.exp(spread * normal(1, shape))
+    return x.astype(dtype), normal(2, (shape[-1], n), dtype, scale=0.02)
+
+
+def with_gradients(f, x, weight, dy):
+    y, pull = jax.vjp(f, x, weight)
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "dtype"),
+    [
+        ((2, 64, 64), 128, BF16),
+        slow((128, 192), 64, F32),
+        slow((64, 128), 64, F16),
+    ],
+)
+def test_fp8_linear_matches_float64(shape, n, dtype):
+    """With the casts by the kernels."""
+    arrays = operands(shape, n, dtype)
+    check_op(fp8_linear, fp8_linear_reference, *arrays, kernels=["fp8_maximum", "quantize_fp8"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "dtype", "spread"),
+    [
+        ((3, 16, 48), 80, BF16, 2.0),
+        ((16, 16), 16, F32, 0.0),
+        slow((3, 16, 48), 80, F16, 2.0),
+        slow((3, 16, 48), 80, F32, 2.0),
+        slow((16, 16), 16, BF16, 0.0),
+    ],
+)
+def test_the_casts_of_xla_match_float64(shape, n, dtype, spread):
+    """At shapes that the kernels do not support."""
+    x, weight = operands(shape, n, dtype, spread)
+    dy = normal(3, (*shape[:-1], n), dtype)
+    actual = with_gradients(fp8_linear, x, weight, dy)
+    expected = with_gradients(fp8_linear_reference, x, weight, dy)
+    x64, weight64, dy64 = (np.asarray(a).astype(np.float64) for a in (x, weight, dy))
+    rows = lambda a: a.reshape(-1, a.shape[-1])
+    truth = x64 @ weight64, dy64 @ weight64.T, rows(x64).T @ rows(dy64)
+    for name, a, e, t in zip(("y", "dx", "dw"), actual, expected, truth, strict=True):
+        assert a.dtype == dtype
+        assert_error_ratio(a, e, t, name)
+        # Rounding to 3 bits has an error of 2.6% of a value, to 2 bits of 5.2%.
+        relative = np.linalg.norm(np.asarray(a).astype(np.float64) - t) / np.linalg.norm(t)
+        assert 0.01 < relative < 0.12, name
+
+
+def test_the_implementations_are_equal():
+    x, weight = operands((64, 128), 64, BF16)
+    dy = normal(3, (64, 64), BF16)
+
+    def of(implementation):
+        op = lambda x, weight: fp8_linear(x, weight, implementation=implementation)
+        return jax.jit(lambda *a: with_gradients(op, *a))(x, weight, dy)
+
+    expected = of("xla")
+    with kernels_run_here():
+        actual = of("mosaic")
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+
+
+def test_a_float32_weight_gets_a_float32_gradient():
+    x, weight = operands((16, 32), 48, BF16)
+    y, dx, dw = with_gradients(fp8_linear, x, weight.astype(F32), jnp.ones((16, 48), BF16))
+    assert (y.dtype, dx.dtype, dw.dtype) == (BF16, BF16, F32)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("where", ["x", "weight", "dy"])
+def test_a_value_that_is_not_finite_makes_its_products_nan(where, bad):
+    arrays = {"x": jnp.ones((16, 16)), "weight": jnp.ones((16, 16)), "dy": jnp.ones((16, 16))}
+    arrays[where] = arrays[where].at[3, 4].set(bad)
+    found = with_gradients(fp8_linear, *arrays.values())
+    of = {"y": ("x", "weight"), "dx": ("dy", "weight"), "dw": ("x", "dy")}
+    for (name, both), product in zip(of.items(), found, strict=True):
+        assert bool(jnp.isnan(product).all()) == (where in both), name
+        assert bool(jnp.isfinite(product).all()) == (where not in both), name
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_extreme_scales(scale):
+    x, weight = operands((16, 64), 32, F32)
+    dy = normal(3, (16, 32))
+    y, dx, dw = with_gradients(fp8_linear, x * scale, weight, dy)
+    expected = with_gradients(fp8_linear, x, weight, dy)
+    for a, e, by in zip((y, dx, dw), expected, (scale, 1, scale), strict=True):
+        np.testing.assert_allclose(a, e * by, rtol=1e-5, atol=1e-5 * by)
+
+
+def test_the_gradient_of_the_probe_is_what_the_casts_lose():
+    x, weight = operands((16, 64), 32, F32, spread=6.0)
+    dy = normal(3, (16, 32)) * jnp.exp(6 * normal(4, (16, 32)))
+    op = lambda probe: fp8_linear(x, weight, probe=probe)
+    (shares,) = jax.vjp(op, jnp.zeros((3, 2)))[1](dy)
+    # What is rounded to the largest value, and to 0: half of the smallest subnormal number.
+    e4m3, e5m2 = (432 / 448, 2.0**-10 / 448), (53248 / 57344, 2.0**-17 / 57344)
+    for found, a, (high, low) in zip(shares, (x, weight, dy), (e4m3, e4m3, e5m2), strict=True):
+        size = np.abs(a) / np.abs(a).max()
+        expected = (size > high).mean(), (size < low).mean()
+        np.testing.assert_allclose(found, expected, atol=1.5 / a.size)
+        assert found[0] > 0
+    assert shares[0, 1] > 0
+
+
+def test_other_shapes_run_in_the_dtype_of_x_and_say_so():
+    dispatch.reset()
+    x, weight = operands((16, 32), 12, BF16)
+    np.testing.assert_array_equal(fp8_linear(x, weight), x @ weight)
+    assert "bfloat16, not fp8: N=12 is not a positive multiple of 16" in dispatch.explain()
+    with pytest.raises(NotImplementedError, match="N=12 is not a positive multiple of 16"):
+        fp8_linear(x, weight, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="N=48 is not a positive multiple of 64"):
+        fp8_linear(normal(0, (64, 64)), normal(1, (64, 48)), implementation="mosaic")
+    dispatch.reset()
+
+
+def test_arrays_that_do_not_fit_are_errors():
+    with pytest.raises(ValueError, match=r"x \(16, 32\) and weight \(16, 32\) are not"):
+        fp8_linear(jnp.ones((16, 32)), jnp.ones((16, 32)))
