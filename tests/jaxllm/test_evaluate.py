@@ -103,7 +103,7 @@ def test_llama_3_tokens_before_and_after_a_text_are_respected(runs, capsys, tmp_
     assert tokenizer.encode("the") == [2, 1, 0]
     seen = []
 
-    def stream(graph, params, rows, config, top_p):
+    def stream(graph, params, rows, config, **_):
         seen.extend(rows)
         return iter(np.array([[2], [5], [1]]))
 
