@@ -1,5 +1,6 @@
 """Layouts, tiles, loads, stores and checks that the Mosaic GPU kernels share."""
 
+import functools
 import math
 import os
 
@@ -168,6 +169,18 @@ def grid(**axes: int) -> dict:
     long = [name for name, blocks in axes.items() if blocks > 65_535]
     names = sorted(axes, key=lambda name: name in long)  # stable, so short axes keep their order
     return {"grid": tuple(axes[name] for name in names), "grid_names": tuple(names)}
+
+
+def share_blocks(block, counts, runs) -> None:
+    """Inside a kernel: runs[i](n) for the n-th of counts[i] blocks, where `block` is that block."""
+    start = 0
+    for count, run in zip(counts, runs, strict=True):
+        mine = functools.partial(run, block - start)
+        if len(counts) == 1:
+            mine()
+        else:
+            pl.when((block >= start) & (block < start + count))(mine)
+        start += count
 
 
 def stat_dtype(dtype) -> jnp.dtype:

@@ -20,7 +20,6 @@ Packed weights (K, N) have the kernel of quantized/gemv.py, with the same parts.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations.elementwise import sigmoid
+from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.quantized import gemv
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
 
@@ -84,9 +83,9 @@ def row_linear(
     weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
     _check(x, weights, biases, norm, activation, residual)
     reason = why_not(x, weights, norm=norm is not None)
-    slower = why_slower(weights)
+    slower, untried = why_slower(weights), _packed(weights)
     kernel = dispatch.use_kernel(
-        "row_linear", implementation, reason, slower=slower, untried=slower == dispatch.UNTRIED
+        "row_linear", implementation, reason, slower=slower, untried=untried
     )
     return _rows(kernel, x, weights, biases, norm, activation, residual)
 
@@ -337,19 +336,16 @@ class _Refs(NamedTuple):
 
 
 def _body(p: Plan, blocks, x, parts, biases, norm, residual, *outs, **smem):
-    n, start = lax.axis_index("n"), 0
-    for count, weights, own, out in zip(blocks, parts, biases, outs, strict=True):
-        refs = _Refs(x, weights, own, norm, residual, out, smem)
-        run = functools.partial(_part, p, refs, (n - start) * p.lines)
-        if len(blocks) == 1:
-            run()
-        else:
-            pl.when((n >= start) & (n < start + count))(run)
-        start += count
+    runs = [
+        functools.partial(_part, p, _Refs(x, weights, own, norm, residual, out, smem))
+        for weights, own, out in zip(parts, biases, outs, strict=True)
+    ]
+    mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
 
 
-def _part(p: Plan, refs: _Refs, first):
-    """Rows `first` ... of a part."""
+def _part(p: Plan, refs: _Refs, n):
+    """Block n of a part."""
+    first = n * p.lines
     wg = lax.axis_index("wg")
     columns = pl.ds(wg * p.share, p.share)
     at = [pl.ds(first + _LINES * i, _LINES) for i in range(p.rows)]
@@ -410,9 +406,7 @@ def _normed(p: Plan, refs: _Refs, columns):
 def _finish(p: Plan, ys, biases, residual):
     """Adds the biases of each matrix, applies the activation and adds the residual."""
     ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
-    y = ys[0]
-    if p.activation == "gelu":
-        y = y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
-    elif p.activation == "swiglu":
-        y = y * sigmoid(y) * ys[1]
+    y = activate(ys[0], p.activation)
+    if p.activation == "swiglu":
+        y = y * ys[1]
     return y if residual is None else y + residual

@@ -38,16 +38,16 @@ from pallas_kernels.flash_attention.decode_plan import (
     LOWEST,
     Plan,
     Share,
-    masked,
+    capped,
     merge,
     plan,
     share_of,
+    weights_of,
 )
-from pallas_kernels.flash_attention.masks import logits
 from pallas_kernels.flash_attention.op import check, gpu_for, masked_reference, scale_of
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
-_LARGEST = 448  # of FP8
+_LARGEST = float(jnp.finfo(FP8).max)
 
 
 def decode_attention(
@@ -152,10 +152,15 @@ def _decode(form, scale, window, softcap, q, k, v, lengths, new, k_scale, v_scal
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
     inner = jnp.float16 if k.dtype == FP8 and dtype.itemsize == 2 else dtype
     q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
+    cache = []
     if new is not None:
         scales = (k_scale, v_scale)
         new = tuple(_stored(x[:, 0], s, k.dtype) for x, s in zip(new, scales, strict=True))
-    y, *cache = form(q, k, v, lengths, new, scale, window, softcap)
+    if new is not None and (form is not _kernel or k.dtype == FP8):
+        k, v = cache = _append(k, v, new, lengths)
+        new = None
+    y, *written = form(q, k, v, lengths, new, scale, window, softcap)
+    cache = cache or written  # by Hopper's kernel
     y = (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
     return (y, *cache) if cache else y
 
@@ -181,43 +186,34 @@ def _append(k, v, new, lengths):
     slots = lengths - 1
 
     def write(kept, new):
-        if (
-            len(slots) == 1
-        ):  # of a scatter of one row XLA for GPUs checks the bounds, in two kernels
+        # For a scatter of one row XLA for GPUs checks the bounds, in two kernels.
+        if len(slots) == 1:
             return lax.dynamic_update_slice_in_dim(kept, new[:, None], slots[0], axis=1)
         return kept.at[jnp.arange(len(slots)), slots].set(new, unique_indices=True)
 
     return [write(k, new[0]), write(v, new[1])]
 
 
-def _in_jnp(q, k, v, lengths, new, scale, window, softcap):
+def _in_jnp(q, k, v, lengths, _, scale, window, softcap):
     t, s = q.shape[1], k.shape[1]
-    cache = [] if new is None else _append(k, v, new, lengths)
-    k, v = cache or (k, v)
     lengths = jnp.minimum(lengths, s)
     places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)
     mask = slots <= places
     if window is not None:
         mask &= places - slots < window
     k, v = k.astype(q.dtype), v.astype(q.dtype)
-    return masked_reference(q, k, v, mask[:, None, None], scale, softcap)[0], *cache
+    return masked_reference(q, k, v, mask[:, None, None], scale, softcap)[:1]
 
 
 # ---- kernel ----------------------------------------------------------------------------------
 
 
-def _general(q, k, v, lengths, new, scale, window, softcap):
-    cache = [] if new is None else _append(k, v, new, lengths)
-    k, v = cache or (k, v)
-    return general_decode.attend(q, k, v, lengths, scale, window, softcap), *cache
+def _general(q, k, v, lengths, _, scale, window, softcap):
+    return (general_decode.attend(q, k, v, lengths, scale, window, softcap),)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _kernel(q, k, v, lengths, new, scale, window, softcap):
-    cache = []
-    if new is not None and k.dtype == FP8:
-        k, v = cache = _append(k, v, new, lengths)
-        new = None
     p = plan(q, k, scale, window, softcap, new is not None)
     (b, t, h, d), kv = q.shape, k.shape[2]
     rows = t * p.group
@@ -250,7 +246,7 @@ def _kernel(q, k, v, lengths, new, scale, window, softcap):
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )
-    arrays = (q, lengths.astype(jnp.int32), new)
+    arrays, cache = (q, lengths.astype(jnp.int32), new), []
     if new is None:
         o, lse = kernel([k, v], *arrays)
     else:
@@ -362,9 +358,7 @@ def _start(b: _Block, o_acc):
     """The softmax over the newest position alone: O, and the largest logit and the sum of rows."""
     q = plgpu.load(b.smem["q_smem"].at[0], layout=mosaic.WGMMA).astype(jnp.float32)
     x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
-    factor = b.p.scale * LOG2E
-    if b.p.softcap is not None:
-        x, factor = logits(x, b.p.scale, b.p.softcap)[0], 1.0
+    x, factor = capped(b.p, x)
     o_acc[...] = along(_new(b, 1), q.shape, 1)
     return x * factor, plgpu.layout_cast(jnp.full((ROWS,), 1, jnp.float32), ROW)
 
@@ -381,13 +375,7 @@ def _step(b: _Block, o_acc, tile, carry):
     x = pl.run_scoped(scores, plgpu.ACC((ROWS, KEYS), jnp.float32))
     if not p.fp8:
         _leave(b, "k", tile)
-    factor = p.scale * LOG2E
-    if p.softcap is not None:
-        x, factor = logits(x, p.scale, p.softcap)[0], 1.0
-    x = masked(p, b.share, x, tile)
-    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
-    alpha = jnp.exp2(m - m_new)
-    e = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    e, m_new, alpha = weights_of(p, b.share, x, tile, m)
     o_acc[...] = o_acc[...] * along(alpha, o_acc.shape, 0)
     plgpu.wgmma(o_acc, e.astype(p.dtype), _receive(b, "v", tile))
     plgpu.wgmma_wait(0)

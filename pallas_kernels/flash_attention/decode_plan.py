@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import COL, ROW, ROWS, along
+from pallas_kernels.flash_attention.masks import logits
+from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
 FP8 = jnp.float8_e4m3fn
 KEYS = 64  # of a tile: 16 KB for D = 128 in bfloat16
@@ -90,7 +91,27 @@ def share_of(p: Plan, lengths_ref) -> Share:
     return Share(batch, split, head, length, end(split), end(split + 1))
 
 
-def masked(p: Plan, b: Share, x, tile):
+def capped(p: Plan, x):
+    """(logits, factor) of x = q k^T: the logits in base 2 are their product."""
+    if p.softcap is None:
+        return x, p.scale * LOG2E
+    return logits(x, p.scale, p.softcap)[0], 1.0
+
+
+def weights_of(p: Plan, b: Share, x, tile, m):
+    """(weights, m', alpha) of a tile x = q k^T.
+
+    m, m': the largest logit of each row, in base 2, before this tile and with it.
+    alpha: what multiplies the sums so far.
+    """
+    x, factor = capped(p, x)
+    x = _masked(p, b, x, tile)
+    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    alpha = jnp.exp2(m - m_new)
+    return jnp.exp2(x * factor - along(m_new, x.shape, 0)), m_new, alpha
+
+
+def _masked(p: Plan, b: Share, x, tile):
     """The logits x of a tile, with -inf where a row does not see a key."""
     last = b.length - 1 + p.appends  # the last position; the first one is T - 1 before
     crosses = tile * KEYS + KEYS - 1 > last - (p.t - 1) - p.appends

@@ -25,12 +25,11 @@ from pallas_kernels.flash_attention.decode_plan import (
     LOWEST,
     Plan,
     Share,
-    masked,
     merge,
     plan,
     share_of,
+    weights_of,
 )
-from pallas_kernels.flash_attention.masks import logits
 from pallas_kernels.mosaic import LOG2E, ROW, ROWS, WGMMA, along
 
 
@@ -103,12 +102,6 @@ def _step(b: _Block, q_smem, tile, carry):
     x = ampere.rows_times_rows(q_smem, b.k_smem)
     ampere.wait()  # for V
     pl.when(tile + 1 < b.share.high)(lambda: _load(b, b.k, b.k_smem, tile + 1))
-    factor = p.scale * LOG2E
-    if p.softcap is not None:
-        x, factor = logits(x, p.scale, p.softcap)[0], 1.0
-    x = masked(p, b.share, x, tile)
-    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
-    alpha = jnp.exp2(m - m_new)
-    e = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    e, m_new, alpha = weights_of(p, b.share, x, tile, m)
     o = ampere.times_rows(o * along(alpha, o.shape, 0), e, b.v_smem)
     return o, m_new, l * alpha + jnp.sum(e, axis=1)

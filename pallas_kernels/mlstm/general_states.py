@@ -13,7 +13,9 @@ It computes what inter_chunk.py computes, on mma and cp.async (ampere.py):
 
     step n:  wait for chunk n     chunk n + 1 on its way     store S, multiply
 
-X is read transposed (ldmatrix can), and scaled in the registers where mma wants its left operand.
+Tiles of 64 columns have an axis of their own in global memory: X and Y are (B,T,H tiles,64), states
+and `other` (B H N,DX,y_tiles,64).  X is read transposed (ldmatrix can), and scaled in the registers
+where mma wants its left operand.
 Long sequences are walked in spans, as on Hopper.
 """
 
@@ -27,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.mlstm.inter_chunk import in_spans, narrow, spans
+from pallas_kernels.mlstm.inter_chunk import Inputs, Outputs, in_spans, narrow, spans
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
 SIZE = 64  # positions of a chunk, and edge of all tiles
@@ -50,28 +52,6 @@ class Schedule(NamedTuple):
     ends: int  # the last spans of this walk whose final states are stored
     reverse: bool
     saturate: bool
-
-
-class Inputs(NamedTuple):
-    """References to global memory; None if not given."""
-
-    x: Any  # (B,T,H x_tiles,64)
-    y: Any
-    weight: Any  # (B,H,N L)
-    vector: Any
-    decay: Any  # (B,H,N)
-    first: tuple | None  # (S, s) before each span
-    other: Any  # (B H N,DX,y_tiles,64)
-
-
-class Outputs(NamedTuple):
-    """References to global memory; None if not requested."""
-
-    before: Any  # S before each chunk, (B H N,DX,y_tiles,64)
-    s_before: Any
-    last: Any  # S after the last spans
-    s_last: Any
-    dots: Any  # sums of S * other
 
 
 class Scratch(NamedTuple):

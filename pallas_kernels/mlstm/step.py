@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.mlstm.inter_chunk import narrow
 
 _COLUMNS = 32  # of a block: 128 bytes of each row
 _ROWS = 16  # of a tile: a warp has four rows, a lane 16 bytes of one
@@ -103,9 +104,7 @@ def _body(gate, normalize, c_ref, q_ref, k_ref, v_ref, i_ref, f_ref, n_ref, m_re
         h = h / jnp.maximum(jnp.abs(l), jnp.maximum(jnp.exp(-m), jnp.finfo(jnp.float32).tiny))
     else:
         h = h * jnp.exp(m)
-    if h_ref.dtype == jnp.float16:
-        h = jnp.clip(h, -65504.0, 65504.0)
-    mosaic.store(h_ref.at[batch, head, columns], h)
+    mosaic.store(h_ref.at[batch, head, columns], narrow(h, h_ref.dtype))
 
     @pl.when(part == 0)
     def _():

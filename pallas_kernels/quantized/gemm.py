@@ -32,9 +32,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.gemv import activate
 from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, tile
 
 _N = 64  # rows of a wgmma, the columns of four tiles

@@ -21,7 +21,6 @@ are exact in bfloat16, and scales multiply sums.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.activations.elementwise import sigmoid
+from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
 from pallas_kernels.quantized.dot import Turn, dot, load_words
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, QuantizedWeight
@@ -175,15 +174,11 @@ class _Refs(NamedTuple):
 
 
 def _body(p: Plan, blocks, x, parts, norm, residual, *outs, **smem):
-    n, start = lax.axis_index("n"), 0
-    for count, weights, out in zip(blocks, parts, outs, strict=True):
-        refs = _Refs(x, weights, norm, residual, out, smem)
-        run = functools.partial(_part, p, refs, n - start)
-        if len(blocks) == 1:
-            run()
-        else:
-            pl.when((n >= start) & (n < start + count))(run)
-        start += count
+    runs = [
+        functools.partial(_part, p, _Refs(x, weights, norm, residual, out, smem))
+        for weights, out in zip(parts, outs, strict=True)
+    ]
+    mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
 
 
 def _part(p: Plan, refs: _Refs, n):
@@ -284,10 +279,3 @@ def _finish(p: Plan, refs: _Refs, n):
     if p.activation == "swiglu":
         y = y * ys[1]
     mosaic.store(refs.out.at[here], y if refs.residual is None else y + own(refs.residual))
-
-
-def activate(y, activation):
-    """The activation of sums, in a kernel; of swiglu the factor of its first sum."""
-    if activation == "gelu":
-        return y * sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y)))
-    return y * sigmoid(y) if activation in ("silu", "swiglu") else y
