@@ -218,7 +218,7 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
         x = x * lax.rsqrt(jnp.square(x).mean() + eps) * norm[0].astype(dtype)
         x = x if norm[1] is None else x + norm[1].astype(dtype)
     if _packed(weights):
-        x = x.astype(given.dtype).astype(dtype)
+        x = _rounded(x, given.dtype)
         ys = [jnp.matmul(x, dequantize(w, dtype), precision="highest") for w in weights]
     else:
         ys = [(w.astype(dtype) * x).sum(-1) for w in weights]
@@ -230,6 +230,12 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
     if residual is not None:
         ys = [ys[0] + residual.astype(dtype)]
     return tuple(y.astype(t) for y, t in zip(ys, _dtypes(given, weights, residual), strict=False))
+
+
+def _rounded(x, dtype):
+    """x rounded to dtype, in its own dtype; XLA on a GPU removes a cast to and fro."""
+    to = jnp.finfo(dtype)
+    return x if dtype == x.dtype else lax.reduce_precision(x, to.nexp, to.nmant)
 
 
 def _dtypes(x, weights, residual) -> list:

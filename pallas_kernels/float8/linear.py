@@ -93,9 +93,15 @@ def _rounded(a):
     """a rounded to e4m3, in float32; its gradient passes unchanged."""
     if a.dtype == jnp.float64:
         return a
-    values, _, inverse = quantize_fp8_reference(lax.stop_gradient(a), dtype=_FORWARD)
     wide = a.astype(jnp.float32)
-    return wide + lax.stop_gradient(values.astype(jnp.float32) * inverse - wide)
+    return wide + lax.stop_gradient(_as_rounded(a, _FORWARD) - wide)
+
+
+def _as_rounded(a, dtype):
+    """a as the cast rounds it, in float32."""
+    values, _, inverse = quantize_fp8_reference(lax.stop_gradient(a), dtype=dtype)
+    # Without the barrier XLA on a GPU removes the cast to and fro.
+    return lax.optimization_barrier(values).astype(jnp.float32) * inverse
 
 
 @jax.custom_vjp
@@ -106,8 +112,7 @@ def _round_gradient(y):
 def _rounded_gradient(_, dy):
     if dy.dtype == jnp.float64:
         return (dy,)
-    values, _, inverse = quantize_fp8_reference(dy, dtype=_BACKWARD)
-    return ((values.astype(jnp.float32) * inverse).astype(dy.dtype),)
+    return (_as_rounded(dy, _BACKWARD).astype(dy.dtype),)
 
 
 _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
@@ -139,7 +144,7 @@ def _linear_backward(kernel, saved, dy):
 def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
     """(a a_scale) (b b_scale)^T over the last `axes` axes of both, in dtype.
 
-    This is the form that XLA knows as an fp8 matmul.  In other dtypes than bfloat16 and float32 it
+    This is the form that XLA knows as an fp8 matmul, inside jit.  In other dtypes than bfloat16 and float32 it
     would not find one whose scales are float32.
     """
     wide = dtype if dtype == jnp.bfloat16 else jnp.float32

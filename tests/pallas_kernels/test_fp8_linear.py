@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
-from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
+from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch, fp8_linear
 from pallas_kernels.float8.linear import fp8_linear_reference
@@ -20,8 +20,13 @@ def operands(shape, n, dtype, spread=0.0):
 
 
 def with_gradients(f, x, weight, dy):
-    y, pull = jax.vjp(f, x, weight)
-    return y, *pull(dy)
+    """(y, dx, dw), in one program: XLA on a GPU multiplies in fp8 only inside jit."""
+
+    def run(x, weight, dy):
+        y, pull = jax.vjp(f, x, weight)
+        return y, *pull(dy)
+
+    return jax.jit(run)(x, weight, dy)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +76,16 @@ def test_the_implementations_are_equal():
 
     def of(implementation):
         op = lambda x, weight: fp8_linear(x, weight, implementation=implementation)
-        return jax.jit(lambda *a: with_gradients(op, *a))(x, weight, dy)
+        return with_gradients(op, x, weight, dy)
 
     expected = of("xla")
     with kernels_run_here():
         actual = of("mosaic")
     for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+        a, e = (np.asarray(v).astype(np.float64) for v in (a, e))
+        # XLA on a GPU may choose different matmuls, which add in other orders.
+        limit = 2**-7 * np.abs(e) + 2**-9 * np.abs(e).max() if ON_GPU else 0
+        assert (np.abs(a - e) <= limit).all()
 
 
 def test_a_float32_weight_gets_a_float32_gradient():
