@@ -11,9 +11,8 @@ which checks shapes, dtypes and options; it is None if the kernel supports the c
 
 Some ops have two forms of their kernels: one for Hopper (9.0) and a general one, for every NVIDIA
 GPU since Ampere (8.0).  Only an H100 has run the general one, so other GPUs take it under "mosaic",
-and by default in place of XLA but not of cuDNN (the vLSTM's has run nowhere, and is no default);
-JAXLLM_KERNELS=general in the environment takes it everywhere, on Hopper as well, and by default no
-kernel that only Hopper has.
+and by default in place of XLA but not of cuDNN; JAXLLM_KERNELS=general in the environment takes it
+everywhere, on Hopper as well, and by default no kernel that only Hopper has.
 
 `explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
 the kernels, because a compiler that spills registers makes a kernel three times slower.
@@ -53,7 +52,7 @@ class Decision(NamedTuple):
     @property
     def supported(self) -> bool:
         """Whether the kernel supports the call, even if the other form is faster and runs."""
-        return self.runs == "mosaic" or self.why.startswith((_FASTER, UNTRIED))
+        return self.runs == "mosaic" or self.why.startswith(_FASTER)
 
 
 class Compiler(NamedTuple):
@@ -71,7 +70,6 @@ class Compiler(NamedTuple):
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _FASTER = "faster, as "
-UNTRIED = "no GPU has run the kernel yet: implementation='mosaic' takes it"
 _SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much shared memory
 _GENERAL = ", in the general form"
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
@@ -87,7 +85,6 @@ def decide(
     fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
     general: bool = False,
-    untried: bool = False,
 ) -> Decision:
     """Decides how `op` runs, without recording or logging it (`use_kernel` does both).
 
@@ -96,7 +93,6 @@ def decide(
     fallback: what runs in place of the kernel if implementation is None.
     slower: why the kernel is slower than `fallback`, or None; used if implementation is None.
     general: the kernel is in its general form, which the decision says.
-    untried: no GPU has run the kernel, so it runs only under "mosaic".
     Raises NotImplementedError for "mosaic" with a reason, ValueError for an unknown implementation.
     """
     if implementation is not None and implementation not in get_args(Implementation):
@@ -112,8 +108,6 @@ def decide(
         reason = reason or f"JAXLLM_KERNELS=general, and this kernel is for {gpu}"
     if reason := device_lacks(gpu) or reason:
         return Decision(op, fallback, reason)
-    if untried:
-        return Decision(op, fallback, UNTRIED)
     if slower:
         return Decision(op, fallback, _FASTER + slower)
     return Decision(op, "mosaic", "supported" + general * _GENERAL)
@@ -127,10 +121,9 @@ def use_kernel(
     fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
     general: bool = False,
-    untried: bool = False,
 ) -> bool:
     """Whether `op` runs on its kernel; records and logs the decision.  Arguments as in `decide`."""
-    decision = decide(op, implementation, reason, gpu, fallback, slower, general, untried)
+    decision = decide(op, implementation, reason, gpu, fallback, slower, general)
     if _recording:
         logged = decision in _decisions or decision.why == "asked for"
         if not logged and decision.runs != "mosaic":

@@ -83,10 +83,8 @@ def row_linear(
     weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
     _check(x, weights, biases, norm, activation, residual)
     reason = why_not(x, weights, norm=norm is not None)
-    slower, untried = why_slower(weights), _packed(weights)
-    kernel = dispatch.use_kernel(
-        "row_linear", implementation, reason, slower=slower, untried=untried
-    )
+    slower = why_slower(weights)
+    kernel = dispatch.use_kernel("row_linear", implementation, reason, slower=slower)
     return _rows(kernel, x, weights, biases, norm, activation, residual)
 
 
@@ -150,7 +148,7 @@ def why_slower(weights) -> str | None:
     a residual 13 and 11; but 5 MB with a norm and GELU take 3.6 us here, and in XLA 5.4.
     """
     if _packed(weights):
-        return dispatch.UNTRIED
+        return None
     size = sum(w.size * w.dtype.itemsize for w in weights)
     return f"XLA reads more than {_LARGE >> 20} MB at more of its speed" if size > _LARGE else None
 

@@ -253,7 +253,9 @@ class Truth:
         wide = [widen(x) for x in self.inputs]
         with jax.enable_x64(True):
             op = on_xla(case, **({"dtype": None} if "dtype" in case.options else {}))
-            truth = jax.jit(functools.partial(both, op))(jax.tree.map(widen, self.dy), *wide)
+            like = jax.eval_shape(op, *wide)  # fp8 stays fp8
+            dy = jax.tree.map(lambda d, o: np.asarray(d).astype(o.dtype), self.dy, like)
+            truth = jax.jit(functools.partial(both, op))(dy, *wide)
             self.truth = jax.tree.map(np.asarray, truth)
 
     def errors(self, op: Callable) -> dict[str, float]:
@@ -269,8 +271,8 @@ class Truth:
 
 
 def _relative(actual, truth) -> float:
-    difference = np.asarray(actual).astype(np.float64) - truth
-    return float(np.linalg.norm(difference) / (np.linalg.norm(truth) or 1))
+    actual, truth = (np.asarray(a).astype(np.float64) for a in (actual, truth))
+    return float(np.linalg.norm(actual - truth) / (np.linalg.norm(truth) or 1))
 
 
 def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:

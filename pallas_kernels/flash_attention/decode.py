@@ -86,8 +86,7 @@ def decode_attention(
     """
     _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
     options = dict(scale=scale, window=window, softcap=softcap)
-    # No GPU has run the general form, so it is no default in XLA's place either.
-    general = dispatch.general_form(implementation)
+    general = dispatch.general_form(implementation, rival=False)
     reason, gpu = why_not(q, k, v, new=new, **options, general=general), gpu_for(general)
     kernel = dispatch.use_kernel("decode_attention", implementation, reason, gpu, general=general)
     form = (_general if general else _kernel) if kernel else _in_jnp

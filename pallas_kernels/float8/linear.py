@@ -32,7 +32,6 @@ from pallas_kernels.float8.quantize import (
     cast,
     lost,
     not_a_multiple,
-    quantize_fp8_reference,
 )
 
 _FORWARD, _BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -52,8 +51,7 @@ def fp8_linear(
     dtype, which `dispatch.explain()` reports.
     probe: any array; its gradient is not one, but for x, weight and dy the shares of values that
     the cast saturated and of those that it rounded to 0 (`lost`).
-    implementation: of the casts.  Their kernels need multiples of 64 and no GPU has run them, so
-    None takes XLA's; the matmuls are always XLA's.
+    implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that is not supported.
@@ -65,7 +63,7 @@ def fp8_linear(
         dispatch.record(dispatch.Decision("fp8_linear", "xla", f"{x.dtype}, not fp8: {reason}"))
         return jnp.matmul(x, weight.astype(x.dtype))
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
-    kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89", untried=True)
+    kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
     return _linear(x, weight, probe, kernel)
 
 
@@ -99,9 +97,8 @@ def _rounded(a):
 
 def _as_rounded(a, dtype):
     """a as the cast rounds it, in float32."""
-    values, _, inverse = quantize_fp8_reference(lax.stop_gradient(a), dtype=dtype)
-    # Without the barrier XLA on a GPU removes the cast to and fro.
-    return lax.optimization_barrier(values).astype(jnp.float32) * inverse
+    values, _, inverse = cast(lax.stop_gradient(a), dtype, kernel=False)
+    return values.astype(jnp.float32) * inverse
 
 
 @jax.custom_vjp
@@ -144,8 +141,8 @@ def _linear_backward(kernel, saved, dy):
 def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
     """(a a_scale) (b b_scale)^T over the last `axes` axes of both, in dtype.
 
-    This is the form that XLA knows as an fp8 matmul, inside jit.  In other dtypes than bfloat16 and float32 it
-    would not find one whose scales are float32.
+    This is the form that XLA knows as an fp8 matmul, inside jit.  In other dtypes than bfloat16 and
+    float32 it would not find one whose scales are float32.
     """
     wide = dtype if dtype == jnp.bfloat16 else jnp.float32
     a, b = (v.astype(wide) * s.astype(wide) for v, s in ((a, a_scale), (b, b_scale)))

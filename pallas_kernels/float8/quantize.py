@@ -50,8 +50,8 @@ def quantize_fp8(
     """(values, transposed, 1 / s): x in fp8, (*rows, K) and (K, *rows), and the float32 1 / s.
 
     dtype: float8_e4m3fn or float8_e5m2.
-    The kernels need fp32, bf16 or fp16 and multiples of 64 for K and the number of rows.  No GPU
-    has run them, so None takes XLA.  Both forms are equal bit for bit.  It has no gradient.
+    The kernels need fp32, bf16 or fp16 and multiples of 64 for K and the number of rows.  Both
+    forms are equal bit for bit.  It has no gradient.
     An infinity or a NaN in x makes 1 / s infinite, and so every product with it NaN.
     Raises ValueError for another dtype and for a scalar x, NotImplementedError under
     implementation="mosaic" for a call that the kernels do not support.
@@ -60,7 +60,7 @@ def quantize_fp8(
         raise ValueError("x has shape (), but needs at least one axis")
     if jnp.dtype(dtype) not in LARGEST:
         raise ValueError(f"dtype={jnp.dtype(dtype)} is not float8_e4m3fn or float8_e5m2")
-    kernel = dispatch.use_kernel("quantize_fp8", implementation, why_not(x), "sm_89", untried=True)
+    kernel = dispatch.use_kernel("quantize_fp8", implementation, why_not(x), "sm_89")
     return cast(lax.stop_gradient(x), jnp.dtype(dtype), kernel)
 
 
@@ -73,7 +73,10 @@ def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
 
 def cast(x, dtype, kernel: bool):
     """The op, by the kernels or by XLA."""
-    return _kernels(x, dtype) if kernel else quantize_fp8_reference(x, dtype=dtype)
+    if kernel:
+        return _kernels(x, dtype)
+    # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
+    return lax.optimization_barrier(quantize_fp8_reference(x, dtype=dtype))
 
 
 def lost(x, values) -> Float[Array, "2"]:

@@ -73,8 +73,9 @@ def vlstm(
         initial_state=initial_state,
         return_state=return_state,
     )
-    general = dispatch.general_form(implementation)
-    if _use_kernel(implementation, why_not(q, k, v, i, f, eps=eps), general):
+    general = dispatch.general_form(implementation, rival=False)
+    reason, gpu = why_not(q, k, v, i, f, eps=eps), "sm_80" if general else "sm_90a"
+    if dispatch.use_kernel("vlstm", implementation, reason, gpu, general=general):
         form = chunkwise.GENERAL if general else chunkwise.HOPPER
         return chunkwise.chunkwise(q, k, v, i, f, form=form, **options)
     return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
@@ -102,21 +103,9 @@ def vlstm_step(
     mosaic.check_axes("B NH DQK", q=q)
     _check(q, k, v, i, f, gate, state)
     reason = step.why_not(q, v, eps=eps)
-    if dispatch.use_kernel("vlstm_step", implementation, reason, untried=True):
+    if dispatch.use_kernel("vlstm_step", implementation, reason):
         return step.advance(gate, normalize, q, k, v, i, f, state)
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
-
-
-def _use_kernel(implementation, reason: str | None, general: bool) -> bool:
-    """dispatch.use_kernel for the vLSTM; general: in the form for every GPU since Ampere."""
-    gpu = "sm_80" if general else "sm_90a"
-    elsewhere = dispatch.device_lacks("sm_80") is None and dispatch.device_lacks(gpu) is not None
-    # Until a GPU has run and timed the general form, XLA keeps the default of all but Hopper.
-    untried = implementation is None and elsewhere and not general
-    gpu = "sm_80" if untried else gpu
-    return dispatch.use_kernel(
-        "vlstm", implementation, reason, gpu, general=general, untried=untried
-    )
 
 
 def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:

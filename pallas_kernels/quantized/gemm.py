@@ -19,7 +19,7 @@ instructions: docs/decoding.md counts them.
 
 Without splits the block adds the bias, applies the activation, turns its tile round in the buffers
 of x, and writes y.  Otherwise it writes float32 sums, which XLA adds in order.  There are no
-atomics, so two runs are equal bit for bit.  No GPU has run this kernel: its constants are counted.
+atomics, so two runs are equal bit for bit.
 """
 
 import functools
@@ -47,7 +47,7 @@ _CHUNK = 64  # rows of x that the epilogue turns round at once
 _SMEM = 226 * 1024  # of a block; the rest of an SM's 227 KB is for barriers
 _MOST_SLOTS, _MOST_SPLITS = 3, 8
 
-# For `_clocks`, all counted.
+# For `_clocks`, counted.
 _SMS = 132  # of an H100
 _START = 6000  # clocks of a block besides its steps
 _FINISH = 4000  # of the kernel that adds the sums of splits

@@ -15,7 +15,10 @@ blocks share the bytes of any layer, and its warps share K: no other block adds 
     sums of a group of k                -> acc += s sum, and offset sum of x
 
 Only the sums of the warps go through shared memory, in float32, at the end; and norm(x), as
-bfloat16, which the first warpgroup computes for its block while the first words are on their way.
+bfloat16.  For layer norm the first warpgroup computes it while the first words are on their way.
+RMS norm is a factor, which the sums get at the end: only x times the norm's weight is needed
+before, to which all warpgroups contribute.
+
 Sums are added in a fixed order, so two runs are equal bit for bit.  w' is never rounded: its levels
 are exact in bfloat16, and scales multiply sums.
 """
@@ -56,6 +59,7 @@ class Plan(NamedTuple):
     each: int  # weights of a block
     activation: str | None
     eps: float  # of the norm
+    late: bool  # the norm divides sums
     centered: bool
 
     @property
@@ -64,7 +68,7 @@ class Plan(NamedTuple):
         return mosaic.cdiv(self.turns, self.wgs)
 
 
-def plan(weights, activation=None, eps: float = 0.0, centered: bool = False) -> Plan:
+def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) -> Plan:
     """weights: of equal K and format, of one block each, or for swiglu of the same block."""
     weight, each = weights[0], len(weights) if activation == "swiglu" else 1
     tiles = sum(w.words.shape[0] for w in weights) // each
@@ -74,7 +78,8 @@ def plan(weights, activation=None, eps: float = 0.0, centered: bool = False) -> 
     wgs = max(1, min(_WGS // blocks, turns))
     ahead = min(_AHEAD // each, mosaic.cdiv(turns, wgs))
     turn = Turn(weight.step, weight.bits, weight.format, group)
-    return Plan(turn, turns, wgs, ahead, each, activation, eps, centered)
+    late = norm is not None and not centered and norm[1] is None
+    return Plan(turn, turns, wgs, ahead, each, activation, eps, late, centered)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
@@ -103,7 +108,7 @@ def products(
     x: (K,) bfloat16.  norm: its weight and its bias or None, (K,).  activation: None, "gelu",
     "silu", or "swiglu", which makes one result of two weights.
     """
-    p = plan(weights, activation, eps, centered)
+    p = plan(weights, activation, norm, eps, centered)
     wide = lambda a: None if a is None else mosaic.pad_axis(a, 0, COLUMNS)
     arrays = [(w.words, w.scales, w.offsets, wide(b)) for w, b in zip(weights, biases, strict=True)]
     parts = tuple(tuple(arrays[i : i + p.each]) for i in range(0, len(arrays), p.each))
@@ -125,9 +130,9 @@ def _products(x, parts, norm, residual, dtypes, p: Plan):
         if norm is None
         else dict(
             x_smem=plgpu.SMEM((p.turns * TURN, step), jnp.bfloat16),
-            squares_smem=plgpu.SMEM((2, TURN), jnp.float32),
+            norm_smem=plgpu.SMEM((p.wgs if p.late else 2, TURN), jnp.float32),
             norm_bar=plgpu.Barrier(),
-            x_bar=plgpu.Barrier(num_arrivals=1),
+            x_bar=plgpu.Barrier(num_arrivals=p.wgs if p.late else 1),
         )
     )
     return mosaic.kernel(
@@ -187,8 +192,11 @@ def _part(p: Plan, refs: _Refs, n):
     turn = lambda i: i * p.wgs + wg
     fetch = lambda i: [_fetch(p, weight, n, turn(i)) for weight in refs.weights]
     fetched = [fetch(i) for i in range(p.ahead)]
-    if refs.norm is not None:
+    if p.late:
+        _weigh(p, refs, wg)
+    elif refs.norm is not None:
         pl.when(wg == 0)(lambda: _normalize(p, refs))
+    if refs.norm is not None:
         plgpu.barrier_wait(refs.smem["x_bar"])
 
     def advance(i, carry):
@@ -236,6 +244,23 @@ def _multiply(p: Plan, refs: _Refs, turn, fetched, accs):
     return [jnp.where(exists, total, acc) for total, acc in zip(totals, accs, strict=True)]
 
 
+def _weigh(p: Plan, refs: _Refs, wg):
+    """Writes x times the norm's weight, and the sums of x^2 of each warp, to shared memory."""
+    layout, turns = mosaic.warp_rows(p.turn.step // LANES), [i * p.wgs + wg for i in range(p.share)]
+    rows = lambda turn: pl.ds(_existing(p, turn) * TURN, TURN)
+    xs = [_load(refs.x.at[rows(turn)], layout).astype(jnp.float32) for turn in turns]
+    squares = [
+        jnp.where(jnp.broadcast_to(turn < p.turns, x.shape), x * x, 0.0)
+        for x, turn in zip(xs, turns, strict=True)
+    ]
+    for x, turn in zip(xs, turns, strict=True):
+        y = x * _load(refs.norm[0].at[rows(turn)], layout)
+        store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows(turn)], y)
+        store() if p.turns % p.wgs == 0 else pl.when(turn < p.turns)(store)
+    mosaic.store(refs.smem["norm_smem"].at[wg], jnp.sum(functools.reduce(jnp.add, squares), axis=1))
+    plgpu.barrier_arrive(refs.smem["x_bar"])
+
+
 def _normalize(p: Plan, refs: _Refs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
     layout = mosaic.warp_rows(p.turn.step // LANES)
@@ -245,7 +270,7 @@ def _normalize(p: Plan, refs: _Refs):
 
     def mean(terms, slot):
         """The mean of all numbers, by way of the sums of the warps."""
-        part = refs.smem["squares_smem"].at[slot]
+        part = refs.smem["norm_smem"].at[slot]
         mosaic.store(part, jnp.sum(functools.reduce(jnp.add, terms), axis=1))
         plgpu.barrier_arrive(refs.smem["norm_bar"])
         plgpu.barrier_wait(refs.smem["norm_bar"])
@@ -273,6 +298,11 @@ def _finish(p: Plan, refs: _Refs, n):
         for s in range(TURN)
     ]
     ys = [functools.reduce(jnp.add, sums(i)) for i in range(p.each)]
+    if p.late:
+        parts = [refs.smem["norm_smem"][w, i] for w in range(p.wgs) for i in range(TURN)]
+        k = p.turns * TURN * p.turn.step
+        scale = lax.rsqrt(functools.reduce(jnp.add, parts) * (1 / k) + p.eps)
+        ys = [y * scale for y in ys]
     own = lambda ref: mosaic.load(ref.at[here], _COLUMNS)
     ys = [y if w.bias is None else y + own(w.bias) for y, w in zip(ys, refs.weights, strict=True)]
     y = activate(ys[0], p.activation)

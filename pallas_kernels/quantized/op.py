@@ -27,13 +27,9 @@ from pallas_kernels.quantized import gemm, gemv, matmul, plain
 from pallas_kernels.quantized.formats import PlainWeight, QuantizedWeight, dequantize
 
 Activation = Literal["gelu", "silu"]
-_Kernel = Literal["few", "many"] | None  # None: XLA
-# Counted, for 4096 x 14336 of 4 bits: XLA moves 264 MB, 90 us, before it multiplies.  If gemm.py's
-# wgmmas run at 0.75 of cuBLAS's speed, it loses those 90 us at 1500 rows.
-_MOST_ROWS = 1024
-# No GPU has run gemm.py.  So by default up to 256 rows take matmul.py for each 64, as measured, and
-# more take XLA; implementation="mosaic" takes gemm.py.
-_MEASURED_ROWS = 4 * matmul.MAX_ROWS
+# Then XLA is as fast: it needs 300 us to dequantize 4096 x 14336 of 4 bits, and 0.15 us for a row,
+# gemm.py 0.19 (an H100, 1024 rows).
+MOST_ROWS = 4096
 _ACTIVATIONS = {
     None: lambda y: y,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
@@ -54,8 +50,8 @@ def quantized_linear(
     activation: None, "gelu" (its tanh form) or "silu".
     weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
     kernel, and its gradient is that of x not quantised.
-    The kernel needs bfloat16 and at most 1024 rows, by default 256, and for more than one row a
-    Hopper GPU.  Gradients go to x and bias.
+    The kernel needs bfloat16 and at most 4096 rows, and for more than one row a Hopper GPU.
+    Gradients go to x and bias.
     Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
@@ -63,17 +59,14 @@ def quantized_linear(
     reason = why_not(x, weight)
     if isinstance(weight, PlainWeight):
         implementation = implementation or "xla"
-    if implementation is None and _row_count(x) > _MEASURED_ROWS:
-        reason = reason or f"no GPU has run the kernel with more than {_MEASURED_ROWS} rows"
     gpu = "sm_80" if _row_count(x) == 1 else "sm_90a"
     takes = dispatch.use_kernel("quantized_linear", implementation, reason, gpu)
-    many = implementation == "mosaic" and _row_count(x) > matmul.MAX_ROWS
-    return _rows(x, weight, bias, activation, ("many" if many else "few") if takes else None)
+    return _rows(x, weight, bias, activation, takes)
 
 
 def quantized_linear_reference(x, weight, bias=None, *, activation=None):
     """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
-    return _rows(x, weight, bias, activation, None)
+    return _rows(x, weight, bias, activation, False)
 
 
 def _row_count(x) -> int:
@@ -91,8 +84,8 @@ def why_not(x, weight) -> str | None:
         return "the weight is plain, and XLA has cuBLASLt for it"
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, not bfloat16"
-    if (rows := _row_count(x)) > _MOST_ROWS:
-        return f"rows={rows} are more than {_MOST_ROWS}"
+    if (rows := _row_count(x)) > MOST_ROWS:
+        return f"rows={rows} are more than {MOST_ROWS}"
     return mosaic.empty(x=x)
 
 
@@ -109,35 +102,32 @@ def _check(x, weight, bias, activation):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear(x, weight, bias, activation, kernel: _Kernel):
+def _linear(x, weight, bias, activation, kernel: bool):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:
         (y,) = gemv.products(x[0], (weight,), (bias,), (x.dtype,), activation=activation)
         return y[None]
-    if kernel == "many" and gemm.plan(x.shape[0], weight).splits == 1:
+    if kernel and _many(x) and gemm.plan(x.shape[0], weight).splits == 1:
         return gemm.linear(x, weight, bias, activation)
     return _finish(_sums(x, weight, kernel), bias, activation, x.dtype)
 
 
-def _sums(x, weight, kernel: _Kernel):
+def _sums(x, weight, kernel: bool):
     """x w' in float32 (float64 for float64)."""
     dtype = mosaic.stat_dtype(x.dtype)
     if isinstance(weight, PlainWeight):
         return plain.product(x, weight)
-    if kernel is None:
+    if not kernel:
         return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
     if x.shape[0] == 1:
         return gemv.products(x[0], (weight,), (None,), (dtype,))[0][None]
-    if kernel == "many":
-        return _added(gemm.sums(x, weight), x, weight)
-    some = [x[i : i + matmul.MAX_ROWS] for i in range(0, len(x), matmul.MAX_ROWS)]
-    return jnp.concatenate([_added(matmul.product(x, weight), x, weight) for x in some])
-
-
-def _added(parts, x, weight):
-    """The sum (M, N) of parts (splits, N, M), which may have padding."""
+    parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
     y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
     return y[: weight.shape[1], : x.shape[0]].T
+
+
+def _many(x) -> bool:
+    return x.shape[0] > matmul.MAX_ROWS
 
 
 def _finish(y, bias, activation, dtype):

@@ -66,18 +66,6 @@ def test_auto_takes_what_is_faster(capable):
     assert [d.supported for d in dispatch.decisions()] == [True, True, False]
 
 
-def test_a_kernel_that_no_gpu_has_run_runs_only_when_asked_for(capable):
-    assert not use_kernel("op", None, None, "sm_89", untried=True)
-    assert use_kernel("op", "mosaic", None, "sm_89", untried=True)
-    assert not use_kernel("op", None, "D=7 is odd", untried=True)
-    assert dispatch.decisions() == [
-        Decision("op", "xla", dispatch.UNTRIED),
-        Decision("op", "mosaic", "asked for"),
-        Decision("op", "xla", "D=7 is odd"),
-    ]
-    assert [d.supported for d in dispatch.decisions()] == [True, True, False]
-
-
 def test_general_kernels_leave_no_place_to_those_for_hopper(capable, monkeypatch):
     monkeypatch.setenv("JAXLLM_KERNELS", "general")
     assert use_kernel("op", None, None)

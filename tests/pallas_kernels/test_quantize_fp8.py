@@ -7,7 +7,7 @@ import pytest
 from cases import slow
 from kernel_checks import assert_lowers, kernels_run_here, normal
 
-from pallas_kernels import dispatch, quantize_fp8
+from pallas_kernels import quantize_fp8
 from pallas_kernels.float8.quantize import quantize_fp8_reference
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -77,14 +77,6 @@ def test_the_jnp_form_rounds_to_the_nearest_value(dtype):
     np.testing.assert_array_equal(np.abs(scaled - got), distance)
     assert np.abs(got).max() == float(info.max)
     np.testing.assert_array_equal(np.asarray(transposed).astype(np.float64), got.T)
-
-
-def test_the_default_is_xla_since_no_gpu_has_run_the_kernels(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
-    dispatch.reset()
-    quantize_fp8(jnp.ones((64, 64)))
-    assert "quantize_fp8  xla     no GPU has run the kernel yet" in dispatch.explain()
-    dispatch.reset()
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,13 @@ def test_states_of_several_tiles(reverse, sms, monkeypatch):
     [
         ((), None, "mosaic", "supported"),
         ((), "mosaic", "mosaic", "asked for"),
-        (("sm_90a",), None, "xla", dispatch.UNTRIED),
+        (("sm_90a",), None, "mosaic", "supported, in the general form"),
         (("sm_90a",), "mosaic", "mosaic", "asked for, in the general form"),
         (("sm_80", "sm_90a"), None, "xla", "older"),
         (("sm_80", "sm_90a"), "mosaic", "mosaic", "asked for"),  # a CPU interprets Hopper's
     ],
 )
-def test_other_gpus_take_it_only_if_asked(lacks, asked, runs, why, monkeypatch):
+def test_which_form_runs(lacks, asked, runs, why, monkeypatch):
     monkeypatch.delenv("JAXLLM_KERNELS")
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: "older" if gpu in lacks else None)
     call = lambda *a: vlstm(*a, implementation=asked)  # a new function
