@@ -192,6 +192,9 @@ def _part(p: Plan, refs: _Refs, n):
     turn = lambda i: i * p.wgs + wg
     fetch = lambda i: [_fetch(p, weight, n, turn(i)) for weight in refs.weights]
     fetched = [fetch(i) for i in range(p.ahead)]
+    here = pl.ds(n * COLUMNS, COLUMNS)
+    own = lambda ref: None if ref is None else mosaic.load(ref.at[here], _COLUMNS)
+    added = [own(w.bias) for w in refs.weights], own(refs.residual)  # before `_finish` waits
     if p.late:
         _weigh(p, refs, wg)
     elif refs.norm is not None:
@@ -211,7 +214,7 @@ def _part(p: Plan, refs: _Refs, n):
     for i, acc in enumerate(accs):
         mosaic.store(refs.smem["sums_smem"].at[wg, i], acc)
     plgpu.barrier_arrive(refs.smem["bar"])
-    pl.when(wg == 0)(lambda: _finish(p, refs, n))
+    pl.when(wg == 0)(lambda: _finish(p, refs, here, *added))
 
 
 def _load(ref, layout):
@@ -288,10 +291,10 @@ def _normalize(p: Plan, refs: _Refs):
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
-def _finish(p: Plan, refs: _Refs, n):
+def _finish(p: Plan, refs: _Refs, here, biases, residual):
     """Adds the sums of the warps in order, then bias, activation and residual; stores."""
     plgpu.barrier_wait(refs.smem["bar"])
-    smem, here = refs.smem["sums_smem"], pl.ds(n * COLUMNS, COLUMNS)
+    smem = refs.smem["sums_smem"]
     sums = lambda i: [
         _load(smem.at[w, i, pl.ds(s * COLUMNS, COLUMNS)], _COLUMNS)
         for w in range(p.wgs)
@@ -303,9 +306,8 @@ def _finish(p: Plan, refs: _Refs, n):
         k = p.turns * TURN * p.turn.step
         scale = lax.rsqrt(functools.reduce(jnp.add, parts) * (1 / k) + p.eps)
         ys = [y * scale for y in ys]
-    own = lambda ref: mosaic.load(ref.at[here], _COLUMNS)
-    ys = [y if w.bias is None else y + own(w.bias) for y, w in zip(ys, refs.weights, strict=True)]
+    ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
     y = activate(ys[0], p.activation)
     if p.activation == "swiglu":
         y = y * ys[1]
-    mosaic.store(refs.out.at[here], y if refs.residual is None else y + own(refs.residual))
+    mosaic.store(refs.out.at[here], y if residual is None else y + residual)
