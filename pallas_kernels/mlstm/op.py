@@ -102,8 +102,8 @@ def vlstm_step(
     """
     mosaic.check_axes("B NH DQK", q=q)
     _check(q, k, v, i, f, gate, state)
-    reason = step.why_not(q, v, eps=eps)
-    if dispatch.use_kernel("vlstm_step", implementation, reason):
+    reason, slower = step.why_not(q, v, eps=eps), step.why_slower(q, v)
+    if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
         return step.advance(gate, normalize, q, k, v, i, f, state)
     return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
 

@@ -90,9 +90,12 @@ SIZES = [(case, sizes) for case in CASES for sizes in case.sizes]
 @pytest.mark.parametrize(("case", "sizes"), SIZES, ids=lambda x: getattr(x, "op", None))
 def test_the_sizes_of_models_run_on_their_kernels(capable, case, sizes):
     jax.eval_shape(run.public(case), *run.structs(case, sizes))
-    assert {d.why for d in dispatch.decisions() if d.runs == "mosaic"} == {"supported"}
+    assert {d.why for d in dispatch.decisions() if d.runs == "mosaic"} <= {"supported"}
     others = {d.why for d in dispatch.decisions() if d.runs != "mosaic"}
-    assert others <= {"forward, bf16 with a bias: cuBLASLt fuses it with the matmul before"}
+    assert others <= {
+        "forward, bf16 with a bias: cuBLASLt fuses it with the matmul before",
+        "faster, as XLA fuses the step of a small state with its neighbours",
+    }
 
 
 def rows(n, c):

@@ -8,7 +8,7 @@ import pytest
 from cases import slow
 from kernel_checks import check_op, normal
 
-from pallas_kernels import vlstm_step
+from pallas_kernels import dispatch, vlstm_step
 from pallas_kernels.mlstm import reference
 
 BF16 = jnp.bfloat16
@@ -77,3 +77,13 @@ def test_what_the_kernel_does_not_support(shape, options, reason):
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
         jax.eval_shape(lambda: run("mosaic"))
     assert jax.eval_shape(lambda: run(None))[0].shape == v.shape
+
+
+@pytest.mark.parametrize(("rows", "runs"), [(3, "xla"), (4, "mosaic")])  # 12 and 16 MiB
+def test_a_small_state_is_left_to_xla(monkeypatch, rows, runs):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+    dispatch.reset()
+    of = lambda *shape: jax.ShapeDtypeStruct((rows, 8, *shape), jnp.float32)
+    state = of(256, 512), of(256), of()
+    jax.eval_shape(vlstm_step, of(256), of(256), of(512), of(), of(), state)
+    assert [d.runs for d in dispatch.decisions()] == [runs]
