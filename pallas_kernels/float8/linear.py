@@ -8,7 +8,9 @@ s is that of the tensor at hand and not of earlier steps, so a run has no furthe
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 
 The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
-cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once.  Hopper's
+cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once.  XLA 0.12
+does so only with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets: otherwise it
+widens the operands and multiplies in bfloat16, in twice the time.  Hopper's
 tensor core reads both operands along the contracted axis, so each array is needed in the order that
 it has and transposed: y takes x and w^T, dx takes dy and w, dw takes x^T and dy^T.  One pass writes
 both orders.  The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
@@ -20,6 +22,8 @@ operands to x's dtype and rounds the scales to it, too.
 """
 
 import functools
+import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +40,9 @@ from pallas_kernels.float8.quantize import (
 
 _FORWARD, _BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
+_FLAG = "--xla_gpu_enable_triton_gemm=false"
+
+log = logging.getLogger("pallas_kernels")
 
 
 def fp8_linear(
@@ -52,6 +59,7 @@ def fp8_linear(
     probe: any array; its gradient is not one, but for x, weight and dy the shares of values that
     the cast saturated and of those that it rounded to 0 (`lost`).
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
+    It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that is not supported.
@@ -64,7 +72,14 @@ def fp8_linear(
         return jnp.matmul(x, weight.astype(x.dtype))
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
     kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
+    _warn_of_flags()
     return _linear(x, weight, probe, kernel)
+
+
+@functools.cache  # once
+def _warn_of_flags() -> None:
+    if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
+        log.warning("fp8_linear is slow, in bfloat16: set XLA_FLAGS=%s before JAX starts", _FLAG)
 
 
 def fp8_linear_reference(x, weight):

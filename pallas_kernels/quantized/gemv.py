@@ -11,13 +11,13 @@ blocks share the bytes of any layer, and its warps share K: no other block adds 
     lane         its words of the next `ahead` turns are in flight while it multiplies those before
 
     words of a step: 512 bytes in a row -> registers -> operands of mma m16n8k16 (dot.py)
-    x of a step                         -> registers -> mma's eight columns, all equal
+    x of a step -> shared memory        -> registers -> mma's eight columns, all equal
     sums of a group of k                -> acc += s sum, and offset sum of x
 
-Only the sums of the warps go through shared memory, in float32, at the end; and norm(x), as
-bfloat16.  For layer norm the first warpgroup computes it while the first words are on their way.
-RMS norm is a factor, which the sums get at the end: only x times the norm's weight is needed
-before, to which all warpgroups contribute.
+Shared memory holds x, or norm(x) as bfloat16, and at the end the sums of the warps in float32.
+All warpgroups bring a part of x while the first words are on their way.  For layer norm only the
+first one does, which needs the mean.  RMS norm is a factor, which the sums get at the end: before,
+x is only multiplied by the norm's weight.
 
 Sums are added in a fixed order, so two runs are equal bit for bit.  w' is never rounded: its levels
 are exact in bfloat16, and scales multiply sums.
@@ -43,6 +43,7 @@ _WGS = 8  # of an SM, whose registers hold them at 64 a thread
 # 32 warps of an SM then have 32 KB in flight.  More turns need more registers and gain nothing:
 # with 2, 3, 4 and 6 an H100 takes 13.0, 13.9, 14.2 and 18.4 us for 4096 x 14336 of 4 bits.
 _AHEAD = 2
+_STAGED = 16384  # the largest K of x in shared memory, 32 KB; beyond, a turn loads its x
 _NORMED = 64  # numbers of a row that a thread normalises, at most
 
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
@@ -59,7 +60,8 @@ class Plan(NamedTuple):
     each: int  # weights of a block
     activation: str | None
     eps: float  # of the norm
-    late: bool  # the norm divides sums
+    staged: bool  # x is in shared memory
+    late: bool  # the norm is a factor of the sums
     centered: bool
 
     @property
@@ -79,7 +81,8 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     ahead = min(_AHEAD // each, mosaic.cdiv(turns, wgs))
     turn = Turn(weight.step, weight.bits, weight.format, group)
     late = norm is not None and not centered and norm[1] is None
-    return Plan(turn, turns, wgs, ahead, each, activation, eps, late, centered)
+    staged = norm is not None or turns * TURN * weight.step <= _STAGED
+    return Plan(turn, turns, wgs, ahead, each, activation, eps, staged, late, centered)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
@@ -125,16 +128,15 @@ def _products(x, parts, norm, residual, dtypes, p: Plan):
         words = words.reshape(*words.shape[:3], LANES * WORDS)
         return _Weight(words, flat(scales), flat(offsets), bias)
 
-    normed = (
-        {}
-        if norm is None
-        else dict(
+    smem = {}
+    if p.staged:
+        first_only = norm is not None and not p.late
+        smem = dict(
             x_smem=plgpu.SMEM((p.turns * TURN, step), jnp.bfloat16),
             norm_smem=plgpu.SMEM((p.wgs if p.late else 2, TURN), jnp.float32),
             norm_bar=plgpu.Barrier(),
-            x_bar=plgpu.Barrier(num_arrivals=p.wgs if p.late else 1),
+            x_bar=plgpu.Barrier(num_arrivals=1 if first_only else p.wgs),
         )
-    )
     return mosaic.kernel(
         functools.partial(_body, p, blocks),
         name="quantized_linear_row",
@@ -145,7 +147,7 @@ def _products(x, parts, norm, residual, dtypes, p: Plan):
         scratch_types=dict(
             sums_smem=plgpu.SMEM((p.wgs, p.each, TURN * COLUMNS), jnp.float32),
             bar=plgpu.Barrier(num_arrivals=p.wgs),
-            **normed,
+            **smem,
         ),
         **mosaic.grid(n=sum(blocks)),
         num_threads=p.wgs,
@@ -195,11 +197,11 @@ def _part(p: Plan, refs: _Refs, n):
     here = pl.ds(n * COLUMNS, COLUMNS)
     own = lambda ref: None if ref is None else mosaic.load(ref.at[here], _COLUMNS)
     added = [own(w.bias) for w in refs.weights], own(refs.residual)  # before `_finish` waits
-    if p.late:
-        _weigh(p, refs, wg)
-    elif refs.norm is not None:
-        pl.when(wg == 0)(lambda: _normalize(p, refs))
-    if refs.norm is not None:
+    if p.staged:
+        if p.late or refs.norm is None:
+            _bring(p, refs, wg)
+        else:
+            pl.when(wg == 0)(lambda: _normalize(p, refs))
         plgpu.barrier_wait(refs.smem["x_bar"])
 
     def advance(i, carry):
@@ -239,7 +241,7 @@ def _fetch(p: Plan, weight: _Weight, n, turn):
 def _multiply(p: Plan, refs: _Refs, turn, fetched, accs):
     """accs + the products of a turn; past the last turn accs."""
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
-    x = _load((refs.x if refs.norm is None else refs.smem["x_smem"]).at[steps], p.turn.x_layout)
+    x = _load((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.turn.x_layout)
     totals = [dot(p.turn, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
     if p.turns % p.wgs == 0:
         return totals
@@ -247,20 +249,24 @@ def _multiply(p: Plan, refs: _Refs, turn, fetched, accs):
     return [jnp.where(exists, total, acc) for total, acc in zip(totals, accs, strict=True)]
 
 
-def _weigh(p: Plan, refs: _Refs, wg):
-    """Writes x times the norm's weight, and the sums of x^2 of each warp, to shared memory."""
+def _bring(p: Plan, refs: _Refs, wg):
+    """Writes the turns of x of a warpgroup to shared memory.
+
+    With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
+    """
     layout, turns = mosaic.warp_rows(p.turn.step // LANES), [i * p.wgs + wg for i in range(p.share)]
     rows = lambda turn: pl.ds(_existing(p, turn) * TURN, TURN)
-    xs = [_load(refs.x.at[rows(turn)], layout).astype(jnp.float32) for turn in turns]
-    squares = [
-        jnp.where(jnp.broadcast_to(turn < p.turns, x.shape), x * x, 0.0)
-        for x, turn in zip(xs, turns, strict=True)
-    ]
+    xs = [_load(refs.x.at[rows(turn)], layout) for turn in turns]
+    if refs.norm is not None:
+        xs = [x.astype(jnp.float32) for x in xs]
+        exists = [jnp.broadcast_to(turn < p.turns, xs[0].shape) for turn in turns]
+        squares = [jnp.where(e, x * x, 0.0) for e, x in zip(exists, xs, strict=True)]
+        total = jnp.sum(functools.reduce(jnp.add, squares), axis=1)
+        mosaic.store(refs.smem["norm_smem"].at[wg], total)
     for x, turn in zip(xs, turns, strict=True):
-        y = x * _load(refs.norm[0].at[rows(turn)], layout)
+        y = x if refs.norm is None else x * _load(refs.norm[0].at[rows(turn)], layout)
         store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows(turn)], y)
         store() if p.turns % p.wgs == 0 else pl.when(turn < p.turns)(store)
-    mosaic.store(refs.smem["norm_smem"].at[wg], jnp.sum(functools.reduce(jnp.add, squares), axis=1))
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 

@@ -6,7 +6,7 @@
 Many rows take as long as the tensor core multiplies, and it multiplies 8 bits twice as fast as
 bfloat16.  XLA quantises the rows in two small kernels, multiplies by cuBLASLt or by Triton,
 whichever it times faster, and scales the sums in the kernel that adds the bias.  The sums of int8
-are exact, in int32; those of fp8 are float32, of which an H100's tensor core keeps fewer bits.
+are exact, in int32; those of fp8 have x's dtype, and an H100's tensor core adds about 14 bits.
 
     |x - codes t|   at most t / 2 (int8), or 2^-4 |x| + 2^-10 t (fp8), and float32's rounding
 
@@ -24,9 +24,10 @@ def product(x, weight: PlainWeight):
     """x w' in float32 (M, N) for x (M, K), quantised by row (float64 for float64)."""
     dtype = mosaic.stat_dtype(x.dtype)
     codes, t = quantize_rows(x, weight.codes.dtype)
-    # Sums of fp8 in bfloat16 would be half the bytes, but whether XLA rounds them depends on what
-    # it fuses.
-    out = jnp.int32 if codes.dtype == jnp.int8 else jnp.float32
+    # Sums of fp8 as bfloat16 are half the bytes: for 4096 x 4096 x 14336 an H100 takes 416 us, and
+    # 470 with float32.  y is then rounded twice, unless XLA keeps the sums wider.
+    out = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    out = jnp.int32 if codes.dtype == jnp.int8 else out
     along_k = (((1,), (1,)), ((), ()))
     sums = lax.dot_general(codes, weight.codes, along_k, preferred_element_type=out)
     return sums.astype(dtype) * t * weight.scales

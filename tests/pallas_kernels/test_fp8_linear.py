@@ -8,6 +8,7 @@ from cases import slow
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch, fp8_linear
+from pallas_kernels.float8 import linear
 from pallas_kernels.float8.linear import fp8_linear_reference
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -146,3 +147,17 @@ def test_other_shapes_run_in_the_dtype_of_x_and_say_so():
 def test_arrays_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match=r"x \(16, 32\) and weight \(16, 32\) are not"):
         fp8_linear(jnp.ones((16, 32)), jnp.ones((16, 32)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "warns"), [("", True), ("--a=b --xla_gpu_enable_triton_gemm=false", False)]
+)
+def test_a_gpu_without_the_flag_is_warned(monkeypatch, caplog, flags, warns):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    linear._warn_of_flags.cache_clear()
+    with caplog.at_level("WARNING", "pallas_kernels"):
+        linear._warn_of_flags()
+        linear._warn_of_flags()
+    assert [r.message.startswith("fp8_linear is slow") for r in caplog.records] == [True] * warns
+    linear._warn_of_flags.cache_clear()
