@@ -80,7 +80,8 @@ def test_the_jnp_form_is_this(format):
     def formula(x, weight):
         codes, t = quantize_rows(x.reshape(70, 320), weight.codes.dtype)
         acc = jnp.int32 if format == "int" else jnp.bfloat16
-        sums = jnp.matmul(codes, weight.codes.T, preferred_element_type=acc)
+        along_k = (((1,), (1,)), ((), ()))
+        sums = jax.lax.dot_general(codes, weight.codes, along_k, preferred_element_type=acc)
         y = jax.nn.silu(sums.astype(jnp.float32) * t * weight.scales).astype(x.dtype)
         return y.reshape(2, 35, 72)
 
