@@ -173,9 +173,8 @@ def quantized_linear() -> None:
                 seen.add(title)
                 print(title)
                 timed = functools.partial(packed_linear, case, {"M": m, "K": k, "N": n})
-                # By default many rows take what was measured, not the kernel for them (op.py).
-                forms = {"jaxllm": None, "jaxllm mosaic": "mosaic", "jaxllm XLA": "xla"}
-                rows(*run.attempt(timed, forms if m > 64 else {"jaxllm": None}))
+                forms = {"jaxllm": None} | ({"jaxllm XLA": "xla"} if m > 64 else {})
+                rows(*run.attempt(timed, forms))
                 timed = functools.partial(gemlite, m=m, k=k, n=n, bits=bits, group=group)
                 theirs.append((title, timed, {"gemlite": True, "PyTorch bfloat16": False}))
     for k, n in ((4096, 14336), (14336, 4096)):
