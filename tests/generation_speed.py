@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="to time after it (256)")
     parser.add_argument("--quantize", help="format of jaxllm convert, such as int4")
     parser.add_argument("--group", type=int, default=128, help="with --quantize (128)")
+    parser.add_argument("--head", help="format of the head, with --quantize (bfloat16)")
     parser.add_argument("--kv_cache_dtype", choices=("auto", "float8"), default="auto")
     parser.add_argument("--peer", action="store_true", help="transformers instead of ours")
     args = parser.parse_args(argv)
@@ -78,9 +79,10 @@ def ours(args) -> None:
         )
     on_gpu = jax.default_backend() == "gpu"
     bandwidth = 1e12 * run.ceilings()["copy_TB_per_s"] if on_gpu else None
-    print(f"{args.config}, {args.quantize or model.compute_dtype}, on {jax.devices()[0]}")
+    head = f", head {args.head}" if args.head else ""
+    print(f"{args.config}, {args.quantize or model.compute_dtype}{head}, on {jax.devices()[0]}")
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
-        graph, params, weights = random_weights(model, args.quantize, args.group)
+        graph, params, weights = random_weights(model, args.quantize, args.group, args.head)
         for rows in args.rows:
             texts = prompts(rows, args.prompt, model.vocab_size)
             start = functools.partial(
@@ -102,7 +104,7 @@ def ours(args) -> None:
             show(rows, first, seconds, floor)
 
 
-def random_weights(model, quantized: str | None, group: int):
+def random_weights(model, quantized: str | None, group: int, head: str | None = None):
     """(graph, parameters, bytes of them that a token reads), as load_model returns them.
 
     Matrices are in bfloat16 or packed, vectors in float32; tables are not read as a whole unless
@@ -114,28 +116,27 @@ def random_weights(model, quantized: str | None, group: int):
 
     from jaxllm.models import create
     from jaxllm.weights.convert import FORMATS
-    from jaxllm.weights.packed import Packing, layout
-    from pallas_kernels import quantize
+    from jaxllm.weights.packed import Packing, create_packed
 
     model = model.model_copy(update={"kernels": "xla" if model.kernels == "xla" else "auto"})
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: create(model)), nnx.Param)
-    packing = Packing(*FORMATS[quantized], group, True) if quantized else None
-    stored = layout(model, packing) if packing else {}
+    packing = None
+    if quantized:
+        packing = Packing(*FORMATS[quantized], group, True, FORMATS[head] if head else None)
+    build = functools.partial(create_packed, packing=packing) if packing else create
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: build(model)), nnx.Param)
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
-    def draw(key, shape, packed):
+    def draw(key, shape, own):
         if len(shape) == 1:
             return jnp.ones(shape)
         w = 0.02 * jax.random.normal(key, shape, jnp.float32)
-        return quantize(w, **packing._asdict()) if packed else w.astype(jnp.bfloat16)
+        return own.pack(w) if own else w.astype(jnp.bfloat16)
 
     weights = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        packed = packing is not None and name not in stored[name]
-        weights[name] = draw(
-            jax.random.fold_in(jax.random.key(0), len(weights)), leaf.shape, packed
-        )
+        own = packing and packing.of(name, leaf.shape)
+        weights[name] = draw(jax.random.fold_in(jax.random.key(0), len(weights)), leaf.shape, own)
     tables = {"embedding.wpe"} | ({"embedding.wte"} if "head.weight" in weights else set())
     read = [w for name, w in weights.items() if name not in tables]
     params = jax.tree.unflatten(jax.tree.structure(abstract), list(weights.values()))

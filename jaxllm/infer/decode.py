@@ -20,7 +20,7 @@ from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.huggingface import HuggingFaceWeights
-from jaxllm.weights.packed import PackedWeights
+from jaxllm.weights.packed import PackedWeights, create_packed
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
@@ -70,7 +70,9 @@ def load_model(
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run."""
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
-    model = nnx.eval_shape(lambda: create(config))
+    packed = isinstance(weights, PackedWeights)
+    build = partial(create_packed, packing=weights.packing) if packed else create
+    model = nnx.eval_shape(lambda: build(config))
     graph, params = nnx.split(model, nnx.Param)
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),

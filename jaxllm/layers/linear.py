@@ -102,11 +102,13 @@ class Linear(nnx.Module):
         bias = self.bias[...] if add_bias and self.bias is not None else None
         if isinstance(weight, QuantizedWeight):
             op = per_device(
-                functools.partial(quantized_linear, implementation=self.implementation),
+                functools.partial(
+                    quantized_linear, dtype=dtype, implementation=self.implementation
+                ),
                 in_specs=(P(BATCH), P(), P()),
                 out_specs=P(BATCH),
             )
-            return op(x, weight, bias).astype(dtype or x.dtype)
+            return op(x, weight, bias)
         if isinstance(weight, Transposed) and x.size == x.shape[-1]:
             return weight.times_row(x, bias, dtype or x.dtype)
         if self.fp8 and dtype is None:

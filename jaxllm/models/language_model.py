@@ -166,7 +166,7 @@ class LanguageModel(nnx.Module):
         if head is None:
             embedded, weight = self.embedding.with_table(tokens, positions)
         else:
-            embedded, weight = self.embedding(tokens, positions), head.weight[...]
+            embedded, weight = self.embedding(tokens, positions), head.matrix(jnp.float32)
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) * context_size() > 1:

@@ -5,8 +5,8 @@ safetensors) becomes a run's directory: a checkpoint of the parameters, and a co
 jaxllm train starts from them.  A run's directory becomes a Hugging Face folder.
 
 With --quantize either becomes a folder of packed weights for jaxllm generate and jaxllm evaluate.
-It has the matrices of the blocks in few bits.  The embedding, the positions and the head stay in
-bfloat16; norms, biases and the two gates of a vLSTM stay in float32.
+It has the matrices of the blocks in few bits, and with --head that of the head.  The embedding, the
+positions and else the head stay in bfloat16; norms, biases and the two gates of a vLSTM in float32.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         help="with --quantize: weights of a column that share a scale; none: all (default: 128)",
     )
     parser.add_argument(
+        "--head",
+        choices=FORMATS,
+        help="with --quantize: pack the head in this format, too (default: it stays in bfloat16)",
+    )
+    parser.add_argument(
         "--asymmetric",
         action="store_true",
         help="with --quantize int8 to int1: an offset for each group, too",
@@ -77,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
 def _packing(args: argparse.Namespace) -> Packing | None:
     """The format that the options name; None without --quantize."""
     if args.quantize is None:
-        if args.group or args.asymmetric:
-            option = "--group" if args.group else "--asymmetric"
-            raise InputError(f"{option} needs --quantize, one of {', '.join(FORMATS)}")
+        given = [name for name in ("group", "head", "asymmetric") if getattr(args, name)]
+        if given:
+            raise InputError(f"--{given[0]} needs --quantize, one of {', '.join(FORMATS)}")
         return None
     if args.dtype is not None:
         raise InputError(f"--dtype {args.dtype} is for a Hugging Face folder, not for --quantize")
@@ -87,7 +92,8 @@ def _packing(args: argparse.Namespace) -> Packing | None:
 
     format, bits = FORMATS[args.quantize]
     group = None if args.group == "none" else int(args.group or 128)
-    return Packing(format, bits, group, not args.asymmetric)
+    head = FORMATS[args.head] if args.head else None
+    return Packing(format, bits, group, not args.asymmetric, head)
 
 
 def convert(

@@ -4,11 +4,13 @@
     tokenizer.json       and its companions
     packed.safetensors   for each matrix NAME the arrays of `QuantizedWeight.to_arrays`, as
                          NAME.words, NAME.scales, ...; every other parameter under its own name
-    packed.json          the version of the packing, format, bits, group, symmetric; step; checksums
+    packed.json          the version of the packing, format, bits, group, symmetric, head; step;
+                         checksums
 
-A matrix stays unpacked if it is the embedding, the positions or the head (bfloat16), or one of the
-vLSTM's two gates (float32): a gate has few columns, and its error adds up over the tokens.  Norms
-and biases are float32.  docs/decoding.md defines the formats.
+A matrix stays unpacked if it is the embedding or the positions (bfloat16), or one of the vLSTM's
+two gates (float32): a gate has few columns, and its error adds up over the tokens.  The head is
+bfloat16, or has a format of its own; then a tied head gets a matrix of its own, too, and only the
+lookup reads the embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
 """
 
 import json
@@ -27,32 +29,65 @@ from jaxllm import config as configs
 from jaxllm.config import ModelConfig
 from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
+from jaxllm.layers import Linear
 from jaxllm.models import create
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.weights.checksums import array_checksums, first_mismatch, with_digest
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
 from jaxllm.weights.huggingface_config import read_json
-from jaxllm.weights.places import named_params
+from jaxllm.weights.places import named_params, tied
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format
 
 PAGE, ARRAYS = "packed.json", "packed.safetensors"
 VERSION = 2  # of the packing; a kernel with another one gets another number
 GATES = ("vlstm.i.weight", "vlstm.f.weight")
+HEAD, TABLE = "head.weight", "embedding.wte"
 
 
 class Packing(NamedTuple):
-    """The options of `quantize`."""
+    """The options of `quantize`, and the format and bits of the head (None: bfloat16)."""
 
     format: Format
     bits: int
     group: int | None
     symmetric: bool
+    head: tuple[Format, int] | None = None
+
+    def of(self, name: str, shape: tuple[int, ...]) -> "Packing | None":
+        """How a parameter is packed; None: not at all."""
+        if name == HEAD and self.head is not None:
+            format, bits = self.head
+            # Only int has offsets; asymmetric blocks with a head in fp8 are no contradiction.
+            return Packing(format, bits, self.group, self.symmetric or format != "int")
+        if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(GATES):
+            return self._replace(head=None)
+        return None
+
+    def pack(self, w: jax.Array) -> QuantizedWeight:
+        return quantize(
+            w, bits=self.bits, group=self.group, symmetric=self.symmetric, format=self.format
+        )
 
     def __str__(self) -> str:
-        name = "fp8" if self.format == "fp8" else f"int{self.bits}"
-        name = f"2:4 of {name}" if self.format == "2:4" else name
         scales = f"groups of {self.group}" if self.group else "one scale for each column"
-        return f"{name}, {scales}" + ("" if self.symmetric else ", asymmetric")
+        head = f", head {_name(*self.head)}" if self.head else ""
+        asymmetric = "" if self.symmetric else ", asymmetric"
+        return f"{_name(self.format, self.bits)}{head}, {scales}{asymmetric}"
+
+
+def _name(format: Format, bits: int) -> str:
+    name = "fp8" if format == "fp8" else f"int{bits}"
+    return f"2:4 of {name}" if format == "2:4" else name
+
+
+def create_packed(config: ModelConfig, packing: Packing) -> LanguageModel:
+    """The model with a head of its own, if that is packed; for nnx.eval_shape."""
+    model = create(config)
+    if packing.head is not None and model.head is None:
+        own = Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0))
+        model.head = nnx.data(own)
+    return model
 
 
 Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]
@@ -64,18 +99,20 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
     Raises InputError if the packing does not exist or does not fit a matrix.
     """
     found: Layout = {}
-    for name, param in named_params(nnx.eval_shape(lambda: create(config))).items():
-        if not _is_packed(name, param.shape):
+    model = nnx.eval_shape(lambda: create_packed(config, packing))
+    for name, param in named_params(model).items():
+        own = packing.of(name, param.shape)
+        if own is None:
             wide = param.ndim == 1 or name.endswith(GATES)
             dtype = np.dtype(np.float32 if wide else ml_dtypes.bfloat16)
             found[name] = {name: (param.shape, dtype)}
             continue
         try:
-            pack = lambda w: quantize(w, **packing._asdict())
             shape = jax.ShapeDtypeStruct(param.shape, jnp.float32)
-            weight: QuantizedWeight = jax.eval_shape(pack, shape)
+            weight: QuantizedWeight = jax.eval_shape(own.pack, shape)
         except ValueError as e:
-            raise InputError(f"{name}: {e}; choose another --quantize or --group") from e
+            option = "--head" if name == HEAD else "--quantize"
+            raise InputError(f"{name}: {e}; choose another {option} or --group") from e
         arrays = {"words": weight.words, "scales": weight.scales, "offsets": weight.offsets}
         part = {key: (a.shape, np.dtype(a.dtype)) for key, a in arrays.items() if a is not None}
         part["header"] = ((7,), np.dtype(np.int32))
@@ -100,10 +137,10 @@ def write_packed(
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
-            x = read(name)
+            x = read(TABLE).T if name == HEAD and tied(config) else read(name)
             check_finite(x, name)
-            if name not in part:
-                packed = quantize(jnp.asarray(x), **packing._asdict()).to_arrays()
+            if (own := packing.of(name, x.shape)) is not None:
+                packed = own.pack(jnp.asarray(x)).to_arrays()
                 yield from ((at, packed[at.removeprefix(f"{name}.")]) for at in part)
                 continue
             x = np.asarray(x, part[name][1])
@@ -135,7 +172,9 @@ class PackedWeights:
                 f"{folder} has packing {page['packing']}, and this version of jaxllm reads"
                 f" {VERSION}; convert its source again"
             )
-        self.packing = Packing(**{key: page[key] for key in Packing._fields})
+        head = page.get("head")  # older folders have none
+        keys = ("format", "bits", "group", "symmetric")
+        self.packing = Packing(*(page[key] for key in keys), head=head and tuple(head))
         self.step: int = page["step"]
         self._checksums = page["checksums"]
         self._layout = layout(self.config, self.packing)
@@ -169,8 +208,8 @@ class PackedWeights:
         except ValueError as e:
             raise self._damaged(f"{name}: {e}") from e
         found = Packing(weight.format, weight.bits, weight.group, weight.offsets is None)
-        if found != self.packing:
-            raise self._damaged(f"{name} is {found}, not {self.packing}")
+        if found != (own := self.packing.of(name, weight.shape)):
+            raise self._damaged(f"{name} is {found}, not {own}")
         return jax.device_put(weight, jax.NamedSharding(sharding.mesh, jax.P()))
 
     def _check(self, names: set[str]) -> None:
@@ -194,7 +233,3 @@ class PackedWeights:
         return InputError(
             f"the packed weights in {self.folder} are damaged ({why}); convert their source again"
         )
-
-
-def _is_packed(name: str, shape: tuple[int, ...]) -> bool:
-    return name.startswith("blocks.") and len(shape) == 2 and not name.endswith(GATES)

@@ -43,11 +43,13 @@ def quantized_linear(
     bias: Float[Array, " N"] | None = None,
     *,
     activation: Activation | None = None,
+    dtype=None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
-    """activation(x w' + bias) in x's dtype, with sums, bias and activation in float32.
+    """activation(x w' + bias), with sums, bias and activation in float32.
 
     activation: None, "gelu" (its tanh form) or "silu".
+    dtype: of the result; None: that of x.  float32 keeps apart logits that are equal in bfloat16.
     weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
     kernel, and its gradient is that of x not quantised.
     The kernel needs bfloat16 and at most 4096 rows, and for more than one row a Hopper GPU.
@@ -61,20 +63,21 @@ def quantized_linear(
         implementation = implementation or "xla"
     gpu = "sm_80" if _row_count(x) == 1 else "sm_90a"
     takes = dispatch.use_kernel("quantized_linear", implementation, reason, gpu)
-    return _rows(x, weight, bias, activation, takes)
+    return _rows(x, weight, bias, activation, dtype, takes)
 
 
-def quantized_linear_reference(x, weight, bias=None, *, activation=None):
+def quantized_linear_reference(x, weight, bias=None, *, activation=None, dtype=None):
     """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
-    return _rows(x, weight, bias, activation, False)
+    return _rows(x, weight, bias, activation, dtype, False)
 
 
 def _row_count(x) -> int:
     return x.size // max(x.shape[-1], 1)
 
 
-def _rows(x, weight, bias, activation, kernel):
-    y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, activation, kernel)
+def _rows(x, weight, bias, activation, dtype, kernel):
+    dtype = jnp.dtype(dtype or x.dtype)
+    y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, activation, dtype, kernel)
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
@@ -101,26 +104,26 @@ def _check(x, weight, bias, activation):
         raise ValueError(f"activation={activation!r} is not None, gelu or silu")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear(x, weight, bias, activation, kernel: bool):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _linear(x, weight, bias, activation, dtype, kernel: bool):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:
-        (y,) = gemv.products(x[0], (weight,), (bias,), (x.dtype,), activation=activation)
+        (y,) = gemv.products(x[0], (weight,), (bias,), (dtype,), activation=activation)
         return y[None]
-    if kernel and _many(x) and gemm.plan(x.shape[0], weight).splits == 1:
+    if kernel and dtype == x.dtype and _many(x) and gemm.plan(x.shape[0], weight).splits == 1:
         return gemm.linear(x, weight, bias, activation)
-    return _finish(_sums(x, weight, kernel), bias, activation, x.dtype)
+    return _finish(_sums(x, weight, dtype, kernel), bias, activation, dtype)
 
 
-def _sums(x, weight, kernel: bool):
-    """x w' in float32 (float64 for float64)."""
-    dtype = mosaic.stat_dtype(x.dtype)
+def _sums(x, weight, dtype, kernel: bool):
+    """x w' in float32 (float64 for float64); dtype: that of the result."""
+    wide = mosaic.stat_dtype(x.dtype)
     if isinstance(weight, PlainWeight):
-        return plain.product(x, weight)
+        return plain.product(x, weight, dtype)
     if not kernel:
-        return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=dtype)
+        return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=wide)
     if x.shape[0] == 1:
-        return gemv.products(x[0], (weight,), (None,), (dtype,))[0][None]
+        return gemv.products(x[0], (weight,), (None,), (wide,))[0][None]
     parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
     y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
     return y[: weight.shape[1], : x.shape[0]].T
@@ -136,14 +139,14 @@ def _finish(y, bias, activation, dtype):
     return _ACTIVATIONS[activation](y).astype(dtype)
 
 
-def _forward(x, weight, bias, activation, kernel):
-    y = _sums(x, weight, kernel)
-    return _finish(y, bias, activation, x.dtype), (weight, bias, y, x[:0])
+def _forward(x, weight, bias, activation, dtype, kernel):
+    y = _sums(x, weight, dtype, kernel)
+    return _finish(y, bias, activation, dtype), (weight, bias, y, x[:0])
 
 
-def _backward(activation, kernel, saved, dz):
+def _backward(activation, dtype, kernel, saved, dz):
     weight, bias, y, like = saved
-    _, pull = jax.vjp(lambda y, bias: _finish(y, bias, activation, like.dtype), y, bias)
+    _, pull = jax.vjp(lambda y, bias: _finish(y, bias, activation, dtype), y, bias)
     dy, dbias = pull(dz)
     w = dequantize(weight, like.dtype)
     return jnp.matmul(dy.astype(like.dtype), w.T), None, dbias

@@ -20,17 +20,19 @@ from pallas_kernels import mosaic
 from pallas_kernels.quantized.formats import E4M3_MAX, PlainWeight
 
 
-def product(x, weight: PlainWeight):
-    """x w' in float32 (M, N) for x (M, K), quantised by row (float64 for float64)."""
-    dtype = mosaic.stat_dtype(x.dtype)
+def product(x, weight: PlainWeight, dtype):
+    """x w' in float32 (M, N) for x (M, K), quantised by row (float64 for float64).
+
+    dtype: of the result that is made of it.
+    """
     codes, t = quantize_rows(x, weight.codes.dtype)
     # Sums of fp8 as bfloat16 are half the bytes: for 4096 x 4096 x 14336 an H100 takes 416 us, and
     # 470 with float32.  y is then rounded twice, unless XLA keeps the sums wider.
-    out = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     out = jnp.int32 if codes.dtype == jnp.int8 else out
     along_k = (((1,), (1,)), ((), ()))
     sums = lax.dot_general(codes, weight.codes, along_k, preferred_element_type=out)
-    return sums.astype(dtype) * t * weight.scales
+    return sums.astype(t.dtype) * t * weight.scales
 
 
 def quantize_rows(x, dtype):

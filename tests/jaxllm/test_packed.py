@@ -82,14 +82,14 @@ def error_of(capsys, status, *named):
     return captured.err
 
 
-CASES = [
-    ("int8", "32", True),
-    ("int4", "32", False),
-    slow("int2", "32", True),
-    slow("int1", "none", False),
-    ("fp8", "none", True),
-    slow("2:4-int8", "64", True),
-    ("2:4-int4", "none", True),
+CASES = [  # format, group, symmetric, format of the head
+    ("int8", "32", True, None),
+    ("int4", "32", False, "int8"),
+    slow("int2", "32", True, None),
+    slow("int1", "none", False, "fp8"),
+    ("fp8", "none", True, "int4"),
+    slow("2:4-int8", "64", True, None),
+    ("2:4-int4", "none", True, None),
 ]
 
 
@@ -98,15 +98,17 @@ def square(tmp_path_factory):
     return folder_of(tmp_path_factory.mktemp("square") / "theirs", "gpt2")
 
 
-@pytest.mark.parametrize(("name", "group", "symmetric"), CASES)
-def test_what_is_loaded_equals_what_was_quantized(square, name, group, symmetric, tmp_path):
+@pytest.mark.parametrize(("name", "group", "symmetric", "head"), CASES)
+def test_what_is_loaded_equals_what_was_quantized(square, name, group, symmetric, head, tmp_path):
     theirs, params = square
     options = ["--quantize", name, "--group", group, *([] if symmetric else ["--asymmetric"])]
-    assert run(theirs, tmp_path / "out", *options) == 0
-    format, bits = convert.FORMATS[name]
+    assert run(theirs, tmp_path / "out", *options, *(["--head", head] if head else [])) == 0
+    blocks, head = convert.FORMATS[name], convert.FORMATS[head] if head else None
     group = None if group == "none" else int(group)
     weights = decode.open_run(tmp_path / "out")
-    assert weights.packing == Packing(format, bits, group, symmetric)
+    assert weights.packing == Packing(*blocks, group, symmetric, head)
+    if head:
+        params = params | {"head.weight": params["embedding.wte"].T}  # the tied one, in few bits
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     found = weights.load(
         {
@@ -116,22 +118,24 @@ def test_what_is_loaded_equals_what_was_quantized(square, name, group, symmetric
     )
     assert found.keys() == params.keys()
     size = 0
-    step = 1024 if format == "2:4" else 1024 // bits
     for path, x in params.items():
         if not isinstance(found[path], QuantizedWeight):
             assert found[path].dtype == (jnp.float32 if x.ndim == 1 else jnp.bfloat16)
             assert np.array_equal(found[path], x.astype(found[path].dtype))
             size += found[path].nbytes
             continue
-        q = quantize(jnp.asarray(x), format=format, bits=bits, group=group, symmetric=symmetric)
+        format, bits = head if path == "head.weight" else blocks
+        even = symmetric or format != "int"
+        q = quantize(jnp.asarray(x), format=format, bits=bits, group=group, symmetric=even)
         assert np.array_equal(dequantize(found[path]), dequantize(q))
         # What docs/decoding.md promises: K in four whole steps, N in 16s, and 7 numbers.
+        step = 1024 if format == "2:4" else 1024 // bits
         k, n = step * -(-x.shape[0] // step), 16 * -(-x.shape[1] // 16)
-        scales = n * (k // group if group else 1) * 2 * (1 if symmetric else 2)
+        scales = n * (k // group if group else 1) * 2 * (1 if even else 2)
         words = n * k * (bits / 2 + 1 if format == "2:4" else bits) / 8
         size += words + scales + 28
     matrices = [path for path in params if isinstance(found[path], QuantizedWeight)]
-    assert len(matrices) == 6  # q, k, v, out, up, down
+    assert len(matrices) == 6 + (head is not None)  # q, k, v, out, up, down
     content = (tmp_path / "out" / "packed.safetensors").read_bytes()
     assert len(content) == size + 8 + int.from_bytes(content[:8], "little")
 
@@ -144,11 +148,15 @@ def dequantized(params):
     return dense
 
 
-@pytest.mark.parametrize("kind", [slow("gpt2"), "llama3", "vlstm"])
-def test_generation_and_loss_equal_those_of_the_dequantized_model(kind, square, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [slow("gpt2", None), ("gpt2", "int4"), ("llama3", "int8"), ("vlstm", None)],
+)
+def test_generation_and_loss_equal_those_of_the_dequantized_model(kind, head, square, tmp_path):
     options = {"llama3": dict(n_kv_heads=2)}.get(kind, {})
     theirs, _ = square if kind == "gpt2" else folder_of(tmp_path / "theirs", kind, **options)
-    assert run(theirs, tmp_path / "out", "--quantize", "int4", "--group", "32") == 0
+    words = ["--quantize", "int4", "--group", "32", *(["--head", head] if head else [])]
+    assert run(theirs, tmp_path / "out", *words) == 0
     in_float32(tmp_path / "out")
     prompts, count = [list(range(5, 20)), [60], [9, 3, 17]], 10
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
@@ -243,6 +251,8 @@ def test_bad_options_are_refused(square, packed, tmp_path, capsys):
         ("--quantize fp8 --asymmetric --group 64", "format fp8 has no offsets"),
         ("--group 32", "--group needs --quantize"),
         ("--asymmetric", "--asymmetric needs --quantize"),
+        ("--head int8", "--head needs --quantize"),
+        ("--quantize int4 --group 32 --head 2:4-int8", "head.weight: group=32"),
         ("--quantize int4 --dtype bfloat16", "--dtype bfloat16"),
         ("--quantize int4 --step 3", "--step is for a run's directory"),
     ):

@@ -16,7 +16,7 @@ from kernel_checks import (
     normal,
 )
 
-from pallas_kernels import dequantize, dispatch, quantize, quantized_linear
+from pallas_kernels import dequantize, dispatch, mosaic, quantize, quantized_linear
 from pallas_kernels.quantized import gemm, gemv, op
 from pallas_kernels.quantized.matmul import plan
 from pallas_kernels.quantized.op import quantized_linear_reference
@@ -26,14 +26,19 @@ ROW = ("quantized_linear_row",)
 MANY = ("quantized_linear_many",)
 
 
-def check(rows, k, n, bias=None, activation=None, spread=0.0, **options):
-    """spread: of the logarithms of the weights, so that fp8 has subnormal numbers."""
+def check(rows, k, n, bias=None, activation=None, spread=0.0, wide=False, **options):
+    """spread: of the logarithms of the weights, so that fp8 has subnormal numbers.
+
+    wide: the result is float32.
+    """
     w = normal(1, (k, n)) * jnp.exp(spread * normal(2, (k, n)))
     arrays = (normal(0, (*rows, k), jnp.bfloat16), quantize(w, **options), bias)
     given, m = [0] if bias is None else [0, 2], arrays[0].size // k
+    dtype_of = lambda x: mosaic.stat_dtype(x.dtype) if wide else None
+    with_dtype = lambda f: lambda x, *others, **o: f(x, *others, dtype=dtype_of(x), **o)
     check_op(
-        quantized_linear,
-        quantized_linear_reference,
+        with_dtype(quantized_linear),
+        with_dtype(quantized_linear_reference),
         *arrays,
         kernels=ROW if m == 1 else FEW if m <= 64 else MANY,
         differentiable=given,
@@ -97,6 +102,15 @@ def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows, activation
         if ON_GPU:
             np.testing.assert_array_equal(layer(x, kernel), actual)
     assert_error_ratio(actual, layer(x, quantized_linear_reference), truth)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 67])
+def test_the_result_has_the_dtype_that_is_asked_for(rows):
+    check((rows,), 256, 64, bias=normal(3, (64,)), wide=True)
+    x, weight = normal(0, (rows, 256), jnp.bfloat16), quantize(normal(1, (256, 64)))
+    y = quantized_linear(x, weight, dtype=jnp.float32, implementation="xla")
+    assert y.dtype == jnp.float32
+    assert (y.astype(jnp.bfloat16).astype(jnp.float32) != y).mean() > 0.9  # rounded once
 
 
 def test_many_rows_split_k():
