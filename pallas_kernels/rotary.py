@@ -92,19 +92,23 @@ def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = No
 
 def rope_reference(q, k, positions, *, theta=10000.0, scaling=None, layout="half"):
     """The formula in jnp, in float32 (float64 for float64, with the same float32 angle)."""
-    freq = frequencies(q.shape[-1], theta, scaling)
-    angle = positions.astype(jnp.float32)[..., None, None] * freq  # (B or nothing, T, 1, D/2)
 
     def rotate(x):
-        dtype = mosaic.stat_dtype(x.dtype)
-        cos, sin = jnp.cos(angle.astype(dtype)), jnp.sin(angle.astype(dtype))
+        dtype, pairs = mosaic.stat_dtype(x.dtype), x.shape[-1] // 2
+        cos, sin = cos_sin(positions[..., None], x.shape[-1], theta, scaling, dtype)
         pair = -2 if layout == "half" else -1
-        shape = (2, freq.size) if layout == "half" else (freq.size, 2)
+        shape = (2, pairs) if layout == "half" else (pairs, 2)
         a, b = jnp.moveaxis(x.astype(dtype).reshape(*x.shape[:-1], *shape), pair, 0)
         y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=pair)
         return y.reshape(x.shape).astype(x.dtype)
 
     return rotate(q), rotate(k)
+
+
+def cos_sin(positions, d: int, theta, scaling, dtype=jnp.float32):
+    """(cos, sin) of the angles, (..., D/2) for positions (...)."""
+    angle = positions.astype(jnp.float32)[..., None] * frequencies(d, theta, scaling)
+    return jnp.cos(angle.astype(dtype)), jnp.sin(angle.astype(dtype))
 
 
 def why_not(q, k, positions) -> str | None:

@@ -81,7 +81,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T C"], Cache | None]:
         """(y, updated cache); without a cache the same as `__call__`.
 
-        positions: (B, 1) with a cache and one token per row.
+        positions: not read for one further token per row, which has that of its slot in the cache.
         segment_ids: not supported with a cache.
         """
         B, T, _ = x.shape
@@ -106,12 +106,12 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "1 1 C"],
         norm: LayerNorm | RMSNorm,
-        positions: Int[Array, "1 1"] | None,
         cache: Cache,
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         qkv = linear_of_row(x, self.q, self.k, self.v, norm=norm)
-        y, cache = self._generate(qkv, positions, cache)
+        q, k, v = self._by_head(qkv)
+        y, cache = self._attend_to_cache(q, k, v, cache)
         return linear_of_row(y.reshape(1, 1, -1), self.out, residual=x)[0], cache
 
     def _attend(self, qkv, positions, segment_ids):
@@ -129,10 +129,14 @@ class Attention(nnx.Module):
         )
         return split_sequence(y)
 
+    def _by_head(self, qkv):
+        return [x.reshape(*x.shape[:2], -1, self.head_dim) for x in qkv]
+
     def _generate(self, qkv, positions, cache):
         """Attention of the prompts (first call) or of one further token: ((B, T, H, D), cache)."""
-        B, T, _ = qkv[0].shape
-        q, k, v = (x.reshape(B, T, -1, self.head_dim) for x in qkv)
+        q, k, v = self._by_head(qkv)
+        if cache.arrays is not None:
+            return self._attend_to_cache(q, k, v, cache)
         if self.rope_theta is not None:
             rotate = partial(
                 rope,
@@ -143,8 +147,6 @@ class Attention(nnx.Module):
             q, k = per_device(
                 rotate, in_specs=(HEADS, HEADS, _spec(positions)), out_specs=(HEADS, HEADS)
             )(q, k, positions)
-        if cache.arrays is not None:
-            return self._attend_to_cache(q, k, v, cache)
         op = partial(
             attention,
             window=self.window,
@@ -167,6 +169,8 @@ class Attention(nnx.Module):
                 **dict(zip(("k_scale", "v_scale"), scales, strict=False)),
                 window=self.window,
                 softcap=self.softcap,
+                theta=self.rope_theta,
+                scaling=self.rope_scaling,
                 # Also where training asks for kernels: this one has other limits.
                 implementation="xla" if self.implementation == "xla" else None,
             )

@@ -113,11 +113,9 @@ class VLSTMLayer(nnx.Module):
         self,
         x: Float[Array, "1 1 C"],
         norm: LayerNorm | RMSNorm,
-        positions: Int[Array, "1 1"] | None,
         cache: Cache,
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
-        del positions  # the state knows the order
         y = norm(x)  # in a kernel of its own: the gates need it, too, and have few columns
         *qkv, o = linear_of_row(y, self.q, self.k, self.v, self.o)
         q, k, v = (a.reshape(1, 1, self.n_heads, -1) for a in qkv)

@@ -32,7 +32,7 @@ class GPT2Block(nnx.Module):
         self.mlp = MLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
-        if (result := of_row(self, self.attention, stream, positions, cache)) is not None:
+        if (result := of_row(self, self.attention, stream, cache)) is not None:
             return result
         add_bias = self.mlp.down.generates
         out_bias, down_bias = (

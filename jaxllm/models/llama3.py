@@ -37,7 +37,7 @@ class Llama3Block(nnx.Module):
         self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
-        if (result := of_row(self, self.attention, stream, positions, cache)) is not None:
+        if (result := of_row(self, self.attention, stream, cache)) is not None:
             return result
         y, residual = stream.normed(self.norm_1)
         branch, cache = self.attention.with_cache(y, positions, segment_ids, cache)

@@ -36,9 +36,7 @@ class Stream(NamedTuple):
         return norm.add(self.branch, self.residual, self.bias)
 
 
-def of_row(
-    block, mixer, stream: Stream, positions, cache: Cache | None
-) -> tuple[Stream, Cache] | None:
+def of_row(block, mixer, stream: Stream, cache: Cache | None) -> tuple[Stream, Cache] | None:
     """The block's result for one row's next token, or None where its layers cannot fuse it.
 
     s += mixer(norm_1(s)); s += mlp(norm_2(s)), with norms and sums in the layers' kernels: each
@@ -51,5 +49,5 @@ def of_row(
     x = stream.residual
     if not (mixer.takes_row(x) and block.mlp.takes_row(x)):
         return None
-    x, cache = mixer.of_row(x, block.norm_1, positions, cache)
+    x, cache = mixer.of_row(x, block.norm_1, cache)
     return Stream(None, None, block.mlp.of_row(x, block.norm_2)), cache

@@ -32,7 +32,7 @@ class VLSTMBlock(nnx.Module):
         self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
-        if (result := of_row(self, self.vlstm, stream, positions, cache)) is not None:
+        if (result := of_row(self, self.vlstm, stream, cache)) is not None:
             return result
         y, residual = stream.normed(self.norm_1)
         branch, cache = self.vlstm.with_cache(y, segment_ids, cache)

@@ -46,6 +46,7 @@ from pallas_kernels.flash_attention.decode_plan import (
 )
 from pallas_kernels.flash_attention.op import check, gpu_for, masked_reference, scale_of
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+from pallas_kernels.rotary import RopeScaling, cos_sin, rope_reference
 
 _LARGEST = float(jnp.finfo(FP8).max)
 
@@ -62,6 +63,8 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    theta: float | None = None,
+    scaling: RopeScaling | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B 1 H D"], ...]:
     """Attention of the last T positions of each row to its cache, in q's dtype.
@@ -77,6 +80,9 @@ def decode_attention(
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a position sees, including its own.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
+    theta, scaling: of RoPE (`rope`, layout "half"), which turns q and the key of `new` by the angle
+        of position lengths - 1; None: no RoPE.  XLA turns them before the kernel.  Under
+        implementation="mosaic" the kernel does, for a cache in q's dtype: no GPU has run that yet.
 
     Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
     V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
@@ -85,21 +91,47 @@ def decode_attention(
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
     _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
+    if theta is not None and new is None:
+        raise ValueError(f"theta={theta} needs new=, the key that RoPE turns")
     options = dict(scale=scale, window=window, softcap=softcap)
     general = dispatch.general_form(implementation, rival=False)
     reason, gpu = why_not(q, k, v, new=new, **options, general=general), gpu_for(general)
     kernel = dispatch.use_kernel("decode_attention", implementation, reason, gpu, general=general)
     form = (_general if general else _kernel) if kernel else _in_jnp
-    options = (scale_of(scale, q), window, softcap)
-    return _decode(form, *options, q, k, v, lengths, new, k_scale, v_scale)
+    options, table = (scale_of(scale, q), window, softcap), None
+    if theta is not None and form is _kernel and k.dtype != FP8 and implementation == "mosaic":
+        table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
+    elif theta is not None:
+        q, new = _turned(q, new, lengths, theta, scaling)
+    return _decode(form, *options, q, k, v, lengths, new, table, k_scale, v_scale)
 
 
 def decode_attention_reference(
-    q, k, v, lengths, *, new=None, k_scale=None, v_scale=None, scale=None, window=None, softcap=None
+    q,
+    k,
+    v,
+    lengths,
+    *,
+    new=None,
+    k_scale=None,
+    v_scale=None,
+    scale=None,
+    window=None,
+    softcap=None,
+    theta=None,
+    scaling=None,
 ):
     """The formulas in jnp, rounded where the kernel rounds."""
     options = (scale_of(scale, q), window, softcap)
-    return _decode(_in_jnp, *options, q, k, v, lengths, new, k_scale, v_scale)
+    if theta is not None:
+        q, new = _turned(q, new, lengths, theta, scaling)
+    return _decode(_in_jnp, *options, q, k, v, lengths, new, None, k_scale, v_scale)
+
+
+def _turned(q, new, lengths, theta, scaling):
+    """q and `new` with RoPE."""
+    q, key = rope_reference(q, new[0], (lengths - 1)[:, None], theta=theta, scaling=scaling)
+    return q, (key, new[1])
 
 
 def why_not(
@@ -146,7 +178,7 @@ def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _decode(form, scale, window, softcap, q, k, v, lengths, new, k_scale, v_scale):
+def _decode(form, scale, window, softcap, q, k, v, lengths, new, table, k_scale, v_scale):
     group, dtype = q.shape[2] // k.shape[2], q.dtype
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
     inner = jnp.float16 if k.dtype == FP8 and dtype.itemsize == 2 else dtype
@@ -158,7 +190,7 @@ def _decode(form, scale, window, softcap, q, k, v, lengths, new, k_scale, v_scal
     if new is not None and (form is not _kernel or k.dtype == FP8):
         k, v = cache = _append(k, v, new, lengths)
         new = None
-    y, *written = form(q, k, v, lengths, new, scale, window, softcap)
+    y, *written = form(q, k, v, lengths, new, table, scale, window, softcap)
     cache = cache or written  # by Hopper's kernel
     y = (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
     return (y, *cache) if cache else y
@@ -193,7 +225,7 @@ def _append(k, v, new, lengths):
     return [write(k, new[0]), write(v, new[1])]
 
 
-def _in_jnp(q, k, v, lengths, _, scale, window, softcap):
+def _in_jnp(q, k, v, lengths, _new, _table, scale, window, softcap):
     t, s = q.shape[1], k.shape[1]
     lengths = jnp.minimum(lengths, s)
     places, slots = (lengths[:, None] - t + jnp.arange(t))[:, :, None], jnp.arange(s)
@@ -207,12 +239,12 @@ def _in_jnp(q, k, v, lengths, _, scale, window, softcap):
 # ---- kernel ----------------------------------------------------------------------------------
 
 
-def _general(q, k, v, lengths, _, scale, window, softcap):
+def _general(q, k, v, lengths, _new, _table, scale, window, softcap):
     return (general_decode.attend(q, k, v, lengths, scale, window, softcap),)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _kernel(q, k, v, lengths, new, scale, window, softcap):
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
+def _kernel(q, k, v, lengths, new, table, scale, window, softcap):
     p = plan(q, k, scale, window, softcap, new is not None)
     (b, t, h, d), kv = q.shape, k.shape[2]
     rows = t * p.group
@@ -245,7 +277,7 @@ def _kernel(q, k, v, lengths, new, scale, window, softcap):
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )
-    arrays, cache = (q, lengths.astype(jnp.int32), new), []
+    arrays, cache = (q, lengths.astype(jnp.int32), new, table), []
     if new is None:
         o, lse = kernel([k, v], *arrays)
     else:
@@ -264,16 +296,17 @@ class _Block(NamedTuple):
     k: Any
     v: Any
     new: Any
+    table: Any  # (cos, sin) of RoPE, or None
     o: Any
     lse: Any
     smem: dict
 
 
-def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, o_ref, lse_ref, **smem):
+def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, table_refs, o_ref, lse_ref, **smem):
     share = share_of(p, lengths_ref)
     batch, split, head = share.batch, share.split, share.head
     k_ref, v_ref = cache_refs
-    b = _Block(p, share, q_ref, k_ref, v_ref, new_refs, o_ref, lse_ref, smem)
+    b = _Block(p, share, q_ref, k_ref, v_ref, new_refs, table_refs, o_ref, lse_ref, smem)
     # The first row is a variable because JAX 0.12 rejects slices that are statically too wide.
     zero = lax.rem(share.low, jnp.int32(1))
     rows = pl.ds(zero * 8, ROWS)
@@ -282,6 +315,10 @@ def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, o_ref, lse_ref, **s
         for name in "kv":
             _send(b, name, share.low + i)
     plgpu.barrier_wait(smem["q_bar"])
+    if table_refs is not None:
+        q = plgpu.load(smem["q_smem"].at[0], layout=mosaic.WGMMA)
+        smem["q_smem"][0] = _rotated(b, q.astype(jnp.float32)).astype(p.dtype)
+        plgpu.commit_smem()
     o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
     inverse = jnp.where(l > 0, 1 / l, 0)
     smem["o_smem"][0] = (o * along(inverse, o.shape, 0)).astype(smem["o_smem"].dtype)
@@ -294,9 +331,22 @@ def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, o_ref, lse_ref, **s
     plgpu.wait_smem_to_gmem(0)
 
 
+def _rotated(b: _Block, x):
+    """RoPE of x (rows, D) or (D,).  A thread has both numbers of a pair: D/2 is 8 columns or more."""
+    half = x.shape[-1] // 2
+    cos, sin = (mosaic.load(ref.at[b.share.batch], COL) for ref in b.table)
+    x, y = x[..., :half], x[..., half:]
+    if x.ndim == 2:
+        cos, sin = (along(t, x.shape, 1) for t in (cos, sin))
+    return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
+
+
 def _new(b: _Block, i: int):
     """The key (0) or value (1) of the newest position and this head, (D,)."""
-    return mosaic.load(b.new[i].at[b.share.batch, b.share.head], COL)
+    x = mosaic.load(b.new[i].at[b.share.batch, b.share.head], COL)
+    if b.table is None or i == 1:
+        return x
+    return _rotated(b, x).astype(b.k.dtype).astype(jnp.float32)  # as it will be read later
 
 
 def _write_new(b: _Block):

@@ -8,7 +8,7 @@ import pytest
 from cases import slow
 from kernel_checks import assert_lowers, check_op, normal
 
-from pallas_kernels import attention, decode_attention
+from pallas_kernels import RopeScaling, attention, decode_attention, rope
 from pallas_kernels.flash_attention import decode_plan
 from pallas_kernels.flash_attention.decode import decode_attention_reference
 from pallas_kernels.flash_attention.decode_plan import splits_of
@@ -60,8 +60,11 @@ def test_decode_attention_matches_float64(monkeypatch, shape, lengths, dtypes, o
         ((3, 1, 4, 2, 136, 64), [136, 65, 1], BF16, False, {}),
         ((2, 1, 2, 1, 192, 64), [130, 65], BF16, True, dict(window=66, softcap=20.0)),
         ((1, 1, 2, 1, 72, 64), [66], FP8, True, dict(k_scale=0.5, v_scale=3.0)),
+        ((2, 1, 4, 2, 136, 64), [130, 7], BF16, False, dict(theta=1e4)),
+        slow((1, 1, 6, 2, 72, 16), [66], BF16, True, dict(theta=5e5, scaling=RopeScaling())),
+        slow((1, 1, 2, 1, 72, 64), [66], FP8, True, dict(k_scale=0.5, v_scale=3.0, theta=1e4)),
     ],
-    ids=["splits", "window", "float8"],
+    ids=["splits", "window", "float8", "rope", "narrow rope", "float8 rope"],
 )
 def test_the_newest_position_is_attended_to_and_written(
     monkeypatch, shape, lengths, cache, one_block, options
@@ -104,6 +107,17 @@ def test_the_general_form_matches_float64(monkeypatch, shape, lengths, dtype, op
         differentiable=[],
         **options,
     )
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_rope_is_that_of_the_position_of_the_last_key(implementation):
+    q, k, v, lengths = arrays(2, 1, 4, 2, 48, 16, [30, 48], jnp.float32)
+    key, value = (normal(i, (2, 1, 2, 16)) for i in (5, 6))
+    op = functools.partial(decode_attention, implementation=implementation)
+    actual = op(q, k, v, lengths, new=(key, value), theta=1e4)
+    q, key = rope(q, key, lengths[:, None] - 1, theta=1e4)
+    for a, b in zip(actual, op(q, k, v, lengths, new=(key, value)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.usefixtures("general_kernels")
@@ -216,6 +230,7 @@ def test_rows_of_a_batch_are_always_split():
             dict(q=jnp.ones((2, 3, 4, 64), BF16), new=(jnp.ones((2, 1, 2, 64), BF16),) * 2),
             "q has T=3 positions: a call with new= needs 1",
         ),
+        (dict(theta=1e4), "theta=10000.0 needs new=, the key that RoPE turns"),
         (dict(window=0), "window=0 needs causal=True and at least 1 key"),
         (dict(softcap=-1.0), "softcap=-1.0 must be positive"),
     ],
