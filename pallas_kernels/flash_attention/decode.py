@@ -332,7 +332,7 @@ def _body(p: Plan, cache_refs, q_ref, lengths_ref, new_refs, table_refs, o_ref, 
 
 
 def _rotated(b: _Block, x):
-    """RoPE of x (rows, D) or (D,).  A thread has both numbers of a pair: D/2 is 8 columns or more."""
+    """RoPE of x (rows, D) or (D,).  A thread has both numbers of a pair: D/2 is 8 or more."""
     half = x.shape[-1] // 2
     cos, sin = (mosaic.load(ref.at[b.share.batch], COL) for ref in b.table)
     x, y = x[..., :half], x[..., half:]
