@@ -17,7 +17,6 @@ from jaxllm.errors import InputError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Linear, Transposed
 from jaxllm.models import create
-from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
@@ -152,7 +151,8 @@ def stream_tokens(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     key = jax.random.key(config.seed)
-    token, arrays, matrices = programs.first(params, tokens, lengths, key)
+    token, arrays = programs.first(params, tokens, lengths, key)
+    matrices = in_compute_dtype(graph, params)
     pending, left = token[None], config.tokens
     for block in range(blocks):
         ready, number = pending, jnp.int32(1 + block * size)
@@ -197,7 +197,7 @@ def _programs(
         )
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
         token = pick(model, hidden, key, 0)
-        return token, [cache.arrays for cache in caches], in_compute_dtype(model, params)
+        return token, [cache.arrays for cache in caches]
 
     @partial(jax.jit, donate_argnames="arrays")
     def further(params, matrices, token, arrays, number, lengths, key):
@@ -225,23 +225,34 @@ def _programs(
     return _Programs(first, further)
 
 
-def in_compute_dtype(model: LanguageModel, params: nnx.State) -> nnx.State:
+def in_compute_dtype(graph: nnx.GraphDef, params: nnx.State) -> nnx.State:
     """Casts the matrices to the compute dtype, once for all tokens; transposes Linear's on a GPU.
 
     Each step reads every weight once: 2 bytes in bf16, but 10 to read float32, cast it and read the
-    result.
+    result.  All other arrays, such as packed weights, are those of `params`: a program that
+    returned them would copy them.
     """
+    model = nnx.merge(graph, params)
     paths = {(*path, "weight") for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    names = {".".join(map(str, path)) for path in (*paths, ("embedding", "wte"))}
-
-    def cast(path, x):
+    linear = {".".join(map(str, path)) for path in paths}
+    dtype = jnp.dtype(model.config.compute_dtype)
+    changed = {}  # {path of an array: (array, whether to transpose it)}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        if name not in names:
-            return x
-        x = x.astype(model.config.compute_dtype)
-        return Transposed(x.T) if by_rows() and name != "embedding.wte" else x
+        transposes = name in linear and by_rows()
+        if transposes or (name in {*linear, "embedding.wte"} and x.dtype != dtype):
+            changed[path] = x, transposes
+    if not changed:
+        return params
+    arrays, transposes = zip(*changed.values(), strict=True)
+    new = dict(zip(changed, _cast(arrays, transposes, dtype), strict=True))
+    return jax.tree.map_with_path(lambda path, x: new.get(path, x), params)
 
-    return jax.tree.map_with_path(cast, params)
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _cast(arrays, transposes, dtype):
+    cast = (x.astype(dtype) for x in arrays)
+    return [Transposed(x.T) if t else x for x, t in zip(cast, transposes, strict=True)]
 
 
 def by_rows() -> bool:

@@ -95,7 +95,8 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
         hidden = checkpoint_name(self.gate(x), "mlp"), checkpoint_name(self.up(x), "mlp")
-        if one_device() and not self.down.fp8:  # as above
+        # As above; a packed weight has a kernel of its own.
+        if one_device() and not self.down.fp8 and not self.down.generates:
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:
                 return swiglu_linear(*hidden, weight, implementation=self.implementation)

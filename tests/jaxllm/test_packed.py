@@ -20,7 +20,7 @@ from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
 from jaxllm.infer import decode, evaluate, generate
-from jaxllm.layers import Linear
+from jaxllm.layers import GatedMLP, Linear
 from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.weights import convert
@@ -215,6 +215,24 @@ def test_a_packed_layer_equals_the_dequantized_one_in_bfloat16(bias):
         y = jax.jit(lambda m, x, add_bias=add_bias: m(x, add_bias=add_bias))(packed, x)
         assert y.dtype == jnp.bfloat16
         np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-8, atol=1e-2)
+
+
+def test_a_packed_gated_mlp_writes_no_matrix(monkeypatch):
+    """Of 128 rows, for which training has a kernel that takes a dense matrix."""
+    layer = GatedMLP(64, 128, rngs=nnx.Rngs(0))
+    for linear in (layer.gate, layer.up, layer.down):
+        linear.weight.set_value(quantize(linear.weight[...], bits=4, group=32))
+    monkeypatch.setattr("jaxllm.layers.linear.dequantize", None)
+    y = jax.eval_shape(layer, jax.ShapeDtypeStruct((1, 128, 64), jnp.bfloat16))
+    assert y.shape == (1, 128, 64)
+
+
+def test_generation_keeps_no_second_copy_of_packed_weights(packed):
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        graph, params = decode.load_model(decode.open_run(packed), mesh)
+        matrices = decode.in_compute_dtype(graph, params)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (matrices, params)), strict=True))
 
 
 def test_a_run_and_its_hugging_face_folder_give_the_same_file(square, tmp_path, capsys):
