@@ -114,6 +114,7 @@ def random_weights(model, quantized: str | None, group: int, head: str | None = 
     import jax.numpy as jnp
     from flax import nnx
 
+    from jaxllm.infer.decode import in_compute_dtype
     from jaxllm.models import create
     from jaxllm.weights.convert import FORMATS
     from jaxllm.weights.packed import Packing, create_packed
@@ -140,6 +141,7 @@ def random_weights(model, quantized: str | None, group: int, head: str | None = 
     tables = {"embedding.wpe"} | ({"embedding.wte"} if "head.weight" in weights else set())
     read = [w for name, w in weights.items() if name not in tables]
     params = jax.tree.unflatten(jax.tree.structure(abstract), list(weights.values()))
+    params = in_compute_dtype(graph, params) if packing else params
     return graph, params, sum(x.nbytes for x in jax.tree.leaves(read))
 
 

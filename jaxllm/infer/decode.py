@@ -66,7 +66,10 @@ def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
 def load_model(
     weights: RunWeights | PackedWeights, mesh: jax.sharding.Mesh
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run."""
+    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
+
+    Packed weights are as generation takes them (`in_compute_dtype`).
+    """
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
     packed = isinstance(weights, PackedWeights)
@@ -78,7 +81,9 @@ def load_model(
         params,
         shardings(params, mesh),
     )
-    return graph, load_params(weights, abstract)
+    params = load_params(weights, abstract)
+    # Their head is transposed here, on a GPU, and not once more for each text, beside this one.
+    return graph, in_compute_dtype(graph, params) if packed else params
 
 
 def block_size() -> int:

@@ -149,10 +149,20 @@ def dequantized(params):
 
 
 @pytest.mark.parametrize(
-    ("kind", "head"),
-    [slow("gpt2", None), ("gpt2", "int4"), ("llama3", "int8"), ("vlstm", None)],
+    ("kind", "head", "rows"),
+    [
+        slow("gpt2", None, False),
+        ("gpt2", "int4", False),
+        ("llama3", None, True),
+        slow("llama3", "int8", False),
+        ("vlstm", None, False),
+    ],
 )
-def test_generation_and_loss_equal_those_of_the_dequantized_model(kind, head, square, tmp_path):
+def test_generation_and_loss_equal_those_of_the_dequantized_model(
+    kind, head, rows, square, tmp_path, monkeypatch
+):
+    """rows: whether the head is transposed, as on a GPU."""
+    monkeypatch.setattr(decode, "by_rows", lambda: rows)
     options = {"llama3": dict(n_kv_heads=2)}.get(kind, {})
     theirs, _ = square if kind == "gpt2" else folder_of(tmp_path / "theirs", kind, **options)
     words = ["--quantize", "int4", "--group", "32", *(["--head", head] if head else [])]
@@ -227,11 +237,13 @@ def test_a_packed_gated_mlp_writes_no_matrix(monkeypatch):
     assert y.shape == (1, 128, 64)
 
 
-def test_generation_keeps_no_second_copy_of_packed_weights(packed):
+@pytest.mark.parametrize("rows", [True, False])
+def test_generation_keeps_no_second_copy_of_packed_weights(packed, rows, monkeypatch):
+    monkeypatch.setattr(decode, "by_rows", lambda: rows)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         graph, params = decode.load_model(decode.open_run(packed), mesh)
-        matrices = decode.in_compute_dtype(graph, params)
+        matrices = decode.in_compute_dtype(graph, params)  # as for each text
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (matrices, params)), strict=True))
 
 
