@@ -160,6 +160,8 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     side_by_side = lambda arrays: jnp.concatenate(
         [a.reshape(*a.shape[:-1], parts, -1) for a in arrays], axis=-1
     ).reshape(*arrays[0].shape[:-1], -1)
+    if layers[0].generates:
+        return side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
     weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(side_by_side(weights), SHARDS, "tensor")

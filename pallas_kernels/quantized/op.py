@@ -15,6 +15,7 @@ multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN", and Par
 "LUT-GEMM", describe such kernels.
 """
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -121,7 +122,7 @@ def _sums(x, weight, dtype, kernel: bool):
     if isinstance(weight, PlainWeight):
         return plain.product(x, weight, dtype)
     if not kernel:
-        return jnp.matmul(x, dequantize(weight, x.dtype), preferred_element_type=wide)
+        return jnp.matmul(x, _dense(weight, x), preferred_element_type=wide)
     if x.shape[0] == 1:
         return gemv.products(x[0], (weight,), (None,), (wide,))[0][None]
     parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
@@ -148,8 +149,20 @@ def _backward(activation, dtype, kernel, saved, dz):
     weight, bias, y, like = saved
     _, pull = jax.vjp(lambda y, bias: _finish(y, bias, activation, dtype), y, bias)
     dy, dbias = pull(dz)
-    w = dequantize(weight, like.dtype)
-    return jnp.matmul(dy.astype(like.dtype), w.T), None, dbias
+    dy = dy.astype(like.dtype)
+    return jnp.matmul(dy, _dense(weight, dy).T), None, dbias
+
+
+def _dense(weight, x):
+    """w' in x's dtype, not before x is known: XLA for GPUs would make those of all layers at once.
+
+    It joins equal work that is independent, and first removes optimization barriers.  So the words
+    depend on x, by a zero that XLA does not see through.
+    """
+    if isinstance(weight, QuantizedWeight) and x.size:
+        zero = jnp.minimum((x.reshape(-1)[0] != 0).astype(jnp.int32), 0)
+        weight = dataclasses.replace(weight, words=weight.words + zero)
+    return dequantize(weight, x.dtype)
 
 
 _linear.defvjp(_forward, _backward)

@@ -212,6 +212,21 @@ def test_the_gradient_is_that_of_the_dense_layer(activation):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_xla_dequantizes_after_it_has_x(monkeypatch):
+    """Or it would dequantize the weights of all layers first."""
+    x, weight = arrays()
+    depends = []
+
+    def spy(weight, dtype):
+        depends.append(isinstance(weight.words, jax.core.Tracer))
+        return dequantize(weight, dtype)
+
+    monkeypatch.setattr(op, "dequantize", spy)
+    loss = lambda x: quantized_linear(x, weight, implementation="xla").sum()
+    jax.make_jaxpr(jax.grad(loss))(x)
+    assert depends == [True, True]  # forward and backward
+
+
 def test_the_weight_has_no_gradient():
     weight = quantize(normal(1, (128, 64)))
     x = normal(0, (2, 128))
