@@ -105,7 +105,7 @@ def ours(args) -> None:
 
 
 def random_weights(model, quantized: str | None, group: int, head: str | None = None):
-    """(graph, parameters, bytes of them that a token reads), as load_model returns them.
+    """(graph, parameters, bytes of them that a token reads), as `jaxllm generate` has them.
 
     Matrices are in bfloat16 or packed, vectors in float32; tables are not read as a whole unless
     the head is tied.
@@ -141,8 +141,11 @@ def random_weights(model, quantized: str | None, group: int, head: str | None = 
     tables = {"embedding.wpe"} | ({"embedding.wte"} if "head.weight" in weights else set())
     read = [w for name, w in weights.items() if name not in tables]
     params = jax.tree.unflatten(jax.tree.structure(abstract), list(weights.values()))
-    params = in_compute_dtype(graph, params) if packing else params
-    return graph, params, sum(x.nbytes for x in jax.tree.leaves(read))
+    return (
+        graph,
+        in_compute_dtype(graph, params, table=False),
+        sum(x.nbytes for x in jax.tree.leaves(read)),
+    )
 
 
 def cache_bytes(model, dtype: str) -> int:

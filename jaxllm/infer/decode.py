@@ -66,10 +66,7 @@ def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
 def load_model(
     weights: RunWeights | PackedWeights, mesh: jax.sharding.Mesh
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
-
-    Packed weights are as generation takes them (`in_compute_dtype`).
-    """
+    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run."""
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
     packed = isinstance(weights, PackedWeights)
@@ -81,9 +78,7 @@ def load_model(
         params,
         shardings(params, mesh),
     )
-    params = load_params(weights, abstract)
-    # Their head is transposed here, on a GPU, and not once more for each text, beside this one.
-    return graph, in_compute_dtype(graph, params) if packed else params
+    return graph, load_params(weights, abstract)
 
 
 def block_size() -> int:
@@ -156,8 +151,8 @@ def stream_tokens(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     key = jax.random.key(config.seed)
-    token, arrays = programs.first(params, tokens, lengths, key)
     matrices = in_compute_dtype(graph, params)
+    token, arrays = programs.first(params, matrices, tokens, lengths, key)
     pending, left = token[None], config.tokens
     for block in range(blocks):
         ready, number = pending, jnp.int32(1 + block * size)
@@ -194,12 +189,11 @@ def _programs(
         return constrain(token)  # replicated, so that every host can read it
 
     @jax.jit
-    def first(params, tokens, lengths, key):
-        model = nnx.merge(graph, params)
+    def first(params, matrices, tokens, lengths, key):
+        # Token lookups use the float32 table.
+        embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
         cache = Cache(lengths, size, float8)
-        hidden, caches = model.advance(
-            model.embedding(tokens), caches=[cache for _ in model.blocks]
-        )
+        hidden, caches = model.advance(embedding(tokens), caches=[cache for _ in model.blocks])
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
         token = pick(model, hidden, key, 0)
         return token, [cache.arrays for cache in caches]
@@ -207,7 +201,6 @@ def _programs(
     @partial(jax.jit, donate_argnames="arrays")
     def further(params, matrices, token, arrays, number, lengths, key):
         """number: tokens picked so far."""
-        # Token lookups use the float32 table.
         embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
 
         def step(i, carry):
@@ -230,22 +223,24 @@ def _programs(
     return _Programs(first, further)
 
 
-def in_compute_dtype(graph: nnx.GraphDef, params: nnx.State) -> nnx.State:
+def in_compute_dtype(graph: nnx.GraphDef, params: nnx.State, *, table: bool = True) -> nnx.State:
     """Casts the matrices to the compute dtype, once for all tokens; transposes Linear's on a GPU.
 
     Each step reads every weight once: 2 bytes in bf16, but 10 to read float32, cast it and read the
     result.  All other arrays, such as packed weights, are those of `params`: a program that
     returned them would copy them.
+    table: also that of the tokens, if it is the head; lookups take the one of `params`.
     """
     model = nnx.merge(graph, params)
     paths = {(*path, "weight") for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     linear = {".".join(map(str, path)) for path in paths}
+    cast = {*linear, "embedding.wte"} if table and model.head is None else linear
     dtype = jnp.dtype(model.config.compute_dtype)
     changed = {}  # {path of an array: (array, whether to transpose it)}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         transposes = name in linear and by_rows()
-        if transposes or (name in {*linear, "embedding.wte"} and x.dtype != dtype):
+        if transposes or (name in cast and x.dtype != dtype):
             changed[path] = x, transposes
     if not changed:
         return params
