@@ -102,7 +102,8 @@ def exit_status(
         return 1
     except KeyboardInterrupt:
         logging.disable()  # Orbax would log the checkpoint that it abandons
-        print(interrupted, file=sys.stderr)
+        if interrupted:
+            print(interrupted, file=sys.stderr)
         return 130
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):

@@ -139,7 +139,8 @@ class RunLog:
     def message(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""
         if self.bar is not None:
-            self.bar.console.print(text, markup=False, highlight=False)
+            # Soft, so that a command can be copied: rich would break its line with a newline.
+            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print_line(text)
 

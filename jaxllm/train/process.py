@@ -4,12 +4,15 @@ import contextlib
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxllm.config import Config
 from jaxllm.errors import InputError
 from jaxllm.files import lock
+
+_SAME = 1.0  # seconds within which two signals count as one
 
 
 def set_xla_flags(deterministic: bool) -> None:
@@ -41,10 +44,15 @@ def set_xla_flags(deterministic: bool) -> None:
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM request a stop after the current step; a second one stops at once."""
+    """Ctrl-C and SIGTERM request a stop after the current step; a second one stops at once.
+
+    A second one within a second is the first one again: `timeout` sends its signal to uv and to
+    us, and uv passes its own on.
+    """
 
     def __enter__(self):
         self.received: int | None = None
+        self.at = 0.0
         self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -53,8 +61,14 @@ class StopSignals:
         return self.received
 
     def _handle(self, number, frame):
-        self.received = number
-        self.__exit__()
+        if self.received is None:
+            self.received, self.at = number, time.monotonic()
+        elif time.monotonic() - self.at > _SAME:
+            self.__exit__()
+            name = signal.Signals(number).name
+            # print() may be what the signal interrupts.
+            os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
+            signal.raise_signal(number)
 
     def __exit__(self, *_):
         for s, handler in self.previous.items():

@@ -25,7 +25,7 @@ from jaxllm.infer import generate
 from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
-from jaxllm.train.process import lock_directory
+from jaxllm.train.process import StopSignals, lock_directory
 from jaxllm.train.run import Run, StepClock
 from pallas_kernels import dispatch
 
@@ -190,6 +190,17 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
         strict=True,
     ):
         assert np.array_equal(mine, theirs)
+
+
+def test_two_signals_at_once_are_one_and_a_later_one_stops_at_once(capfd):
+    with StopSignals() as stop:
+        for _ in range(2):  # uv and `timeout`
+            signal.raise_signal(signal.SIGINT)
+        assert stop.after(3) == signal.SIGINT
+        stop.at -= 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert "SIGINT again: stopped without saving" in capfd.readouterr().err
 
 
 def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):

@@ -1,3 +1,4 @@
+import io
 import sys
 
 import jax
@@ -240,6 +241,19 @@ def test_a_run_survives_a_closed_pipe(tmp_path, monkeypatch):
     log.sample(1, "text")
     log.close()
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
+
+
+def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
+    assert log.bar is not None
+    log.message(command := "jaxllm generate --checkpoint runs/a --prompt 'def main('")
+    log.close()
+    assert command in terminal.getvalue()
 
 
 def test_metrics_of_repeated_steps_are_dropped(tmp_path):
