@@ -184,7 +184,12 @@ def share_blocks(block, counts, runs) -> None:
 
 
 def stat_dtype(dtype) -> jnp.dtype:
-    """The dtype of statistics and sums: float32, or float64 for float64 data (in tests)."""
+    """The dtype of statistics and sums: float32, or float64 for float64 data (in tests).
+
+    Raises ValueError for other data: their results would be rounded to integers without a word.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")
     return jnp.promote_types(dtype, jnp.float32)
 
 

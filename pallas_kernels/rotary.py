@@ -167,7 +167,8 @@ def _check(q, k, positions, layout):
 
 
 def check_positions(x, positions):
-    """Raises ValueError unless x (B, T, ...) has positions (B, T) or (T,)."""
+    """Raises ValueError unless x (B, T, ...) has integer positions (B, T) or (T,)."""
+    mosaic.check_integers(positions=positions)
     b, t = x.shape[:2]
     if positions.shape not in ((t,), (b, t)):
         raise ValueError(f"positions have shape {positions.shape}, neither ({t},) nor ({b}, {t})")

@@ -204,6 +204,8 @@ def check(q, k, v, causal, window, softcap, segment_ids=None):
         raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
+    if window is not None and window != int(window):
+        raise ValueError(f"window={window} is not a whole number of keys")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
     if segment_ids is not None:

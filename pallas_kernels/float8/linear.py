@@ -66,6 +66,7 @@ def fp8_linear(
     """
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
         raise ValueError(f"x {x.shape} and weight {weight.shape} are not (..., K) and (K, N)")
+    mosaic.stat_dtype(x.dtype)  # refuses integers, to which the weight would be rounded
     reason = why_not(x, weight)
     if reason and implementation != "mosaic":
         dispatch.record(dispatch.Decision("fp8_linear", "xla", f"{x.dtype}, not fp8: {reason}"))

@@ -1,5 +1,6 @@
 """Every op accepts and returns the shapes and dtypes of its annotations."""
 
+import jax.numpy as jnp
 import pytest
 from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
@@ -24,3 +25,18 @@ def test_annotations_name_the_dtypes(case):
     first, *others = arrays(case, small(case, case.sizes[0]))
     with pytest.raises(TypeCheckError):
         call(case, [first.astype(bool), *others])
+
+
+EXACT = ("quantize_fp8", "add_layer_norm", "add_rms_norm")  # round nothing to integers
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.op not in EXACT], ids=lambda c: c.op + c.variant
+)
+def test_integers_in_place_of_floats_are_refused(case):
+    """Otherwise results would be rounded to integers."""
+    inputs = arrays(case, small(case, case.sizes[0]))
+    first = next(i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.floating))
+    inputs[first] = inputs[first].astype(jnp.int32)
+    with pytest.raises(ValueError, match="int32"):
+        getattr(pallas_kernels, case.op)(**case.arguments(inputs), **case.options)
