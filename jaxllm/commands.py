@@ -64,6 +64,9 @@ def run(name, words=None):
     lack = _lack()
     if lack:
         return _error(lack)
+    kernels = os.environ.get("JAXLLM_KERNELS", "")
+    if kernels not in ("", "general"):  # pallas_kernels/dispatch.py
+        return _error(f"JAXLLM_KERNELS={kernels} is not general: set that, or unset it")
     if name == "convert":  # it needs no GPU, whose memory another process may use
         os.environ["JAX_PLATFORMS"] = "cpu"
     return importlib.import_module(COMMANDS[name][0]).main(words)

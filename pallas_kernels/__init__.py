@@ -16,9 +16,10 @@ from pallas_kernels.norms.rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize, quantize
 from pallas_kernels.quantized.op import quantized_linear
 from pallas_kernels.rotary import RopeScaling, rope
-from pallas_kernels.single_row import row_linear
+from pallas_kernels.single_row import Norm, row_linear
 
 __all__ = [
+    "Norm",
     "QuantizedWeight",
     "RopeScaling",
     "add_layer_norm",

@@ -186,9 +186,9 @@ def share_blocks(block, counts, runs) -> None:
 def stat_dtype(dtype) -> jnp.dtype:
     """The dtype of statistics and sums: float32, or float64 for float64 data (in tests).
 
-    Raises ValueError for other data: their results would be rounded to integers without a word.
+    Raises ValueError for integers, to which results would be rounded without a word, and for fp8.
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
         raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")
     return jnp.promote_types(dtype, jnp.float32)
 

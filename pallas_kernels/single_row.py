@@ -72,6 +72,7 @@ def row_linear(
     weights: transposed, (N, K) each, or packed ones of (K, N), whose results have the dtype of x;
         they may differ in N.
     biases: one for each weight, or None.
+    norm: of x, a `Norm` with its weight (K,); None: x as it is.
     activation: None, "gelu" (its tanh form) or "swiglu": silu(x W_0) (x W_1) is the only result.
     residual: added to the only result, which then has its dtype.
 
@@ -157,6 +158,10 @@ def _check(x, weights, biases, norm, activation, residual):
     """Raises ValueError for arrays or options that do not fit."""
     if not x.ndim or x.size != x.shape[-1]:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
+    if not weights:
+        raise ValueError("weights is empty: row_linear needs at least one")
+    if norm is not None and not isinstance(norm, Norm):
+        raise ValueError(f"norm={norm!r} is not a pallas_kernels.Norm or None")
     k = x.shape[-1]
     packed = [isinstance(w, QuantizedWeight) for w in weights]
     if any(packed) and not all(packed):
@@ -178,7 +183,8 @@ def _check(x, weights, biases, norm, activation, residual):
     shapes = {w.shape for w in weights}
     if activation == "swiglu" and (len(weights) != 2 or len(shapes) != 1):
         raise ValueError(f"swiglu needs two weights of one shape, not {sorted(shapes)}")
-    for name, a in (("weight", norm and norm.weight), ("bias", norm and norm.bias)):
+    parts = {} if norm is None else {"weight": norm.weight, "bias": norm.bias}
+    for name, a in parts.items():
         if a is not None and a.shape != (k,):
             raise ValueError(f"the norm's {name} has shape {a.shape}, but x needs ({k},)")
     if residual is None:

@@ -100,6 +100,11 @@ def exit_status(
     except RunError as error:
         error_line(str(error))
         return 1
+    except (AssertionError, RuntimeError):
+        if (why := _no_device()) is None:
+            raise
+        error_line(why)
+        return 2
     except KeyboardInterrupt:
         logging.disable()  # Orbax would log the checkpoint that it abandons
         if interrupted:
@@ -114,6 +119,22 @@ def exit_status(
             return 1
         # Otherwise the reader of a pipe has exited, as in `| head`.
     return status
+
+
+def _no_device() -> str | None:
+    """Why JAX has no device, which makes whatever needs one fail, or None."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if not platforms or "jax" not in sys.modules:
+        return None
+    import jax
+
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError):
+        return (
+            f"JAX_PLATFORMS={platforms}: JAX finds no such device here; unset it, or set it to cpu"
+        )
+    return None
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:

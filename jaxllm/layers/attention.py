@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
 from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
@@ -43,6 +44,9 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
+        if head_dim is None:
+            divides(n_heads, d_model, "n_heads", "d_model")
+        divides(self.n_kv_heads, n_heads, "n_kv_heads", "n_heads")
         self.head_dim = head_dim or d_model // n_heads
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         linear = partial(Linear, bias=bias, implementation=implementation, rngs=rngs)

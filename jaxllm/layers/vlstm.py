@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import (
     ROWS,
@@ -47,6 +48,7 @@ class VLSTMLayer(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
+        divides(2 * n_heads, d_model, "2 n_heads", "d_model")
         linear = partial(Linear, implementation=implementation, rngs=rngs)
         self.q = linear(d_model, d_model // 2, std=std)
         self.k = linear(d_model, d_model // 2, std=std)

@@ -20,6 +20,8 @@ memory, where rows are swizzled, so that eight rows of four columns lie in diffe
                      a3 b3 c3 ..                  -> one column of the words of the transpose
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -53,15 +55,27 @@ def quantize_fp8(
     The kernels need fp32, bf16 or fp16 and multiples of 64 for K and the number of rows.  Both
     forms are equal bit for bit.  It has no gradient.
     An infinity or a NaN in x makes 1 / s infinite, and so every product with it NaN.
-    Raises ValueError for another dtype and for a scalar x, NotImplementedError under
-    implementation="mosaic" for a call that the kernels do not support.
+    Raises ValueError for another dtype and for a scalar x, NotImplementedError for a gradient, and
+    under implementation="mosaic" for a call that the kernels do not support.
     """
     if x.ndim == 0:
         raise ValueError("x has shape (), but needs at least one axis")
     if jnp.dtype(dtype) not in LARGEST:
         raise ValueError(f"dtype={jnp.dtype(dtype)} is not float8_e4m3fn or float8_e5m2")
     kernel = dispatch.use_kernel("quantize_fp8", implementation, why_not(x), "sm_89")
-    return cast(lax.stop_gradient(x), jnp.dtype(dtype), kernel)
+    return _without_gradient(x, jnp.dtype(dtype), kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _without_gradient(x, dtype, kernel):
+    return cast(x, dtype, kernel)
+
+
+def _no_gradient(*_):
+    raise NotImplementedError("quantize_fp8 has no gradient: fp8_linear has")
+
+
+_without_gradient.defvjp(_no_gradient, _no_gradient)
 
 
 def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):

@@ -215,7 +215,7 @@ def quantize(
 
 def dequantize(weight: QuantizedWeight | PlainWeight, dtype=jnp.float32) -> Float[Array, "K N"]:
     """w' = level s + offset, computed in float32 (float64 for it) and rounded to dtype."""
-    weight.check()
+    check_packed(weight)
     if isinstance(weight, PlainWeight):
         w = weight.codes.T.astype(weight.scales.dtype) * weight.scales
     else:
@@ -225,6 +225,13 @@ def dequantize(weight: QuantizedWeight | PlainWeight, dtype=jnp.float32) -> Floa
     w, of = w[: weight.shape[0], : weight.shape[1]], jnp.finfo(dtype)
     # XLA may drop a conversion that it undoes afterwards, but never this.
     return lax.reduce_precision(w, of.nexp, of.nmant).astype(dtype)
+
+
+def check_packed(weight) -> None:
+    """Raises ValueError unless the weight is packed or plain, and undamaged."""
+    if not isinstance(weight, QuantizedWeight | PlainWeight):
+        raise ValueError(f"weight is {type(weight).__name__}, not packed: quantize() packs arrays")
+    weight.check()
 
 
 def _check_format(shape, bits, group, symmetric, format) -> None:

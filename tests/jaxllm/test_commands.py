@@ -66,6 +66,23 @@ def test_an_unknown_command_is_one_line(words, message, capsys):
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"JAXLLM_KERNELS": "bogus"}, "JAXLLM_KERNELS=bogus is not general: set that, or unset it"),
+        ({"JAX_PLATFORMS": "tpu"}, "JAX_PLATFORMS=tpu: JAX finds no such device here; unset it"),
+    ],
+)
+def test_a_wrong_environment_is_one_line(setting, message, tmp_path):
+    command = [sys.executable, "-m", "jaxllm", "train", "--config", "llama3_small", "--dry_run"]
+    done = subprocess.run(
+        command, cwd=REPO, env=os.environ | setting, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("words", [[name] for name in COMMANDS] + [["data", "prepare"]], ids=str)
 def test_every_help_has_at_most_100_columns(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")

@@ -41,6 +41,25 @@ def close(actual, expected, tolerance=1e-5):
     )
 
 
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda rngs: Attention(256, 3, rngs=rngs), "d_model=256 is not a multiple of n_heads=3"),
+        (
+            lambda rngs: Attention(256, 4, n_kv_heads=3, rngs=rngs),
+            "n_heads=4 is not a multiple of n_kv_heads=3",
+        ),
+        (
+            lambda rngs: VLSTMLayer(250, 4, rngs=rngs),
+            "d_model=250 is not a multiple of 2 n_heads=8",
+        ),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(layer, message):
+    with pytest.raises(ValueError, match=message):
+        layer(nnx.Rngs(0))
+
+
 def test_linear_is_xw_plus_b_and_can_return_float32():
     layer = Linear(32, 48, bias=True, std=0.5, rngs=nnx.Rngs(0))
     layer.bias[...] = normal(1, 48)

@@ -98,3 +98,8 @@ def test_wrong_arguments_are_errors():
         quantize_fp8(jnp.zeros((64, 64)), dtype=jnp.int8)
     with pytest.raises(ValueError, match="at least one axis"):
         quantize_fp8(jnp.float32(1))
+
+
+def test_there_is_no_gradient():
+    with pytest.raises(NotImplementedError, match="quantize_fp8 has no gradient: fp8_linear has"):
+        jax.grad(lambda x: quantize_fp8(x)[2])(jnp.ones((64, 64)))

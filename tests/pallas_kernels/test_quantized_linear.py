@@ -273,3 +273,9 @@ def test_what_the_kernel_does_not_take(x, why):
     with pytest.raises(NotImplementedError, match=why):
         quantized_linear(x, weight, implementation="mosaic")
     assert quantized_linear(x, weight).shape == (*x.shape[:-1], 64)
+
+
+def test_a_weight_that_is_not_packed_is_refused():
+    for call in (lambda w: quantized_linear(jnp.ones((2, 128)), w), dequantize):
+        with pytest.raises(ValueError, match=r"not packed: quantize\(\) packs arrays"):
+            call(jnp.ones((128, 64)))

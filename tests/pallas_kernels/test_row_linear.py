@@ -129,6 +129,8 @@ BAD = [
     (dict(biases=[None] * 2), "there are 2 biases for 1 weights"),
     (dict(activation="relu"), "activation='relu' is not None, gelu or swiglu"),
     (dict(activation="swiglu"), "swiglu needs two weights of one shape, not [(8, 256)]"),
+    (dict(weights=[]), "weights is empty: row_linear needs at least one"),
+    (dict(norm="rms"), "norm='rms' is not a pallas_kernels.Norm or None"),
     (dict(norm=Norm(jnp.ones(8))), "the norm's weight has shape (8,), but x needs (256,)"),
     (dict(residual=jnp.ones((1, 4))), "residual has shape (1, 4), but needs (1, 8)"),
     (
@@ -150,7 +152,6 @@ def test_bad_calls_are_named_in_one_line(change, error):
     [
         (260, [8], {}, "K=260 is not a multiple of 256"),
         (256, [6], {}, "N=6 is not a multiple of 4"),
-        (256, [8], dict(dtype=jnp.int8), "x is int8, not float32, bfloat16 or float16"),
         (8448, [8], dict(norm="rms"), "K=8448 is more than 8192 with a norm"),
         (256 * 137, [8], {}, f"K={256 * 137} does not divide into at most 8 parts for registers"),
     ],

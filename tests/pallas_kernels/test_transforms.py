@@ -19,7 +19,7 @@ BF16 = jnp.bfloat16
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
 LABELS = np.array([[5, -100, 250], [1, 2, 3]])
 ROWS, WEIGHT = (2, 5, 128), (2, 128)
-OTHERS = {"RopeScaling", "QuantizedWeight", "quantize", "dequantize"}  # no kernel
+OTHERS = {"Norm", "RopeScaling", "QuantizedWeight", "quantize", "dequantize"}  # no kernel
 
 CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
