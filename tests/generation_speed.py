@@ -6,7 +6,8 @@
     python tests/generation_speed.py gpt2_124m --rows 1 --peer          transformers, in PyTorch
 
 The prompts of a batch have different lengths: from half of --prompt up to it.  A row gives the time
-of a further token (without the prompts, and without compilation), and its floor: the bytes of the
+of all prompts up to their first tokens, that of a further token, both after a run that compiles, and
+the floor of the latter: the bytes of the
 weights and of the keys and values that it reads, at the bandwidth of a copy on this GPU.  --peer is
 transformers' model in bfloat16 with a static cache and torch.compile(mode="reduce-overhead"): run
 it by itself, because PyTorch's and JAX's memory do not make room for each other.
@@ -17,6 +18,7 @@ import functools
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,12 +49,20 @@ def prompts(rows: int, longest: int, vocabulary: int) -> list[list[int]]:
     return [rng.integers(0, vocabulary, n).tolist() for n in lengths]
 
 
-def show(rows: int, first: float, seconds: float, floor: float | None = None) -> None:
-    ms = 1e3 * seconds
-    cells = [f"{rows:>4} rows", f"{ms:8.3f} ms a token", f"{rows / seconds:10,.0f} tokens/s"]
+class Times(NamedTuple):
+    """Seconds: of the first run, with compilation; of the prompts; of a further token."""
+
+    first: float
+    prompts: float
+    token: float
+
+
+def show(rows: int, times: Times, floor: float | None = None) -> None:
+    cells = [f"{rows:>4} rows", f"prompts {1e3 * times.prompts:.1f} ms"]
+    cells += [f"{1e3 * times.token:8.3f} ms a token", f"{rows / times.token:10,.0f} tokens/s"]
     if floor is not None:
-        cells.append(f"floor {1e3 * floor:.3f} ms ({floor / seconds:.2f})")
-    print("  ".join([*cells, f"prompts and compilation {first:.1f} s"]), flush=True)
+        cells.append(f"floor {1e3 * floor:.3f} ms ({floor / times.token:.2f})")
+    print("  ".join([*cells, f"first run {times.first:.1f} s"]), flush=True)
 
 
 # ---- ours ------------------------------------------------------------------------------------
@@ -94,14 +104,14 @@ def ours(args) -> None:
                 float8_cache=args.kv_cache_dtype == "float8",
             )
             try:
-                first, seconds = timed(start)
+                times = timed(start)
             except jax.errors.JaxRuntimeError as e:
                 print(f"{rows:>4} rows  failed: {str(e).splitlines()[0]}")
                 continue
             halfway = sum(map(len, texts)) + rows * args.tokens // 2
             bytes_read = weights + halfway * cache_bytes(model, args.kv_cache_dtype)
             floor = None if bandwidth is None else bytes_read / bandwidth
-            show(rows, first, seconds, floor)
+            show(rows, times, floor)
 
 
 def random_weights(model, quantized: str | None, group: int, head: str | None = None):
@@ -157,10 +167,10 @@ def cache_bytes(model, dtype: str) -> int:
     return model.n_layers * 2 * heads * width * (1 if dtype == "float8" else 2)
 
 
-def timed(start) -> tuple[float, float]:
-    """(seconds of a first run with compilation, seconds of a token: the median of three runs).
+def timed(start) -> Times:
+    """The times of a first run, and the medians of three more.
 
-    The clock starts when the first block has been read.
+    The clock of further tokens starts when their first block has been read.
     """
     from jaxllm.infer import decode
 
@@ -168,13 +178,16 @@ def timed(start) -> tuple[float, float]:
     for _ in start():  # compiles
         pass
     first = time.perf_counter() - begun
-    size, seconds = decode.block_size(), []
+    size, prompts, seconds = decode.block_size(), [], []
     for _ in range(3):
+        begun = time.perf_counter()
         for i, _ in enumerate(start()):
+            if i == 0:
+                prompts.append(time.perf_counter() - begun)
             if i == size:  # the last token of the first block
                 clock, at = time.perf_counter(), i
         seconds.append((time.perf_counter() - clock) / (i - at))
-    return first, statistics.median(seconds)
+    return Times(first, statistics.median(prompts), statistics.median(seconds))
 
 
 # ---- transformers ----------------------------------------------------------------------------
@@ -201,11 +214,10 @@ def theirs(args) -> None:
             cache_implementation="static",
             pad_token_id=0,
         )
-        first, seconds = torch_time(run, args.tokens)
-        show(rows, first, seconds)
+        show(rows, torch_time(run, args.tokens))
 
 
-def torch_time(run, tokens: int) -> tuple[float, float]:
+def torch_time(run, tokens: int) -> Times:
     """Like `timed`: from the difference of a long and a short text, after one run of each."""
     short, clocks = tokens // 4, {}
     begun = time.perf_counter()
@@ -219,7 +231,8 @@ def torch_time(run, tokens: int) -> tuple[float, float]:
             run(max_new_tokens=n, min_new_tokens=n).cpu()
             times.append(time.perf_counter() - begun)
         clocks[n] = statistics.median(times)
-    return first, (clocks[tokens] - clocks[short]) / (tokens - short)
+    token = (clocks[tokens] - clocks[short]) / (tokens - short)
+    return Times(first, clocks[short] - short * token, token)
 
 
 def padded_left(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ def test_it_times_our_generation(capsys, monkeypatch, options):
     command = ["llama3_small", "--rows", "2", "--prompt", "8", "--tokens", "16", *options]
     assert generation_speed.main(command) == 0
     out = capsys.readouterr().out
-    assert re.search(r"   2 rows +[\d.]+ ms a token +[\d,]+ tokens/s", out)
+    assert re.search(r"   2 rows  prompts [\d.]+ ms +[\d.]+ ms a token +[\d,]+ tokens/s", out)
 
 
 def test_prompts_of_transformers_end_at_the_right():
