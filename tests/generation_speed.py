@@ -6,11 +6,11 @@
     python tests/generation_speed.py gpt2_124m --rows 1 --peer          transformers, in PyTorch
 
 The prompts of a batch have different lengths: from half of --prompt up to it.  A row gives the time
-of all prompts up to their first tokens, that of a further token, both after a run that compiles, and
-the floor of the latter: the bytes of the
-weights and of the keys and values that it reads, at the bandwidth of a copy on this GPU.  --peer is
-transformers' model in bfloat16 with a static cache and torch.compile(mode="reduce-overhead"): run
-it by itself, because PyTorch's and JAX's memory do not make room for each other.
+of all prompts up to their first tokens and that of a further token, without compilation, and the
+floor of the latter: the bytes of the weights and of the keys and values that it reads, at the
+bandwidth of a copy on this GPU.  --peer is transformers' model in bfloat16 with a static cache and
+torch.compile(mode="reduce-overhead"): run it by itself, because PyTorch's and JAX's memory do not
+make room for each other.
 """
 
 import argparse
