@@ -296,6 +296,29 @@ class TestFinishedRun:
         assert f"checkpoint {newest} is damaged" in message
         assert (copy / "metrics.jsonl").read_bytes() == before
 
+    def test_generate_names_a_damaged_checkpoint_and_reads_the_one_before(self, copy, capsys):
+        command = ["--checkpoint", str(copy), "--prompt", "the ", "--tokens", "2"]
+        newest = copy / "checkpoints" / str(STEPS)
+        older = ["--step", str(STEPS - 5)]
+        page, manifest = newest / "about" / "metadata", newest / "state" / "manifest.ocdbt"
+        arrays = max((newest / "state").rglob("*"), key=lambda path: path.stat().st_size)
+        for victim, left in ((arrays, 1000), (manifest, None), (page, 50)):
+            victim.write_bytes(victim.read_bytes()[:left]) if left else victim.unlink()
+            assert generate.main(command) == 2
+            out, err = capsys.readouterr()
+            assert (out, err.count("\n")) == ("", 1)
+            assert f"error: checkpoint {newest} is damaged (" in err
+            assert (
+                f"generate, evaluate and convert take the previous one with {' '.join(older)}"
+                in err
+            )
+            assert "bound method" not in err
+        assert generate.main(command + older) == 0
+        assert capsys.readouterr().out.startswith("the ")
+        (newest / "metrics" / "metrics").write_text("{")
+        assert generate.main(command) == 2
+        assert f"a checkpoint in {copy / 'checkpoints'} is damaged" in capsys.readouterr().err
+
     @pytest.mark.slow  # test_processes.py continues on other devices, too
     def test_training_can_continue_on_other_devices(self, tiny, copy, tmp_path):
         other = tmp_path / "other"
