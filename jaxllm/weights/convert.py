@@ -91,6 +91,8 @@ def _packing(args: argparse.Namespace) -> Packing | None:
     from jaxllm.weights.packed import Packing
 
     format, bits = FORMATS[args.quantize]
+    if args.asymmetric and format != "int":
+        raise InputError(f"--quantize {args.quantize} has no offsets: leave out --asymmetric")
     group = None if args.group == "none" else int(args.group or 128)
     head = FORMATS[args.head] if args.head else None
     return Packing(format, bits, group, not args.asymmetric, head)
