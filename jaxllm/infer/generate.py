@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
-    check_exists(args.checkpoint)
+    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
     import jax
 

@@ -271,6 +271,8 @@ class TestFinishedRun:
         more = ["--train.steps", "70", "--model.n_layers", "3"]
         message = error_of(capsys, "--resume", "--out_dir", copy, *more)
         assert "model.n_layers=3 differs from 2" in message
+        message = error_of(capsys, "--resume", "--out_dir", copy, "--config", "gpt2_small")
+        assert "model.type='gpt2' differs from 'llama3'" in message
 
     def test_a_checkpoint_of_another_model_is_refused(self, copy, capsys):
         stored = yaml.safe_load((copy / "config.yaml").read_text())
