@@ -10,7 +10,7 @@ traced program (XLA's own are not listed), and bytes and operations are those of
 Without a GPU it is the plan for an H100.  On a GPU the command also measures the call and the
 ceilings.
 
-Registers are known only to the compiler: tests/compile_ahead.py lists them.
+Registers are known only to the compiler: tests/compile_ahead.py of a checkout lists them.
 """
 
 import argparse
