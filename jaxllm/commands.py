@@ -104,7 +104,7 @@ def _print(text):
         print(text, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
-        if error.errno != errno.EPIPE:  # as in `| head`
+        if error.errno != errno.EPIPE:  # EPIPE: the reader has exited, as in `| head`
             _error(f"standard output cannot be written: {error.strerror}")
             return 1
     return 0

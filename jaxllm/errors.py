@@ -1,4 +1,4 @@
-"""The two exceptions that a command reports as one line and an exit status."""
+"""The two exceptions that a command reports as one line and an exit status; Orbax's in short."""
 
 import contextlib
 import functools
