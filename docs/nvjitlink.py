@@ -169,6 +169,8 @@ def main() -> None:
     import jax
     import jaxlib
 
+    if not importlib.util.find_spec("jax_cuda13_plugin"):
+        sys.exit("error: needs jax[cuda13]: uv run --extra cuda13 python docs/nvjitlink.py")
     print(f"JAX {jax.__version__}, jaxlib {jaxlib.__version__}, on {jax.devices()[0].device_kind}")
     if jax.default_backend() == "gpu":
         print("as JAX compiles it:    ", child("measure"), end="")

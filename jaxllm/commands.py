@@ -4,6 +4,7 @@ This file imports only the standard library, and Python 3.6 can parse it: a Pyth
 or lacks JAX prints one line that says what to install, and --help is immediate.
 """
 
+import errno
 import importlib
 import importlib.util
 import os
@@ -45,11 +46,18 @@ def main(argv=None):
     """Runs the command that the first word names; returns its exit status."""
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: jaxllm COMMAND ...\n\ncommands:")
-        for command, (_, summary) in COMMANDS.items():
-            print(f"  {command:<11}{summary}")
-        print("\n`jaxllm COMMAND --help` lists the options of a command.")
-        return 0
+        lines = [f"  {command:<11}{summary}" for command, (_, summary) in COMMANDS.items()]
+        more = "`jaxllm COMMAND --help` lists the options of a command, `jaxllm --version` prints"
+        return _print(
+            "\n".join(["usage: jaxllm COMMAND ...\n\ncommands:", *lines, f"\n{more} the version."])
+        )
+    if name == "--version":
+        try:
+            from importlib.metadata import version
+
+            return _print(f"jaxllm {version('jaxllm')}")
+        except ImportError:  # of an old Python, or there is no such package
+            return _error("jaxllm is not installed; its pyproject.toml has the version")
     if name not in COMMANDS:
         import difflib
 
@@ -91,6 +99,18 @@ def _lack():
         f"{sys.executable} lacks {', '.join(missing[:3])}{more}; install them:"
         f" {sys.executable} -m pip install {what}"
     )
+
+
+def _print(text):
+    """Prints a text; returns the exit status."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        if error.errno != errno.EPIPE:  # EPIPE: the reader has exited, as in `| head`
+            _error(f"standard output cannot be written: {error.strerror}")
+            return 1
+    return 0
 
 
 def _error(message):

@@ -1,8 +1,12 @@
-"""The two exceptions that a command reports as one line and an exit status."""
+"""The two exceptions that a command reports as one line and an exit status; Orbax's in short."""
 
 import contextlib
+import functools
+import logging
 import sys
 from collections.abc import Iterator
+
+_DETAILS = ". See full TensorStore details"  # a page of them follows
 
 
 class InputError(ValueError):
@@ -38,6 +42,29 @@ def out_of_memory(e: Exception) -> bool:
     """
     xla = isinstance(e, RuntimeError) and not isinstance(e, RunError)
     return xla and "RESOURCE_EXHAUSTED" in str(e)
+
+
+def in_short(e: Exception) -> str:
+    """An exception of Orbax or TensorStore in a line, without TensorStore's details."""
+    words = " ".join(str(e).split())
+    if "No space left on device" in words:
+        return "the disk is full: free some space"
+    return f"{type(e).__name__}: {words.partition(_DETAILS)[0][:200]}"
+
+
+def quiet_orbax() -> None:
+    """Hides what Orbax logs: every file that it touches, and failures, with tracebacks."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if not isinstance(sys.unraisablehook, functools.partial):
+        sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
+
+
+def _unraisable(before, unraisable) -> None:
+    """Hides the tracebacks that Orbax's tasks print after a failure, one for each array."""
+    said = str(unraisable.exc_value)
+    if said != "Event loop is closed" and _DETAILS not in said:
+        before(unraisable)
 
 
 def error_line(message: str) -> None:

@@ -8,6 +8,7 @@ versions that the project supports, and nothing outside learn/ uses it.
 import contextlib
 import functools
 import inspect
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -317,6 +318,8 @@ def recording():
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
+        # JAX logs an error with its traceback, and then raises it.
+        replace(logging.getLogger(callback.__name__), "disabled", True)
         for name, note in OBSERVED.items():
             replace(cb, name, _observed(book, getattr(cb, name), note))
         for name, which in (("_allocate_buffer_for_all_threads", 1), ("_allocate_buffer", 2),

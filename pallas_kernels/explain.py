@@ -10,7 +10,7 @@ traced program (XLA's own are not listed), and bytes and operations are those of
 Without a GPU it is the plan for an H100.  On a GPU the command also measures the call and the
 ceilings.
 
-Registers are known only to the compiler: tests/compile_ahead.py lists them.
+Registers are known only to the compiler: tests/compile_ahead.py of a checkout lists them.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import functools
 import html
 import inspect
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -415,11 +416,20 @@ def main(argv: list[str] | None = None) -> int:
         if axis not in sizes or not size.isdecimal() or int(size) < 1:
             parser.error(f"{word} is not AXIS=N with an axis of {', '.join(sizes)}")
         sizes[axis] = int(size)
-    found = plan(case, sizes, measure=jax.default_backend() == "gpu")
-    print(found)
-    if given.picture:
-        given.picture.write_text(found.picture())
-        print(f"\nwrote {given.picture}")
+    try:
+        found = plan(case, sizes, measure=jax.default_backend() == "gpu")
+        if given.picture:
+            given.picture.write_text(found.picture())
+    except (ValueError, OSError) as e:  # of the op, for sizes that it does not take; of the file
+        print("error:", *str(e).split(), file=sys.stderr)
+        return 2
+    try:
+        print(found)
+        if given.picture:
+            print(f"\nwrote {given.picture}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has exited, as in `| head`; Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -259,15 +259,15 @@ def check_writable(folder: Path, name: str = "") -> None:
         raise InputError(f"{name}{folder} cannot be created: {existing} {why}; name another")
 
 
-def check_exists(folder: Path, name: str = "") -> None:
+def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face folder") -> None:
     """Raises InputError if a folder of weights is missing.
+
+    other: what the option `name` takes besides a run's directory.
 
     Commands call it before they import JAX, which takes seconds.
     """
     if not folder.expanduser().exists():
-        raise InputError(
-            f"{name}{folder} does not exist: a run's directory or a Hugging Face folder"
-        )
+        raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}")
 
 
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
@@ -278,7 +278,8 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> conf
     stored = configs.load(str(stored_path))
     wanted = configs.load(args.config or str(stored_path), overrides)
     old, new = _flat(stored.model_dump()), _flat(wanted.model_dump())
-    for key in sorted(set(old) | set(new)):
+    # Another model has other values everywhere, so its type comes first.
+    for key in ["model.type", *sorted(set(old) | set(new))]:
         if old.get(key) != new.get(key) and key not in CHANGEABLE:
             raise InputError(
                 f"{key}={new.get(key)!r} differs from {old.get(key)!r} of the run in"

@@ -47,7 +47,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as e:
-        raise InputError(_one_line(e)) from e
+        raise InputError(_one_line(e, path)) from e
 
 
 def keys(model_type: str) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _section_of(annotation) -> type[Section] | None:
     return None
 
 
-def _one_line(e: ValidationError) -> str:
+def _one_line(e: ValidationError, path: Path) -> str:
     error = e.errors()[0]
     # pydantic puts the chosen member of the model union into the location; drop it.
     at = [str(p) for p in error["loc"]]
@@ -139,7 +139,7 @@ def _one_line(e: ValidationError) -> str:
         del at[1]
     key, message = ".".join(at), plain_message(error["msg"])
     if error["type"] == "missing":
-        return f"{key} is missing"
+        return f"{key} is missing in {path}"
     if error["type"] == "value_error":  # our own checks already name the value
         return f"{key}: {message}" if key else message
     return f"{key}={error['input']!r}: {message}"

@@ -108,16 +108,23 @@ def cached_tokens(
     """
 
     if val_source is None:
-        parts = [(source, lambda name: "val" if is_held_out(name, VAL_FRACTION) else "train")]
+        of = lambda name: ("val",) if is_held_out(name, VAL_FRACTION) else ("train",)
+        parts = [("text", source, of)]
+    elif val_source == source:  # jaxllm evaluate names its data as both
+        parts = [("text", source, lambda name: ("train", "val"))]
     else:
-        parts = [(source, lambda name: "train"), (val_source, lambda name: "val")]
+        parts = [
+            ("training text", source, lambda name: ("train",)),
+            ("validation text", val_source, lambda name: ("val",)),
+        ]
 
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0}
         writers = {x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in counts}
         try:
-            for part, split in parts:
-                _write(part, split, tokenizer, writers, counts)
+            for what, part, splits in parts:
+                with progress_bar(f"encoding the {what} (once)", part.size) as done:
+                    _write(part, splits, tokenizer, writers, counts, done)
             if not any(counts.values()):
                 raise InputError("the data is empty: no document in it has any text")
         finally:
@@ -130,16 +137,16 @@ def cached_tokens(
 
 def _write(
     source: Source,
-    split: Callable[[str], str],
+    splits: Callable[[str], tuple[str, ...]],
     tokenizer: Tokenizer,
     writers: dict[str, ShardWriter],
     counts: dict[str, int],
+    done: Callable[[int], None],
 ) -> None:
-    """Appends each document to the writer that `split` names for it, and counts it there."""
-    with progress_bar("encoding the text (once)", source.size) as done:
-        for batch in encode(source.pieces(), tokenizer):
-            for piece, ids in batch:
-                name = split(piece.document)
+    """Appends each document to the writers that `splits` names for it, and counts it there."""
+    for batch in encode(source.pieces(), tokenizer):
+        for piece, ids in batch:
+            for name in splits(piece.document):
                 writers[name].append(ids)
                 counts[name] += piece.begins
-            done(batch[-1][0].done)
+        done(batch[-1][0].done)

@@ -154,6 +154,10 @@ class Source:
                     continue
                 try:
                     value = json.loads(line)
+                except json.JSONDecodeError as error:  # its own text counts lines from here
+                    raise InputError(
+                        f"{path}:{number} is not JSON: {error.msg} at character {error.pos + 1}"
+                    ) from error
                 except (ValueError, RecursionError) as error:
                     raise InputError(f"{path}:{number} is not JSON: {error}") from error
                 if isinstance(value, dict) and value.get(self.text_column, "") is None:

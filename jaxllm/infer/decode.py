@@ -30,20 +30,18 @@ def open_run(directory: str | Path, step: int | None = None) -> RunWeights | Pac
 
     Raises InputError.
     """
-    weights = open_weights(directory)
+    weights = open_weights(directory, step)
     if isinstance(weights, HuggingFaceWeights):
         raise InputError(
             f"{directory} is not a run's directory; make one from it with"
             f" jaxllm convert {directory} OUT"
         )
-    if step is None or step == weights.step:
-        return weights
-    if isinstance(weights, PackedWeights):
+    if isinstance(weights, PackedWeights) and step not in (None, weights.step):
         raise InputError(
             f"{directory} holds packed weights of step {weights.step}, not of --step {step}: pack"
             f" that one with jaxllm convert RUN OUT --step {step} --quantize ..."
         )
-    return RunWeights(weights.folder, step)
+    return weights
 
 
 def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:

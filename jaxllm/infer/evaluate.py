@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> None:
-    check_exists(args.checkpoint)
+    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     if args.hellaswag:
         print(hellaswag(args))
     elif args.tasks:
@@ -247,7 +247,10 @@ def _question(line: str, where: str) -> tuple[str, list[str], int]:
         endings, label = [_clean(e) for e in page["endings"]], int(page["label"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:100]}"
-        raise InputError(f"{where} is not a question of HellaSwag ({why})") from e
+        raise InputError(
+            f"{where} is not a question of HellaSwag ({why}); it needs ctx, or ctx_a and ctx_b,"
+            " endings and label"
+        ) from e
     context = _clean(context)
     if len(endings) != ENDINGS or not all(endings) or not context or label not in range(ENDINGS):
         raise InputError(

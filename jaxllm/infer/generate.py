@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
-    check_exists(args.checkpoint)
+    check_exists(args.checkpoint, "--checkpoint ", "packed weights")
     # Imported late, because JAX takes seconds and a bad command line should fail at once.
     import jax
 
@@ -155,13 +155,13 @@ def _run(args: argparse.Namespace) -> None:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     total = len(prompts) * args.samples
     size = min(args.batch_size, total)
-    if total == 1:
-        print(prompts[0], end="", flush=True)
     speed = Speed(decode.block_size())
     with jax.set_mesh(mesh):
         graph, params = decode.load_model(weights, mesh)
         # Once for all texts, which need no float32 matrices.
         params = decode.in_compute_dtype(graph, params, table=False)
+        if total == 1:
+            print(prompts[0], end="", flush=True)
         for first in range(0, total, size):
             numbers = range(first, min(first + size, total))
             rows = [ids[number // args.samples] for number in numbers]

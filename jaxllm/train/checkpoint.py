@@ -7,11 +7,8 @@ Orbax's metric.
 """
 
 import contextlib
-import functools
-import logging
 import re
 import shutil
-import sys
 from collections.abc import Iterable
 from math import isnan
 from pathlib import Path
@@ -21,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from jaxllm.errors import InputError, RunError, out_of_memory
+from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 
 
@@ -29,11 +26,7 @@ class Checkpoints:
     """The checkpoints of one run, in `directory`."""
 
     def __init__(self, directory: Path, keep: int):
-        # Orbax logs every file that it touches, and its tasks log failures with tracebacks.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        if not isinstance(sys.unraisablehook, functools.partial):
-            sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
+        quiet_orbax()
         self.directory = directory.resolve()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
@@ -75,7 +68,7 @@ class Checkpoints:
             return self.manager.latest_step()
         except Exception as e:
             raise InputError(
-                f"a checkpoint in {self.directory} is damaged ({_short(e)}); delete its folder"
+                f"a checkpoint in {self.directory} is damaged ({in_short(e)}); delete its folder"
             ) from e
 
     def samples(self, step: int, fingerprint: str) -> int:
@@ -214,7 +207,7 @@ class Checkpoints:
         self._delete_incomplete()  # to free the disk
         kept = self._before(None)
         return (
-            f"the checkpoint of step {self._saving} could not be written ({_short(cause)});"
+            f"the checkpoint of step {self._saving} could not be written ({in_short(cause)});"
             f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"
         )
 
@@ -231,7 +224,7 @@ class Checkpoints:
         """names: arrays, one of which may have caused the error."""
         folder, older = self.directory / str(step), self._before(step)
         return InputError(
-            f"checkpoint {folder} is damaged{_named(cause, names)} ({_short(cause)});"
+            f"checkpoint {folder} is damaged{_named(cause, names)} ({in_short(cause)});"
             + (
                 f" to continue from step {older}, delete that folder and --resume again"
                 if older is not None
@@ -247,19 +240,6 @@ def _named(cause: Exception, names: Iterable[str]) -> str:
         quoted = set(re.findall(r"""["']([^"'/]+)/""", str(cause)))
         names = [name for name in names if name in quoted]
     return f" at {names[0]}" if names else ""
-
-
-def _short(e: Exception) -> str:
-    words = " ".join(str(e).split())
-    if "No space left on device" in words:
-        return "the disk is full: free some space"
-    return f"{type(e).__name__}: {words.partition('. See full TensorStore details')[0][:200]}"
-
-
-def _unraisable(before, unraisable) -> None:
-    """Hides the tracebacks that the threads of a failed save print, one for each array."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        before(unraisable)
 
 
 def _flat(tree) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def kernel_summary() -> str:
     if why == "asked for":
         return "all ops run on XLA, as model.kernels=xla requires"
     if "platform" in why:
-        why += " (pytest tests/pallas_kernels interprets the kernels here)"
+        why += " (in a checkout pytest tests/pallas_kernels interprets the kernels)"
     return f"all ops run on XLA: {why}"
 
 

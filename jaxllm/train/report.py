@@ -67,14 +67,14 @@ class LoadedRun:
     def __init__(self, folder: Path, color: str = COLORS[0]):
         path = folder / "metrics.jsonl"
         try:
-            self.rows = read_metrics(path)
             self.config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+            self.rows = read_metrics(path) if path.exists() else []  # jaxllm convert writes none
         except OSError as e:
             raise InputError(
                 f"{folder} is not a run's directory: {e.strerror}: {e.filename}"
             ) from e
         if not self.rows:
-            raise InputError(f"{path} holds no metrics yet")
+            raise InputError(f"{folder} holds no metrics yet; jaxllm train writes them")
         self.name, self.color = folder.resolve().name, color
         self.about, self.ops, self.versions = {}, [], {}
         if (folder / "run.json").exists():

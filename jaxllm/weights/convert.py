@@ -91,6 +91,8 @@ def _packing(args: argparse.Namespace) -> Packing | None:
     from jaxllm.weights.packed import Packing
 
     format, bits = FORMATS[args.quantize]
+    if args.asymmetric and format != "int":
+        raise InputError(f"--quantize {args.quantize} has no offsets: leave out --asymmetric")
     group = None if args.group == "none" else int(args.group or 128)
     head = FORMATS[args.head] if args.head else None
     return Packing(format, bits, group, not args.asymmetric, head)
@@ -116,15 +118,13 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
-    weights = open_weights(source)
+    weights = open_weights(source, step)
     if isinstance(weights, PackedWeights):
         raise InputError(
             f"{source} holds packed weights ({weights.packing}); convert the run or the folder that"
             " they were made from"
         )
-    if isinstance(weights, RunWeights) and step is not None:
-        weights = RunWeights(source, step)
-    elif step is not None:
+    if step is not None and not isinstance(weights, RunWeights):
         raise InputError(f"--step is for a run's directory; {source} is not one")
     if packing is not None:
         with _new_folder(out) as folder:

@@ -99,8 +99,8 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
     Raises InputError if the packing does not exist or does not fit a matrix.
     """
     found: Layout = {}
-    model = nnx.eval_shape(lambda: create_packed(config, packing))
-    for name, param in named_params(model).items():
+    params = named_params(nnx.eval_shape(lambda: create_packed(config, packing)))
+    for name, param in params.items():
         own = packing.of(name, param.shape)
         if own is None:
             wide = param.ndim == 1 or name.endswith(GATES)
@@ -111,13 +111,28 @@ def layout(config: ModelConfig, packing: Packing) -> Layout:
             shape = jax.ShapeDtypeStruct(param.shape, jnp.float32)
             weight: QuantizedWeight = jax.eval_shape(own.pack, shape)
         except ValueError as e:
-            option = "--head" if name == HEAD else "--quantize"
-            raise InputError(f"{name}: {e}; choose another {option} or --group") from e
+            groups = [g for g in (128, 64, 32, None) if _fits(params, packing._replace(group=g))]
+            another = "another " + ("--head" if name == HEAD else "--quantize")
+            if groups:
+                *most, last = [str(group).lower() for group in groups]
+                another = f"--group {', '.join(most)}{' or ' if most else ''}{last}"
+            raise InputError(f"{name}: {e}; choose {another}") from e
         arrays = {"words": weight.words, "scales": weight.scales, "offsets": weight.offsets}
         part = {key: (a.shape, np.dtype(a.dtype)) for key, a in arrays.items() if a is not None}
         part["header"] = ((7,), np.dtype(np.int32))
         found[name] = {f"{name}.{key}": at for key, at in part.items()}
     return found
+
+
+def _fits(params: dict[str, nnx.Variable], packing: Packing) -> bool:
+    """Whether every matrix can be packed so."""
+    try:
+        for name, param in params.items():
+            if (own := packing.of(name, param.shape)) is not None:
+                jax.eval_shape(own.pack, jax.ShapeDtypeStruct(param.shape, jnp.float32))
+    except ValueError:
+        return False
+    return True
 
 
 def write_packed(

@@ -4,7 +4,6 @@
 the parameters onto the mesh one at a time.
 """
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from flax import nnx
 from jaxllm import config as configs
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
-from jaxllm.errors import InputError, RunError, out_of_memory
+from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
@@ -34,14 +33,19 @@ class RunWeights:
     """
 
     def __init__(self, directory: Path, step: int | None = None):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file it touches
+        quiet_orbax()
         self.run = configs.load(str(directory / "config.yaml"))
         self.config: ModelConfig = self.run.model
         self.folder = directory
-        self._manager = ocp.CheckpointManager(
-            (directory / "checkpoints").resolve(),
-            options=ocp.CheckpointManagerOptions(read_only=True),
-        )
+        checkpoints = (directory / "checkpoints").resolve()
+        try:
+            self._manager = ocp.CheckpointManager(
+                checkpoints, options=ocp.CheckpointManagerOptions(read_only=True)
+            )
+        except Exception as e:  # it reads the metrics of every checkpoint
+            raise InputError(
+                f"a checkpoint in {checkpoints} is damaged ({in_short(e)}); delete its folder"
+            ) from e
         steps = sorted(self._manager.all_steps())
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -87,7 +91,7 @@ class RunWeights:
         except Exception as e:
             if out_of_memory(e):
                 raise
-            raise self._damaged(f"{type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+            raise self._damaged(in_short(e)) from e
 
     def _verify(self, arrays: dict[str, Any]) -> None:
         if name := first_mismatch(arrays, self._checksums):
@@ -97,7 +101,11 @@ class RunWeights:
         older = [step for step in self._manager.all_steps() if step < self.step]
         return InputError(
             f"checkpoint {self._place} is damaged ({why}); "
-            + (f"the previous one is of step {max(older)}" if older else "there is no earlier one")
+            + (
+                f"generate, evaluate and convert take the previous one with --step {max(older)}"
+                if older
+                else "there is no earlier one: train or convert again"
+            )
         )
 
     @property
@@ -108,15 +116,18 @@ class RunWeights:
 Weights = HuggingFaceWeights | RunWeights | PackedWeights
 
 
-def open_weights(directory: str | Path) -> Weights:
-    """Opens the weights in a directory; raises InputError if they are inconsistent or damaged."""
+def open_weights(directory: str | Path, step: int | None = None) -> Weights:
+    """Opens the weights in a directory; raises InputError if they are inconsistent or damaged.
+
+    step: of a run's checkpoint (None: the newest); other weights ignore it.
+    """
     directory = Path(directory).expanduser()
     if any((directory / name).is_file() for name in ("config.json", "params.json")):
         return HuggingFaceWeights(directory)
     if (directory / PAGE).is_file():
         return PackedWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
-        return RunWeights(directory)
+        return RunWeights(directory, step)
     check_exists(directory)
     for run in list(directory.absolute().parents)[:2]:
         inside = directory.absolute().is_relative_to(run / "checkpoints")
@@ -190,7 +201,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
             for name, checksum in array_checksums(weights.read(place)).items()
         },
     }
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # the RunError reports a failed write
+    quiet_orbax()
     registry = ocp.type_handlers.create_type_handler_registry((_Unread, _UnreadHandler()))
     try:
         with ocp.CheckpointManager(
@@ -211,8 +222,7 @@ def write_checkpoint(directory: Path, weights: HuggingFaceWeights, about: dict[s
     except InputError:
         raise
     except Exception as e:
-        words = " ".join(str(e).split())[:200]
-        raise RunError(f"{type(e).__name__}: {words}") from e
+        raise RunError(in_short(e)) from e
 
 
 class _Unread:

@@ -1,6 +1,7 @@
 import contextlib
 import resource
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.errors import InputError, RunError, memory_errors
+from jaxllm.errors import InputError, RunError, memory_errors, quiet_orbax
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.weights.checksums import array_checksums
 
@@ -121,6 +122,16 @@ def test_damage_is_reported_with_the_previous_checkpoint(tmp_path):
     array.write_bytes(array.read_bytes()[:-99_999])
     with pytest.raises(InputError, match="there is no earlier one: start a new run"):
         Checkpoints(tmp_path / "whole", 2).restore(2, state(0))
+
+
+def test_tracebacks_of_orbax_are_hidden_and_no_others(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: shown.append(str(told.exc_value)))
+    quiet_orbax()
+    details = "Encountered error while reading. See full TensorStore details: <bound method"
+    for said in ("Event loop is closed", details, "another"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(said)))
+    assert shown == ["another"]
 
 
 def test_checksums_depend_on_every_bit_position_and_dtype():

@@ -53,6 +53,29 @@ def test_the_help_needs_only_the_standard_library():
     assert "train " in done.stdout
 
 
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert capsys.readouterr().out == f"jaxllm {project['version']}\n"
+    done = python("-S", "-m", "jaxllm", "--version")
+    error = "error: jaxllm is not installed; its pyproject.toml has the version\n"
+    assert (done.returncode, done.stderr) == (2, error)
+
+
+def test_a_full_disk_for_the_help_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxllm", "--help"],
+            cwd=REPO,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    error = "error: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, error)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

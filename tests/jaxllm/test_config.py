@@ -98,7 +98,7 @@ def test_bad_values_give_one_line_with_key_and_value(overrides, message):
         ("model: {type: gpt2", "cannot be read as YAML"),
         ("model: {type: gpt2, type: gpt2}", "key type is given twice"),
         ("model: {type: gpt2, layers: 3}", "unknown key model.layers in bad.yaml; did you mean"),
-        ("model: {type: gpt2}", "model.vocab_size is missing"),
+        ("model: {type: gpt2}", "model.vocab_size is missing in /"),
         ("model: {type: gpt2}\ntrains: {steps: 3}", "unknown key trains"),
         ("model: {type: gpt2}\ntrains: {}", "unknown key trains in bad.yaml; did you mean train"),
         ("model: {type: [llama3]}", "model.type=['llama3'] is not one of gpt2, llama3, vlstm"),

@@ -1,3 +1,4 @@
+import re
 import shutil
 import threading
 from itertools import islice
@@ -315,12 +316,25 @@ def test_the_fingerprint_depends_on_text_split_and_tokenizer(tmp_path, config):
     assert fingerprint() == seen[-1]  # the same text in another folder, with another cache
 
 
-def test_separate_validation_text(tmp_path, config):
+def test_separate_validation_text(tmp_path, config, capsys):
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
     config.val_path = corpus_of(tmp_path / "val", ["held out text\n"])
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert data.tokenizer.decode(data.val.read(0, data.val_tokens)[1:]) == "held out text\n"
     assert list(data.train.read(0, data.train_tokens)).count(data.tokenizer.end_of_text) == 60
+    assert re.findall("encoding.*", capsys.readouterr().err) == [
+        "encoding the training text (once)",
+        "encoding the validation text (once)",
+    ]
+
+
+def test_text_that_is_also_the_validation_text_is_encoded_once(tmp_path, config, capsys):
+    config.path = config.val_path = corpus_of(tmp_path / "text", DOCUMENTS)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    train, val = (x.read(0, len(x)) for x in (data.train, data.val))
+    np.testing.assert_array_equal(train, val)
+    assert list(val).count(data.tokenizer.end_of_text) == 60
+    assert re.findall("encoding.*", capsys.readouterr().err) == ["encoding the text (once)"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "31.txt"])  # the hash of the second name holds it out

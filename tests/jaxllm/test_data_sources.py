@@ -201,7 +201,7 @@ def test_json_lines(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', r"a\.jsonl:3 is not JSON"),
+        (b'{"text": "a"', r"a\.jsonl:3 is not JSON: Expecting ',' delimiter at character 14$"),
         (b'{"text": "\xff"}', r"a\.jsonl:3 is not JSON"),
         (b'{"body": "a", "n": 1}', r"a\.jsonl:3 has no text under 'text' \(it has body, n\)"),
         (b'{"text": 5}', r"a\.jsonl:3 has no text under 'text' \(it has a value of type int\)"),

@@ -210,7 +210,10 @@ def test_text_decodes_only_its_last_tokens():
     ("arguments", "named"),
     [
         ("--prompt x", "--checkpoint"),
-        ("--checkpoint nowhere --prompt x", "nowhere does not exist"),
+        (
+            "--checkpoint nowhere --prompt x",
+            "--checkpoint nowhere does not exist: name a run's directory or packed",
+        ),
         ("--checkpoint nowhere --prompts missing.txt", "missing.txt"),
         ("--checkpoint nowhere --prompt x --top_p 1.5", "--top_p=1.5"),
         ("--checkpoint nowhere --prompt x --temperature nan", "--temperature=nan"),

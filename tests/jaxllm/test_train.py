@@ -107,7 +107,7 @@ def test_a_run_ends_with_a_summary(straight):
 def test_on_a_cpu_one_line_says_why_no_kernel_runs(straight):
     lines = straight[1].stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("kernels"))
-    assert "all ops run on XLA: the platform is cpu, not gpu (pytest tests/pal" in lines[at]
+    assert "all ops run on XLA: the platform is cpu, not gpu (in a checkout pytest" in lines[at]
     assert lines[at + 1].startswith("compiled in ")
 
 
@@ -282,6 +282,8 @@ class TestFinishedRun:
         more = ["--train.steps", "70", "--model.n_layers", "3"]
         message = error_of(capsys, "--resume", "--out_dir", copy, *more)
         assert "model.n_layers=3 differs from 2" in message
+        message = error_of(capsys, "--resume", "--out_dir", copy, "--config", "gpt2_small")
+        assert "model.type='gpt2' differs from 'llama3'" in message
 
     def test_a_checkpoint_of_another_model_is_refused(self, copy, capsys):
         stored = yaml.safe_load((copy / "config.yaml").read_text())
@@ -306,6 +308,29 @@ class TestFinishedRun:
         message = error_of(capsys, "--resume", "--out_dir", copy, "--train.steps", "70")
         assert f"checkpoint {newest} is damaged" in message
         assert (copy / "metrics.jsonl").read_bytes() == before
+
+    def test_generate_names_a_damaged_checkpoint_and_reads_the_one_before(self, copy, capsys):
+        command = ["--checkpoint", str(copy), "--prompt", "the ", "--tokens", "2"]
+        newest = copy / "checkpoints" / str(STEPS)
+        older = ["--step", str(STEPS - 5)]
+        page, manifest = newest / "about" / "metadata", newest / "state" / "manifest.ocdbt"
+        arrays = max((newest / "state").rglob("*"), key=lambda path: path.stat().st_size)
+        for victim, left in ((arrays, 1000), (manifest, None), (page, 50)):
+            victim.write_bytes(victim.read_bytes()[:left]) if left else victim.unlink()
+            assert generate.main(command) == 2
+            out, err = capsys.readouterr()
+            assert (out, err.count("\n")) == ("", 1)
+            assert f"error: checkpoint {newest} is damaged (" in err
+            assert (
+                f"generate, evaluate and convert take the previous one with {' '.join(older)}"
+                in err
+            )
+            assert "bound method" not in err
+        assert generate.main(command + older) == 0
+        assert capsys.readouterr().out.startswith("the ")
+        (newest / "metrics" / "metrics").write_text("{")
+        assert generate.main(command) == 2
+        assert f"a checkpoint in {copy / 'checkpoints'} is damaged" in capsys.readouterr().err
 
     @pytest.mark.slow  # test_processes.py continues on other devices, too
     def test_training_can_continue_on_other_devices(self, tiny, copy, tmp_path):

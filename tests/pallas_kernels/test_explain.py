@@ -1,6 +1,9 @@
 """explain(): kernels, bytes, operations and floors of a call that is only traced."""
 
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import jax
@@ -113,10 +116,30 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
         with pytest.raises(SystemExit):
             main(words)
         assert why in capsys.readouterr().err
+    for words, why in (
+        (["attention", "H=3", "K=2"], "error: H=3 query heads are not a multiple of K=2"),
+        (["rms_norm", "N=64", "--picture", str(tmp_path / "none" / "x.svg")], "none/x.svg"),
+    ):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert why in err
     with pytest.raises(ValueError, match="op='tanh' is not one of add_layer_norm"):
         explain("tanh", NORM[0])
     with pytest.raises(ValueError, match="measure=True needs a GPU, and the platform is cpu"):
         explain("layer_norm", *NORM, measure=True)
+
+
+@on_cpu
+def test_the_command_ends_quietly_if_its_reader_has_exited():
+    code = "from pallas_kernels import explain; explain.main(['rms_norm', 'N=64'])"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @on_cpu
