@@ -65,8 +65,9 @@ class Compiler(NamedTuple):
         return f"{self.name} {self.cuda[0]}.{self.cuda[1]}"
 
 
-# The first and last releases of CUDA's compilers and of JAX whose programs have been checked: no
-# kernel spills registers (tests/pallas_kernels/test_compilers.py).  The extra cuda13 keeps to them.
+# The first and last releases of CUDA's compilers and of JAX whose programs have been checked:
+# kernels spill no registers, general forms few (tests/pallas_kernels/test_compilers.py).  The extra
+# cuda13 keeps to them.
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _FASTER = "faster, as "
