@@ -10,7 +10,7 @@ exp(m - m') (Milakov and Gimelshein 2018; Dao et al. 2022):
     at the end   O / l
 
 A block has 64 queries of a head, and TMA brings tiles of K and V.  P goes through shared memory,
-where wgmma finds its operands.  m starts at a large negative number, as -inf - (-inf) is none.
+where wgmma finds its operands.  m starts at a large negative number; -inf - (-inf) would be NaN.
 
 Counted: Q, K, V and O are 134 MB, 45 us, so memory is no limit.  For each of 64 x 64 scores at D =
 128 the matmuls take 0.34 us of an SM, and all else comes one after the other: copies, S, softmax, P

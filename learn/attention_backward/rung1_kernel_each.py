@@ -7,7 +7,7 @@ The forward pass has saved O and lse, the logarithm of each row's sum of exp(S):
 computes any tile of P without a running softmax.  delta is a small kernel of XLA's.  dQ is a sum
 over keys, so its blocks own 64 queries, and keys stream by; dK and dV are sums over queries, so
 their blocks own keys, and queries stream by.  They compute S and dP transposed.  So one program
-serves all three, with x, dx' for what a block owns and y, dy' for what streams:
+serves all three, with x, x2 for what a block owns and y, y2 for what streams:
 
     gradient   x, x2     y, y2     S or S^T, dP or dP^T     added in each step
     dQ         Q, dO     K, V      x y^T, x2 y2^T           dS y

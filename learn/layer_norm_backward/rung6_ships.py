@@ -2,7 +2,7 @@
 
 `_backward_tiles` there is rung 5.  Beyond it: rows of more than 1024 columns are shared by four
 warps, and of more than 4096 columns by two warpgroups, as in rung 6 of layer norm; there the two
-means of all rows of a tile are added through shared memory in one go (`_row_means`), and n and g
+means of all rows of a tile are added through shared memory in one go (`row_means`), and n and g
 stay in registers between the passes.  The statistics of the next tile are loaded while this one is
 computed, since they do not come by TMA.  The weight comes to shared memory once.  The sums over the
 programs are added by a kernel of ours, in a fixed order (`_sum_programs`).  The same code sums the

@@ -6,14 +6,15 @@ The tensor core multiplies.  The words are packed so that a lane's 16 bytes hold
 times too much work, and the tensor core has time for it.
 
     words   memory -> registers -> left operand, 16 outputs x 16 of k, exact levels
-    x       L1     -> registers -> right operand          sums += mma;  at the end y = scale sum
+    x       shared -> registers -> right operand          sums += mma;  at the end y = scale sum
 
 A block has 16 outputs and, at this size, four warps, which take the k in turns of 256.  The words
-of a lane's next two turns are on the way while it multiplies.  The warps' sums are added through
-shared memory in a fixed order.  A thread has 55 registers, so all 896 blocks run in one wave.
+of a lane's next two turns are on the way while it multiplies.  The block brings x to shared memory
+once, while the first words are on their way.  The warps' sums are added there, too, in a fixed
+order.  A thread has 55 registers, so all 896 blocks run at the same time, in one wave.
 
-What a library needs besides: 8, 2 and 1 bits, scales of groups of k, offsets, and for 2 to 64 rows
-another kernel (matmul.py), with wgmma and a ring.
+What a library needs besides: 8, 2 and 1 bits, scales of groups of k, offsets, and for more rows
+other kernels (matmul.py for 2 to 64, gemm.py beyond), with wgmma and rings.
 
 Counted: a warp needs some 96 instructions for 1024 weights, 3 for each weight of a lane, where
 memory allows 5.  So memory is the limit: 29 MB, 10 us.
