@@ -65,17 +65,6 @@ def several_loads(book, tokens, dy, wte):
         return f"{len(rows)} instruction(s) load rows of dy: nothing else is on the way meanwhile"
 
 
-def runs_split(book, tokens, dy, wte):
-    """No block adds up the whole run of the most common token."""
-    longest = np.bincount(np.asarray(tokens).ravel()).max()
-    count = {}
-    for e in loads(book):
-        if e.bytes == 2 * dy.shape[2] and not e.buffer.startswith("dwte"):
-            count[e.kernel, e.block] = count.get((e.kernel, e.block), 0) + 1
-    if max(count.values()) >= longest + 8:
-        return f"a block loads {max(count.values())} rows; the longest run has {longest}"
-
-
 LADDER = Ladder(
     name="encoder_backward",
     reference=reference,

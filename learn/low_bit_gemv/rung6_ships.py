@@ -2,8 +2,8 @@
 
 The tensor core multiplies.  The words are packed so that a lane's 16 bytes hold what its operand of
 `mma` needs: a shift, a LOP3 and a subtraction make two bfloat16 levels, in the halves of a register
-(unpack.py, the trick of rung 5).  The eight columns of the other operand are all x: it is seven
-times too much work, and the tensor core has time for it.
+(unpack.py, the trick of rung 5).  The eight columns of the other operand are all x: it is eight
+times the work that is needed, and the tensor core has time for it.
 
     words   memory -> registers -> left operand, 16 outputs x 16 of k, exact levels
     x       shared -> registers -> right operand          sums += mma;  at the end y = scale sum
