@@ -3,6 +3,7 @@
     python -m learn                             the ladders
     python -m learn layer_norm                  every rung: on a GPU its time beside XLA and the
                                                 roofline, on a CPU whether it is right
+    python -m learn all                         all ladders, one after the other
     python -m learn layer_norm 2 5 --trace      two rungs, with a picture of what their warpgroups,
                                                 buffers and barriers do (on a CPU)
     python -m learn check layer_norm 2 mine.py  tests your answer to an exercise (on a CPU)
@@ -232,9 +233,11 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", help="a ladder, `all`, or draw")
-    parser.add_argument("rung", nargs="*", type=int)
+    parser.add_argument("rung", nargs="*", type=int, help="numbers of rungs (default: all)")
     parser.add_argument("--trace", action="store_true", help="draw what the warpgroups do")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/learn"), metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/learn"), metavar="DIR", help="for results"
+    )
     arguments = parser.parse_args(words)
     if arguments.name is None:
         listing()
