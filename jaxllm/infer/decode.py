@@ -17,6 +17,7 @@ from jaxllm.errors import InputError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Linear, Transposed
 from jaxllm.models import create
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
@@ -64,18 +65,23 @@ def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
 def load_model(
     weights: RunWeights | PackedWeights, mesh: jax.sharding.Mesh
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run."""
+    """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
+
+    The matrices of Linear are in the compute dtype, to which each of their products casts them.
+    """
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
     packed = isinstance(weights, PackedWeights)
     build = partial(create_packed, packing=weights.packing) if packed else create
     model = nnx.eval_shape(lambda: build(config))
     graph, params = nnx.split(model, nnx.Param)
-    abstract = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        params,
-        shardings(params, mesh),
-    )
+    cast = set() if packed else _matrices(model)
+
+    def leaf(path, a, sharding):
+        dtype = config.compute_dtype if _name(path) in cast else a.dtype
+        return jax.ShapeDtypeStruct(a.shape, dtype, sharding=sharding)
+
+    abstract = jax.tree.map_with_path(leaf, params, shardings(params, mesh))
     return graph, load_params(weights, abstract)
 
 
@@ -221,36 +227,50 @@ def _programs(
     return _Programs(first, further)
 
 
-def in_compute_dtype(graph: nnx.GraphDef, params: nnx.State, *, table: bool = True) -> nnx.State:
+def in_compute_dtype(
+    graph: nnx.GraphDef, params: nnx.State, *, table: bool = True, consume: bool = False
+) -> nnx.State:
     """Casts the matrices to the compute dtype, once for all tokens; transposes Linear's on a GPU.
 
     Each step reads every weight once: 2 bytes in bf16, but 10 to read float32, cast it and read the
     result.  All other arrays, such as packed weights, are those of `params`: a program that
     returned them would copy them.
     table: also that of the tokens, if it is the head; lookups take the one of `params`.
+    consume: frees the matrices of `params` that are not in the result, one by one.
     """
     model = nnx.merge(graph, params)
-    paths = {(*path, "weight") for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    linear = {".".join(map(str, path)) for path in paths}
+    linear = _matrices(model)
     cast = {*linear, "embedding.wte"} if table and model.head is None else linear
     dtype = jnp.dtype(model.config.compute_dtype)
-    changed = {}  # {path of an array: (array, whether to transpose it)}
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+    def change(path, x):
+        name = _name(path)
         transposes = name in linear and by_rows()
-        if transposes or (name in cast and x.dtype != dtype):
-            changed[path] = x, transposes
-    if not changed:
-        return params
-    arrays, transposes = zip(*changed.values(), strict=True)
-    new = dict(zip(changed, _cast(arrays, transposes, dtype), strict=True))
-    return jax.tree.map_with_path(lambda path, x: new.get(path, x), params)
+        if not transposes and (name not in cast or x.dtype == dtype):
+            return x
+        new = _cast(x, transposes, dtype)
+        if consume:
+            x.delete()
+        return new
+
+    return jax.tree.map_with_path(change, params)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _cast(arrays, transposes, dtype):
-    cast = (x.astype(dtype) for x in arrays)
-    return [Transposed(x.T) if t else x for x, t in zip(cast, transposes, strict=True)]
+def _cast(x, transposes, dtype):
+    x = x.astype(dtype)
+    return Transposed(x.T) if transposes else x
+
+
+def _matrices(model: LanguageModel) -> set[str]:
+    """The dotted paths of Linear's matrices."""
+    nodes = nnx.iter_graph(model)
+    return {".".join(map(str, (*path, "weight"))) for path, x in nodes if isinstance(x, Linear)}
+
+
+def _name(path) -> str:
+    """The dotted path of a parameter."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 def by_rows() -> bool:

@@ -158,8 +158,8 @@ def _run(args: argparse.Namespace) -> None:
     speed = Speed(decode.block_size())
     with jax.set_mesh(mesh):
         graph, params = decode.load_model(weights, mesh)
-        # Once for all texts, which need no float32 matrices.
-        params = decode.in_compute_dtype(graph, params, table=False)
+        # Once for all texts.
+        params = decode.in_compute_dtype(graph, params, table=False, consume=True)
         if total == 1:
             print(prompts[0], end="", flush=True)
         for first in range(0, total, size):

@@ -63,11 +63,23 @@ class RunWeights:
         return {name: found[_stored(name)] for name in names}
 
     def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """{our dotted path: array} of all names in `abstract`, with its shardings."""
-        items = {_stored(name): leaf for name, leaf in abstract.items()}
-        found = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
-        self._verify({name: found[name] for name in items})
-        return {name: found[_stored(name)] for name in abstract}
+        """{our dotted path: array} of all names in `abstract`, with its shardings and dtypes.
+
+        Where these are not all float32, as the checkpoint is, the devices hold the float32 arrays
+        of one block at a time.
+        """
+        found = {}
+        for names in _parts(abstract):
+            items = {
+                _stored(name): jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
+                for name in names
+                for leaf in [abstract[name]]
+            }
+            arrays = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
+            self._verify({name: arrays[name] for name in items})
+            for name in names:
+                found[name] = arrays[_stored(name)].astype(abstract[name].dtype)
+        return found
 
     def _check(self) -> None:
         page = self._restore(ocp.args.JsonRestore(), "about")
@@ -253,6 +265,17 @@ def _fixed(config: ModelConfig) -> dict[str, Any]:
 
 def _stored(name: str) -> str:
     return f"params.{name}.value"
+
+
+def _parts(abstract: dict[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
+    """The names in one part, or where arrays are to be cast in one for each block and the rest."""
+    if all(leaf.dtype == np.float32 for leaf in abstract.values()):
+        return [list(abstract)]
+    parts: dict[str, list[str]] = {}
+    for name in abstract:
+        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+        parts.setdefault(block, []).append(name)
+    return list(parts.values())
 
 
 def _part(items: dict[str, Any], restore_args: dict[str, Any]) -> ocp.args.PyTreeRestore:

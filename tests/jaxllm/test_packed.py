@@ -227,6 +227,29 @@ def test_a_packed_layer_equals_the_dequantized_one_in_bfloat16(bias):
         np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-8, atol=1e-2)
 
 
+def test_a_run_is_loaded_in_the_compute_dtype(square, tmp_path, monkeypatch):
+    """Its float32 matrices are never all on the device: they would be twice what is needed."""
+    theirs, params = square
+    assert run(theirs, tmp_path / "run") == 0
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        graph, loaded = decode.load_model(decode.open_run(tmp_path / "run"), mesh)
+        found = named_params(nnx.merge(graph, loaded))
+        assert found.keys() == params.keys()
+        for name, x in params.items():
+            matrix = x.ndim == 2 and name.startswith("blocks.")
+            assert found[name].dtype == (jnp.bfloat16 if matrix else jnp.float32)
+            assert np.array_equal(found[name], x.astype(found[name].dtype))
+        monkeypatch.setattr(decode, "by_rows", lambda: True)
+        kept = decode.in_compute_dtype(graph, loaded)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(loaded))
+        decode.in_compute_dtype(graph, loaded, consume=True)
+    freed = [x.is_deleted() for x in jax.tree.leaves(loaded)]
+    # Transposed: q, k, v, out, up and down; cast: the table of the tied head.
+    assert sum(freed) == 7
+    assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
+
+
 def test_a_packed_gated_mlp_writes_no_matrix(monkeypatch):
     """Of 128 rows, for which training has a kernel that takes a dense matrix."""
     layer = GatedMLP(64, 128, rngs=nnx.Rngs(0))
