@@ -6,6 +6,7 @@
 b is the running sum of log sigmoid(f), so e^(b_t - b_j) is the product of the forget gates between
 j and t: how much of position j is left at t.  e^i_j is how much of it was let in.  i has no bound,
 so exponentials would overflow; m_t, the largest exponent of row t, is subtracted from all of them.
+It is at least b_t, the exponent of the empty state before the first token.
 The denominator is scaled in the same way, so h is what it would be without m.
 
 An exponent is a number of the row plus a number of the column, row_t = b_t - m_t and col_j = i_j -
