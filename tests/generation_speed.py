@@ -125,7 +125,6 @@ def random_weights(model, quantized: str | None, group: int, head: str | None = 
     from flax import nnx
 
     from jaxllm.infer.decode import in_compute_dtype
-    from jaxllm.models import create
     from jaxllm.weights.convert import FORMATS
     from jaxllm.weights.packed import Packing, create_packed
 
@@ -133,8 +132,7 @@ def random_weights(model, quantized: str | None, group: int, head: str | None = 
     packing = None
     if quantized:
         packing = Packing(*FORMATS[quantized], group, True, FORMATS[head] if head else None)
-    build = functools.partial(create_packed, packing=packing) if packing else create
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: build(model)), nnx.Param)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: create_packed(model, packing)), nnx.Param)
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def draw(key, shape, own):
@@ -151,11 +149,8 @@ def random_weights(model, quantized: str | None, group: int, head: str | None = 
     tables = {"embedding.wpe"} | ({"embedding.wte"} if "head.weight" in weights else set())
     read = [w for name, w in weights.items() if name not in tables]
     params = jax.tree.unflatten(jax.tree.structure(abstract), list(weights.values()))
-    return (
-        graph,
-        in_compute_dtype(graph, params, table=False),
-        sum(x.nbytes for x in jax.tree.leaves(read)),
-    )
+    size = sum(x.nbytes for x in jax.tree.leaves(read))
+    return graph, in_compute_dtype(graph, params, table=False, consume=True), size
 
 
 def cache_bytes(model, dtype: str) -> int:

@@ -16,7 +16,6 @@ from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Linear, Transposed
-from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.huggingface import HuggingFaceWeights
@@ -71,11 +70,10 @@ def load_model(
     """
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
-    packed = isinstance(weights, PackedWeights)
-    build = partial(create_packed, packing=weights.packing) if packed else create
-    model = nnx.eval_shape(lambda: build(config))
+    packing = weights.packing if isinstance(weights, PackedWeights) else None
+    model = nnx.eval_shape(lambda: create_packed(config, packing))
     graph, params = nnx.split(model, nnx.Param)
-    cast = set() if packed else _matrices(model)
+    cast = _matrices(model) if packing is None else set()
 
     def leaf(path, a, sharding):
         dtype = config.compute_dtype if _name(path) in cast else a.dtype

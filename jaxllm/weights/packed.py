@@ -81,10 +81,10 @@ def _name(format: Format, bits: int) -> str:
     return f"2:4 of {name}" if format == "2:4" else name
 
 
-def create_packed(config: ModelConfig, packing: Packing) -> LanguageModel:
-    """The model with a head of its own, if that is packed; for nnx.eval_shape."""
+def create_packed(config: ModelConfig, packing: Packing | None) -> LanguageModel:
+    """The model, with a head of its own if that is packed; for nnx.eval_shape."""
     model = create(config)
-    if packing.head is not None and model.head is None:
+    if packing is not None and packing.head is not None and model.head is None:
         own = Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0))
         model.head = nnx.data(own)
     return model

@@ -70,11 +70,7 @@ class RunWeights:
         """
         found = {}
         for names in _parts(abstract):
-            items = {
-                _stored(name): jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
-                for name in names
-                for leaf in [abstract[name]]
-            }
+            items = {_stored(name): abstract[name].update(dtype=np.float32) for name in names}
             arrays = self._restore(_part(items, ocp.checkpoint_utils.construct_restore_args(items)))
             self._verify({name: arrays[name] for name in items})
             for name in names:

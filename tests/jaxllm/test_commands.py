@@ -20,13 +20,14 @@ FIRST = ["train.py", "jaxllm/__init__.py", "jaxllm/__main__.py", "jaxllm/command
 FIRST += [f"jaxllm/{name}.py" for name in ("generate", "evaluate", "report", "convert")]
 
 
-def python(*words):
-    """Runs Python, which finds no packages in PYTHONPATH."""
+def python(*words, stdout=subprocess.PIPE, environment=None):
+    """Runs Python, which finds no packages in PYTHONPATH; environment: further variables."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=REPO,
-        env=os.environ | {"PYTHONPATH": ""},
-        capture_output=True,
+        env=os.environ | {"PYTHONPATH": ""} | (environment or {}),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
@@ -64,14 +65,7 @@ def test_the_version_is_that_of_the_package(capsys):
 
 def test_a_full_disk_for_the_help_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxllm", "--help"],
-            cwd=REPO,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        done = python("-m", "jaxllm", "--help", stdout=full)
     error = "error: standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
 
@@ -96,11 +90,9 @@ def test_an_unknown_command_is_one_line(words, message, capsys):
         ({"JAX_PLATFORMS": "tpu"}, "JAX_PLATFORMS=tpu: JAX finds no such device here; unset it"),
     ],
 )
-def test_a_wrong_environment_is_one_line(setting, message, tmp_path):
-    command = [sys.executable, "-m", "jaxllm", "train", "--config", "llama3_small", "--dry_run"]
-    done = subprocess.run(
-        command, cwd=REPO, env=os.environ | setting, capture_output=True, text=True, check=False
-    )
+def test_a_wrong_environment_is_one_line(setting, message):
+    words = "-m jaxllm train --config llama3_small --dry_run".split()
+    done = python(*words, environment=setting)
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in done.stderr

@@ -164,6 +164,15 @@ def test_the_kernel_names_what_it_does_not_support_and_xla_runs(k, sizes, option
     assert jax.eval_shape(call(row_linear), *inputs)[0].shape == (1, *sizes)
 
 
+def test_integers_are_refused():
+    inputs = jax.eval_shape(lambda: arrays(256, [8], dtype=jnp.int8))
+    mosaic = lambda *a: call(row_linear)(*a, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="x is int8, not float32, bfloat16 or float16"):
+        jax.eval_shape(mosaic, *inputs)
+    with pytest.raises(ValueError, match="an array is int8: cast it"):
+        jax.eval_shape(call(row_linear), *inputs)
+
+
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 def test_a_gradient_is_refused(implementation):
     x, weights, *_ = arrays(256, [8])
