@@ -1,16 +1,17 @@
-"""Times generation with random weights, by the rows of a batch, beside transformers on this GPU.
+"""Times generation with random weights, by the rows of a batch, beside PyTorch on this GPU.
 
     python tests/generation_speed.py gpt2_124m                          1 to 256 rows
     python tests/generation_speed.py llama3_8b --rows 1 --quantize int4
     python tests/generation_speed.py llama3_1b --rows 64 --prompt 2048 --kv_cache_dtype float8
-    python tests/generation_speed.py gpt2_124m --rows 1 --peer          transformers, in PyTorch
+    python tests/generation_speed.py gpt2_124m --rows 1 --peer          in PyTorch
+    python tests/generation_speed.py llama3_8b --rows 1 --quantize int4 --peer
 
 The prompts of a batch have different lengths: from half of --prompt up to it.  A row gives the time
 of all prompts up to their first tokens and that of a further token, without compilation, and the
 floor of the latter: the bytes of the weights and of the keys and values that it reads, at the
-bandwidth of a copy on this GPU.  --peer is transformers' model in bfloat16 with a static cache and
-torch.compile(mode="reduce-overhead"): run it by itself, because PyTorch's and JAX's memory do not
-make room for each other.
+bandwidth of a copy on this GPU.  --peer is transformers' model in PyTorch with a static cache, its
+step compiled into CUDA graphs, and with int8 or int4 the weights and calls of gpt-fast: run it by
+itself, because PyTorch's and JAX's memory do not make room for each other.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=128, help="with --quantize (128)")
     parser.add_argument("--head", help="format of the head, with --quantize (bfloat16)")
     parser.add_argument("--kv_cache_dtype", choices=("auto", "float8"), default="auto")
-    parser.add_argument("--peer", action="store_true", help="transformers instead of ours")
+    parser.add_argument("--peer", action="store_true", help="PyTorch instead of ours")
     args = parser.parse_args(argv)
     (theirs if args.peer else ours)(args)
     return 0
@@ -185,31 +186,55 @@ def timed(start) -> Times:
     return Times(first, statistics.median(prompts), statistics.median(seconds))
 
 
-# ---- transformers ----------------------------------------------------------------------------
+# ---- PyTorch ---------------------------------------------------------------------------------
 
 
 def theirs(args) -> None:
-    """The same shapes in transformers, whose `generate` compiles its step for a static cache."""
+    """The same shapes in transformers; its step is compiled into CUDA graphs, as gpt-fast does."""
     import torch
 
     from jaxllm import config as configs
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     section = configs.load(args.config).model
-    print(f"{args.config}, transformers, bfloat16, on {device}")
-    model = in_torch(section.model_dump(), section.padded_vocab_size)
-    model = model.to(device, torch.bfloat16).eval()
-    for rows in args.rows:
-        ids, mask = padded_left(prompts(rows, args.prompt, section.vocab_size))
-        run = functools.partial(
-            model.generate,
-            torch.tensor(ids, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-            do_sample=False,
-            cache_implementation="static",
-            pad_token_id=0,
-        )
-        show(rows, torch_time(run, args.tokens))
+    print(f"{args.config}, {args.quantize or 'bfloat16'}, PyTorch {torch.__version__} on {device}")
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device), torch.no_grad():
+        model = in_torch(section.model_dump(), section.padded_vocab_size).eval()
+        if args.quantize:
+            pack_linears(model, args.quantize, args.group)
+        step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        for rows in args.rows:
+            texts = prompts(rows, args.prompt, section.vocab_size)
+            run = functools.partial(torch_generate, model, step, texts, args.tokens)
+            show(rows, torch_time(run, args.tokens))
+
+
+def torch_generate(model, step, texts: list[list[int]], most: int, tokens: int) -> None:
+    """Writes `tokens` tokens; step: the compiled model.  Its cache has room for `most` tokens."""
+    import torch
+    from transformers import StaticCache
+
+    ids, mask = map(torch.tensor, padded_left(texts))
+    lengths, width = mask.sum(1), ids.shape[1]
+    # One mask for all calls, so that the step is compiled once; causality hides what is to come.
+    mask = torch.cat([mask, mask.new_ones(len(mask), most)], 1) if len(texts) > 1 else None
+    key = len(texts), width + most
+    if key not in _caches:
+        _caches[key] = StaticCache(model.config, max_cache_len=width + most)
+    cache = _caches[key]
+    cache.reset()
+    positions = (torch.arange(width) - width + lengths[:, None]).clamp(min=0)
+    options = dict(attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+    token = model(ids, position_ids=positions, **options).logits[:, -1].argmax(-1)
+    for i in range(tokens - 1):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = step(token[:, None].clone(), position_ids=(lengths + i)[:, None], **options)
+        token = out.logits[:, -1].argmax(-1)
+    token.cpu()
+
+
+_caches = {}
 
 
 def torch_time(run, tokens: int) -> Times:
@@ -217,17 +242,54 @@ def torch_time(run, tokens: int) -> Times:
     short, clocks = tokens // 4, {}
     begun = time.perf_counter()
     for n in (short, tokens):
-        run(max_new_tokens=n, min_new_tokens=n)
+        run(n)
     first = time.perf_counter() - begun
     for n in (short, tokens):
         times = []
         for _ in range(3):
             begun = time.perf_counter()
-            run(max_new_tokens=n, min_new_tokens=n).cpu()
+            run(n)
             times.append(time.perf_counter() - begun)
         clocks[n] = statistics.median(times)
     token = (clocks[tokens] - clocks[short]) / (tokens - short)
     return Times(first, clocks[short] - short * token, token)
+
+
+def pack_linears(module, form: str, group: int) -> None:
+    """Gives the linear layers of blocks random weights of gpt-fast's formats, int4 or int8."""
+    import torch
+
+    for name, child in module.named_children():
+        if isinstance(child, torch.nn.Linear) and name != "lm_head":
+            setattr(module, name, packed_linear(child.in_features, child.out_features, form, group))
+        else:
+            pack_linears(child, form, group)
+
+
+def packed_linear(k: int, n: int, form: str, group: int):
+    import torch
+
+    class Packed(torch.nn.Module):
+        """int4 by PyTorch's own kernel; int8, with a scale for each column, by Inductor's."""
+
+        def __init__(self):
+            super().__init__()
+            if form == "int4":
+                codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+                self.words = torch._convert_weight_to_int4pack(codes, 8)
+                self.scales = torch.full((k // group, n, 2), 0.01)
+            else:
+                self.words = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+                self.scales = torch.full((n,), 0.01)
+
+        def forward(self, x):
+            if form == "int4":
+                rows = x.reshape(-1, k)
+                y = torch._weight_int4pack_mm(rows, self.words, group, self.scales)
+                return y.reshape(*x.shape[:-1], n)
+            return torch.nn.functional.linear(x, self.words.to(x.dtype)) * self.scales
+
+    return Packed()
 
 
 def padded_left(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

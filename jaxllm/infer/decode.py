@@ -15,8 +15,7 @@ from jaxllm.config import ModelConfig, SampleConfig, round_up
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import Linear, Transposed
-from jaxllm.models.language_model import LanguageModel
+from jaxllm.layers.linear import Transposed
 from jaxllm.sharding import constrain, shardings
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
@@ -73,7 +72,7 @@ def load_model(
     packing = weights.packing if isinstance(weights, PackedWeights) else None
     model = nnx.eval_shape(lambda: create_packed(config, packing))
     graph, params = nnx.split(model, nnx.Param)
-    cast = _matrices(model) if packing is None else set()
+    cast = _matrices(params) if packing is None else set()
 
     def leaf(path, a, sharding):
         dtype = config.compute_dtype if _name(path) in cast else a.dtype
@@ -142,7 +141,8 @@ def stream_tokens(
         return
     longest = max(map(len, prompts))
     width = round_up(longest, WIDTHS)
-    if (most := most_tokens(nnx.merge(graph, params).config)) is not None:
+    model_config = nnx.merge(graph, params).config
+    if (most := most_tokens(model_config)) is not None:
         width = max(longest, min(width, most))
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
@@ -153,7 +153,7 @@ def stream_tokens(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     key = jax.random.key(config.seed)
-    matrices = in_compute_dtype(graph, params)
+    matrices = _in_dtype(params, model_config.compute_dtype)
     token, arrays = programs.first(params, matrices, tokens, lengths, key)
     pending, left = token[None], config.tokens
     for block in range(blocks):
@@ -236,10 +236,13 @@ def in_compute_dtype(
     table: also that of the tokens, if it is the head; lookups take the one of `params`.
     consume: frees the matrices of `params` that are not in the result, one by one.
     """
-    model = nnx.merge(graph, params)
-    linear = _matrices(model)
-    cast = {*linear, "embedding.wte"} if table and model.head is None else linear
-    dtype = jnp.dtype(model.config.compute_dtype)
+    dtype = nnx.merge(graph, params).config.compute_dtype
+    return _in_dtype(params, dtype, table=table, consume=consume)
+
+
+def _in_dtype(params, dtype, *, table=True, consume=False):
+    dtype, linear = jnp.dtype(dtype), _matrices(params)
+    cast = {*linear, "embedding.wte"} if table and "head" not in params else linear
 
     def change(path, x):
         name = _name(path)
@@ -260,10 +263,10 @@ def _cast(x, transposes, dtype):
     return Transposed(x.T) if transposes else x
 
 
-def _matrices(model: LanguageModel) -> set[str]:
-    """The dotted paths of Linear's matrices."""
-    nodes = nnx.iter_graph(model)
-    return {".".join(map(str, (*path, "weight"))) for path, x in nodes if isinstance(x, Linear)}
+def _matrices(params: nnx.State) -> set[str]:
+    """The dotted paths of Linear's matrices, which say whether training copies them."""
+    variables = nnx.to_flat_state(params)
+    return {".".join(map(str, p)) for p, v in variables if "copied" in v.get_metadata()}
 
 
 def _name(path) -> str:

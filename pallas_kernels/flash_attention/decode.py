@@ -81,8 +81,8 @@ def decode_attention(
     window: maximum number of keys that a position sees, including its own.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
     theta, scaling: of RoPE (`rope`, layout "half"), which turns q and the key of `new` by the angle
-        of position lengths - 1; None: no RoPE.  XLA turns them before the kernel.  Under
-        implementation="mosaic" the kernel does, for a cache in q's dtype: no GPU has run that yet.
+        of position lengths - 1; None: no RoPE.  Hopper's kernel turns them itself; XLA does before
+        other GPUs' kernel, and for a float8 cache.
 
     Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
     V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
@@ -99,7 +99,7 @@ def decode_attention(
     kernel = dispatch.use_kernel("decode_attention", implementation, reason, gpu, general=general)
     form = (_general if general else _kernel) if kernel else _in_jnp
     options, table = (scale_of(scale, q), window, softcap), None
-    if theta is not None and form is _kernel and k.dtype != FP8 and implementation == "mosaic":
+    if theta is not None and form is _kernel and k.dtype != FP8:
         table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
     elif theta is not None:
         q, new = _turned(q, new, lengths, theta, scaling)

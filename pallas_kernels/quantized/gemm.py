@@ -108,8 +108,10 @@ def linear(x, weight: QuantizedWeight, bias, activation):
     p = plan(x.shape[0], weight, most_splits=1)
     if bias is not None:
         bias = mosaic.pad_axis(bias, 0, _WGS * _N)
-    # Mosaic wants whole swizzle tiles.
-    shape = mosaic.cdiv(p.m, 8) * 8, mosaic.cdiv(weight.shape[1], _N) * _N
+    # Mosaic wants whole swizzle tiles.  The copy of a warpgroup past the last one changes nothing;
+    # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
+    width = max(_WGS, mosaic.cdiv(weight.shape[1], _N)) * _N
+    shape = mosaic.cdiv(p.m, 8) * 8, width
     out = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     y = _product(x, weight.words, weight.scales, weight.offsets, bias, activation, out, p)
     return y[: p.m, : weight.shape[1]]

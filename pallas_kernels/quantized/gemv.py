@@ -44,6 +44,7 @@ _WGS = 8  # of an SM, whose registers hold them at 64 a thread
 # with 2, 3, 4 and 6 an H100 takes 13.0, 13.9, 14.2 and 18.4 us for 4096 x 14336 of 4 bits.
 _AHEAD = 2
 _STAGED = 16384  # the largest K of x in shared memory, 32 KB; beyond, a turn loads its x
+_BROUGHT = 16  # numbers of x, or half as many with a norm, that a thread requests at once
 _NORMED = 64  # numbers of a row that a thread normalises, at most
 
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
@@ -63,6 +64,11 @@ class Plan(NamedTuple):
     staged: bool  # x is in shared memory
     late: bool  # the norm is a factor of the sums
     centered: bool
+
+    @property
+    def even(self) -> bool:
+        """Whether all warpgroups have equally many turns."""
+        return self.turns % self.wgs == 0
 
     @property
     def share(self) -> int:
@@ -132,7 +138,11 @@ def _products(x, parts, norm, residual, dtypes, p: Plan):
     if p.staged:
         first_only = norm is not None and not p.late
         smem = dict(
-            x_smem=plgpu.SMEM((p.turns * TURN, step), jnp.bfloat16),
+            x_smem=plgpu.SMEM(
+                (p.turns * TURN, step),
+                jnp.bfloat16,
+                transforms=(plgpu.TilingTransform((TURN, step)),),
+            ),
             norm_smem=plgpu.SMEM((p.wgs if p.late else 2, TURN), jnp.float32),
             norm_bar=plgpu.Barrier(),
             x_bar=plgpu.Barrier(num_arrivals=1 if first_only else p.wgs),
@@ -224,7 +234,7 @@ def _load(ref, layout):
 
 
 def _existing(p: Plan, turn):
-    return turn if p.turns % p.wgs == 0 else jnp.minimum(turn, p.turns - 1)
+    return turn if p.even else jnp.minimum(turn, p.turns - 1)
 
 
 def _fetch(p: Plan, weight: _Weight, n, turn):
@@ -243,57 +253,67 @@ def _multiply(p: Plan, refs: _Refs, turn, fetched, accs):
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
     x = _load((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.turn.x_layout)
     totals = [dot(p.turn, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
-    if p.turns % p.wgs == 0:
+    if p.even:
         return totals
     exists = jnp.broadcast_to(turn < p.turns, (TURN * COLUMNS,))
     return [jnp.where(exists, total, acc) for total, acc in zip(totals, accs, strict=True)]
 
 
 def _bring(p: Plan, refs: _Refs, wg):
-    """Writes the turns of x of a warpgroup to shared memory.
+    """Writes a warpgroup's share of the turns of x to shared memory.
 
-    With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
+    With RMS norm x times the norm's weight, and the sums of x^2 of each warp.  All loads come
+    before the stores, each of which the warps of a warpgroup wait for.
     """
-    layout, turns = mosaic.warp_rows(p.turn.step // LANES), [i * p.wgs + wg for i in range(p.share)]
-    rows = lambda turn: pl.ds(_existing(p, turn) * TURN, TURN)
-    xs = [_load(refs.x.at[rows(turn)], layout) for turn in turns]
+    numbers, squares = p.turn.step // LANES, []
+    layout = mosaic.warp_rows(numbers)
+    at_once = _BROUGHT // numbers // (1 if refs.norm is None else 2)
+    for first in range(0, p.share, at_once):
+        count = min(at_once, p.share - first)
+        if p.even:
+            parts = [(wg * p.share + first, count)]
+        else:
+            parts = [((first + i) * p.wgs + wg, 1) for i in range(count)]
+        at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
+        ys = [_load(refs.x.at[rows], layout) for rows in at]
+        if refs.norm is not None:
+            weights = [_load(refs.norm[0].at[rows], layout) for rows in at]
+            xs = [x.astype(jnp.float32) for x in ys]
+            for (turn, n), x in zip(parts, xs, strict=True):
+                for i in range(n):
+                    part = x[i * TURN : (i + 1) * TURN]
+                    exists = jnp.broadcast_to(turn + i < p.turns, part.shape)
+                    squares.append(jnp.where(exists, part * part, 0.0))
+            ys = [x * w for x, w in zip(xs, weights, strict=True)]
+        for (turn, _), rows, y in zip(parts, at, ys, strict=True):
+            store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
+            store() if p.even else pl.when(turn < p.turns)(store)
     if refs.norm is not None:
-        xs = [x.astype(jnp.float32) for x in xs]
-        exists = [jnp.broadcast_to(turn < p.turns, xs[0].shape) for turn in turns]
-        squares = [jnp.where(e, x * x, 0.0) for e, x in zip(exists, xs, strict=True)]
         total = jnp.sum(functools.reduce(jnp.add, squares), axis=1)
         mosaic.store(refs.smem["norm_smem"].at[wg], total)
-    for x, turn in zip(xs, turns, strict=True):
-        y = x if refs.norm is None else x * _load(refs.norm[0].at[rows(turn)], layout)
-        store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows(turn)], y)
-        store() if p.turns % p.wgs == 0 else pl.when(turn < p.turns)(store)
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
 def _normalize(p: Plan, refs: _Refs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
     layout = mosaic.warp_rows(p.turn.step // LANES)
-    at = [pl.ds(i * TURN, TURN) for i in range(p.turns)]
-    xs = [_load(refs.x.at[rows], layout).astype(jnp.float32) for rows in at]
+    load = lambda ref: None if ref is None else _load(ref, layout).astype(jnp.float32)
+    x, weight, bias = (load(ref) for ref in (refs.x, *refs.norm))
     k = p.turns * TURN * p.turn.step
 
-    def mean(terms, slot):
+    def mean(x, slot):
         """The mean of all numbers, by way of the sums of the warps."""
         part = refs.smem["norm_smem"].at[slot]
-        mosaic.store(part, jnp.sum(functools.reduce(jnp.add, terms), axis=1))
+        turns = [x[i * TURN : (i + 1) * TURN] for i in range(p.turns)]
+        mosaic.store(part, jnp.sum(functools.reduce(jnp.add, turns), axis=1))
         plgpu.barrier_arrive(refs.smem["norm_bar"])
         plgpu.barrier_wait(refs.smem["norm_bar"])
         return functools.reduce(jnp.add, [part[i] for i in range(TURN)]) * (1 / k)
 
     if p.centered:
-        middle = mean(xs, 0)
-        xs = [x - middle for x in xs]
-    scale = lax.rsqrt(mean([x * x for x in xs], 1) + p.eps)
-    weight, bias = refs.norm
-    for x, rows in zip(xs, at, strict=True):
-        y = x * scale * _load(weight.at[rows], layout)
-        y = y if bias is None else y + _load(bias.at[rows], layout)
-        mosaic.store(refs.smem["x_smem"].at[rows], y)
+        x = x - mean(x, 0)
+    y = x * lax.rsqrt(mean(x * x, 1) + p.eps) * weight
+    mosaic.store(refs.smem["x_smem"], y if bias is None else y + bias)
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 

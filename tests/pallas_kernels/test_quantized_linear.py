@@ -65,6 +65,7 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, wide=False, **opti
         ((2, 50), 512, 136, dict(bits=8, group=32, symmetric=False)),  # two blocks of n
         ((70,), 512, 64, dict(bits=4, group=64, format="2:4")),
         slow((300,), 512, 64, dict(bits=2, group=None)),  # three blocks of m
+        ((256,), 64, 64, dict(bits=4, group=64)),  # one tile of n for two warpgroups
         slow((128,), 512, 200, dict(bits=1, group=128, symmetric=False)),
         slow((65,), 512, 64, dict(bits=1, group=32)),
         slow((65,), 320, 64, dict(bits=8, group=64, format="fp8", spread=3.0)),
