@@ -203,6 +203,8 @@ def theirs(args) -> None:
         model = in_torch(section.model_dump(), section.padded_vocab_size).eval()
         if args.quantize:
             pack_linears(model, args.quantize, args.group)
+            if device == "cuda":
+                torch.cuda.empty_cache()  # of the dense weights
         step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         for rows in args.rows:
             texts = prompts(rows, args.prompt, section.vocab_size)
