@@ -138,6 +138,8 @@ def _products(x, parts, norm, residual, dtypes, p: Plan):
     if p.staged:
         first_only = norm is not None and not p.late
         smem = dict(
+            # Left to itself, Mosaic swizzles tiles of four rows, and a store of more rows (JAX 0.12)
+            # in another way than the loads of four read them.
             x_smem=plgpu.SMEM(
                 (p.turns * TURN, step),
                 jnp.bfloat16,
