@@ -138,8 +138,8 @@ def _products(x, parts, norm, residual, dtypes, p: Plan):
     if p.staged:
         first_only = norm is not None and not p.late
         smem = dict(
-            # Left to itself, Mosaic swizzles tiles of four rows, and a store of more rows (JAX 0.12)
-            # in another way than the loads of four read them.
+            # By itself Mosaic (JAX 0.12) would swizzle tiles of four rows, and a store of more rows
+            # in another way than loads of four rows read them.
             x_smem=plgpu.SMEM(
                 (p.turns * TURN, step),
                 jnp.bfloat16,
@@ -264,43 +264,50 @@ def _multiply(p: Plan, refs: _Refs, turn, fetched, accs):
 def _bring(p: Plan, refs: _Refs, wg):
     """Writes a warpgroup's share of the turns of x to shared memory.
 
-    With RMS norm x times the norm's weight, and the sums of x^2 of each warp.  All loads come
-    before the stores, each of which the warps of a warpgroup wait for.
+    With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
     """
-    numbers, squares = p.turn.step // LANES, []
-    layout = mosaic.warp_rows(numbers)
-    at_once = _BROUGHT // numbers // (1 if refs.norm is None else 2)
+    numbers = p.turn.step // LANES
+    at_once, squares = _BROUGHT // numbers // (1 if refs.norm is None else 2), []
     for first in range(0, p.share, at_once):
-        count = min(at_once, p.share - first)
-        if p.even:
-            parts = [(wg * p.share + first, count)]
-        else:
-            parts = [((first + i) * p.wgs + wg, 1) for i in range(count)]
-        at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
-        ys = [_load(refs.x.at[rows], layout) for rows in at]
-        if refs.norm is not None:
-            weights = [_load(refs.norm[0].at[rows], layout) for rows in at]
-            xs = [x.astype(jnp.float32) for x in ys]
-            for (turn, n), x in zip(parts, xs, strict=True):
-                for i in range(n):
-                    part = x[i * TURN : (i + 1) * TURN]
-                    exists = jnp.broadcast_to(turn + i < p.turns, part.shape)
-                    squares.append(jnp.where(exists, part * part, 0.0))
-            ys = [x * w for x, w in zip(xs, weights, strict=True)]
-        for (turn, _), rows, y in zip(parts, at, ys, strict=True):
-            store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
-            store() if p.even else pl.when(turn < p.turns)(store)
+        squares += _bring_some(p, refs, wg, range(first, min(first + at_once, p.share)))
     if refs.norm is not None:
         total = jnp.sum(functools.reduce(jnp.add, squares), axis=1)
         mosaic.store(refs.smem["norm_smem"].at[wg], total)
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
+def _bring_some(p: Plan, refs: _Refs, wg, turns: range) -> list:
+    """Brings the `turns` of this warpgroup; returns their x^2 for RMS norm, (4, step) each.
+
+    All loads come before the stores: the warps of a warpgroup wait for each other at a store.
+    """
+    layout = mosaic.warp_rows(p.turn.step // LANES)
+    if p.even:
+        parts = [(wg * p.share + turns.start, len(turns))]
+    else:
+        parts = [(i * p.wgs + wg, 1) for i in turns]
+    at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
+    load = lambda ref: [_load(ref.at[rows], layout) for rows in at]
+    ys, squares = load(refs.x), []
+    if refs.norm is not None:
+        weights, xs = load(refs.norm[0]), [x.astype(jnp.float32) for x in ys]
+        for (turn, n), x in zip(parts, xs, strict=True):
+            some = [x[i * TURN : (i + 1) * TURN] for i in range(n)]
+            exists = [jnp.broadcast_to(turn + i < p.turns, some[0].shape) for i in range(n)]
+            squares += [jnp.where(e, x * x, 0.0) for e, x in zip(exists, some, strict=True)]
+        ys = [x * w for x, w in zip(xs, weights, strict=True)]
+    for (turn, _), rows, y in zip(parts, at, ys, strict=True):
+        store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
+        store() if p.even else pl.when(turn < p.turns)(store)
+    return squares
+
+
 def _normalize(p: Plan, refs: _Refs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
     layout = mosaic.warp_rows(p.turn.step // LANES)
-    load = lambda ref: None if ref is None else _load(ref, layout).astype(jnp.float32)
-    x, weight, bias = (load(ref) for ref in (refs.x, *refs.norm))
+    load = lambda ref: _load(ref, layout).astype(jnp.float32)
+    x, weight = load(refs.x), load(refs.norm[0])
+    bias = None if refs.norm[1] is None else load(refs.norm[1])
     k = p.turns * TURN * p.turn.step
 
     def mean(x, slot):
