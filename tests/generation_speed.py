@@ -151,7 +151,8 @@ def random_weights(model, quantized: str | None, group: int, head: str | None = 
     read = [w for name, w in weights.items() if name not in tables]
     params = jax.tree.unflatten(jax.tree.structure(abstract), list(weights.values()))
     size = sum(x.nbytes for x in jax.tree.leaves(read))
-    return graph, in_compute_dtype(graph, params, table=False, consume=True), size
+    params = in_compute_dtype(params, model.compute_dtype, table=False, consume=True)
+    return graph, params, size
 
 
 def cache_bytes(model, dtype: str) -> int:
@@ -192,6 +193,7 @@ def timed(start) -> Times:
 def theirs(args) -> None:
     """The same shapes in transformers; its step is compiled into CUDA graphs, as gpt-fast does."""
     import torch
+    from transformers import StaticCache
 
     from jaxllm import config as configs
 
@@ -208,23 +210,19 @@ def theirs(args) -> None:
         step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         for rows in args.rows:
             texts = prompts(rows, args.prompt, section.vocab_size)
-            run = functools.partial(torch_generate, model, step, texts, args.tokens)
+            cache = StaticCache(model.config, max_cache_len=args.prompt + args.tokens)
+            run = functools.partial(torch_generate, model, step, cache, texts, args.tokens)
             show(rows, torch_time(run, args.tokens))
 
 
-def torch_generate(model, step, texts: list[list[int]], most: int, tokens: int) -> None:
-    """Writes `tokens` tokens; step: the compiled model.  Its cache has room for `most` tokens."""
+def torch_generate(model, step, cache, texts: list[list[int]], most: int, tokens: int) -> None:
+    """Writes `tokens` tokens, at most `most`; step: the compiled model."""
     import torch
-    from transformers import StaticCache
 
     ids, mask = map(torch.tensor, padded_left(texts))
     lengths, width = mask.sum(1), ids.shape[1]
     # One mask for all calls, so that the step is compiled once; causality hides what is to come.
     mask = torch.cat([mask, mask.new_ones(len(mask), most)], 1) if len(texts) > 1 else None
-    key = len(texts), width + most
-    if key not in _caches:
-        _caches[key] = StaticCache(model.config, max_cache_len=width + most)
-    cache = _caches[key]
     cache.reset()
     positions = (torch.arange(width) - width + lengths[:, None]).clamp(min=0)
     options = dict(attention_mask=mask, past_key_values=cache, logits_to_keep=1)
@@ -234,9 +232,6 @@ def torch_generate(model, step, texts: list[list[int]], most: int, tokens: int) 
         out = step(token[:, None].clone(), position_ids=(lengths + i)[:, None], **options)
         token = out.logits[:, -1].argmax(-1)
     token.cpu()
-
-
-_caches = {}
 
 
 def torch_time(run, tokens: int) -> Times:

@@ -153,7 +153,7 @@ def stream_tokens(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     key = jax.random.key(config.seed)
-    matrices = _in_dtype(params, model_config.compute_dtype)
+    matrices = in_compute_dtype(params, model_config.compute_dtype)
     token, arrays = programs.first(params, matrices, tokens, lengths, key)
     pending, left = token[None], config.tokens
     for block in range(blocks):
@@ -226,7 +226,7 @@ def _programs(
 
 
 def in_compute_dtype(
-    graph: nnx.GraphDef, params: nnx.State, *, table: bool = True, consume: bool = False
+    params: nnx.State, dtype, *, table: bool = True, consume: bool = False
 ) -> nnx.State:
     """Casts the matrices to the compute dtype, once for all tokens; transposes Linear's on a GPU.
 
@@ -236,11 +236,6 @@ def in_compute_dtype(
     table: also that of the tokens, if it is the head; lookups take the one of `params`.
     consume: frees the matrices of `params` that are not in the result, one by one.
     """
-    dtype = nnx.merge(graph, params).config.compute_dtype
-    return _in_dtype(params, dtype, table=table, consume=consume)
-
-
-def _in_dtype(params, dtype, *, table=True, consume=False):
     dtype, linear = jnp.dtype(dtype), _matrices(params)
     cast = {*linear, "embedding.wte"} if table and "head" not in params else linear
 

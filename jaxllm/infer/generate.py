@@ -159,7 +159,8 @@ def _run(args: argparse.Namespace) -> None:
     with jax.set_mesh(mesh):
         graph, params = decode.load_model(weights, mesh)
         # Once for all texts.
-        params = decode.in_compute_dtype(graph, params, table=False, consume=True)
+        dtype = weights.config.compute_dtype
+        params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
         if total == 1:
             print(prompts[0], end="", flush=True)
         for first in range(0, total, size):

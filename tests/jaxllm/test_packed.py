@@ -241,9 +241,9 @@ def test_a_run_is_loaded_in_the_compute_dtype(square, tmp_path, monkeypatch):
             assert found[name].dtype == (jnp.bfloat16 if matrix else jnp.float32)
             assert np.array_equal(found[name], x.astype(found[name].dtype))
         monkeypatch.setattr(decode, "by_rows", lambda: True)
-        kept = decode.in_compute_dtype(graph, loaded)
+        kept = decode.in_compute_dtype(loaded, jnp.bfloat16)
         assert not any(x.is_deleted() for x in jax.tree.leaves(loaded))
-        decode.in_compute_dtype(graph, loaded, consume=True)
+        decode.in_compute_dtype(loaded, jnp.bfloat16, consume=True)
     freed = [x.is_deleted() for x in jax.tree.leaves(loaded)]
     # Transposed: q, k, v, out, up and down; cast: the table of the tied head.
     assert sum(freed) == 7
@@ -266,8 +266,9 @@ def test_generation_keeps_no_second_copy_of_packed_weights(packed, rows, monkeyp
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         graph, params = decode.load_model(decode.open_run(packed), mesh)
-        params = decode.in_compute_dtype(graph, params, table=False)  # as generate has them
-        matrices = decode.in_compute_dtype(graph, params)  # as for each text
+        dtype = nnx.merge(graph, params).config.compute_dtype
+        params = decode.in_compute_dtype(params, dtype, table=False)  # as generate has them
+        matrices = decode.in_compute_dtype(params, dtype)  # as for each text
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (matrices, params)), strict=True))
 
 
