@@ -11,12 +11,12 @@ times the work that is needed, and the tensor core has time for it.
 A block has 16 outputs and, at this size, four warps, which take the k in turns of 256.  The words
 of a lane's next two turns are on the way while it multiplies.  The block brings x to shared memory
 once, while the first words are on their way.  The warps' sums are added there, too, in a fixed
-order.  A thread has 55 registers, so all 896 blocks run at the same time, in one wave.
+order.  A thread has 53 registers, so all 896 blocks run at the same time, in one wave.
 
 What a library needs besides: 8, 2 and 1 bits, scales of groups of k, offsets, and for more rows
 other kernels (matmul.py for 2 to 64, gemm.py beyond), with wgmma and rings.
 
-Counted: a warp needs some 96 instructions for 1024 weights, 3 for each weight of a lane, where
+Counted: a warp needs 86 instructions for 1024 weights, not quite 3 for each weight of a lane, where
 memory allows 5.  So memory is the limit: 29 MB, 10 us.
 
 Measured: 13 us.
