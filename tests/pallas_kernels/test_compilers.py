@@ -86,7 +86,7 @@ def test_kernels_for_other_gpus_hardly_spill(spec, gpu, bytes_, kernels):
     ],
 )
 def test_registers_let_all_blocks_of_one_row_run_at_once(spec, blocks, threads):
-    """With 76 registers gate and up took a second wave, 30 us instead of 24 (docs/decoding.md)."""
+    """With the 76 registers that gate and up once had, theirs need a second wave."""
     made = [b for b in builds(spec, "sm_90") if b.kernel == "quantized_linear_row"]
     assert made
     for build in made:
