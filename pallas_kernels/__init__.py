@@ -7,6 +7,7 @@ from pallas_kernels.flash_attention.decode import decode_attention
 from pallas_kernels.flash_attention.op import attention
 from pallas_kernels.flash_attention.qkv import attention_qkv
 from pallas_kernels.float8.linear import fp8_linear
+from pallas_kernels.float8.mlp import fp8_mlp
 from pallas_kernels.float8.quantize import quantize_fp8
 from pallas_kernels.losses.cross_entropy import cross_entropy
 from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
@@ -31,6 +32,7 @@ __all__ = [
     "dequantize",
     "encoder",
     "fp8_linear",
+    "fp8_mlp",
     "gelu",
     "gelu_linear",
     "layer_norm",

@@ -34,7 +34,7 @@ def choose(name: str) -> None:
 
     from pallas_kernels.float8 import linear
 
-    linear._BACKWARD = jnp.dtype(FORMATS[name])
+    linear.BACKWARD = jnp.dtype(FORMATS[name])
     jax.clear_caches()
 
 

@@ -4,9 +4,10 @@
     python tests/peers.py vlstm                 ours, mlstm_kernels
     python tests/peers.py quantized_linear      ours, gemlite, PyTorch in bfloat16, int8 and fp8
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
+    python tests/peers.py train llama3_1b 4 --fp8 tensorwise       the same with torchao's float8
 
-It needs an NVIDIA GPU, and torch, tokamax, mlstm_kernels and gemlite for their rows; the row of a
-missing peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
+It needs an NVIDIA GPU, and torch, torchao, tokamax, mlstm_kernels and gemlite for their rows; the row
+of a missing peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
 pallas_kernels.benchmark.  CUDA events time PyTorch's calls, including launches and gaps.
 """
 
@@ -356,8 +357,13 @@ def torch_model(model: Any):
     return Model()
 
 
-def train(name: str, batch: int, seq_len: int | None, device="cuda", steps=19) -> dict[str, float]:
-    """tokens/s of PyTorch: autocast to bfloat16, fused AdamW, clip 1.0; the median step."""
+def train(
+    name: str, batch: int, seq_len: int | None, fp8: str | None = None, device="cuda", steps=19
+) -> dict[str, float]:
+    """tokens/s of PyTorch: autocast to bfloat16, fused AdamW, clip 1.0; the median step.
+
+    `fp8` is a recipe of torchao for the linear layers of the blocks, such as "tensorwise".
+    """
     import torch
 
     from jaxllm.config import load
@@ -366,6 +372,10 @@ def train(name: str, batch: int, seq_len: int | None, device="cuda", steps=19) -
     if config.model.type == "vlstm" or not getattr(config.model, "tie_embeddings", True):
         raise ValueError(f"{name} has no peer here: a GPT-2 or a Llama with a tied head has")
     model = torch_model(config.model).to(device)
+    if fp8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(fp8))
     o = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), o.learning_rate, (o.b1, o.b2), o.eps, o.weight_decay, fused=True
@@ -399,12 +409,14 @@ def main() -> int:
     parser.add_argument("config", nargs="?", help="for train: gpt2_124m, llama3_124m, llama3_1b")
     parser.add_argument("batch", nargs="?", type=int, default=32, help="for train (default: 32)")
     parser.add_argument("--seq_len", type=int, help="for train (default: the configuration's)")
+    parser.add_argument("--fp8", help="for train: torchao's recipe, tensorwise or rowwise")
     a = parser.parse_args()
     if a.what == "train":
         if a.config is None:
             parser.error("train needs a configuration, such as gpt2_124m")
-        timed = functools.partial(train, batch=a.batch, seq_len=a.seq_len)
-        rows(*run.attempt(timed, {f"PyTorch {a.config}": a.config}))
+        timed = functools.partial(train, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
+        row = " ".join(filter(None, ("PyTorch", a.config, a.fp8)))
+        rows(*run.attempt(timed, {row: a.config}))
         return 0
     import jax
 

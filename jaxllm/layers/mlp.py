@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, one_device, per_device
-from pallas_kernels import gelu, gelu_linear, swiglu, swiglu_linear
+from pallas_kernels import fp8_mlp, gelu, gelu_linear, swiglu, swiglu_linear
 from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
 from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
 from pallas_kernels.dispatch import Implementation
@@ -40,6 +40,9 @@ class MLP(nnx.Module):
         """Applies the layer; add_bias: False leaves the bias of `down` to the next op."""
         if self.up.generates:
             hidden = (self.up(x),)
+        elif self.up.fp8 and one_device():
+            y = _in_fp8(x, self.up, self.down)
+            return self.down.plus_bias(y) if add_bias else y
         else:
             # The op adds the bias, because its backward pass yields the bias gradient for free.
             bias = self.up.bias
@@ -49,8 +52,7 @@ class MLP(nnx.Module):
                 # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which
                 # its own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
                 hidden = jax.lax.optimization_barrier(hidden[0]), hidden[1]
-            # On several devices jit must sum the gradient of `down`; its fp8 form is not fused.
-            if one_device() and not self.down.fp8:
+            if one_device():  # on several jit must sum the gradient of `down`
                 weight = self.down.cast(x)
                 # Where the fused kernel does not apply, that of the activation alone may.
                 if gelu_why_not(*hidden, weight) is None:
@@ -93,10 +95,12 @@ class GatedMLP(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        if self.up.fp8 and one_device():
+            return _in_fp8(x, self.up, self.down, gate=self.gate)
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
         hidden = checkpoint_name(self.gate(x), "mlp"), checkpoint_name(self.up(x), "mlp")
         # As above; a packed weight has a kernel of its own.
-        if one_device() and not self.down.fp8 and not self.down.generates:
+        if one_device() and not self.down.generates:
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:
                 return swiglu_linear(*hidden, weight, implementation=self.implementation)
@@ -115,3 +119,20 @@ class GatedMLP(nnx.Module):
         """x + layer(norm(x)) of a single row, in generation."""
         (hidden,) = linear_of_row(x, self.gate, self.up, norm=norm, activation="swiglu")
         return linear_of_row(hidden, self.down, residual=x)[0]
+
+
+def _in_fp8(
+    x: Float[Array, "B T C"], up: Linear, down: Linear, *, gate: Linear | None = None
+) -> Float[Array, "B T C"]:
+    """The layer's matmuls and activation in one op; without the bias of `down`."""
+    layers = [layer for layer in (gate, up, down) if layer is not None]
+    probes = [layer.probe[...] for layer in layers if layer.probe is not None]
+    return fp8_mlp(
+        x,
+        up.cast(x),
+        down.cast(x),
+        gate=None if gate is None else gate.cast(x),
+        bias=None if up.bias is None else up.bias[...],
+        probes=tuple(probes) or None,
+        implementation=up.implementation,
+    )

@@ -117,11 +117,11 @@ def linear_why_not(x, bias, weight) -> str | None:
     return matmul_epilogue.linear_why_not(weight, x) or why_not(x, bias)
 
 
-def _forward_tile(x):
+def forward_tile(x):
     return (x * sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * (x * x))),)
 
 
-def _backward_tile(x, dy, sigmoid=sigmoid):
+def backward_tile(x, dy, sigmoid=sigmoid):
     xx = x * x
     s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
     dz = _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx  # d(2 u)/dx
@@ -130,12 +130,12 @@ def _backward_tile(x, dy, sigmoid=sigmoid):
 
 @jax.custom_vjp
 def _gelu(x):
-    return elementwise(_forward_tile, x, name="gelu_forward")[0]
+    return elementwise(forward_tile, x, name="gelu_forward")[0]
 
 
 _gelu.defvjp(
     lambda x: (_gelu(x), x),
-    lambda x, dy: elementwise(_backward_tile, x, dy, name="gelu_backward"),
+    lambda x, dy: elementwise(backward_tile, x, dy, name="gelu_backward"),
 )
 
 
@@ -195,7 +195,7 @@ def _rows_of_panel(layout, z_ref, dy_ref, dx_ref, first, count, total):
     load = lambda ref, row: mosaic.load(ref.at[row], layout)
     pairs = [(load(z_ref, first + i), load(dy_ref, first + i)) for i in range(count)]
     for i, pair in enumerate(pairs):
-        (dx,) = _backward_tile(*pair)
+        (dx,) = backward_tile(*pair)
         mosaic.store(dx_ref.at[first + i], dx)
         total += dx
     return total
@@ -240,7 +240,7 @@ _gelu_of_sum.defvjp(_forward_of_sum, _backward_of_sum)
 
 # ---- and a weight ----------------------------------------------------------------------------
 
-_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=fast_sigmoid)
+_AFTER_MATMUL = functools.partial(backward_tile, sigmoid=fast_sigmoid)
 
 
 @jax.custom_vjp

@@ -92,11 +92,11 @@ def linear_why_not(gate, up, weight) -> str | None:
     return matmul_epilogue.linear_why_not(weight, gate, up) or why_not(gate, up)
 
 
-def _forward_tile(gate, up):
+def forward_tile(gate, up):
     return (gate * sigmoid(gate) * up,)
 
 
-def _backward_tile(gate, up, dy, sigmoid=sigmoid):
+def backward_tile(gate, up, dy, sigmoid=sigmoid):
     s = sigmoid(gate)
     silu = gate * s
     return dy * up * (s + silu * (1 - s)), dy * silu
@@ -104,16 +104,16 @@ def _backward_tile(gate, up, dy, sigmoid=sigmoid):
 
 @jax.custom_vjp
 def _swiglu(gate, up):
-    return elementwise(_forward_tile, gate, up, name="swiglu_forward")[0]
+    return elementwise(forward_tile, gate, up, name="swiglu_forward")[0]
 
 
 _swiglu.defvjp(
     lambda gate, up: (_swiglu(gate, up), (gate, up)),
-    lambda saved, dy: elementwise(_backward_tile, *saved, dy, name="swiglu_backward", outputs=2),
+    lambda saved, dy: elementwise(backward_tile, *saved, dy, name="swiglu_backward", outputs=2),
 )
 
 
-_AFTER_MATMUL = functools.partial(_backward_tile, sigmoid=fast_sigmoid)
+_AFTER_MATMUL = functools.partial(backward_tile, sigmoid=fast_sigmoid)
 
 
 @jax.custom_vjp

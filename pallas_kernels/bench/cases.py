@@ -259,6 +259,22 @@ _FP8_LINEAR = Case(
     backward=2,
     gpu="sm_89",
 )
+
+
+def _fp8_mlp(variant: str, arrays: dict[str, A], matmuls: int, *sizes) -> Case:
+    return Case(
+        "fp8_mlp",
+        {"x": A("N C"), "up": A("C F"), "down": A("F C"), **arrays},
+        _shapes("N C F", *sizes),
+        {"N": 128, "C": 64, "F": 192},
+        reads=("x", "up", "down", *arrays),
+        variant=variant,
+        flops=lambda n: 2 * matmuls * n["N"] * n["C"] * n["F"],
+        backward=2,
+        gpu="sm_89",
+    )
+
+
 _QUANTIZE_FP8 = Case(
     "quantize_fp8",
     {"x": A("M K")},
@@ -345,6 +361,8 @@ CASES = (
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
     _vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
+    _fp8_mlp("swiglu", {"gate": A("C F")}, 3, (8192, 2048, 8192), (8192, 4096, 14336)),
+    _fp8_mlp("gelu", {"bias": A("F", "float32")}, 2, (32768, 768, 3072)),
     _QUANTIZE_FP8,
     _row((768, 3072), (3072, 768), (2048, 2048)),
     _packed_row("q, k and v", (4, 1, 1), (4096, 6144)),

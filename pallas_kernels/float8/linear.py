@@ -33,12 +33,13 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.float8.quantize import (
     TILE,
+    Cast,
     cast,
     lost,
     not_a_multiple,
 )
 
-_FORWARD, _BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
 _FLAG = "--xla_gpu_enable_triton_gemm=false"
 
@@ -73,12 +74,12 @@ def fp8_linear(
         return jnp.matmul(x, weight.astype(x.dtype))
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
     kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
-    _warn_of_flags()
+    warn_of_flags()
     return _linear(x, weight, probe, kernel)
 
 
 @functools.cache  # once
-def _warn_of_flags() -> None:
+def warn_of_flags() -> None:
     if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
         log.warning("fp8_linear is slow, in bfloat16: set XLA_FLAGS=%s before JAX starts", _FLAG)
 
@@ -108,13 +109,13 @@ def _rounded(a):
     if a.dtype == jnp.float64:
         return a
     wide = a.astype(jnp.float32)
-    return wide + lax.stop_gradient(_as_rounded(a, _FORWARD) - wide)
+    return wide + lax.stop_gradient(_as_rounded(a, FORWARD) - wide)
 
 
 def _as_rounded(a, dtype):
     """a as the cast rounds it, in float32."""
-    values, _, inverse = cast(lax.stop_gradient(a), dtype, kernel=False)
-    return values.astype(jnp.float32) * inverse
+    rounded = cast(lax.stop_gradient(a), dtype, kernel=False)
+    return rounded.values.astype(jnp.float32) * rounded.inverse
 
 
 @jax.custom_vjp
@@ -125,7 +126,7 @@ def _round_gradient(y):
 def _rounded_gradient(_, dy):
     if dy.dtype == jnp.float64:
         return (dy,)
-    return (_as_rounded(dy, _BACKWARD).astype(dy.dtype),)
+    return (_as_rounded(dy, BACKWARD).astype(dy.dtype),)
 
 
 _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
@@ -137,21 +138,46 @@ def _linear(x, weight, probe, kernel):
 
 
 def _linear_forward(x, weight, probe, kernel):
-    x8, x8_t, x_scale = cast(x, _FORWARD, kernel)
-    w8, w8_t, w_scale = cast(weight, _FORWARD, kernel)
-    y = _product(x8, x_scale, w8_t, w_scale, axes=1, dtype=x.dtype)
+    x8, w8 = cast(x, FORWARD, kernel), cast(weight, FORWARD, kernel)
     shares = None if probe is None else (lost(x, x8), lost(weight, w8))
-    return y, (x8_t, x_scale, w8, w_scale, weight[:0], shares)
+    return times(x8, w8, x.dtype), (kept_input(x8), kept_weight(w8), weight[:0], shares)
 
 
 def _linear_backward(kernel, saved, dy):
-    x8_t, x_scale, w8, w_scale, like_weight, shares = saved
-    g8, g8_t, g_scale = cast(dy, _BACKWARD, kernel)
+    x8, w8, like_weight, shares = saved
+    dy8 = cast(dy, BACKWARD, kernel)
+    dx, dw = times_weight(dy8, w8, dy.dtype), weight_gradient(x8, dy8, like_weight.dtype)
+    return dx, dw, None if shares is None else jnp.stack([*shares, lost(dy, dy8)])
+
+
+# ---- the three products, of casts --------------------------------------------------------------
+
+
+def times(x: Cast, w: Cast, dtype):
+    """x w."""
+    return _product(x.values, x.inverse, w.transposed, w.inverse, axes=1, dtype=dtype)
+
+
+def times_weight(dy: Cast, w: Cast, dtype):
+    """dy w^T, the gradient of x."""
     high = lax.Precision.HIGHEST
-    dx = _product(g8, g_scale, w8, w_scale, axes=1, dtype=dy.dtype, precision=high)
-    dtype, rows = like_weight.dtype, dy.ndim - 1
-    dw = _product(x8_t, x_scale, g8_t, g_scale, axes=rows, dtype=dtype, precision=high)
-    return dx, dw, None if shares is None else jnp.stack([*shares, lost(dy, g8)])
+    return _product(dy.values, dy.inverse, w.values, w.inverse, axes=1, dtype=dtype, precision=high)
+
+
+def weight_gradient(x: Cast, dy: Cast, dtype):
+    """x^T dy."""
+    a, b, high = x.transposed, dy.transposed, lax.Precision.HIGHEST
+    return _product(a, x.inverse, b, dy.inverse, axes=a.ndim - 1, dtype=dtype, precision=high)
+
+
+def kept_input(x: Cast) -> Cast:
+    """What the backward pass needs of an input."""
+    return x._replace(values=None)
+
+
+def kept_weight(w: Cast) -> Cast:
+    """What the backward pass needs of a weight."""
+    return w._replace(transposed=None)
 
 
 def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):

@@ -21,6 +21,7 @@ memory, where rows are swizzled, so that eight rows of four columns lie in diffe
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,14 @@ _ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, TILE), (2, TILE), (4,))), **_OPTI
 # A warp has 8 words of 4 columns: 32 banks, and 32 bytes of 4 rows, which are whole sectors.
 _DOWN = plgpu.Layout.TILED(plgpu.Tiling(((16, 8), (4, 8), (1,))), **_OPTIONS)
 _STEP = 4096  # elements that a block takes the maximum of at a time: 4 vectors a thread
+
+
+class Cast(NamedTuple):
+    """x in fp8 and the inverse of its scale; None for an array that is not needed any more."""
+
+    values: jax.Array | None  # (*rows, K)
+    transposed: jax.Array | None  # (K, *rows)
+    inverse: jax.Array  # 1 / s, float32
 
 
 def quantize_fp8(
@@ -80,24 +89,32 @@ _without_gradient.defvjp(_no_gradient, _no_gradient)
 
 def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
     """The formula in jnp, in float32."""
-    scale = _scale(x, dtype)
+    return _cast_to(x, dtype, _largest(x))
+
+
+def _cast_to(x, dtype, largest):
+    scale = _scale(largest, dtype)
     values = (x.astype(jnp.float32) * scale).astype(dtype)
-    return values, jnp.moveaxis(values, -1, 0), 1 / scale
+    return Cast(values, jnp.moveaxis(values, -1, 0), 1 / scale)
 
 
-def cast(x, dtype, kernel: bool):
-    """The op, by the kernels or by XLA."""
+def cast(x, dtype, kernel: bool, largest=None) -> Cast:
+    """The op, by the kernels or by XLA; largest: max |x| if it is known, or a bound of it."""
     if kernel:
-        return _kernels(x, dtype)
+        largest = _largest(_maxima(x)) if largest is None else largest
+        (result,) = cast_results(lambda x: (x,), [x], [largest], dtype)
+        return result
+    largest = _largest(x) if largest is None else largest
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
-    return lax.optimization_barrier(quantize_fp8_reference(x, dtype=dtype))
+    return lax.optimization_barrier(_cast_to(x, dtype, largest))
 
 
-def lost(x, values) -> Float[Array, "2"]:
-    """The shares of x's values that are at the format's limit in `values`, and that became 0.
+def lost(x, rounded: Cast) -> Float[Array, "2"]:
+    """The shares of x's values that are at the format's limit in fp8, and that became 0.
 
     With the scale of x itself, only values next to the largest are at the limit.
     """
+    values = rounded.values
     at_limit = jnp.abs(values.astype(jnp.float32)) == LARGEST[values.dtype]
     to_zero = (values == 0) & (x != 0)
     return jnp.stack([at_limit.mean(), to_zero.mean()]).astype(jnp.float32)
@@ -117,10 +134,27 @@ def not_a_multiple(n: int, **sizes: int) -> str | None:
     return None
 
 
-def _scale(x, dtype):
-    """s of x: 0 if x has an infinity or a NaN, which 0 turns into NaN."""
+def _largest(x):
+    """max |x|, infinite if x has an infinity or a NaN."""
     # XLA's maximum on a CPU may skip a NaN.
-    largest = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
+
+
+def norms(x, axis=-1):
+    """(max |x|, the largest Euclidean norm along an axis), float32, in one pass; by XLA.
+
+    The norm may come out larger than it is, where squares leave float32's range.
+    """
+    wide = x.astype(jnp.float32)
+    largest = _largest(jnp.abs(wide).max(axis))
+    square = jnp.square(wide).sum(axis).max()
+    # Squares of less than 1e-38 are lost: below 1e-30 they might be all that there is.
+    plain = (square > 1e-30) & (square < jnp.inf)
+    return largest, jnp.where(plain, jnp.sqrt(square), largest * x.shape[axis] ** 0.5)
+
+
+def _scale(largest, dtype):
+    """s of an array whose largest |x| this is: 0 if it is infinite, which 0 turns into NaN."""
     scale = jnp.minimum(LARGEST[jnp.dtype(dtype)] / largest, _LARGEST_SCALE)
     return jnp.where(largest == 0, 1.0, scale)
 
@@ -128,21 +162,34 @@ def _scale(x, dtype):
 # ---- kernels -----------------------------------------------------------------------------------
 
 
-def _kernels(x, dtype):
-    scale = _scale(_maxima(x), dtype)
-    rows, columns = x.size // x.shape[-1], x.shape[-1]
-    values, words = mosaic.kernel(
-        _cast,
-        name="quantize_fp8",
+def cast_results(tile, arrays, largest, dtype, *, sums=False, name="quantize_fp8", approx=False):
+    """Casts the results of tile(*blocks) of whole arrays: [(values, transposed, 1 / s)] and sums.
+
+    tile: computes one or more blocks in float32, element by element, inside the kernel.
+    largest: for each result a number that no |result| exceeds.  sums: also returns the sum of the
+    only result over the rows, float32 (K,).  approx: see `elementwise` in activations.
+    """
+    x = arrays[0]
+    rows, columns, n = x.size // x.shape[-1], x.shape[-1], len(largest)
+    scales = jnp.stack([_scale(one, dtype) for one in largest])
+    all_values, all_words, all_sums = mosaic.kernel(
+        functools.partial(_cast, tile),
+        name=name,
         out_type=[
-            jax.ShapeDtypeStruct((rows // 4, 4, columns), dtype),
-            jax.ShapeDtypeStruct((columns, rows // 4), jnp.int32),
+            [jax.ShapeDtypeStruct((rows // 4, 4, columns), dtype)] * n,
+            [jax.ShapeDtypeStruct((columns, rows // 4), jnp.int32)] * n,
+            [jax.ShapeDtypeStruct((rows // TILE, columns), jnp.float32)] * sums,
         ],
-        scratch_types=dict(words_smem=ampere.tile(_WORDS, TILE, jnp.int32)),
+        scratch_types=[ampere.tile(_WORDS, TILE, jnp.int32)] * n,
         **mosaic.grid(row=rows // TILE, column=columns // TILE),
-    )(x.reshape(rows // 4, 4, columns), scale.reshape(1))
-    transposed = lax.bitcast_convert_type(words, dtype).reshape(columns, *x.shape[:-1])
-    return values.reshape(x.shape), transposed, 1 / scale
+        compiler_params=plgpu.CompilerParams(approx_math=approx),
+    )([a.reshape(rows // 4, 4, columns) for a in arrays], scales)
+    transposed = lambda words: lax.bitcast_convert_type(words, dtype)
+    results = [
+        Cast(values.reshape(x.shape), transposed(words).reshape(columns, *x.shape[:-1]), 1 / scale)
+        for values, words, scale in zip(all_values, all_words, scales, strict=True)
+    ]
+    return (results[0], all_sums[0].sum(0)) if sums else results
 
 
 def _maxima(x):
@@ -168,19 +215,32 @@ def _maximum(x_ref, out_ref):
     out_ref[block] = parts[0].max()
 
 
-def _cast(x_ref, scale_ref, values_ref, words_ref, *, words_smem):
+def _cast(tile, sources, scales_ref, all_values, all_words, all_sums, *all_smem):
     """A block casts four rows at a time, and transposes the words that they make."""
     row, column = lax.axis_index("row"), lax.axis_index("column")
+    import os
+    if os.environ.get("REV"):
+        row = all_values[0].shape[0] // _WORDS - 1 - row
     fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
-    scale = scale_ref[0]
-    xs = [mosaic.load(x_ref.at[fours, i, columns], _ACROSS) for i in range(4)]
-    words = jnp.int32(0)
-    for i, x in enumerate(xs):
-        # No value passes `largest` by so much that it would not be rounded to it.
-        values = (x * scale).astype(values_ref.dtype)
-        mosaic.store(values_ref.at[fours, i, columns], values)
-        words |= lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32) << (8 * i)
-    words_smem[...] = words
+    load = lambda ref, i: mosaic.load(ref.at[fours, i, columns], _ACROSS)
+    blocks = [[load(ref, i) for ref in sources] for i in range(4)]
+    scales = [scales_ref[k] for k in range(len(all_values))]
+    words, total = [jnp.int32(0)] * len(all_values), jnp.float32(0)
+    for i, block in enumerate(blocks):
+        results = tile(*block)
+        for k, (result, values_ref) in enumerate(zip(results, all_values, strict=True)):
+            # No value passes `largest` by so much that it would not be rounded to it.
+            values = (result * scales[k]).astype(values_ref.dtype)
+            mosaic.store(values_ref.at[fours, i, columns], values)
+            byte = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
+            words[k] |= byte << (8 * i)
+        if all_sums:
+            total += results[0]
+    for word, smem in zip(words, all_smem, strict=True):
+        smem[...] = word
     ampere.meet()
-    turned = plgpu.load(words_smem.transpose((1, 0)), layout=_DOWN)
-    mosaic.store(words_ref.at[columns, fours], turned)
+    for words_ref, smem in zip(all_words, all_smem, strict=True):
+        turned = plgpu.load(smem.transpose((1, 0)), layout=_DOWN)
+        mosaic.store(words_ref.at[columns, fours], turned)
+    for sums_ref in all_sums:
+        mosaic.store(sums_ref.at[row, columns], total.sum(0))

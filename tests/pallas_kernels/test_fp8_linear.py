@@ -155,9 +155,9 @@ def test_arrays_that_do_not_fit_are_errors():
 def test_a_gpu_without_the_flag_is_warned(monkeypatch, caplog, flags, warns):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XLA_FLAGS", flags)
-    linear._warn_of_flags.cache_clear()
+    linear.warn_of_flags.cache_clear()
     with caplog.at_level("WARNING", "pallas_kernels"):
-        linear._warn_of_flags()
-        linear._warn_of_flags()
+        linear.warn_of_flags()
+        linear.warn_of_flags()
     assert [r.message.startswith("fp8_linear is slow") for r in caplog.records] == [True] * warns
-    linear._warn_of_flags.cache_clear()
+    linear.warn_of_flags.cache_clear()

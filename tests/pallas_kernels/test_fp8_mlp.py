@@ -1,0 +1,178 @@
+"""fp8_mlp against float64: no worse than fp8_linear with the activation between, and its bounds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import slow
+from kernel_checks import check_op, kernels_run_here, normal
+
+from pallas_kernels import dispatch, fp8_mlp
+from pallas_kernels.activations import gelu, swiglu
+from pallas_kernels.float8 import mlp
+from pallas_kernels.float8.mlp import fp8_mlp_reference
+from pallas_kernels.float8.quantize import norms
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+KINDS = ["swiglu", "gelu"]
+KERNELS = {
+    "swiglu": ["fp8_maximum", "quantize_fp8", "swiglu_fp8", "swiglu_backward_fp8"],
+    "gelu": ["quantize_fp8", "gelu_fp8", "gelu_backward_fp8"],
+}
+
+
+def of(op, kind):
+    """op(x, up, down, gate or bias)."""
+    last = {"swiglu": "gate", "gelu": "bias"}[kind]
+    return lambda x, up, down, other, **options: op(x, up, down, **{last: other}, **options)
+
+
+def arrays(kind, shape=(2, 64, 64), f=128, dtype=BF16, scale=0.1):
+    c = shape[-1]
+    other = normal(4, (f,), F32) if kind == "gelu" else normal(4, (c, f), dtype, scale=scale)
+    return (
+        normal(0, shape, dtype),
+        normal(1, (c, f), dtype, scale=scale),
+        normal(2, (f, c), dtype, scale=scale),
+        other,
+    )
+
+
+def with_gradients(op, inputs, dy):
+    """(y, gradients), in one program."""
+
+    def run(dy, *inputs):
+        y, pull = jax.vjp(op, *inputs)
+        return y, *pull(dy)
+
+    return [np.asarray(a).astype(np.float64) for a in jax.jit(run)(dy, *inputs)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "f", "dtype"),
+    [
+        ("swiglu", (2, 64, 64), 128, BF16),
+        ("gelu", (2, 64, 64), 128, BF16),
+        slow("swiglu", (64, 128), 64, F32),
+        slow("gelu", (64, 128), 64, F32),
+        slow("swiglu", (192, 64), 192, F16),
+        slow("gelu", (192, 64), 192, F16),
+    ],
+)
+def test_fp8_mlp_matches_float64(kind, shape, f, dtype):
+    check_op(
+        of(fp8_mlp, kind),
+        of(fp8_mlp_reference, kind),
+        *arrays(kind, shape, f, dtype),
+        kernels=KERNELS[kind],
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spread", [0.0, slow(4.0)])
+def test_no_value_passes_its_bound(kind, spread, monkeypatch):
+    """Also where few rows and columns are much larger than the others: nothing saturates."""
+    seen = []
+    real = mlp.cast_results
+
+    def checked(tile, sources, largest, dtype, **options):
+        exact = tile(*(a.astype(F32) for a in sources))
+        seen.extend(
+            (float(abs(e).max()), float(bound)) for e, bound in zip(exact, largest, strict=True)
+        )
+        return real(tile, sources, largest, dtype, **options)
+
+    monkeypatch.setattr(mlp, "cast_results", checked)
+    x, up, down, other = arrays(kind)
+    x *= jnp.exp(spread * normal(5, (2, 64, 1))).astype(BF16)
+    down *= jnp.exp(spread / 2 * normal(6, (128, 1))).astype(BF16)
+    up *= jnp.exp(spread / 2 * normal(7, (1, 128))).astype(BF16)
+    dy = normal(8, x.shape) * jnp.exp(spread * normal(9, (2, 64, 1)))
+    with kernels_run_here():
+        _, pull = jax.vjp(
+            functools.partial(of(fp8_mlp, kind), implementation="mosaic"), x, up, down, other
+        )
+        pull(dy.astype(BF16))
+    assert len(seen) == 2
+    for largest, bound in seen:
+        assert largest <= bound <= 2 ** (16 if spread else 10) * largest
+
+
+@pytest.mark.parametrize("tile", [gelu.backward_tile, swiglu.backward_tile])
+def test_the_slopes_are_bounds(tile):
+    z = jnp.linspace(-30, 30, 100_001)
+    rest = (jnp.ones_like(z),) if tile is gelu.backward_tile else (jnp.ones_like(z),) * 2
+    limit = mlp._SLOPE if tile is gelu.backward_tile else 1.1
+    assert limit - 0.002 < abs(tile(z, *rest)[0]).max() < limit
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_norms_are_bounds_at_extreme_scales(scale, axis):
+    x = np.asarray(normal(0, (64, 96)), np.float64) * scale
+    largest, norm = (float(a) for a in norms(jnp.asarray(x, F32), axis))
+    exact = np.linalg.norm(x, axis=axis).max()
+    assert largest == pytest.approx(abs(x).max(), rel=1e-6)
+    assert exact * (1 - 1e-5) <= norm <= 10 * exact
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", range(5))
+def test_a_value_that_is_not_finite_makes_its_products_nan(kind, where):
+    """In x, up, down, gate or bias, or dy; a run then skips the step."""
+    inputs = [*arrays(kind, (64, 64), 64), normal(8, (64, 64), BF16)]
+    a = inputs[where]
+    inputs[where] = a.at[(3,) * a.ndim].set(jnp.nan if where % 2 else jnp.inf)
+    *inputs, dy = inputs
+    with kernels_run_here():
+        op = functools.partial(of(fp8_mlp, kind), implementation="mosaic")
+        y, *gradients = with_gradients(op, inputs, dy)
+    assert np.isnan(y).any() == (where != 4)
+    bad = [not np.isfinite(g).all() for g in gradients]
+    assert all(bad) if where == 4 else any(bad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_probes_tell_what_the_kernels_lose(kind):
+    """As much as the casts by fp8_linear do, which take each tensor's own maximum."""
+    x, *others = arrays(kind)
+    zeros = (jnp.zeros((3, 2)),) * (3 if kind == "swiglu" else 2)
+
+    def shares(implementation):
+        run = lambda probes: of(fp8_mlp, kind)(
+            x, *others, probes=probes, implementation=implementation
+        )
+        (found,) = jax.vjp(run, zeros)[1](normal(8, x.shape, BF16))
+        return np.stack(found)
+
+    expected = shares("xla")
+    with kernels_run_here():
+        actual = shares("mosaic")
+    assert actual.shape == (len(zeros), 3, 2)
+    assert (actual[..., 0] <= expected[..., 0] + 1e-3).all()  # saturated
+    np.testing.assert_allclose(actual[..., 1], expected[..., 1], atol=0.02)  # rounded to 0
+
+
+def test_other_calls_run_in_parts_and_say_why():
+    dispatch.reset()
+    x, up, down, gate = arrays("swiglu", (32, 64))
+    with pytest.raises(NotImplementedError, match="rows=32 is not a positive"):
+        fp8_mlp(x, up, down, gate=gate, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="x is bfloat16 but up is float32"):
+        fp8_mlp(x, up.astype(F32), down, gate=gate, implementation="mosaic")
+    expected = fp8_mlp_reference(x, up, down, gate=gate).astype(F32)
+    actual = fp8_mlp(x, up, down, gate=gate).astype(F32)
+    np.testing.assert_allclose(actual, expected, atol=0.04 * float(abs(expected).max()))
+    dispatch.reset()
+
+
+def test_wrong_arguments_are_errors():
+    x, up, down, gate = arrays("swiglu")
+    with pytest.raises(ValueError, match="either gate .SwiGLU. or bias .GELU."):
+        fp8_mlp(x, up, down)
+    with pytest.raises(ValueError, match=r"\(64, 128\), \(64, 128\)"):
+        fp8_mlp(x, up, up, gate=gate)
+    with pytest.raises(ValueError, match=r"bias has shape \(64,\), not \(128,\)"):
+        fp8_mlp(x, up, down, bias=jnp.zeros(64))
