@@ -65,14 +65,16 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         add_bias: bool = True,
+        norm: LayerNorm | RMSNorm | None = None,
     ) -> Float[Array, "B T C"]:
         """Applies the layer; (B, T, C) -> (B, T, C).
 
         positions: (T,) or (B, T) for RoPE; None: 0 ... T-1.
         segment_ids: tokens see only their own segment.
         add_bias: False leaves the bias of `out` to the next op.
+        norm: the norm that x is a result of, as for Linear.
         """
-        return self.with_cache(x, positions, segment_ids, None, add_bias=add_bias)[0]
+        return self.with_cache(x, positions, segment_ids, None, add_bias=add_bias, norm=norm)[0]
 
     def with_cache(
         self,
@@ -82,6 +84,7 @@ class Attention(nnx.Module):
         cache: Cache | None,
         *,
         add_bias: bool = True,
+        norm: LayerNorm | RMSNorm | None = None,
     ) -> tuple[Float[Array, "B T C"], Cache | None]:
         """(y, updated cache); without a cache the same as `__call__`.
 
@@ -92,7 +95,8 @@ class Attention(nnx.Module):
         if positions is None:
             positions = jnp.arange(T)
         if cache is None:
-            qkv = fused_linear(x, self.q, self.k, self.v).reshape(B, T, -1, self.head_dim)
+            qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
+            qkv = qkv.reshape(B, T, -1, self.head_dim)
             rotary = None if self.rope_theta is None else positions
             y = per_device(
                 self._attend, in_specs=(HEADS, _spec(rotary), P(BATCH, None)), out_specs=HEADS

@@ -91,12 +91,13 @@ class Linear(nnx.Module):
         self.probe: nnx.Param | None = None
 
     def __call__(
-        self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True
+        self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True, norm=None
     ) -> Float[Array, "... out"]:
         """Computes x W + b with W cast to x's dtype.
 
         dtype: of the result; None: that of x.
         add_bias: False leaves the bias to the next op.
+        norm: the norm that x is a result of, or None; fp8 takes its bound of x for a scale.
         """
         weight = self.weight.get_value()
         bias = self.bias[...] if add_bias and self.bias is not None else None
@@ -112,19 +113,21 @@ class Linear(nnx.Module):
         if isinstance(weight, Transposed) and x.size == x.shape[-1]:
             return weight.times_row(x, bias, dtype or x.dtype)
         if self.fp8 and dtype is None:
-            y = self.fp8_matmul(x, self.cast(x))
-        else:
-            y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
+            return self.fp8_matmul(x, self.cast(x), bias, norm)
+        y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
         return self.plus_bias(y) if add_bias else y
 
     def fp8_matmul(
-        self, x: Float[Array, "... in"], weight: Float[Array, "in _"]
+        self, x: Float[Array, "... in"], weight: Float[Array, "in _"], bias=None, norm=None
     ) -> Float[Array, "... _"]:
-        """x @ weight with fp8 operands; weight: this layer's, or that of several layers."""
+        """x @ weight + bias with fp8 operands; both are this layer's, or those of several."""
         # On several devices XLA shards the casts; a kernel would see a part of the maximum.
         implementation = self.implementation if one_device() else "xla"
         probe = None if self.probe is None else self.probe[...]
-        return fp8_linear(x, weight, probe=probe, implementation=implementation)
+        row_norm = None if norm is None else norm.row_norm()
+        return fp8_linear(
+            x, weight, bias, row_norm=row_norm, probe=probe, implementation=implementation
+        )
 
     @property
     def generates(self) -> bool:
@@ -149,7 +152,9 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
-def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Float[Array, "... out"]:
+def fused_linear(
+    x: Float[Array, "... in"], *layers: Linear, dtype=None, norm=None
+) -> Float[Array, "... out"]:
     """Applies several layers to x in one matmul and concatenates their outputs.
 
     Each device of the tensor axis holds its part of every layer's output: with two devices the
@@ -166,14 +171,12 @@ def fused_linear(x: Float[Array, "... in"], *layers: Linear, dtype=None) -> Floa
     weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(side_by_side(weights), SHARDS, "tensor")
     weight = constrain(weight, None, "tensor")
-    if dtype is not None:
-        y = _matmul(x, weight, dtype)
-    elif layers[0].fp8:
-        y = layers[0].fp8_matmul(x, weight)
-    else:
-        y = x @ weight
-    biases = [layer.bias[...].astype(y.dtype) for layer in layers if layer.bias is not None]
-    return y + side_by_side(biases) if biases else y
+    biases = [layer.bias[...].astype(dtype or x.dtype) for layer in layers if layer.bias is not None]
+    bias = side_by_side(biases) if biases else None
+    if layers[0].fp8 and dtype is None:
+        return layers[0].fp8_matmul(x, weight, bias, norm)
+    y = x @ weight if dtype is None else _matmul(x, weight, dtype)
+    return y if bias is None else y + bias
 
 
 def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = False) -> bool:

@@ -36,18 +36,28 @@ class MLP(nnx.Module):
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
         self.implementation = implementation
 
-    def __call__(self, x: Float[Array, "B T C"], *, add_bias: bool = True) -> Float[Array, "B T C"]:
-        """Applies the layer; add_bias: False leaves the bias of `down` to the next op."""
+    def __call__(
+        self,
+        x: Float[Array, "B T C"],
+        *,
+        add_bias: bool = True,
+        norm: LayerNorm | RMSNorm | None = None,
+    ) -> Float[Array, "B T C"]:
+        """Applies the layer.
+
+        add_bias: False leaves the bias of `down` to the next op.
+        norm: the norm that x is a result of, as for Linear.
+        """
         if self.up.generates:
             hidden = (self.up(x),)
         elif self.up.fp8 and one_device():
-            y = _in_fp8(x, self.up, self.down)
+            y = _in_fp8(x, self.up, self.down, norm=norm)
             return self.down.plus_bias(y) if add_bias else y
         else:
             # The op adds the bias, because its backward pass yields the bias gradient for free.
             bias = self.up.bias
             assert bias is not None
-            hidden = self.up(x, add_bias=False), bias[...]
+            hidden = self.up(x, add_bias=False, norm=norm), bias[...]
             if self.up.fp8:
                 # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which
                 # its own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
@@ -94,11 +104,15 @@ class GatedMLP(nnx.Module):
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
         self.implementation = implementation
 
-    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def __call__(
+        self, x: Float[Array, "B T C"], *, norm: LayerNorm | RMSNorm | None = None
+    ) -> Float[Array, "B T C"]:
+        """Applies the layer; norm: the norm that x is a result of, as for Linear."""
         if self.up.fp8 and one_device():
-            return _in_fp8(x, self.up, self.down, gate=self.gate)
+            return _in_fp8(x, self.up, self.down, gate=self.gate, norm=norm)
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
-        hidden = checkpoint_name(self.gate(x), "mlp"), checkpoint_name(self.up(x), "mlp")
+        layers = self.gate, self.up
+        hidden = tuple(checkpoint_name(layer(x, norm=norm), "mlp") for layer in layers)
         # As above; a packed weight has a kernel of its own.
         if one_device() and not self.down.generates:
             weight = self.down.cast(x)
@@ -122,7 +136,7 @@ class GatedMLP(nnx.Module):
 
 
 def _in_fp8(
-    x: Float[Array, "B T C"], up: Linear, down: Linear, *, gate: Linear | None = None
+    x: Float[Array, "B T C"], up: Linear, down: Linear, *, gate: Linear | None = None, norm=None
 ) -> Float[Array, "B T C"]:
     """The layer's matmuls and activation in one op; without the bias of `down`."""
     layers = [layer for layer in (gate, up, down) if layer is not None]
@@ -133,6 +147,7 @@ def _in_fp8(
         down.cast(x),
         gate=None if gate is None else gate.cast(x),
         bias=None if up.bias is None else up.bias[...],
+        row_norm=None if norm is None else norm.row_norm(),
         probes=tuple(probes) or None,
         implementation=up.implementation,
     )

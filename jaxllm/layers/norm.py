@@ -13,6 +13,7 @@ from pallas_kernels.single_row import Norm
 
 STREAM = P(BATCH, "context", None)  # (B, T, C): every device of the tensor axis holds all of C
 HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
+_ROUNDING = 1.01  # of y to its dtype
 
 
 class LayerNorm(nnx.Module):
@@ -53,6 +54,11 @@ class LayerNorm(nnx.Module):
         op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
         y, s = op(branch, residual, self.weight[...], self.bias[...], branch_bias)
         return y.astype(self.dtype or branch.dtype), s
+
+    def row_norm(self) -> Float[Array, ""]:
+        """A number that the Euclidean norm of no row of y exceeds, float32."""
+        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        return _ROUNDING * (weight.size**0.5 * abs(weight).max() + jnp.sqrt((bias**2).sum()))
 
     def of_row(self) -> Norm:
         """This norm as an option of row_linear."""
@@ -96,6 +102,11 @@ class RMSNorm(nnx.Module):
         op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
         y, s = op(branch, residual, self.weight[...], None, branch_bias)
         return y.astype(self.dtype or branch.dtype), s
+
+    def row_norm(self) -> Float[Array, ""]:
+        """A number that the Euclidean norm of no row of y exceeds, float32."""
+        weight = self.weight[...].astype(jnp.float32)
+        return _ROUNDING * weight.size**0.5 * abs(weight).max()
 
     def of_row(self) -> Norm:
         """This norm as an option of row_linear."""

@@ -71,15 +71,22 @@ class VLSTMLayer(nnx.Module):
         self,
         x: Float[Array, "B T C"],
         segment_ids: Int[Array, "B T"] | None = None,
+        *,
+        norm: LayerNorm | RMSNorm | None = None,
     ) -> Float[Array, "B T C"]:
-        """Applies the layer; the state is zero at the start of every sequence and segment."""
-        return self.with_cache(x, segment_ids, None)[0]
+        """Applies the layer; the state is zero at the start of every sequence and segment.
+
+        norm: the norm that x is a result of, as for Linear.
+        """
+        return self.with_cache(x, segment_ids, None, norm=norm)[0]
 
     def with_cache(
         self,
         x: Float[Array, "B T C"],
         segment_ids: Int[Array, "B T"] | None,
         cache: Cache | None,
+        *,
+        norm: LayerNorm | RMSNorm | None = None,
     ) -> tuple[Float[Array, "B T C"], Cache | None]:
         """(y, updated cache); without a cache the same as `__call__`.
 
@@ -88,7 +95,7 @@ class VLSTMLayer(nnx.Module):
         B, T, C = x.shape
         *xs, x_gates, x_o = fan_out(x, 5)
         q, k, v = (
-            w(x).reshape(B, T, self.n_heads, -1)
+            w(x, norm=norm).reshape(B, T, self.n_heads, -1)
             for w, x in zip((self.q, self.k, self.v), xs, strict=True)
         )
         # Gates are float32: near 6, bf16 has a resolution of 0.03, and the error adds up over T.
@@ -105,7 +112,7 @@ class VLSTMLayer(nnx.Module):
             i, f = self._gates(x)
             h, cache = self._mix_with_state(q, k, v, i, f, cache)
         h = self.norm(h).reshape(B, T, C)
-        return self.out(jax.nn.sigmoid(self.o(x_o)) * h), cache
+        return self.out(jax.nn.sigmoid(self.o(x_o, norm=norm)) * h), cache
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""

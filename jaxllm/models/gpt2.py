@@ -41,10 +41,11 @@ class GPT2Block(nnx.Module):
         )
         y, residual = stream.normed(self.norm_1)
         branch, cache = self.attention.with_cache(
-            y, positions, segment_ids, cache, add_bias=add_bias
+            y, positions, segment_ids, cache, add_bias=add_bias, norm=self.norm_1
         )
         y, residual = Stream(branch, out_bias, residual).normed(self.norm_2)
-        return Stream(self.mlp(y, add_bias=add_bias), down_bias, residual), cache
+        y = self.mlp(y, add_bias=add_bias, norm=self.norm_2)
+        return Stream(y, down_bias, residual), cache
 
 
 class GPT2(LanguageModel):

@@ -40,9 +40,11 @@ class Llama3Block(nnx.Module):
         if (result := of_row(self, self.attention, stream, cache)) is not None:
             return result
         y, residual = stream.normed(self.norm_1)
-        branch, cache = self.attention.with_cache(y, positions, segment_ids, cache)
+        branch, cache = self.attention.with_cache(
+            y, positions, segment_ids, cache, norm=self.norm_1
+        )
         y, residual = Stream(branch, None, residual).normed(self.norm_2)
-        return Stream(self.mlp(y), None, residual), cache
+        return Stream(self.mlp(y, norm=self.norm_2), None, residual), cache
 
 
 class Llama3(LanguageModel):

@@ -35,9 +35,9 @@ class VLSTMBlock(nnx.Module):
         if (result := of_row(self, self.vlstm, stream, cache)) is not None:
             return result
         y, residual = stream.normed(self.norm_1)
-        branch, cache = self.vlstm.with_cache(y, segment_ids, cache)
+        branch, cache = self.vlstm.with_cache(y, segment_ids, cache, norm=self.norm_1)
         y, residual = Stream(branch, None, residual).normed(self.norm_2)
-        return Stream(self.mlp(y), None, residual), cache
+        return Stream(self.mlp(y, norm=self.norm_2), None, residual), cache
 
 
 class VLSTM(LanguageModel):

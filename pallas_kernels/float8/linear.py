@@ -35,6 +35,7 @@ from pallas_kernels.float8.quantize import (
     TILE,
     Cast,
     cast,
+    cast_and_sum,
     lost,
     not_a_multiple,
 )
@@ -49,14 +50,19 @@ log = logging.getLogger("pallas_kernels")
 def fp8_linear(
     x: Float[Array, "*rows K"],
     weight: Float[Array, "K N"],
+    bias: Float[Array, " N"] | None = None,
     *,
+    row_norm: Float[Array, ""] | None = None,
     probe: Float[Array, "3 2"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
-    """x @ weight with fp8 operands, in x's dtype; the same for both gradients.
+    """x @ weight + bias with fp8 operands, in x's dtype; the same for both gradients.
 
-    The number of rows, K and N must be multiples of 16; other calls compute x @ weight in x's
-    dtype, which `dispatch.explain()` reports.
+    The number of rows, K and N must be multiples of 16; other calls compute x @ weight + bias in
+    x's dtype, which `dispatch.explain()` reports.
+    bias: added in x's dtype; the kernel that casts dy also sums its gradient, in float32.
+    row_norm: if known, a number that the Euclidean norm of no row of x exceeds (as after a norm);
+    x's scale then takes it instead of max |x|, which saves a pass over x.  Larger values saturate.
     probe: any array; its gradient is not one, but for x, weight and dy the shares of values that
     the cast saturated and of those that it rounded to 0 (`lost`).
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
@@ -67,15 +73,18 @@ def fp8_linear(
     """
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
         raise ValueError(f"x {x.shape} and weight {weight.shape} are not (..., K) and (K, N)")
+    if bias is not None and bias.shape != weight.shape[1:]:
+        raise ValueError(f"bias has shape {bias.shape}, not {weight.shape[1:]}")
     mosaic.stat_dtype(x.dtype)  # refuses integers, to which the weight would be rounded
     reason = why_not(x, weight)
     if reason and implementation != "mosaic":
         dispatch.record(dispatch.Decision("fp8_linear", "xla", f"{x.dtype}, not fp8: {reason}"))
-        return jnp.matmul(x, weight.astype(x.dtype))
+        return _plus(jnp.matmul(x, weight.astype(x.dtype)), bias)
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
     kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
     warn_of_flags()
-    return _linear(x, weight, probe, kernel)
+    row_norm = None if row_norm is None else lax.stop_gradient(row_norm)
+    return _linear(x, weight, bias, row_norm, probe, kernel)
 
 
 @functools.cache  # once
@@ -84,13 +93,17 @@ def warn_of_flags() -> None:
         log.warning("fp8_linear is slow, in bfloat16: set XLA_FLAGS=%s before JAX starts", _FLAG)
 
 
-def fp8_linear_reference(x, weight):
+def fp8_linear_reference(x, weight, bias=None):
     """The formula in jnp: rounded operands, and a matmul in float32.
 
     float64 is not rounded: the truth in tests.
     """
     y = jnp.matmul(_rounded(x), _rounded(weight), precision=lax.Precision.HIGHEST)
-    return _round_gradient(y.astype(x.dtype))
+    return _plus(_round_gradient(y.astype(x.dtype)), bias)
+
+
+def _plus(y, bias):
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def why_not(x, weight) -> str | None:
@@ -132,22 +145,31 @@ def _rounded_gradient(_, dy):
 _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x, weight, probe, kernel):
-    return _linear_forward(x, weight, probe, kernel)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear(x, weight, bias, row_norm, probe, kernel):
+    return _linear_forward(x, weight, bias, row_norm, probe, kernel)[0]
 
 
-def _linear_forward(x, weight, probe, kernel):
-    x8, w8 = cast(x, FORWARD, kernel), cast(weight, FORWARD, kernel)
+def _linear_forward(x, weight, bias, row_norm, probe, kernel):
+    x8, w8 = cast(x, FORWARD, kernel, row_norm), cast(weight, FORWARD, kernel)
     shares = None if probe is None else (lost(x, x8), lost(weight, w8))
-    return times(x8, w8, x.dtype), (kept_input(x8), kept_weight(w8), weight[:0], shares)
+    like = weight[:0], None if bias is None else bias[:0]
+    y = _plus(times(x8, w8, x.dtype), bias)
+    return y, (kept_input(x8), kept_weight(w8), like, row_norm, shares)
 
 
 def _linear_backward(kernel, saved, dy):
-    x8, w8, like_weight, shares = saved
-    dy8 = cast(dy, BACKWARD, kernel)
+    x8, w8, (like_weight, like_bias), row_norm, shares = saved
+    dbias = None
+    if like_bias is None:
+        dy8 = cast(dy, BACKWARD, kernel)
+    else:
+        dy8, dbias = cast_and_sum(dy, BACKWARD, kernel)
+        dbias = dbias.astype(like_bias.dtype)
     dx, dw = times_weight(dy8, w8, dy.dtype), weight_gradient(x8, dy8, like_weight.dtype)
-    return dx, dw, None if shares is None else jnp.stack([*shares, lost(dy, dy8)])
+    d_row_norm = None if row_norm is None else jnp.zeros_like(row_norm)
+    d_probe = None if shares is None else jnp.stack([*shares, lost(dy, dy8)])
+    return dx, dw, dbias, d_row_norm, d_probe
 
 
 # ---- the three products, of casts --------------------------------------------------------------

@@ -56,6 +56,7 @@ def fp8_mlp(
     *,
     gate: Float[Array, "C F"] | None = None,
     bias: Float[Array, " F"] | None = None,
+    row_norm: Float[Array, ""] | None = None,
     probes: tuple[Float[Array, "3 2"], ...] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
@@ -63,6 +64,7 @@ def fp8_mlp(
 
     Give either gate or bias.  The kernels need x and weights of one dtype (fp32, bf16 or fp16), and
     rows, C and F in multiples of 64.  Other calls take fp8_linear and the activation.
+    row_norm: of x, as in fp8_linear.
     probes: one for each of gate (if given), up and down, as `probe` of fp8_linear.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole.
@@ -78,24 +80,25 @@ def fp8_mlp(
     if bias is not None and bias.shape != up.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}, not {up.shape[1:]}")
     if not dispatch.use_kernel("fp8_mlp", implementation, why_not(x, up, down, gate), "sm_89"):
-        return _in_parts(x, up, down, gate, bias, probes, implementation)
+        return _in_parts(x, up, down, gate, bias, row_norm, probes, implementation)
     linear.warn_of_flags()
     op, first = (_gelu_mlp, (up, bias)) if gate is None else (_swiglu_mlp, (gate, up))
-    return op(x.reshape(-1, x.shape[-1]), *first, down, probes).reshape(x.shape)
+    row_norm = None if row_norm is None else lax.stop_gradient(row_norm)
+    return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm, probes).reshape(x.shape)
 
 
-def _in_parts(x, up, down, gate, bias, probes, implementation):
+def _in_parts(x, up, down, gate, bias, row_norm, probes, implementation):
     """The same by fp8_linear, and the activation by its own op."""
     probes = list(probes or (None,) * 3)
-    times = lambda x, weight: linear.fp8_linear(
-        x, weight, probe=probes.pop(0), implementation=implementation
+    times = lambda x, weight, row_norm=None: linear.fp8_linear(
+        x, weight, row_norm=row_norm, probe=probes.pop(0), implementation=implementation
     )
     if gate is not None:
-        g = times(x, gate)
-        return times(_swiglu.swiglu(g, times(x, up), implementation=implementation), down)
+        hidden = times(x, gate, row_norm), times(x, up, row_norm)
+        return times(_swiglu.swiglu(*hidden, implementation=implementation), down)
     # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which its own
     # compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
-    z = lax.optimization_barrier(times(x, up))
+    z = lax.optimization_barrier(times(x, up, row_norm))
     return times(_gelu.gelu(z, bias, implementation=implementation), down)
 
 
@@ -126,6 +129,10 @@ def _cast_gradient(dy, down_norm):
     return cast(dy, linear.BACKWARD, True, largest), _ROUNDING * norm * down_norm
 
 
+def _zero(row_norm):
+    return None if row_norm is None else jnp.zeros_like(row_norm)
+
+
 def _shares(inputs, weights):
     """What the casts of the forward pass lost, for each layer."""
     return [(lost(*x), lost(*w)) for x, w in zip(inputs, weights, strict=True)]
@@ -142,12 +149,12 @@ def _with_gradients(shares, *gradients):
 
 
 @jax.custom_vjp
-def _swiglu_mlp(x, gate, up, down, probes):
-    return _swiglu_mlp_forward(x, gate, up, down, probes)[0]
+def _swiglu_mlp(x, gate, up, down, row_norm, probes):
+    return _swiglu_mlp_forward(x, gate, up, down, row_norm, probes)[0]
 
 
-def _swiglu_mlp_forward(x, gate, up, down, probes):
-    x8, gate8, up8 = _cast(x), _cast(gate), _cast(up)
+def _swiglu_mlp_forward(x, gate, up, down, row_norm, probes):
+    x8, gate8, up8 = _cast(x, row_norm), _cast(gate), _cast(up)
     # model.remat saves these by name.
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in (gate8, up8))
     h, (h_largest, *largest) = _activate(g, u)
@@ -157,11 +164,12 @@ def _swiglu_mlp_forward(x, gate, up, down, probes):
     inputs, weights = ((x, x8), (x, x8), (h, h8)), ((gate, gate8), (up, up8), (down, down8))
     shares = None if probes is None else _shares(inputs, weights)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (gate8, up8, down8))
-    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, shares)
+    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, row_norm, shares)
 
 
 def _swiglu_mlp_backward(saved, dy):
-    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8, shares = saved
+    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8, *rest = saved
+    row_norm, shares = rest
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     dg8, du8 = cast_results(
@@ -177,7 +185,8 @@ def _swiglu_mlp_backward(saved, dy):
     if shares is not None:
         dg, du = elementwise(_swiglu.backward_tile, g, u, dh, name="swiglu_backward", outputs=2)
         shares = _with_gradients(shares, (dg, dg8), (du, du8), (dy, dy8))
-    return dx, of_weight(x8, dg8), of_weight(x8, du8), of_weight(h8, dy8), shares
+    d_weights = of_weight(x8, dg8), of_weight(x8, du8), of_weight(h8, dy8)
+    return dx, *d_weights, _zero(row_norm), shares
 
 
 _swiglu_mlp.defvjp(_swiglu_mlp_forward, _swiglu_mlp_backward)
@@ -215,12 +224,13 @@ def _activate_block(g_ref, u_ref, h_ref, largest_ref):
 
 
 @jax.custom_vjp
-def _gelu_mlp(x, up, bias, down, probes):
-    return _gelu_mlp_forward(x, up, bias, down, probes)[0]
+def _gelu_mlp(x, up, bias, down, row_norm, probes):
+    return _gelu_mlp_forward(x, up, bias, down, row_norm, probes)[0]
 
 
-def _gelu_mlp_forward(x, up, bias, down, probes):
-    (x_largest, x_norm), (up_largest, up_norm) = norms(x), norms(up, axis=0)
+def _gelu_mlp_forward(x, up, bias, down, row_norm, probes):
+    x_largest, x_norm = norms(x) if row_norm is None else (row_norm, row_norm)
+    up_largest, up_norm = norms(up, axis=0)
     x8, up8 = _cast(x, x_largest), _cast(up, up_largest)
     z = checkpoint_name(linear.times(x8, up8, x.dtype) + bias.astype(x.dtype), "gelu")
     z_largest = _ROUNDING * (x_norm * up_norm + abs(bias).max().astype(jnp.float32))
@@ -233,11 +243,11 @@ def _gelu_mlp_forward(x, up, bias, down, probes):
         (h,) = elementwise(_gelu.forward_tile, z, name="gelu_forward")
         shares = _shares(((x, x8), (h, h8)), ((up, up8), (down, down8)))
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (up8, down8))
-    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept, shares)
+    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept, row_norm, shares)
 
 
 def _gelu_mlp_backward(saved, dy):
-    z, down_norm, like_bias, x8, h8, up8, down8, shares = saved
+    z, down_norm, like_bias, x8, h8, up8, down8, row_norm, shares = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     dz8, dbias = cast_results(
@@ -254,7 +264,7 @@ def _gelu_mlp_backward(saved, dy):
     if shares is not None:
         (dz,) = elementwise(_gelu.backward_tile, z, dh, name="gelu_backward")
         shares = _with_gradients(shares, (dz, dz8), (dy, dy8))
-    return dx, of_weight(x8, dz8), dbias, of_weight(h8, dy8), shares
+    return dx, of_weight(x8, dz8), dbias, of_weight(h8, dy8), _zero(row_norm), shares
 
 
 _gelu_mlp.defvjp(_gelu_mlp_forward, _gelu_mlp_backward)

@@ -100,13 +100,20 @@ def _cast_to(x, dtype, largest):
 
 def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     """The op, by the kernels or by XLA; largest: max |x| if it is known, or a bound of it."""
+    if largest is None:
+        largest = _largest(_maxima(x) if kernel else x)
     if kernel:
-        largest = _largest(_maxima(x)) if largest is None else largest
         (result,) = cast_results(lambda x: (x,), [x], [largest], dtype)
         return result
-    largest = _largest(x) if largest is None else largest
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
     return lax.optimization_barrier(_cast_to(x, dtype, largest))
+
+
+def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
+    """`cast`, and the sum of x's rows in float32."""
+    if kernel:
+        return cast_results(lambda x: (x,), [x], [_largest(_maxima(x))], dtype, sums=True)
+    return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
 
 
 def lost(x, rounded: Cast) -> Float[Array, "2"]:
@@ -171,23 +178,27 @@ def cast_results(tile, arrays, largest, dtype, *, sums=False, name="quantize_fp8
     """
     x = arrays[0]
     rows, columns, n = x.size // x.shape[-1], x.shape[-1], len(largest)
-    scales = jnp.stack([_scale(one, dtype) for one in largest])
-    all_values, all_words, all_sums = mosaic.kernel(
+    all_values, all_words, all_inverse, all_sums = mosaic.kernel(
         functools.partial(_cast, tile),
         name=name,
         out_type=[
             [jax.ShapeDtypeStruct((rows // 4, 4, columns), dtype)] * n,
             [jax.ShapeDtypeStruct((columns, rows // 4), jnp.int32)] * n,
+            [jax.ShapeDtypeStruct((1,), jnp.float32)] * n,
             [jax.ShapeDtypeStruct((rows // TILE, columns), jnp.float32)] * sums,
         ],
         scratch_types=[ampere.tile(_WORDS, TILE, jnp.int32)] * n,
         **mosaic.grid(row=rows // TILE, column=columns // TILE),
         compiler_params=plgpu.CompilerParams(approx_math=approx),
-    )([a.reshape(rows // 4, 4, columns) for a in arrays], scales)
+    )([a.reshape(rows // 4, 4, columns) for a in arrays], [one.reshape(1) for one in largest])
     transposed = lambda words: lax.bitcast_convert_type(words, dtype)
     results = [
-        Cast(values.reshape(x.shape), transposed(words).reshape(columns, *x.shape[:-1]), 1 / scale)
-        for values, words, scale in zip(all_values, all_words, scales, strict=True)
+        Cast(
+            values.reshape(x.shape),
+            transposed(words).reshape(columns, *x.shape[:-1]),
+            inverse.reshape(()),
+        )
+        for values, words, inverse in zip(all_values, all_words, all_inverse, strict=True)
     ]
     return (results[0], all_sums[0].sum(0)) if sums else results
 
@@ -215,16 +226,17 @@ def _maximum(x_ref, out_ref):
     out_ref[block] = parts[0].max()
 
 
-def _cast(tile, sources, scales_ref, all_values, all_words, all_sums, *all_smem):
+def _cast(tile, sources, largest, all_values, all_words, all_inverse, all_sums, *all_smem):
     """A block casts four rows at a time, and transposes the words that they make."""
     row, column = lax.axis_index("row"), lax.axis_index("column")
-    import os
-    if os.environ.get("REV"):
-        row = all_values[0].shape[0] // _WORDS - 1 - row
+    # From the end: what the maximum was last taken of may still be in the L2 cache.
+    row = all_values[0].shape[0] // _WORDS - 1 - row
     fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
     load = lambda ref, i: mosaic.load(ref.at[fours, i, columns], _ACROSS)
     blocks = [[load(ref, i) for ref in sources] for i in range(4)]
-    scales = [scales_ref[k] for k in range(len(all_values))]
+    # Scales are computed by every block: XLA would take two kernels for each.
+    scales = [_scale(ref[0], values.dtype) for ref, values in zip(largest, all_values, strict=True)]
+
     words, total = [jnp.int32(0)] * len(all_values), jnp.float32(0)
     for i, block in enumerate(blocks):
         results = tile(*block)
@@ -244,3 +256,8 @@ def _cast(tile, sources, scales_ref, all_values, all_words, all_sums, *all_smem)
         mosaic.store(words_ref.at[columns, fours], turned)
     for sums_ref in all_sums:
         mosaic.store(sums_ref.at[row, columns], total.sum(0))
+
+    @pl.when((row == 0) & (column == 0))
+    def _():
+        for ref, scale in zip(all_inverse, scales, strict=True):
+            ref[0] = 1 / scale

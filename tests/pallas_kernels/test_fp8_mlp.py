@@ -71,6 +71,15 @@ def test_fp8_mlp_matches_float64(kind, shape, f, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_bound_of_x_may_be_given(kind):
+    x, *others = arrays(kind)
+    bound = 2 * jnp.linalg.norm(x.astype(F32), axis=-1).max()
+    op = functools.partial(of(fp8_mlp, kind), row_norm=bound)
+    kernels = sorted(set(KERNELS[kind]))
+    check_op(op, of(fp8_mlp_reference, kind), x, *others, kernels=kernels)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spread", [0.0, slow(4.0)])
 def test_no_value_passes_its_bound(kind, spread, monkeypatch):
     """Also where few rows and columns are much larger than the others: nothing saturates."""
