@@ -4,25 +4,29 @@
     python tests/peers.py vlstm                 ours, mlstm_kernels
     python tests/peers.py quantized_linear      ours, gemlite, PyTorch in bfloat16, int8 and fp8
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
+    python tests/peers.py train vlstm_124m 32   the same with each of mlstm_kernels' two cells
     python tests/peers.py train llama3_1b 4 --fp8 tensorwise       the same with torchao's float8
 
-It needs an NVIDIA GPU, and torch, torchao, tokamax, mlstm_kernels and gemlite for their rows; the row
-of a missing peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
+It needs an NVIDIA GPU, and torch, torchao, tokamax, mlstm_kernels and gemlite for their rows; the
+row of a missing peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
 pallas_kernels.benchmark.  CUDA events time PyTorch's calls, including launches and gaps.
 """
 
 import argparse
 import dataclasses
 import functools
+import gc
 import math
 import os
 import statistics
 import sys
 import time
-from typing import Any
 
+from jaxllm.config import load
 from pallas_kernels.bench import cases, run
 from pallas_kernels.bench.report import text
+
+CELLS = (("limit", 64), ("xl", 128))  # of mlstm_kernels, with their chunks
 
 
 def events_ms(f) -> float:
@@ -128,8 +132,7 @@ def vlstm() -> None:
     # PyTorch's profiler keeps CUPTI, so JAX's rows come first.
     for title, timed in theirs:
         print(title)
-        variants = {f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in (("limit", 64), ("xl", 128))}
-        rows(*run.attempt(timed, variants))
+        rows(*run.attempt(timed, {f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in CELLS}))
 
 
 def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
@@ -292,90 +295,40 @@ def gemlite(packed: bool, *, m: int, k: int, n: int, bits: int, group: int) -> d
         return {"kernels": kernels_ms(every) / count * 1e3}
 
 
-def torch_model(model: Any):
-    """GPT-2 or Llama in idiomatic PyTorch: (tokens, labels) -> mean loss."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-
-    gpt2, c, h, d = model.type == "gpt2", model.d_model, model.n_heads, model.head_dim
-    kv = h if gpt2 else model.n_kv_heads
-    linear = functools.partial(nn.Linear, bias=gpt2)
-    norm = lambda: (nn.LayerNorm if gpt2 else nn.RMSNorm)(c, eps=model.norm_eps)
-
-    def rotate(x, cos, sin):
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm_1, self.norm_2 = norm(), norm()
-            self.qkv, self.out = linear(c, (h + 2 * kv) * d), linear(h * d, c)
-            self.up, self.down = linear(c, model.ff_width), linear(model.ff_width, c)
-            self.gate = None if gpt2 else linear(c, model.ff_width)
-
-        def forward(self, x, cos, sin):
-            parts = self.qkv(self.norm_1(x)).split((h * d, kv * d, kv * d), -1)
-            q, k, v = (z.unflatten(-1, (-1, d)).transpose(1, 2) for z in parts)
-            if not gpt2:
-                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=h != kv)
-            x = x + self.out(o.transpose(1, 2).flatten(2))
-            y = self.norm_2(x)
-            if self.gate is None:
-                return x + self.down(F.gelu(self.up(y), approximate="tanh"))
-            return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wte = nn.Embedding(model.padded_vocab_size, c)
-            self.wpe = nn.Embedding(model.max_seq_len, c) if gpt2 else None
-            self.blocks = nn.ModuleList(Block() for _ in range(model.n_layers))
-            self.norm = norm()
-            if not gpt2:
-                frequency = model.rope_theta ** (-torch.arange(0, d, 2) / d)
-                angle = torch.outer(torch.arange(model.max_seq_len), frequency)
-                self.register_buffer("cos", angle.cos())
-                self.register_buffer("sin", angle.sin())
-            for p in self.parameters():
-                if p.ndim == 2:
-                    nn.init.normal_(p, std=0.02)
-
-        def forward(self, tokens, labels):
-            t, x, angles = tokens.shape[1], self.wte(tokens), (None, None)
-            if self.wpe is None:
-                angles = self.cos[:t], self.sin[:t]
-            else:
-                x = x + self.wpe.weight[:t]
-            for block in self.blocks:
-                x = block(x, *angles)
-            logits = F.linear(self.norm(x), self.wte.weight)
-            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-    return Model()
-
-
 def train(
-    name: str, batch: int, seq_len: int | None, fp8: str | None = None, device="cuda", steps=19
+    cell: tuple[str, int] | None,
+    name: str,
+    batch: int,
+    seq_len: int | None,
+    fp8: str | None = None,
+    device="cuda",
+    steps=19,
 ) -> dict[str, float]:
     """tokens/s of PyTorch: autocast to bfloat16, fused AdamW, clip 1.0; the median step.
 
-    `fp8` is a recipe of torchao for the linear layers of the blocks, such as "tensorwise".
+    `cell` is a vLSTM's, one of CELLS.  `fp8` is a recipe of torchao for the linear layers of the
+    blocks, such as "tensorwise".
     """
     import torch
-
-    from jaxllm.config import load
+    from torch_models import mlstm_cell, torch_model, torch_vlstm
 
     config = load(name)
-    if config.model.type == "vlstm" or not getattr(config.model, "tie_embeddings", True):
-        raise ValueError(f"{name} has no peer here: a GPT-2 or a Llama with a tied head has")
-    model = torch_model(config.model).to(device)
+    if not getattr(config.model, "tie_embeddings", True):
+        raise ValueError(f"{name} has no peer here: a Llama with a tied head has")
+    torch.compiler.reset()
+    gc.collect()  # the model of the row before
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = torch_vlstm(config.model, mlstm_cell(*cell)) if cell else torch_model(config.model)
+    model.to(device)
     if fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(fp8))
+        convert_to_float8_training(
+            model,
+            module_filter_fn=lambda x, name: "blocks" in name and x.out_features % 16 == 0,
+            config=Float8LinearConfig.from_recipe_name(fp8),
+        )
     o = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), o.learning_rate, (o.b1, o.b2), o.eps, o.weight_decay, fused=True
@@ -406,7 +359,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("attention", "vlstm", "quantized_linear", "train"))
-    parser.add_argument("config", nargs="?", help="for train: gpt2_124m, llama3_124m, llama3_1b")
+    parser.add_argument("config", nargs="?", help="for train, such as gpt2_124m")
     parser.add_argument("batch", nargs="?", type=int, default=32, help="for train (default: 32)")
     parser.add_argument("--seq_len", type=int, help="for train (default: the configuration's)")
     parser.add_argument("--fp8", help="for train: torchao's recipe, tensorwise or rowwise")
@@ -414,9 +367,11 @@ def main() -> int:
     if a.what == "train":
         if a.config is None:
             parser.error("train needs a configuration, such as gpt2_124m")
-        timed = functools.partial(train, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
-        row = " ".join(filter(None, ("PyTorch", a.config, a.fp8)))
-        rows(*run.attempt(timed, {row: a.config}))
+        row, cells = " ".join(filter(None, ("PyTorch", a.config, a.fp8))), {}
+        if load(a.config).model.type == "vlstm":
+            cells = {f"{row} {kind} {chunk}": (kind, chunk) for kind, chunk in CELLS}
+        timed = functools.partial(train, name=a.config, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
+        rows(*run.attempt(timed, cells or {row: None}))
         return 0
     import jax
 

@@ -1,0 +1,161 @@
+"""Our models in idiomatic PyTorch, which tests/peers.py times."""
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def torch_model(model: Any):
+    """GPT-2 or Llama in idiomatic PyTorch: (tokens, labels) -> mean loss."""
+    gpt2, c, h, d = model.type == "gpt2", model.d_model, model.n_heads, model.head_dim
+    kv = h if gpt2 else model.n_kv_heads
+    linear = functools.partial(nn.Linear, bias=gpt2)
+    norm = lambda: (nn.LayerNorm if gpt2 else nn.RMSNorm)(c, eps=model.norm_eps)
+
+    def rotate(x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm_1, self.norm_2 = norm(), norm()
+            self.qkv, self.out = linear(c, (h + 2 * kv) * d), linear(h * d, c)
+            self.up, self.down = linear(c, model.ff_width), linear(model.ff_width, c)
+            self.gate = None if gpt2 else linear(c, model.ff_width)
+
+        def forward(self, x, cos, sin):
+            parts = self.qkv(self.norm_1(x)).split((h * d, kv * d, kv * d), -1)
+            q, k, v = (z.unflatten(-1, (-1, d)).transpose(1, 2) for z in parts)
+            if not gpt2:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=h != kv)
+            x = x + self.out(o.transpose(1, 2).flatten(2))
+            y = self.norm_2(x)
+            if self.gate is None:
+                return x + self.down(F.gelu(self.up(y), approximate="tanh"))
+            return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte = nn.Embedding(model.padded_vocab_size, c)
+            self.wpe = nn.Embedding(model.max_seq_len, c) if gpt2 else None
+            self.blocks = nn.ModuleList(Block() for _ in range(model.n_layers))
+            self.norm = norm()
+            if not gpt2:
+                frequency = model.rope_theta ** (-torch.arange(0, d, 2) / d)
+                angle = torch.outer(torch.arange(model.max_seq_len), frequency)
+                self.register_buffer("cos", angle.cos())
+                self.register_buffer("sin", angle.sin())
+            for p in self.parameters():
+                if p.ndim == 2:
+                    nn.init.normal_(p, std=0.02)
+
+        def forward(self, tokens, labels):
+            t, x, angles = tokens.shape[1], self.wte(tokens), (None, None)
+            if self.wpe is None:
+                angles = self.cos[:t], self.sin[:t]
+            else:
+                x = x + self.wpe.weight[:t]
+            for block in self.blocks:
+                x = block(x, *angles)
+            logits = F.linear(self.norm(x), self.wte.weight)
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    return Model()
+
+
+def torch_vlstm(model: Any, cell: Any):
+    """The vLSTM in idiomatic PyTorch: (tokens, labels) -> mean loss.
+
+    cell: (q, k, v, i, f) -> h, with heads before time, such as `mlstm_cell`'s.
+    """
+    c, h = model.d_model, model.n_heads
+    linear = functools.partial(nn.Linear, bias=False)
+    norm = lambda: nn.RMSNorm(c, eps=model.norm_eps)
+    soft_cap = lambda z, cap: cap * torch.tanh(z / cap)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm_1, self.norm_2, self.head_norm = norm(), norm(), nn.Parameter(torch.ones(c))
+            self.qkvo, self.gates, self.out = linear(c, 3 * c), nn.Linear(c, 2 * h), linear(c, c)
+            self.up, self.gate = linear(c, model.ff_width), linear(c, model.ff_width)
+            self.down = linear(model.ff_width, c)
+            with torch.no_grad():  # almost closed, and open
+                self.gates.bias.copy_(torch.cat((torch.full((h,), -10.0), torch.linspace(3, 6, h))))
+
+        def mix(self, x):
+            *qkv, o = self.qkvo(x).split((c // 2, c // 2, c, c), -1)
+            q, k, v = (z.unflatten(-1, (h, -1)).transpose(1, 2) for z in qkv)
+            # The sum is in float32: near 6, bfloat16 has a resolution of 0.03.
+            gates = F.linear(x, self.gates.weight).float() + self.gates.bias
+            i, f = soft_cap(gates, model.gate_soft_cap).transpose(1, 2).chunk(2, 1)
+            y = cell(q, k, v, i, f).transpose(1, 2)
+            y = F.layer_norm(y, (c // h,), eps=model.norm_eps).flatten(2) * self.head_norm
+            return self.out(o.sigmoid() * y)
+
+        def forward(self, x):
+            x = x + self.mix(self.norm_1(x))
+            y = self.norm_2(x)
+            return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte = nn.Embedding(model.padded_vocab_size, c)
+            self.blocks = nn.ModuleList(Block() for _ in range(model.n_layers))
+            self.norm, self.head = norm(), linear(c, model.padded_vocab_size)
+            for p in self.parameters():
+                if p.ndim == 2:
+                    nn.init.normal_(p, std=0.02)
+
+        def forward(self, tokens, labels):
+            x = self.wte(tokens)
+            for block in self.blocks:
+                x = block(x)
+            logits = soft_cap(self.head(self.norm(x)).float(), model.logit_soft_cap)
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    return Model()
+
+
+def mlstm_cell(kind: str, chunk: int):
+    """mlstm_kernels' Triton cell `kind`, limit or xl: (q, k, v, i, f) -> h, heads before time.
+
+    torch.compile (PyTorch 2.11) cannot trace their autograd function and would break the graph in
+    each block.  So both passes are operators here, and the model is one graph.  As in ours, eps is
+    0; as in theirs, the backward pass computes the states again.
+    """
+    folder = f"mlstm_kernels.torch.chunkwise.triton_{kind}_chunk"
+    fw = importlib.import_module(f"{folder}.fw").mlstm_chunkwise_fw
+    bw = importlib.import_module(f"{folder}.bw").mlstm_chunkwise_bw
+    limit = kind == "limit"
+    options = {"CHUNK_SIZE": chunk, "EPS": 0.0} if limit else {"chunk_size": chunk, "eps": 0.0}
+    operator = functools.partial(torch.library.custom_op, mutates_args=())
+
+    @operator(f"mlstm_{kind}_{chunk}::forward")
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return fw(q, k, v, i, f, **options)[:3]
+
+    @operator(f"mlstm_{kind}_{chunk}::backward")
+    def backward(
+        dh: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, n: Tensor, m: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        given = {"matDeltaH" if limit else "matDeltaH_out": dh, "vecN_out": n, "vecM_out": m}
+        return bw(q, k, v, i, f, **given, **options)[:5]
+
+    forward.register_fake(lambda q, k, v, i, f: tuple(map(torch.empty_like, (v, i, i))))
+    backward.register_fake(lambda dh, *inputs: tuple(map(torch.empty_like, inputs[:5])))
+    forward.register_autograd(
+        lambda ctx, dh, dn, dm: backward(dh, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output[1:]),
+    )
+    return lambda *inputs: forward(*(x.contiguous() for x in inputs))[0]
