@@ -231,7 +231,7 @@ def use_fp8(module: nnx.Module, *, probes: bool = False) -> None:
         if isinstance(layer, Linear):
             layer.fp8 = True
             if probes:
-                layer.probe = nnx.data(nnx.Param(jnp.zeros((3, 2))))
+                layer.probe = nnx.data(nnx.Param(jnp.zeros((3, 3))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -15,7 +15,7 @@ from jaxllm.sharding import P
 from jaxllm.train.step import Trainer
 
 TENSORS = ("input", "weight", "gradient")  # the rows of a probe; its columns:
-LOSSES = ("saturated", "zero")
+LOSSES = ("saturated", "zero")  # and the number of values
 
 Shares = dict[str, np.ndarray]  # (3, 2) by the name of a layer
 
@@ -42,13 +42,13 @@ def measurement(trainer: Trainer) -> Callable[[nnx.State, dict], Shares]:
             whole = nnx.from_flat_state(flat | found)
             return trainer._loss_sum(whole, batch, graph=graph)[0]
 
-        return jax.grad(loss)([jnp.zeros((len(TENSORS), len(LOSSES)))] * len(places))
+        return jax.grad(loss)([jnp.zeros((len(TENSORS), len(LOSSES) + 1))] * len(places))
 
     def measure(params, batch):
         with jax.set_mesh(trainer.mesh):
             found = map(np.asarray, gradients(params, batch))
         named = {".".join(map(str, path[:-1])): g for path, g in zip(places, found, strict=True)}
-        return {name: g for name, g in named.items() if g.any()}
+        return {name: g[:, :-1] for name, g in named.items() if g.any()}
 
     return measure
 

@@ -53,7 +53,7 @@ def fp8_linear(
     bias: Float[Array, " N"] | None = None,
     *,
     row_norm: Float[Array, ""] | None = None,
-    probe: Float[Array, "3 2"] | None = None,
+    probe: Float[Array, "3 3"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
     """x @ weight + bias with fp8 operands, in x's dtype; the same for both gradients.
@@ -64,7 +64,7 @@ def fp8_linear(
     row_norm: if known, a number that the Euclidean norm of no row of x exceeds (as after a norm);
     x's scale then takes it instead of max |x|, which saves a pass over x.  Larger values saturate.
     probe: any array; its gradient is not one, but for x, weight and dy the shares of values that
-    the cast saturated and of those that it rounded to 0 (`lost`).
+    the cast brought to fp8's limit and of those that it rounded to 0, and their number (`lost`).
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole.

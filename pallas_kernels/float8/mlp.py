@@ -57,7 +57,7 @@ def fp8_mlp(
     gate: Float[Array, "C F"] | None = None,
     bias: Float[Array, " F"] | None = None,
     row_norm: Float[Array, ""] | None = None,
-    probes: tuple[Float[Array, "3 2"], ...] | None = None,
+    probes: tuple[Float[Array, "3 3"], ...] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
     """swiglu(x gate, x up) down, or gelu(x up + bias) down; x's dtype, fp8 operands (fp8_linear).

@@ -1,8 +1,10 @@
 """Casts to 8-bit floating point, scaled by tensor, in the array's order and transposed.
 
-    s = largest / max |x|  (1 if x is 0),   values = cast(s x),   so x is about values / s
+    s = the largest power of 2 with s max |x| <= L  (1 if x is 0),   values = cast(s x)
 
-A cast rounds to the nearest number, ties to even; `largest` is 448 for e4m3 and 57344 for e5m2.
+so x is about values / s.  A cast rounds to the nearest number, ties to even; L is 448 for e4m3 and
+57344 for e5m2.  A power of 2 makes s x and values / s exact, and 1 / s exact in bfloat16, to which
+XLA rounds it before a matmul.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4.
 
 Two kernels, both bound by memory; XLA computes s between them:
@@ -21,6 +23,7 @@ memory, where rows are swizzled, so that eight rows of four columns lie in diffe
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -33,7 +36,6 @@ from jaxtyping import Array, Float
 from pallas_kernels import ampere, dispatch, mosaic
 
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
-_LARGEST_SCALE = 2.0**126  # then 1 / s is a normal number, which XLA's CPU does not take for 0
 TILE = 64  # rows and columns of a block
 _WORDS = TILE // 4  # words of a column
 _OPTIONS = dict(warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -41,6 +43,7 @@ _OPTIONS = dict(warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 _ACROSS = plgpu.Layout.TILED(plgpu.Tiling(((8, TILE), (2, TILE), (4,))), **_OPTIONS)
 # A warp has 8 words of 4 columns: 32 banks, and 32 bytes of 4 rows, which are whole sectors.
 _DOWN = plgpu.Layout.TILED(plgpu.Tiling(((16, 8), (4, 8), (1,))), **_OPTIONS)
+_EQUAL = plgpu.Layout.WG_STRIDED((128,), 1)  # of 128 equal numbers
 _STEP = 4096  # elements that a block takes the maximum of at a time: 4 vectors a thread
 
 
@@ -93,9 +96,9 @@ def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
 
 
 def _cast_to(x, dtype, largest):
-    scale = _scale(largest, dtype)
+    scale, inverse = _scale(largest, dtype)
     values = (x.astype(jnp.float32) * scale).astype(dtype)
-    return Cast(values, jnp.moveaxis(values, -1, 0), 1 / scale)
+    return Cast(values, jnp.moveaxis(values, -1, 0), inverse)
 
 
 def cast(x, dtype, kernel: bool, largest=None) -> Cast:
@@ -116,15 +119,12 @@ def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
 
 
-def lost(x, rounded: Cast) -> Float[Array, "2"]:
-    """The shares of x's values that are at the format's limit in fp8, and that became 0.
-
-    With the scale of x itself, only values next to the largest are at the limit.
-    """
+def lost(x, rounded: Cast) -> Float[Array, "3"]:
+    """The shares of x's values that are at fp8's limit and that became 0, and their number."""
     values = rounded.values
     at_limit = jnp.abs(values.astype(jnp.float32)) == LARGEST[values.dtype]
     to_zero = (values == 0) & (x != 0)
-    return jnp.stack([at_limit.mean(), to_zero.mean()]).astype(jnp.float32)
+    return jnp.stack([at_limit.mean(), to_zero.mean(), x.size]).astype(jnp.float32)
 
 
 def why_not(x) -> str | None:
@@ -161,9 +161,19 @@ def norms(x, axis=-1):
 
 
 def _scale(largest, dtype):
-    """s of an array whose largest |x| this is: 0 if it is infinite, which 0 turns into NaN."""
-    scale = jnp.minimum(LARGEST[jnp.dtype(dtype)] / largest, _LARGEST_SCALE)
-    return jnp.where(largest == 0, 1.0, scale)
+    """s of an array whose largest |x| this is, and 1 / s; s is 0 if it is infinite.
+
+    Taken from the exponent's bits, which every form does alike, also inside a kernel.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # `LARGEST` is 1.75 times a power of 2.
+    top = math.frexp(LARGEST[jnp.dtype(dtype)])[1] - 1
+    power = top + 127 - exponent - jnp.where(mantissa > 0x600000, 1, 0)
+    power = jnp.where(largest == 0, 0, jnp.clip(power, -126, 126))  # s and 1 / s are normal
+    to_float = lambda power: lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
+    finite = exponent < 255
+    return jnp.where(finite, to_float(power), 0.0), jnp.where(finite, to_float(-power), jnp.inf)
 
 
 # ---- kernels -----------------------------------------------------------------------------------
@@ -234,14 +244,17 @@ def _cast(tile, sources, largest, all_values, all_words, all_inverse, all_sums, 
     fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
     load = lambda ref, i: mosaic.load(ref.at[fours, i, columns], _ACROSS)
     blocks = [[load(ref, i) for ref in sources] for i in range(4)]
-    # Scales are computed by every block: XLA would take two kernels for each.
-    scales = [_scale(ref[0], values.dtype) for ref, values in zip(largest, all_values, strict=True)]
+    # Every block computes the scales: XLA would take two kernels for each.
+    everywhere = lambda ref: lax.broadcast(ref[0], (_WORDS, TILE))  # one register
+    scales = [
+        _scale(everywhere(ref), values.dtype)[0]
+        for ref, values in zip(largest, all_values, strict=True)
+    ]
 
     words, total = [jnp.int32(0)] * len(all_values), jnp.float32(0)
     for i, block in enumerate(blocks):
         results = tile(*block)
         for k, (result, values_ref) in enumerate(zip(results, all_values, strict=True)):
-            # No value passes `largest` by so much that it would not be rounded to it.
             values = (result * scales[k]).astype(values_ref.dtype)
             mosaic.store(values_ref.at[fours, i, columns], values)
             byte = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
@@ -259,5 +272,6 @@ def _cast(tile, sources, largest, all_values, all_words, all_inverse, all_sums, 
 
     @pl.when((row == 0) & (column == 0))
     def _():
-        for ref, scale in zip(all_inverse, scales, strict=True):
-            ref[0] = 1 / scale
+        for one_ref, inverse_ref, values in zip(largest, all_inverse, all_values, strict=True):
+            one = plgpu.layout_cast(lax.broadcast(one_ref[0], (128,)), _EQUAL)
+            inverse_ref[0] = _scale(one, values.dtype)[1].max()

@@ -148,8 +148,8 @@ def test_what_fp8_loses_is_measured_in_every_layer(kind, tmp_path):
     assert all("attention.k" not in name and ".f" not in name for name in shares)
     found = np.stack(list(shares.values()))
     assert found.shape[1:] == (3, 2)
-    assert (found[:, 2, 0] > 0).all()  # the largest value; inputs may have bounds, weights be 0
     assert (found < 0.1).all()
+    assert found[:, 2, 1].any()
     log = RunLog(tmp_path, 5, 0, 1, 1.0, None)
     log.fp8(2, fp8.worst(shares))
     log.close()
