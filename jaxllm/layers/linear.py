@@ -171,7 +171,9 @@ def fused_linear(
     weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(side_by_side(weights), SHARDS, "tensor")
     weight = constrain(weight, None, "tensor")
-    biases = [layer.bias[...].astype(dtype or x.dtype) for layer in layers if layer.bias is not None]
+    biases = [
+        layer.bias[...].astype(dtype or x.dtype) for layer in layers if layer.bias is not None
+    ]
     bias = side_by_side(biases) if biases else None
     if layers[0].fp8 and dtype is None:
         return layers[0].fp8_matmul(x, weight, bias, norm)

@@ -253,9 +253,10 @@ _either = checkpoint_policies.save_from_both_policies
 # The output of attention and its log-sum-exp, or that of the vLSTM and its normalizer.  Our kernels
 # and the XLA forms name them; cuDNN's attention is one primitive.
 _mixing_saveable = _either(
-    checkpoint_policies.save_only_these_names("attention", "vlstm"), _cudnn_saveable
+    checkpoint_policies.save_only_these_names("attention", "vlstm", "fp8_largest"), _cudnn_saveable
 )
-# What each value of `model.remat` saves of a block besides its input.
+# What each value of `model.remat` saves of a block besides its input, and, in fp8, besides the
+# single numbers that scales are made of, each of which takes a pass over an array.
 _SAVED = {
     # Matmuls with weights.  The matmuls within the XLA form of attention have batch axes and are
     # recomputed: their results are quadratic in T.
@@ -263,7 +264,7 @@ _SAVED = {
     # The products before the activation: "gelu" is the op's name of the sum of product and bias.
     "mlp": _either(checkpoint_policies.save_only_these_names("mlp", "gelu"), _mixing_saveable),
     "attention": _mixing_saveable,
-    "block": checkpoint_policies.nothing_saveable,
+    "block": checkpoint_policies.save_only_these_names("fp8_largest"),
 }
 
 

@@ -42,7 +42,14 @@ from pallas_kernels.activations import gelu as _gelu
 from pallas_kernels.activations import swiglu as _swiglu
 from pallas_kernels.activations.elementwise import elementwise, sigmoid
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import TILE, cast, cast_results, lost, norms, not_a_multiple
+from pallas_kernels.float8.quantize import (
+    TILE,
+    cast,
+    cast_results,
+    lost,
+    norms,
+    not_a_multiple,
+)
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
 _SLOPE = 1.13  # of gelu at most; 1.1 of silu
@@ -140,9 +147,7 @@ def _shares(inputs, weights):
 
 def _with_gradients(shares, *gradients):
     """The gradients of the probes."""
-    return tuple(
-        jnp.stack([*both, lost(*dy)]) for both, dy in zip(shares, gradients, strict=True)
-    )
+    return tuple(jnp.stack([*both, lost(*dy)]) for both, dy in zip(shares, gradients, strict=True))
 
 
 # ---- SwiGLU ------------------------------------------------------------------------------------

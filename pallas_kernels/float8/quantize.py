@@ -29,6 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -104,7 +105,7 @@ def _cast_to(x, dtype, largest):
 def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     """The op, by the kernels or by XLA; largest: max |x| if it is known, or a bound of it."""
     if largest is None:
-        largest = _largest(_maxima(x) if kernel else x)
+        largest = _named(_largest(_maxima(x) if kernel else x))
     if kernel:
         (result,) = cast_results(lambda x: (x,), [x], [largest], dtype)
         return result
@@ -115,7 +116,7 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
 def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
     """`cast`, and the sum of x's rows in float32."""
     if kernel:
-        return cast_results(lambda x: (x,), [x], [_largest(_maxima(x))], dtype, sums=True)
+        return cast_results(lambda x: (x,), [x], [_named(_largest(_maxima(x)))], dtype, sums=True)
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
 
 
@@ -157,7 +158,13 @@ def norms(x, axis=-1):
     square = jnp.square(wide).sum(axis).max()
     # Squares of less than 1e-38 are lost: below 1e-30 they might be all that there is.
     plain = (square > 1e-30) & (square < jnp.inf)
-    return largest, jnp.where(plain, jnp.sqrt(square), largest * x.shape[axis] ** 0.5)
+    norm = jnp.where(plain, jnp.sqrt(square), largest * x.shape[axis] ** 0.5)
+    return _named(largest), _named(norm)
+
+
+def _named(number):
+    """For jax.checkpoint: saving it spares a pass over the array."""
+    return checkpoint_name(number, "fp8_largest")
 
 
 def _scale(largest, dtype):

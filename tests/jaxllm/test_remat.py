@@ -12,6 +12,7 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig
+from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
 from jaxllm.models.language_model import run_block
 from jaxllm.models.stream import Stream
@@ -28,9 +29,11 @@ def make(kind, **options):
     return (GPT2Config if kind == "gpt2" else VLSTMConfig)(**shape | options)
 
 
-def block_of(config, batch=B):
+def block_of(config, batch=B, fp8=False):
     """(function of (parameters, branch, residual), abstract arguments) of a block after others."""
     block = nnx.eval_shape(lambda: create(config)).blocks[0]
+    if fp8:
+        use_fp8(block)
     graph, params = nnx.split(block)
     of = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16 if a.ndim == 2 else jnp.float32)
     x = jax.ShapeDtypeStruct((batch, T, C), jnp.bfloat16)
@@ -113,6 +116,22 @@ def test_only_block_runs_the_forward_kernel_of_the_mixing_again(kind, kernel):
         return sum(k.launches for k in _kernels(traced.jaxpr) if k.name == kernel)
 
     assert [calls(remat) for remat in ("none", *CHOICES)] == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+def test_fp8_takes_no_maximum_again(kind):
+    def calls(remat):
+        run, arguments = block_of(make(kind, kernels="mosaic", remat=remat), fp8=True)
+        loss = lambda *a: run(*a).astype(jnp.float32).sum()
+        traced = jax.make_jaxpr(jax.grad(loss))(*arguments)
+        of = lambda name: sum(k.launches for k in _kernels(traced.jaxpr) if k.name == name)
+        return of("fp8_maximum"), of("quantize_fp8")
+
+    once, casts = calls("none")
+    for remat in CHOICES:
+        maxima, more = calls(remat)
+        assert maxima == once
+        assert more > casts
 
 
 @pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])

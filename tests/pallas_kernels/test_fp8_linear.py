@@ -138,7 +138,9 @@ def test_the_gradient_of_the_probe_is_what_the_casts_lose():
     (shares,) = jax.vjp(op, jnp.zeros((3, 3)))[1](dy)
     # The limit, what is rounded to it, and what to 0: half of the smallest subnormal number.
     e4m3, e5m2 = (448, 432, 2.0**-10), (57344, 53248, 2.0**-17)
-    for found, a, (limit, high, low) in zip(shares, (x, weight, dy), (e4m3, e4m3, e5m2), strict=True):
+    for found, a, (limit, high, low) in zip(
+        shares, (x, weight, dy), (e4m3, e4m3, e5m2), strict=True
+    ):
         size = np.abs(a) * 2.0 ** np.floor(np.log2(limit / np.abs(a).max()))
         expected = (size > high).mean(), (size < low).mean()
         np.testing.assert_allclose(found[:2], expected, atol=1.5 / a.size)
