@@ -111,8 +111,8 @@ class GatedMLP(nnx.Module):
         if self.up.fp8 and one_device():
             return _in_fp8(x, self.up, self.down, gate=self.gate, norm=norm)
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
-        layers = self.gate, self.up
-        hidden = tuple(checkpoint_name(layer(x, norm=norm), "mlp") for layer in layers)
+        gate, up = (checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up))
+        hidden = gate, up
         # As above; a packed weight has a kernel of its own.
         if one_device() and not self.down.generates:
             weight = self.down.cast(x)

@@ -67,7 +67,8 @@ def fp8_linear(
     the cast brought to fp8's limit and of those that it rounded to 0, and their number (`lost`).
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
-    An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole.
+    An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole; with
+    row_norm, one in x makes its row NaN.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that is not supported.
     """

@@ -177,7 +177,7 @@ def _swiglu_mlp_backward(saved, dy):
     row_norm, shares = rest
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
-    dg8, du8 = cast_results(
+    (dg8, du8), _ = cast_results(
         _swiglu.backward_tile,
         [g, u, dh],
         [1.1 * dh_largest * u_largest, dh_largest * silu_largest],
@@ -240,7 +240,7 @@ def _gelu_mlp_forward(x, up, bias, down, row_norm, probes):
     z = checkpoint_name(linear.times(x8, up8, x.dtype) + bias.astype(x.dtype), "gelu")
     z_largest = _ROUNDING * (x_norm * up_norm + abs(bias).max().astype(jnp.float32))
     options = dict(name="gelu_fp8", approx=x.dtype.itemsize == 2)
-    (h8,) = cast_results(_gelu.forward_tile, [z], [z_largest], linear.FORWARD, **options)
+    (h8,), _ = cast_results(_gelu.forward_tile, [z], [z_largest], linear.FORWARD, **options)
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
     shares = None
@@ -255,7 +255,7 @@ def _gelu_mlp_backward(saved, dy):
     z, down_norm, like_bias, x8, h8, up8, down8, row_norm, shares = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
-    dz8, dbias = cast_results(
+    (dz8,), (dbias,) = cast_results(
         _gelu.backward_tile,
         [z, dh],
         [_SLOPE * dh_largest],

@@ -24,7 +24,7 @@ memory, where rows are swizzled, so that eight rows of four columns lie in diffe
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +51,9 @@ _STEP = 4096  # elements that a block takes the maximum of at a time: 4 vectors 
 class Cast(NamedTuple):
     """x in fp8 and the inverse of its scale; None for an array that is not needed any more."""
 
-    values: jax.Array | None  # (*rows, K)
-    transposed: jax.Array | None  # (K, *rows)
-    inverse: jax.Array  # 1 / s, float32
+    values: Any  # (*rows, K)
+    transposed: Any  # (K, *rows)
+    inverse: Any  # 1 / s, float32
 
 
 def quantize_fp8(
@@ -107,8 +107,7 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     if largest is None:
         largest = _named(_largest(_maxima(x) if kernel else x))
     if kernel:
-        (result,) = cast_results(lambda x: (x,), [x], [largest], dtype)
-        return result
+        return cast_results(lambda x: (x,), [x], [largest], dtype)[0][0]
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
     return lax.optimization_barrier(_cast_to(x, dtype, largest))
 
@@ -116,7 +115,9 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
 def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
     """`cast`, and the sum of x's rows in float32."""
     if kernel:
-        return cast_results(lambda x: (x,), [x], [_named(_largest(_maxima(x)))], dtype, sums=True)
+        largest = _named(_largest(_maxima(x)))
+        (result,), (total,) = cast_results(lambda x: (x,), [x], [largest], dtype, sums=True)
+        return result, total
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
 
 
@@ -187,11 +188,12 @@ def _scale(largest, dtype):
 
 
 def cast_results(tile, arrays, largest, dtype, *, sums=False, name="quantize_fp8", approx=False):
-    """Casts the results of tile(*blocks) of whole arrays: [(values, transposed, 1 / s)] and sums.
+    """Casts the results of tile(*blocks) of whole arrays: (a list of Cast, a list of sums).
 
     tile: computes one or more blocks in float32, element by element, inside the kernel.
-    largest: for each result a number that no |result| exceeds.  sums: also returns the sum of the
-    only result over the rows, float32 (K,).  approx: see `elementwise` in activations.
+    largest: for each result a number that no |result| exceeds.
+    sums: the second list has the sum of the first result over the rows, float32 (K,).
+    approx: exp in fewer instructions, see `elementwise` in activations.
     """
     x = arrays[0]
     rows, columns, n = x.size // x.shape[-1], x.shape[-1], len(largest)
@@ -217,7 +219,7 @@ def cast_results(tile, arrays, largest, dtype, *, sums=False, name="quantize_fp8
         )
         for values, words, inverse in zip(all_values, all_words, all_inverse, strict=True)
     ]
-    return (results[0], all_sums[0].sum(0)) if sums else results
+    return results, [one.sum(0) for one in all_sums]
 
 
 def _maxima(x):
