@@ -93,7 +93,8 @@ class VLSTMLayer(nnx.Module):
         segment_ids: not supported with a cache.
         """
         B, T, C = x.shape
-        *xs, x_gates, x_o = fan_out(x, 5)
+        # The gates come first: XLA adds no other gradient inside their matmul, which has few columns.
+        x_gates, *xs, x_o = fan_out(x, 5)
         q, k, v = (
             w(x, norm=norm).reshape(B, T, self.n_heads, -1)
             for w, x in zip((self.q, self.k, self.v), xs, strict=True)

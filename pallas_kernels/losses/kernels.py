@@ -24,12 +24,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.losses.cross_entropy import LOWEST, online
+from pallas_kernels.mosaic import LOG2E
 
 # If the rows of all running blocks fit the L2 cache, two blocks on an SM hide each other's waits;
 # they need narrow tiles, for at most 64 registers a thread.  Longer rows use wide tiles, whose
 # registers leave room for one block.  Measured between matmuls: 8192x50304 0.642 ms, with wide
 # tiles 0.717; 2048x128256 0.477 ms, with narrow tiles 0.541.
 _GROUPS = 4  # warpgroups that share a row
+_BOUNDED = 70.0  # a softcap: exp(70) = 3e30, and float32 holds sums of 1e8 of them
 _UNROLL = 6  # loads that a thread has in flight
 _TILES = ((112 * 1024, 128), (None, 256))  # (maximum bytes of a row, columns of a warp's tile)
 
@@ -92,10 +94,28 @@ class _Cut(NamedTuple):
     def layout(self, width):
         return mosaic.warp_rows(next(k for k in (8, 4, 2, 1) if width % (32 * k) == 0))
 
-    def cap(self, u):
-        """(capped logit, its derivative), computed with exp, whose fast form is accurate enough."""
-        s = 1 / (jnp.exp(u * (2 / self.softcap)) + 1)
+    @property
+    def bounded(self) -> bool:
+        """Whether no exponential of a capped logit can leave float32, so none needs a maximum."""
+        return self.softcap is not None and self.softcap <= _BOUNDED
+
+    def capped(self, u):
+        """(capped logit, its derivative) of a logit; without a cap (u, None)."""
+        if self.softcap is None:
+            return u, None
+        # 1 - tanh^2 is 4 s (1 - s), and the fast exp2 is accurate enough.
+        s = 1 / (jnp.exp2(u * (2 * LOG2E / self.softcap)) + 1)
         return self.softcap - 2 * self.softcap * s, 4 * s * (1 - s)
+
+    def exponential(self, x, top):
+        """exp(x - top) of a capped logit; top is 0 if they are bounded."""
+        return jnp.exp(x) if self.bounded else jnp.exp(x - top)
+
+    def add(self, state, *xs):
+        """Updates (maximum, sum of exponentials relative to it) of each lane with more logits."""
+        if not self.bounded:
+            return online(state, *xs)
+        return state[0], sum((jnp.exp(x) for x in xs), start=state[1])
 
     def columns(self, start, width):
         """The column of every element of a (4, width) array that starts at `start`."""
@@ -180,8 +200,7 @@ def _statistics(cut: _Cut, row: _Row):
     layout = cut.layout(cut.tile)
 
     def load(start, end=None, width=cut.tile):
-        x = row.load(start, width, cut.layout(width))
-        x = x if cut.softcap is None else cut.cap(x)[0]
+        x, _ = cut.capped(row.load(start, width, cut.layout(width)))
         return x if end is None else jnp.where(cut.columns(start, width) < end, x, -jnp.inf)
 
     # Load the rest of the row while the tiles are in flight.  Only the last group counts it.
@@ -191,16 +210,17 @@ def _statistics(cut: _Cut, row: _Row):
         tail = load(cut.tiles * cut.tile, end, cut.rest)
 
     # Compute the online softmax over the tiles.
-    whole = lambda i, s: online(s, *(load(row.start(cut, i, u)) for u in range(_UNROLL)))
-    late = lambda i, s: online(s, load(row.late_start(cut, i), row.valid))
-    lowest = plgpu.layout_cast(jnp.full((4, cut.tile), LOWEST, jnp.float32), layout)
+    whole = lambda i, s: cut.add(s, *(load(row.start(cut, i, u)) for u in range(_UNROLL)))
+    late = lambda i, s: cut.add(s, load(row.late_start(cut, i), row.valid))
+    least = 0.0 if cut.bounded else LOWEST
+    lowest = plgpu.layout_cast(jnp.full((4, cut.tile), least, jnp.float32), layout)
     state = lowest, mosaic.zeros((4, cut.tile), layout)
     state = lax.fori_loop(0, row.whole, whole, state)
     tops, totals = lax.fori_loop(0, row.more, late, state)
 
     # Reduce the lanes of each warp and add the rest.
     top = jnp.max(tops, axis=1)
-    if tail is not None:
+    if tail is not None and not cut.bounded:
         top = jnp.maximum(top, plgpu.layout_cast(jnp.max(tail, axis=1), layout.reduce(1)))
     total = jnp.sum(totals * jnp.exp(tops - mosaic.along(top, tops.shape, 0)), axis=1)
     if tail is not None:
@@ -242,8 +262,9 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
 
     @pl.when((row.group == 0) & (label >= 0))
     def _():
-        x, slope = (picked, 1.0) if cut.softcap is None else cut.cap(picked)
-        dz = (factor * jnp.exp(x - top) - scale) * slope
+        x, slope = cut.capped(picked)
+        dz = factor * cut.exponential(x, top) - scale
+        dz = dz if slope is None else dz * slope
         row.z[label // cut.part, label % cut.part] = dz.astype(row.z.dtype)
 
 
@@ -252,8 +273,8 @@ def _write(cut: _Cut, row: _Row, top, factor, starts, width, masked=False):
     layout = cut.layout(width)
     xs = [row.load(start, width, layout) for start in starts]
     for start, x in zip(starts, xs, strict=True):
-        x, slope = (x, None) if cut.softcap is None else cut.cap(x)
-        dz = factor * jnp.exp(x - top)
+        x, slope = cut.capped(x)
+        dz = factor * cut.exponential(x, top)
         dz = dz if slope is None else dz * slope
         if masked:
             dz = jnp.where(cut.columns(start, width) < row.valid, dz, 0.0)
