@@ -93,7 +93,7 @@ class VLSTMLayer(nnx.Module):
         segment_ids: not supported with a cache.
         """
         B, T, C = x.shape
-        # The gates come first: XLA adds no other gradient inside their matmul, which has few columns.
+        # The gates come first: XLA adds no other gradient inside a matmul of few columns.
         x_gates, *xs, x_o = fan_out(x, 5)
         q, k, v = (
             w(x, norm=norm).reshape(B, T, self.n_heads, -1)

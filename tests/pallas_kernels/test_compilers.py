@@ -93,11 +93,22 @@ def test_registers_let_all_blocks_of_one_row_run_at_once(spec, blocks, threads):
         assert blocks * threads * -(-build.registers // 8) * 8 <= 65536, str(build)
 
 
-@pytest.mark.parametrize("spec", ["quantize_fp8:0:0", slow("fp8_linear:0:0")])
+CASTS = {"fp8_maximum", "quantize_fp8"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernels"),
+    [
+        ("quantize_fp8:0:0", CASTS),
+        slow("fp8_linear:0:0", CASTS),
+        ("fp8_mlp:0:0", CASTS | {"swiglu_fp8", "swiglu_backward_fp8"}),
+        ("fp8_mlp:1:0", {"quantize_fp8", "gelu_fp8", "gelu_backward_fp8"}),
+    ],
+)
 @pytest.mark.parametrize("gpu", ["sm_89", slow("sm_90"), slow("sm_100")])
-def test_casts_to_fp8_do_not_spill(spec, gpu):
+def test_casts_to_fp8_do_not_spill(spec, kernels, gpu):
     made = builds(spec, gpu)
-    assert {"fp8_maximum", "quantize_fp8"} == {b.kernel for b in made}
+    assert kernels == {b.kernel for b in made}
     assert not [str(b) for b in made if b.bad()]
 
 

@@ -73,6 +73,12 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         BF16,
     ),
     "fp8_linear": (ops.fp8_linear, [(2, 64, 64), (2, 64, 64)], [], BF16),
+    "fp8_mlp": (
+        lambda x, up, down, gate, **o: ops.fp8_mlp(x, up, down, gate=gate, **o),
+        [(2, 64, 64), (2, 64, 128), (2, 128, 64), (2, 64, 128)],
+        [],
+        BF16,
+    ),
     "quantize_fp8": (  # without a gradient
         lambda x, **o: ops.quantize_fp8(jax.lax.stop_gradient(x), **o)[2],
         [(2, 64, 64)],
