@@ -32,7 +32,7 @@ from pallas_kernels.mosaic import LOG2E
 # tiles 0.717; 2048x128256 0.477 ms, with narrow tiles 0.541.
 _GROUPS = 4  # warpgroups that share a row
 _BOUNDED = 70.0  # a softcap: exp(70) = 3e30, and float32 holds sums of 1e8 of them
-_UNROLL = 6  # loads that a thread has in flight
+_UNROLL = 6
 _TILES = ((112 * 1024, 128), (None, 256))  # (maximum bytes of a row, columns of a warp's tile)
 
 
@@ -95,6 +95,12 @@ class _Cut(NamedTuple):
         return mosaic.warp_rows(next(k for k in (8, 4, 2, 1) if width % (32 * k) == 0))
 
     @property
+    def unroll(self) -> int:
+        """Loads that a thread has in flight."""
+        # A cap takes registers: of a narrow tile six loads need 87, three need 60.
+        return 3 if self.softcap is not None and self.tile == 128 else _UNROLL
+
+    @property
     def bounded(self) -> bool:
         """Whether no exponential of a capped logit can leave float32, so none needs a maximum."""
         return self.softcap is not None and self.softcap <= _BOUNDED
@@ -130,13 +136,13 @@ class _Row(NamedTuple):
     z: Any  # (4, part)
     group: Any
     valid: Any  # columns that are not padding
-    whole: Any  # steps of `_UNROLL` tiles for each group in which no warp reads padding
+    whole: Any  # steps of `unroll` tiles for each group in which no warp reads padding
     first: Any  # this group's first tile after these steps
     more: Any  # number of this group's tiles after these steps
 
     def start(self, cut: _Cut, i, u):
         """The first column of the u-th tile of this group's i-th whole step."""
-        return ((i * _GROUPS + self.group) * _UNROLL + u) * cut.tile
+        return ((i * _GROUPS + self.group) * cut.unroll + u) * cut.tile
 
     def late_start(self, cut: _Cut, i):
         """The first column of this group's i-th tile after the whole steps."""
@@ -189,8 +195,8 @@ def _row(cut: _Cut, z_ref, group, valid) -> _Row:
     before_padding = cut.part - (4 * cut.part - valid)  # columns of the last part
     static = isinstance(valid, int)
     least = max(before_padding, 0) if static else lax.max(before_padding, 0)
-    whole = least // (_GROUPS * _UNROLL * cut.tile)
-    first = whole * (_GROUPS * _UNROLL) + group
+    whole = least // (_GROUPS * cut.unroll * cut.tile)
+    first = whole * (_GROUPS * cut.unroll) + group
     more = lax.div(cut.tiles - first + (_GROUPS - 1), jnp.int32(_GROUPS))
     return _Row(z_ref, group, valid, whole, first, more)
 
@@ -210,7 +216,7 @@ def _statistics(cut: _Cut, row: _Row):
         tail = load(cut.tiles * cut.tile, end, cut.rest)
 
     # Compute the online softmax over the tiles.
-    whole = lambda i, s: cut.add(s, *(load(row.start(cut, i, u)) for u in range(_UNROLL)))
+    whole = lambda i, s: cut.add(s, *(load(row.start(cut, i, u)) for u in range(cut.unroll)))
     late = lambda i, s: cut.add(s, load(row.late_start(cut, i), row.valid))
     least = 0.0 if cut.bounded else LOWEST
     lowest = plgpu.layout_cast(jnp.full((4, cut.tile), least, jnp.float32), layout)
@@ -250,7 +256,7 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
     scale = scale_ref[...]
     factor = scale / total
     write = functools.partial(_write, cut, row, top, factor)
-    several = lambda i: write([row.start(cut, i, u) for u in range(_UNROLL)], cut.tile)
+    several = lambda i: write([row.start(cut, i, u) for u in range(cut.unroll)], cut.tile)
     pl.loop(0, row.whole)(several)
     pl.loop(0, row.more)(lambda i: write([row.late_start(cut, i)], cut.tile, masked=True))
     if cut.rest:
