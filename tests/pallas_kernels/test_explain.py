@@ -66,6 +66,14 @@ def test_the_benchmark_counts_what_it_knows_and_xla_the_rest():
 
 
 @on_cpu
+def test_fp8_operands_have_twice_the_tensor_cores_speed():
+    x, weight = like("bfloat16", 128, 256), like("bfloat16", 256, 512)
+    found = explain("fp8_linear", x, weight)
+    microseconds = 2 * 128 * 256 * 512 / 1600e6
+    assert found.parts[0].limits(found.tops)["tensor core"] == pytest.approx(microseconds)
+
+
+@on_cpu
 def test_what_xla_runs_faster_has_no_kernel():
     found = explain("rms_norm", like("bfloat16", 64, 1000), like("float32", 1000))
     assert found.decision.why == "faster, as the kernel would pad C=1000 to a multiple of 64"
