@@ -4,6 +4,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.sharding import BATCH, P, per_device
@@ -56,8 +57,8 @@ class LayerNorm(nnx.Module):
         return y.astype(self.dtype or branch.dtype), s
 
     def row_norm(self) -> Float[Array, ""]:
-        """A number that the Euclidean norm of no row of y exceeds, float32."""
-        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        """A number that the Euclidean norm of no row of y exceeds, float32, without a gradient."""
+        weight, bias = (_constant(p) for p in (self.weight, self.bias))
         return _ROUNDING * (weight.size**0.5 * abs(weight).max() + jnp.sqrt((bias**2).sum()))
 
     def of_row(self) -> Norm:
@@ -104,13 +105,17 @@ class RMSNorm(nnx.Module):
         return y.astype(self.dtype or branch.dtype), s
 
     def row_norm(self) -> Float[Array, ""]:
-        """A number that the Euclidean norm of no row of y exceeds, float32."""
-        weight = self.weight[...].astype(jnp.float32)
+        """A number that the Euclidean norm of no row of y exceeds, float32, without a gradient."""
+        weight = _constant(self.weight)
         return _ROUNDING * weight.size**0.5 * abs(weight).max()
 
     def of_row(self) -> Norm:
         """This norm as an option of row_linear."""
         return Norm(self.weight[...], None, self.eps, centered=False)
+
+
+def _constant(parameter: nnx.Param) -> Float[Array, " C"]:
+    return lax.stop_gradient(parameter[...].astype(jnp.float32))
 
 
 class HeadLayerNorm(nnx.Module):
