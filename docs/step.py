@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 HERE = Path(__file__).parent
-MODEL = re.compile(r"^### `(\w+)`, (.+)\n(?s:(.*?))^\| \*\*all kernels", re.M)
+MODEL = re.compile(r"^### `(\w+)`, (.+)\n(?s:(.*?\*\*all kernels.*?\n))", re.M)
 ROW = re.compile(r"^\| ([^|]+) \|" + r" ([\d.]+) \|" * 4, re.M)  # part, bfloat16, fp8, floors
 COLORS = "#4477aa #ee6677 #66ccee #228833 #ccbb44 #aa3377 #999999 #222222".split()
 # Column of the table, the bar's name, its place below the first bar, height and opacity.
@@ -33,15 +33,15 @@ def main():
         ticks, names = [], {}
         for group, (model, sizes, text) in enumerate(tables):
             top = GROUP * group
-            axes.text(0, top - 0.6, f"{model}, {sizes}", weight="bold")
-            rows = ROW.findall(text)
+            axes.text(0.5, top - 0.6, f"{model}, {sizes}", weight="bold")
+            *rows, (_, *totals) = ROW.findall(text)
             for column, name, below, height, alpha in BARS:
                 start = 0.0
                 for i, (_, *ms) in enumerate(rows):
                     style = {"color": COLORS[i], "alpha": alpha, "linewidth": 0}
                     axes.barh(top + below, float(ms[column]), height, left=start, **style)
                     start += float(ms[column])
-                axes.text(start + 0.6, top + below, f"{start:.1f}", va="center", size=9)
+                axes.text(start + 0.6, top + below, totals[column], va="center", size=9)
                 ticks.append((top + below, name))
             for i, (part, *_) in enumerate(rows):
                 names.setdefault(i, []).append(part)
@@ -50,10 +50,12 @@ def main():
         axes.set_ylim(GROUP * len(tables) - 0.9, -1.3)
         axes.set_xlabel("ms of kernels a step")
         axes.spines[["top", "right"]].set_visible(False)
-        # The models' names for a part differ where their layers do.
+        # Attention in one model is the vLSTM in another.
         labels = [", ".join(dict.fromkeys(n)) for n in names.values()]
         legend = [Patch(color=COLORS[i], label=label) for i, label in enumerate(labels)]
-        figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(
+            handles=legend, loc="outside lower center", ncols=4, frameon=False, fontsize=9
+        )
         figure.savefig(HERE / "step.svg", metadata={"Date": None, "Creator": None})
     return figure
 
