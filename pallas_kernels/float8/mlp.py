@@ -101,8 +101,8 @@ def _in_parts(x, up, down, gate, bias, row_norm, probes, implementation):
         x, weight, row_norm=row_norm, probe=probes.pop(0), implementation=implementation
     )
     if gate is not None:
-        hidden = times(x, gate, row_norm), times(x, up, row_norm)
-        return times(_swiglu.swiglu(*hidden, implementation=implementation), down)
+        g, u = (checkpoint_name(times(x, w, row_norm), "mlp") for w in (gate, up))
+        return times(_swiglu.swiglu(g, u, implementation=implementation), down)
     # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which its own
     # compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
     z = lax.optimization_barrier(times(x, up, row_norm))

@@ -47,9 +47,9 @@ def block_of(config, batch=B, fp8=False):
     return run, (jax.tree.map(of, params), x, x)
 
 
-def saved(config, batch=B) -> Counter:
+def saved(config, batch=B, fp8=False) -> Counter:
     """The arrays of activations that the backward pass of a block keeps besides its inputs."""
-    run, arguments = block_of(config, batch)
+    run, arguments = block_of(config, batch, fp8)
     traced = jax.make_jaxpr(lambda *a: jax.vjp(run, *a)[1])(*arguments).jaxpr
     kept = {v: v.aval for v in traced.outvars if isinstance(v, Var) and v not in traced.invars}
     shapes = {p.shape for p in jax.tree.leaves(arguments[0])}
@@ -116,6 +116,17 @@ def test_only_block_runs_the_forward_kernel_of_the_mixing_again(kind, kernel):
         return sum(k.launches for k in _kernels(traced.jaxpr) if k.name == kernel)
 
     assert [calls(remat) for remat in ("none", *CHOICES)] == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kernels", ["xla", "mosaic"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+def test_fp8_saves_the_same_products(kind, kernels):
+    found = saved(make(kind, kernels=kernels, remat="mlp"), fp8=True)
+    hidden = [(B, T, F)] * (1 if kind == "gpt2" else 2)
+    if kernels == "mosaic":
+        hidden = [(B * T, F) for _ in hidden]
+    assert not arrays(*hidden) - found
+    assert not [a for a in found if a.startswith("float8")]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3"])
