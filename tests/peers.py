@@ -22,7 +22,6 @@ import statistics
 import sys
 import time
 
-from jaxllm.config import load
 from pallas_kernels.bench import cases, run
 from pallas_kernels.bench.report import text
 
@@ -312,6 +311,8 @@ def train(
     import torch
     from torch_models import mlstm_cell, torch_model, torch_vlstm
 
+    from jaxllm.config import load
+
     config = load(name)
     if not getattr(config.model, "tie_embeddings", True):
         raise ValueError(f"{name} has no peer here: a Llama with a tied head has")
@@ -367,6 +368,8 @@ def main() -> int:
     if a.what == "train":
         if a.config is None:
             parser.error("train needs a configuration, such as gpt2_124m")
+        from jaxllm.config import load
+
         row, cells = " ".join(filter(None, ("PyTorch", a.config, a.fp8))), {}
         if load(a.config).model.type == "vlstm":
             cells = {f"{row} {kind} {chunk}": (kind, chunk) for kind, chunk in CELLS}
