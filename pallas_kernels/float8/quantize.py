@@ -145,8 +145,12 @@ def not_a_multiple(n: int, **sizes: int) -> str | None:
 
 def _largest(x):
     """max |x|, infinite if x has an infinity or a NaN."""
-    # XLA's maximum on a CPU may skip a NaN.
-    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
+    return _sizes(x).max().astype(jnp.float32)
+
+
+def _sizes(x):
+    """|x|, with infinity for NaN, which XLA's maximum on a CPU may skip."""
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
 
 
 def norms(x, axis=-1):
@@ -155,7 +159,7 @@ def norms(x, axis=-1):
     The norm may come out larger than it is, where squares leave float32's range.
     """
     wide = x.astype(jnp.float32)
-    largest = _largest(jnp.abs(wide).max(axis))
+    largest = _sizes(wide).max(axis).max()
     square = jnp.square(wide).sum(axis).max()
     # Squares of less than 1e-38 are lost: below 1e-30 they might be all that there is.
     plain = (square > 1e-30) & (square < jnp.inf)
