@@ -3,8 +3,8 @@
     y = Q4(x) Q4(w),   dx = Q5(dy) Q4(w)^T,   dw = Q4(x)^T Q5(dy)
 
 Q4(a) is a rounded to e4m3 (3 bits of mantissa, up to 448), Q5(a) to e5m2 (2 bits, up to 57344),
-after a multiplication by s = largest / max |a|, which the product divides out again (quantize.py).
-s is that of the tensor at hand and not of earlier steps, so a run has no further state.
+after a multiplication by a power of 2 that brings max |a| close to the limit, and which the product
+divides out again (quantize.py).  It is that of the tensor at hand and not of earlier steps, so a run has no further state.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 
 The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
@@ -17,8 +17,8 @@ both orders.  The backward pass keeps x^T and w in fp8: half of the bytes that b
 
 With the default precision XLA lets cuBLASLt add in the tensor core's own registers, about 14 bits;
 HIGHEST turns off this "fast accumulation", and sums are added up in float32 every few steps.  The
-gradients take HIGHEST, as their sums over all tokens are the longest.  On a CPU XLA converts the
-operands to x's dtype and rounds the scales to it, too.
+gradients take HIGHEST, as their sums over all tokens are the longest.  XLA rounds the scales to x's
+dtype, which changes no power of 2; on a CPU it converts the operands to it, too.
 """
 
 import functools
