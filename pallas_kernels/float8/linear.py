@@ -4,8 +4,8 @@
 
 Q4(a) is a rounded to e4m3 (3 bits of mantissa, up to 448), Q5(a) to e5m2 (2 bits, up to 57344),
 after a multiplication by a power of 2 that brings max |a| close to the limit, and which the product
-divides out again (quantize.py).  It is that of the tensor at hand and not of earlier steps, so a run
-has no further state.
+divides out again (quantize.py).  It is that of the tensor at hand and not of earlier steps, so a
+run has no further state.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 
 The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
