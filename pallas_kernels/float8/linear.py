@@ -157,11 +157,11 @@ def _linear_forward(x, weight, bias, row_norm, probe, kernel):
     shares = None if probe is None else (lost(x, x8), lost(weight, w8))
     like = weight[:0], None if bias is None else bias[:0]
     y = _plus(times(x8, w8, x.dtype), bias)
-    return y, (kept_input(x8), kept_weight(w8), like, row_norm, shares)
+    return y, (kept_input(x8), kept_weight(w8), like, shares)
 
 
 def _linear_backward(kernel, saved, dy):
-    x8, w8, (like_weight, like_bias), row_norm, shares = saved
+    x8, w8, (like_weight, like_bias), shares = saved
     dbias = None
     if like_bias is None:
         dy8 = cast(dy, BACKWARD, kernel)
@@ -169,9 +169,8 @@ def _linear_backward(kernel, saved, dy):
         dy8, dbias = cast_and_sum(dy, BACKWARD, kernel)
         dbias = dbias.astype(like_bias.dtype)
     dx, dw = times_weight(dy8, w8, dy.dtype), weight_gradient(x8, dy8, like_weight.dtype)
-    d_row_norm = None if row_norm is None else jnp.zeros_like(row_norm)
     d_probe = None if shares is None else jnp.stack([*shares, lost(dy, dy8)])
-    return dx, dw, dbias, d_row_norm, d_probe
+    return dx, dw, dbias, None, d_probe  # row_norm has no gradient
 
 
 # ---- the three products, of casts --------------------------------------------------------------

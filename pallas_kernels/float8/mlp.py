@@ -136,10 +136,6 @@ def _cast_gradient(dy, down_norm):
     return cast(dy, linear.BACKWARD, True, largest), _ROUNDING * norm * down_norm
 
 
-def _zero(row_norm):
-    return None if row_norm is None else jnp.zeros_like(row_norm)
-
-
 def _shares(inputs, weights):
     """What the casts of the forward pass lost, for each layer."""
     return [(lost(*x), lost(*w)) for x, w in zip(inputs, weights, strict=True)]
@@ -169,12 +165,11 @@ def _swiglu_mlp_forward(x, gate, up, down, row_norm, probes):
     inputs, weights = ((x, x8), (x, x8), (h, h8)), ((gate, gate8), (up, up8), (down, down8))
     shares = None if probes is None else _shares(inputs, weights)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (gate8, up8, down8))
-    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, row_norm, shares)
+    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, shares)
 
 
 def _swiglu_mlp_backward(saved, dy):
-    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8, *rest = saved
-    row_norm, shares = rest
+    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8, shares = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dg8, du8), _ = cast_results(
@@ -190,8 +185,7 @@ def _swiglu_mlp_backward(saved, dy):
     if shares is not None:
         dg, du = elementwise(_swiglu.backward_tile, g, u, dh, name="swiglu_backward", outputs=2)
         shares = _with_gradients(shares, (dg, dg8), (du, du8), (dy, dy8))
-    d_weights = of_weight(x8, dg8), of_weight(x8, du8), of_weight(h8, dy8)
-    return dx, *d_weights, _zero(row_norm), shares
+    return dx, of_weight(x8, dg8), of_weight(x8, du8), of_weight(h8, dy8), None, shares
 
 
 _swiglu_mlp.defvjp(_swiglu_mlp_forward, _swiglu_mlp_backward)
@@ -248,11 +242,11 @@ def _gelu_mlp_forward(x, up, bias, down, row_norm, probes):
         (h,) = elementwise(_gelu.forward_tile, z, name="gelu_forward")
         shares = _shares(((x, x8), (h, h8)), ((up, up8), (down, down8)))
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (up8, down8))
-    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept, row_norm, shares)
+    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept, shares)
 
 
 def _gelu_mlp_backward(saved, dy):
-    z, down_norm, like_bias, x8, h8, up8, down8, row_norm, shares = saved
+    z, down_norm, like_bias, x8, h8, up8, down8, shares = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dz8,), (dbias,) = cast_results(
@@ -269,7 +263,7 @@ def _gelu_mlp_backward(saved, dy):
     if shares is not None:
         (dz,) = elementwise(_gelu.backward_tile, z, dh, name="gelu_backward")
         shares = _with_gradients(shares, (dz, dz8), (dy, dy8))
-    return dx, of_weight(x8, dz8), dbias, of_weight(h8, dy8), _zero(row_norm), shares
+    return dx, of_weight(x8, dz8), dbias, of_weight(h8, dy8), None, shares
 
 
 _gelu_mlp.defvjp(_gelu_mlp_forward, _gelu_mlp_backward)
