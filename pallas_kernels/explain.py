@@ -190,8 +190,7 @@ def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> Plan:
         kernels = {name: _kernels(jax.make_jaxpr(f)(*a).jaxpr) for name, (f, *a) in names.items()}
         moved, flops = run.bytes_moved(case, sizes), _counted(case, sizes)
         taken, tops = _measured(case, op, sizes) if measure else ({}, H100)
-    if case.op in ("fp8_linear", "fp8_mlp"):  # operands of half as many bits, at twice the rate
-        tops = tops | {"matmul_TFLOP_per_s": 2 * tops["matmul_TFLOP_per_s"]}
+    tops = tops | {"matmul_TFLOP_per_s": case.rate * tops["matmul_TFLOP_per_s"]}
     moved["forward and backward"] = moved["forward+backward"]
     parts = [
         Part(name, found, moved[name], flops[name], bool(case.flops), taken.get(name))

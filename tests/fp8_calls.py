@@ -3,7 +3,7 @@
     uv run --extra cuda13 python tests/fp8_calls.py gpt2_124m llama3_124m vlstm_124m
     uv run --extra cuda13 python tests/fp8_calls.py llama3_1b --train.batch_size 4 --devices 2
 
-Compiles the step of a configuration for H100s, with train.fp8=none and =matmuls, and counts the
+Compiles the step of a configuration for H100s, with each value of train.fp8, and counts the
 kernels of the compiled program.  Needs JAX's CUDA wheels, as tests/compile_ahead.py does.
 """
 
@@ -86,7 +86,7 @@ def main() -> None:
     }
     set_xla_flags(deterministic=True)
     for name in arguments.config:
-        for fp8 in ("none", "matmuls"):
+        for fp8 in ("none", "matmuls", "all"):
             config = load(name, overrides | {"train.fp8": fp8})
             program = compiled(config, arguments.devices)
             print(name, f"train.fp8={fp8}", dict(sorted(kernels(program).items())), flush=True)

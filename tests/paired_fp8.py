@@ -3,11 +3,13 @@
     python tests/paired_fp8.py llama3_small --seeds 0 4 --train.steps 200
     python tests/paired_fp8.py gpt2_124m --seeds 0 8 --train.steps 500 --train.grad_accum 1
     python tests/paired_fp8.py llama3_small --format e4m3 --train.steps 200
+    python tests/paired_fp8.py llama3_small --mode all --train.steps 200
     python tests/paired_fp8.py llama3_small --gradients --train.steps 1500
 
-Prints for each seed the validation losses of train.fp8=none and =matmuls, then the mean of the
-differences with its standard error.  Validation always runs in bfloat16.  --format: of the
-gradients, e5m2 unless given.  --gradients: after all steps in bfloat16 instead the errors of one
+Prints for each seed the training and validation losses of train.fp8=none and =matmuls (--mode), the
+mean of the differences with its standard error, and by how much the validation loss changes if its
+own forward pass is in fp8, too; it is in bfloat16 otherwise.  --format: of the blocks' gradients,
+e5m2 unless given.  --gradients: after all steps in bfloat16 instead the errors of one
 batch's gradients against float32, in bfloat16 and with both formats, and what each format rounds to
 0.  Further words override settings of the configuration.
 """
@@ -47,9 +49,10 @@ def dataset(config):
     )
 
 
-def losses(config, programs: dict) -> tuple[float, float]:
-    """(training loss, mean of the last tenth of the steps; validation loss) of one run.
+def losses(config, programs: dict) -> tuple[float, float, float]:
+    """(training loss, mean of the last tenth of the steps; two validation losses) of one run.
 
+    The first validation loss is in bfloat16, the second in the training step's own forward pass.
     programs: the step by train.fp8, compiled once, because it does not depend on the seed.
     """
     from jaxllm import sharding
@@ -58,21 +61,28 @@ def losses(config, programs: dict) -> tuple[float, float]:
     trainer = Trainer(config, sharding.make_mesh(config.mesh))
     train, data = config.train, dataset(config)
     if train.fp8 not in programs:
-        programs[train.fp8] = trainer.trace_train_step().lower().compile(), trainer.eval_step()
-    (step, evaluate), state = programs[train.fp8], trainer.init()
+        programs[train.fp8] = (
+            trainer.trace_train_step().lower().compile(),
+            trainer.eval_step(),
+            trainer.eval_step(trainer.step_graph),
+        )
+    (step, *both), state = programs[train.fp8], trainer.init()
     batches = data.train_batches(train.batch_size, *trainer.batch_part)
     found = []
     for _ in range(train.steps):
         state, metrics = step(state, trainer.put_batch(next(batches)))
         found.append(metrics["loss"])
     batches.close()
-    sums = [
-        evaluate(state.params, trainer.put_batch(batch))
-        for batch in data.val_batches(train.batch_size, *trainer.batch_part, BATCHES)
-    ]
-    total, count = (sum(float(x) for x in xs) for xs in zip(*sums, strict=True))
+    validation = data.val_batches(train.batch_size, *trainer.batch_part, BATCHES)
+    held_out = [trainer.put_batch(batch) for batch in validation]
+
+    def mean_loss(evaluate):
+        sums = [evaluate(state.params, batch) for batch in held_out]
+        total, count = (sum(float(x) for x in xs) for xs in zip(*sums, strict=True))
+        return total / count
+
     last = [float(x) for x in found[-max(1, train.steps // 10) :]]
-    return statistics.mean(last), total / count
+    return statistics.mean(last), *map(mean_loss, both)
 
 
 def compare_gradients(config) -> None:
@@ -128,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 3), metavar=("FIRST", "END"))
+    parser.add_argument("--mode", choices=("matmuls", "all"), default="matmuls")
     parser.add_argument("--format", choices=FORMATS, default="e5m2")
     parser.add_argument("--gradients", action="store_true")
     arguments, rest = parser.parse_known_args()
@@ -142,14 +153,18 @@ def main() -> None:
         choose(arguments.format)
         for seed in range(*arguments.seeds):
             runs = {}
-            for fp8 in ("none", "matmuls"):
+            for fp8 in ("none", arguments.mode):
                 chosen = {"train.seed": str(seed), "train.fp8": fp8}
                 runs[fp8] = losses(load(arguments.config, overrides | chosen), programs)
-            differences.append([b - a for a, b in zip(*runs.values(), strict=True)])
-            text = ", ".join(f"{k} {t:.4f} {v:.4f}" for k, (t, v) in runs.items())
-            print(f"seed {seed}, training and validation loss: {text}", flush=True)
-    training, validation = (mean_and_error(list(d)) for d in zip(*differences, strict=True))
-    print(f"{arguments.config}: matmuls - none: training {training}, validation {validation}")
+            (t0, v0, _), (t, v, own) = runs.values()
+            differences.append([t - t0, v - v0, own - v])
+            text = ", ".join(f"{k} {t:.4f} {v:.4f}" for k, (t, v, _) in runs.items())
+            print(f"seed {seed}, training and validation loss: {text}; {own - v:+.5f}", flush=True)
+    training, validation, own = (mean_and_error(list(d)) for d in zip(*differences, strict=True))
+    print(
+        f"{arguments.config}: {arguments.mode} - none: training {training}, validation {validation}"
+    )
+    print(f"the validation loss in fp8 - in bfloat16, with the weights of {arguments.mode}: {own}")
 
 
 if __name__ == "__main__":

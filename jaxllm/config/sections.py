@@ -87,10 +87,11 @@ class TrainConfig(Section):
         "none",
         description="wandb: also log to Weights & Biases, offline unless WANDB_MODE is set",
     )
-    fp8: Literal["none", "matmuls"] = Field(
+    fp8: Literal["none", "matmuls", "all"] = Field(
         "none",
         description="8-bit floating-point operands; matmuls: in the linear layers of the blocks,"
-        " forward (e4m3) and backward (gradients e5m2), on GPUs since 8.9 (H100)",
+        " forward (e4m3) and backward (gradients e5m2); all: in the head, too; on GPUs since 8.9"
+        " (H100)",
     )
     fp8_report_every: Natural = Field(
         0,

@@ -66,6 +66,7 @@ class LanguageModel(nnx.Module):
     ):
         width, implementation = config.d_model, config.implementation
         self.config, self.logit_soft_cap = config, logit_soft_cap
+        self.fp8_head = False  # whether the matmuls of `loss` take fp8 operands
         self.embedding = Embedding(
             config.vocab_size,
             width,
@@ -184,6 +185,7 @@ class LanguageModel(nnx.Module):
             transposed=head is not None,
             reduction="sum",
             vocab_axis=tensor,
+            fp8=self.fp8_head,
             implementation=self.config.implementation,
         )
         op = per_device(

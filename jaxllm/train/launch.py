@@ -70,10 +70,11 @@ def print_header(trainer: Trainer, data: str, emit: Callable[[str], None]) -> No
     emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
     emit(f"data     {data}")
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
-    if config.train.fp8 == "matmuls":
+    if config.train.fp8 != "none":
+        head = " and the head" * (config.train.fp8 == "all")
         emit(
-            "fp8      the blocks' linear layers in e4m3, their gradients in e5m2; evaluation and"
-            f" samples in {config.model.compute_dtype}"
+            f"fp8      the blocks' linear layers{head} in e4m3, their gradients in e5m2; evaluation"
+            f" and samples in {config.model.compute_dtype}"
         )
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     if peak is not None:

@@ -109,14 +109,14 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
 
 
 def check_kernels(config: Config) -> None:
-    """Raises InputError if these devices cannot run model.kernels=mosaic or train.fp8=matmuls."""
+    """Raises InputError if these devices cannot run model.kernels=mosaic or train.fp8."""
     import jax
 
     from pallas_kernels import dispatch
 
-    if config.train.fp8 == "matmuls" and jax.default_backend() != "cpu":  # a CPU emulates it
+    if (fp8 := config.train.fp8) != "none" and jax.default_backend() != "cpu":  # a CPU emulates it
         if lack := dispatch.device_lacks("sm_89"):
-            raise InputError(f"train.fp8=matmuls cannot run here: {lack}; use none")
+            raise InputError(f"train.fp8={fp8} cannot run here: {lack}; use none")
     if config.model.kernels == "mosaic" and (lack := dispatch.device_lacks("sm_90a")):
         other = (
             "" if dispatch.device_lacks("sm_80") else ", or auto with JAXLLM_KERNELS=general set"

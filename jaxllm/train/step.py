@@ -45,8 +45,9 @@ def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef
     model: with other values of remat or kernels than the configuration's.
     """
     abstract = nnx.eval_shape(lambda: create(model or config.model))
-    if config.train.fp8 == "matmuls":
+    if config.train.fp8 != "none":
         use_fp8(abstract.blocks)
+    abstract.fp8_head = config.train.fp8 == "all"
     return nnx.split(abstract, nnx.Param)[0]
 
 
@@ -207,9 +208,12 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             return step.trace(self.abstract_state(), self.abstract_batch())
 
-    def eval_step(self) -> Callable:
-        """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32."""
-        step = jax.jit(functools.partial(self._loss_sum, graph=self.graph))
+    def eval_step(self, graph: nnx.GraphDef | None = None) -> Callable:
+        """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
+
+        graph: as the train step computes it (`step_graph`), perhaps in fp8; None: never in fp8.
+        """
+        step = jax.jit(functools.partial(self._loss_sum, graph=graph or self.graph))
 
         def run(params, batch):
             with jax.set_mesh(self.mesh):

@@ -36,6 +36,7 @@ class Case:
     variant: str = ""
     flops: Callable | None = None  # of the forward pass, from the sizes; None: bound by memory
     backward: float = 2.5  # flops of the backward pass, relative to the forward pass
+    rate: int = 1  # of the tensor cores, relative to bfloat16
     cudnn: Callable | None = None
     xla: bool = True  # False if the XLA form does not fit in memory
     gpu: Gpu = "sm_80"  # what the kernel needs, as in the op's call of `dispatch.use_kernel`
@@ -257,6 +258,7 @@ _FP8_LINEAR = Case(
     reads=("x", "weight"),
     flops=lambda n: 2 * n["M"] * n["K"] * n["N"],
     backward=2,
+    rate=2,
     gpu="sm_89",
 )
 
@@ -271,7 +273,22 @@ def _fp8_mlp(variant: str, arrays: dict[str, A], matmuls: int, *sizes) -> Case:
         variant=variant,
         flops=lambda n: 2 * matmuls * n["N"] * n["C"] * n["F"],
         backward=2,
+        rate=2,
         gpu="sm_89",
+    )
+
+
+def _head(variant: str, **fields) -> Case:
+    return Case(
+        "linear_cross_entropy",
+        {"x": A("N C"), "weight": A("V C", "float32"), "labels": A("N", "int32", "uniform V")},
+        _shapes("N C V", (32768, 768, 50304), (8192, 2048, 128256)),
+        {"N": 64, "C": 256, "V": 5000},
+        reads=("x", "weight", "labels"),
+        variant=variant,
+        flops=lambda n: 2 * n["N"] * n["C"] * n["V"],
+        backward=2,
+        **fields,
     )
 
 
@@ -315,15 +332,8 @@ CASES = (
         {"N": 64, "V": 5000},
         reads=("logits", "labels"),
     ),
-    Case(
-        "linear_cross_entropy",
-        {"x": A("N C"), "weight": A("V C", "float32"), "labels": A("N", "int32", "uniform V")},
-        _shapes("N C V", (32768, 768, 50304), (8192, 2048, 128256)),
-        {"N": 64, "C": 256, "V": 5000},
-        reads=("x", "weight", "labels"),
-        flops=lambda n: 2 * n["N"] * n["C"] * n["V"],
-        backward=2,
-    ),
+    _head("", rate=1),
+    _head("fp8", rate=2, options={"fp8": True}, gpu="sm_89"),
     _attention("", _shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128)), xla=True),
     _attention("", _shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128))),
     _attention("", _shapes(_ATTENTION, (8, 2048, 16, 16, 96), (2, 4096, 8, 8, 256))),

@@ -333,9 +333,10 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
         flops = {"forward": flops["forward"]}
     records = []
     for direction in flops:
-        amount, unit, top = moved[direction], "TB/s", "copy_TB_per_s"
+        amount, unit, top = moved[direction], "TB/s", tops and tops["copy_TB_per_s"]
         if case.flops:
-            amount, unit, top = flops[direction], "TFLOP/s", "matmul_TFLOP_per_s"
+            amount, unit = flops[direction], "TFLOP/s"
+            top = tops and case.rate * tops["matmul_TFLOP_per_s"]
         times = {name: t[direction] for name, t in ms.items()}
         rate = {name: amount / t / 1e9 for name, t in times.items()}
         records.append(
@@ -352,7 +353,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
                 "ms": times,
                 "unit": unit,
                 "rate": rate,
-                "of_ceiling": {name: r / tops[top] for name, r in rate.items()} if tops else {},
+                "of_ceiling": {name: r / top for name, r in rate.items()} if top else {},
                 "error": {name: e[direction] for name, e in errors.items()},
                 "failed": failed,
             }

@@ -6,7 +6,7 @@ The matmuls are those of fp8_linear (linear.py).  Three of their operands come f
 and are the widest arrays of a block.  Cast on their own they would be written in bfloat16, read for
 their maximum, and read again.  Here the activation's kernels write fp8, in both orders:
 
-    g, u = x W           --> h = silu(g) u               bfloat16, and max |h|, |u|, |silu(g)|
+    g, u = x W           --> max |h|, |u|, |silu(g)|     and then h = silu(g) u, e4m3 h and h^T
     z = x W + b          --> h = gelu(z)                 e4m3 h and h^T
     dh = dy W_down^T     --> dg, du, or dz and the sum of its rows     e5m2, and transposed
 
@@ -21,7 +21,7 @@ c covers the rounding of the operands.  A bound that is 2^n too large moves all 
 the format's powers of 2, and nothing else: e5m2 has 32 of them, e4m3 18.  Rounding errors are
 relative and stay the same but for values that become subnormal.  No step's scale depends on another
 step, and nothing saturates.  SwiGLU's h is a product of two such numbers, for which the bound would
-be too loose for e4m3: it takes its maximum.
+be too loose for e4m3: a kernel takes its maximum first.  jax.checkpoint can save that number.
 
 Shazeer 2020, "GLU Variants Improve Transformer"; Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning".
@@ -47,13 +47,14 @@ from pallas_kernels.float8.quantize import (
     cast,
     cast_results,
     lost,
+    named,
     norms,
     not_a_multiple,
 )
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
 _SLOPE = 1.13  # of gelu at most; 1.1 of silu
-_STEP = 4096  # elements of a block of `swiglu_fp8`
+_STEP = 4096  # elements of a block of `_maxima`
 
 
 def fp8_mlp(
@@ -158,12 +159,16 @@ def _swiglu_mlp_forward(x, gate, up, down, row_norm, probes):
     x8, gate8, up8 = _cast(x, row_norm), _cast(gate), _cast(up)
     # model.remat saves these by name.
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in (gate8, up8))
-    h, (h_largest, *largest) = _activate(g, u)
-    h8 = _cast(h, h_largest)
+    h_largest, *largest = map(named, _maxima(g, u))
+    options = dict(name="swiglu_fp8", approx=x.dtype.itemsize == 2)
+    (h8,), _ = cast_results(_swiglu.forward_tile, [g, u], [h_largest], linear.FORWARD, **options)
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
-    inputs, weights = ((x, x8), (x, x8), (h, h8)), ((gate, gate8), (up, up8), (down, down8))
-    shares = None if probes is None else _shares(inputs, weights)
+    shares = None
+    if probes is not None:
+        (h,) = elementwise(_swiglu.forward_tile, g, u, name="swiglu_forward")
+        weights = (gate, gate8), (up, up8), (down, down8)
+        shares = _shares(((x, x8), (x, x8), (h, h8)), weights)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (gate8, up8, down8))
     return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, shares)
 
@@ -191,31 +196,25 @@ def _swiglu_mlp_backward(saved, dy):
 _swiglu_mlp.defvjp(_swiglu_mlp_forward, _swiglu_mlp_backward)
 
 
-def _activate(g, u):
-    """h = silu(g) u, and the largest |h|, |u| and |silu(g)|."""
-    h, largest = mosaic.kernel(
-        _activate_block,
-        name="swiglu_fp8",
-        out_type=[
-            jax.ShapeDtypeStruct((g.size,), g.dtype),
-            jax.ShapeDtypeStruct((3, g.size // _STEP), jnp.float32),
-        ],
+def _maxima(g, u):
+    """The largest |silu(g) u|, |u| and |silu(g)|."""
+    return mosaic.kernel(
+        _maxima_of_block,
+        name="swiglu_maxima",
+        out_type=jax.ShapeDtypeStruct((3, g.size // _STEP), jnp.float32),
         grid=(g.size // _STEP,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=g.dtype.itemsize == 2),
-    )(g.reshape(-1), u.reshape(-1))
-    return h.reshape(g.shape), largest.max(1)
+    )(g.reshape(-1), u.reshape(-1)).max(1)
 
 
-def _activate_block(g_ref, u_ref, h_ref, largest_ref):
+def _maxima_of_block(g_ref, u_ref, largest_ref):
     block = lax.axis_index("block")
     here = pl.ds(block * _STEP, _STEP)
     layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // g_ref.dtype.itemsize)  # 16-byte loads
     g, u = (mosaic.load(ref.at[here], layout) for ref in (g_ref, u_ref))
     silu = g * sigmoid(g)
-    h = silu * u
-    mosaic.store(h_ref.at[here], h)
-    for i, a in enumerate((h, u, silu)):
+    for i, a in enumerate((silu * u, u, silu)):
         largest_ref[i, block] = abs(a).max()
 
 

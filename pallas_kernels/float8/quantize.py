@@ -105,7 +105,7 @@ def _cast_to(x, dtype, largest):
 def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     """The op, by the kernels or by XLA; largest: max |x| if it is known, or a bound of it."""
     if largest is None:
-        largest = _named(_largest(_maxima(x) if kernel else x))
+        largest = named(_largest(_maxima(x) if kernel else x))
     if kernel:
         return cast_results(lambda x: (x,), [x], [largest], dtype)[0][0]
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
@@ -115,7 +115,7 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
 def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
     """`cast`, and the sum of x's rows in float32."""
     if kernel:
-        largest = _named(_largest(_maxima(x)))
+        largest = named(_largest(_maxima(x)))
         (result,), (total,) = cast_results(lambda x: (x,), [x], [largest], dtype, sums=True)
         return result, total
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
@@ -164,10 +164,10 @@ def norms(x, axis=-1):
     # Squares of less than 1e-38 are lost: below 1e-30 they might be all that there is.
     plain = (square > 1e-30) & (square < jnp.inf)
     norm = jnp.where(plain, jnp.sqrt(square), largest * x.shape[axis] ** 0.5)
-    return _named(largest), _named(norm)
+    return named(largest), named(norm)
 
 
-def _named(number):
+def named(number):
     """For jax.checkpoint: saving it spares a pass over the array."""
     return checkpoint_name(number, "fp8_largest")
 
@@ -191,29 +191,36 @@ def _scale(largest, dtype):
 # ---- kernels -----------------------------------------------------------------------------------
 
 
-def cast_results(tile, arrays, largest, dtype, *, sums=False, name="quantize_fp8", approx=False):
+def cast_results(
+    tile, arrays, largest, dtype, *, rows=(), sums=False, name="quantize_fp8", approx=False
+):
     """Casts the results of tile(*blocks) of whole arrays: (a list of Cast, a list of sums).
 
     tile: computes one or more blocks in float32, element by element, inside the kernel.
     largest: for each result a number that no |result| exceeds.
+    rows: arrays of one number a row, which tile gets after the blocks, as blocks of equal columns.
     sums: the second list has the sum of the first result over the rows, float32 (K,).
     approx: exp in fewer instructions, see `elementwise` in activations.
     """
     x = arrays[0]
-    rows, columns, n = x.size // x.shape[-1], x.shape[-1], len(largest)
+    height, columns, n = x.size // x.shape[-1], x.shape[-1], len(largest)
     all_values, all_words, all_inverse, all_sums = mosaic.kernel(
         functools.partial(_cast, tile),
         name=name,
         out_type=[
-            [jax.ShapeDtypeStruct((rows // 4, 4, columns), dtype)] * n,
-            [jax.ShapeDtypeStruct((columns, rows // 4), jnp.int32)] * n,
+            [jax.ShapeDtypeStruct((height // 4, 4, columns), dtype)] * n,
+            [jax.ShapeDtypeStruct((columns, height // 4), jnp.int32)] * n,
             [jax.ShapeDtypeStruct((1,), jnp.float32)] * n,
-            [jax.ShapeDtypeStruct((rows // TILE, columns), jnp.float32)] * sums,
+            [jax.ShapeDtypeStruct((height // TILE, columns), jnp.float32)] * sums,
         ],
         scratch_types=[ampere.tile(_WORDS, TILE, jnp.int32)] * n,
-        **mosaic.grid(row=rows // TILE, column=columns // TILE),
+        **mosaic.grid(row=height // TILE, column=columns // TILE),
         compiler_params=plgpu.CompilerParams(approx_math=approx),
-    )([a.reshape(rows // 4, 4, columns) for a in arrays], [one.reshape(1) for one in largest])
+    )(
+        [a.reshape(height // 4, 4, columns) for a in arrays],
+        [a.reshape(height // 4, 4) for a in rows],
+        [one.reshape(1) for one in largest],
+    )
     transposed = lambda words: lax.bitcast_convert_type(words, dtype)
     results = [
         Cast(
@@ -229,7 +236,7 @@ def cast_results(tile, arrays, largest, dtype, *, sums=False, name="quantize_fp8
 def _maxima(x):
     """The largest |x| of each block's elements, float32."""
     blocks = x.size // _STEP
-    steps = next(n for n in (8, 4, 2, 1) if blocks % n == 0)
+    steps = next(n for n in (16 // x.dtype.itemsize, 4, 2, 1) if blocks % n == 0)  # registers
     return mosaic.kernel(
         _maximum,
         name="fp8_maximum",
@@ -249,14 +256,17 @@ def _maximum(x_ref, out_ref):
     out_ref[block] = parts[0].max()
 
 
-def _cast(tile, sources, largest, all_values, all_words, all_inverse, all_sums, *all_smem):
+def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_sums, *all_smem):
     """A block casts four rows at a time, and transposes the words that they make."""
     row, column = lax.axis_index("row"), lax.axis_index("column")
     # From the end: what the maximum was last taken of may still be in the L2 cache.
     row = all_values[0].shape[0] // _WORDS - 1 - row
     fours, columns = pl.ds(row * _WORDS, _WORDS), pl.ds(column * TILE, TILE)
     load = lambda ref, i: mosaic.load(ref.at[fours, i, columns], _ACROSS)
-    blocks = [[load(ref, i) for ref in sources] for i in range(4)]
+    blocks = [
+        [load(ref, i) for ref in sources] + [_along(ref.at[fours, i]) for ref in rows]
+        for i in range(4)
+    ]
     # Every block computes the scales: XLA would take two kernels for each.
     everywhere = lambda ref: lax.broadcast(ref[0], (_WORDS, TILE))  # one register
     scales = [
@@ -288,3 +298,15 @@ def _cast(tile, sources, largest, all_values, all_words, all_inverse, all_sums, 
         for one_ref, inverse_ref, values in zip(largest, all_inverse, all_values, strict=True):
             one = plgpu.layout_cast(lax.broadcast(one_ref[0], (128,)), _EQUAL)
             inverse_ref[0] = _scale(one, values.dtype)[1].max()
+
+
+def _along(row_ref):
+    """One number of each row, in all its columns."""
+    numbers = plgpu.load(row_ref, layout=_ACROSS.reduce(1), optimized=False)
+    return mosaic.along(numbers, (_WORDS, TILE), 0)
+
+
+def column_numbers():
+    """The columns of a block, inside `tile`."""
+    inside = plgpu.broadcasted_iota(jnp.int32, (_WORDS, TILE), 1, layout=_ACROSS)
+    return inside + lax.axis_index("column") * TILE

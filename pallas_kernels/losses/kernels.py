@@ -106,12 +106,7 @@ class _Cut(NamedTuple):
         return self.softcap is not None and self.softcap <= _BOUNDED
 
     def capped(self, u):
-        """(capped logit, its derivative) of a logit; without a cap (u, None)."""
-        if self.softcap is None:
-            return u, None
-        # 1 - tanh^2 is 4 s (1 - s), and the fast exp2 is accurate enough.
-        s = 1 / (jnp.exp2(u * (2 * LOG2E / self.softcap)) + 1)
-        return self.softcap - 2 * self.softcap * s, 4 * s * (1 - s)
+        return capped(u, self.softcap)
 
     def exponential(self, x, top):
         """exp(x - top) of a capped logit; top is 0 if they are bounded."""
@@ -150,6 +145,15 @@ class _Row(NamedTuple):
 
     def load(self, start, width, layout):
         return mosaic.load(self.z.at[:, pl.ds(start, width)], layout)
+
+
+def capped(u, softcap):
+    """(capped logit, its derivative) of a logit, inside a kernel; without a cap (u, None)."""
+    if softcap is None:
+        return u, None
+    # 1 - tanh^2 is 4 s (1 - s), and the fast exp2 is accurate enough.
+    s = 1 / (jnp.exp2(u * (2 * LOG2E / softcap)) + 1)
+    return softcap - 2 * softcap * s, 4 * s * (1 - s)
 
 
 def _body(

@@ -25,13 +25,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.float8.linear import fp8_linear_reference
+from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
 from pallas_kernels.losses.kernels import logits_kernel
 
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
 # tokens of GPT-2 take the same time within 2%, 1664 of Llama's 15% more (docs/performance.md).
 _BYTES = 960 * 2**20  # for the logits of a chunk and the copies of the weight
-_LEAST_TOKENS = 2048  # in a chunk
+_LEAST_TOKENS = 4096  # in a chunk
 
 
 class _Options(NamedTuple):
@@ -40,6 +42,7 @@ class _Options(NamedTuple):
     softcap: float | None
     transposed: bool
     vocab_axis: str | None
+    fp8: bool
     chunk: int  # tokens
 
 
@@ -55,6 +58,7 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     scale: Float[Array, ""] | float = 1.0,
     vocab_axis: str | None = None,
+    fp8: bool = False,
     chunk: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, ""]:
@@ -96,15 +100,21 @@ def linear_cross_entropy(
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
     if jnp.shape(scale):
         raise ValueError(f"scale has shape {jnp.shape(scale)}, but must be one number")
+    if fp8 and (reason := fp8_head.why_not(x)):
+        why = f"{x.dtype}, not fp8: {reason}"
+        dispatch.record(dispatch.Decision("linear_cross_entropy", "mosaic", why))
+        fp8 = False
     options = dict(
         vocab_size=vocab_size,
         ignore_index=ignore_index,
         softcap=softcap,
         transposed=transposed,
         vocab_axis=vocab_axis,
+        fp8=fp8,
     )
     reason = why_not(x, weight, softcap)
-    if not dispatch.use_kernel("linear_cross_entropy", implementation, reason):
+    gpu = "sm_89" if fp8 else "sm_80"
+    if not dispatch.use_kernel("linear_cross_entropy", implementation, reason, gpu):
         return linear_cross_entropy_reference(
             x, weight, labels, reduction=reduction, scale=scale, **options
         )
@@ -133,9 +143,14 @@ def linear_cross_entropy_reference(
     reduction="mean",
     scale=1.0,
     vocab_axis=None,
+    fp8=False,
 ):
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
-    z = _logits(x, weight.astype(x.dtype), transposed).astype(mosaic.stat_dtype(x.dtype))
+    if fp8:
+        z = fp8_linear_reference(x, weight if transposed else weight.T)
+    else:
+        z = _logits(x, weight.astype(x.dtype), transposed)
+    z = z.astype(mosaic.stat_dtype(x.dtype))
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
     if vocab_axis is None:
@@ -185,6 +200,8 @@ def _local(labels, v, vocab_size, vocab_axis):
 
 def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
     """`scale` times the sum of all losses and, if requested, its gradients dx and dW (float32)."""
+    if o.fp8:
+        return _run_fp8(x, weight, labels, scale, o, differentiate)
     w = weight.astype(x.dtype)
     v = w.shape[1] if o.transposed else w.shape[0]
     w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
@@ -212,22 +229,71 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
     return loss, jnp.concatenate(dx), dw
 
 
+def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool):
+    """`_run` with fp8 operands; `scale` multiplies the products (fp8_head.py)."""
+    v = weight.shape[1] if o.transposed else weight.shape[0]
+    table = mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
+    table = fp8_head.cast_table(table, o.transposed)
+    local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
+    known = mask_by_label(jnp.float32(1), labels, o.vocab_size, o.ignore_index)
+    loss, dx, dw = jnp.float32(0), [], None
+    for start in range(0, x.shape[0], o.chunk):
+        of = lambda a, start=start: a[start : start + o.chunk]
+        x_chunk = of(x)
+        if dw is not None:  # as in `_run`
+            x_chunk, dw, dx[-1] = lax.optimization_barrier((x_chunk, dw, dx[-1]))
+        x8 = fp8_head.cast_input(x_chunk)
+        z = fp8_head.logits(x8, table, x.dtype)
+        if o.vocab_axis is None:
+            ones = jnp.ones(of(local).shape, jnp.float32)
+            _, top, total, picked = logits_kernel(
+                z, of(local), ones, real=valid, softcap=o.softcap, write=False
+            )
+        else:
+            top, total, picked, _ = _sums_of_parts(z, of(local), valid, o)
+        loss += jnp.where(of(known) == 0, 0, _loss(top, total, picked, o) * of(known)).sum()
+        if differentiate:
+            # No gradient where the label is ignored (known is 0), NaN where it is wrong.
+            log_sum = jnp.where(of(known) == 0, jnp.inf, (top + jnp.log(total)) * of(known))
+            dz8 = fp8_head.gradient(z, of(local), log_sum, valid, o.softcap)
+            dx.append(fp8_head.of_input(dz8, table, x.dtype))
+            more = fp8_head.of_weight(x8, dz8, scale, o.transposed)
+            dw = more if dw is None else dw + more
+    if dw is None:  # nor dx
+        return loss * scale
+    dw = dw[:, :v] if o.transposed else dw[:v]
+    return loss * scale, (jnp.concatenate(dx) * scale).astype(x.dtype), dw
+
+
 def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[Any, Any]:
     """(losses of a chunk times `scale`, dz in the buffer of the logits z or None)."""
     kernel = functools.partial(logits_kernel, z, local, scale, softcap=o.softcap)
     if o.vocab_axis is None:
-        dz, top, total, picked = kernel(real=valid, write=differentiate)
-    else:
-        _, own_top, total, own_picked = kernel(valid, write=False)
-        top = lax.pmax(own_top, o.vocab_axis)
-        total = total * jnp.exp(own_top - top)
-        picked = jnp.where(local >= 0, own_picked, 0)
-        total, picked = lax.psum((total, picked), o.vocab_axis)
-        given = (top, total, own_picked)
-        dz = kernel(valid, given, write=True)[0] if differentiate else None
+        dz, *sums = kernel(real=valid, write=differentiate)
+        return _loss(*sums, o) * scale, dz
+    top, total, picked, own_picked = _sums_of_parts(z, local, valid, o)
+    given = (top, total, own_picked)
+    dz = kernel(valid, given, write=True)[0] if differentiate else None
+    return _loss(top, total, picked, o) * scale, dz
+
+
+def _sums_of_parts(z, local, valid, o: _Options):
+    """top, total and z[label] of rows whose parts are on the devices of vocab_axis, and ours."""
+    ones = jnp.ones(local.shape, jnp.float32)
+    _, own_top, total, own_picked = logits_kernel(
+        z, local, ones, valid, softcap=o.softcap, write=False
+    )
+    top = lax.pmax(own_top, o.vocab_axis)
+    total = total * jnp.exp(own_top - top)
+    picked = jnp.where(local >= 0, own_picked, 0)
+    total, picked = lax.psum((total, picked), o.vocab_axis)
+    return top, total, picked, own_picked
+
+
+def _loss(top, total, picked, o: _Options):
     if o.softcap is not None:
         picked = o.softcap * jnp.tanh(picked / o.softcap)
-    return (jnp.log(total) - (picked - top)) * scale, dz
+    return jnp.log(total) - (picked - top)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -101,7 +101,7 @@ CASTS = {"fp8_maximum", "quantize_fp8"}
     [
         ("quantize_fp8:0:0", CASTS),
         slow("fp8_linear:0:0", CASTS),
-        ("fp8_mlp:0:0", CASTS | {"swiglu_fp8", "swiglu_backward_fp8"}),
+        ("fp8_mlp:0:0", CASTS | {"swiglu_maxima", "swiglu_fp8", "swiglu_backward_fp8"}),
         ("fp8_mlp:1:0", {"quantize_fp8", "gelu_fp8", "gelu_backward_fp8"}),
     ],
 )

@@ -9,6 +9,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
 
+from pallas_kernels import dispatch
+from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.kernels import logits_kernel
 from pallas_kernels.losses.linear_cross_entropy import (
     linear_cross_entropy,
@@ -47,6 +49,74 @@ def test_linear_cross_entropy_matches_float64(n, c, v, dtype, weight_dtype, opti
         kernels=KERNELS,
         **options,
     )
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "v", "dtype", "options"),
+    [
+        (192, 64, 384, jnp.bfloat16, dict(chunk=128, vocab_size=300)),
+        slow(64, 128, 256, jnp.float16, dict(transposed=True, reduction="sum", scale=3e-5)),
+        slow(64, 64, 300, jnp.float32, dict(softcap=30.0, vocab_size=270)),
+    ],
+)
+def test_fp8_matches_float64(n, c, v, dtype, options):
+    options = dict(options)
+    op = functools.partial(linear_cross_entropy, chunk=options.pop("chunk", None))
+    x, weight = normal(0, (n, c), dtype), normal(1, (v, c), scale=3 / c**0.5)
+    check_op(
+        op,
+        linear_cross_entropy_reference,
+        x,
+        weight.T if options.get("transposed") else weight,
+        labels_for(n, options.get("vocab_size", v), ignored=[1, 5]),
+        kernels=("linear_cross_entropy_statistics", "linear_cross_entropy_gradient_fp8"),
+        fp8=True,
+        **options,
+    )
+
+
+def test_fp8_rounds_a_probability_and_not_the_label():
+    """dz of each row is p rounded to e5m2 and exactly -1 or so at the label, in both orders."""
+    z = normal(0, (64, 256), scale=4)
+    labels = labels_for(64, 200, ignored=[3])
+    log_sum = jax.nn.logsumexp(z[:, :200], axis=1).at[3].set(jnp.inf)
+    local = jnp.where(labels < 0, -1, labels)
+    for valid in (200, jnp.int32(200)):
+        with kernels_run_here():
+            dz = jax.block_until_ready(fp8_head.gradient(z, local, log_sum, valid, None))
+        p = jnp.exp(z - log_sum[:, None]) - jax.nn.one_hot(local, 256)
+        wide = dz.values.astype(jnp.float32) * dz.inverse
+        np.testing.assert_allclose(wide[:, :200], p[:, :200], rtol=2**-3, atol=2**-31)
+        np.testing.assert_array_equal(dz.transposed.astype(jnp.float32), dz.values.T)
+        assert not wide[:, 200:].any()
+        assert not wide[3].any()
+        likely = p[jnp.arange(64), local] < -15 / 16
+        assert likely.any()
+        np.testing.assert_array_equal(wide[jnp.arange(64), local][likely], -1)
+
+
+def test_fp8_of_ignored_and_wrong_labels():
+    x, weight = normal(0, (64, 64), jnp.bfloat16), normal(1, (256, 64))
+    f = functools.partial(linear_cross_entropy, vocab_size=250, fp8=True, implementation="mosaic")
+    run = jax.jit(jax.value_and_grad(f, (0, 1)))
+    with kernels_run_here():
+        loss, (dx, dw) = jax.block_until_ready(run(x, weight, labels_for(64, 250, range(9))))
+        assert loss > 0
+        np.testing.assert_array_equal(jnp.any(dx != 0, 1), jnp.arange(64) >= 9)
+        assert not dw[250:].any()
+        bad = labels_for(64, 250).at[7].set(250)
+        loss, (dx, dw) = jax.block_until_ready(run(x, weight, bad))
+    assert jnp.isnan(loss)
+    assert jnp.isnan(dx[7]).all()
+    assert jnp.isnan(dw[:250]).all()
+
+
+def test_fp8_says_where_it_cannot_be():
+    dispatch.reset()
+    x, weight, labels = normal(0, (8, 16)), normal(1, (50, 16)), labels_for(8, 50)
+    y = linear_cross_entropy(x, weight, labels, fp8=True)
+    np.testing.assert_array_equal(y, linear_cross_entropy(x, weight, labels))
+    assert "float32, not fp8: tokens=8 is not a positive multiple of 64" in dispatch.explain()
 
 
 @pytest.mark.parametrize("dtype", [slow(jnp.bfloat16), jnp.float16])
