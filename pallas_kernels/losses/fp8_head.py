@@ -91,6 +91,13 @@ def of_input(dz: Cast, w: Table, dtype):
 def of_weight(x: Cast, dz: Cast, factor, transposed: bool):
     """factor dz^T x, or its transpose, in float32."""
     high = lax.Precision.HIGHEST
-    dz, x = (dz.transposed, dz.inverse * factor), (x.transposed, x.inverse)
-    a, b = (x, dz) if transposed else (dz, x)
-    return product(*a, *b, axes=1, dtype=jnp.float32, precision=high)
+    left, right = (x, dz) if transposed else (dz, x)
+    return product(
+        left.transposed,
+        left.inverse * factor,  # float32 here, so any factor is exact
+        right.transposed,
+        right.inverse,
+        axes=1,
+        dtype=jnp.float32,
+        precision=high,
+    )

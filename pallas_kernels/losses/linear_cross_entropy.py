@@ -13,7 +13,7 @@ backward pass has nothing to do.
 
 XLA runs the matmuls, at the hardware's limit.  The kernel between them (kernels.py) reads a row of
 logits and overwrites it with dz.  Statistics, loss and dW are float32; dz is rounded to x's dtype
-for its matmuls.
+for its matmuls.  With `fp8` x, W and dz are rounded to 8 bits (fp8_head.py).
 """
 
 import functools
@@ -26,12 +26,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.float8.linear import fp8_linear_reference
+from pallas_kernels.float8.quantize import TILE
 from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
 from pallas_kernels.losses.kernels import logits_kernel
 
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
-# tokens of GPT-2 take the same time within 2%, 1664 of Llama's 15% more (docs/performance.md).
+# tokens of GPT-2 take the same time within 2%; with 2048 instead of 4096 a step of Llama 1B takes
+# 0.5% more, one of 8B's widths with 8 blocks 1.3% (docs/performance.md).
 _BYTES = 960 * 2**20  # for the logits of a chunk and the copies of the weight
 _LEAST_TOKENS = 4096  # in a chunk
 
@@ -75,31 +77,16 @@ def linear_cross_entropy(
     vocab_axis: the mesh axis that splits the vocabulary, inside `shard_map` (check_vma=False).
     weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
     The loss is that of the whole; the gradient of x is this part's share, which shard_map sums.
-    chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 2048).
+    fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
+    are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.
+    chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support.
     """
-    mosaic.check_axes("C V" if transposed else "V C", weight=weight)
-    mosaic.check_integers(labels=labels)
-    v, c = weight.shape[::-1] if transposed else weight.shape
-    parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
-    vocab_size = v * parts if vocab_size is None else vocab_size
-    if x.shape[-1:] != (c,):
-        have = x.shape[-1] if x.ndim else "no axis"
-        raise ValueError(f"weight has {c} features (shape {weight.shape}), but x has {have}")
-    if labels.shape != x.shape[:-1]:
-        raise ValueError(f"labels have shape {labels.shape}, but x {x.shape} needs {x.shape[:-1]}")
-    if not 1 <= vocab_size <= v * parts:
-        raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} is not positive")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk} is not at least 1 token")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
-    if jnp.shape(scale):
-        raise ValueError(f"scale has shape {jnp.shape(scale)}, but must be one number")
+    v, c, vocab_size = _check(
+        x, weight, labels, vocab_size, transposed, reduction, vocab_axis, softcap, scale, chunk
+    )
     if fp8 and (reason := fp8_head.why_not(x)):
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("linear_cross_entropy", "mosaic", why))
@@ -124,11 +111,40 @@ def linear_cross_entropy(
         copies = 4 if weight.dtype == x.dtype else x.dtype.itemsize  # float32 dW, or bf16 W
         most = max(_LEAST_TOKENS, (_BYTES - weight.size * copies) // (v * x.dtype.itemsize))
         chunk = mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # chunks of equal size
+    elif fp8:
+        chunk = mosaic.cdiv(chunk, TILE) * TILE
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
     inside, after = (jnp.float32(1), scale) if x.dtype == jnp.float16 else (scale, 1)
     loss = _linear_cross_entropy(rows, weight, labels, inside, _Options(**options, chunk=chunk))
     return _reduce(loss, labels, ignore_index, reduction) * after
+
+
+def _check(
+    x, weight, labels, vocab_size, transposed, reduction, vocab_axis, softcap, scale, chunk
+) -> tuple[int, int, int]:
+    """V and C of the weight, and the vocabulary's size; raises ValueError if a value is wrong."""
+    mosaic.check_axes("C V" if transposed else "V C", weight=weight)
+    mosaic.check_integers(labels=labels)
+    v, c = weight.shape[::-1] if transposed else weight.shape
+    parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
+    vocab_size = v * parts if vocab_size is None else vocab_size
+    if x.shape[-1:] != (c,):
+        have = x.shape[-1] if x.ndim else "no axis"
+        raise ValueError(f"weight has {c} features (shape {weight.shape}), but x has {have}")
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(f"labels have shape {labels.shape}, but x {x.shape} needs {x.shape[:-1]}")
+    if not 1 <= vocab_size <= v * parts:
+        raise ValueError(f"vocab_size={vocab_size} is not in [1, {v * parts}], the rows of weight")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} is not positive")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk} is not at least 1 token")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
+    if jnp.shape(scale):
+        raise ValueError(f"scale has shape {jnp.shape(scale)}, but must be one number")
+    return v, c, vocab_size
 
 
 def linear_cross_entropy_reference(
@@ -269,8 +285,8 @@ def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[A
     """(losses of a chunk times `scale`, dz in the buffer of the logits z or None)."""
     kernel = functools.partial(logits_kernel, z, local, scale, softcap=o.softcap)
     if o.vocab_axis is None:
-        dz, *sums = kernel(real=valid, write=differentiate)
-        return _loss(*sums, o) * scale, dz
+        dz, top, total, picked = kernel(real=valid, write=differentiate)
+        return _loss(top, total, picked, o) * scale, dz
     top, total, picked, own_picked = _sums_of_parts(z, local, valid, o)
     given = (top, total, own_picked)
     dz = kernel(valid, given, write=True)[0] if differentiate else None

@@ -1,4 +1,4 @@
-"""train.fp8=matmuls: what runs in fp8, that it trains as bfloat16 does, and that runs resume."""
+"""train.fp8: what runs in fp8, that it trains as bfloat16 does, and that runs resume."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxllm.train import fp8
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import RunLog, read_metrics
 from jaxllm.train.process import check_kernels
-from jaxllm.train.step import Trainer
+from jaxllm.train.step import Trainer, step_graph
 from pallas_kernels import dispatch
 
 BF16 = dict(compute_dtype="bfloat16", residual_dtype="bfloat16")
@@ -29,7 +29,8 @@ LAYERS = {"gpt2": 4, "llama3": 5, "vlstm": 8}
 
 def trainer(kind, mode="matmuls", n_layers=2):
     config = Config(
-        model=tiny_model(kind, n_layers=n_layers, **BF16),
+        # The head needs a multiple of 64.
+        model=tiny_model(kind, n_layers=n_layers, d_model=64 if mode == "all" else 32, **BF16),
         train=TrainConfig(steps=30, batch_size=8, seq_len=32, fp8=mode),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5),
     )
@@ -85,6 +86,27 @@ def test_the_matmuls_of_the_blocks_are_in_fp8_and_no_others(kind):
     assert "f8_" not in str(jaxpr)
     assert "f8_" not in str(trainer(kind, "none").trace_train_step().jaxpr)
     dispatch.reset()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", slow("llama3"), slow("vlstm")])
+def test_the_head_is_in_fp8_if_all_is(kind):
+    of = trainer(kind, "all")
+    state, batch = of.init(), of.put_batch(next(batches()))
+    train = of.config.train.model_copy(update={"fp8": "matmuls"})
+    blocks = step_graph(of.config.model_copy(update={"train": train}))
+
+    def head_and_block(graph):
+        loss = lambda params: of._loss_sum(params, batch, graph=graph)[0]
+        with jax.set_mesh(of.mesh):
+            return jax.jit(jax.value_and_grad(loss))(state.params)
+
+    found = [head_and_block(graph) for graph in (of.graph, blocks, of.step_graph)]
+    losses, gradients = zip(*found, strict=True)
+    table = lambda g: np.asarray((g.embedding.wte if kind == "gpt2" else g.head.weight)[...])
+    plain, in_blocks, everywhere = map(table, gradients)
+    error = lambda a: np.linalg.norm(a - plain) / np.linalg.norm(plain)
+    assert error(in_blocks) < 0.028 < error(everywhere) < 0.1
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
 
 
 def test_layers_of_other_widths_stay_in_bfloat16_and_say_so():
@@ -160,12 +182,12 @@ def test_what_fp8_loses_is_measured_in_every_layer(kind, tmp_path):
 @pytest.mark.slow
 def test_the_command_line_resumes_and_changes_to_bfloat16(tiny, tmp_path):
     in_fp8, steps = (
-        ["--train.fp8", "matmuls"],
+        ["--train.fp8", "all"],
         ["--optimizer.schedule", "constant", "--train.steps"],
     )
     whole, part = tmp_path / "whole", tmp_path / "part"
     done = run(tiny, whole, *in_fp8, *steps, "10")
-    assert "fp8      the blocks' linear layers in e4m3" in done.stdout
+    assert "fp8      the blocks' linear layers and the head in e4m3" in done.stdout
     assert run(tiny, part, *in_fp8, *steps, "5").returncode == 0
     again = run(tiny, part, "--resume", *in_fp8, *steps, "10")
     assert again.returncode == 0, again.stderr

@@ -251,6 +251,24 @@ def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
     np.testing.assert_allclose(dws.reshape(256, 16) / 2, dw, rtol=1e-5, atol=1e-7)
 
 
+def test_fp8_of_a_vocabulary_in_two_parts():
+    """Scales are powers of 2, so each part rounds as the whole does."""
+    x, weight, labels = normal(0, (64, 64)), normal(1, (256, 64)), labels_for(64, 251, [4])
+    op = functools.partial(
+        linear_cross_entropy, labels=labels, vocab_size=251, fp8=True, implementation="mosaic"
+    )
+    whole = jax.jit(jax.value_and_grad(lambda x, weight: op(x, weight), (0, 1)))
+    of_part = jax.value_and_grad(lambda x, weight: op(x, weight, vocab_axis="v"), (0, 1))
+    parts = jax.jit(jax.vmap(of_part, in_axes=(None, 0), axis_name="v"))
+    with kernels_run_here():
+        loss, (dx, dw) = jax.block_until_ready(whole(x, weight))
+        losses, (dxs, dws) = jax.block_until_ready(parts(x, weight.reshape(2, 128, 64)))
+    np.testing.assert_allclose(losses, [loss, loss], rtol=1e-6)
+    error = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)
+    assert error(dxs.sum(0) / 2, dx) < 1e-5
+    assert error(dws.reshape(256, 64) / 2, dw) < 1e-5
+
+
 def test_linear_cross_entropy_of_a_part_that_is_all_padding():
     z, labels = normal(0, (2, 128)), jnp.array([-1, -1])
     given = (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
