@@ -24,7 +24,7 @@ from pallas_kernels import dispatch
 BF16 = dict(compute_dtype="bfloat16", residual_dtype="bfloat16")
 KINDS = ["gpt2", "llama3", "vlstm"]
 # Matmuls of a block with all their axes in multiples of 16: not the gates of the vLSTM.
-LAYERS = {"gpt2": 4, "llama3": 5, "vlstm": 8}
+LAYERS = {"gpt2": 4, "llama3": 5, "vlstm": 6}
 
 
 def trainer(kind, mode="matmuls", n_layers=2):
