@@ -308,12 +308,13 @@ def chunk_outputs(
     for name, vector in given.items():
         given[name] = vector.astype(jnp.float32).reshape(batch, heads, -1)
     order = [kind << 16 | i << 8 | j for kind, i, j in load_order(s)]
+    place = result(a, x, heads, like)
     of_position = jax.ShapeDtypeStruct(row.shape, jnp.float32)
     out, stats = mosaic.kernel(
         functools.partial(body, s),
         name=f"general_vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
         out_type=(
-            result(a, x, heads, like) if joint is None else None,
+            place if joint is None else None,
             (of_position,) * STATS[mode],
         ),
         scratch_types=(scratch(s, given),),
@@ -326,7 +327,7 @@ def chunk_outputs(
             jnp.array(order + [0] * (ORDER - len(order)), jnp.int32),
             a, b, x, chunk_states.reshape(items, *chunk_states.shape[3:-1], -1, SIZE),
             like if s.transposes_state else None,
-            None if joint is None else replace(like, array=joint), given,
+            None if joint is None else replace(place, array=joint), given,
         )
     )  # fmt: skip
     return stats if joint is not None else (out.array, *stats)

@@ -384,12 +384,13 @@ def chunk_outputs(
     if along is not None:
         given["along"] = along
 
+    place = result(a, x, s.heads, like)
     of_position = jax.ShapeDtypeStruct(row.shape, jnp.float32)
     out, stats = mosaic.kernel(
         functools.partial(body, s),
         name="vlstm_forward" if mode == "forward" else f"vlstm_backward_{mode}",
         out_type=(
-            result(a, x, s.heads, like) if joint is None else None,
+            place if joint is None else None,
             (of_position,) * STATS[mode],
         ),
         scratch_types=(scratch(s),),
@@ -403,7 +404,7 @@ def chunk_outputs(
         Inputs(
             jnp.array(load_order(mode, s.parts, s.tiles), jnp.int32),
             a, b, x, chunk_states, like if s.transposes_state else None,
-            None if joint is None else replace(like, array=joint), given,
+            None if joint is None else replace(place, array=joint), given,
         )
     )  # fmt: skip
     return stats if joint is not None else (out.array, *stats)

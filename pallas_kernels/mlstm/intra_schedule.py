@@ -78,8 +78,8 @@ class Inputs(NamedTuple):
     b: Heads
     x: Heads
     states: Any
-    y: Heads | None  # None unless transposes_state
-    joint: Heads | None  # where the result goes, if that is not an array of its own
+    y: Any  # Heads; None unless transposes_state
+    joint: Any  # Heads where the result goes; None: to an array of its own
     vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
 
 

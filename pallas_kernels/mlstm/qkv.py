@@ -8,6 +8,7 @@ kernels that compute dq, dk and dv write into one gradient.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def vlstm_qkv(
     check(*shapes, gate, segment_ids=segment_ids, chunk_size=chunk_size)
     padded = dqk % 64 or dv % 64 or qkv.shape[1] % form.rows
     decision = dispatch.decide("vlstm", implementation, None, gpu)
-    options = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
+    options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     if padded or why_not(*shapes, eps=eps) or decision.runs != "mosaic":
         parts = jnp.split(qkv, (heads * dqk, 2 * heads * dqk), axis=2)
         q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in parts)
