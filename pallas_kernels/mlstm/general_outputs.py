@@ -64,7 +64,7 @@ ORDER = 128  # squares that the list in shared memory has room for
 class Scratch(NamedTuple):
     """Shared memory of a block (see the picture)."""
 
-    order: Any  # (ORDER,): kind, row and column of each square
+    order: Any  # (ORDER,): kind, row and column of each square, in 8, 8 and 16 bits
     a: Any  # (parts,64,64)
     ring: Any  # (SLOTS,64,64)
     vectors: dict[str, Any]
@@ -104,11 +104,12 @@ def load(w: Worker, n):
     s, c, inputs = w.schedule, w.chunk, w.inputs
     steps = len(load_order(s))
     word = w.smem.order[jnp.minimum(n, steps - 1)]
-    kind, i, j = word >> 16, (word >> 8) & 255, word & 255
+    kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
     slot, there = w.smem.ring.at[lax.rem(n, SLOTS)], n < steps
     length, of_state = (jnp.where(there, end, 0) for end in (s.length, (i + 1) * SIZE))
+    # j counts from the array's start: adding x.first here would cost registers (168 -> 172 in dk).
     of_chunk = lambda x: (
-        lambda: ampere.load_rows(x.array, slot, c.b, x.tile(c.h, j), c.row0, length)
+        lambda: ampere.load_rows(x.array, slot, c.b, c.h * x.tiles + j, c.row0, length)
     )
     lax.switch(
         kind,
@@ -307,8 +308,9 @@ def chunk_outputs(
         given["along"] = along
     for name, vector in given.items():
         given[name] = vector.astype(jnp.float32).reshape(batch, heads, -1)
-    order = [kind << 16 | i << 8 | j for kind, i, j in load_order(s)]
     place = result(a, x, heads, like)
+    firsts = {B: b.first, X: x.first, STATES: 0, Y: place.first}
+    order = [kind << 24 | i << 16 | (j + firsts[kind]) for kind, i, j in load_order(s)]
     of_position = jax.ShapeDtypeStruct(row.shape, jnp.float32)
     out, stats = mosaic.kernel(
         functools.partial(body, s),

@@ -1,6 +1,6 @@
 """Where the heads of q, k, v, h and of their gradients stand, for all kernels of the mLSTM cell."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -26,10 +26,16 @@ class Heads:
         """
         return cls(x.reshape(*x.shape[:2], -1, size), width // size, start // size)
 
+    def cut(self, parts: int) -> Self:
+        """The same heads in tiles of L / parts columns."""
+        b, t, tiles, size = self.array.shape
+        array = self.array.reshape(b, t, tiles * parts, size // parts)
+        return replace(self, array=array, tiles=self.tiles * parts, first=self.first * parts)
+
     def tile(self, head, n):
         """The array's tile that is the n-th of a head."""
         return head * self.tiles + n + self.first
 
-    def at(self, batch, rows, head, n, *columns):
+    def at(self, batch, rows, head, n):
         """A reference to some rows of the n-th tile of a head."""
-        return self.array.at[batch, rows, self.tile(head, n), *columns]
+        return self.array.at[batch, rows, self.tile(head, n)]

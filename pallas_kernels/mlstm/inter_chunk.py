@@ -60,7 +60,7 @@ class Schedule(NamedTuple):
 class Inputs(NamedTuple):
     """References to global memory; None if not given."""
 
-    x: Heads
+    x: Heads  # in tiles of 64 columns
     y: Heads
     weight: Any
     vector: Any
@@ -197,7 +197,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         thread_name="wg",
         # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(Inputs(x, y, weight, vector, decay, first, other))
+    )(Inputs(x.cut(s.wgs), y, weight, vector, decay, first, other))
     return out
 
 
@@ -275,8 +275,8 @@ def _load_x(w: Worker, n):
 
     @pl.when(n < w.steps)
     def _():
-        rows, columns = pl.ds(_chunk_of(w, n) * size, size), pl.ds(w.wg * ROWS, ROWS)
-        source = w.inputs.x.at(w.b, rows, w.h, w.x_tile, columns)
+        rows, part = pl.ds(_chunk_of(w, n) * size, size), w.x_tile * w.schedule.wgs + w.wg
+        source = w.inputs.x.at(w.b, rows, w.h, part)
         full = w.smem.full.at[_stage_of(n)]
         plgpu.copy_gmem_to_smem(source, w.smem.x.at[_stage_of(n), w.wg], full)
 

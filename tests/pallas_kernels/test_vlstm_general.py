@@ -148,7 +148,7 @@ def test_the_largest_call_fits_the_smallest_gpus(mode):
     assert _bytes(general_outputs.scratch(s, vectors)) <= SMALLEST - 1024  # the system's share
     order = general_outputs.load_order(s)
     assert len(order) <= general_outputs.ORDER
-    assert all(x < 256 for square in order for x in square)
+    assert all(x < 256 for square in order for x in square)  # the columns may be more
 
 
 def test_two_walks_fit_an_a100():
