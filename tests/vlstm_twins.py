@@ -8,6 +8,7 @@ import numpy as np
 from kernel_checks import normal
 
 from pallas_kernels import mosaic
+from pallas_kernels.mlstm.heads import Heads
 
 FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
 
@@ -43,8 +44,8 @@ def states(
     x, y, weight, vector, decay, first=None, other=None, *,
     reverse=False, saturate=True, last=True, sms=0,
 ):  # fmt: skip
-    count, size = weight.shape[2:]
-    x, y = _chunks(x, count, size), _chunks(y, count, size)
+    (heads, count, size) = weight.shape[1:]
+    x, y = (_chunks(_apart(z, heads), count, size) for z in (x, y))
     change = _einsum("bhnlx,bhnly->nbhxy", (weight[..., None] * x).astype(x.dtype), y)
     vectors = jnp.einsum("bhnl,bhnlx->nbhx", vector, x.astype(vector.dtype), precision="highest")
 
@@ -63,12 +64,13 @@ def states(
 
 
 def chunk_outputs(
-    a, b, x, chunk_states, vectors, *, mode, along=None, y=None,
+    a, b, x, chunk_states, vectors, along=None, like=None, joint=None, *, mode,
     normalize=True, packed=False, sms=0,
 ):  # fmt: skip
+    assert joint is None
     of = vectors
-    (count, size), length = of["row"].shape[2:], a.shape[1]
-    a, b, x = (_chunks(z, count, size) for z in (a, b, x))
+    (heads, count, size), length = of["row"].shape[1:], a.array.shape[1]
+    a, b, x = (_chunks(_apart(z, heads), count, size) for z in (a, b, x))
     row, column = (lambda vector: vector[..., :, None]), (lambda vector: vector[..., None, :])
     seeing, seen = (column, row) if mode in ("dk", "dv") else (row, column)
     position = jnp.arange(size)
@@ -81,7 +83,7 @@ def chunk_outputs(
     through = _einsum("bhnld,bhnxd->bhnlx" if turned else "bhnld,bhndx->bhnlx", a, chunk_states)
     inner, stats = of["scale"], ()
     if turned:
-        y = _chunks(y, count, size)
+        y = _chunks(_apart(like, heads), count, size)
         logits = _einsum("bhnld,bhnmd->bhnlm", y, x)
     if mode == "forward":
         norm, sign = of["one"], jnp.zeros_like(of["one"])
@@ -102,7 +104,19 @@ def chunk_outputs(
         stats = jnp.sum(w * logits, -1), inner * jnp.sum(through * y, -1)
     out = row(inner) * through + _einsum("bhnlm,bhnmx->bhnlx", w.astype(x.dtype), x)
     out = jnp.moveaxis(out, 1, 3)
-    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length].astype(x.dtype), *stats
+    out = out.reshape(out.shape[0], count * size, -1, size)
+    return out[:, :length].astype(x.dtype), *stats
+
+
+def together(x, size):
+    """(B,T,H,D) as the kernels take it, in tiles of `size` columns."""
+    return Heads.of(x, x.shape[-1], size)
+
+
+def _apart(x: Heads, heads):
+    """(B,T,H,D) of heads that are an array of their own."""
+    assert x.array.shape[2] == heads * x.tiles
+    return x.array.reshape(*x.array.shape[:2], heads, -1)
 
 
 def _chunks(x, count, size):

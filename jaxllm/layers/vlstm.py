@@ -20,10 +20,11 @@ from jaxllm.layers.linear import (
 )
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
-from pallas_kernels import vlstm, vlstm_step
+from pallas_kernels import vlstm, vlstm_qkv, vlstm_step
 from pallas_kernels.dispatch import Implementation
 
-GATES = P(BATCH, "context", "tensor")  # (B, T, NH), or (B, T, 2 NH): i and f of each device
+# (B, T, NH), or side by side those of each device: i and f (B, T, 2 NH); q, k and v (B, T, P).
+GATES = P(BATCH, "context", "tensor")
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
 
@@ -94,22 +95,20 @@ class VLSTMLayer(nnx.Module):
         """
         B, T, C = x.shape
         # The gates come first: XLA adds no other gradient inside a matmul of few columns.
-        x_gates, *xs, x_o = fan_out(x, 5)
-        q, k, v = (
-            w(x, norm=norm).reshape(B, T, self.n_heads, -1)
-            for w, x in zip((self.q, self.k, self.v), xs, strict=True)
-        )
+        x_gates, x_qkv, x_o = fan_out(x, 3)
         # Gates are float32: near 6, bf16 has a resolution of 0.03, and the error adds up over T.
         if cache is None:
             # A single matmul, because each of the two would read all of x for a few columns.
             gates = fused_linear(x_gates, self.i, self.f, dtype=jnp.float32)
             gates = soft_cap(gates, self.gate_soft_cap)
+            qkv = fused_linear(x_qkv, self.q, self.k, self.v, norm=norm)
             h = per_device(
-                self._mix_fused_gates,
-                in_specs=(HEADS, HEADS, HEADS, GATES, P(BATCH, None)),
-                out_specs=HEADS,
-            )(q, k, v, gates, segment_ids)
+                self._mix_fused, in_specs=(GATES, GATES, P(BATCH, None)), out_specs=HEADS
+            )(qkv, gates, segment_ids)
         else:
+            q, k, v = (
+                w(x, norm=norm).reshape(B, T, self.n_heads, -1) for w in (self.q, self.k, self.v)
+            )
             i, f = self._gates(x)
             h, cache = self._mix_with_state(q, k, v, i, f, cache)
         h = self.norm(h).reshape(B, T, C)
@@ -138,21 +137,28 @@ class VLSTMLayer(nnx.Module):
         """The pre-activations i and f, (B, T, NH) float32."""
         return [soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f)]
 
-    def _mix_fused_gates(self, q, k, v, gates, segment_ids):
-        q, k, v, gates = map(split_heads, (q, k, v, gates))
+    def _mix_fused(self, qkv, gates, segment_ids):
+        qkv, gates = map(split_heads, (qkv, gates))
         i, f = jnp.split(gates, 2, axis=-1)
-        # pyrefly: ignore[bad-argument-type]
-        return split_sequence(self._mix(q, k, v, i, f, segment_ids))
+        h = vlstm_qkv(
+            qkv,
+            i,
+            f,
+            qkv.shape[2] // (4 * i.shape[2]),  # v has twice as many columns
+            segment_ids=segment_ids,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+        return split_sequence(h)
 
-    def _mix(self, q, k, v, i, f, segment_ids, return_state=False):
+    def _mix(self, q, k, v, i, f):
         return vlstm(
             q,
             k,
             v,
             i,
             f,
-            segment_ids=segment_ids,
-            return_state=return_state,
+            return_state=True,
             chunk_size=self.chunk_size,
             implementation=self.implementation,
         )
@@ -164,8 +170,7 @@ class VLSTMLayer(nnx.Module):
             # Padding must not change the state: its input gate is closed, its forget gate open.
             inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
-            mix = partial(self._mix, segment_ids=None, return_state=True)
-            op = per_device(mix, sequences, (HEADS, STATE))
+            op = per_device(self._mix, sequences, (HEADS, STATE))
             h, state = op(q, k, v, i, f)
             return h, replace(cache, arrays=state)
 

@@ -146,6 +146,26 @@ def _vlstm(sizes, *, xla=True) -> Case:
     return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
 
+def _vlstm_qkv(*sizes, xla=True) -> Case:
+    """sizes: (B, T, NH, DQK); DV is 2 DQK."""
+    return Case(
+        "vlstm_qkv",
+        {"qkv": A("B T P"), "i": A("B T NH", "float32"), "f": A("B T NH", "float32")},
+        _shapes("B T NH DQK", *sizes),
+        {"B": 1, "T": 304, "NH": 1},
+        reads=("qkv", "i", "f"),
+        derive=lambda n: {"P": 4 * n["NH"] * n["DQK"]},
+        pack=lambda qkv, i, f: {
+            "qkv": qkv,
+            "i": i,
+            "f": f,
+            "dqk": qkv.shape[2] // (4 * i.shape[2]),
+        },
+        xla=xla,
+        gpu="sm_90a",
+    )
+
+
 def _vlstm_step(*sizes) -> Case:
     """One position; sizes: (B, NH, DQK, DV)."""
     arrays = {"q": A("B NH DQK"), "k": A("B NH DQK"), "v": A("B NH DV")}
@@ -369,6 +389,8 @@ CASES = (
     _decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
+    _vlstm_qkv((32, 1024, 6, 64)),
+    _vlstm_qkv((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
     _vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
     _fp8_mlp("swiglu", {"gate": A("C F")}, 3, (8192, 2048, 8192), (8192, 4096, 14336)),

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm import general_outputs, general_states, reference
 from pallas_kernels.mlstm.gates import forget_gradient, gates
+from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.inter_chunk import states
 from pallas_kernels.mlstm.intra_chunk import chunk_outputs
 
@@ -79,7 +80,7 @@ def chunkwise(
     given = first is not None
     sms = mosaic.sm_count()
     call = Call(length, dqk, size, normalize, packed, given, return_state, sms, form)
-    h, last = _cell(q, k, v, i, lf, first, hold(m), starts, call)
+    h, last = cell((q, k, v), i, lf, first, hold(m), starts, call)
     h = h[:, :length, :, :dv]
     if not return_state:
         return h
@@ -89,34 +90,53 @@ def chunkwise(
     return h, (c * scale[..., None, None], n * scale[..., None], m_last)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _cell(q, k, v, i, lf, first, m, starts, call):
-    """(h, last).  first: the initial (C, n), None for zero; last: the final one, if requested."""
-    return _cell_forward(q, k, v, i, lf, first, m, starts, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def cell(arrays, i, lf, first, m, starts, call):
+    """(h, last).  first: the initial (C, n), None for zero; last: the final one, if requested.
+
+    arrays: q, k and v, (B,T,H,D) each, or one array (B,T,P) of their heads, side by side.
+    """
+    return _cell_forward(arrays, i, lf, first, m, starts, call)[0]
 
 
-def _cell_forward(q, k, v, i, lf, first, m, starts, call):
+def _heads(arrays, heads: int, call: Call) -> list[Heads]:
+    """q, k and v as the kernels see them."""
+    if len(arrays) == 3:
+        return [Heads.of(x, x.shape[-1], call.size) for x in arrays]
+    (qkv,), dqk = arrays, call.dqk
+    widths, starts = (dqk, dqk, qkv.shape[-1] // heads - 2 * dqk), (0, dqk, 2 * dqk)
+    return [
+        Heads.of(qkv, width, call.size, heads * start)
+        for width, start in zip(widths, starts, strict=True)
+    ]
+
+
+def _cell_forward(arrays, i, lf, first, m, starts, call):
     states, outputs = call.form.states, call.form.chunk_outputs
+    q, k, v = _heads(arrays, i.shape[2], call)
     g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
     c, n, last, _ = states(k, v, g.admit, g.admit, g.decay, first, last=call.last, sms=call.sms)
     tiny = jnp.finfo(jnp.float32).tiny
     one = jnp.maximum(jnp.exp(-g.m), tiny) if call.normalize else jnp.exp(g.m)
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
     h, norm, sign = outputs(
-        q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start),
-        mode="forward", along=n, normalize=call.normalize, packed=call.packed, sms=call.sms,
+        q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start), n,
+        mode="forward", normalize=call.normalize, packed=call.packed, sms=call.sms,
     )  # fmt: skip
+    h = h.reshape(*arrays[0].shape[:2], i.shape[2], -1)
     # A jax.checkpoint policy can save these by name.  The backward pass then recomputes only the
     # states, which take more memory than h and little time.
     h, norm, sign = (checkpoint_name(x, "vlstm") for x in (h, norm, sign))
-    return (h, last), (q, k, v, g, c, n, norm, sign)
+    return (h, last), (arrays, g, c, n, norm, sign)
 
 
 def _cell_backward(call, saved, cotangents):
     states = call.form.states
     outputs = functools.partial(call.form.chunk_outputs, packed=call.packed, sms=call.sms)
-    q, k, v, g, c, n, norm, sign = saved
+    arrays, g, c, n, norm, sign = saved
     dh, d_last = cotangents
+    q, k, v = _heads(arrays, dh.shape[2], call)
+    dh = Heads.of(dh, dh.shape[-1], call.size)
     # With closed forget gates g.row is large, and adding log2(norm) to it rounds 1 / N.  All of a
     # row must then use the rounded N, because terms far larger than the gates' gradients cancel.
     row = g.row + jnp.log2(norm)
@@ -124,7 +144,7 @@ def _cell_backward(call, saved, cotangents):
     carried, sign = g.carried * rounded, sign * norm / rounded
     seen = dict(row=row, col=g.col, start=g.start)
     of_dq = seen | dict(scale=carried, sign=sign)
-    dq, dot = outputs(dh, v, k, c, of_dq, mode="dq", along=n, y=q)
+    dq, dot = outputs(dh, v, k, c, of_dq, n, q, mode="dq")
 
     shift = sign * dot
     dc, dn, d_first, c_dc = states(
@@ -132,8 +152,17 @@ def _cell_backward(call, saved, cotangents):
         reverse=True, saturate=False, last=call.first, sms=call.sms,
     )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
-    dk, inside, outside = outputs(v, dh, q, dc, seen, mode="dk", along=dn, y=k)
-    (dv,) = outputs(k, q, dh, dc, seen, mode="dv")
+    of_dk = lambda joint, *operands: outputs(*operands, joint, mode="dk")
+    of_dv = lambda joint, *operands: outputs(*operands, joint, mode="dv")
+    for_dk, for_dv = (v, dh, q, dc, seen, dn, k), (k, q, dh, dc, seen, None, v)
+    if len(arrays) == 3:
+        (dk, inside, outside), (dv,) = of_dk(None, *for_dk), of_dv(None, *for_dv)
+        gradients = dq, dk, dv
+    else:
+        # No copy: these kernels write their own columns of dq.
+        joint, (inside, outside) = mosaic.in_place_with_results(of_dk, dq, *for_dk)
+        gradients = (mosaic.in_place(of_dv, joint, *for_dv),)
+    gradients = tuple(d.reshape(x.shape) for d, x in zip(gradients, arrays, strict=True))
 
     di = inside + outside  # k . dk
     # q . dq: h does not depend on the length of q where l divides it; elsewhere it is linear in q.
@@ -144,7 +173,7 @@ def _cell_backward(call, saved, cotangents):
     dg = jnp.sum(outside + g.decay[..., None] * sum(dots), -1)
     dlf = forget_gradient(q_dq - di, dg, g.start, g.in_last)
     flat = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[:, :, : call.length], 1, 2)
-    return dq, dk, dv, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
+    return gradients, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
 
 
-_cell.defvjp(_cell_forward, _cell_backward)
+cell.defvjp(_cell_forward, _cell_backward)

@@ -21,6 +21,7 @@ operand.
 
 import collections
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +31,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
+from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.inter_chunk import narrow, saturated
-from pallas_kernels.mlstm.intra_schedule import STATS, Chunk, Inputs, Mode, Schedule, locate
+from pallas_kernels.mlstm.intra_schedule import (
+    STATS,
+    Chunk,
+    Inputs,
+    Mode,
+    Schedule,
+    locate,
+    result,
+)
 from pallas_kernels.mlstm.intra_weights import (
     broadcast_rows,
     decays,
@@ -54,7 +64,7 @@ ORDER = 128  # squares that the list in shared memory has room for
 class Scratch(NamedTuple):
     """Shared memory of a block (see the picture)."""
 
-    order: Any  # (ORDER,): kind, row and column of each square
+    order: Any  # (ORDER,): kind, row and column of each square, in 8, 8 and 16 bits
     a: Any  # (parts,64,64)
     ring: Any  # (SLOTS,64,64)
     vectors: dict[str, Any]
@@ -65,7 +75,7 @@ class Worker(NamedTuple):
 
     schedule: Schedule
     inputs: Inputs
-    out_ref: Any
+    out: Heads
     stat_refs: tuple
     smem: Scratch
     chunk: Chunk
@@ -94,20 +104,21 @@ def load(w: Worker, n):
     s, c, inputs = w.schedule, w.chunk, w.inputs
     steps = len(load_order(s))
     word = w.smem.order[jnp.minimum(n, steps - 1)]
-    kind, i, j = word >> 16, (word >> 8) & 255, word & 255
+    kind, i, j = word >> 24, (word >> 16) & 255, word & 65535
     slot, there = w.smem.ring.at[lax.rem(n, SLOTS)], n < steps
     length, of_state = (jnp.where(there, end, 0) for end in (s.length, (i + 1) * SIZE))
-    of_chunk = lambda ref, across: (
-        lambda: ampere.load_rows(ref, slot, c.b, c.h * across + j, c.row0, length)
+    # j counts from the array's start: adding x.first here would cost registers (168 -> 172 in dk).
+    of_chunk = lambda x: (
+        lambda: ampere.load_rows(x.array, slot, c.b, c.h * x.tiles + j, c.row0, length)
     )
     lax.switch(
         kind,
         [
-            of_chunk(inputs.b, s.parts),
-            of_chunk(inputs.x, s.tiles),
+            of_chunk(inputs.b),
+            of_chunk(inputs.x),
             lambda: ampere.load_rows(inputs.states, slot, c.item, j, i * SIZE, of_state),
         ]
-        + [of_chunk(inputs.y, s.tiles)] * s.transposes_state,
+        + [of_chunk(inputs.y)] * s.transposes_state,
     )
 
 
@@ -127,8 +138,8 @@ def begin(w: Worker, vectors, order_ref):
         target = smem.vectors[name]
         ampere.load_line(ref, target, c.b, c.h, c.index * target.shape[0])
     for part in range(s.parts):
-        head = c.h * s.parts + part
-        ampere.load_rows(w.inputs.a, smem.a.at[part], c.b, head, c.row0, s.length)
+        a = w.inputs.a
+        ampere.load_rows(a.array, smem.a.at[part], c.b, a.tile(c.h, part), c.row0, s.length)
     ampere.meet()
     for n in range(SLOTS - 1):
         load(w, jnp.int32(n))
@@ -169,7 +180,7 @@ def finish(w: Worker, tile, out, weights, n):
     ampere.meet()  # all have read X, whose place the result takes
     x[...] = narrow(out, s.dtype, s.mode == "forward")
     ampere.meet()
-    ampere.store_rows(x, w.out_ref, c.b, c.h * s.tiles + tile, c.row0, s.length)
+    ampere.store_rows(x, w.out.array, c.b, w.out.tile(c.h, tile), c.row0, s.length)
 
 
 def finish_all(w: Worker, weights, scale, n):
@@ -258,11 +269,12 @@ def backward_dq(w: Worker, ab, n):
 MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
 
 
-def body(s: Schedule, inputs: Inputs, out_ref, stat_refs, smem: Scratch):
+def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
     item = lax.axis_index("block")
     b, h, index = locate(s, item)
     c = Chunk(item, b, h, index, index * SIZE, pl.ds(0, SIZE), ())
-    w = Worker(s, inputs._replace(vectors=smem.vectors), out_ref, stat_refs, smem, c)
+    out = inputs.joint or out
+    w = Worker(s, inputs._replace(vectors=smem.vectors), out, stat_refs, smem, c)
     begin(w, inputs.vectors, inputs.order)
     # Compute the scores A B^T and continue with the mode's function.
     MODES[s.mode](w, a_times(w, 0, True), s.parts)
@@ -279,14 +291,15 @@ def scratch(s: Schedule, vectors) -> Scratch:
 
 @functools.partial(jax.jit, static_argnames=("mode", "normalize", "packed", "sms"))
 def chunk_outputs(
-    a, b, x, chunk_states, vectors, *, mode: Mode, along=None, y=None,
-    normalize=True, packed=False, sms: int,
+    a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
+    joint=None, *, mode: Mode, normalize=True, packed=False, sms: int,
 ):  # fmt: skip
     """Computes `intra_chunk.chunk_outputs` for chunks of 64 positions."""
-    (batch, length, heads, da), chunks, tiles = a.shape, chunk_states.shape[2], x.shape[-1] // SIZE
+    row, length, dtype = vectors["row"], a.array.shape[1], a.array.dtype
+    batch, heads, chunks, _ = row.shape
     items = batch * heads * chunks
     s = Schedule(
-        mode, normalize, packed, a.dtype, length, heads, chunks, items, SIZE, da // SIZE, tiles,
+        mode, normalize, packed, dtype, length, heads, chunks, items, SIZE, a.tiles, x.tiles,
         wgs=1, teams=1, slots=SLOTS, blocks=items,
     )  # fmt: skip
     # JAX would sort the keys of a plain dict.  Shared memory gets lines of float32.
@@ -295,15 +308,15 @@ def chunk_outputs(
         given["along"] = along
     for name, vector in given.items():
         given[name] = vector.astype(jnp.float32).reshape(batch, heads, -1)
-    order = [kind << 16 | i << 8 | j for kind, i, j in load_order(s)]
-    in_squares = lambda z: z.reshape(batch, length, -1, SIZE)
-
-    of_position = jax.ShapeDtypeStruct((batch, heads, chunks, SIZE), jnp.float32)
+    place = result(a, x, heads, like)
+    firsts = {B: b.first, X: x.first, STATES: 0, Y: place.first}
+    order = [kind << 24 | i << 16 | (j + firsts[kind]) for kind, i, j in load_order(s)]
+    of_position = jax.ShapeDtypeStruct(row.shape, jnp.float32)
     out, stats = mosaic.kernel(
         functools.partial(body, s),
         name=f"general_vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
         out_type=(
-            jax.ShapeDtypeStruct((batch, length, heads * tiles, SIZE), a.dtype),
+            place if joint is None else None,
             (of_position,) * STATS[mode],
         ),
         scratch_types=(scratch(s, given),),
@@ -314,9 +327,9 @@ def chunk_outputs(
     )(
         Inputs(
             jnp.array(order + [0] * (ORDER - len(order)), jnp.int32),
-            in_squares(a), in_squares(b), in_squares(x),
-            chunk_states.reshape(items, *chunk_states.shape[3:-1], -1, SIZE),
-            in_squares(y) if s.transposes_state else None, given,
+            a, b, x, chunk_states.reshape(items, *chunk_states.shape[3:-1], -1, SIZE),
+            like if s.transposes_state else None,
+            None if joint is None else replace(place, array=joint), given,
         )
     )  # fmt: skip
-    return out.reshape(batch, length, heads, -1), *stats
+    return stats if joint is not None else (out.array, *stats)

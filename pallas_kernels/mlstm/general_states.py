@@ -13,13 +13,14 @@ It computes what inter_chunk.py computes, on mma and cp.async (ampere.py):
 
     step n:  wait for chunk n     chunk n + 1 on its way     store S, multiply
 
-Tiles of 64 columns have an axis of their own in global memory: X and Y are (B,T,H tiles,64), states
+Tiles of 64 columns have an axis of their own in global memory: X and Y are (B,T,tiles,64), states
 and `other` (B H N,DX,y_tiles,64).  X is read transposed (ldmatrix can), and scaled in the registers
 where mma wants its left operand.
 Long sequences are walked in spans, as on Hopper.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
+from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.inter_chunk import Inputs, Outputs, in_spans, narrow, spans
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
@@ -103,11 +105,11 @@ class Worker(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("reverse", "saturate", "last", "sms"))
 def states(
-    x, y, weight, vector, decay, first=None, other=None, *,
+    x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
     reverse=False, saturate=True, last=True, sms: int,
 ):  # fmt: skip
     """Computes `inter_chunk.states` for chunks of 64 positions."""
-    blocks = x.shape[0] * x.shape[2] * (x.shape[-1] // SIZE) * (y.shape[-1] // SIZE)
+    blocks = math.prod(decay.shape[:2]) * x.tiles * y.tiles
     parts = spans(blocks, decay.shape[-1], sms * AT_ONCE)
     walk = functools.partial(
         _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate
@@ -117,10 +119,10 @@ def states(
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
     """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
-    batch, length, heads, dx = x.shape
-    chunks, dy = decay.shape[-1], y.shape[-1]
+    (batch, heads, chunks), length, dtype = decay.shape, x.array.shape[1], x.array.dtype
+    dx, dy = x.tiles * SIZE, y.tiles * SIZE
     s = Schedule(
-        x.dtype, length, heads, chunks, dx // SIZE, dy // SIZE, spans=parts,
+        dtype, length, heads, chunks, x.tiles, y.tiles, spans=parts,
         walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
         reverse=reverse, saturate=saturate,
     )  # fmt: skip
@@ -131,13 +133,12 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
     squares = (batch * heads * chunks, dx, s.y_tiles, SIZE)
     out_type = Outputs(
-        before=jax.ShapeDtypeStruct(squares, x.dtype) if keep else None,
+        before=jax.ShapeDtypeStruct(squares, dtype) if keep else None,
         s_before=of_head(chunks, dx) if keep else None,
         last=of_head(ends, dx, dy) if ends else None,
         s_last=of_head(ends, dx) if ends else None,
         dots=None if other is None else of_head(chunks, s.y_tiles, dx),
     )
-    in_squares = lambda z: z.reshape(batch, length, -1, SIZE)
     flat = lambda z: z.reshape(batch, heads, -1)
     (out,) = mosaic.kernel(
         general_vlstm_states,
@@ -149,7 +150,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(
         Inputs(
-            in_squares(x), in_squares(y), flat(weight), flat(vector), decay, first,
+            x, y, flat(weight), flat(vector), decay, first,
             None if other is None else other.reshape(squares),
         )
     )  # fmt: skip
@@ -212,9 +213,9 @@ def _load(w: Worker, n):
     first = w.chunk(n) * SIZE
     for source, target in ((inputs.weight, smem.weight), (inputs.vector, smem.vector)):
         ampere.load_line(source, target.at[stage], w.b, w.h, first)
-    x_head, y_head = w.h * s.x_tiles + w.x_tile, w.h * s.y_tiles + w.y_tile
-    ampere.load_rows(inputs.x, smem.x.at[stage], w.b, x_head, first, s.length)
-    ampere.load_rows(inputs.y, smem.y.at[stage], w.b, y_head, first, s.length)
+    for heads, tile, target in ((inputs.x, w.x_tile, smem.x), (inputs.y, w.y_tile, smem.y)):
+        there = heads.tile(w.h, tile)
+        ampere.load_rows(heads.array, target.at[stage], w.b, there, first, s.length)
     if inputs.other is not None:
         row, end = w.x_tile * SIZE, s.x_tiles * SIZE
         ampere.load_rows(inputs.other, smem.other.at[stage], w.item(n), w.y_tile, row, end)

@@ -20,6 +20,7 @@ spans: a first walk starts all spans from zero at once and finds what each adds 
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.join_spans import join_spans
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
 
@@ -58,8 +60,8 @@ class Schedule(NamedTuple):
 class Inputs(NamedTuple):
     """References to global memory; None if not given."""
 
-    x: Any
-    y: Any
+    x: Heads  # in tiles of 64 columns
+    y: Heads
     weight: Any
     vector: Any
     decay: Any
@@ -102,11 +104,11 @@ class Worker(NamedTuple):
     b: Any
     h: Any
     span: Any
-    tile: Any
-    y0: Any  # first column of S
+    x_tile: Any
+    y_tile: Any
     start: Any  # chunk, in the order of the walk
     steps: Any  # chunks to walk
-    mine: Any  # the warpgroup's rows of S, which are columns of X
+    mine: Any  # the warpgroup's rows of S
     here: tuple  # the warpgroup's part of S
 
 
@@ -128,12 +130,12 @@ def spans(blocks: int, chunks: int, at_once: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("reverse", "saturate", "last", "sms"))
 def states(
-    x, y, weight, vector, decay, first=None, other=None, *,
+    x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
     reverse=False, saturate=True, last=True, sms: int,
 ):  # fmt: skip
     """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
-    x: (B,T,H,DX), y: (B,T,H,DY), weight, vector: (B,H,N,L), decay: (B,H,N).
+    x: H heads of DX columns, y: of DY.  weight, vector: (B,H,N,L), decay: (B,H,N).
     first: initial (S, s), or None for zero.
     Before each chunk S is (B,H,N,DX,DY) in x's dtype, s (B,H,N,DX) float32.  The final states are
     float32, None if not `last`.
@@ -141,9 +143,10 @@ def states(
     over the last two axes are the inner products of the unrounded S with `other`; else None.
     reverse: walks from the last chunk to the first; "before" and "last" refer to that order.
     """
-    heads, size = x.shape[2], weight.shape[-1]
-    blocks = x.shape[0] * heads * (x.shape[-1] // size) * (y.shape[-1] // size)
-    at_once = sms * (2 if size == ROWS else 1)  # blocks that fit by registers and shared memory
+    blocks = math.prod(decay.shape[:2]) * x.tiles * y.tiles
+    at_once = sms * (
+        2 if weight.shape[-1] == ROWS else 1
+    )  # blocks that fit by registers and shared memory
     parts = spans(blocks, decay.shape[-1], at_once)
     walk = functools.partial(
         _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate
@@ -165,12 +168,10 @@ def in_spans(walk, decay, first, other, *, parts: int, reverse: bool, last: bool
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
     """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
-    batch, _, heads, dx = x.shape
-    dy, dtype = y.shape[-1], x.dtype
-    chunks, size = weight.shape[2:]
-    y_tiles = dy // size
+    batch, heads, chunks, size = weight.shape
+    dx, dy, dtype = x.tiles * size, y.tiles * size, x.array.dtype
     s = Schedule(
-        dtype, heads, chunks, size, wgs=size // ROWS, tiles=dx // size * y_tiles, y_tiles=y_tiles,
+        dtype, heads, chunks, size, wgs=size // ROWS, tiles=x.tiles * y.tiles, y_tiles=y.tiles,
         spans=parts, walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
         reverse=reverse, saturate=saturate,
     )  # fmt: skip
@@ -184,7 +185,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         s_before=of_head(chunks, dx) if keep else None,
         last=of_head(ends, dx, dy) if ends else None,
         s_last=of_head(ends, dx) if ends else None,
-        dots=None if other is None else of_head(chunks, y_tiles, dx),
+        dots=None if other is None else of_head(chunks, y.tiles, dx),
     )
     (out,) = mosaic.kernel(
         vlstm_states,
@@ -196,7 +197,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         thread_name="wg",
         # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(Inputs(x, y, weight, vector, decay, first, other))
+    )(Inputs(x.cut(s.wgs), y, weight, vector, decay, first, other))
     return out
 
 
@@ -221,12 +222,14 @@ def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Wor
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     pair, span, tile = block // s.tiles // s.walked, block // s.tiles % s.walked, block % s.tiles
     b, h = pair // s.heads, pair % s.heads
-    x0, y0 = tile // s.y_tiles * s.size, tile % s.y_tiles * s.size
+    x_tile, y_tile = tile // s.y_tiles, tile % s.y_tiles
     start = span * s.span
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-    mine = pl.ds(x0 + wg * ROWS, ROWS)
-    here = mine, pl.ds(y0, s.size)
-    return Worker(s, inputs, outputs, smem, wg, b, h, span, tile, y0, start, steps, mine, here)
+    mine = pl.ds(x_tile * s.size + wg * ROWS, ROWS)
+    here = mine, pl.ds(y_tile * s.size, s.size)
+    return Worker(
+        s, inputs, outputs, smem, wg, b, h, span, x_tile, y_tile, start, steps, mine, here
+    )  # fmt: skip
 
 
 def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
@@ -248,7 +251,7 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
         def _():
             mosaic.store(outputs.last.at[w.b, w.h, end, *w.here], state)
             s_last = outputs.s_last
-            pl.when(w.y0 == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
+            pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -272,7 +275,8 @@ def _load_x(w: Worker, n):
 
     @pl.when(n < w.steps)
     def _():
-        source = w.inputs.x.at[w.b, pl.ds(_chunk_of(w, n) * size, size), w.h, w.mine]
+        rows, part = pl.ds(_chunk_of(w, n) * size, size), w.x_tile * w.schedule.wgs + w.wg
+        source = w.inputs.x.at(w.b, rows, w.h, part)
         full = w.smem.full.at[_stage_of(n)]
         plgpu.copy_gmem_to_smem(source, w.smem.x.at[_stage_of(n), w.wg], full)
 
@@ -284,7 +288,7 @@ def _load_common(w: Worker, n):
     @pl.when(n < w.steps)
     def _():
         chunk, stage = _chunk_of(w, n), _stage_of(n)
-        source = w.inputs.y.at[w.b, pl.ds(chunk * size, size), w.h, w.here[1]]
+        source = w.inputs.y.at(w.b, pl.ds(chunk * size, size), w.h, w.y_tile)
         plgpu.copy_gmem_to_smem(source, smem.y.at[stage], smem.full.at[stage])
         for place, ref in enumerate((w.inputs.weight, w.inputs.vector)):
             into = smem.vectors.at[stage, place]
@@ -346,7 +350,7 @@ def _step(w: Worker, acc, n, carry):
     plgpu.commit_smem()
     # Accumulate.
     plgpu.wgmma(acc, smem.scaled.at[w.wg].transpose((1, 0)), smem.y.at[stage])
-    sums = lax.cond(w.y0 == 0, lambda: sums * decay + _sum_columns(w, stage), lambda: sums)
+    sums = lax.cond(w.y_tile == 0, lambda: sums * decay + _sum_columns(w, stage), lambda: sums)
     plgpu.commit_smem()  # waits until all four warps have read x and its vectors
     _load_x(w, n + STAGES)
     plgpu.wgmma_wait(0)
@@ -361,7 +365,7 @@ def _store_state(w: Worker, chunk, state, sums):
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out.at[w.wg], w.outputs.before.at[w.b, w.h, chunk, *w.here])
 
-    @pl.when(w.y0 == 0)
+    @pl.when(w.y_tile == 0)
     def _():
         mosaic.store(w.outputs.s_before.at[w.b, w.h, chunk, w.mine], sums)
 
@@ -370,8 +374,7 @@ def _multiply_other(w: Worker, n, state):
     plgpu.barrier_wait(w.smem.other_full.at[w.wg])
     other = plgpu.load(w.smem.other.at[w.wg], layout=WGMMA).astype(jnp.float32)
     dot = jnp.sum(state * other, axis=1)
-    y_tile = w.tile % w.schedule.y_tiles
-    mosaic.store(w.outputs.dots.at[w.b, w.h, _chunk_of(w, n), y_tile, w.mine], dot)
+    mosaic.store(w.outputs.dots.at[w.b, w.h, _chunk_of(w, n), w.y_tile, w.mine], dot)
     plgpu.commit_smem()
     pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
 

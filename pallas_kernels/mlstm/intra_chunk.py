@@ -33,6 +33,7 @@ square of a chunk they load those of the team's next chunk.
 
 import collections
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.inter_chunk import narrow
 from pallas_kernels.mlstm.intra_schedule import (
     STATS,
@@ -53,6 +55,7 @@ from pallas_kernels.mlstm.intra_schedule import (
     load_order,
     locate,
     nth_square,
+    result,
     schedule,
     scratch,
 )  # fmt: skip
@@ -86,8 +89,8 @@ def load_square(w: Worker, n):
     b, h, chunk = locate(s, item)
     kind, i, j = (w.smem.order[step, place] for place in range(3))
     squares = [
-        lambda: w.inputs.b.at[b, nth_square(s, chunk), h, nth_square(s, j)],
-        lambda: w.inputs.x.at[b, nth_square(s, chunk), h, nth_square(s, j)],
+        lambda: w.inputs.b.at(b, nth_square(s, chunk), h, j),
+        lambda: w.inputs.x.at(b, nth_square(s, chunk), h, j),
         lambda: w.inputs.states.at[b, h, chunk, nth_square(s, i), nth_square(s, j)],
     ]
     slot = slot_of(w, n)
@@ -116,7 +119,7 @@ def load_a(w: Worker, item):
         @pl.loop(0, s.parts)
         def _(part):
             rows = pl.ds(chunk * s.size + w.wg * ROWS, ROWS)
-            source = w.inputs.a.at[b, rows, h, nth_square(s, part)]
+            source = w.inputs.a.at(b, rows, h, part)
             into = w.smem.a.at[w.thread, part], w.smem.a_full.at[w.thread]
             plgpu.copy_gmem_to_smem(source, *into)
 
@@ -128,7 +131,7 @@ def load_next_a(w: Worker, item):
 
 def load_y(w: Worker, c: Chunk, tile):
     """Loads a tile of Y into the buffer of the result."""
-    source = w.inputs.y.at[c.tile(w.schedule, tile)]
+    source = c.tile(w.inputs.y, tile)
     plgpu.copy_gmem_to_smem(source, w.smem.out.at[w.thread], w.smem.y_full.at[w.thread])
 
 
@@ -210,7 +213,7 @@ def finish(w: Worker, c: Chunk, tile, start, weights, n, meanwhile=lambda: ()):
 
     @pl.when(c.row0 < s.length)
     def _():
-        plgpu.copy_smem_to_gmem(out_smem.at[w.thread], w.out_ref.at[c.tile(s, tile)])
+        plgpu.copy_smem_to_gmem(out_smem.at[w.thread], c.tile(w.out, tile))
 
     return extra
 
@@ -332,11 +335,11 @@ def one_chunk(w: Worker, carry):
     return item + s.blocks * s.teams, n0 + s.steps
 
 
-def body(s: Schedule, inputs: Inputs, out_ref, stat_refs, smem: Scratch):
+def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
     thread = lax.axis_index("wg")
     team, wg = (thread, 0) if s.wgs == 1 else (0, thread)
     first = lax.axis_index("block") * s.teams + team
-    w = Worker(s, inputs, out_ref, stat_refs, smem, thread, team, wg, first)
+    w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, thread, team, wg, first)
 
     # Fill the ring.
     load_a(w, first)
@@ -359,8 +362,8 @@ def body(s: Schedule, inputs: Inputs, out_ref, stat_refs, smem: Scratch):
 
 @functools.partial(jax.jit, static_argnames=("mode", "normalize", "packed", "sms"))
 def chunk_outputs(
-    a, b, x, chunk_states, vectors, *, mode: Mode, along=None, y=None,
-    normalize=True, packed=False, sms: int,
+    a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
+    joint=None, *, mode: Mode, normalize=True, packed=False, sms: int,
 ):  # fmt: skip
     """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,L),
 
@@ -369,21 +372,25 @@ def chunk_outputs(
     dk       k . dk of each row: the part from the chunk; the part from the state
 
     vectors: name -> (B,H,N,L) float32, the names of OF_ROWS and OF_COLUMNS, and "start" if packed.
-    along: (B,H,N,DX) float32, n or dn.  y: q for dq, k for dk, shaped like the output.
+    along: (B,H,N,DX) float32, n or dn.
+    like: q for dq (which reads it as Y), k for dk (too), v for dv.  The result is shaped like its
+        array and stands where it stands; the array's other columns are undefined.
+    joint: a reference to an array of that shape.  The result is then written there, not returned.
     """
-    chunks, size = chunk_states.shape[2], vectors["row"].shape[-1]
-    s = schedule(a, x, chunks, size, mode=mode, normalize=normalize, packed=packed, sms=sms)
+    row = vectors["row"]
+    s = schedule(a, x, row, mode=mode, normalize=normalize, packed=packed, sms=sms)
     # JAX would sort the keys of a plain dict.
     given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
     if along is not None:
         given["along"] = along
 
-    of_position = jax.ShapeDtypeStruct((a.shape[0], s.heads, chunks, size), jnp.float32)
+    place = result(a, x, s.heads, like)
+    of_position = jax.ShapeDtypeStruct(row.shape, jnp.float32)
     out, stats = mosaic.kernel(
         functools.partial(body, s),
         name="vlstm_forward" if mode == "forward" else f"vlstm_backward_{mode}",
         out_type=(
-            jax.ShapeDtypeStruct((*a.shape[:3], x.shape[-1]), a.dtype),
+            place if joint is None else None,
             (of_position,) * STATS[mode],
         ),
         scratch_types=(scratch(s),),
@@ -396,7 +403,8 @@ def chunk_outputs(
     )(
         Inputs(
             jnp.array(load_order(mode, s.parts, s.tiles), jnp.int32),
-            a, b, x, chunk_states, y if s.transposes_state else None, given,
+            a, b, x, chunk_states, like if s.transposes_state else None,
+            None if joint is None else replace(place, array=joint), given,
         )
     )  # fmt: skip
-    return out, *stats
+    return stats if joint is not None else (out.array, *stats)

@@ -1,12 +1,15 @@
 """The schedule of intra_chunk.py: how the work is split, and what each warpgroup holds."""
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mosaic import ROWS
 
 SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
@@ -71,11 +74,12 @@ class Inputs(NamedTuple):
     """References to global memory."""
 
     order: Any  # (steps,4), from `load_order`
-    a: Any
-    b: Any
-    x: Any
+    a: Heads
+    b: Heads
+    x: Heads
     states: Any
-    y: Any  # None unless transposes_state
+    y: Any  # Heads; None unless transposes_state
+    joint: Any  # Heads where the result goes; None: to an array of its own
     vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
 
 
@@ -98,7 +102,7 @@ class Worker(NamedTuple):
 
     schedule: Schedule
     inputs: Inputs
-    out_ref: Any
+    out: Heads
     stat_refs: tuple
     smem: Scratch
     thread: Any  # index among all warpgroups of the block
@@ -118,9 +122,9 @@ class Chunk(NamedTuple):
     mine: Any  # the warpgroup's positions in the chunk
     at: tuple  # index of the chunk in the vectors of `Inputs`
 
-    def tile(self, s, tile):
-        """Index of the warpgroup's rows of one tile of Y or out."""
-        return self.b, pl.ds(self.row0, ROWS), self.h, nth_square(s, tile)
+    def tile(self, heads: Heads, n):
+        """The warpgroup's rows of the n-th tile of Y or out."""
+        return heads.at(self.b, pl.ds(self.row0, ROWS), self.h, n)
 
 
 def locate(s: Schedule, item):
@@ -149,10 +153,19 @@ def load_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, 
     return order + sum(([*states[tile], x[tile]] for tile in range(tiles)), [])
 
 
-def schedule(a, x, chunks, size, *, mode, normalize, packed, sms) -> Schedule:
-    batch, length, heads, da = a.shape
-    wgs, parts, tiles = size // ROWS, da // size, x.shape[-1] // size
-    square = size * size * a.dtype.itemsize
+def result(a: Heads, x: Heads, heads: int, like: Heads | None) -> Heads:
+    """Shape and dtype of the array of the result, which has the place of `like`, and that place."""
+    shape = (*a.array.shape[:2], heads * x.tiles, a.array.shape[-1])
+    place = Heads(a.array, x.tiles, 0) if like is None else like
+    shape = shape if like is None else like.array.shape
+    return replace(place, array=jax.ShapeDtypeStruct(shape, a.array.dtype))
+
+
+def schedule(a: Heads, x: Heads, row, *, mode, normalize, packed, sms) -> Schedule:
+    """row: a vector, (B,H,N,L)."""
+    (batch, heads, chunks, size), parts, tiles = row.shape, a.tiles, x.tiles
+    dtype, length, wgs = a.array.dtype, a.array.shape[1], size // ROWS
+    square = size * size * dtype.itemsize
     slots = min(4, SMEM // square - parts - 1)
     # The tiles that dq keeps in registers leave no room for a third team.
     most = 2 if mode == "dq" and tiles > 2 else TEAMS
@@ -160,7 +173,7 @@ def schedule(a, x, chunks, size, *, mode, normalize, packed, sms) -> Schedule:
     items = batch * heads * chunks
     blocks = min(mosaic.cdiv(items, teams), sms)
     return Schedule(
-        mode, normalize, packed, a.dtype, length, heads, chunks, items, size, parts, tiles,
+        mode, normalize, packed, dtype, length, heads, chunks, items, size, parts, tiles,
         wgs, teams, slots, blocks,
     )  # fmt: skip
 

@@ -59,13 +59,7 @@ def vlstm(
     implementation="mosaic" for a call that the kernels do not support.
     """
     mosaic.check_axes("B T NH DQK", q=q)
-    _check(q, k, v, i, f, gate, initial_state)
-    if segment_ids is not None:
-        if segment_ids.shape != q.shape[:2]:
-            raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
-        mosaic.check_integers(segment_ids=segment_ids)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} is not at least 1")
+    check(q, k, v, i, f, gate, initial_state, segment_ids, chunk_size)
     options = dict(
         gate=gate,
         normalize=normalize,
@@ -101,7 +95,7 @@ def vlstm_step(
     Raises as `vlstm`.
     """
     mosaic.check_axes("B NH DQK", q=q)
-    _check(q, k, v, i, f, gate, state)
+    check(q, k, v, i, f, gate, state)
     reason, slower = step.why_not(q, v, eps=eps), step.why_slower(q, v)
     if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
         return step.advance(gate, normalize, q, k, v, i, f, state)
@@ -120,7 +114,8 @@ def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
     return mosaic.empty(q=q, v=v)
 
 
-def _check(q, k, v, i, f, gate, state):
+def check(q, k, v, i, f, gate, state=None, segment_ids=None, chunk_size=None):
+    """Raises ValueError for shapes, dtypes and options that do not match."""
     if gate not in ("exp", "sigmoid"):
         raise ValueError(f"gate={gate!r} is not one of exp, sigmoid")
     if not (q.shape == k.shape and q.shape[:-1] == v.shape[:-1] == i.shape == f.shape):
@@ -135,3 +130,9 @@ def _check(q, k, v, i, f, gate, state):
         need, have = [(b, h, dqk, dv), (b, h, dqk), (b, h)], [x.shape for x in state]
         if have != need:
             raise ValueError(f"the state (C, n, m) has shapes {have}, not {need}")
+    if segment_ids is not None:
+        if segment_ids.shape != q.shape[:2]:
+            raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
+        mosaic.check_integers(segment_ids=segment_ids)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} is not at least 1")

@@ -103,11 +103,17 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
     ),
     "vlstm": (ops.vlstm, [*[(2, 1, 1, 64, 64)] * 3, *[(2, 1, 1, 64)] * 2], [], BF16),
+    "vlstm_qkv": (
+        functools.partial(ops.vlstm_qkv, dqk=64),
+        [(2, 1, 64, 192), *[(2, 1, 64, 1)] * 2],
+        [],
+        BF16,
+    ),
 }
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
 # attention_qkv has the kernels of attention.
 IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
-IN_PLACE |= {"decode_attention_new", "vlstm_step"}
+IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_qkv"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 

@@ -77,6 +77,7 @@ def test_states_of_several_tiles(reverse, sms, monkeypatch):
     decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]
     first = normal(5, (1, 1, 64, dy)), normal(6, (1, 1, 64))
     other = normal(7, (1, 1, 5, 64, dy), BF16)
+    x, y = (vlstm_twins.together(z, 64) for z in (x, y))
     arguments = (x, y, weight, vector, decay, first, other)
     walk = functools.partial(general_states.states, reverse=reverse, sms=sms)
     assert_lowers(walk, arguments, ("general_vlstm_states", *["vlstm_join"] * (sms > 1)))
@@ -147,7 +148,7 @@ def test_the_largest_call_fits_the_smallest_gpus(mode):
     assert _bytes(general_outputs.scratch(s, vectors)) <= SMALLEST - 1024  # the system's share
     order = general_outputs.load_order(s)
     assert len(order) <= general_outputs.ORDER
-    assert all(x < 256 for square in order for x in square)
+    assert all(x < 256 for square in order for x in square)  # the columns may be more
 
 
 def test_two_walks_fit_an_a100():

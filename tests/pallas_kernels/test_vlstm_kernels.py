@@ -122,6 +122,7 @@ def test_chunks_walked_in_spans(reverse, monkeypatch):
     decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]
     first = normal(5, (1, 1, 64, 64)), normal(6, (1, 1, 64))
     other = normal(7, (1, 1, 5, 64, 64), BF16)
+    x, y = (vlstm_twins.together(z, 64) for z in (x, y))
     arguments = (x, y, weight, vector, decay, first, other)
     walk = functools.partial(inter_chunk.states, reverse=reverse, sms=2)
     assert_lowers(walk, arguments, ("vlstm_states", "vlstm_join"))

@@ -1,0 +1,156 @@
+"""The vLSTM on one array of q, k and v must be that on three, bit for bit, with all gradients."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import vlstm_twins
+from kernel_checks import ON_GPU, kernels_run_here, names_in, normal
+
+from pallas_kernels import dispatch, mosaic, vlstm, vlstm_qkv
+from pallas_kernels.mlstm import chunkwise, intra_schedule, qkv
+
+KERNELS = ("states", "forward", "backward_dq", "backward_dk", "backward_dv")
+FOUR = {"segment_ids": jnp.asarray(vlstm_twins.FOUR)}
+
+
+@pytest.fixture(autouse=True)
+def _one_sm(monkeypatch):
+    if not ON_GPU:
+        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
+        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
+
+
+def on_parts(qkv, i, f, dqk, **options):
+    heads = i.shape[2]
+    parts = jnp.split(qkv, (heads * dqk, 2 * heads * dqk), axis=2)
+    return vlstm(*(x.reshape(*x.shape[:2], heads, -1) for x in parts), i, f, **options)
+
+
+def inputs(b, t, heads, dqk, dv, dtype=jnp.bfloat16):
+    *parts, i, f = vlstm_twins.inputs(b, t, heads, dqk, dv, dtype)
+    return jnp.concatenate([x.reshape(b, t, -1) for x in parts], 2), i, f
+
+
+def with_gradients(op, dqk, **options):
+    def run(arrays, dh):
+        h, pull = jax.vjp(functools.partial(op, dqk=dqk, **options), *arrays)
+        return h, pull(dh)
+
+    return run
+
+
+SMALL = [  # (B, T, NH, DQK, DV), options
+    ((2, 80, 2, 64, 128), FOUR),  # tiles of 64
+    ((1, 136, 2, 128, 128), {}),  # of 128
+]
+LARGE = [
+    ((2, 80, 2, 128, 256), FOUR),
+    ((2, 1000, 3, 64, 64), {"gate": "sigmoid", "normalize": False}),
+    ((4, 1024, 6, 64, 128), {}),
+    ((1, 8192, 2, 128, 256), {}),  # in spans
+    ((1, 1024, 2, 256, 512), {"segment_ids": jnp.arange(1024)[None] // 300}),
+]
+
+
+@pytest.fixture
+def op_by_op(monkeypatch):
+    """XLA compiles each operation of the gates by itself.
+
+    In one program it fuses them as it likes, and float32 rounds them differently in two programs.
+    """
+    monkeypatch.setattr(chunkwise, "chunkwise", chunkwise.chunkwise.__wrapped__)
+    monkeypatch.setattr(qkv, "_in_one_array", qkv._in_one_array.__wrapped__)
+
+
+def assert_equal_to_parts(shape, options):
+    (b, t, heads, dqk, dv), options = shape, options | {"implementation": "mosaic"}
+    arrays, dh = inputs(*shape), normal(7, (b, t, heads, dv), jnp.bfloat16)
+    with kernels_run_here():
+        actual, expected = (
+            jax.block_until_ready(with_gradients(op, dqk, **options)(arrays, dh))
+            for op in (vlstm_qkv, on_parts)
+        )
+    for path, a in jax.tree.leaves_with_path(actual):
+        e = functools.reduce(lambda tree, key: tree[key.idx], path, expected)
+        assert np.asarray(e, np.float32).any()
+        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(("shape", "options"), SMALL + LARGE * ON_GPU)
+def test_it_is_vlstm_of_its_parts(shape, options, op_by_op):
+    assert_equal_to_parts(shape, options)
+
+
+@pytest.mark.parametrize(("shape", "options"), SMALL[:1] + LARGE * ON_GPU)
+def test_its_general_form_is_that_of_its_parts(shape, options, op_by_op, general_kernels):
+    assert_equal_to_parts(shape, options)
+
+
+@pytest.mark.parametrize(("form", "t"), [("", 72), ("", 77), ("general_", 77)])
+def test_nothing_is_copied_around_the_kernels(form, t, request):
+    if form:
+        request.getfixturevalue("general_kernels")
+    arrays, dh = inputs(1, t, 2, 64, 128), jnp.zeros((1, t, 2, 128), jnp.bfloat16)
+    run = with_gradients(functools.partial(vlstm_qkv, implementation="mosaic"), 64)
+    text = jax.jit(run).trace(arrays, dh).lower(lowering_platforms=("cuda",)).as_text()
+    assert {f"{form}vlstm_{name}" for name in KERNELS} <= names_in(text)
+    copies = r"stablehlo\.(slice|concatenate|pad|dynamic_update_slice|transpose|copy) .*bf16"
+    # TMA copies groups of 8 positions; the general form does without.
+    assert bool(re.search(copies, text)) == (t == 77 and not form)
+
+
+def test_it_splits_what_the_kernels_do_not_take():
+    options = {"eps": 1e-6, "chunk_size": 8, "segment_ids": jnp.arange(20)[None] // 9}
+    arrays, dh = inputs(1, 20, 3, 16, 32), normal(7, (1, 20, 3, 32), jnp.bfloat16)
+    actual, expected = (
+        jax.jit(with_gradients(op, 16, **options))(arrays, dh) for op in (vlstm_qkv, on_parts)
+    )
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("lacks", [None, "no GPU"])
+def test_what_is_decided_is_what_runs(monkeypatch, lacks):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
+    dispatch.reset()
+    arrays = jax.eval_shape(lambda: inputs(1, 16, 1, 64, 64))
+    traced = jax.jit(lambda *a: vlstm_qkv(*a, dqk=64)).trace(*arrays)
+    names = names_in(traced.lower(lowering_platforms=("cuda",)).as_text())
+    runs, why = ("xla", lacks) if lacks else ("mosaic", "supported")
+    assert dispatch.decisions() == [("vlstm", runs, why)]
+    assert ("vlstm_forward" in names) == (runs == "mosaic")
+    dispatch.reset()
+
+
+@pytest.mark.parametrize(
+    ("message", "shape", "options"),
+    [
+        ("qkv has 250 columns, not NH=2 times 2 dqk=64 plus DV > 0", (1, 8, 250), {}),
+        ("qkv has 385 columns, not NH=2 times", (1, 8, 385), {}),
+        ("needs 3 axes: B T P", (1, 8, 6, 64), {}),
+        ("do not match", (1, 9, 384), {}),
+        (r"segment_ids have shape \(8,\)", (1, 8, 384), {"segment_ids": jnp.zeros(8, int)}),
+        ("gate='tanh' is not one of", (1, 8, 384), {"gate": "tanh"}),
+        ("chunk_size=0 is not at least 1", (1, 8, 384), {"chunk_size": 0}),
+    ],
+)
+def test_errors(message, shape, options):
+    with pytest.raises(ValueError, match=message):
+        vlstm_qkv(jnp.zeros(shape), *[jnp.zeros((1, 8, 2))] * 2, dqk=64, **options)
+
+
+def test_what_the_kernels_do_not_support_is_an_error():
+    with pytest.raises(NotImplementedError, match="q is float32, not bfloat16 or float16"):
+        vlstm_qkv(
+            jnp.zeros((1, 8, 192)), *[jnp.zeros((1, 8, 1))] * 2, dqk=64, implementation="mosaic"
+        )
+
+
+def test_checkpoint_runs_the_kernels_that_write_in_place_again():
+    arrays = inputs(1, 64, 1, 64, 64)
+    op = jax.checkpoint(lambda *a: vlstm_qkv(*a, dqk=64, implementation="mosaic").sum())
+    text = jax.jit(jax.grad(op)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert {f"vlstm_{name}" for name in KERNELS} <= names_in(text)
