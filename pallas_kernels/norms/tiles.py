@@ -47,6 +47,14 @@ _TILES = {
         (4096, True, 1, 4, 2, 1),  # 16384x4096: 0.99
         (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused (three slots fit) 1.00
     ],
+    "gated forward": [  # narrow rows only
+        (1024, False, 4, 0, 0, 1),
+        (1024, False, 4, 2, 8, 1),
+    ],
+    "gated backward": [
+        (256, False, 4, 3, 4, 1),
+        (1024, False, 4, 4, 2, 1),
+    ],
 }
 # The same of the general form, which needs neither TMA nor much shared memory: registers get rows
 # from global memory.  Columns, wide, rows, blocks on an SM (backward), parts, whether the next rows
@@ -275,8 +283,7 @@ def choose_general_tiling(direction, shape, dtype) -> Tiling:
         and t[0] >= cols
     )
     _, wide, tile, per_sm, parts, ahead = next(t for t in _GENERAL[direction] if fits(t))
-    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
-        tile *= 2
+    tile = _grow(tile, wide, width, rows)
     widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
     lines = LINES * parts if wide else 1
     fitting = [b for b in (256, 128, 64) if width % b == 0 and b <= widest]
@@ -295,7 +302,8 @@ def choose_general_tiling(direction, shape, dtype) -> Tiling:
 def choose_tiling(direction, shape, streams, weights) -> Tiling:
     """The tiling for `streams` (rows, heads, cols), read row by row, and their `weights`."""
     rows, heads, cols = shape
-    lines = (t for t in _TILES[direction] if t[0] >= cols)
+    gated = "gated " if "gate" in streams else ""
+    lines = (t for t in _TILES[gated + direction] if t[0] >= cols)
     _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or rows % t[2] == 0)
     width = cols + -cols % _multiple(cols, False)
     if cols <= 256:
@@ -306,6 +314,7 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
         block = next(b for b in (256, 128, 64) if width % (b * fill) == 0 and b <= widest)
     blocks = mosaic.cdiv(width, block * parts)
     if not slots:
+        tile = _grow(tile, wide, width, rows)
         return Tiling(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
     if wide:
         blocks += -blocks % LINES
@@ -315,8 +324,7 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     # TMA does not clip a copy of one row to global memory at the row's end; it clips several rows.
     least = LINES if not wide else 1 if width == row_cols else 2
     tile = max(tile, least)
-    while not wide and 2 * tile * blocks * block <= _SHORT:
-        tile *= 2
+    tile = _grow(tile, wide, blocks * block)
     while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
         # Narrow tiles keep their rows, because those of the backward pass must not have more.
         if tile > least and (wide or per_sm <= 2):
@@ -326,6 +334,13 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
     slots = min(slots, room)
     return Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
+
+
+def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
+    """Doubles a tile of narrow rows while it is short and divides the rows."""
+    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
+        tile *= 2
+    return tile
 
 
 class Ring(NamedTuple):
