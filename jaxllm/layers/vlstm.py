@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int

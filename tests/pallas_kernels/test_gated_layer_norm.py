@@ -110,5 +110,5 @@ def test_without_kernels_it_is_its_definition():
         call = [jnp.asarray(a) for a in (x, gate, weight)]
         np.testing.assert_allclose(gated_layer_norm_reference(*call), expected)
         np.testing.assert_allclose(gated_layer_norm(*call, implementation="xla"), expected)
-    mixed = gated_layer_norm(*(jnp.asarray(a, d) for a, d in zip((x, gate), (bf16, f32))))
+    mixed = gated_layer_norm(*(jnp.asarray(a, d) for a, d in ((x, bf16), (gate, f32))))
     assert mixed.dtype == bf16
