@@ -121,7 +121,8 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
         return tree.unflatten(row_means(t, total, means_smem.at[pl.ds(next(places), kind.most)]))
 
     def load(group):
-        return {k: [t.raw(ref, group, c) for c in t.chunks] for k, ref in source.items()}
+        each = lambda ref: [mosaic.load(t.lines(ref, group, c), t.layout) for c in t.chunks]
+        return {k: each(ref) for k, ref in source.items()}
 
     loaded, weight = None, lambda k, c: t.weight(weights[k], c)
     if not t.slots and t.groups > 1:
@@ -135,10 +136,9 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
         rows = loaded[group] if loaded else load(group)
 
         # Add the residual to x.
-        data = [x.astype(jnp.float32) for x in rows["x"]]
+        data = rows["x"]
         for c, r in enumerate(rows.get("residual", ())):
-            # y is the norm of the rounded s.
-            s = (data[c] + r.astype(jnp.float32)).astype(r.dtype)
+            s = (data[c] + r).astype(source["residual"].dtype)  # y is the norm of the rounded s
             mosaic.store(at(result, "residual", c), s)
             data[c] = s.astype(jnp.float32)
 
@@ -152,7 +152,7 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
             y = kind.normalise(t, data[c], *stats)
             y = y * weight("weight", c) if "weight" in weights else y
             y = y + weight("bias", c) if "bias" in weights else y
-            y = y * sigmoid(rows["gate"][c].astype(jnp.float32)) if "gate" in rows else y
+            y = y * sigmoid(rows["gate"][c]) if "gate" in rows else y
             mosaic.store(at(result, "x", c), y)
 
 
