@@ -53,12 +53,7 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
         t = choose_general_tiling("backward", x.shape, x.dtype)
     else:
         t = choose_tiling("backward", x.shape, streams, weights)
-    # If these tiles are larger than the forward pass's, the rows past the last have no statistics.
-    # Zeros keep n finite there.
-    lines = LINES if t.wide and t.narrow_forward else 1
-    missing = max(t.tiles * t.groups - stats[0].shape[1] * lines, 0)
-    if missing:
-        stats = tuple(jnp.pad(a, ((0, 0), (0, missing), (0, 0))) for a in stats)
+    stats = tuple(_as_tiled(t, a) for a in stats)
     sums = (t.heads, t.programs + -t.programs % LINES, t.parts * t.blocks, t.block)
     n_means = t.groups * len(kind.averaged(1.0, 1.0))
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
@@ -73,7 +68,7 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
         ],
         (ring_types(t, streams, weights) if t.slots else {})
         | dict(
-            lines_smem=plgpu.SMEM((LINES, t.block), jnp.float32),
+            lines_smem=plgpu.SMEM(t.shape, jnp.float32),
             means_smem=means_type(t, n_means),
             means_bar=plgpu.Barrier(num_arrivals=t.parts),
         ),
@@ -147,6 +142,16 @@ def _backward_rows(
     _, totals = lax.fori_loop(0, steps, step, (first, {k: t.zeros() for k in summed}))
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, program])
+
+
+def _as_tiled(t: Tiling, stat):
+    """A statistic of the forward pass in sets of rows of this tiling."""
+    stat = stat.reshape(t.heads, -1)
+    # If these tiles are larger than the forward pass's, the rows past the last have no statistics.
+    # Zeros keep n finite there.
+    need = t.tiles * t.tile * (LINES if t.wide and not t.narrow_forward else 1)
+    stat = jnp.pad(stat, ((0, 0), (0, max(need - stat.shape[1], 0))))
+    return mosaic.pad_axis(stat, 1, t.height).reshape(t.heads, -1, t.height)
 
 
 def _load_stats(t: Tiling, refs, tile):
@@ -255,9 +260,9 @@ def _store_sums(t: Tiling, total, lines_smem, ref):
             first = lax.axis_index("part") * t.blocks + t.first_block(c)
             mosaic.store(ref.at[pl.ds(first, LINES)], total[c])
             continue
-        mosaic.store(lines_smem, total[c])  # the four warps hold different rows
+        mosaic.store(lines_smem, total[c])  # the lines are different rows
         ampere.meet()
-        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(LINES))
+        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(t.height))
         ampere.meet()
         mosaic.store(ref.at[c], value)
 

@@ -59,7 +59,7 @@ def forward(kind, eps, general, x, residual, weight, bias, gate):
     else:
         t = choose_tiling("forward", x.shape, streams, weights)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
-    stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
+    stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, t.height), jnp.float32)
     y, s, stats = launch(
         functools.partial(_forward_tiles if t.slots else _forward_tile, kind, eps, t),
         name,
@@ -124,13 +124,8 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
         each = lambda ref: [mosaic.load(t.lines(ref, group, c), t.layout) for c in t.chunks]
         return {k: each(ref) for k, ref in source.items()}
 
-    loaded, weight = None, lambda k, c: t.weight(weights[k], c)
-    if not t.slots and t.groups > 1:
-        # No copy runs ahead, and no load passes a store: all loads come first.
-        loaded = [load(group) for group in range(t.groups)]
-        shared = {(k, c): weight(k, c) for k in weights for c in t.chunks}
-        weight = lambda k, c: shared[k, c]
-
+    # Without slots no copy runs ahead, and no load passes a store: all loads come first.
+    loaded = None if t.slots else [load(group) for group in range(t.groups)]
     for group in range(t.groups):
         at = lambda refs, k, c, group=group: t.lines(refs[k], group, c)
         rows = loaded[group] if loaded else load(group)
@@ -150,8 +145,8 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
         # Normalise and store.
         for c in t.chunks:
             y = kind.normalise(t, data[c], *stats)
-            y = y * weight("weight", c) if "weight" in weights else y
-            y = y + weight("bias", c) if "bias" in weights else y
+            y = y * t.weight(weights["weight"], c) if "weight" in weights else y
+            y = y + t.weight(weights["bias"], c) if "bias" in weights else y
             y = y * sigmoid(rows["gate"][c]) if "gate" in rows else y
             mosaic.store(at(result, "x", c), y)
 

@@ -90,6 +90,12 @@ class Tiling(NamedTuple):
     parts: int  # warpgroups of a program; they share the columns of every row
     ahead: bool = False  # without slots: whether the next tile is loaded ahead, to registers
     narrow_forward: bool = False  # whether the forward pass has written narrow rows' statistics
+    side_by_side: int = 1  # short rows that a warp holds at once
+
+    @property
+    def height(self) -> int:
+        """Lines of a register array."""
+        return LINES * self.side_by_side
 
     @property
     def tiles(self) -> int:
@@ -98,7 +104,7 @@ class Tiling(NamedTuple):
     @property
     def groups(self) -> int:
         """Sets of rows in a tile that are computed together: one wide row or four narrow rows."""
-        return self.tile if self.wide else self.tile // LINES
+        return self.tile if self.wide else self.tile // self.height
 
     @property
     def chunks(self) -> range:
@@ -115,11 +121,11 @@ class Tiling(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (LINES, self.block)
+        return (self.height, self.block)
 
     @property
     def layout(self) -> plgpu.Layout:
-        return mosaic.warp_rows(self.block // 32)
+        return mosaic.warp_rows(self.block * self.side_by_side // 32, self.side_by_side)
 
     @property
     def view_shape(self) -> tuple[int, ...]:
@@ -145,7 +151,7 @@ class Tiling(NamedTuple):
     def lines(self, ref, group, chunk):
         if self.wide:
             return ref.at[group, pl.ds(self.first_block(chunk), LINES)]
-        return ref.at[pl.ds(group * LINES, LINES), chunk]
+        return ref.at[pl.ds(group * self.height, self.height), chunk]
 
     def raw(self, ref, group, chunk):
         """A chunk in registers, in its own dtype."""
@@ -294,9 +300,10 @@ def choose_general_tiling(direction, shape, dtype) -> Tiling:
     if per_sm:
         programs = min(tiles, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
     narrow = direction == "backward" and not choose_general_tiling("forward", shape, dtype).wide
-    return Tiling(
+    t = Tiling(
         rows, heads, cols, width, block, blocks, wide, tile, 0, programs, parts, ahead, narrow
     )
+    return _side_by_side(t, dtype)
 
 
 def choose_tiling(direction, shape, streams, weights) -> Tiling:
@@ -315,7 +322,8 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     blocks = mosaic.cdiv(width, block * parts)
     if not slots:
         tile = _grow(tile, wide, width, rows)
-        return Tiling(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
+        t = Tiling(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
+        return _side_by_side(t, streams["x"].dtype)
     if wide:
         blocks += -blocks % LINES
     row_cols = parts * blocks * block
@@ -333,7 +341,8 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
             per_sm -= 1
     programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
     slots = min(slots, room)
-    return Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
+    t = Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
+    return _side_by_side(t, streams["x"].dtype)
 
 
 def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
@@ -341,6 +350,15 @@ def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
     while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
         tile *= 2
     return tile
+
+
+def _side_by_side(t: Tiling, dtype) -> Tiling:
+    """Puts short rows side by side in a warp until each lane loads a vector of 16 bytes."""
+    n = 1
+    if t.blocks == 1 and not t.wide:
+        while 2 * n * t.block * dtype.itemsize <= 512 and t.tile % (2 * n * LINES) == 0:
+            n *= 2
+    return t._replace(side_by_side=n)
 
 
 class Ring(NamedTuple):
