@@ -20,8 +20,9 @@ LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instructio
 def warp_rows(vec: int, rows: int = 1) -> plgpu.Layout:
     """Register layout of a (4 rows k, 32 / rows vec n) array in which each row lives in one warp.
 
-    A lane holds `vec` consecutive elements of every 32 / rows vec, and a warp `rows` rows side by
-    side.  A reduction over axis 1 then takes five shuffles (four if rows = 2) and no shared memory.
+    A warp holds `rows` rows (a power of 2) side by side, and a lane `vec` consecutive elements of
+    every 32 / rows vec of one of them.  A reduction over axis 1 then takes five shuffles, or four
+    for two rows, and no shared memory.
     """
     if rows > 1:
         # pyrefly: ignore[bad-return]

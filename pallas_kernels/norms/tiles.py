@@ -9,7 +9,8 @@ one line for each warp:
               line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
 
 The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
-memory.  Two warpgroups share the widest rows, and each takes a *part* of the columns.  All other
+memory.  A warp holds several rows of one short block side by side (bfloat16: two of 128 columns,
+four of 64), so that each lane loads 16 bytes; an array has as many times four lines.  Two warpgroups share the widest rows, and each takes a *part* of the columns.  All other
 code is the same.  For rows and columns past the edges TMA reads zeros and writes nothing.
 """
 
@@ -47,12 +48,13 @@ _TILES = {
         (4096, True, 1, 4, 2, 1),  # 16384x4096: 0.99
         (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused (three slots fit) 1.00
     ],
-    "gated forward": [  # narrow rows only
+    # With a gate, for narrow rows; nothing of these has been measured.
+    "gated forward": [
         (1024, False, 4, 0, 0, 1),
         (1024, False, 4, 2, 8, 1),
     ],
     "gated backward": [
-        (256, False, 4, 3, 4, 1),
+        (256, False, 4, 3, 4, 1),  # 108 registers at 128 columns: a fifth block would not fit
         (1024, False, 4, 4, 2, 1),
     ],
 }
