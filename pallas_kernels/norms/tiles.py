@@ -10,8 +10,9 @@ one line for each warp:
 
 The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
 memory.  A warp holds several rows of one short block side by side (bfloat16: two of 128 columns,
-four of 64), so that each lane loads 16 bytes; an array has as many times four lines.  Two warpgroups share the widest rows, and each takes a *part* of the columns.  All other
-code is the same.  For rows and columns past the edges TMA reads zeros and writes nothing.
+four of 64), so that each lane loads 16 bytes; an array then has as many times four lines.  Two
+warpgroups share the widest rows, and each takes a *part* of the columns.  All other code is the
+same.  For rows and columns past the edges TMA reads zeros and writes nothing.
 """
 
 import functools
