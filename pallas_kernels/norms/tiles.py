@@ -9,8 +9,8 @@ one line for each warp:
               line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
 
 The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
-memory.  A warp holds several rows of one short block side by side (bfloat16: two of 128 columns,
-four of 64), so that each lane loads 16 bytes; an array then has as many times four lines.  Two
+memory.  Without TMA a warp holds several rows of one short block side by side (bfloat16: two of 128
+columns, four of 64), so that each lane loads 16 bytes; an array has as many times four lines.  Two
 warpgroups share the widest rows, and each takes a *part* of the columns.  All other code is the
 same.  For rows and columns past the edges TMA reads zeros and writes nothing.
 """
@@ -55,7 +55,7 @@ _TILES = {
         (1024, False, 4, 2, 8, 1),
     ],
     "gated backward": [
-        (256, False, 4, 3, 4, 1),  # 108 registers at 128 columns: a fifth block would not fit
+        (256, False, 4, 3, 4, 1),  # 112 registers at 128 columns: a fifth block would not fit
         (1024, False, 4, 4, 2, 1),
     ],
 }
@@ -344,8 +344,7 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
             per_sm -= 1
     programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
     slots = min(slots, room)
-    t = Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
-    return _side_by_side(t, streams["x"].dtype)
+    return Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
 
 
 def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
@@ -356,7 +355,10 @@ def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
 
 
 def _side_by_side(t: Tiling, dtype) -> Tiling:
-    """Puts short rows side by side in a warp until each lane loads a vector of 16 bytes."""
+    """Puts short rows side by side in a warp until each lane loads a vector of 16 bytes.
+
+    Not if TMA copies them: Mosaic would then swizzle the tiles, which fails for padded rows.
+    """
     n = 1
     if t.blocks == 1 and not t.wide:
         while 2 * n * t.block * dtype.itemsize <= 512 and t.tile % (2 * n * LINES) == 0:
