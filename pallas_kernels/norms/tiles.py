@@ -314,10 +314,13 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     rows, heads, cols = shape
     gated = "gated " if "gate" in streams else ""
     lines = (t for t in _TILES[gated + direction] if t[0] >= cols)
-    _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or rows % t[2] == 0)
+    short = next((b for b in (64, 128, 256) if b >= cols), None)  # the only block of a short row
+    # Only TMA fills the rest of a block with zeros, and leaves out the rest of a tile.
+    whole = lambda t: rows % t[2] == 0 and short in (None, cols)
+    _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or whole(t))
     width = cols + -cols % _multiple(cols, False)
-    if cols <= 256:
-        block = next(b for b in (64, 128, 256) if b >= cols)
+    if short:
+        block = short
     else:
         widest = 512 // streams["x"].dtype.itemsize  # each lane loads a vector of 16 bytes
         fill = 1 if cols <= 4096 else LINES * parts
