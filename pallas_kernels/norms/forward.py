@@ -48,7 +48,7 @@ def forward(kind, eps, general, x, residual, weight, bias, gate):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
     With a gate y is multiplied by sigmoid(gate).
-    Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, 4).
+    Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
     """
     shape = x.shape
     name = name_of(kind, "forward", residual, gate, general)
