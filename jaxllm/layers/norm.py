@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.sharding import BATCH, P, per_device
-from pallas_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from pallas_kernels import add_layer_norm, add_rms_norm, gated_layer_norm, layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.single_row import Norm
 
@@ -119,7 +119,7 @@ def _constant(parameter: nnx.Param) -> Float[Array, " C"]:
 
 
 class HeadLayerNorm(nnx.Module):
-    """Layer norm of each head of (B, T, H, D), with a weight and no bias."""
+    """sigmoid(gate) * layer norm of each head of (B, T, H, D), with a weight and no bias."""
 
     def __init__(
         self,
@@ -133,7 +133,9 @@ class HeadLayerNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(heads * head_dim), axes=("tensor",))
         self.eps, self.implementation = eps, implementation
 
-    def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        op = partial(layer_norm, eps=self.eps, implementation=self.implementation)
-        op = per_device(op, in_specs=(HEADS, P("tensor", None)), out_specs=HEADS)
-        return op(x, self.weight[...].reshape(x.shape[-2:]))
+    def __call__(
+        self, x: Float[Array, "B T H D"], gate: Float[Array, "B T H D"]
+    ) -> Float[Array, "B T H D"]:
+        op = partial(gated_layer_norm, eps=self.eps, implementation=self.implementation)
+        op = per_device(op, in_specs=(HEADS, HEADS, P("tensor", None)), out_specs=HEADS)
+        return op(x, gate, self.weight[...].reshape(x.shape[-2:]))

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -111,8 +110,8 @@ class VLSTMLayer(nnx.Module):
             )
             i, f = self._gates(x)
             h, cache = self._mix_with_state(q, k, v, i, f, cache)
-        h = self.norm(h).reshape(B, T, C)
-        return self.out(jax.nn.sigmoid(self.o(x_o, norm=norm)) * h), cache
+        o = self.o(x_o, norm=norm)
+        return self.out(self.norm(h, o.reshape(h.shape)).reshape(B, T, C)), cache
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
@@ -130,7 +129,7 @@ class VLSTMLayer(nnx.Module):
         q, k, v = (a.reshape(1, 1, self.n_heads, -1) for a in qkv)
         i, f = self._gates(y)
         h, cache = self._mix_with_state(q, k, v, i, f, cache)
-        h = jax.nn.sigmoid(o) * self.norm(h).reshape(o.shape)
+        h = self.norm(h, o.reshape(h.shape)).reshape(o.shape)
         return linear_of_row(h, self.out, residual=x)[0], cache
 
     def _gates(self, x):

@@ -1,1 +1,1 @@
-"""Layer norm and RMS norm, alone or fused with the residual addition before them."""
+"""Layer norm and RMS norm, alone or fused with the addition before or the gate after them."""

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
+from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.norms.forward import (
     Norm,
     flatten,
@@ -34,57 +35,59 @@ _SUM_COLS = 32  # columns of a block that sums over the programs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias):
+def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
     """Gradients of `forward` in one pass over memory and a small one over the programs' sums.
 
     With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
     dx + ds over the rows, which would cost XLA another pass over memory.
-    Returns dx (+ ds) in x's dtype; the gradients of weight, bias and x_bias in theirs (or None).
+    Returns dx (+ ds) in x's dtype; the gradients of weight, bias, x_bias and gate in theirs (or
+    None).  A gate needs a forward pass without a bias.
     """
-    name = name_of(kind, "backward", ds, general)
+    name = name_of(kind, "backward", ds, gate, general)
     shape, original = x.shape, given(weight=weight, bias=bias, x_bias=x_bias)
-    x, dy, ds, weight, bias, x_bias = flatten(x, (weight, bias, x_bias), (x, dy, ds))
-    streams, weights = given(x=x, dy=dy, ds=ds), given(weight=weight)
+    x, dy, ds, gate, *params = flatten(x, (weight, bias, x_bias), (x, dy, ds, gate))
+    weight, bias, x_bias = params
+    streams, weights = given(x=x, dy=dy, ds=ds, gate=gate), given(weight=weight)
     summed = given(weight=weight, bias=bias, x_bias=x_bias)
     if general:
         t = choose_general_tiling("backward", x.shape, x.dtype)
     else:
         t = choose_tiling("backward", x.shape, streams, weights)
-    # If these tiles are larger than the forward pass's, the rows past the last have no statistics.
-    # Zeros keep n finite there.
-    lines = LINES if t.wide and t.narrow_forward else 1
-    missing = max(t.tiles * t.groups - stats[0].shape[1] * lines, 0)
-    if missing:
-        stats = tuple(jnp.pad(a, ((0, 0), (0, missing), (0, 0))) for a in stats)
+    stats = tuple(_as_tiled(t, a) for a in stats)
     sums = (t.heads, t.programs + -t.programs % LINES, t.parts * t.blocks, t.block)
     n_means = t.groups * len(kind.averaged(1.0, 1.0))
-    dx, sums = launch(
+    like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
+    dx, dgate, sums = launch(
         functools.partial(_backward_tiles if t.slots else _backward_rows, kind, t, tuple(summed)),
         name,
         t,
         [
-            jax.ShapeDtypeStruct(t.view_shape, x.dtype),
+            like(x),
+            None if gate is None else like(gate),
             (jax.ShapeDtypeStruct(sums, jnp.float32),) * len(summed),
         ],
         (ring_types(t, streams, weights) if t.slots else {})
         | dict(
-            lines_smem=plgpu.SMEM((LINES, t.block), jnp.float32),
+            lines_smem=plgpu.SMEM(t.shape, jnp.float32),
             means_smem=means_type(t, n_means),
             means_bar=plgpu.Barrier(num_arrivals=t.parts),
         ),
-    )(*jax.tree.map(t.view, (x, dy, ds, weight)), tuple(stats))
+        gate,
+    )(*jax.tree.map(t.view, (x, dy, ds, gate, weight)), tuple(stats))
     dweights = dict(zip(summed, _sum_programs(name, t, summed, sums), strict=True))
     dweights = {k: a.reshape(original[k].shape) for k, a in dweights.items()}
-    return t.unview(dx).reshape(shape), *map(dweights.get, ("weight", "bias", "x_bias"))
+    dx, dgate = jax.tree.map(lambda a: t.unview(a).reshape(shape), (dx, dgate))
+    return dx, *map(dweights.get, ("weight", "bias", "x_bias")), dgate
 
 
 def _backward_tiles(
-    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, weight_ref, stat_refs, dx_ref, sum_refs,
-    *, bars, weight_bar, lines_smem, means_smem, means_bar, **smem,
+    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
+    dx_ref, dgate_ref, sum_refs, *, bars, weight_bar, lines_smem, means_smem, means_bar, **smem,
 ):  # fmt: skip
     """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
-    streams, weights = given(x=x_ref, dy=dy_ref, ds=ds_ref), given(weight=weight_ref)
-    ring = Ring(streams, weights, {"x": dx_ref}, smem, bars, weight_bar)
+    streams = given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref)
+    weights, results = given(weight=weight_ref), given(x=dx_ref, gate=dgate_ref)
+    ring = Ring(streams, weights, results, smem, bars, weight_bar)
     fetch_weights(t, ring)
     program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
 
@@ -94,7 +97,7 @@ def _backward_tiles(
         ahead = _load_stats(t, stat_refs, jnp.minimum(tile + t.programs, t.tiles - 1))
         rows = {k: smem[k].at[part, slot] for k in streams}
         weight = smem["weight"].at[part] if weights else None
-        now = _Tile(kind, t, rows, rows["x"], weight, stats)
+        now = _Tile(kind, t, rows, rows["x"], rows.get("gate"), weight, stats)
         _differentiate(now, totals, means_smem.at[slot], means_bar)
         return ahead, totals
 
@@ -105,8 +108,8 @@ def _backward_tiles(
 
 
 def _backward_rows(
-    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, weight_ref, stat_refs, dx_ref, sum_refs,
-    *, lines_smem, means_smem, means_bar,
+    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
+    dx_ref, dgate_ref, sum_refs, *, lines_smem, means_smem, means_bar,
 ):  # fmt: skip
     """The same in the general form: the rows of the next tile are on their way to registers."""
     program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
@@ -117,7 +120,7 @@ def _backward_rows(
     def fetch(tile):
         rows = {
             k: [[t.raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
-            for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref).items()
+            for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref).items()
         }
         return rows, _load_stats(t, stat_refs, tile)
 
@@ -129,7 +132,8 @@ def _backward_rows(
         else:
             ahead, totals = carry
             rows, stats = fetch(tile)
-        now = _Tile(kind, t, rows, window(dx_ref, tile), weight, stats)
+        dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
+        now = _Tile(kind, t, rows, dx, dgate, weight, stats)
         _differentiate(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))], means_bar)
         return ahead, totals
 
@@ -138,6 +142,16 @@ def _backward_rows(
     _, totals = lax.fori_loop(0, steps, step, (first, {k: t.zeros() for k in summed}))
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, program])
+
+
+def _as_tiled(t: Tiling, stat):
+    """A statistic of the forward pass in sets of rows of this tiling."""
+    stat = stat.reshape(t.heads, -1)
+    # If these tiles are larger than the forward pass's, the rows past the last have no statistics.
+    # Zeros keep n finite there.
+    need = t.tiles * t.tile * (LINES if t.wide and not t.narrow_forward else 1)
+    stat = jnp.pad(stat, ((0, 0), (0, max(need - stat.shape[1], 0))))
+    return mosaic.pad_axis(stat, 1, t.height).reshape(t.heads, -1, t.height)
 
 
 def _load_stats(t: Tiling, refs, tile):
@@ -158,8 +172,9 @@ class _Tile(NamedTuple):
 
     kind: Norm
     t: Tiling
-    rows: dict[str, Any]  # x, dy and perhaps ds: in shared memory or, as lists, in registers
+    rows: dict[str, Any]  # x, dy, perhaps ds, gate: in shared memory or, as lists, in registers
     dx: Any  # in shared memory, where it overwrites x, or global
+    dgate: Any  # likewise, or None
     weight: Any  # or None
     stats: list  # for each set of rows, in registers
 
@@ -168,21 +183,28 @@ class _Tile(NamedTuple):
             return self.rows[k][group][c].astype(jnp.float32)
         return mosaic.load(self.t.lines(self.rows[k], group, c), self.t.layout)
 
+    @property
+    def keeps_operands(self) -> bool:
+        """As of the tiling; with a gate always, because the sigmoid takes longest."""
+        return self.t.keeps_operands or self.dgate is not None
+
     def operands(self, group, c):
-        """n, g and dy of a chunk."""
+        """n, g and dy of a chunk; with a gate dy is that of the norm, and dgate is written."""
         n = self.kind.normalise(self.t, self.load("x", group, c), *self.stats[group])
         g = dy = self.load("dy", group, c)
+        gate = None if self.dgate is None else sigmoid(self.load("gate", group, c))
+        if gate is not None:
+            g = dy = dy * gate
         if self.weight is not None:
             g = dy * self.t.weight(self.weight, c)
+        if gate is not None:
+            mosaic.store(self.t.lines(self.dgate, group, c), g * n * (1 - gate))
         return n, g, dy
 
 
 def _differentiate(now: _Tile, totals, means_smem, means_bar):
     """Writes dx of a tile and adds its rows to the sums."""
     kept, averaged = _first_pass(now, totals)
-    if not now.t.wide and not now.t.slots:
-        # Without a meeting in the loop, ptxas -c for 8.x takes 255 registers in place of 150.
-        ampere.meet()
     means = iter(row_means(now.t, [x for g in averaged for x in g], means_smem, means_bar))
     means = [[next(means) for _ in group] for group in averaged]
     _second_pass(now, kept, means, totals)
@@ -195,7 +217,7 @@ def _first_pass(now: _Tile, totals):
         terms = []
         for c in now.t.chunks:
             n, g, dy = now.operands(group, c)
-            if now.t.keeps_operands:
+            if now.keeps_operands:
                 _add(totals, c, n, dy)
                 kept[group, c] = n, g
             terms.append([now.t.once(x, c) for x in now.kind.averaged(n, g)])
@@ -207,7 +229,7 @@ def _second_pass(now: _Tile, kept, means, totals):
     """Writes dx."""
     for group in range(now.t.groups):
         for c in now.t.chunks:
-            if now.t.keeps_operands:
+            if now.keeps_operands:
                 n, g = kept[group, c]
             else:
                 n, g, dy = now.operands(group, c)
@@ -218,6 +240,9 @@ def _second_pass(now: _Tile, kept, means, totals):
             if "x_bias" in totals:
                 totals["x_bias"][c] += dx
             mosaic.store(now.t.lines(now.dx, group, c), dx)
+        if not now.t.wide and not now.t.slots:
+            # Without it ptxas -c for 8.x takes 185 registers at C = 128, not 80.
+            ampere.meet()
 
 
 def _add(totals, c, n, dy):
@@ -235,9 +260,9 @@ def _store_sums(t: Tiling, total, lines_smem, ref):
             first = lax.axis_index("part") * t.blocks + t.first_block(c)
             mosaic.store(ref.at[pl.ds(first, LINES)], total[c])
             continue
-        mosaic.store(lines_smem, total[c])  # the four warps hold different rows
+        mosaic.store(lines_smem, total[c])  # the lines are different rows
         ampere.meet()
-        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(LINES))
+        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(t.height))
         ampere.meet()
         mosaic.store(ref.at[c], value)
 

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
+from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.norms.tiles import (
     LINES,
     Ring,
@@ -43,21 +44,22 @@ class Norm(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
-def forward(kind, eps, general, x, residual, weight, bias):
+def forward(kind, eps, general, x, residual, weight, bias, gate):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
-    Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, 4).
+    With a gate y is multiplied by sigmoid(gate).
+    Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
     """
     shape = x.shape
-    name = name_of(kind, "forward", residual, general)
-    x, residual, weight, bias = flatten(x, (weight, bias), (x, residual))
-    streams, weights = given(x=x, residual=residual), given(weight=weight, bias=bias)
+    name = name_of(kind, "forward", residual, gate, general)
+    x, residual, gate, weight, bias = flatten(x, (weight, bias), (x, residual, gate))
+    streams, weights = given(x=x, residual=residual, gate=gate), given(weight=weight, bias=bias)
     if general:
         t = choose_general_tiling("forward", x.shape, x.dtype)
     else:
         t = choose_tiling("forward", x.shape, streams, weights)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
-    stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
+    stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, t.height), jnp.float32)
     y, s, stats = launch(
         functools.partial(_forward_tiles if t.slots else _forward_tile, kind, eps, t),
         name,
@@ -65,31 +67,32 @@ def forward(kind, eps, general, x, residual, weight, bias):
         [like(x), None if residual is None else like(residual), (stat,) * kind.count],
         (ring_types(t, streams, weights) if t.slots else {})
         | dict(means_smem=means_type(t, 2 * t.groups * kind.most)),
-    )(*jax.tree.map(t.view, (x, residual, weight, bias)))
+        gate,
+    )(*jax.tree.map(t.view, (x, residual, gate, weight, bias)))
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(shape), (y, s))
     return (y, s), stats
 
 
 def _forward_tile(
-    kind, eps, t: Tiling, x_ref, residual_ref, weight_ref, bias_ref, y_ref, s_ref, stat_refs,
-    *, means_smem,
+    kind, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
+    stat_refs, *, means_smem,
 ):  # fmt: skip
     """A block without TMA normalises one tile from global memory to global memory."""
     tile, head = lax.axis_index("program"), lax.axis_index("head")
     rows_of = lambda ref: ref.at[pl.ds(tile * t.tile, t.tile), head]
-    source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref))
+    source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
     weights = {k: ref.at[head] for k, ref in given(weight=weight_ref, bias=bias_ref).items()}
     _normalise(kind, eps, t, tile, source, result, weights, stat_refs, means_smem.at[0])
 
 
 def _forward_tiles(
-    kind, eps, t: Tiling, x_ref, residual_ref, weight_ref, bias_ref, y_ref, s_ref, stat_refs,
-    *, bars, weight_bar, means_smem, **smem,
+    kind, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
+    stat_refs, *, bars, weight_bar, means_smem, **smem,
 ):  # fmt: skip
     """A persistent block overwrites each of its tiles with the result in shared memory."""
     streams, weights = (
-        given(x=x_ref, residual=residual_ref),
+        given(x=x_ref, residual=residual_ref, gate=gate_ref),
         given(weight=weight_ref, bias=bias_ref),
     )
     ring = Ring(streams, weights, given(x=y_ref, residual=s_ref), smem, bars, weight_bar)
@@ -117,13 +120,19 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
         )
         return tree.unflatten(row_means(t, total, means_smem.at[pl.ds(next(places), kind.most)]))
 
+    def load(group):
+        each = lambda ref: [mosaic.load(t.lines(ref, group, c), t.layout) for c in t.chunks]
+        return {k: each(ref) for k, ref in source.items()}
+
+    # Without slots no copy runs ahead, and no load passes a store: all loads come first.
+    loaded = None if t.slots else [load(group) for group in range(t.groups)]
     for group in range(t.groups):
         at = lambda refs, k, c, group=group: t.lines(refs[k], group, c)
-        load = lambda k, at=at: [mosaic.load(at(source, k, c), t.layout) for c in t.chunks]
+        rows = loaded[group] if loaded else load(group)
 
-        # Load x and add the residual.
-        data = load("x")
-        for c, r in enumerate(load("residual") if "residual" in source else ()):
+        # Add the residual to x.
+        data = rows["x"]
+        for c, r in enumerate(rows.get("residual", ())):
             s = (data[c] + r).astype(source["residual"].dtype)  # y is the norm of the rounded s
             mosaic.store(at(result, "residual", c), s)
             data[c] = s.astype(jnp.float32)
@@ -138,6 +147,7 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
             y = kind.normalise(t, data[c], *stats)
             y = y * t.weight(weights["weight"], c) if "weight" in weights else y
             y = y + t.weight(weights["bias"], c) if "bias" in weights else y
+            y = y * sigmoid(rows["gate"][c]) if "gate" in rows else y
             mosaic.store(at(result, "x", c), y)
 
 
@@ -167,7 +177,7 @@ def row_means(t: Tiling, arrays, means_smem, means_bar: Any = None):
     return [x / t.cols for x in sums]
 
 
-def launch(body, name, t: Tiling, out_type, scratch_types):
+def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
     return mosaic.kernel(
         body,
         name=name,
@@ -178,12 +188,17 @@ def launch(body, name, t: Tiling, out_type, scratch_types):
         thread_name="part",
         # A barrier at every load and store is too slow.  A lane overwrites only what it has read
         # itself; commit_smem, barrier_wait and the reductions synchronise warps and copies.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,
+            # The exp of the sigmoid in two instructions; 16-bit results hide its error.
+            approx_math=gate is not None and gate.dtype.itemsize == 2,
+        ),
     )
 
 
-def name_of(kind, direction, add, general):
-    return f"{'general_' if general else ''}{'' if add is None else 'add_'}{kind.name}_{direction}"
+def name_of(kind, direction, add, gate, general):
+    fused = ("" if add is None else "add_") + ("" if gate is None else "gated_")
+    return f"{'general_' if general else ''}{fused}{kind.name}_{direction}"
 
 
 def flatten(x, weights, arrays) -> tuple[Any, ...]:

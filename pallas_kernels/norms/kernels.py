@@ -9,8 +9,9 @@ rows, and `stream` moves several tiles through shared memory at once (tiles.py d
     slot 1   | tile i + programs      arriving on bars[1]                           |
     slot 2   | tile i + 2 programs    arriving on bars[2]                           |
 
-    forward    x (, residual)  ->  statistics  ->  y (, s)
-    backward   x, dy (, ds)  ->  n, g  ->  means of g, g n  ->  dx;  sums over the rows in registers
+    forward    x (, residual, gate)  ->  statistics  ->  y (, s)
+    backward   x, dy (, ds, gate)  ->  n, g  ->  means of g, g n  ->  dx (, dgate);  sums over the
+               rows in registers
 
 For narrow rows the forward pass is faster without TMA, with many small blocks of one tile each.
 
@@ -31,25 +32,26 @@ from pallas_kernels.norms.forward import Norm, forward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def norm(kind: Norm, eps, general, x, residual, weight, bias, x_bias=None):
+def norm(kind: Norm, eps, general, x, residual, weight, bias, x_bias=None, gate=None):
     """(y, s): y = n weight + bias for the rows of x (then s is None) or of s = x + residual.
 
     general: in the general form.  x_bias needs a residual: s = (x + x_bias) + residual.
+    gate: multiplies y by its sigmoid; without a bias and for C up to 1024.
     """
-    return _save(kind, eps, general, x, residual, weight, bias, x_bias)[0]
+    return _save(kind, eps, general, x, residual, weight, bias, x_bias, gate)[0]
 
 
-def _save(kind, eps, general, x, residual, weight, bias, x_bias):
+def _save(kind, eps, general, x, residual, weight, bias, x_bias, gate):
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
-    (y, s), stats = forward(kind, eps, general, x, residual, weight, bias)
-    return (y, s), (x if s is None else s, stats, weight, bias, x_bias)
+    (y, s), stats = forward(kind, eps, general, x, residual, weight, bias, gate)
+    return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
 
 
 def _gradients(kind, _, general, saved, cotangents):
-    (dy, ds), (x, stats, *weights) = cotangents, saved
-    dx, *dweights = backward(kind, general, x, stats, dy, ds, *weights)
-    return dx.astype(dy.dtype), None if ds is None else dx, *dweights
+    (dy, ds), (x, stats, *others) = cotangents, saved
+    dx, *gradients = backward(kind, general, x, stats, dy, ds, *others)
+    return dx.astype(dy.dtype), None if ds is None else dx, *gradients
 
 
 norm.defvjp(_save, _gradients)

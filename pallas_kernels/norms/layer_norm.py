@@ -1,4 +1,4 @@
-"""Layer norm over the last axis, alone or fused with a residual addition.
+"""Layer norm over the last axis, alone or fused with the addition before it or the gate after it.
 
     n = (x - mean(x)) r,   r = 1 / sqrt(mean((x - mean(x))^2) + eps),   y = n weight + bias
 
@@ -6,13 +6,17 @@ Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4.  With g = w
 
     dx = r (g - mean(g) - n mean(g n)),   dweight = sum of n dy,   dbias = sum of dy
 
-The fused form normalises s = x + residual and also returns s; x and residual both get the gradient
-dx + ds.  Everything is computed in float32.  The variance takes two passes over the row in
+`add_layer_norm` normalises s = x + residual and also returns s; both get the gradient dx + ds.
+`gated_layer_norm` returns sigmoid(gate) n weight.  With s = sigmoid(gate), its gradients are those
+above for s dy in place of dy, and dgate = g n (1 - s) with g = weight s dy.
+
+Everything is computed in float32.  The variance takes two passes over the row in registers, so
 registers, so x = 1000 + N(0, 1) stays accurate.  The forward pass saves the mean in two parts and
 r: 12 bytes for each row are cheaper than two more rounds of reductions.  Each direction reads and
 writes every element once.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -72,6 +76,31 @@ def add_layer_norm(
     return kernels.norm(_NORM, eps, general, x, residual, weight, bias, x_bias)
 
 
+def gated_layer_norm(
+    x: Float[Array, "... C"],
+    gate: Float[Array, "... C"],
+    weight: Weight = None,
+    *,
+    eps: float = 1e-5,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "... C"]:
+    """sigmoid(gate) layer_norm(x, weight), computed in float32 and returned in x's dtype.
+
+    The kernel needs x and gate in one dtype and C up to 1024.  Other calls run `layer_norm` and XLA
+    multiplies.
+    Raises as `layer_norm` does.
+    """
+    tiles.check_shapes(x, weight, None)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate has shape {gate.shape} but x has {x.shape}; they must be equal")
+    general = tiles.general_form(implementation)
+    reason = gated_why_not(x, gate, weight, eps=eps, general=general)
+    if not tiles.use_kernel("gated_layer_norm", implementation, reason, x, general):
+        y = layer_norm(x, weight, eps=eps, implementation=implementation)
+        return (jax.nn.sigmoid(gate) * y).astype(x.dtype)
+    return kernels.norm(_NORM, eps, general, x, None, weight, None, None, gate)[0]
+
+
 def layer_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
     """The formula in jnp, in float32 (float64 for float64)."""
     z = x.astype(mosaic.stat_dtype(x.dtype))
@@ -92,7 +121,22 @@ def add_layer_norm_reference(x, residual, weight=None, bias=None, x_bias=None, *
     return layer_norm_reference(s, weight, bias, eps=eps).astype(x.dtype), s
 
 
+def gated_layer_norm_reference(x, gate, weight=None, *, eps=1e-5):
+    dtype = mosaic.stat_dtype(x.dtype)
+    y = layer_norm_reference(x.astype(dtype), weight, eps=eps)
+    return (jax.nn.sigmoid(gate.astype(dtype)) * y).astype(x.dtype)
+
+
 why_not = tiles.why_not
+
+
+def gated_why_not(x, gate, weight, *, eps, general: bool = False) -> str | None:
+    """Why the kernels of `gated_layer_norm` do not support this call, or None."""
+    if gate.dtype != x.dtype:
+        return f"x is {x.dtype} but gate is {gate.dtype}"
+    if x.shape[-1] > (most := 1024):
+        return f"C={x.shape[-1]} is more than {most}"
+    return why_not(x, weight, None, eps=eps, general=general)
 
 
 def _statistics(t, mean, x, eps):

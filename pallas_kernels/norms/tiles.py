@@ -9,8 +9,10 @@ one line for each warp:
               line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
 
 The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
-memory.  Two warpgroups share the widest rows, and each takes a *part* of the columns.  All other
-code is the same.  For rows and columns past the edges TMA reads zeros and writes nothing.
+memory.  Without TMA a warp holds several rows of one short block side by side (bfloat16: two of 128
+columns, four of 64), so that each lane loads 16 bytes; an array has as many times four lines.  Two
+warpgroups share the widest rows, and each takes a *part* of the columns.  All other code is the
+same.  For rows and columns past the edges TMA reads zeros and writes nothing.
 """
 
 import functools
@@ -47,6 +49,15 @@ _TILES = {
         (4096, True, 1, 4, 2, 1),  # 16384x4096: 0.99
         (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused (three slots fit) 1.00
     ],
+    # With a gate, for narrow rows; nothing of these has been measured.
+    "gated forward": [
+        (1024, False, 4, 0, 0, 1),
+        (1024, False, 4, 2, 8, 1),
+    ],
+    "gated backward": [
+        (256, False, 4, 3, 4, 1),  # 112 registers at 128 columns: a fifth block would not fit
+        (1024, False, 4, 4, 2, 1),
+    ],
 }
 # The same of the general form, which needs neither TMA nor much shared memory: registers get rows
 # from global memory.  Columns, wide, rows, blocks on an SM (backward), parts, whether the next rows
@@ -82,6 +93,12 @@ class Tiling(NamedTuple):
     parts: int  # warpgroups of a program; they share the columns of every row
     ahead: bool = False  # without slots: whether the next tile is loaded ahead, to registers
     narrow_forward: bool = False  # whether the forward pass has written narrow rows' statistics
+    side_by_side: int = 1  # short rows that a warp holds at once
+
+    @property
+    def height(self) -> int:
+        """Lines of a register array."""
+        return LINES * self.side_by_side
 
     @property
     def tiles(self) -> int:
@@ -90,7 +107,7 @@ class Tiling(NamedTuple):
     @property
     def groups(self) -> int:
         """Sets of rows in a tile that are computed together: one wide row or four narrow rows."""
-        return self.tile if self.wide else self.tile // LINES
+        return self.tile if self.wide else self.tile // self.height
 
     @property
     def chunks(self) -> range:
@@ -107,11 +124,11 @@ class Tiling(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (LINES, self.block)
+        return (self.height, self.block)
 
     @property
     def layout(self) -> plgpu.Layout:
-        return mosaic.warp_rows(self.block // 32)
+        return mosaic.warp_rows(self.block * self.side_by_side // 32, self.side_by_side)
 
     @property
     def view_shape(self) -> tuple[int, ...]:
@@ -137,7 +154,7 @@ class Tiling(NamedTuple):
     def lines(self, ref, group, chunk):
         if self.wide:
             return ref.at[group, pl.ds(self.first_block(chunk), LINES)]
-        return ref.at[pl.ds(group * LINES, LINES), chunk]
+        return ref.at[pl.ds(group * self.height, self.height), chunk]
 
     def raw(self, ref, group, chunk):
         """A chunk in registers, in its own dtype."""
@@ -275,8 +292,7 @@ def choose_general_tiling(direction, shape, dtype) -> Tiling:
         and t[0] >= cols
     )
     _, wide, tile, per_sm, parts, ahead = next(t for t in _GENERAL[direction] if fits(t))
-    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
-        tile *= 2
+    tile = _grow(tile, wide, width, rows)
     widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
     lines = LINES * parts if wide else 1
     fitting = [b for b in (256, 128, 64) if width % b == 0 and b <= widest]
@@ -287,26 +303,33 @@ def choose_general_tiling(direction, shape, dtype) -> Tiling:
     if per_sm:
         programs = min(tiles, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
     narrow = direction == "backward" and not choose_general_tiling("forward", shape, dtype).wide
-    return Tiling(
+    t = Tiling(
         rows, heads, cols, width, block, blocks, wide, tile, 0, programs, parts, ahead, narrow
     )
+    return _side_by_side(t, dtype)
 
 
 def choose_tiling(direction, shape, streams, weights) -> Tiling:
     """The tiling for `streams` (rows, heads, cols), read row by row, and their `weights`."""
     rows, heads, cols = shape
-    lines = (t for t in _TILES[direction] if t[0] >= cols)
-    _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or rows % t[2] == 0)
+    gated = "gated " if "gate" in streams else ""
+    lines = (t for t in _TILES[gated + direction] if t[0] >= cols)
+    short = next((b for b in (64, 128, 256) if b >= cols), None)  # the only block of a short row
+    # Only TMA fills the rest of a block with zeros, and leaves out the rest of a tile.
+    whole = lambda t: rows % t[2] == 0 and short in (None, cols)
+    _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or whole(t))
     width = cols + -cols % _multiple(cols, False)
-    if cols <= 256:
-        block = next(b for b in (64, 128, 256) if b >= cols)
+    if short:
+        block = short
     else:
         widest = 512 // streams["x"].dtype.itemsize  # each lane loads a vector of 16 bytes
         fill = 1 if cols <= 4096 else LINES * parts
         block = next(b for b in (256, 128, 64) if width % (b * fill) == 0 and b <= widest)
     blocks = mosaic.cdiv(width, block * parts)
     if not slots:
-        return Tiling(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
+        tile = _grow(tile, wide, width, rows)
+        t = Tiling(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
+        return _side_by_side(t, streams["x"].dtype)
     if wide:
         blocks += -blocks % LINES
     row_cols = parts * blocks * block
@@ -315,8 +338,7 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     # TMA does not clip a copy of one row to global memory at the row's end; it clips several rows.
     least = LINES if not wide else 1 if width == row_cols else 2
     tile = max(tile, least)
-    while not wide and 2 * tile * blocks * block <= _SHORT:
-        tile *= 2
+    tile = _grow(tile, wide, blocks * block)
     while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
         # Narrow tiles keep their rows, because those of the backward pass must not have more.
         if tile > least and (wide or per_sm <= 2):
@@ -326,6 +348,25 @@ def choose_tiling(direction, shape, streams, weights) -> Tiling:
     programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
     slots = min(slots, room)
     return Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
+
+
+def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
+    """Doubles a tile of narrow rows while it is short and divides the rows."""
+    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
+        tile *= 2
+    return tile
+
+
+def _side_by_side(t: Tiling, dtype) -> Tiling:
+    """Puts short rows side by side in a warp until each lane loads a vector of 16 bytes.
+
+    Not if TMA copies them: Mosaic would then swizzle the tiles, which fails for padded rows.
+    """
+    n = 1
+    if t.blocks == 1 and not t.wide:
+        while 2 * n * t.block * dtype.itemsize <= 512 and t.tile % (2 * n * LINES) == 0:
+            n *= 2
+    return t._replace(side_by_side=n)
 
 
 class Ring(NamedTuple):

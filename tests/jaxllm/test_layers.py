@@ -153,7 +153,9 @@ def test_head_layer_norm_normalizes_each_head_separately():
     x = normal(1, 2, 5, 3, 16) * jnp.array([1.0, 100.0, 0.01])[:, None]
     z = x - x.mean(-1, keepdims=True)
     expected = z / jnp.sqrt((z * z).mean(-1, keepdims=True) + 1e-6)
-    close(norm(x), expected * norm.weight[...].reshape(3, 16))
+    gate = normal(2, *x.shape)
+    expected = expected * norm.weight[...].reshape(3, 16) / (1 + jnp.exp(-gate))
+    close(norm(x, gate), expected)
 
 
 def test_attention_with_groups_is_attention_with_repeated_kv_heads():

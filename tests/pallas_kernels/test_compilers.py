@@ -58,6 +58,8 @@ VLSTM = (
         ("attention:0:1", "sm_80", 64, ATTENTION),  # D 128
         ("attention:0:0", "sm_120", 0, ATTENTION),  # D 64
         ("layer_norm:0:0", "sm_80", 0, ("general_layer_norm_backward",)),
+        slow("gated_layer_norm:0:0", "sm_80", 0, ("general_gated_layer_norm_backward",)),
+        slow("gated_layer_norm:0:0", "sm_90", 0, ("gated_layer_norm_backward",)),
         ("decode_attention:0:0", "sm_80", 0, ("general_decode_attention",)),
         ("row_linear:2:0", "sm_80", 0, ("quantized_linear_row",)),
         ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128

@@ -23,6 +23,7 @@ ROWS, WEIGHT = (2, 5, 128), (2, 128)
 CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
     "add_layer_norm": (ops.add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT], []),
+    "gated_layer_norm": (ops.gated_layer_norm, [ROWS, ROWS, WEIGHT], []),
     "rms_norm": (ops.rms_norm, [ROWS, WEIGHT], []),
     "add_rms_norm": (ops.add_rms_norm, [ROWS, ROWS, WEIGHT], []),
     "gelu": (ops.gelu, [ROWS, WEIGHT], []),
