@@ -10,7 +10,7 @@ Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4.  With g = w
 `gated_layer_norm` returns sigmoid(gate) n weight.  With s = sigmoid(gate), its gradients are those
 above for s dy in place of dy, and dgate = g n (1 - s) with g = weight s dy.
 
-Everything is computed in float32.  The variance takes two passes over the row in registers, so
+Everything is computed in float32.  The variance takes two passes over the row in
 registers, so x = 1000 + N(0, 1) stays accurate.  The forward pass saves the mean in two parts and
 r: 12 bytes for each row are cheaper than two more rounds of reductions.  Each direction reads and
 writes every element once.
