@@ -7,7 +7,7 @@ import pytest
 from cases import slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from kernel_checks import assert_error_ratio, check_op, kernels_run_here, normal
+from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch
 from pallas_kernels.losses import fp8_head
@@ -252,7 +252,10 @@ def test_linear_cross_entropy_of_a_vocabulary_in_two_parts():
 
 
 def test_fp8_of_a_vocabulary_in_two_parts():
-    """Scales are powers of 2, so each part rounds as the whole does."""
+    """Scales are powers of 2, so each part rounds as the whole does, but for values in the middle.
+
+    A GPU's tensor cores may add a part in another order.
+    """
     x, weight, labels = normal(0, (64, 64)), normal(1, (256, 64)), labels_for(64, 251, [4])
     op = functools.partial(
         linear_cross_entropy, labels=labels, vocab_size=251, fp8=True, implementation="mosaic"
@@ -263,10 +266,11 @@ def test_fp8_of_a_vocabulary_in_two_parts():
     with kernels_run_here():
         loss, (dx, dw) = jax.block_until_ready(whole(x, weight))
         losses, (dxs, dws) = jax.block_until_ready(parts(x, weight.reshape(2, 128, 64)))
-    np.testing.assert_allclose(losses, [loss, loss], rtol=1e-6)
+    np.testing.assert_allclose(losses, [loss, loss], rtol=1e-4 if ON_GPU else 1e-6)
     error = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)
-    assert error(dxs.sum(0) / 2, dx) < 1e-5
-    assert error(dws.reshape(256, 64) / 2, dw) < 1e-5
+    most = 5e-3 if ON_GPU else 1e-5
+    assert error(dxs.sum(0) / 2, dx) < most
+    assert error(dws.reshape(256, 64) / 2, dw) < most
 
 
 def test_linear_cross_entropy_of_a_part_that_is_all_padding():
