@@ -106,6 +106,10 @@ CASTS = {"fp8_maximum", "quantize_fp8"}
         slow("fp8_linear:0:0", CASTS),
         ("fp8_mlp:0:0", CASTS | {"swiglu_maxima", "swiglu_fp8", "swiglu_backward_fp8"}),
         ("fp8_mlp:1:0", {"quantize_fp8", "gelu_fp8", "gelu_backward_fp8"}),
+        slow(
+            "linear_cross_entropy:1:0",
+            CASTS | {"linear_cross_entropy_statistics", "linear_cross_entropy_gradient_fp8"},
+        ),
     ],
 )
 @pytest.mark.parametrize("gpu", ["sm_89", slow("sm_90"), slow("sm_100")])
