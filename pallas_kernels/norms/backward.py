@@ -20,16 +20,8 @@ from pallas_kernels.norms.forward import (
     name_of,
     row_means,
 )
-from pallas_kernels.norms.tiles import (
-    LINES,
-    Ring,
-    Tiling,
-    choose_general_tiling,
-    choose_tiling,
-    fetch_weights,
-    ring_types,
-    stream,
-)
+from pallas_kernels.norms.ring import Ring, fetch_weights, ring_types, stream
+from pallas_kernels.norms.tiles import LINES, Tiling, choose_general_tiling, choose_tiling
 
 _SUM_COLS = 32  # columns of a block that sums over the programs
 

@@ -12,16 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.activations.elementwise import sigmoid
-from pallas_kernels.norms.tiles import (
-    LINES,
-    Ring,
-    Tiling,
-    choose_general_tiling,
-    choose_tiling,
-    fetch_weights,
-    ring_types,
-    stream,
-)
+from pallas_kernels.norms.ring import Ring, fetch_weights, ring_types, stream
+from pallas_kernels.norms.tiles import LINES, Tiling, choose_general_tiling, choose_tiling
 
 
 class Norm(NamedTuple):

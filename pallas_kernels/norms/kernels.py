@@ -3,7 +3,7 @@
 They read every row once, compute one or two means over it, and write a row of the same width.  The
 backward kernels also sum over all rows for dweight and dbias.  They are bound by memory, so they
 must keep enough copies in flight: blocks are persistent, each takes every `programs`-th tile of
-rows, and `stream` moves several tiles through shared memory at once (tiles.py defines the tiling):
+rows, and `stream` (ring.py) moves several tiles through shared memory at once (tiling: tiles.py):
 
     slot 0   | tile i                 wait for bars[0], compute in place, copy back |
     slot 1   | tile i + programs      arriving on bars[1]                           |
