@@ -92,7 +92,9 @@ def fp8_linear(
 @functools.cache  # once
 def warn_of_flags() -> None:
     if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
-        log.warning("fp8_linear is slow, in bfloat16: set XLA_FLAGS=%s before JAX starts", _FLAG)
+        log.warning(
+            "fp8 matmuls run in bfloat16, slowly: set XLA_FLAGS=%s before JAX starts", _FLAG
+        )
 
 
 def fp8_linear_reference(x, weight, bias=None):

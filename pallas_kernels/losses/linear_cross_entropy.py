@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.float8.linear import fp8_linear_reference
+from pallas_kernels.float8.linear import fp8_linear_reference, warn_of_flags
 from pallas_kernels.float8.quantize import TILE
 from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
@@ -78,7 +78,8 @@ def linear_cross_entropy(
     weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
     The loss is that of the whole; the gradient of x is this part's share, which shard_map sums.
     fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
-    are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.
+    are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
+    needs the flag of XLA that `fp8_linear` needs.
     chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
@@ -105,6 +106,8 @@ def linear_cross_entropy(
         return linear_cross_entropy_reference(
             x, weight, labels, reduction=reduction, scale=scale, **options
         )
+    if fp8:
+        warn_of_flags()
     rows, labels = x.reshape(-1, c), labels.reshape(-1).astype(jnp.int32)
     n = rows.shape[0]
     if chunk is None:
