@@ -66,7 +66,10 @@ class LanguageModel(nnx.Module):
     ):
         width, implementation = config.d_model, config.implementation
         self.config, self.logit_soft_cap = config, logit_soft_cap
-        self.fp8_head = False  # whether the matmuls of `loss` take fp8 operands
+        # Whether the matmuls of `loss` take fp8 operands, and a parameter whose gradient is what
+        # that loses (train/fp8.py).
+        self.fp8_head = False
+        self.probe: nnx.Param | None = None
         self.embedding = Embedding(
             config.vocab_size,
             width,
@@ -190,11 +193,13 @@ class LanguageModel(nnx.Module):
         )
         op = per_device(
             # Each part of the tokens yields one number.
-            lambda x, w, labels, scale: loss(x, w, labels, scale=scale)[None],
-            in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P()),
+            lambda x, w, labels, scale, probe: loss(x, w, labels, scale=scale, probe=probe)[None],
+            in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P(), P()),
             out_specs=P(PARTS),
         )
-        return op(hidden, weight, labels, jnp.asarray(scale)).sum()
+        # The devices' gradients are summed: the mean of their shares.
+        probe = None if self.probe is None else self.probe[...] / math.prod(shape.values())
+        return op(hidden, weight, labels, jnp.asarray(scale), probe).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
         """Operations per token in the forward matmuls without parameters."""

@@ -24,10 +24,13 @@ def measurement(trainer: Trainer) -> Callable[[nnx.State, dict], Shares]:
     """A function (parameters, batch) -> shares of every layer's tensors that fp8 loses.
 
     One forward and backward pass in fp8, whatever train.fp8 says.  Layers that share one matmul
-    (q, k, v) report under the first; those that stay in bfloat16 are left out.
+    (q, k, v) report under the first; those that stay in bfloat16 are left out.  The head is in fp8
+    if train.fp8 is "all".
     """
     model = nnx.eval_shape(lambda: create(trainer.config.model))
     use_fp8(model.blocks, probes=True)
+    if trainer.config.train.fp8 == "all":
+        model.fp8_head, model.probe = True, nnx.data(nnx.Param(jnp.zeros((3, 3))))
     graph, abstract = nnx.split(model, nnx.Param)
     places = [path for path, _ in nnx.to_flat_state(abstract) if path[-1] == "probe"]
 
@@ -47,7 +50,10 @@ def measurement(trainer: Trainer) -> Callable[[nnx.State, dict], Shares]:
     def measure(params, batch):
         with jax.set_mesh(trainer.mesh):
             found = map(np.asarray, gradients(params, batch))
-        named = {".".join(map(str, path[:-1])): g for path, g in zip(places, found, strict=True)}
+        named = {
+            ".".join(map(str, path[:-1])) or "head": g
+            for path, g in zip(places, found, strict=True)
+        }
         return {name: g[:, :-1] for name, g in named.items() if g.any()}
 
     return measure

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.float8.linear import fp8_linear_reference, warn_of_flags
+from pallas_kernels.float8.linear import fp8_linear, fp8_linear_reference, warn_of_flags
 from pallas_kernels.float8.quantize import TILE
 from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
@@ -61,6 +61,7 @@ def linear_cross_entropy(
     scale: Float[Array, ""] | float = 1.0,
     vocab_axis: str | None = None,
     fp8: bool = False,
+    probe: Float[Array, "3 3"] | None = None,
     chunk: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, ""]:
@@ -80,6 +81,7 @@ def linear_cross_entropy(
     fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
+    probe: its gradient is what the casts lose, as in `fp8_linear`; dy is that of the logits.
     chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
@@ -104,23 +106,28 @@ def linear_cross_entropy(
     gpu = "sm_89" if fp8 else "sm_80"
     if not dispatch.use_kernel("linear_cross_entropy", implementation, reason, gpu):
         return linear_cross_entropy_reference(
-            x, weight, labels, reduction=reduction, scale=scale, **options
+            x, weight, labels, reduction=reduction, scale=scale, probe=probe, **options
         )
     if fp8:
         warn_of_flags()
     rows, labels = x.reshape(-1, c), labels.reshape(-1).astype(jnp.int32)
-    n = rows.shape[0]
-    if chunk is None:
-        copies = 4 if weight.dtype == x.dtype else x.dtype.itemsize  # float32 dW, or bf16 W
-        most = max(_LEAST_TOKENS, (_BYTES - weight.size * copies) // (v * x.dtype.itemsize))
-        chunk = mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # chunks of equal size
-    elif fp8:
-        chunk = mosaic.cdiv(chunk, TILE) * TILE
+    chunk = _chunk(rows, weight, v, fp8, chunk)
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
     inside, after = (jnp.float32(1), scale) if x.dtype == jnp.float16 else (scale, 1)
-    loss = _linear_cross_entropy(rows, weight, labels, inside, _Options(**options, chunk=chunk))
+    o = _Options(**options, chunk=chunk)
+    loss = _linear_cross_entropy(rows, weight, labels, inside, probe if fp8 else None, o)
     return _reduce(loss, labels, ignore_index, reduction) * after
+
+
+def _chunk(x, weight, v: int, fp8: bool, asked: int | None) -> int:
+    """Tokens whose logits exist at a time."""
+    if asked is not None:
+        return mosaic.cdiv(asked, TILE) * TILE if fp8 else asked
+    n = x.shape[0]
+    copies = 4 if weight.dtype == x.dtype else x.dtype.itemsize  # float32 dW, or bf16 W
+    most = max(_LEAST_TOKENS, (_BYTES - weight.size * copies) // (v * x.dtype.itemsize))
+    return mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # chunks of equal size
 
 
 def _check(
@@ -163,9 +170,13 @@ def linear_cross_entropy_reference(
     scale=1.0,
     vocab_axis=None,
     fp8=False,
+    probe=None,
 ):
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
-    if fp8:
+    if fp8 and probe is not None:
+        matrix = (weight if transposed else weight.T).astype(x.dtype)
+        z = fp8_linear(x, matrix, probe=probe, implementation="xla")
+    elif fp8:
         z = fp8_linear_reference(x, weight if transposed else weight.T)
     else:
         z = _logits(x, weight.astype(x.dtype), transposed)
@@ -217,10 +228,8 @@ def _local(labels, v, vocab_size, vocab_axis):
     return jnp.where((column >= 0) & (column < valid), column, -1), valid
 
 
-def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
-    """`scale` times the sum of all losses and, if requested, its gradients dx and dW (float32)."""
-    if o.fp8:
-        return _run_fp8(x, weight, labels, scale, o, differentiate)
+def _run(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[Any, Any]:
+    """`scale` times the sum of all losses, and its gradients dx and dW (float32) or None."""
     w = weight.astype(x.dtype)
     v = w.shape[1] if o.transposed else w.shape[0]
     w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
@@ -243,19 +252,24 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool):
             more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
             dw = more if dw is None else dw + more
     if dw is None:  # nor dx
-        return loss
+        return loss, None
     dw = dw[:, :v] if o.transposed else dw[:v]
-    return loss, jnp.concatenate(dx), dw
+    return loss, (jnp.concatenate(dx), dw)
 
 
-def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool):
-    """`_run` with fp8 operands; `scale` multiplies the products (fp8_head.py)."""
+def _run_fp8(
+    x, weight, labels, scale, o: _Options, differentiate: bool, measure: bool
+) -> tuple[Any, Any, Any]:
+    """`_run` with fp8 operands, and what the casts lose if `measure`; see fp8_head.py.
+
+    `scale` multiplies the products and not dz.
+    """
     v = weight.shape[1] if o.transposed else weight.shape[0]
-    table = mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
-    table = fp8_head.cast_table(table, o.transposed)
+    padded = mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
+    table = fp8_head.cast_table(padded, o.transposed)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
     known = mask_by_label(jnp.float32(1), labels, o.vocab_size, o.ignore_index)
-    loss, dx, dw = jnp.float32(0), [], None
+    loss, dx, dw, lost = jnp.float32(0), [], None, []
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_chunk = of(x)
@@ -275,13 +289,18 @@ def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool):
             # No gradient where the label is ignored (known is 0), NaN where it is wrong.
             log_sum = jnp.where(of(known) == 0, jnp.inf, (top + jnp.log(total)) * of(known))
             dz8 = fp8_head.gradient(z, of(local), log_sum, valid, o.softcap)
+            if measure:
+                exact = fp8_head.gradient_reference(z, of(local), log_sum, valid, o.softcap)
+                lost.append((fp8_head.lost(x_chunk, x8), fp8_head.lost(exact, dz8)))
             dx.append(fp8_head.of_input(dz8, table, x.dtype))
             more = fp8_head.of_weight(x8, dz8, scale, o.transposed)
             dw = more if dw is None else dw + more
     if dw is None:  # nor dx
-        return loss * scale
+        return loss * scale, None, None
     dw = dw[:, :v] if o.transposed else dw[:v]
-    return loss * scale, (jnp.concatenate(dx) * scale).astype(x.dtype), dw
+    gradients = (jnp.concatenate(dx) * scale).astype(x.dtype), dw
+    shares = fp8_head.probe_gradient(lost, padded, table, o.transposed) if measure else None
+    return loss * scale, gradients, shares
 
 
 def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[Any, Any]:
@@ -315,21 +334,27 @@ def _loss(top, total, picked, o: _Options):
     return jnp.log(total) - (picked - top)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear_cross_entropy(x, weight, labels, scale, o):
-    return _run(x, weight, labels, scale, o, False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear_cross_entropy(x, weight, labels, scale, probe, o):
+    if o.fp8:
+        return _run_fp8(x, weight, labels, scale, o, False, False)[0]
+    return _run(x, weight, labels, scale, o, False)[0]
 
 
-def _forward(x, weight, labels, scale, o):
-    loss, dx, dw = _run(x, weight, labels, scale, o, True)
-    return loss, (dx, dw, jnp.zeros((), weight.dtype))
+def _forward(x, weight, labels, scale, probe, o):
+    if o.fp8:
+        measure = probe is not None
+        loss, gradients, shares = _run_fp8(x, weight, labels, scale, o, True, measure)
+    else:
+        (loss, gradients), shares = _run(x, weight, labels, scale, o, True), None
+    return loss, (gradients, shares, jnp.zeros((), weight.dtype))
 
 
 def _backward(o, saved, g):
-    dx, dw, like = saved
+    (dx, dw), shares, like = saved
     # All devices of the axis hold the same loss, and each got a share of its gradient.
     g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
-    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None, None
+    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None, None, shares
 
 
 _linear_cross_entropy.defvjp(_forward, _backward)

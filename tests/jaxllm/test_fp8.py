@@ -161,6 +161,14 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_bfloat16(tmp_path):
     assert float(plain["loss"]) == pytest.approx(float(metrics["loss"]), abs=0.02)
 
 
+def test_what_fp8_loses_of_the_head_is_measured_if_it_is_in_fp8():
+    of = trainer("llama3", "all", n_layers=1)
+    shares = fp8.measurement(of)(of.init().params, of.put_batch(next(batches())))
+    assert len(shares) == LAYERS["llama3"] + 1
+    assert shares["head"].shape == (3, 2)
+    assert (shares["head"] < 0.1).all()
+
+
 @pytest.mark.parametrize("kind", ["gpt2", slow("vlstm")])
 def test_what_fp8_loses_is_measured_in_every_layer(kind, tmp_path):
     of = trainer(kind, "none", n_layers=1)
