@@ -145,6 +145,8 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
         graph = step_graph(trainer.config, plain)
         whole = _kept_by_forward(graph, plain, working, batch)[0]
         kept += max(0, whole - kept) // model.n_layers
+    if train.fp8 == "all":
+        logits *= 2  # their gradient has a byte in each order, and does not overwrite them
     return {"activations": kept, "logits": logits}
 
 

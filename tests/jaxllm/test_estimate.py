@@ -58,6 +58,8 @@ def test_kernels_make_logits_in_chunks():
     shape = SHAPE | {"kernels": "mosaic", "vocab_size": 300_000, "n_layers": 1}
     parts = estimate.activation_memory(trainer_of(GPT2Config(**shape), batch_size=128))
     assert 4096 * 300_000 * 2 <= parts["logits"] < 128 * 128 * 300_000 * 2 / 2
+    in_fp8 = trainer_of(GPT2Config(**shape), batch_size=128, fp8="all")
+    assert estimate.activation_memory(in_fp8)["logits"] == 2 * parts["logits"]
 
 
 def test_the_time_is_estimated_if_the_peak_is_known(monkeypatch):
