@@ -75,6 +75,16 @@ def _lower_the_first_case(request, monkeypatch):
 
 
 @pytest.fixture
+def one_block(monkeypatch):
+    """Each head of a norm has one persistent block, which reuses its buffers for all tiles."""
+    from pallas_kernels.norms import tiles
+
+    monkeypatch.setattr(tiles, "SMS", 1)
+    small = {d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in tiles._TILES.items()}
+    monkeypatch.setattr(tiles, "_TILES", small)
+
+
+@pytest.fixture
 def general_kernels(monkeypatch):
     """Ops with two forms run in their general one, on every GPU and in the interpreter."""
     from pallas_kernels import dispatch

@@ -360,7 +360,7 @@ CASES = (
         {"N": 64, "V": 5000},
         reads=("logits", "labels"),
     ),
-    _head("", rate=1),
+    _head(""),
     _head("fp8", rate=2, options={"fp8": True}, gpu="sm_89"),
     _attention("", _shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128)), xla=True),
     _attention("", _shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128))),

@@ -180,19 +180,19 @@ def _linear_backward(kernel, saved, dy):
 
 def times(x: Cast, w: Cast, dtype):
     """x w."""
-    return product(x.values, x.inverse, w.transposed, w.inverse, axes=1, dtype=dtype)
+    return _product(x.values, x.inverse, w.transposed, w.inverse, axes=1, dtype=dtype)
 
 
 def times_weight(dy: Cast, w: Cast, dtype):
     """dy w^T, the gradient of x."""
     high = lax.Precision.HIGHEST
-    return product(dy.values, dy.inverse, w.values, w.inverse, axes=1, dtype=dtype, precision=high)
+    return _product(dy.values, dy.inverse, w.values, w.inverse, axes=1, dtype=dtype, precision=high)
 
 
 def weight_gradient(x: Cast, dy: Cast, dtype):
     """x^T dy."""
     a, b, high = x.transposed, dy.transposed, lax.Precision.HIGHEST
-    return product(a, x.inverse, b, dy.inverse, axes=a.ndim - 1, dtype=dtype, precision=high)
+    return _product(a, x.inverse, b, dy.inverse, axes=a.ndim - 1, dtype=dtype, precision=high)
 
 
 def kept_input(x: Cast) -> Cast:
@@ -205,7 +205,7 @@ def kept_weight(w: Cast) -> Cast:
     return w._replace(transposed=None)
 
 
-def product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
+def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
     """(a a_scale) (b b_scale)^T over the last `axes` axes of both, in dtype.
 
     This is the form that XLA knows as an fp8 matmul, inside jit.  In other dtypes than bfloat16 and

@@ -25,8 +25,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.float8.linear import fp8_linear, fp8_linear_reference, warn_of_flags
-from pallas_kernels.float8.quantize import TILE
+from pallas_kernels.float8.linear import (
+    FORWARD,
+    fp8_linear,
+    fp8_linear_reference,
+    times,
+    times_weight,
+    warn_of_flags,
+    weight_gradient,
+)
+from pallas_kernels.float8.quantize import TILE, cast
+from pallas_kernels.float8.quantize import lost as lost_of
 from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
 from pallas_kernels.losses.kernels import logits_kernel
@@ -266,7 +275,7 @@ def _run_fp8(
     """
     v = weight.shape[1] if o.transposed else weight.shape[0]
     padded = mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
-    table = fp8_head.cast_table(padded, o.transposed)
+    w8 = fp8_head.cast_weight(padded, o.transposed)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
     known = mask_by_label(jnp.float32(1), labels, o.vocab_size, o.ignore_index)
     loss, dx, dw, lost = jnp.float32(0), [], None, []
@@ -275,15 +284,9 @@ def _run_fp8(
         x_chunk = of(x)
         if dw is not None:  # as in `_run`
             x_chunk, dw, dx[-1] = lax.optimization_barrier((x_chunk, dw, dx[-1]))
-        x8 = fp8_head.cast_input(x_chunk)
-        z = fp8_head.logits(x8, table, x.dtype)
-        if o.vocab_axis is None:
-            ones = jnp.ones(of(local).shape, jnp.float32)
-            _, top, total, picked = logits_kernel(
-                z, of(local), ones, real=valid, softcap=o.softcap, write=False
-            )
-        else:
-            top, total, picked, _ = _sums_of_parts(z, of(local), valid, o)
+        x8 = cast(x_chunk, FORWARD, True)
+        z = times(x8, w8, x.dtype)
+        top, total, picked, _ = _sums(z, of(local), valid, o)
         loss += jnp.where(of(known) == 0, 0, _loss(top, total, picked, o) * of(known)).sum()
         if differentiate:
             # No gradient where the label is ignored (known is 0), NaN where it is wrong.
@@ -291,15 +294,19 @@ def _run_fp8(
             dz8 = fp8_head.gradient(z, of(local), log_sum, valid, o.softcap)
             if measure:
                 exact = fp8_head.gradient_reference(z, of(local), log_sum, valid, o.softcap)
-                lost.append((fp8_head.lost(x_chunk, x8), fp8_head.lost(exact, dz8)))
-            dx.append(fp8_head.of_input(dz8, table, x.dtype))
-            more = fp8_head.of_weight(x8, dz8, scale, o.transposed)
+                lost.append((lost_of(x_chunk, x8), lost_of(exact, dz8)))
+            dx.append(times_weight(dz8, w8, x.dtype))
+            # In float32 here, so any factor is exact.
+            dz8 = dz8._replace(inverse=dz8.inverse * scale)
+            more = weight_gradient(*((x8, dz8) if o.transposed else (dz8, x8)), jnp.float32)
             dw = more if dw is None else dw + more
     if dw is None:  # nor dx
         return loss * scale, None, None
     dw = dw[:, :v] if o.transposed else dw[:v]
     gradients = (jnp.concatenate(dx) * scale).astype(x.dtype), dw
-    shares = fp8_head.probe_gradient(lost, padded, table, o.transposed) if measure else None
+    shares = None
+    if measure:
+        shares = fp8_head.probe_gradient(lost, padded if o.transposed else padded.T, w8)
     return loss * scale, gradients, shares
 
 
@@ -309,18 +316,20 @@ def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[A
     if o.vocab_axis is None:
         dz, top, total, picked = kernel(real=valid, write=differentiate)
         return _loss(top, total, picked, o) * scale, dz
-    top, total, picked, own_picked = _sums_of_parts(z, local, valid, o)
+    top, total, picked, own_picked = _sums(z, local, valid, o)
     given = (top, total, own_picked)
     dz = kernel(valid, given, write=True)[0] if differentiate else None
     return _loss(top, total, picked, o) * scale, dz
 
 
-def _sums_of_parts(z, local, valid, o: _Options):
-    """top, total and z[label] of rows whose parts are on the devices of vocab_axis, and ours."""
+def _sums(z, local, valid, o: _Options):
+    """top, total and z[label] of rows, of the devices of vocab_axis together, and our z[label]."""
     ones = jnp.ones(local.shape, jnp.float32)
-    _, own_top, total, own_picked = logits_kernel(
-        z, local, ones, valid, softcap=o.softcap, write=False
-    )
+    kernel = functools.partial(logits_kernel, z, local, ones, softcap=o.softcap, write=False)
+    if o.vocab_axis is None:
+        _, top, total, picked = kernel(real=valid)
+        return top, total, picked, picked
+    _, own_top, total, own_picked = kernel(valid)
     top = lax.pmax(own_top, o.vocab_axis)
     total = total * jnp.exp(own_top - top)
     picked = jnp.where(local >= 0, own_picked, 0)

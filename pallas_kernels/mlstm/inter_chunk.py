@@ -143,10 +143,8 @@ def states(
     over the last two axes are the inner products of the unrounded S with `other`; else None.
     reverse: walks from the last chunk to the first; "before" and "last" refer to that order.
     """
-    blocks = math.prod(decay.shape[:2]) * x.tiles * y.tiles
-    at_once = sms * (
-        2 if weight.shape[-1] == ROWS else 1
-    )  # blocks that fit by registers and shared memory
+    size, blocks = weight.shape[-1], math.prod(decay.shape[:2]) * x.tiles * y.tiles
+    at_once = sms * (2 if size == ROWS else 1)  # blocks that fit by registers and shared memory
     parts = spans(blocks, decay.shape[-1], at_once)
     walk = functools.partial(
         _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate

@@ -155,10 +155,10 @@ def load_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, 
 
 def result(a: Heads, x: Heads, heads: int, like: Heads | None) -> Heads:
     """Shape and dtype of the array of the result, which has the place of `like`, and that place."""
-    shape = (*a.array.shape[:2], heads * x.tiles, a.array.shape[-1])
-    place = Heads(a.array, x.tiles, 0) if like is None else like
-    shape = shape if like is None else like.array.shape
-    return replace(place, array=jax.ShapeDtypeStruct(shape, a.array.dtype))
+    batch, length, _, size = a.array.shape
+    shape = (batch, length, heads * x.tiles, size) if like is None else like.array.shape
+    array = jax.ShapeDtypeStruct(shape, a.array.dtype)
+    return Heads(array, x.tiles, 0) if like is None else replace(like, array=array)
 
 
 def schedule(a: Heads, x: Heads, row, *, mode, normalize, packed, sms) -> Schedule:

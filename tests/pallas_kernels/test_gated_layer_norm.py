@@ -15,14 +15,6 @@ KERNELS = [f"gated_layer_norm_{name}" for name in ("forward", "backward", "backw
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 
-@pytest.fixture
-def one_block(monkeypatch):
-    """Each head has one persistent block, which computes all tiles and reuses its buffers."""
-    monkeypatch.setattr(tiles, "SMS", 1)
-    small = {d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in tiles._TILES.items()}
-    monkeypatch.setattr(tiles, "_TILES", small)
-
-
 def arrays(shape, dtype, per_head=True, scale=2.0):
     x, gate = normal(0, shape, dtype, scale=2, offset=1), normal(3, shape, dtype, scale=scale)
     return x, gate, normal(1, shape[-2:] if per_head else shape[-1:], offset=1)

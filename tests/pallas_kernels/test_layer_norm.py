@@ -5,7 +5,6 @@ import pytest
 from cases import slow
 from kernel_checks import ON_GPU, check_op, kernels_run_here, normal
 
-from pallas_kernels.norms import tiles
 from pallas_kernels.norms.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
@@ -16,14 +15,6 @@ from pallas_kernels.norms.layer_norm import (
 KERNELS = ("layer_norm_forward", "layer_norm_backward", "layer_norm_backward_sum")
 ADD_KERNELS = tuple(f"add_{name}" for name in KERNELS)
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
-
-
-@pytest.fixture
-def one_block(monkeypatch):
-    """Each head has one persistent block, which computes all tiles and reuses its buffers."""
-    monkeypatch.setattr(tiles, "SMS", 1)
-    small = {d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in tiles._TILES.items()}
-    monkeypatch.setattr(tiles, "_TILES", small)
 
 
 def parameters(*shape, dtype=f32):
