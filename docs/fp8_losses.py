@@ -11,17 +11,17 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-# Model and mode; then training losses in bfloat16 and fp8, and validation losses.
-RUN = re.compile(r"^\| `(\w+)`, `(\w+)` \| \d+ \|" + r" ([\d.]+) \|" * 4, re.M)
+# Model, mode and text; then training losses in bfloat16 and fp8, and validation losses.
+RUN = re.compile(r"^\| `(\w+)`, `(\w+)`(, \w+|) \| \d+ \|" + r" ([\d.]+) \|" * 4, re.M)
 COLORS = ("#4477aa", "#ee6677")
 
 
 def main():
     """For each model and mode the differences of all pairs, with their mean and standard error."""
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for model, mode, *losses in RUN.findall((HERE / "fp8.md").read_text()):
+    for model, mode, text, *losses in RUN.findall((HERE / "fp8.md").read_text()):
         t0, t, v0, v = map(float, losses)
-        pairs.setdefault(f"{model}, {mode}", []).append((t - t0, v - v0))
+        pairs.setdefault(f"{model}, {mode}{text}", []).append((t - t0, v - v0))
     with rc_context({"svg.hashsalt": "fp8-losses", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9, 3), layout="constrained")
         both = figure.subplots(1, 2, sharey=True)

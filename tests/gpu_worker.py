@@ -77,8 +77,11 @@ def steps() -> dict[str, tuple[str, int]]:
     return {name(*step): step for step in STEPS.items()}
 
 
-def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
-    """Traces a training step; returns a function that times some steps on random tokens."""
+def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Callable[[], Figures]:
+    """Traces a training step; returns a function that times some steps on random tokens.
+
+    more: further overrides of the configuration.
+    """
     import jax
     import numpy as np
 
@@ -92,6 +95,7 @@ def prepare_step(name: str, dry: bool) -> Callable[[], Figures]:
 
     config, batch = steps()[name]
     overrides = {"train.batch_size": str(2 if dry else batch), "train.grad_accum": "1"}
+    overrides |= more or {}
     if dry:
         overrides |= {f"model.{key}": value for key, value in TINY.items()}
         overrides |= {"train.seq_len": "32"}

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jaxllm.config import load
 from jaxllm.train.process import set_xla_flags
 
-BATCHES = 16  # of the validation data
+BATCHES = 64  # of the validation data
 FORMATS = {"e5m2": "float8_e5m2", "e4m3": "float8_e4m3fn"}
 
 
