@@ -40,22 +40,6 @@ _SLOTS = 1  # buffers of a warpgroup for parts, 24 KB each with 64 rows
 _GROUP = 8  # rows of tiles in a group; blocks work on one group at a time
 
 
-def why_not(x, w_gate, w_up) -> str | None:
-    """Why the kernel does not support x (..., C) and weights (C, F), or None."""
-    for name, w in {"gate": w_gate, "up": w_up}.items():
-        if w.dtype != x.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"x is {x.dtype}, {name} is {w.dtype}, not bfloat16 or float16"
-    c, f = w_gate.shape
-    for name, size, multiple in (
-        ("rows", x.size // max(c, 1), _PART),
-        ("C", c, _STEP),
-        ("F", f, _COLUMNS),
-    ):
-        if size == 0 or size % multiple:
-            return f"{name}={size} is not a positive multiple of {multiple}"
-    return None
-
-
 @functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
 def gated_matmul(x, w_gate, w_up, tile, *, name, sms: int):
     """(gate, up, h), arrays (N, F) of x's dtype; x: (N, C), weights: (C, F).

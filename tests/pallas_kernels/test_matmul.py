@@ -130,7 +130,7 @@ def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypat
 @pytest.mark.parametrize(
     ("n", "c", "f", "dtype", "reason"),
     [
-        (128, 64, 128, "float32", "x is float32, gate is float32, not bfloat16 or float16"),
+        (128, 64, 128, "float32", "weight is float32, inputs are float32, not bfloat16 or float16"),
         (192, 64, 128, "bfloat16", "rows=192 is not a positive multiple of 128"),
         (128, 96, 128, "bfloat16", "C=96 is not a positive multiple of 64"),
         (128, 64, 192, "bfloat16", "F=192 is not a positive multiple of 128"),
