@@ -89,13 +89,15 @@ def swiglu_mlp(
     The kernels need all arrays in bfloat16 or float16 (one dtype), rows and F in multiples of 128
     and C in multiples of 64.  Other calls run two matmuls, named "mlp" for a policy of
     jax.checkpoint, and `swiglu_linear`.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
-    for a call that the kernels do not support.
+    Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
+    implementation="mosaic" for a call that the kernels do not support.
     """
     shapes = (gate.shape, up.shape, down.shape[::-1])
     if gate.ndim != 2 or set(shapes) != {(x.shape[-1], gate.shape[-1])}:
         given = f"x {x.shape}, gate {gate.shape}, up {up.shape} and down {down.shape}"
         raise ValueError(f"{given} do not fit: they must be (..., C), (C, F), (C, F) and (F, C)")
+    for a in (x, gate, up, down):
+        mosaic.stat_dtype(a.dtype)  # raises for integers
     reason = mlp_why_not(x, gate, up, down)
     if dispatch.use_kernel("swiglu_mlp", implementation, reason, "sm_90a"):
         return _swiglu_mlp(x.reshape(-1, x.shape[-1]), gate, up, down).reshape(x.shape)
