@@ -6,9 +6,10 @@ Of XLA's kernels the matmuls write gate and up, and a third reads them again; he
 all three.  It is built as that of matmul_epilogue.py: a persistent block on each SM, whose two
 warpgroups alternate between the matmul of a tile and the epilogue of their previous one.
 
-A tile has `_ROWS` rows of x and 64 columns of each weight.  wgmma computes it transposed, W^T x^T:
-then gate and up are two products with a buffer each, although the weights are stored as (C, F),
-and each is as wide as the tile has rows.  Stores to shared memory transpose the results back.
+A tile has `_ROWS` rows of x and 64 columns of each weight.  wgmma computes it transposed, W^T x^T,
+so each product is as wide as the tile has rows.  x W of both weights in one wgmma would need their
+steps interleaved in one buffer, which TMA cannot do as the weights are stored, (C, F); a wgmma for
+each would be 64 wide and read x more often.  Stores to shared memory transpose the results back.
 
     step s of C      x (rows, 64)  w_gate (64, 64)  w_up (64, 64)   ring of `stages` buffers
     part p of rows   gate, up, h (part, 64)                         `slots` buffers a warpgroup

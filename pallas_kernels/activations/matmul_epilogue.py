@@ -121,7 +121,7 @@ class Schedule(NamedTuple):
     columns: int
     steps: int  # of K
     stages: int  # buffers for steps
-    slots: int  # buffers for chunks of each input
+    slots: int  # buffers for chunks of each input, or for parts of each output
     blocks: int
     group: int  # rows of tiles in a group
 

@@ -197,6 +197,7 @@ def _mlp_backward(saved, dy):
     x, gate, up, hidden = saved
     dg, du, d_down = _linear_backward(hidden, dy)
     d_gate, d_up = (jnp.matmul(x.T, d, preferred_element_type=x.dtype) for d in (dg, du))
+    # XLA's second matmul adds the first one's result.
     return dg @ gate.T + du @ up.T, d_gate, d_up, d_down
 
 
