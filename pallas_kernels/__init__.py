@@ -1,7 +1,7 @@
 """Mosaic GPU kernels for training language models, each with a jnp reference."""
 
 from pallas_kernels.activations.gelu import gelu, gelu_linear
-from pallas_kernels.activations.swiglu import swiglu, swiglu_linear
+from pallas_kernels.activations.swiglu import swiglu, swiglu_linear, swiglu_mlp
 from pallas_kernels.embedding import encoder
 from pallas_kernels.flash_attention.decode import decode_attention
 from pallas_kernels.flash_attention.op import attention
@@ -47,6 +47,7 @@ __all__ = [
     "row_linear",
     "swiglu",
     "swiglu_linear",
+    "swiglu_mlp",
     "vlstm",
     "vlstm_qkv",
     "vlstm_step",

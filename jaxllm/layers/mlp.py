@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, one_device, per_device
-from pallas_kernels import fp8_mlp, gelu, gelu_linear, swiglu, swiglu_linear
+from pallas_kernels import fp8_mlp, gelu, gelu_linear, swiglu, swiglu_linear, swiglu_mlp
 from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
 from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
+from pallas_kernels.activations.swiglu import mlp_why_not
 from pallas_kernels.dispatch import Implementation
 
 HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
@@ -95,13 +96,16 @@ class GatedMLP(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float | None = None,
+        saves_products: bool = False,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
+        """saves_products: the backward pass keeps gate and up, but not the activation's result."""
         linear = partial(Linear, implementation=implementation, rngs=rngs)
         self.gate = linear(d_model, d_ff, std=std)
         self.up = linear(d_model, d_ff, std=std)
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
+        self.saves_products = saves_products
         self.implementation = implementation
 
     def __call__(
@@ -110,11 +114,16 @@ class GatedMLP(nnx.Module):
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
         if self.up.fp8 and one_device():
             return _in_fp8(x, self.up, self.down, gate=self.gate, norm=norm)
+        alone = one_device() and not self.down.generates  # a packed weight has its own kernel
+        # The kernel that multiplies would multiply again for the activation's result.
+        if alone and not self.saves_products:
+            weights = [layer.cast(x) for layer in (self.gate, self.up, self.down)]
+            if mlp_why_not(x, *weights) is None:
+                return swiglu_mlp(x, *weights, implementation=self.implementation)
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
         gate, up = (checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up))
         hidden = gate, up
-        # As above; a packed weight has a kernel of its own.
-        if one_device() and not self.down.generates:
+        if alone:  # as above
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:
                 return swiglu_linear(*hidden, weight, implementation=self.implementation)

@@ -29,7 +29,13 @@ class VLSTMBlock(nnx.Module):
             **weights,
         )
         self.norm_2 = RMSNorm(C, **norm)
-        self.mlp = GatedMLP(C, config.ff_width, implementation=implementation, **weights)
+        self.mlp = GatedMLP(
+            C,
+            config.ff_width,
+            saves_products=config.remat in ("dots", "mlp"),
+            implementation=implementation,
+            **weights,
+        )
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
         if (result := of_row(self, self.vlstm, stream, cache)) is not None:

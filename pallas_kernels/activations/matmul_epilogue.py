@@ -85,7 +85,8 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
     rows, columns, steps = n // _TILE, f // _TILE, k // _STEP
     buffers = max(len(inputs), outputs)
     slots = _SLOTS // buffers
-    s = _Schedule(rows, columns, steps, min(_STAGES, steps), slots, min(sms, rows * columns))
+    blocks = min(sms, rows * columns)
+    s = Schedule(rows, columns, steps, min(_STAGES, steps), slots, blocks, _GROUP)
     smem = lambda count, cols: plgpu.SMEM(
         (count, _TILE, cols), a.dtype, transforms=mosaic.wgmma_tiles(cols, a.dtype)
     )
@@ -113,15 +114,16 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
     return (*results, total.sum(0)) if sums else tuple(results)
 
 
-class _Schedule(NamedTuple):
+class Schedule(NamedTuple):
     """Maps tiles to blocks, and the steps and chunks of tiles to buffers."""
 
     rows: int  # of tiles
     columns: int
     steps: int  # of K
     stages: int  # buffers for steps
-    slots: int  # buffers for chunks of each input
+    slots: int  # buffers for chunks of each input, or for parts of each output
     blocks: int
+    group: int  # rows of tiles in a group
 
     @property
     def chunks(self) -> int:
@@ -144,8 +146,8 @@ class _Schedule(NamedTuple):
         Tiles that run at the same time share rows of a and b in the L2 cache.
         """
         tile = block + jnp.minimum(i, count - 1) * self.blocks
-        above = lax.div(tile, jnp.int32(_GROUP * self.columns)) * _GROUP
-        height = jnp.minimum(_GROUP, self.rows - above)  # the last group may have fewer rows
+        above = lax.div(tile, jnp.int32(self.group * self.columns)) * self.group
+        height = jnp.minimum(self.group, self.rows - above)  # the last group may have fewer rows
         rest = tile - above * self.columns
         return above + lax.rem(rest, height), lax.div(rest, height)
 
@@ -169,7 +171,7 @@ class _Refs(NamedTuple):
     count: Any  # number of this block's tiles
 
 
-def _body(s: _Schedule, tile, *arrays, **scratch):
+def _body(s: Schedule, tile, *arrays, **scratch):
     """A block fills both rings, then its warpgroups alternate over its tiles."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = lax.div(s.rows * s.columns - 1 - block, jnp.int32(s.blocks)) + 1
@@ -180,14 +182,14 @@ def _body(s: _Schedule, tile, *arrays, **scratch):
     def _(j):
         i = 2 * j + wg
         here = s.place(i, block, count)
-        acc = plgpu.ACC((_TILE, _TILE), jnp.float32)
-        product = pl.run_scoped(functools.partial(_multiply, s, refs, i, here), acc)
+        run = functools.partial(multiply, s, refs, _copy_step, _start_step, i, here)
+        (product,) = pl.run_scoped(run, plgpu.ACC((_TILE, _TILE), jnp.float32))
         _epilogue(s, refs, tile, i, here, product)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _fill(s: _Schedule, refs: _Refs):
+def _fill(s: Schedule, refs: _Refs):
     """Starts the first copies into all buffers of both rings."""
     if refs.sums is not None:
         plgpu.barrier_arrive(refs.turn_bars.at[0])
@@ -201,7 +203,7 @@ def _fill(s: _Schedule, refs: _Refs):
                 _copy_chunk(s, refs, i, *s.place(i, refs.block, refs.count), c)
 
 
-def _copy_step(s: _Schedule, refs: _Refs, i, row, column, step):
+def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
     """Starts the copy of one step of a and b of the i-th tile."""
     stage = s.stage(i, step)
     bar = refs.step_bars.at[lax.rem(i, jnp.int32(2)) * s.stages + stage]
@@ -210,7 +212,7 @@ def _copy_step(s: _Schedule, refs: _Refs, i, row, column, step):
         plgpu.copy_gmem_to_smem(ref.at[pl.ds(first * _TILE, _TILE), at], smem.at[stage], bar)
 
 
-def _copy_chunk(s: _Schedule, refs: _Refs, i, row, column, chunk):
+def _copy_chunk(s: Schedule, refs: _Refs, i, row, column, chunk):
     """Starts the copy of one chunk of the inputs of the i-th tile."""
     slot = s.slot(i, chunk)
     bar = refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
@@ -219,20 +221,29 @@ def _copy_chunk(s: _Schedule, refs: _Refs, i, row, column, chunk):
         plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
 
-def _multiply(s: _Schedule, refs: _Refs, i, here, acc):
-    """a b^T of the i-th tile; refills each stage once its wgmma has read it."""
+def _start_step(refs: _Refs, stage, acc):
+    """Starts to add one step of a b^T."""
+    plgpu.wgmma(acc, refs.a_smem.at[stage], refs.b_smem.at[stage].transpose((1, 0)))
+
+
+def multiply(s: Schedule, refs, copy_step, start_step, i, here, *accs):
+    """The products of the i-th tile; refills each stage once its wgmmas have read it.
+
+    copy_step(s, refs, i, row, column, step): starts the copies of a step.
+    start_step(refs, stage, *accs): starts a wgmma of a step for each accumulator.
+    """
     after = s.place(i + 1, refs.block, refs.count)
 
     def multiply_step(step):
         stage = s.stage(i, step)
         plgpu.barrier_wait(refs.step_bars.at[refs.wg * s.stages + stage])
-        plgpu.wgmma(acc, refs.a_smem.at[stage], refs.b_smem.at[stage].transpose((1, 0)))
+        start_step(refs, stage, *accs)
 
     def refill(step):  # loads the step that comes `stages` steps later into this step's buffer
         step += s.stages
         over = lax.convert_element_type(step >= s.steps, jnp.int32)  # 1: in the next tile
         row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
-        copy = lambda: _copy_step(s, refs, i + over, row, column, step - over * s.steps)
+        copy = lambda: copy_step(s, refs, i + over, row, column, step - over * s.steps)
         pl.when(i + over < refs.count)(copy)
 
     multiply_step(0)
@@ -240,15 +251,15 @@ def _multiply(s: _Schedule, refs: _Refs, i, here, acc):
     @pl.loop(1, s.steps)
     def _(step):
         multiply_step(step)
-        plgpu.wgmma_wait(1)
+        plgpu.wgmma_wait(len(accs))
         refill(step - 1)
 
-    product = acc[...]
+    products = [acc[...] for acc in accs]
     refill(jnp.int32(s.steps - 1))
-    return product
+    return products
 
 
-def _epilogue(s: _Schedule, refs: _Refs, tile, i, here, product):
+def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
     """Computes and stores the outputs of the i-th tile, and the column sums of the first output."""
     row, column = here
     row_slice = pl.ds(row * _TILE, _TILE)

@@ -9,15 +9,20 @@ takes 2 reads and 1 write for each element, the backward pass 3 reads and 2 writ
 
 `swiglu_linear` multiplies the result by a weight.  Its backward pass starts with the matmul dy W^T,
 whose result only the kernel above needs, so one kernel does both and never writes dy W^T.
+
+`swiglu_mlp` is the whole layer.  In its forward pass one kernel does both matmuls and the
+activation, and writes gate, up and the result; its backward pass is that of `swiglu_linear`.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations import matmul_epilogue
+from pallas_kernels.activations import gated_matmul, matmul_epilogue
 from pallas_kernels.activations.elementwise import (
     elementwise,
     fast_sigmoid,
@@ -71,6 +76,39 @@ def swiglu_linear(
     return swiglu(gate, up, implementation=implementation) @ weight
 
 
+def swiglu_mlp(
+    x: Float[Array, "*rows C"],
+    gate: Float[Array, "C F"],
+    up: Float[Array, "C F"],
+    down: Float[Array, "F C"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*rows C"]:
+    """swiglu(x gate, x up) down, with kernels for the forward and the backward pass.
+
+    The kernels need all arrays in bfloat16 or float16 (one dtype), rows and F in multiples of 128
+    and C in multiples of 64.  Other calls run two matmuls, named "mlp" for a policy of
+    jax.checkpoint, and `swiglu_linear`.
+    Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
+    implementation="mosaic" for a call that the kernels do not support.
+    """
+    shapes = (gate.shape, up.shape, down.shape[::-1])
+    if gate.ndim != 2 or set(shapes) != {(x.shape[-1], gate.shape[-1])}:
+        given = f"x {x.shape}, gate {gate.shape}, up {up.shape} and down {down.shape}"
+        raise ValueError(f"{given} do not fit: they must be (..., C), (C, F), (C, F) and (F, C)")
+    for a in (x, gate, up, down):
+        mosaic.stat_dtype(a.dtype)  # raises for integers
+    reason = mlp_why_not(x, gate, up, down)
+    if dispatch.use_kernel("swiglu_mlp", implementation, reason, "sm_90a"):
+        return _swiglu_mlp(x.reshape(-1, x.shape[-1]), gate, up, down).reshape(x.shape)
+    g, u = (checkpoint_name(x @ w, "mlp") for w in (gate, up))
+    return swiglu_linear(g, u, down, implementation=implementation)
+
+
+def swiglu_mlp_reference(x, gate, up, down):
+    return swiglu_linear_reference(x @ gate, x @ up, down)
+
+
 def swiglu_linear_reference(gate, up, weight):
     return swiglu_reference(gate, up) @ weight
 
@@ -79,7 +117,7 @@ def swiglu_reference(gate, up):
     """The formula in jnp, in float32 (float64 for float64)."""
     dtype = mosaic.stat_dtype(gate.dtype)
     y = jax.nn.silu(gate.astype(dtype)) * up.astype(dtype)
-    return y.astype(jax.numpy.promote_types(gate.dtype, up.dtype))
+    return y.astype(jnp.promote_types(gate.dtype, up.dtype))
 
 
 def why_not(gate, up) -> str | None:
@@ -90,6 +128,15 @@ def why_not(gate, up) -> str | None:
 def linear_why_not(gate, up, weight) -> str | None:
     """Why the kernel of `swiglu_linear` does not support this call, or None."""
     return matmul_epilogue.linear_why_not(weight, gate, up) or why_not(gate, up)
+
+
+def mlp_why_not(x, gate, up, down) -> str | None:
+    """Why the kernels of `swiglu_mlp` do not support this call, or None."""
+    for name, weight in {"gate": gate, "up": up}.items():
+        if weight.dtype != x.dtype:
+            return f"x is {x.dtype} but {name} is {weight.dtype}"
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[-1]), x.dtype)
+    return linear_why_not(hidden, hidden, down)
 
 
 def forward_tile(gate, up):
@@ -133,3 +180,25 @@ def _linear_backward(saved, dy):
 
 
 _swiglu_linear.defvjp(_linear_forward, _linear_backward)
+
+
+@jax.custom_vjp
+def _swiglu_mlp(x, gate, up, down):
+    return _mlp_forward(x, gate, up, down)[0]
+
+
+def _mlp_forward(x, gate, up, down):
+    options = dict(name="swiglu_mlp_forward", sms=mosaic.sm_count())
+    g, u, h = gated_matmul.gated_matmul(x, gate, up, forward_tile, **options)
+    return h @ down, (x, gate, up, (g, u, down, h))
+
+
+def _mlp_backward(saved, dy):
+    x, gate, up, hidden = saved
+    dg, du, d_down = _linear_backward(hidden, dy)
+    d_gate, d_up = (jnp.matmul(x.T, d, preferred_element_type=x.dtype) for d in (dg, du))
+    # XLA's second matmul adds the first one's result.
+    return dg @ gate.T + du @ up.T, d_gate, d_up, d_down
+
+
+_swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)

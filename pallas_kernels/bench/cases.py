@@ -343,6 +343,16 @@ CASES = (
     Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),
     Case("swiglu", {"gate": _X, "up": _X}, _GATED, {"N": 64, "C": 1024}, reads=("gate", "up")),
     _linear("swiglu_linear", {"gate": _WIDE, "up": _WIDE}, (32768, 2048, 768), (8192, 8192, 2048)),
+    Case(
+        "swiglu_mlp",
+        {"x": _X, "gate": A("C F"), "up": A("C F"), "down": A("F C")},
+        _shapes("N C F", (32768, 768, 2048), (8192, 2048, 8192), (8192, 4096, 14336)),
+        {"N": 128, "C": 64, "F": 256},
+        reads=("x", "gate", "up", "down"),
+        flops=lambda n: 6 * n["N"] * n["C"] * n["F"],
+        backward=2,
+        gpu="sm_90a",
+    ),
     _linear("gelu_linear", {"x": _WIDE, "bias": A("F", "float32")}, (32768, 3072, 768)),
     Case(
         "rope",

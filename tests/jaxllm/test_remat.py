@@ -104,10 +104,9 @@ def test_a_block_saves_the_same_on_a_mesh():
             assert found == mixing + whole(F)
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernel"), [("llama3", "attention_forward"), ("vlstm", "vlstm_forward")]
-)
-def test_only_block_runs_the_forward_kernel_of_the_mixing_again(kind, kernel):
+def launches(kind, kernel):
+    """How often a block runs the kernel, forward and backward, for each value of model.remat."""
+
     # Equations are counted, not names in the text, which shows a shared function once.
     def calls(remat):
         run, arguments = block_of(make(kind, kernels="mosaic", remat=remat))
@@ -115,7 +114,20 @@ def test_only_block_runs_the_forward_kernel_of_the_mixing_again(kind, kernel):
         traced = jax.make_jaxpr(jax.value_and_grad(loss))(*arguments)
         return sum(k.launches for k in _kernels(traced.jaxpr) if k.name == kernel)
 
-    assert [calls(remat) for remat in ("none", *CHOICES)] == [1, 1, 1, 1, 2]
+    return [calls(remat) for remat in ("none", *CHOICES)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel"), [("llama3", "attention_forward"), ("vlstm", "vlstm_forward")]
+)
+def test_only_block_runs_the_forward_kernel_of_the_mixing_again(kind, kernel):
+    assert launches(kind, kernel) == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["llama3", slow("vlstm")])
+def test_the_kernel_of_gate_and_up_does_not_multiply_again_where_these_are_saved(kind):
+    assert launches(kind, "swiglu_mlp_forward") == [1, 0, 0, 2, 2]
+    assert launches(kind, "swiglu_forward") == [0, 2, 2, 0, 0]
 
 
 @pytest.mark.parametrize("kernels", ["xla", "mosaic"])

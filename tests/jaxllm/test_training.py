@@ -103,7 +103,7 @@ KERNELS = {
     "gpt2": """layer_norm_forward layer_norm_backward add_layer_norm_forward add_layer_norm_backward
     gelu_linear_backward""",
     "llama3": """rms_norm_forward rms_norm_backward add_rms_norm_forward add_rms_norm_backward
-    swiglu_forward swiglu_linear_backward rope_forward rope_backward""",
+    swiglu_mlp_forward swiglu_linear_backward rope_forward rope_backward""",
 }
 
 

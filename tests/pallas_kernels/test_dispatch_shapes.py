@@ -21,6 +21,7 @@ from pallas_kernels import (
     rope,
     swiglu,
     swiglu_linear,
+    swiglu_mlp,
     vlstm,
 )
 from pallas_kernels.bench import run
@@ -46,6 +47,7 @@ ARRAYS = {  # shapes that the kernels of these ops do not support
     "gelu_linear": (gelu_linear, [(128, 704), (704,), (704, 64)]),
     "swiglu": (swiglu, [(0, 128), (0, 128)]),
     "swiglu_linear": (swiglu_linear, [(128, 704), (128, 704), (704, 64)]),
+    "swiglu_mlp": (swiglu_mlp, [(128, 64), *[(64, 704)] * 2, (704, 64)]),
     "layer_norm": (layer_norm, [(2, 9000)]),
     "add_rms_norm": (add_rms_norm, [(2, 9000), (2, 9000)]),
     "attention": (attention, [(1, 8, 1, 260)] * 3),

@@ -1,15 +1,25 @@
-"""The kernel of the backward passes of swiglu_linear and gelu_linear."""
+"""The kernels of swiglu_mlp, and of the backward passes of swiglu_linear and gelu_linear."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
-from kernel_checks import check_op, names_in, normal
+from kernel_checks import check_op, kernels_run_here, names_in, normal
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.activations import gated_matmul
 from pallas_kernels.activations.gelu import gelu_linear, gelu_linear_reference
-from pallas_kernels.activations.swiglu import swiglu_linear, swiglu_linear_reference
+from pallas_kernels.activations.swiglu import (
+    forward_tile,
+    swiglu_linear,
+    swiglu_linear_reference,
+    swiglu_mlp,
+    swiglu_mlp_reference,
+    swiglu_reference,
+)
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
 SWIGLU = ("swiglu_forward", "swiglu_linear_backward")
@@ -41,6 +51,41 @@ def test_gelu_linear_matches_float64(n, c, f, dtype):
     x, bias = normal(0, (2, n // 2, f), dtype, scale=2), normal(1, (f,))
     weight = normal(2, (f, c), dtype, scale=f**-0.5)
     check_op(gelu_linear, gelu_linear_reference, x, bias, weight, kernels=GELU[dtype])
+
+
+# C = 448 is more steps than buffers.
+@pytest.mark.parametrize(
+    ("n", "c", "f", "dtype"),
+    [(384, 448, 128, BF16), slow(1152, 64, 256, BF16), (128, 64, 256, FP16)],
+)
+def test_swiglu_mlp_matches_float64(n, c, f, dtype):
+    x, gate, up, down = mlp_arrays(n, c, f, dtype)
+    kernels = ("swiglu_mlp_forward", "swiglu_linear_backward")
+    x = x.reshape(2, n // 2, c)
+    check_op(swiglu_mlp, swiglu_mlp_reference, x, gate, up, down, kernels=kernels)
+
+
+def mlp_arrays(n, c, f, dtype):
+    scales = (1, 2 * c**-0.5, c**-0.5, f**-0.5)
+    shapes = (n, c), (c, f), (c, f), (f, c)
+    pairs = enumerate(zip(shapes, scales, strict=True))
+    return [normal(i, shape, dtype, scale=scale) for i, (shape, scale) in pairs]
+
+
+def test_the_forward_kernel_activates_the_products_that_it_stores():
+    """The backward pass starts from these."""
+    x, gate, up, _ = mlp_arrays(256, 128, 128, BF16)
+    with kernels_run_here():
+        run = functools.partial(gated_matmul.gated_matmul, name="swiglu_mlp_forward", sms=2)
+        g, u, h = jax.device_get(jax.jit(run, static_argnums=3)(x, gate, up, forward_tile))
+    for stored, weight in (g, gate), (u, up):
+        np.testing.assert_allclose(
+            *(y.astype(np.float32) for y in (stored, x @ weight)), rtol=2**-7, atol=1e-5
+        )
+    expected = np.asarray(swiglu_reference(g, u)).astype(np.float32)
+    np.testing.assert_allclose(h.astype(np.float32), expected, rtol=2**-7, atol=1e-30)
+    # From products that are not rounded, it would differ in many places by a rounding.
+    assert np.mean(h.astype(np.float32) == expected) > 0.99
 
 
 @pytest.mark.parametrize("extreme", [1e30, slow(1e4), slow(90.0)])
@@ -82,10 +127,42 @@ def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypat
     np.testing.assert_array_equal(y, swiglu_linear_reference(x, x, weight))
 
 
+@pytest.mark.parametrize(
+    ("n", "c", "f", "dtype", "reason"),
+    [
+        (128, 64, 128, "float32", "weight is float32, inputs are float32, not bfloat16 or float16"),
+        (192, 64, 128, "bfloat16", "rows=192 is not a positive multiple of 128"),
+        (128, 96, 128, "bfloat16", "C=96 is not a positive multiple of 64"),
+        (128, 64, 192, "bfloat16", "F=192 is not a positive multiple of 128"),
+    ],
+)
+def test_a_layer_that_the_kernels_cannot_take(n, c, f, dtype, reason):
+    arrays = mlp_arrays(n, c, f, dtype)
+    with pytest.raises(NotImplementedError, match=rf"^swiglu_mlp has no .*: {reason}$"):
+        swiglu_mlp(*arrays, implementation="mosaic")
+    y = swiglu_mlp(*arrays, implementation="xla")
+    np.testing.assert_array_equal(y, swiglu_mlp_reference(*arrays))
+
+
+def test_the_products_have_a_name_where_xla_multiplies():
+    """So that a policy of jax.checkpoint can save them, and h be computed again."""
+    x, gate, up, down = mlp_arrays(128, 64, 128, BF16)
+    text = str(jax.make_jaxpr(lambda *a: swiglu_mlp(*a, implementation="xla"))(x, gate, up, down))
+    assert text.count("name=mlp") == 2
+
+
 def test_elements_that_the_forward_kernel_cannot_count():
     x, weight = jax.ShapeDtypeStruct((2**15, 2**16), BF16), jax.ShapeDtypeStruct((2**16, 64), BF16)
     with pytest.raises(NotImplementedError, match="more than 2147483647"):
         jax.eval_shape(lambda x, w: swiglu_linear(x, x, w, implementation="mosaic"), x, weight)
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_weights_that_do_not_fit_are_an_error(wrong):
+    shapes = [(2, 64), (64, 128), (64, 128), (128, 64)]
+    shapes[wrong] = (128, 96)
+    with pytest.raises(ValueError, match=r"\(128, 96\).* do not fit"):
+        swiglu_mlp(*map(jnp.ones, shapes))
 
 
 @pytest.mark.parametrize("f", [64, 256])

@@ -29,6 +29,12 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
     "gelu": (ops.gelu, [ROWS, WEIGHT], []),
     "swiglu": (ops.swiglu, [ROWS, ROWS], []),
     "swiglu_linear": (ops.swiglu_linear, [*[(2, 128, 128)] * 2, (2, 128, 64)], [], BF16),
+    "swiglu_mlp": (
+        ops.swiglu_mlp,
+        [(2, 128, 64), *[(2, 64, 128)] * 2, (2, 128, 64)],
+        [],
+        BF16,
+    ),
     "gelu_linear": (ops.gelu_linear, [(2, 128, 128), (2, 128), (2, 128, 64)], [], BF16),
     "rope": (
         lambda q, k, **o: ops.rope(q, k, jnp.arange(9), **o),
