@@ -1,6 +1,6 @@
 """Mosaic GPU kernels for training language models, each with a jnp reference."""
 
-from pallas_kernels.activations.gelu import gelu, gelu_linear
+from pallas_kernels.activations.gelu import gelu, gelu_linear, gelu_mlp
 from pallas_kernels.activations.swiglu import swiglu, swiglu_linear, swiglu_mlp
 from pallas_kernels.embedding import encoder
 from pallas_kernels.flash_attention.decode import decode_attention
@@ -37,6 +37,7 @@ __all__ = [
     "gated_layer_norm",
     "gelu",
     "gelu_linear",
+    "gelu_mlp",
     "layer_norm",
     "linear_cross_entropy",
     "quantize",

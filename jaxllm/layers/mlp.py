@@ -10,10 +10,19 @@ from jaxtyping import Array, Float
 from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, one_device, per_device
-from pallas_kernels import fp8_mlp, gelu, gelu_linear, swiglu, swiglu_linear, swiglu_mlp
+from pallas_kernels import (
+    fp8_mlp,
+    gelu,
+    gelu_linear,
+    gelu_mlp,
+    swiglu,
+    swiglu_linear,
+    swiglu_mlp,
+)
 from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
+from pallas_kernels.activations.gelu import mlp_why_not as gelu_mlp_why_not
 from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
-from pallas_kernels.activations.swiglu import mlp_why_not
+from pallas_kernels.activations.swiglu import mlp_why_not as swiglu_mlp_why_not
 from pallas_kernels.dispatch import Implementation
 
 HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
@@ -29,12 +38,15 @@ class MLP(nnx.Module):
         *,
         std: float = 0.02,
         out_std: float | None = None,
+        saves_products: bool = False,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
+        """saves_products: the backward pass keeps the product of `up`, but not GELU of it."""
         linear = partial(Linear, bias=True, implementation=implementation, rngs=rngs)
         self.up = linear(d_model, d_ff, std=std)
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
+        self.saves_products = saves_products
         self.implementation = implementation
 
     def __call__(
@@ -58,12 +70,19 @@ class MLP(nnx.Module):
             # The op adds the bias, because its backward pass yields the bias gradient for free.
             bias = self.up.bias
             assert bias is not None
+            alone = one_device()  # on several jit must sum the gradient of `down`
+            # The kernel that multiplies would multiply again for the activation's result.
+            if alone and not self.saves_products:
+                arrays = x, self.up.cast(x), bias[...], self.down.cast(x)
+                if gelu_mlp_why_not(*arrays) is None:
+                    y = gelu_mlp(*arrays, implementation=self.implementation)
+                    return self.down.plus_bias(y) if add_bias else y
             hidden = self.up(x, add_bias=False, norm=norm), bias[...]
             if self.up.fp8:
                 # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which
                 # its own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
                 hidden = jax.lax.optimization_barrier(hidden[0]), hidden[1]
-            if one_device():  # on several jit must sum the gradient of `down`
+            if alone:
                 weight = self.down.cast(x)
                 # Where the fused kernel does not apply, that of the activation alone may.
                 if gelu_why_not(*hidden, weight) is None:
@@ -115,15 +134,14 @@ class GatedMLP(nnx.Module):
         if self.up.fp8 and one_device():
             return _in_fp8(x, self.up, self.down, gate=self.gate, norm=norm)
         alone = one_device() and not self.down.generates  # a packed weight has its own kernel
-        # The kernel that multiplies would multiply again for the activation's result.
-        if alone and not self.saves_products:
+        if alone and not self.saves_products:  # as above
             weights = [layer.cast(x) for layer in (self.gate, self.up, self.down)]
-            if mlp_why_not(x, *weights) is None:
+            if swiglu_mlp_why_not(x, *weights) is None:
                 return swiglu_mlp(x, *weights, implementation=self.implementation)
         # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
         gate, up = (checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up))
         hidden = gate, up
-        if alone:  # as above
+        if alone:
             weight = self.down.cast(x)
             if swiglu_why_not(*hidden, weight) is None:
                 return swiglu_linear(*hidden, weight, implementation=self.implementation)

@@ -29,7 +29,13 @@ class GPT2Block(nnx.Module):
             **weights,
         )
         self.norm_2 = LayerNorm(C, **norm)
-        self.mlp = MLP(C, config.ff_width, implementation=implementation, **weights)
+        self.mlp = MLP(
+            C,
+            config.ff_width,
+            saves_products=config.remat in ("dots", "mlp"),
+            implementation=implementation,
+            **weights,
+        )
 
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
         if (result := of_row(self, self.attention, stream, cache)) is not None:

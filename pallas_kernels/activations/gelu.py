@@ -15,6 +15,9 @@ of the bias, while dx is in registers; XLA would read dx again, for a third of t
 
 `gelu_linear` multiplies the result by a weight.  Its backward pass starts with the matmul dy W^T,
 whose result only the kernel above needs, so one kernel does both and never writes dy W^T.
+
+`gelu_mlp` is the whole layer.  Its forward pass is one kernel, too, which computes while it
+multiplies; cuBLASLt multiplies first.  Its backward pass is that of `gelu_linear`.
 """
 
 import functools
@@ -30,6 +33,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
+from pallas_kernels.activations.activated_matmul import activated_matmul
 from pallas_kernels.activations.elementwise import (
     elementwise,
     fast_sigmoid,
@@ -89,6 +93,35 @@ def gelu_linear(
     return gelu(x, bias, implementation=implementation) @ weight
 
 
+def gelu_mlp(
+    x: Float[Array, "*rows C"],
+    up: Float[Array, "C F"],
+    bias: Float[Array, " F"],
+    down: Float[Array, "F C"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*rows C"]:
+    """gelu(x up + bias) down, with kernels for the forward and the backward pass.
+
+    The kernels need x, up and down in bfloat16 or float16 (one dtype), rows and F in multiples of
+    128 and C in multiples of 64.  Other calls run a matmul and `gelu_linear`.
+    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
+    for a call that the kernels do not support.
+    """
+    c, f = x.shape[-1], bias.shape[-1]
+    if (up.shape, bias.shape, down.shape) != ((c, f), (f,), (f, c)):
+        given = f"x {x.shape}, up {up.shape}, bias {bias.shape} and down {down.shape}"
+        raise ValueError(f"{given} do not fit: they must be (..., C), (C, F), (F,) and (F, C)")
+    reason = mlp_why_not(x, up, bias, down)
+    if dispatch.use_kernel("gelu_mlp", implementation, reason, "sm_90a"):
+        return _gelu_mlp(x.reshape(-1, c), up, bias, down).reshape(x.shape)
+    return gelu_linear(x @ up, bias, down, implementation=implementation)
+
+
+def gelu_mlp_reference(x, up, bias, down):
+    return gelu_linear_reference(x @ up, bias, down)
+
+
 def gelu_linear_reference(x, bias, weight):
     return gelu_reference(x, bias) @ weight
 
@@ -115,6 +148,14 @@ def why_not(x, bias=None) -> str | None:
 def linear_why_not(x, bias, weight) -> str | None:
     """Why the kernel of `gelu_linear` does not support this call, or None."""
     return matmul_epilogue.linear_why_not(weight, x) or why_not(x, bias)
+
+
+def mlp_why_not(x, up, bias, down) -> str | None:
+    """Why the kernels of `gelu_mlp` do not support this call, or None."""
+    if up.dtype != x.dtype:
+        return f"x is {x.dtype} but up is {up.dtype}"
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], bias.shape[-1]), x.dtype)
+    return linear_why_not(hidden, bias, down)
 
 
 def forward_tile(x):
@@ -262,3 +303,25 @@ def _linear_backward(saved, dy):
 
 
 _gelu_linear.defvjp(_linear_forward, _linear_backward)
+
+
+# ---- and the matmul before it ----------------------------------------------------------------
+
+@jax.custom_vjp
+def _gelu_mlp(x, up, bias, down):
+    return _mlp_forward(x, up, bias, down)[0]
+
+
+def _mlp_forward(x, up, bias, down):
+    options = dict(name="gelu_mlp_forward", sms=mosaic.sm_count())
+    z, h = activated_matmul(x, (up,), bias, forward_tile, **options)
+    return h @ down, (x, up, (z, jnp.zeros((), bias.dtype), down, h))
+
+
+def _mlp_backward(saved, dy):
+    x, up, hidden = saved
+    dz, d_bias, d_down = _linear_backward(hidden, dy)
+    return dz @ up.T, jnp.matmul(x.T, dz, preferred_element_type=x.dtype), d_bias, d_down
+
+
+_gelu_mlp.defvjp(_mlp_forward, _mlp_backward)

@@ -22,7 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations import gated_matmul, matmul_epilogue
+from pallas_kernels.activations import matmul_epilogue
+from pallas_kernels.activations.activated_matmul import activated_matmul
 from pallas_kernels.activations.elementwise import (
     elementwise,
     fast_sigmoid,
@@ -189,7 +190,7 @@ def _swiglu_mlp(x, gate, up, down):
 
 def _mlp_forward(x, gate, up, down):
     options = dict(name="swiglu_mlp_forward", sms=mosaic.sm_count())
-    g, u, h = gated_matmul.gated_matmul(x, gate, up, forward_tile, **options)
+    g, u, h = activated_matmul(x, (gate, up), None, forward_tile, **options)
     return h @ down, (x, gate, up, (g, u, down, h))
 
 

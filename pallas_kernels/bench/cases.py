@@ -104,6 +104,21 @@ def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
     )
 
 
+def _mlp(op: str, arrays: dict[str, A], *sizes) -> Case:
+    """A feed-forward layer: x (N, C), weights (C, F), a bias perhaps, and down (F, C)."""
+    weights = sum(x.axes == "C F" for x in arrays.values())
+    return Case(
+        op,
+        {"x": _X, **arrays, "down": A("F C")},
+        _shapes("N C F", *sizes),
+        {"N": 128, "C": 64, "F": 256},
+        reads=("x", *arrays, "down"),
+        flops=lambda n: 2 * (weights + 1) * n["N"] * n["C"] * n["F"],
+        backward=2,
+        gpu="sm_90a",
+    )
+
+
 def _attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options) -> Case:
     """pairs: the number of pairs of a query and a key that it sees, from the sizes."""
     arrays = {"q": A("B T H D"), "k": A("B T K D"), "v": A("B T K D")}
@@ -343,16 +358,12 @@ CASES = (
     Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),
     Case("swiglu", {"gate": _X, "up": _X}, _GATED, {"N": 64, "C": 1024}, reads=("gate", "up")),
     _linear("swiglu_linear", {"gate": _WIDE, "up": _WIDE}, (32768, 2048, 768), (8192, 8192, 2048)),
-    Case(
+    _mlp(
         "swiglu_mlp",
-        {"x": _X, "gate": A("C F"), "up": A("C F"), "down": A("F C")},
-        _shapes("N C F", (32768, 768, 2048), (8192, 2048, 8192), (8192, 4096, 14336)),
-        {"N": 128, "C": 64, "F": 256},
-        reads=("x", "gate", "up", "down"),
-        flops=lambda n: 6 * n["N"] * n["C"] * n["F"],
-        backward=2,
-        gpu="sm_90a",
+        {"gate": A("C F"), "up": A("C F")},
+        *((32768, 768, 2048), (8192, 2048, 8192), (8192, 4096, 14336)),
     ),
+    _mlp("gelu_mlp", {"up": A("C F"), "bias": A("F", "float32")}, (32768, 768, 3072)),
     _linear("gelu_linear", {"x": _WIDE, "bias": A("F", "float32")}, (32768, 3072, 768)),
     Case(
         "rope",

@@ -16,6 +16,7 @@ from pallas_kernels import (
     encoder,
     gelu,
     gelu_linear,
+    gelu_mlp,
     layer_norm,
     rms_norm,
     rope,
@@ -44,6 +45,7 @@ def capable(monkeypatch):
 
 ARRAYS = {  # shapes that the kernels of these ops do not support
     "gelu": (gelu, [(128, 192), (192,)]),
+    "gelu_mlp": (gelu_mlp, [(128, 64), (64, 704), (704,), (704, 64)]),
     "gelu_linear": (gelu_linear, [(128, 704), (704,), (704, 64)]),
     "swiglu": (swiglu, [(0, 128), (0, 128)]),
     "swiglu_linear": (swiglu_linear, [(128, 704), (128, 704), (704, 64)]),

@@ -10,8 +10,15 @@ from cases import slow
 from kernel_checks import check_op, kernels_run_here, names_in, normal
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations import gated_matmul
-from pallas_kernels.activations.gelu import gelu_linear, gelu_linear_reference
+from pallas_kernels.activations.activated_matmul import activated_matmul
+from pallas_kernels.activations.gelu import forward_tile as gelu_tile
+from pallas_kernels.activations.gelu import (
+    gelu_linear,
+    gelu_linear_reference,
+    gelu_mlp,
+    gelu_mlp_reference,
+    gelu_reference,
+)
 from pallas_kernels.activations.swiglu import (
     forward_tile,
     swiglu_linear,
@@ -72,12 +79,39 @@ def mlp_arrays(n, c, f, dtype):
     return [normal(i, shape, dtype, scale=scale) for i, (shape, scale) in pairs]
 
 
+@pytest.mark.parametrize(
+    ("n", "c", "f", "dtype"),
+    [(384, 448, 128, BF16), slow(1152, 64, 256, BF16), (128, 64, 256, FP16)],
+)
+def test_gelu_mlp_matches_float64(n, c, f, dtype):
+    x, up, _, down = mlp_arrays(n, c, f, dtype)
+    bias = normal(4, f, scale=0.1)
+    kernels = ("gelu_mlp_forward", "gelu_linear_backward")
+    x = x.reshape(2, n // 2, c)
+    check_op(gelu_mlp, gelu_mlp_reference, x, up, bias, down, kernels=kernels)
+
+
+def test_the_forward_kernel_of_one_weight_activates_what_it_stores():
+    x, up, _, _ = mlp_arrays(256, 128, 256, BF16)
+    bias = normal(4, 256)
+    with kernels_run_here():
+        run = functools.partial(activated_matmul, name="gelu_mlp_forward", sms=2)
+        z, h = jax.device_get(jax.jit(run, static_argnums=3)(x, (up,), bias, gelu_tile))
+    exact = x.astype(np.float32) @ up.astype(np.float32) + bias
+    np.testing.assert_allclose(z.astype(np.float32), exact, rtol=2**-7, atol=1e-5)
+    with jax.enable_x64(True):
+        expected = gelu_reference(jnp.asarray(z, jnp.float64)).astype(BF16).astype(np.float32)
+    np.testing.assert_allclose(h.astype(np.float32), expected, rtol=2**-7, atol=1e-6)
+    assert np.mean(h.astype(np.float32) == expected) > 0.99
+
+
 def test_the_forward_kernel_activates_the_products_that_it_stores():
     """The backward pass starts from these."""
     x, gate, up, _ = mlp_arrays(256, 128, 128, BF16)
     with kernels_run_here():
-        run = functools.partial(gated_matmul.gated_matmul, name="swiglu_mlp_forward", sms=2)
-        g, u, h = jax.device_get(jax.jit(run, static_argnums=3)(x, gate, up, forward_tile))
+        run = functools.partial(activated_matmul, name="swiglu_mlp_forward", sms=2)
+        arrays = x, (gate, up), None
+        g, u, h = jax.device_get(jax.jit(run, static_argnums=3)(*arrays, forward_tile))
     for stored, weight in (g, gate), (u, up):
         np.testing.assert_allclose(
             *(y.astype(np.float32) for y in (stored, x @ weight)), rtol=2**-7, atol=1e-5

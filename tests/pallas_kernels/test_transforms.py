@@ -35,6 +35,7 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "gelu_mlp": (ops.gelu_mlp, [(2, 128, 64), (2, 64, 128), (2, 128), (2, 128, 64)], [], BF16),
     "gelu_linear": (ops.gelu_linear, [(2, 128, 128), (2, 128), (2, 128, 64)], [], BF16),
     "rope": (
         lambda q, k, **o: ops.rope(q, k, jnp.arange(9), **o),
