@@ -8,11 +8,11 @@ three.  cuBLASLt has an epilogue for GELU, during which its tensor core waits.  
 as that of matmul_epilogue.py: a persistent block on each SM, whose two warpgroups alternate between
 the matmul of a tile and the epilogue of their previous one.
 
-A tile has `_ROWS` rows of x and 64 columns of each weight, or 128 of the only one.  wgmma computes
-its two products of 64 columns transposed, W^T x^T, so each is as wide as the tile has rows.  x W of
-both weights in one wgmma would need their steps interleaved in one buffer, which TMA cannot do as
-the weights are stored, (C, F); a wgmma for each would be 64 wide and read x more often.  Stores to
-shared memory transpose the results back.
+A tile has 128 or 192 rows of x and 64 columns of each weight, or 128 of the only one.  wgmma
+computes its two products of 64 columns transposed, W^T x^T, so each is as wide as the tile has
+rows.  x W of both weights in one wgmma would need their steps interleaved in one buffer, which TMA
+cannot do as the weights are stored, (C, F); a wgmma for each would be 64 wide and read x more
+often.  Stores to shared memory transpose the results back.
 
     step s of C      x (rows, 64)   two of weights (64, 64)      ring of `stages` buffers
     part p of rows   gate, up, h, or z, z, h, h (part, 64)       `slots` buffers a warpgroup
@@ -36,12 +36,19 @@ from pallas_kernels.activations.matmul_epilogue import Schedule, multiply
 _COLUMNS = 64  # of a product: the rows of one wgmma, and one swizzle
 _STEP = 64  # of C: 128 bytes, one swizzle
 
-# The best of the sweep in docs/performance.md.
-_ROWS = 128  # of x in a tile: as many accumulators a thread
-_STAGES = 4  # buffers for steps, 32 KB each with 128 rows
-_PART = 32  # rows of a tile that are computed and stored at a time
-_SLOTS = 3  # buffers of a warpgroup for parts, 12 or 16 KB each with 32 rows
-_GROUP = 8  # rows of tiles in a group; blocks work on one group at a time
+
+class _Tiles(NamedTuple):
+    """How a tile is cut."""
+
+    rows: int  # of x in a tile: as many accumulators a thread
+    stages: int  # buffers for steps, 24 KB each with 64 rows, 32 with 128, 40 with 192
+    part: int  # rows of a tile that are computed and stored at a time
+    slots: int  # buffers of a warpgroup for parts
+    group: int  # rows of tiles in a group; blocks work on one group at a time
+
+
+# By the number of weights: the best of the sweep in docs/performance.md that spill no registers.
+_TILES = {1: _Tiles(128, 4, 32, 3, 4), 2: _Tiles(192, 4, 32, 1, 8)}
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
@@ -53,21 +60,21 @@ def activated_matmul(x, weights, bias, tile, *, name, sms: int):
     tile(*products): a tuple of h, in float32.
     sms: number of blocks.
     """
-    (n, c), f = x.shape, weights[0].shape[1]
-    rows, columns = mosaic.cdiv(n, _ROWS), len(weights) * f // (2 * _COLUMNS)
+    (n, c), f, t = x.shape, weights[0].shape[1], _TILES[len(weights)]
+    rows, columns = mosaic.cdiv(n, t.rows), len(weights) * f // (2 * _COLUMNS)
     steps, blocks = c // _STEP, min(sms, rows * columns)
-    s = Schedule(rows, columns, steps, min(_STAGES, steps), _SLOTS, blocks, _GROUP)
+    s = Schedule(rows, columns, steps, min(t.stages, steps), t.slots, blocks, t.group)
     smem = lambda count, rows: plgpu.SMEM(
         (count, rows, 64), x.dtype, transforms=mosaic.wgmma_tiles(64, x.dtype)
     )
     return mosaic.kernel(
-        functools.partial(_body, s, tile),
+        functools.partial(_body, s, t, tile),
         name=name,
         out_type=[jax.ShapeDtypeStruct((n, f), x.dtype)] * (len(weights) + 1),
         scratch_types=dict(
-            x_smem=smem(s.stages, _ROWS),
+            x_smem=smem(s.stages, t.rows),
             weight_smems=(smem(s.stages, _STEP),) * 2,
-            out_smems=(smem(2 * s.slots, _PART),) * (5 - len(weights)),
+            out_smems=(smem(2 * s.slots, t.part),) * (5 - len(weights)),
             step_bars=plgpu.Barrier(num_arrivals=3, num_barriers=2 * s.stages),
         ),
         grid=(s.blocks,),
@@ -81,6 +88,7 @@ def activated_matmul(x, weights, bias, tile, *, name, sms: int):
 class _Refs(NamedTuple):
     """The references of a block, and its position."""
 
+    tiles: _Tiles
     x: Any
     weights: Any
     bias: Any  # or None
@@ -100,11 +108,11 @@ class _Refs(NamedTuple):
         return [pl.ds((2 * column + i) * _COLUMNS, _COLUMNS) for i in range(2)]
 
 
-def _body(s: Schedule, tile, x, weights, bias, *outputs, **scratch):
+def _body(s: Schedule, t: _Tiles, tile, x, weights, bias, *outputs, **scratch):
     """A block fills the ring, then its warpgroups alternate over its tiles."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = lax.div(s.rows * s.columns - 1 - block, jnp.int32(s.blocks)) + 1
-    refs = _Refs(x, weights, bias, outputs, **scratch, wg=wg, block=block, count=count)
+    refs = _Refs(t, x, weights, bias, outputs, **scratch, wg=wg, block=block, count=count)
 
     @pl.when(wg == 0)
     def _():
@@ -115,7 +123,7 @@ def _body(s: Schedule, tile, x, weights, bias, *outputs, **scratch):
     def _(j):
         i = 2 * j + wg
         here = s.place(i, block, count)
-        acc = plgpu.ACC((_COLUMNS, _ROWS), jnp.float32)
+        acc = plgpu.ACC((_COLUMNS, t.rows), jnp.float32)
         run = functools.partial(multiply, s, refs, _copy_step, _start_step, i, here)
         _epilogue(s, refs, tile, j, here, pl.run_scoped(run, acc, acc))
 
@@ -126,7 +134,8 @@ def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
     """Starts the copies of one step of x and of both products' weights of the i-th tile."""
     stage = s.stage(i, step)
     bar = refs.step_bars.at[lax.rem(i, jnp.int32(2)) * s.stages + stage]
-    rows, at = pl.ds(row * _ROWS, _ROWS), pl.ds(step * _STEP, _STEP)
+    rows = pl.ds(row * refs.tiles.rows, refs.tiles.rows)
+    at = pl.ds(step * _STEP, _STEP)
     plgpu.copy_gmem_to_smem(refs.x.at[rows, at], refs.x_smem.at[stage], bar)
     both = refs.weights[0], refs.weights[-1]
     for ref, columns, smem in zip(both, refs.columns(column), refs.weight_smems, strict=True):
@@ -143,14 +152,15 @@ def _start_step(refs: _Refs, stage, *accs):
 def _epilogue(s: Schedule, refs: _Refs, tile, j, here, products):
     """Stores the products and h of the warpgroup's j-th tile, a part of the rows at a time."""
     row, column = here
-    both, parts, dtype = refs.columns(column), _ROWS // _PART, refs.x.dtype
+    both, t, dtype = refs.columns(column), refs.tiles, refs.x.dtype
+    parts = t.rows // t.part
     if refs.bias is not None:
         biases = [mosaic.load(refs.bias.at[c], mosaic.WGMMA.reduce(1)) for c in both]
     for p in range(parts):
         # The buffers of this part are free once only the stores of the other slots are pending.
         slot = refs.wg * s.slots + lax.rem(j * parts + p, jnp.int32(s.slots))
         plgpu.wait_smem_to_gmem(len(refs.out_smems) * (s.slots - 1), wait_read_only=True)
-        sums = [x[:, p * _PART : (p + 1) * _PART] for x in products]
+        sums = [x[:, p * t.part : (p + 1) * t.part] for x in products]
         if refs.bias is not None:
             sums = [x + mosaic.along(b, x.shape, 0) for x, b in zip(sums, biases, strict=True)]
         stored = [x.astype(dtype) for x in sums]
@@ -165,6 +175,6 @@ def _epilogue(s: Schedule, refs: _Refs, tile, j, here, products):
             smem.transpose((1, 0))[...] = result.astype(dtype)
         plgpu.commit_smem()
 
-        rows = pl.ds(row * _ROWS + p * _PART, _PART)
+        rows = pl.ds(row * t.rows + p * t.part, t.part)
         for k, (smem, target) in enumerate(zip(smems, targets, strict=True)):
             plgpu.copy_smem_to_gmem(smem, target.at[rows, both[k % 2]])

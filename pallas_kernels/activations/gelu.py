@@ -307,6 +307,7 @@ _gelu_linear.defvjp(_linear_forward, _linear_backward)
 
 # ---- and the matmul before it ----------------------------------------------------------------
 
+
 @jax.custom_vjp
 def _gelu_mlp(x, up, bias, down):
     return _mlp_forward(x, up, bias, down)[0]

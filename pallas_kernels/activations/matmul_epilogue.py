@@ -36,11 +36,11 @@ from pallas_kernels.mosaic import WGMMA
 _TILE = 128  # rows and columns of a tile: 128 accumulators a thread
 _STEP = 64  # of K: 128 bytes, one swizzle
 _CHUNK = 64  # columns of the inputs in one copy
-_ROWS = 64  # and its rows
+_PART = 64  # rows of a chunk computed at a time: with all 128, GELU spills (ptxas 13.5)
 
 # The best of the sweep in docs/performance.md.
 _STAGES = 5  # buffers of 32 KB for steps
-_SLOTS = 8  # buffers of 8 KB for chunks of one array; half as many for each of two arrays
+_SLOTS = 4  # buffers of 16 KB for chunks of one array; half as many for each of two arrays
 _GROUP = 8  # rows of tiles in a group; blocks work on one group at a time
 
 
@@ -87,8 +87,8 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
     slots = _SLOTS // buffers
     blocks = min(sms, rows * columns)
     s = Schedule(rows, columns, steps, min(_STAGES, steps), slots, blocks, _GROUP)
-    smem = lambda count, rows: plgpu.SMEM(
-        (count, rows, 64), a.dtype, transforms=mosaic.wgmma_tiles(64, a.dtype)
+    smem = lambda count, cols: plgpu.SMEM(
+        (count, _TILE, cols), a.dtype, transforms=mosaic.wgmma_tiles(cols, a.dtype)
     )
     results, total = mosaic.kernel(
         functools.partial(_body, s, tile),
@@ -98,9 +98,9 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
             jax.ShapeDtypeStruct((rows, f), jnp.float32) if sums else None,
         ],
         scratch_types=dict(
-            a_smem=smem(s.stages, _TILE),
-            b_smem=smem(s.stages, _TILE),
-            chunk_smems=(smem(s.slots, _ROWS),) * buffers,
+            a_smem=smem(s.stages, _STEP),
+            b_smem=smem(s.stages, _STEP),
+            chunk_smems=(smem(s.slots, _CHUNK),) * buffers,
             step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * s.stages),
             chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * s.slots),
             turn_bars=plgpu.Barrier(num_barriers=2),
@@ -127,7 +127,7 @@ class Schedule(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return _TILE // _ROWS * (_TILE // _CHUNK)
+        return _TILE // _CHUNK
 
     @property
     def ahead(self) -> int:
@@ -216,16 +216,9 @@ def _copy_chunk(s: Schedule, refs: _Refs, i, row, column, chunk):
     """Starts the copy of one chunk of the inputs of the i-th tile."""
     slot = s.slot(i, chunk)
     bar = refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
-    at = _chunk_of_tile(row, column, chunk)
+    at = pl.ds(row * _TILE, _TILE), pl.ds(column * _TILE + chunk * _CHUNK, _CHUNK)
     for source, smem in zip(refs.inputs, refs.chunk_smems, strict=False):
         plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
-
-
-def _chunk_of_tile(row, column, chunk):
-    """The rows and columns of a chunk; they are counted down the tile's first columns first."""
-    across, down = divmod(chunk, _TILE // _ROWS)
-    first = row * _TILE + down * _ROWS, column * _TILE + across * _CHUNK
-    return pl.ds(first[0], _ROWS), pl.ds(first[1], _CHUNK)
 
 
 def _start_step(refs: _Refs, stage, acc):
@@ -269,6 +262,7 @@ def multiply(s: Schedule, refs, copy_step, start_step, i, here, *accs):
 def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
     """Computes and stores the outputs of the i-th tile, and the column sums of the first output."""
     row, column = here
+    row_slice = pl.ds(row * _TILE, _TILE)
     later = i + s.ahead
     there = s.place(later, refs.block, refs.count)
 
@@ -276,25 +270,17 @@ def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         pl.when(later < refs.count)(lambda: _copy_chunk(s, refs, later, *there, chunk))
 
-    totals = [0] * (_TILE // _CHUNK)
+    totals = []
     for c in range(s.chunks):
-        # Wait for the inputs and overwrite them with the outputs.
+        # Wait for the inputs and compute in their buffers.
         slot = s.slot(i, c)
         plgpu.barrier_wait(refs.chunk_bars.at[refs.wg * s.slots + slot])
         smems = [smem.at[slot] for smem in refs.chunk_smems]
-        inputs = smems[: len(refs.inputs)]
-        xs = [plgpu.load(smem, layout=WGMMA).astype(jnp.float32) for smem in inputs]
-        across, down = divmod(c, _TILE // _ROWS)
-        part = product[down * _ROWS : (down + 1) * _ROWS, across * _CHUNK : (across + 1) * _CHUNK]
-        ys = tile(*xs, part)
-        for smem, y in zip(smems, ys, strict=False):
-            smem[...] = y.astype(smem.dtype)
+        totals.append(_compute(refs, tile, smems, product[:, c * _CHUNK : (c + 1) * _CHUNK]))
         plgpu.commit_smem()
-        if refs.sums is not None:
-            totals[across] += ys[0]
 
         # Store the outputs, and refill the buffers whose outputs have been copied.
-        at = _chunk_of_tile(row, column, c)
+        at = row_slice, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
         for smem, target in zip(smems, refs.outputs, strict=False):
             plgpu.copy_smem_to_gmem(smem, target.at[at])
         if c:
@@ -302,6 +288,23 @@ def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
     if refs.sums is not None:
         _store_sums(refs, row, column, totals)
     refill(s.chunks - 1, 0)
+
+
+def _compute(refs: _Refs, tile, smems, product):
+    """Overwrites the inputs of a chunk with its outputs; returns the sum of the first's parts."""
+    total = 0
+    for r in range(0, _TILE, _PART):
+        part = pl.ds(r, _PART)
+        xs = [
+            plgpu.load(smem.at[part], layout=WGMMA).astype(jnp.float32)
+            for smem in smems[: len(refs.inputs)]
+        ]
+        ys = tile(*xs, product[r : r + _PART])
+        for smem, y in zip(smems, ys, strict=False):
+            smem[part] = y.astype(smem.dtype)
+        if refs.sums is not None:
+            total += ys[0]
+    return total
 
 
 def _store_sums(refs: _Refs, row, column, totals):
