@@ -154,6 +154,7 @@ def _epilogue(s: Schedule, refs: _Refs, tile, j, here, products):
     row, column = here
     both, t, dtype = refs.columns(column), refs.tiles, refs.x.dtype
     parts = t.rows // t.part
+    biases = []
     if refs.bias is not None:
         biases = [mosaic.load(refs.bias.at[c], mosaic.WGMMA.reduce(1)) for c in both]
     for p in range(parts):
@@ -161,7 +162,7 @@ def _epilogue(s: Schedule, refs: _Refs, tile, j, here, products):
         slot = refs.wg * s.slots + lax.rem(j * parts + p, jnp.int32(s.slots))
         plgpu.wait_smem_to_gmem(len(refs.out_smems) * (s.slots - 1), wait_read_only=True)
         sums = [x[:, p * t.part : (p + 1) * t.part] for x in products]
-        if refs.bias is not None:
+        if biases:
             sums = [x + mosaic.along(b, x.shape, 0) for x, b in zip(sums, biases, strict=True)]
         stored = [x.astype(dtype) for x in sums]
         operands = [z.astype(jnp.float32) for z in stored]
