@@ -6,7 +6,7 @@
     .ci/gpu --slow            also runs the slow tests, for which it takes up to ten minutes more
 
 The tests run natively in as many processes as there are cores.  Then every case of
-pallas_kernels.benchmark and three training steps are measured: many processes compile them in
+pallas_kernels.benchmark and four training steps are measured: many processes compile them in
 parallel, and when all are done, time them one after another.  A figure that is worse than the
 stored one by more than 5%, twice, is a regression.  Exit status: 0: passed, 1: a regression or a
 failure, 2: a bad command.  --out gets the logs, the table and the figures.

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import gpu_figures
 
-STEPS = {"gpt2_124m": 32, "llama3_124m": 32, "llama3_1b": 4}  # batch; T is the configuration's
+# Batch sizes; T is the configuration's.
+STEPS = {"gpt2_124m": 32, "llama3_124m": 32, "llama3_1b": 4, "vlstm_124m": 32}
 UNTIMED, TIMED = 6, 30  # steps
 TINY = {"n_layers": "1", "d_model": "64", "n_heads": "2", "vocab_size": "300", "max_seq_len": "32"}
 # XLA chooses the matmuls of these by timing them, and would choose badly while others compile.

@@ -65,6 +65,8 @@ class StopSignals:
             self.received, self.at = number, time.monotonic()
         elif time.monotonic() - self.at > _SAME:
             self.__exit__()
+            if signal.getsignal(number) == signal.SIG_IGN:  # SIGINT in a shell's background
+                signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
             # print() may be what the signal interrupts.
             os.write(2, f"\n{name} again: stopped without saving this step\n".encode())

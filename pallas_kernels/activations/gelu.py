@@ -105,13 +105,15 @@ def gelu_mlp(
 
     The kernels need x, up and down in bfloat16 or float16 (one dtype), rows and F in multiples of
     128 and C in multiples of 64.  Other calls run a matmul and `gelu_linear`.
-    Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
-    for a call that the kernels do not support.
+    Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
+    implementation="mosaic" for a call that the kernels do not support.
     """
     c, f = x.shape[-1], bias.shape[-1]
     if (up.shape, bias.shape, down.shape) != ((c, f), (f,), (f, c)):
         given = f"x {x.shape}, up {up.shape}, bias {bias.shape} and down {down.shape}"
         raise ValueError(f"{given} do not fit: they must be (..., C), (C, F), (F,) and (F, C)")
+    for a in (x, up, bias, down):
+        mosaic.stat_dtype(a.dtype)  # raises for integers
     reason = mlp_why_not(x, up, bias, down)
     if dispatch.use_kernel("gelu_mlp", implementation, reason, "sm_90a"):
         return _gelu_mlp(x.reshape(-1, c), up, bias, down).reshape(x.shape)

@@ -192,7 +192,15 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
         assert np.array_equal(mine, theirs)
 
 
-def test_two_signals_at_once_are_one_and_a_later_one_stops_at_once(capfd):
+@pytest.fixture
+def interrupts():
+    """SIGINT raises KeyboardInterrupt, also where a shell started pytest in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_two_signals_at_once_are_one_and_a_later_one_stops_at_once(interrupts, capfd):
     with StopSignals() as stop:
         for _ in range(2):  # uv and `timeout`
             signal.raise_signal(signal.SIGINT)
@@ -201,6 +209,22 @@ def test_two_signals_at_once_are_one_and_a_later_one_stops_at_once(capfd):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert "SIGINT again: stopped without saving" in capfd.readouterr().err
+
+
+def test_a_second_signal_stops_a_process_that_ignored_it():
+    """As a shell makes the processes ignore SIGINT that it starts in the background."""
+    code = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from jaxllm.train.process import StopSignals
+with StopSignals() as stop:
+    signal.raise_signal(signal.SIGINT)
+    stop.at -= 2
+    signal.raise_signal(signal.SIGINT)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGINT
+    assert b"SIGINT again: stopped without saving" in ended.stderr
 
 
 def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(tiny, tmp_path, capsys):
