@@ -51,6 +51,17 @@ class _Tiles(NamedTuple):
 _TILES = {1: _Tiles(128, 4, 32, 3, 4), 2: _Tiles(192, 4, 32, 1, 8)}
 
 
+_FEWEST = 4  # tiles for each SM; the shapes that were timed have 40 and more
+
+
+def why_slower(x, weights: int, f: int) -> str | None:
+    """Why XLA's matmuls of x (..., C) and one or two weights (C, f) are faster, or None."""
+    rows = mosaic.cdiv(x.size // max(x.shape[-1], 1), _TILES[weights].rows)
+    tiles, sms = rows * weights * f // (2 * _COLUMNS), mosaic.sm_count()
+    few = tiles < _FEWEST * sms  # counted, not timed
+    return f"{tiles} tiles of the kernel divide badly among {sms} SMs" if few else None
+
+
 @functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
 def activated_matmul(x, weights, bias, tile, *, name, sms: int):
     """(z, h) or (gate, up, h), arrays (N, F) of x's dtype.

@@ -34,6 +34,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
 from pallas_kernels.activations.activated_matmul import activated_matmul
+from pallas_kernels.activations.activated_matmul import why_slower as few_tiles
 from pallas_kernels.activations.elementwise import (
     elementwise,
     fast_sigmoid,
@@ -115,7 +116,8 @@ def gelu_mlp(
     for a in (x, up, bias, down):
         mosaic.stat_dtype(a.dtype)  # raises for integers
     reason = mlp_why_not(x, up, bias, down)
-    if dispatch.use_kernel("gelu_mlp", implementation, reason, "sm_90a"):
+    slower = few_tiles(x, 1, f)
+    if dispatch.use_kernel("gelu_mlp", implementation, reason, "sm_90a", slower=slower):
         return _gelu_mlp(x.reshape(-1, c), up, bias, down).reshape(x.shape)
     return gelu_linear(x @ up, bias, down, implementation=implementation)
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import matmul_epilogue
 from pallas_kernels.activations.activated_matmul import activated_matmul
+from pallas_kernels.activations.activated_matmul import why_slower as few_tiles
 from pallas_kernels.activations.elementwise import (
     elementwise,
     fast_sigmoid,
@@ -100,7 +101,8 @@ def swiglu_mlp(
     for a in (x, gate, up, down):
         mosaic.stat_dtype(a.dtype)  # raises for integers
     reason = mlp_why_not(x, gate, up, down)
-    if dispatch.use_kernel("swiglu_mlp", implementation, reason, "sm_90a"):
+    slower = few_tiles(x, 2, gate.shape[1])
+    if dispatch.use_kernel("swiglu_mlp", implementation, reason, "sm_90a", slower=slower):
         return _swiglu_mlp(x.reshape(-1, x.shape[-1]), gate, up, down).reshape(x.shape)
     g, u = (checkpoint_name(x @ w, "mlp") for w in (gate, up))
     return swiglu_linear(g, u, down, implementation=implementation)

@@ -61,7 +61,7 @@ ARRAYS = {  # shapes that the kernels of these ops do not support
 @pytest.mark.parametrize("op", list(ARRAYS))
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platform, op):
-    device = SimpleNamespace(compute_capability="7.5")
+    device = SimpleNamespace(compute_capability="7.5", core_count=40)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(dispatch, "device_lacks", dispatch.device_lacks.__wrapped__)

@@ -185,6 +185,17 @@ def test_the_products_have_a_name_where_xla_multiplies():
     assert text.count("name=mlp") == 2
 
 
+@pytest.mark.parametrize(("rows", "runs"), [(2048, "xla"), (8192, "mosaic")])
+def test_xla_multiplies_where_the_tiles_are_few(rows, runs, monkeypatch):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 132)
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
+    up, down = of(768, 2048), of(2048, 768)
+    for op, arrays in (swiglu_mlp, (up, up, down)), (gelu_mlp, (up, of(2048), down)):
+        text = str(jax.make_jaxpr(op)(of(rows, 768), *arrays))
+        assert (f"{op.__name__}_forward" in text) == (runs == "mosaic")
+
+
 def test_elements_that_the_forward_kernel_cannot_count():
     x, weight = jax.ShapeDtypeStruct((2**15, 2**16), BF16), jax.ShapeDtypeStruct((2**16, 64), BF16)
     with pytest.raises(NotImplementedError, match="more than 2147483647"):
