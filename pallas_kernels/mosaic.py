@@ -262,6 +262,15 @@ def unsupported_dtype(**arrays) -> str | None:
     return None
 
 
+def mixed_dtypes(**arrays) -> str | None:
+    """Why the kernels do not support these dtypes (one differs from the first), or None."""
+    (first, x), *rest = arrays.items()
+    for name, y in rest:
+        if y is not None and y.dtype != x.dtype:
+            return f"{first} is {x.dtype} but {name} is {y.dtype}"
+    return None
+
+
 def empty(**arrays) -> str | None:
     """Why the kernels do not support these shapes (an array is empty), or None."""
     for name, x in arrays.items():

@@ -97,15 +97,11 @@ def step(config: str, batch: int, steps: int, overrides: dict[str, str]) -> None
 
 def kernels(path: Path) -> list[tuple[float, float, str]]:
     """(start, end, name) of a trace's kernels, ms, from the first whole step to the last one."""
-    import jax
+    from jaxllm.train.profiling import kernel_events
 
     events = [
         (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6, event.name)
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes
-        if plane.name == "/device:GPU:0"
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
+        for event in kernel_events(path)
     ]
     firsts = [start for start, _, name in events if name.startswith("encoder_forward")]
     return sorted(e for e in events if min(firsts) <= e[0] <= max(firsts))

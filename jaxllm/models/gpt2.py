@@ -32,7 +32,7 @@ class GPT2Block(nnx.Module):
         self.mlp = MLP(
             C,
             config.ff_width,
-            saves_products=config.remat in ("dots", "mlp"),
+            saves_products=config.saves_products,
             implementation=implementation,
             **weights,
         )

@@ -32,7 +32,7 @@ class VLSTMBlock(nnx.Module):
         self.mlp = GatedMLP(
             C,
             config.ff_width,
-            saves_products=config.remat in ("dots", "mlp"),
+            saves_products=config.saves_products,
             implementation=implementation,
             **weights,
         )

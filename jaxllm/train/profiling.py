@@ -1,6 +1,7 @@
 """Traces a few steps and lists the longest kernels."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -46,18 +47,21 @@ class StepTrace:
         return "\n".join(rows)
 
 
-def kernel_times(path: Path) -> tuple[Counter, Counter]:
-    """({kernel: ms}, {kernel: calls}) on the first GPU of an .xplane.pb file, all streams."""
-    times, calls = Counter(), Counter()
+def kernel_events(path: Path) -> Iterator[jax.profiler.ProfileEvent]:
+    """Yields the kernels that ran on the first GPU of an .xplane.pb file, all streams."""
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if plane.name != "/device:GPU:0":
             continue
         for line in plane.lines:
-            if not line.name.startswith(
-                "Stream"
-            ):  # the others repeat the time by module and source
-                continue
-            for event in line.events:
-                times[event.name] += event.duration_ns / 1e6
-                calls[event.name] += 1
+            # The others repeat the time by module and source.
+            if line.name.startswith("Stream"):
+                yield from line.events
+
+
+def kernel_times(path: Path) -> tuple[Counter, Counter]:
+    """({kernel: ms}, {kernel: calls}) of `kernel_events`."""
+    times, calls = Counter(), Counter()
+    for event in kernel_events(path):
+        times[event.name] += event.duration_ns / 1e6
+        calls[event.name] += 1
     return times, calls

@@ -49,17 +49,20 @@ class _Tiles(NamedTuple):
 
 # By the number of weights: the best of the sweep in docs/performance.md that spill no registers.
 _TILES = {1: _Tiles(128, 4, 32, 3, 4), 2: _Tiles(192, 4, 32, 1, 8)}
-
-
 _FEWEST = 4  # tiles for each SM; the shapes that were timed have 40 and more
 
 
 def why_slower(x, weights: int, f: int) -> str | None:
     """Why XLA's matmuls of x (..., C) and one or two weights (C, f) are faster, or None."""
-    rows = mosaic.cdiv(x.size // max(x.shape[-1], 1), _TILES[weights].rows)
-    tiles, sms = rows * weights * f // (2 * _COLUMNS), mosaic.sm_count()
+    rows, columns = _grid(x.size // max(x.shape[-1], 1), f, weights)
+    tiles, sms = rows * columns, mosaic.sm_count()
     few = tiles < _FEWEST * sms  # counted, not timed
     return f"{tiles} tiles of the kernel divide badly among {sms} SMs" if few else None
+
+
+def _grid(n: int, f: int, weights: int) -> tuple[int, int]:
+    """Rows and columns of tiles."""
+    return mosaic.cdiv(n, _TILES[weights].rows), weights * f // (2 * _COLUMNS)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
@@ -72,7 +75,7 @@ def activated_matmul(x, weights, bias, tile, *, name, sms: int):
     sms: number of blocks.
     """
     (n, c), f, t = x.shape, weights[0].shape[1], _TILES[len(weights)]
-    rows, columns = mosaic.cdiv(n, t.rows), len(weights) * f // (2 * _COLUMNS)
+    rows, columns = _grid(n, f, len(weights))
     steps, blocks = c // _STEP, min(sms, rows * columns)
     s = Schedule(rows, columns, steps, min(t.stages, steps), t.slots, blocks, t.group)
     smem = lambda count, rows: plgpu.SMEM(
@@ -122,7 +125,7 @@ class _Refs(NamedTuple):
 def _body(s: Schedule, t: _Tiles, tile, x, weights, bias, *outputs, **scratch):
     """A block fills the ring, then its warpgroups alternate over its tiles."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = lax.div(s.rows * s.columns - 1 - block, jnp.int32(s.blocks)) + 1
+    count = s.tiles_of(block)
     refs = _Refs(t, x, weights, bias, outputs, **scratch, wg=wg, block=block, count=count)
 
     @pl.when(wg == 0)

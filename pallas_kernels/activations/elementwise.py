@@ -28,11 +28,11 @@ def why_not(**arrays) -> str | None:
     for name, x in arrays.items():
         if x.size >= 2**31:
             return f"{name} has {x.size} elements, more than 2147483647"
-    (first, x), *rest = arrays.items()
-    for name, y in rest:
-        if y.dtype != x.dtype:
-            return f"{first} is {x.dtype} but {name} is {y.dtype}"
-    return mosaic.unsupported_dtype(**arrays) or mosaic.empty(**arrays)
+    return (
+        mosaic.mixed_dtypes(**arrays)
+        or mosaic.unsupported_dtype(**arrays)
+        or mosaic.empty(**arrays)
+    )
 
 
 def why_slower(x) -> str | None:

@@ -156,10 +156,8 @@ def linear_why_not(x, bias, weight) -> str | None:
 
 def mlp_why_not(x, up, bias, down) -> str | None:
     """Why the kernels of `gelu_mlp` do not support this call, or None."""
-    if up.dtype != x.dtype:
-        return f"x is {x.dtype} but up is {up.dtype}"
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], bias.shape[-1]), x.dtype)
-    return linear_why_not(hidden, bias, down)
+    return mosaic.mixed_dtypes(x=x, up=up) or linear_why_not(hidden, bias, down)
 
 
 def forward_tile(x):

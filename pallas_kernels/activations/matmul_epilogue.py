@@ -140,6 +140,10 @@ class Schedule(NamedTuple):
     def slot(self, i, chunk):
         return lax.rem(i, jnp.int32(self.ahead)) * self.chunks + chunk
 
+    def tiles_of(self, block):
+        """Number of a block's tiles."""
+        return lax.div(self.rows * self.columns - 1 - block, jnp.int32(self.blocks)) + 1
+
     def place(self, i, block, count):
         """(row, column) of the block's i-th tile, or of its last tile if i is too large.
 
@@ -174,7 +178,7 @@ class _Refs(NamedTuple):
 def _body(s: Schedule, tile, *arrays, **scratch):
     """A block fills both rings, then its warpgroups alternate over its tiles."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = lax.div(s.rows * s.columns - 1 - block, jnp.int32(s.blocks)) + 1
+    count = s.tiles_of(block)
     refs = _Refs(*arrays, **scratch, wg=wg, block=block, count=count)
     pl.when(wg == 0)(lambda: _fill(s, refs))
 

@@ -135,11 +135,8 @@ def linear_why_not(gate, up, weight) -> str | None:
 
 def mlp_why_not(x, gate, up, down) -> str | None:
     """Why the kernels of `swiglu_mlp` do not support this call, or None."""
-    for name, weight in {"gate": gate, "up": up}.items():
-        if weight.dtype != x.dtype:
-            return f"x is {x.dtype} but {name} is {weight.dtype}"
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[-1]), x.dtype)
-    return linear_why_not(hidden, hidden, down)
+    return mosaic.mixed_dtypes(x=x, gate=gate, up=up) or linear_why_not(hidden, hidden, down)
 
 
 def forward_tile(gate, up):

@@ -121,10 +121,11 @@ def fp8_mlp_reference(x, up, down, *, gate=None, bias=None):
 def why_not(x, up, down, gate=None) -> str | None:
     """Why the kernels do not support this call, or None."""
     (c, f), rows = up.shape, x.size // max(x.shape[-1], 1)
-    for name, a in {"up": up, "down": down, "gate": gate}.items():
-        if a is not None and a.dtype != x.dtype:
-            return f"x is {x.dtype} but {name} is {a.dtype}"
-    return not_a_multiple(TILE, rows=rows, C=c, F=f) or mosaic.unsupported_dtype(x=x)
+    return (
+        mosaic.mixed_dtypes(x=x, up=up, down=down, gate=gate)
+        or not_a_multiple(TILE, rows=rows, C=c, F=f)
+        or mosaic.unsupported_dtype(x=x)
+    )
 
 
 def _cast(a, largest=None):

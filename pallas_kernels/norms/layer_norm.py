@@ -132,8 +132,8 @@ why_not = tiles.why_not
 
 def gated_why_not(x, gate, weight, *, eps, general: bool = False) -> str | None:
     """Why the kernels of `gated_layer_norm` do not support this call, or None."""
-    if gate.dtype != x.dtype:
-        return f"x is {x.dtype} but gate is {gate.dtype}"
+    if reason := mosaic.mixed_dtypes(x=x, gate=gate):
+        return reason
     if x.shape[-1] > (most := 1024):
         return f"C={x.shape[-1]} is more than {most}"
     return why_not(x, weight, None, eps=eps, general=general)
