@@ -1,12 +1,14 @@
 """A matmul on Hopper and the activation after it; for a gated activation two matmuls.
 
-    one weight     z = x W + bias                      h = tile(z)
-    two weights    gate = x W_gate,   up = x W_up,     h = tile(gate, up)
+    one weight     z = x W + bias                      h, dh/dz = tile(z)
+    two weights    gate = x W_gate,   up = x W_up,     h, dh/dgate, dh/dup = tile(gate, up)
 
-XLA's matmuls write gate and up, and a third kernel reads them again; here one kernel writes all
-three.  cuBLASLt has an epilogue for GELU, during which its tensor core waits.  This kernel is built
-as that of matmul_epilogue.py: a persistent block on each SM, whose two warpgroups alternate between
-the matmul of a tile and the epilogue of their previous one.
+The derivatives are what the backward pass multiplies with.  They take as many bytes as the
+products z, gate and up, share most of their arithmetic with h, and leave the backward kernel a
+product instead of a sigmoid.  XLA's matmuls write gate and up, and a third kernel reads them again;
+here one kernel writes all.  cuBLASLt has an epilogue for GELU, during which its tensor core waits.
+This kernel is built as that of matmul_epilogue.py: a persistent block on each SM, whose warpgroups
+alternate between the matmul of a tile and the epilogue of their previous one.
 
 A tile has 128 or 192 rows of x and 64 columns of each weight, or 128 of the only one.  wgmma
 computes its two products of 64 columns transposed, W^T x^T, so each is as wide as the tile has
@@ -15,10 +17,9 @@ cannot do as the weights are stored, (C, F); a wgmma for each would be 64 wide a
 often.  Stores to shared memory transpose the results back.
 
     step s of C      x (rows, 64)   two of weights (64, 64)      ring of `stages` buffers
-    part p of rows   gate, up, h, or z, z, h, h (part, 64)       `slots` buffers a warpgroup
+    part p of rows   three results, or twice two (part, 64)      `slots` buffers a warpgroup
 
-h is computed from the products as they are stored, rounded to 16 bits, because the backward pass
-starts from those.
+Only results are rounded to 16 bits; the products never are.
 """
 
 import functools
@@ -67,11 +68,11 @@ def _grid(n: int, f: int, weights: int) -> tuple[int, int]:
 
 @functools.partial(jax.jit, static_argnames=("tile", "name", "sms"))
 def activated_matmul(x, weights, bias, tile, *, name, sms: int):
-    """(z, h) or (gate, up, h), arrays (N, F) of x's dtype.
+    """tile of the products: h and its derivatives, arrays (N, F) of x's dtype.
 
     x: (N, C).  weights: one or two arrays (C, F), one with F a multiple of 128.
     bias: (F,) of one weight, or None.
-    tile(*products): a tuple of h, in float32.
+    tile(*products): a tuple of h and its derivative by each product, in float32.
     sms: number of blocks.
     """
     (n, c), f, t = x.shape, weights[0].shape[1], _TILES[len(weights)]
@@ -106,7 +107,7 @@ class _Refs(NamedTuple):
     x: Any
     weights: Any
     bias: Any  # or None
-    outputs: Any  # z, h or gate, up, h
+    outputs: Any  # h and its derivatives
     x_smem: Any
     weight_smems: Any
     out_smems: Any
@@ -164,7 +165,7 @@ def _start_step(refs: _Refs, stage, *accs):
 
 
 def _epilogue(s: Schedule, refs: _Refs, tile, j, here, products):
-    """Stores the products and h of the warpgroup's j-th tile, a part of the rows at a time."""
+    """Stores the results of the warpgroup's j-th tile, a part of the rows at a time."""
     row, column = here
     both, t, dtype = refs.columns(column), refs.tiles, refs.x.dtype
     parts = t.rows // t.part
@@ -178,18 +179,13 @@ def _epilogue(s: Schedule, refs: _Refs, tile, j, here, products):
         sums = [x[:, p * t.part : (p + 1) * t.part] for x in products]
         if biases:
             sums = [x + mosaic.along(b, x.shape, 0) for x, b in zip(sums, biases, strict=True)]
-        stored = [x.astype(dtype) for x in sums]
-        operands = [z.astype(jnp.float32) for z in stored]
-        if len(refs.weights) == 2:
-            results, targets = [*stored, *tile(*operands)], refs.outputs
-        else:
-            (z, h), hs = refs.outputs, [tile(x)[0] for x in operands]
-            results, targets = [*stored, *hs], (z, z, h, h)
+        results = tile(*sums) if len(refs.weights) == 2 else [y for x in sums for y in tile(x)]
         smems = [smem.at[slot] for smem in refs.out_smems]
         for smem, result in zip(smems, results, strict=True):
             smem.transpose((1, 0))[...] = result.astype(dtype)
         plgpu.commit_smem()
 
-        rows = pl.ds(row * t.rows + p * t.part, t.part)
-        for k, (smem, target) in enumerate(zip(smems, targets, strict=True)):
-            plgpu.copy_smem_to_gmem(smem, target.at[rows, both[k % 2]])
+        rows, each = pl.ds(row * t.rows + p * t.part, t.part), len(refs.outputs)
+        for k, smem in enumerate(smems):
+            target = refs.outputs[k % each].at[rows, both[k // each]]
+            plgpu.copy_smem_to_gmem(smem, target)

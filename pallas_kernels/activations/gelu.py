@@ -17,7 +17,8 @@ of the bias, while dx is in registers; XLA would read dx again, for a third of t
 whose result only the kernel above needs, so one kernel does both and never writes dy W^T.
 
 `gelu_mlp` is the whole layer.  Its forward pass is one kernel, too, which computes while it
-multiplies; cuBLASLt multiplies first.  Its backward pass is that of `gelu_linear`.
+multiplies; cuBLASLt multiplies first.  It saves the derivative of GELU instead of z, so that the
+backward kernel only multiplies dy W^T with it.
 """
 
 import functools
@@ -171,6 +172,14 @@ def backward_tile(x, dy, sigmoid=sigmoid):
     return (dy * (s + s * (1 - s) * (x * dz)),)
 
 
+def derivative_tile(x):
+    """GELU and its derivative."""
+    xx = x * x
+    s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
+    y, dz = x * s, _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx
+    return y, s + y * (1 - s) * dz
+
+
 @jax.custom_vjp
 def _gelu(x):
     return elementwise(forward_tile, x, name="gelu_forward")[0]
@@ -317,14 +326,17 @@ def _gelu_mlp(x, up, bias, down):
 
 def _mlp_forward(x, up, bias, down):
     options = dict(name="gelu_mlp_forward", sms=mosaic.sm_count())
-    z, h = activated_matmul(x, (up,), bias, forward_tile, **options)
-    return h @ down, (x, up, (z, jnp.zeros((), bias.dtype), down, h))
+    h, slope = activated_matmul(x, (up,), bias, derivative_tile, **options)
+    return h @ down, (x, up, jnp.zeros((), bias.dtype), down, h, slope)
 
 
 def _mlp_backward(saved, dy):
-    x, up, hidden = saved
-    dz, d_bias, d_down = _linear_backward(hidden, dy)
-    return dz @ up.T, jnp.matmul(x.T, dz, preferred_element_type=x.dtype), d_bias, d_down
+    x, up, like_bias, down, h, slope = saved
+    dz, d_bias, d_down = matmul_epilogue.linear_backward(
+        (slope,), h, down, dy, matmul_epilogue.times, sums=True, name="gelu_mlp_backward"
+    )
+    d_up = jnp.matmul(x.T, dz, preferred_element_type=x.dtype)
+    return dz @ up.T, d_up, d_bias.astype(like_bias.dtype), d_down
 
 
 _gelu_mlp.defvjp(_mlp_forward, _mlp_backward)

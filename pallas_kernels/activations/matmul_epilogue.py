@@ -73,6 +73,12 @@ def linear_backward(inputs, h, weight, dy, tile, **options):
     return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)
 
 
+def times(*inputs):
+    """The backward pass of a function whose derivatives are given: each times dh."""
+    *slopes, dh = inputs
+    return tuple(slope * dh for slope in slopes)
+
+
 @functools.partial(jax.jit, static_argnames=("tile", "outputs", "sums", "name", "sms"))
 def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
     """tile(*inputs, a b^T) in float32: a tuple of `outputs` arrays (N, F) of a's dtype.

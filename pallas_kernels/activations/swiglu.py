@@ -11,7 +11,8 @@ takes 2 reads and 1 write for each element, the backward pass 3 reads and 2 writ
 whose result only the kernel above needs, so one kernel does both and never writes dy W^T.
 
 `swiglu_mlp` is the whole layer.  In its forward pass one kernel does both matmuls and the
-activation, and writes gate, up and the result; its backward pass is that of `swiglu_linear`.
+activation.  It saves the derivatives by gate and up instead of gate and up, so that the backward
+kernel only multiplies dy W^T with them.
 """
 
 import functools
@@ -149,6 +150,13 @@ def backward_tile(gate, up, dy, sigmoid=sigmoid):
     return dy * up * (s + silu * (1 - s)), dy * silu
 
 
+def derivative_tile(gate, up):
+    """The result and its derivatives by gate and by up."""
+    s = sigmoid(gate)
+    silu = gate * s
+    return silu * up, up * (s + silu * (1 - s)), silu
+
+
 @jax.custom_vjp
 def _swiglu(gate, up):
     return elementwise(forward_tile, gate, up, name="swiglu_forward")[0]
@@ -189,13 +197,15 @@ def _swiglu_mlp(x, gate, up, down):
 
 def _mlp_forward(x, gate, up, down):
     options = dict(name="swiglu_mlp_forward", sms=mosaic.sm_count())
-    g, u, h = activated_matmul(x, (gate, up), None, forward_tile, **options)
-    return h @ down, (x, gate, up, (g, u, down, h))
+    h, *slopes = activated_matmul(x, (gate, up), None, derivative_tile, **options)
+    return h @ down, (x, gate, up, down, h, slopes)
 
 
 def _mlp_backward(saved, dy):
-    x, gate, up, hidden = saved
-    dg, du, d_down = _linear_backward(hidden, dy)
+    x, gate, up, down, h, slopes = saved
+    options = dict(outputs=2, name="swiglu_mlp_backward")
+    times = matmul_epilogue.times
+    dg, du, d_down = matmul_epilogue.linear_backward(slopes, h, down, dy, times, **options)
     d_gate, d_up = (jnp.matmul(x.T, d, preferred_element_type=x.dtype) for d in (dg, du))
     # XLA's second matmul adds the first one's result.
     return dg @ gate.T + du @ up.T, d_gate, d_up, d_down

@@ -101,9 +101,9 @@ EVERY = """encoder_forward encoder_backward_sums encoder_backward_vocabulary att
     attention_backward_dq attention_backward_dkv linear_cross_entropy_statistics_and_gradient"""
 KERNELS = {
     "gpt2": """layer_norm_forward layer_norm_backward add_layer_norm_forward add_layer_norm_backward
-    gelu_mlp_forward gelu_linear_backward""",
+    gelu_mlp_forward gelu_mlp_backward""",
     "llama3": """rms_norm_forward rms_norm_backward add_rms_norm_forward add_rms_norm_backward
-    swiglu_mlp_forward swiglu_linear_backward rope_forward rope_backward""",
+    swiglu_mlp_forward swiglu_mlp_backward rope_forward rope_backward""",
 }
 
 

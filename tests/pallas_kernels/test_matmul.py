@@ -11,7 +11,7 @@ from kernel_checks import check_op, kernels_run_here, names_in, normal
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations.activated_matmul import activated_matmul
-from pallas_kernels.activations.gelu import forward_tile as gelu_tile
+from pallas_kernels.activations.gelu import derivative_tile as gelu_tile
 from pallas_kernels.activations.gelu import (
     gelu_linear,
     gelu_linear_reference,
@@ -19,8 +19,8 @@ from pallas_kernels.activations.gelu import (
     gelu_mlp_reference,
     gelu_reference,
 )
+from pallas_kernels.activations.swiglu import derivative_tile as swiglu_tile
 from pallas_kernels.activations.swiglu import (
-    forward_tile,
     swiglu_linear,
     swiglu_linear_reference,
     swiglu_mlp,
@@ -67,7 +67,7 @@ def test_gelu_linear_matches_float64(n, c, f, dtype):
 )
 def test_swiglu_mlp_matches_float64(n, c, f, dtype):
     x, gate, up, down = mlp_arrays(n, c, f, dtype)
-    kernels = ("swiglu_mlp_forward", "swiglu_linear_backward")
+    kernels = ("swiglu_mlp_forward", "swiglu_mlp_backward")
     x = x.reshape(2, n // 2, c)
     check_op(swiglu_mlp, swiglu_mlp_reference, x, gate, up, down, kernels=kernels)
 
@@ -86,40 +86,32 @@ def mlp_arrays(n, c, f, dtype):
 def test_gelu_mlp_matches_float64(n, c, f, dtype):
     x, up, _, down = mlp_arrays(n, c, f, dtype)
     bias = normal(4, f, scale=0.1)
-    kernels = ("gelu_mlp_forward", "gelu_linear_backward")
+    kernels = ("gelu_mlp_forward", "gelu_mlp_backward")
     x = x.reshape(2, n // 2, c)
     check_op(gelu_mlp, gelu_mlp_reference, x, up, bias, down, kernels=kernels)
 
 
-def test_the_forward_kernel_of_one_weight_activates_what_it_stores():
-    x, up, _, _ = mlp_arrays(256, 128, 256, BF16)
+def test_the_forward_kernels_store_results_and_derivatives():
+    """Each rounded once: a product that was rounded first would differ in many places."""
+    x, gate, up, _ = mlp_arrays(256, 128, 256, BF16)
     bias = normal(4, 256)
-    with kernels_run_here():
-        run = functools.partial(activated_matmul, name="gelu_mlp_forward", sms=2)
-        z, h = jax.device_get(jax.jit(run, static_argnums=3)(x, (up,), bias, gelu_tile))
-    exact = x.astype(np.float32) @ up.astype(np.float32) + bias
-    np.testing.assert_allclose(z.astype(np.float32), exact, rtol=2**-7, atol=1e-5)
-    with jax.enable_x64(True):
-        expected = gelu_reference(jnp.asarray(z, jnp.float64)).astype(BF16).astype(np.float32)
-    np.testing.assert_allclose(h.astype(np.float32), expected, rtol=2**-7, atol=1e-6)
-    assert np.mean(h.astype(np.float32) == expected) > 0.99
 
+    def run(weights, bias, tile, function):
+        kernel = functools.partial(activated_matmul, name="mlp_forward", sms=2)
+        with kernels_run_here():
+            stored = jax.device_get(jax.jit(kernel, static_argnums=3)(x, weights, bias, tile))
+        wide = lambda a: np.asarray(a, np.float64)
+        products = [wide(x) @ wide(w) + (0 if bias is None else wide(bias)) for w in weights]
+        with jax.enable_x64(True):
+            h, backward = jax.vjp(function, *map(jnp.asarray, products))
+            exact = [h, *backward(jnp.ones_like(h))]
+        for got, expected in zip(stored, exact, strict=True):
+            rounded = np.asarray(expected.astype(BF16), np.float32)
+            np.testing.assert_allclose(got.astype(np.float32), rounded, rtol=2**-7, atol=1e-5)
+            assert np.mean(got.astype(np.float32) == rounded) > 0.99
 
-def test_the_forward_kernel_activates_the_products_that_it_stores():
-    """The backward pass starts from these."""
-    x, gate, up, _ = mlp_arrays(256, 128, 128, BF16)
-    with kernels_run_here():
-        run = functools.partial(activated_matmul, name="swiglu_mlp_forward", sms=2)
-        arrays = x, (gate, up), None
-        g, u, h = jax.device_get(jax.jit(run, static_argnums=3)(*arrays, forward_tile))
-    for stored, weight in (g, gate), (u, up):
-        np.testing.assert_allclose(
-            *(y.astype(np.float32) for y in (stored, x @ weight)), rtol=2**-7, atol=1e-5
-        )
-    expected = np.asarray(swiglu_reference(g, u)).astype(np.float32)
-    np.testing.assert_allclose(h.astype(np.float32), expected, rtol=2**-7, atol=1e-30)
-    # From products that are not rounded, it would differ in many places by a rounding.
-    assert np.mean(h.astype(np.float32) == expected) > 0.99
+    run((up,), bias, gelu_tile, gelu_reference)
+    run((gate, up), None, swiglu_tile, swiglu_reference)
 
 
 @pytest.mark.parametrize("extreme", [1e30, slow(1e4), slow(90.0)])
