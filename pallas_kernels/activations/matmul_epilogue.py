@@ -6,19 +6,23 @@ XLA's matmul writes its product, and the next kernel reads it again; here the ep
 accumulator.  This pays off for an epilogue that reads and writes much, such as the backward pass of
 an activation.
 
-A persistent block on each SM computes tiles of 128 x 128.  Its two warpgroups alternate
+A persistent block on each SM computes tiles of 192 x 128.  Its two warpgroups alternate
 ("ping-pong"): while one uses the tensor core, the other runs the epilogue of the previous tile.
 
     warpgroup 0   | matmul, tile 0 | epilogue 0     | matmul, tile 2 | epilogue 2     | ...
     warpgroup 1                    | matmul, tile 1 | epilogue 1     | matmul, tile 3 | ...
 
-    step s of K      a (128, 64)  b (128, 64)   ring of `stages` buffers,   step_bars[wg, stage]
-    chunk c of F     each input (128, 64)       ring of `slots` buffers,    chunk_bars[wg, slot]
+    step s of K      a (192, 64)  b (128, 64)   ring of `stages` buffers,   step_bars[wg, stage]
+    chunk c of F     each input (192, 64)       ring of `slots` buffers,    chunk_bars[wg, slot]
 
 Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
 once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer.  Each
 warpgroup has its own barriers and waits only for its own tiles.  The outputs overwrite the inputs
 in their buffers, where a thread overwrites only what it has read itself.
+
+wgmma computes b a^T, the product transposed.  A sum over the rows of a is then one along the rows
+of the product, which four neighbouring threads share; along its columns it would cross warps.
+Loads and stores of the chunks transpose.
 """
 
 import functools
@@ -33,14 +37,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
 
-_TILE = 128  # rows and columns of a tile: 128 accumulators a thread
+_ROWS = 192  # of a in a tile
+_COLUMNS = 128  # of a tile: 192 accumulators a thread
 _STEP = 64  # of K: 128 bytes, one swizzle
 _CHUNK = 64  # columns of the inputs in one copy
-_PART = 64  # rows of a chunk computed at a time: with all 128, GELU spills (ptxas 13.5)
+_PART = 32  # rows of a chunk computed at a time: with 64, gelu_linear_backward spills (ptxas 13.5)
 
 # The best of the sweep in docs/performance.md.
-_STAGES = 5  # buffers of 32 KB for steps
-_SLOTS = 4  # buffers of 16 KB for chunks of one array; half as many for each of two arrays
+_STAGES = 3  # buffers of 40 KB for steps
+_SLOTS = 4  # buffers of 24 KB for chunks of one array; half as many for each of two arrays
 _GROUP = 8  # rows of tiles in a group; blocks work on one group at a time
 
 
@@ -54,8 +59,8 @@ def linear_why_not(weight, *inputs) -> str | None:
         if y.dtype != x.dtype or y.dtype not in (jnp.bfloat16, jnp.float16):
             return f"weight is {weight.dtype}, inputs are {x.dtype}, not bfloat16 or float16"
     for name, size, multiple in (
-        ("rows", x.size // max(f, 1), _TILE),
-        ("F", f, _TILE),
+        ("rows", x.size // max(f, 1), 128),
+        ("F", f, _COLUMNS),
         ("C", c, _STEP),
     ):
         if size == 0 or size % multiple:
@@ -88,13 +93,13 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
     sms: number of blocks.
     """
     (n, k), f = a.shape, b.shape[0]
-    rows, columns, steps = n // _TILE, f // _TILE, k // _STEP
+    rows, columns, steps = mosaic.cdiv(n, _ROWS), f // _COLUMNS, k // _STEP
     buffers = max(len(inputs), outputs)
     slots = _SLOTS // buffers
     blocks = min(sms, rows * columns)
     s = Schedule(rows, columns, steps, min(_STAGES, steps), slots, blocks, _GROUP)
-    smem = lambda count, cols: plgpu.SMEM(
-        (count, _TILE, cols), a.dtype, transforms=mosaic.wgmma_tiles(cols, a.dtype)
+    smem = lambda count, rows: plgpu.SMEM(
+        (count, rows, 64), a.dtype, transforms=mosaic.wgmma_tiles(64, a.dtype)
     )
     results, total = mosaic.kernel(
         functools.partial(_body, s, tile),
@@ -104,12 +109,11 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
             jax.ShapeDtypeStruct((rows, f), jnp.float32) if sums else None,
         ],
         scratch_types=dict(
-            a_smem=smem(s.stages, _STEP),
-            b_smem=smem(s.stages, _STEP),
-            chunk_smems=(smem(s.slots, _CHUNK),) * buffers,
+            a_smem=smem(s.stages, _ROWS),
+            b_smem=smem(s.stages, _COLUMNS),
+            chunk_smems=(smem(s.slots, _ROWS),) * buffers,
             step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * s.stages),
             chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * s.slots),
-            turn_bars=plgpu.Barrier(num_barriers=2),
         ),
         grid=(s.blocks,),
         grid_names=("block",),
@@ -133,7 +137,7 @@ class Schedule(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return _TILE // _CHUNK
+        return _COLUMNS // _CHUNK
 
     @property
     def ahead(self) -> int:
@@ -175,7 +179,6 @@ class _Refs(NamedTuple):
     chunk_smems: Any
     step_bars: Any
     chunk_bars: Any
-    turn_bars: Any
     wg: Any
     block: Any
     count: Any  # number of this block's tiles
@@ -193,7 +196,7 @@ def _body(s: Schedule, tile, *arrays, **scratch):
         i = 2 * j + wg
         here = s.place(i, block, count)
         run = functools.partial(multiply, s, refs, _copy_step, _start_step, i, here)
-        (product,) = pl.run_scoped(run, plgpu.ACC((_TILE, _TILE), jnp.float32))
+        (product,) = pl.run_scoped(run, plgpu.ACC((_COLUMNS, _ROWS), jnp.float32))
         _epilogue(s, refs, tile, i, here, product)
 
     plgpu.wait_smem_to_gmem(0)
@@ -201,8 +204,6 @@ def _body(s: Schedule, tile, *arrays, **scratch):
 
 def _fill(s: Schedule, refs: _Refs):
     """Starts the first copies into all buffers of both rings."""
-    if refs.sums is not None:
-        plgpu.barrier_arrive(refs.turn_bars.at[0])
     first = s.place(0, refs.block, refs.count)
     pl.loop(0, s.stages)(lambda step: _copy_step(s, refs, 0, *first, step))
     for i in range(s.ahead):
@@ -218,22 +219,23 @@ def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
     stage = s.stage(i, step)
     bar = refs.step_bars.at[lax.rem(i, jnp.int32(2)) * s.stages + stage]
     at = pl.ds(step * _STEP, _STEP)
-    for ref, smem, first in (refs.a, refs.a_smem, row), (refs.b, refs.b_smem, column):
-        plgpu.copy_gmem_to_smem(ref.at[pl.ds(first * _TILE, _TILE), at], smem.at[stage], bar)
+    rows, columns = pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS, _COLUMNS)
+    plgpu.copy_gmem_to_smem(refs.a.at[rows, at], refs.a_smem.at[stage], bar)
+    plgpu.copy_gmem_to_smem(refs.b.at[columns, at], refs.b_smem.at[stage], bar)
 
 
 def _copy_chunk(s: Schedule, refs: _Refs, i, row, column, chunk):
     """Starts the copy of one chunk of the inputs of the i-th tile."""
     slot = s.slot(i, chunk)
     bar = refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
-    at = pl.ds(row * _TILE, _TILE), pl.ds(column * _TILE + chunk * _CHUNK, _CHUNK)
+    at = pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS + chunk * _CHUNK, _CHUNK)
     for source, smem in zip(refs.inputs, refs.chunk_smems, strict=False):
         plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
 
 def _start_step(refs: _Refs, stage, acc):
-    """Starts to add one step of a b^T."""
-    plgpu.wgmma(acc, refs.a_smem.at[stage], refs.b_smem.at[stage].transpose((1, 0)))
+    """Starts to add one step of b a^T."""
+    plgpu.wgmma(acc, refs.b_smem.at[stage], refs.a_smem.at[stage].transpose((1, 0)))
 
 
 def multiply(s: Schedule, refs, copy_step, start_step, i, here, *accs):
@@ -270,9 +272,8 @@ def multiply(s: Schedule, refs, copy_step, start_step, i, here, *accs):
 
 
 def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
-    """Computes and stores the outputs of the i-th tile, and the column sums of the first output."""
+    """Computes and stores the outputs of the i-th tile, and the sums of the first output."""
     row, column = here
-    row_slice = pl.ds(row * _TILE, _TILE)
     later = i + s.ahead
     there = s.place(later, refs.block, refs.count)
 
@@ -280,50 +281,36 @@ def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         pl.when(later < refs.count)(lambda: _copy_chunk(s, refs, later, *there, chunk))
 
-    totals = []
     for c in range(s.chunks):
         # Wait for the inputs and compute in their buffers.
         slot = s.slot(i, c)
         plgpu.barrier_wait(refs.chunk_bars.at[refs.wg * s.slots + slot])
         smems = [smem.at[slot] for smem in refs.chunk_smems]
-        totals.append(_compute(refs, tile, smems, product[:, c * _CHUNK : (c + 1) * _CHUNK]))
+        total = _compute(refs, tile, smems, product[c * _CHUNK : (c + 1) * _CHUNK])
         plgpu.commit_smem()
 
         # Store the outputs, and refill the buffers whose outputs have been copied.
-        at = row_slice, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
+        rows, columns = pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
         for smem, target in zip(smems, refs.outputs, strict=False):
-            plgpu.copy_smem_to_gmem(smem, target.at[at])
+            plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
+        if refs.sums is not None:
+            mosaic.store(refs.sums.at[row, columns], total)
         if c:
             refill(c - 1, len(refs.outputs))
-    if refs.sums is not None:
-        _store_sums(refs, row, column, totals)
     refill(s.chunks - 1, 0)
 
 
 def _compute(refs: _Refs, tile, smems, product):
-    """Overwrites the inputs of a chunk with its outputs; returns the sum of the first's parts."""
+    """Overwrites the inputs of a chunk with its outputs; returns the sums of the first output."""
     total = 0
-    for r in range(0, _TILE, _PART):
-        part = pl.ds(r, _PART)
+    for r in range(0, _ROWS, _PART):
+        parts = [smem.at[pl.ds(r, _PART)].transpose((1, 0)) for smem in smems]
         xs = [
-            plgpu.load(smem.at[part], layout=WGMMA).astype(jnp.float32)
-            for smem in smems[: len(refs.inputs)]
+            plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts[: len(refs.inputs)]
         ]
-        ys = tile(*xs, product[r : r + _PART])
-        for smem, y in zip(smems, ys, strict=False):
-            smem[part] = y.astype(smem.dtype)
+        ys = tile(*xs, product[:, r : r + _PART])
+        for part, y in zip(parts, ys, strict=False):
+            part[...] = y.astype(part.dtype)
         if refs.sums is not None:
-            total += ys[0]
+            total += jnp.sum(ys[0], axis=1)
     return total
-
-
-def _store_sums(refs: _Refs, row, column, totals):
-    """Stores the column sums of a tile's chunks.
-
-    The warpgroups take turns, because the block has a single scratch buffer for jnp.sum.
-    """
-    plgpu.barrier_wait(refs.turn_bars.at[refs.wg])
-    for c, total in enumerate(totals):
-        at = row, pl.ds(column * _TILE + c * _CHUNK, _CHUNK)
-        mosaic.store(refs.sums.at[at], jnp.sum(total, axis=0))
-    plgpu.barrier_arrive(refs.turn_bars.at[1 - refs.wg])
