@@ -6,14 +6,14 @@ XLA's matmul writes its product, and the next kernel reads it again; here the ep
 accumulator.  This pays off for an epilogue that reads and writes much, such as the backward pass of
 an activation.
 
-A persistent block on each SM computes tiles of 192 x 128.  Its two warpgroups alternate
+A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpgroups alternate
 ("ping-pong"): while one uses the tensor core, the other runs the epilogue of the previous tile.
 
     warpgroup 0   | matmul, tile 0 | epilogue 0     | matmul, tile 2 | epilogue 2     | ...
     warpgroup 1                    | matmul, tile 1 | epilogue 1     | matmul, tile 3 | ...
 
-    step s of K      a (192, 64)  b (128, 64)   ring of `stages` buffers,   step_bars[wg, stage]
-    chunk c of F     each input (192, 64)       ring of `slots` buffers,    chunk_bars[wg, slot]
+    step s of K      a (rows, 64)  b (128, 64)  ring of `stages` buffers,   step_bars[wg, stage]
+    chunk c of F     each input (rows, 64)      ring of `slots` buffers,    chunk_bars[wg, slot]
 
 Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
 once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer.  Each
@@ -37,16 +37,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
 
-_ROWS = 192  # of a in a tile
-_COLUMNS = 128  # of a tile: 192 accumulators a thread
+_COLUMNS = 128  # of a tile
 _STEP = 64  # of K: 128 bytes, one swizzle
 _CHUNK = 64  # columns of the inputs in one copy
-_PART = 32  # rows of a chunk computed at a time: with 64, gelu_linear_backward spills (ptxas 13.5)
 
-# The best of the sweep in docs/performance.md.
-_STAGES = 3  # buffers of 40 KB for steps
-_SLOTS = 4  # buffers of 24 KB for chunks of one array; half as many for each of two arrays
-_GROUP = 8  # rows of tiles in a group; blocks work on one group at a time
+
+class _Tiles(NamedTuple):
+    """How a tile is cut."""
+
+    rows: int  # of a in a tile: as many accumulators a thread
+    stages: int  # buffers for steps, 32 KB each with 128 rows, 40 with 192
+    slots: int  # buffers of each array for chunks, 16 KB each with 128 rows, 24 with 192
+    part: int  # rows of a chunk computed at a time
+    group: int  # rows of tiles in a group; blocks work on one group at a time
+
+
+def _tiles(inputs: int, tile) -> _Tiles:
+    """The best of the sweep in docs/performance.md that spill no registers."""
+    if inputs == 2:
+        return _Tiles(128, 5, 2, 64, 8)
+    return _Tiles(192, 4, 2, 64, 8) if tile is times else _Tiles(192, 3, 4, 32, 8)
 
 
 def linear_why_not(weight, *inputs) -> str | None:
@@ -93,25 +103,24 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
     sms: number of blocks.
     """
     (n, k), f = a.shape, b.shape[0]
-    rows, columns, steps = mosaic.cdiv(n, _ROWS), f // _COLUMNS, k // _STEP
-    buffers = max(len(inputs), outputs)
-    slots = _SLOTS // buffers
+    t = _tiles(len(inputs), tile)
+    rows, columns, steps = mosaic.cdiv(n, t.rows), f // _COLUMNS, k // _STEP
     blocks = min(sms, rows * columns)
-    s = Schedule(rows, columns, steps, min(_STAGES, steps), slots, blocks, _GROUP)
+    s = Schedule(rows, columns, steps, min(t.stages, steps), t.slots, blocks, t.group)
     smem = lambda count, rows: plgpu.SMEM(
         (count, rows, 64), a.dtype, transforms=mosaic.wgmma_tiles(64, a.dtype)
     )
     results, total = mosaic.kernel(
-        functools.partial(_body, s, tile),
+        functools.partial(_body, s, t, tile),
         name=name,
         out_type=[
             (jax.ShapeDtypeStruct((n, f), a.dtype),) * outputs,
             jax.ShapeDtypeStruct((rows, f), jnp.float32) if sums else None,
         ],
         scratch_types=dict(
-            a_smem=smem(s.stages, _ROWS),
+            a_smem=smem(s.stages, t.rows),
             b_smem=smem(s.stages, _COLUMNS),
-            chunk_smems=(smem(s.slots, _ROWS),) * buffers,
+            chunk_smems=(smem(s.slots, t.rows),) * max(len(inputs), outputs),
             step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * s.stages),
             chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * s.slots),
         ),
@@ -169,6 +178,7 @@ class Schedule(NamedTuple):
 class _Refs(NamedTuple):
     """The references of a block, and its position."""
 
+    tiles: _Tiles
     a: Any
     b: Any
     inputs: Any
@@ -183,12 +193,16 @@ class _Refs(NamedTuple):
     block: Any
     count: Any  # number of this block's tiles
 
+    def rows(self, row):
+        """The rows of a tile."""
+        return pl.ds(row * self.tiles.rows, self.tiles.rows)
 
-def _body(s: Schedule, tile, *arrays, **scratch):
+
+def _body(s: Schedule, t: _Tiles, tile, *arrays, **scratch):
     """A block fills both rings, then its warpgroups alternate over its tiles."""
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = s.tiles_of(block)
-    refs = _Refs(*arrays, **scratch, wg=wg, block=block, count=count)
+    refs = _Refs(t, *arrays, **scratch, wg=wg, block=block, count=count)
     pl.when(wg == 0)(lambda: _fill(s, refs))
 
     @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
@@ -196,7 +210,7 @@ def _body(s: Schedule, tile, *arrays, **scratch):
         i = 2 * j + wg
         here = s.place(i, block, count)
         run = functools.partial(multiply, s, refs, _copy_step, _start_step, i, here)
-        (product,) = pl.run_scoped(run, plgpu.ACC((_COLUMNS, _ROWS), jnp.float32))
+        (product,) = pl.run_scoped(run, plgpu.ACC((_COLUMNS, t.rows), jnp.float32))
         _epilogue(s, refs, tile, i, here, product)
 
     plgpu.wait_smem_to_gmem(0)
@@ -219,7 +233,7 @@ def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
     stage = s.stage(i, step)
     bar = refs.step_bars.at[lax.rem(i, jnp.int32(2)) * s.stages + stage]
     at = pl.ds(step * _STEP, _STEP)
-    rows, columns = pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS, _COLUMNS)
+    rows, columns = refs.rows(row), pl.ds(column * _COLUMNS, _COLUMNS)
     plgpu.copy_gmem_to_smem(refs.a.at[rows, at], refs.a_smem.at[stage], bar)
     plgpu.copy_gmem_to_smem(refs.b.at[columns, at], refs.b_smem.at[stage], bar)
 
@@ -228,7 +242,7 @@ def _copy_chunk(s: Schedule, refs: _Refs, i, row, column, chunk):
     """Starts the copy of one chunk of the inputs of the i-th tile."""
     slot = s.slot(i, chunk)
     bar = refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
-    at = pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS + chunk * _CHUNK, _CHUNK)
+    at = refs.rows(row), pl.ds(column * _COLUMNS + chunk * _CHUNK, _CHUNK)
     for source, smem in zip(refs.inputs, refs.chunk_smems, strict=False):
         plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
@@ -290,7 +304,7 @@ def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
         plgpu.commit_smem()
 
         # Store the outputs, and refill the buffers whose outputs have been copied.
-        rows, columns = pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
+        rows, columns = refs.rows(row), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
         for smem, target in zip(smems, refs.outputs, strict=False):
             plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
         if refs.sums is not None:
@@ -302,13 +316,13 @@ def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
 
 def _compute(refs: _Refs, tile, smems, product):
     """Overwrites the inputs of a chunk with its outputs; returns the sums of the first output."""
-    total = 0
-    for r in range(0, _ROWS, _PART):
-        parts = [smem.at[pl.ds(r, _PART)].transpose((1, 0)) for smem in smems]
+    total, size = 0, refs.tiles.part
+    for r in range(0, refs.tiles.rows, size):
+        parts = [smem.at[pl.ds(r, size)].transpose((1, 0)) for smem in smems]
         xs = [
             plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts[: len(refs.inputs)]
         ]
-        ys = tile(*xs, product[:, r : r + _PART])
+        ys = tile(*xs, product[:, r : r + size])
         for part, y in zip(parts, ys, strict=False):
             part[...] = y.astype(part.dtype)
         if refs.sums is not None:
