@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -94,6 +95,7 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
 
     from jaxllm.config import load
     from jaxllm.sharding import make_mesh
+    from jaxllm.train.launch import compile_autotuned
     from jaxllm.train.metrics import peak_memory
     from jaxllm.train.process import no_long_pauses
     from jaxllm.train.step import Trainer
@@ -118,7 +120,9 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
 
     def measure():
         nonlocal program, state
-        program = program or lowered.compile()  # late, as for COMPILED_ALONE
+        if program is None:  # late, as for COMPILED_ALONE
+            with tempfile.TemporaryDirectory() as folder:
+                program = compile_autotuned(lowered, None if dry else Path(folder) / "timings.txt")
         state = state or trainer.init()
         seconds, running = [], None
         with no_long_pauses():

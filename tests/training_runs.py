@@ -34,6 +34,7 @@ TINY = {
         "eval_every": 20,
         "eval_batches": 2,
         "checkpoint_every": 5,
+        "autotune": False,  # tests compare runs
     },
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
     "sample": {"prompt": "the ", "tokens": 8, "every": 30},

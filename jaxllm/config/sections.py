@@ -99,7 +99,12 @@ class TrainConfig(Section):
         " time; 0: none",
     )
     deterministic: bool = Field(
-        True, description="repeat runs bit for bit, which costs 1% to 2.5% of the speed on a GPU"
+        True, description="use no operation of XLA whose results differ from run to run"
+    )
+    autotune: bool = Field(
+        True,
+        description="on a GPU, choose XLA's matmul kernels by their times, once for a run, which is"
+        " 1% faster; another run may choose others, so its last bits may differ",
     )
 
     @model_validator(mode="after")

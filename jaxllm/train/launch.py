@@ -108,10 +108,15 @@ def compile_step(
 
     fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
     """
-    if trainer.mesh.devices.flat[0].platform == "gpu":
+    config, device, timings = trainer.config.train, trainer.mesh.devices.flat[0], None
+    if device.platform == "gpu":
         # A resumed process must run the same program.  XLA chooses its matmuls by timing them, so a
         # new compilation may choose differently and change the last bits.
         compiled = out_dir.resolve() / "compiled"
+        if config.autotune and config.deterministic and jax.process_count() == 1:
+            # XLA refuses the timings of another version, and ignores those of another GPU.
+            name = f"timings-{jax.__version__}-{device.device_kind}.txt".replace(" ", "-")
+            timings = compiled / name
         if fresh and jax.process_index() == 0:  # a killed process may leave partial files
             shutil.rmtree(compiled, ignore_errors=True)
         jax.config.update("jax_compilation_cache_dir", str(compiled))
@@ -119,10 +124,30 @@ def compile_step(
     clock = time.perf_counter()
     traced = trace_step(trainer, emit)
     with memory_errors(advice):
-        program = traced.lower().compile()
+        program = compile_autotuned(traced.lower(), timings)
     seconds = time.perf_counter() - clock
     emit(f"compiled in {seconds:.1f} s, writing to {out_dir}")
     return program
+
+
+def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.stages.Compiled:
+    """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
+
+    timings: where they are stored, or will be; None: with XLA's first choice, which is not timed.
+    """
+    if timings is None:
+        return lowered.compile()
+    if not timings.exists():
+        # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
+        # This compilation only times, and writes the file.
+        timings.parent.mkdir(parents=True, exist_ok=True)
+        lowered.compile(
+            {
+                "xla_gpu_deterministic_ops": False,
+                "xla_gpu_dump_autotune_results_to": str(timings),
+            }
+        )
+    return lowered.compile({"xla_gpu_load_autotune_results_from": str(timings)})
 
 
 def trace_step(trainer: Trainer, emit: Callable[[str], None]) -> jax.stages.Traced:

@@ -1,0 +1,68 @@
+"""The choice of XLA's matmul kernels: timed once, stored with the run."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+import training_runs
+
+from jaxllm.train.launch import compile_autotuned
+
+LOAD, DUMP = (
+    f"xla_gpu_{which}" for which in ("load_autotune_results_from", "dump_autotune_results_to")
+)
+
+
+class Lowered:
+    """Records the options of compilations; writes the timings, as XLA does on a GPU."""
+
+    def __init__(self):
+        self.options = []
+        self.program = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4)))
+
+    def compile(self, options=None):
+        self.options.append(options)
+        if options and (path := options.get(DUMP)):
+            with open(path, "w") as f:
+                f.write("timings")
+        return self.program.compile(options)
+
+
+def test_a_new_run_times_and_a_resumed_one_loads(tmp_path):
+    timings, lowered = tmp_path / "compiled" / "timings.txt", Lowered()
+    program = compile_autotuned(lowered, timings)
+    first, second = lowered.options
+    assert first == {"xla_gpu_deterministic_ops": False, DUMP: str(timings)}
+    assert second == {LOAD: str(timings)}
+    assert program(jnp.ones((4, 4)))[0, 0] == 4
+    resumed = Lowered()
+    compile_autotuned(resumed, timings)
+    assert resumed.options == [second]
+
+
+def test_without_timings_xla_takes_its_first_choice():
+    lowered = Lowered()
+    compile_autotuned(lowered, None)
+    assert lowered.options == [None]
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="only a GPU has kernels to choose from")
+@pytest.mark.parametrize("program", ["kept", "compiled again"])
+def test_a_resumed_run_repeats_the_bits_of_the_first(program, tiny, tmp_path):
+    out_dir, more = tmp_path / "run", ("--train.autotune", "true", "--train.keep_checkpoints", "99")
+    assert training_runs.run(tiny, out_dir, *more).returncode == 0
+    (timings,) = (out_dir / "compiled").glob("timings-*.txt")
+    whole, stored = training_runs.losses(out_dir), timings.read_bytes()
+    for checkpoint in (out_dir / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) > 20:
+            shutil.rmtree(checkpoint)
+    if program == "compiled again":
+        for path in (out_dir / "compiled").iterdir():
+            if path != timings:
+                path.unlink()
+    resumed = training_runs.run(tiny, out_dir, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "from the checkpoint of step 20" in resumed.stdout
+    assert training_runs.losses(out_dir) == whole
+    assert timings.read_bytes() == stored
