@@ -11,7 +11,7 @@ import vlstm_twins
 from kernel_checks import ON_GPU, kernels_run_here, names_in, normal
 
 from pallas_kernels import dispatch, mosaic, vlstm, vlstm_qkv
-from pallas_kernels.mlstm import chunkwise, intra_schedule, qkv
+from pallas_kernels.mlstm import chunkwise, intra_dkv, intra_schedule, qkv
 
 KERNELS = ("states", "forward", "backward_dq", "backward_dk", "backward_dv")
 FOUR = {"segment_ids": jnp.asarray(vlstm_twins.FOUR)}
@@ -22,6 +22,7 @@ def _one_sm(monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
         monkeypatch.setattr(intra_schedule, "TEAMS", 1)
+        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
 
 
 def on_parts(qkv, i, f, dqk, **options):
