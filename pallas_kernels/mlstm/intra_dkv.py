@@ -15,9 +15,9 @@ Every sum has the order that it has in the two kernels, so the results have thei
         v_t, dC_t, dh_t     a stage, by TMA         full[team, stage]
         out                 dv_t or dk, stored by TMA
 
-A stage is loaded again as soon as its tile of dv is stored, and q and k at the end of the chunk.  The
-next squares of a team, also of its next chunk, are thus on their way.  Wider tiles or a wider q would
-need more registers than a thread has: A, Z, a tile of dv and P take 112 here.
+A stage is loaded again as soon as its tile of dv is stored, and q and k at the end of the chunk.
+The next squares of a team, also of its next chunk, are thus on their way.  A, Z, a tile of dv and P
+take 112 of a thread's 168 registers; tiles of 128 or a wider q would need twice as many.
 """
 
 import collections
@@ -151,7 +151,7 @@ def decays_of(w: Worker, c: Chunk):
     size = w.schedule.size
     i = plgpu.broadcasted_iota(jnp.int32, (ROWS, size), 0, layout=WGMMA)
     j = plgpu.load(w.inputs.positions.at[pl.ds(0, size)], layout=COL, optimized=False)
-    return decays(w, c._replace(index=0), i, broadcast_columns(j, size))
+    return decays(w, c._replace(index=0), (i, broadcast_columns(j, size)))
 
 
 def store(w: Worker, c: Chunk, heads: Heads, tile, value):

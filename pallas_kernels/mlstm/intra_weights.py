@@ -64,11 +64,13 @@ def positions(w, c: Chunk):
     return c.row0 + iota(0, layout=WGMMA), c.index * w.schedule.size + iota(1, layout=WGMMA)
 
 
-def decays(w, c: Chunk, i=None, j=None):
-    """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
+def decays(w, c: Chunk, at=None):
+    """Computes D of the warpgroup's rows; keeping it would cost 64 registers.
+
+    at: positions of the rows and columns, if they are not those of `positions`.
+    """
     s = w.schedule
-    if i is None:
-        i, j = positions(w, c)
+    i, j = at or positions(w, c)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
     if s.packed:

@@ -16,10 +16,10 @@ from vlstm_twins import FOUR, flat, inputs
 from pallas_kernels import dispatch, mosaic, vlstm
 from pallas_kernels.mlstm import chunkwise, inter_chunk, intra_dkv, intra_schedule, reference
 
-KERNELS = ("vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv")))
+KERNELS = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq")  # and those of `backward`
 BF16, FP16 = jnp.bfloat16, jnp.float16
 TWINS = chunkwise.HOPPER._replace(
-    states=vlstm_twins.states, chunk_outputs=vlstm_twins.chunk_outputs
+    states=vlstm_twins.states, chunk_outputs=vlstm_twins.chunk_outputs, backward_dkv=None
 )
 
 
@@ -30,6 +30,11 @@ def _one_sm(monkeypatch):
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
         monkeypatch.setattr(intra_schedule, "TEAMS", 1)
         monkeypatch.setattr(intra_dkv, "TEAMS", 1)
+
+
+def backward(dqk):
+    """The other kernels: q and k of one tile of 64 have one for dk and dv."""
+    return ("vlstm_backward_dkv",) if dqk <= 64 else ("vlstm_backward_dk", "vlstm_backward_dv")
 
 
 @flat
@@ -87,7 +92,8 @@ LARGE = [
 
 @pytest.mark.parametrize(("shape", "of_inputs", "options"), SMALL + LARGE * ON_GPU)
 def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
-    check_op(flat(vlstm), xla, *inputs(*shape, **of_inputs), kernels=KERNELS, **options)
+    kernels = KERNELS + backward(shape[3])
+    check_op(flat(vlstm), xla, *inputs(*shape, **of_inputs), kernels=kernels, **options)
 
 
 @pytest.mark.parametrize("dtype", [FP16] + [BF16] * ON_GPU)
@@ -96,13 +102,13 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
     features padded to 64 and 128."""
     if not ON_GPU:
         monkeypatch.setattr(intra_schedule, "TEAMS", 2)
+        monkeypatch.setattr(intra_dkv, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 48, 80, dtype)
     some = np.arange(135)[None, :, None] % 3 > 0
     i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
     ids = jnp.asarray(np.repeat([[4, 1, 2]], [70, 1, 64], axis=1))
-    check_op(
-        flat(vlstm), xla, q, k, v, jnp.asarray(i), jnp.asarray(f), segment_ids=ids, kernels=KERNELS
-    )
+    gates, kernels = (jnp.asarray(i), jnp.asarray(f)), KERNELS + backward(48)
+    check_op(flat(vlstm), xla, q, k, v, *gates, segment_ids=ids, kernels=kernels)
 
 
 def test_spans_fill_idle_sms_only():
