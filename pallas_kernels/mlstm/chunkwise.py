@@ -16,6 +16,7 @@ from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.inter_chunk import states
 from pallas_kernels.mlstm.intra_chunk import chunk_outputs
+from pallas_kernels.mlstm.intra_dkv import backward_dkv
 
 
 class Form(NamedTuple):
@@ -25,10 +26,11 @@ class Form(NamedTuple):
     chunk_outputs: Callable
     largest: int  # positions of a chunk
     rows: int  # T is a multiple of this
+    backward_dkv: Callable | None = None  # dk and dv in one kernel, for DQK = L = 64
 
 
 # TMA copies groups of 8 rows into wgmma's layout.
-HOPPER = Form(states, chunk_outputs, largest=128, rows=8)
+HOPPER = Form(states, chunk_outputs, largest=128, rows=8, backward_dkv=backward_dkv)
 GENERAL = Form(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
 
 
@@ -130,9 +132,32 @@ def _cell_forward(arrays, i, lf, first, m, starts, call):
     return (h, last), (arrays, g, c, n, norm, sign)
 
 
+def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: Call):
+    """The gradients (dq, dk, dv) or, if `joint`, (all in dq's array,); two parts of k . dk."""
+    options = dict(packed=call.packed, sms=call.sms)
+    one_square = k.tiles == 1 and call.size == 64  # wider ones have too many sums for registers
+    if call.form.backward_dkv is not None and one_square:
+        of_both = lambda joint, *operands: call.form.backward_dkv(*operands, joint, **options)
+        operands = q, k, v, dh, dc, vectors, dn
+        if not joint:
+            dk, dv, *sums = of_both(None, *operands)
+            return (dq, dk, dv), *sums
+        dqkv, sums = mosaic.in_place_with_results(of_both, dq, *operands)
+        return (dqkv,), *sums
+    outputs = functools.partial(call.form.chunk_outputs, **options)
+    of_dk = lambda joint, *operands: outputs(*operands, joint, mode="dk")
+    of_dv = lambda joint, *operands: outputs(*operands, joint, mode="dv")
+    for_dk, for_dv = (v, dh, q, dc, vectors, dn, k), (k, q, dh, dc, vectors, None, v)
+    if not joint:
+        (dk, *sums), (dv,) = of_dk(None, *for_dk), of_dv(None, *for_dv)
+        return (dq, dk, dv), *sums
+    # No copy: these kernels write their own columns of dq.
+    dqkv, sums = mosaic.in_place_with_results(of_dk, dq, *for_dk)
+    return (mosaic.in_place(of_dv, dqkv, *for_dv),), *sums
+
+
 def _cell_backward(call, saved, cotangents):
-    states = call.form.states
-    outputs = functools.partial(call.form.chunk_outputs, packed=call.packed, sms=call.sms)
+    states, outputs = call.form.states, call.form.chunk_outputs
     arrays, g, c, n, norm, sign = saved
     dh, d_last = cotangents
     q, k, v = _heads(arrays, dh.shape[2], call)
@@ -144,7 +169,7 @@ def _cell_backward(call, saved, cotangents):
     carried, sign = g.carried * rounded, sign * norm / rounded
     seen = dict(row=row, col=g.col, start=g.start)
     of_dq = seen | dict(scale=carried, sign=sign)
-    dq, dot = outputs(dh, v, k, c, of_dq, n, q, mode="dq")
+    dq, dot = outputs(dh, v, k, c, of_dq, n, q, mode="dq", packed=call.packed, sms=call.sms)
 
     shift = sign * dot
     dc, dn, d_first, c_dc = states(
@@ -152,16 +177,9 @@ def _cell_backward(call, saved, cotangents):
         reverse=True, saturate=False, last=call.first, sms=call.sms,
     )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
-    of_dk = lambda joint, *operands: outputs(*operands, joint, mode="dk")
-    of_dv = lambda joint, *operands: outputs(*operands, joint, mode="dv")
-    for_dk, for_dv = (v, dh, q, dc, seen, dn, k), (k, q, dh, dc, seen, None, v)
-    if len(arrays) == 3:
-        (dk, inside, outside), (dv,) = of_dk(None, *for_dk), of_dv(None, *for_dv)
-        gradients = dq, dk, dv
-    else:
-        # No copy: these kernels write their own columns of dq.
-        joint, (inside, outside) = mosaic.in_place_with_results(of_dk, dq, *for_dk)
-        gradients = (mosaic.in_place(of_dv, joint, *for_dv),)
+    gradients, inside, outside = _keys_and_values(
+        q, k, v, dh, dc, dn, seen, dq, len(arrays) == 1, call
+    )
     gradients = tuple(d.reshape(x.shape) for d, x in zip(gradients, arrays, strict=True))
 
     di = inside + outside  # k . dk

@@ -54,13 +54,23 @@ def store_stats(w, c: Chunk, *stats):
         mosaic.store(ref.at[c.b, c.h, c.index, c.mine], value)
 
 
-def decays(w, c: Chunk):
-    """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
+def positions(w, c: Chunk):
+    """Positions of W's rows and columns in the sequence.
+
+    Positions in a chunk are the same for all chunks, so the compiler would keep them in 40
+    registers throughout the kernel.
+    """
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, w.schedule.size))
+    return c.row0 + iota(0, layout=WGMMA), c.index * w.schedule.size + iota(1, layout=WGMMA)
+
+
+def decays(w, c: Chunk, at=None):
+    """Computes D of the warpgroup's rows; keeping it would cost 64 registers.
+
+    at: positions of the rows and columns, if they are not those of `positions`.
+    """
     s = w.schedule
-    # These are positions in the sequence.  Positions in a chunk are the same for all chunks, so the
-    # compiler would keep them in 40 registers throughout the kernel.
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, s.size))
-    i, j = c.row0 + iota(0, layout=WGMMA), c.index * s.size + iota(1, layout=WGMMA)
+    i, j = at or positions(w, c)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
     if s.packed:

@@ -3,8 +3,8 @@
     (q | k | v) = qkv,   h = vlstm(q, k, v, i, f)
 
 One matmul can then compute q, k and v, and its backward pass takes two matmuls instead of six.
-Splitting the array for `vlstm` would copy it.  Here the kernels index its columns, and the three
-kernels that compute dq, dk and dv write into one gradient.
+Splitting the array for `vlstm` would copy it.  Here the kernels index its columns, and the kernels
+that compute dq, dk and dv write into one gradient.
 """
 
 import functools
