@@ -10,7 +10,7 @@ here one kernel writes all.  cuBLASLt has an epilogue for GELU, during which its
 This kernel is built as that of matmul_epilogue.py: a persistent block on each SM, whose warpgroups
 alternate between the matmul of a tile and the epilogue of their previous one.
 
-A tile has 128 or 192 rows of x and 64 columns of each weight, or 128 of the only one.  wgmma
+A tile has 160 or 192 rows of x and 64 columns of each weight, or 128 of the only one.  wgmma
 computes its two products of 64 columns transposed, W^T x^T, so each is as wide as the tile has
 rows.  x W of both weights in one wgmma would need their steps interleaved in one buffer, which TMA
 cannot do as the weights are stored, (C, F); a wgmma for each would be 64 wide and read x more
@@ -42,14 +42,14 @@ class _Tiles(NamedTuple):
     """How a tile is cut."""
 
     rows: int  # of x in a tile: as many accumulators a thread
-    stages: int  # buffers for steps, 24 KB each with 64 rows, 32 with 128, 40 with 192
+    stages: int  # buffers for steps, 36 KB each with 160 rows, 40 with 192
     part: int  # rows of a tile that are computed and stored at a time
     slots: int  # buffers of a warpgroup for parts
     group: int  # rows of tiles in a group; blocks work on one group at a time
 
 
 # By the number of weights: the best of the sweep in docs/performance.md that spill no registers.
-_TILES = {1: _Tiles(128, 4, 32, 3, 4), 2: _Tiles(192, 4, 32, 1, 8)}
+_TILES = {1: _Tiles(160, 5, 16, 2, 8), 2: _Tiles(192, 4, 32, 1, 8)}
 _FEWEST = 4  # tiles for each SM; the shapes that were timed have 40 and more
 
 

@@ -175,7 +175,7 @@ def backward_tile(x, dy, sigmoid=sigmoid):
 def derivative_tile(x):
     """GELU and its derivative."""
     xx = x * x
-    s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
+    s = fast_sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
     y, dz = x * s, _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx
     return y, s + y * (1 - s) * dz
 

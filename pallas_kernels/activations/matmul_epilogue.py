@@ -55,8 +55,8 @@ class _Tiles(NamedTuple):
 def _tiles(inputs: int, tile) -> _Tiles:
     """The best of the sweep in docs/performance.md that spill no registers."""
     if inputs == 2:
-        return _Tiles(128, 5, 2, 64, 8)
-    return _Tiles(192, 4, 2, 64, 8) if tile is times else _Tiles(192, 3, 4, 32, 8)
+        return _Tiles(128, 5, 2, 32, 8)
+    return _Tiles(192, 4, 2, 64, 4) if tile is times else _Tiles(192, 3, 4, 32, 8)
 
 
 def linear_why_not(weight, *inputs) -> str | None:
