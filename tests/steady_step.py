@@ -2,25 +2,29 @@
 
     python tests/steady_step.py step gpt2_124m 32
     python tests/steady_step.py step llama3_1b 4 --steps 60 --train.fp8 all
+    python tests/steady_step.py parts gpt2_124m 32
     python tests/steady_step.py matmuls
 
 A GPU at its power limit lowers its clock after about 0.1 s, so figures of a few calls after a pause
 are better than those of a run.  `step` times 20 steps after a pause and then --steps more on random
 tokens, samples nvidia-smi meanwhile, traces half a second from the middle, and prints the time
-between kernels and the 24 longest kernels.  `matmuls` repeats bfloat16 matmuls for two seconds
-each, with random operands and with zeros, which take less power.
+between kernels and the 24 longest kernels.  `parts` prints a row of docs/performance.md for each
+part of a step instead, with its longest kernels.  `matmuls` repeats bfloat16 matmuls for two
+seconds each, with random operands and with zeros, which take less power.
 """
 
 import argparse
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -35,6 +39,17 @@ MATMULS = [  # N, K, columns: a square, and those of gpt2_124m and llama3_1b
 ]
 CALLS = 16  # of a matmul in one program
 SECONDS = 2.0
+FIRST = "encoder_forward"  # the first kernel of a step
+OURS = {  # our kernels by the part of a step that they belong to
+    "matmuls of the blocks": "(swig|ge)lu_(mlp|linear)_",
+    "casts to fp8, maxima, scales": "quantize_fp8|fp8_maximum|swiglu_maxima",
+    "head and loss": "(linear_)?cross_entropy",
+    "attention": "attention_|rope_",
+    "vLSTM": "vlstm_",
+    "norms with the residual": ".*(layer|rms)_norm",
+    "activation": "(swig|ge)lu_",
+}
+PARTS = [*OURS, "AdamW, norms, copies", "biases and the rest"]
 
 
 class Samples:
@@ -58,8 +73,17 @@ class Samples:
         return f"{mean}, held by the power limit in {statistics.mean(limited):.0%} of samples"
 
 
-def step(config: str, batch: int, steps: int, overrides: dict[str, str]) -> None:
-    """Prints the figures of a training step."""
+class Kernel(NamedTuple):
+    """One kernel of a trace."""
+
+    start: float  # ms
+    end: float
+    name: str
+    op: str  # the path of the jax operation it computes, such as jit(_train_step)/jvp()/dot_general
+
+
+def run(config: str, batch: int, steps: int, overrides: dict[str, str]) -> list[Kernel]:
+    """Prints the speed of a training step; returns the kernels of some of its steps."""
     from jaxllm.train.process import set_xla_flags
 
     set_xla_flags(deterministic=True)
@@ -89,40 +113,79 @@ def step(config: str, batch: int, steps: int, overrides: dict[str, str]) -> None
         tracer.start()
         print(f"{speed():,.0f} in {steps} steps: {samples.between(start + 1, time.time())}")
         tracer.join()
+        samples.process.kill()
         (path,) = Path(folder).rglob("*.xplane.pb")
-        events = kernels(path)
-    samples.process.kill()
-    show(events)
+        return kernels(path)
 
 
-def kernels(path: Path) -> list[tuple[float, float, str]]:
-    """(start, end, name) of a trace's kernels, ms, from the first whole step to the last one."""
+def kernels(path: Path) -> list[Kernel]:
+    """A trace's kernels, from the first one of the first whole step to that of the last step."""
     from jaxllm.train.profiling import kernel_events
 
-    events = [
-        (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6, event.name)
-        for event in kernel_events(path)
-    ]
-    firsts = [start for start, _, name in events if name.startswith("encoder_forward")]
-    return sorted(e for e in events if min(firsts) <= e[0] <= max(firsts))
+    found = []
+    for event in kernel_events(path):
+        start, op = event.start_ns / 1e6, dict(event.stats).get("name", "")
+        found.append(Kernel(start, start + event.duration_ns / 1e6, event.name, str(op)))
+    firsts = [kernel.start for kernel in found if kernel.name.startswith(FIRST)]
+    return sorted(kernel for kernel in found if min(firsts) <= kernel.start <= max(firsts))
 
 
-def show(events: list[tuple[float, float, str]]) -> None:
+def show(kernels: list[Kernel]) -> None:
     """Prints the time of a step, the share without a kernel, and the longest kernels."""
-    steps = sum(name.startswith("encoder_forward") for *_, name in events) - 1
-    *events, (last, *_) = events  # the next step's first kernel
-    begin, busy, end = events[0][0], 0.0, 0.0
-    times, calls = Counter(), Counter()
-    for at, until, name in events:
-        busy += max(0, until - max(at, end))
-        end = max(end, until)
-        times[name] += (until - at) / steps
-        calls[name] += 1
-    total = (last - begin) / steps
-    count = len(events) / steps
+    *kernels, (last, *_) = kernels  # the next step's first kernel
+    steps = sum(kernel.name.startswith(FIRST) for kernel in kernels)
+    begin, busy, end = kernels[0].start, 0.0, 0.0
+    for kernel in kernels:
+        busy += max(0, kernel.end - max(kernel.start, end))
+        end = max(end, kernel.end)
+    total, count = (last - begin) / steps, len(kernels) / steps
     print(f"{total:.2f} ms a step, {total - busy / steps:.2f} without any of {count:.0f} kernels")
-    for name, ms in times.most_common(24):
+    longest(kernels, steps, 24)
+
+
+def longest(kernels: list[Kernel], steps: int, count: int) -> None:
+    times, calls = Counter(), Counter()
+    for kernel in kernels:
+        times[kernel.name] += (kernel.end - kernel.start) / steps
+        calls[kernel.name] += 1
+    for name, ms in times.most_common(count):
         print(f"{ms:9.3f} ms {calls[name] / steps:7.1f} x  {name[:90]}")
+
+
+def show_parts(kernels: list[Kernel]) -> None:
+    """Prints the time of each part of a step, and of its longest kernels."""
+    *kernels, _ = kernels
+    steps = sum(kernel.name.startswith(FIRST) for kernel in kernels)
+    by_part = defaultdict(list)
+    for kernel in kernels:
+        by_part[part(kernel)].append(kernel)
+    ms = lambda some: sum(kernel.end - kernel.start for kernel in some) / steps
+    for name in PARTS:
+        print(f"| {name} | {ms(by_part[name]):.1f} |")
+    print(f"| **all kernels** | {ms(kernels):.1f} |")
+    for name, some in by_part.items():
+        print(name)
+        longest(some, steps, 8)
+
+
+def part(kernel: Kernel) -> str:
+    """The part of a step that a kernel belongs to, one of PARTS."""
+    in_block = "_run_block" in kernel.op
+    if re.search("nvjet|gemm|cublas|cutlass|splitK|matmul", kernel.name):
+        return "matmuls of the blocks" if in_block else "head and loss"
+    if re.match("quantize_fp8|fp8_maximum", kernel.name) and not in_block:
+        return "head and loss"  # the casts of the table and of x
+    for name, pattern in OURS.items():
+        if re.match(pattern, kernel.name):
+            return name
+    if "_in_one_array" in kernel.op:  # the gates, which XLA computes
+        return "vLSTM"
+    if in_block and re.search("/(reduce_max|sqrt|dot_general)$", kernel.op):
+        return "casts to fp8, maxima, scales"
+    # The optimizer has no name of its own: it is what no derivative is taken of.
+    if kernel.op.startswith("jit(_train_step)/") and "jvp" not in kernel.op:
+        return "AdamW, norms, copies"
+    return "biases and the rest"
 
 
 def matmuls() -> None:
@@ -164,16 +227,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("matmuls")
-    one = commands.add_parser("step")
-    one.add_argument("config")
-    one.add_argument("batch", type=int)
-    one.add_argument("--steps", type=int, default=120, help="at least 4 seconds")
+    for name in ("step", "parts"):
+        one = commands.add_parser(name)
+        one.add_argument("config")
+        one.add_argument("batch", type=int)
+        one.add_argument("--steps", type=int, default=120, help="at least 4 seconds")
     arguments, rest = parser.parse_known_args()
     if arguments.command == "matmuls":
         return matmuls()
+    if arguments.command == "parts":  # in a command buffer a kernel has no operation's name
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+        )
     names = (word.removeprefix("--") for word in rest[::2])
     overrides = dict(zip(names, rest[1::2], strict=True))
-    step(arguments.config, arguments.batch, arguments.steps, overrides)
+    found = run(arguments.config, arguments.batch, arguments.steps, overrides)
+    (show if arguments.command == "step" else show_parts)(found)
 
 
 if __name__ == "__main__":

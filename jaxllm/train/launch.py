@@ -139,14 +139,18 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
         return lowered.compile()
     if not timings.exists():
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
-        # This compilation only times, and writes the file.
+        # This compilation only times, and writes the file, under another name until it is whole.
         timings.parent.mkdir(parents=True, exist_ok=True)
+        partial = timings.with_name(f"partial-{timings.name}")
         lowered.compile(
             {
                 "xla_gpu_deterministic_ops": False,
-                "xla_gpu_dump_autotune_results_to": str(timings),
+                "xla_gpu_dump_autotune_results_to": str(partial),
             }
         )
+        if not partial.exists():  # there was nothing to choose
+            return lowered.compile()
+        partial.replace(timings)
     return lowered.compile({"xla_gpu_load_autotune_results_from": str(timings)})
 
 

@@ -17,13 +17,13 @@ LOAD, DUMP = (
 class Lowered:
     """Records the options of compilations; writes the timings, as XLA does on a GPU."""
 
-    def __init__(self):
-        self.options = []
+    def __init__(self, choices=True):
+        self.options, self.choices = [], choices
         self.program = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4)))
 
     def compile(self, options=None):
         self.options.append(options)
-        if options and (path := options.get(DUMP)):
+        if self.choices and options and (path := options.get(DUMP)):
             with open(path, "w") as f:
                 f.write("timings")
         return self.program.compile(options)
@@ -33,12 +33,21 @@ def test_a_new_run_times_and_a_resumed_one_loads(tmp_path):
     timings, lowered = tmp_path / "compiled" / "timings.txt", Lowered()
     program = compile_autotuned(lowered, timings)
     first, second = lowered.options
-    assert first == {"xla_gpu_deterministic_ops": False, DUMP: str(timings)}
+    assert first["xla_gpu_deterministic_ops"] is False
+    assert first[DUMP] != str(timings)  # so that a file with this name is whole
     assert second == {LOAD: str(timings)}
+    assert [path.name for path in timings.parent.iterdir()] == [timings.name]
     assert program(jnp.ones((4, 4)))[0, 0] == 4
     resumed = Lowered()
     compile_autotuned(resumed, timings)
     assert resumed.options == [second]
+
+
+def test_a_program_without_choices_has_no_timings(tmp_path):
+    lowered = Lowered(choices=False)
+    compile_autotuned(lowered, tmp_path / "timings.txt")
+    assert lowered.options[1] is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_timings_xla_takes_its_first_choice():
