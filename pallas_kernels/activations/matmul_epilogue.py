@@ -4,7 +4,7 @@
 
 XLA's matmul writes its product, and the next kernel reads it again; here the epilogue works on the
 accumulator.  This pays off for an epilogue that reads and writes much, such as the backward pass of
-an activation.
+an activation.  Several outputs may be columns of one array, which the next matmul takes as a whole.
 
 A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpgroups alternate
 ("ping-pong"): while one uses the tensor core, the other runs the epilogue of the previous tile.
@@ -82,7 +82,7 @@ def linear_backward(inputs, h, weight, dy, tile, **options):
     """Gradients of h @ weight, h = f(*inputs), for the inputs and for weight.
 
     inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f, as in
-    `matmul_with_epilogue`.
+    `matmul_with_epilogue`.  joint=True returns those of the inputs side by side in one array.
     """
     gradients = matmul_with_epilogue(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
     return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)
@@ -94,11 +94,12 @@ def times(*inputs):
     return tuple(slope * dh for slope in slopes)
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "outputs", "sums", "name", "sms"))
-def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms: int):
+@functools.partial(jax.jit, static_argnames=("tile", "outputs", "joint", "sums", "name", "sms"))
+def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, joint=False, sums=False, name, sms: int):
     """tile(*inputs, a b^T) in float32: a tuple of `outputs` arrays (N, F) of a's dtype.
 
     a: (N, K), b: (F, K), inputs: tuple of arrays (N, F).
+    joint: the outputs are one array (N, outputs F) instead, side by side.
     sums: appends the float32 sum of the first output over the rows, (F,).
     sms: number of blocks.
     """
@@ -110,11 +111,12 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, sums=False, name, sms
     smem = lambda count, rows: plgpu.SMEM(
         (count, rows, 64), a.dtype, transforms=mosaic.wgmma_tiles(64, a.dtype)
     )
+    width, count = (outputs * f, 1) if joint else (f, outputs)
     results, total = mosaic.kernel(
         functools.partial(_body, s, t, tile),
         name=name,
         out_type=[
-            (jax.ShapeDtypeStruct((n, f), a.dtype),) * outputs,
+            (jax.ShapeDtypeStruct((n, width), a.dtype),) * count,
             jax.ShapeDtypeStruct((rows, f), jnp.float32) if sums else None,
         ],
         scratch_types=dict(
@@ -182,7 +184,7 @@ class _Refs(NamedTuple):
     a: Any
     b: Any
     inputs: Any
-    outputs: Any
+    outputs: Any  # (N, F) each; of a joint array its columns
     sums: Any  # or None
     a_smem: Any
     b_smem: Any
@@ -198,11 +200,14 @@ class _Refs(NamedTuple):
         return pl.ds(row * self.tiles.rows, self.tiles.rows)
 
 
-def _body(s: Schedule, t: _Tiles, tile, *arrays, **scratch):
+def _body(s: Schedule, t: _Tiles, tile, a, b, inputs, results, sums, **scratch):
     """A block fills both rings, then its warpgroups alternate over its tiles."""
+    f = b.shape[0]
+    outputs = [y.at[:, pl.ds(at, f)] for y in results for at in range(0, y.shape[1], f)]
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = s.tiles_of(block)
-    refs = _Refs(t, *arrays, **scratch, wg=wg, block=block, count=count)
+    arrays = t, a, b, inputs, outputs, sums
+    refs = _Refs(*arrays, **scratch, wg=wg, block=block, count=count)
     pl.when(wg == 0)(lambda: _fill(s, refs))
 
     @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))

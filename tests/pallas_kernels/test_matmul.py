@@ -19,6 +19,7 @@ from pallas_kernels.activations.gelu import (
     gelu_mlp_reference,
     gelu_reference,
 )
+from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue, times
 from pallas_kernels.activations.swiglu import derivative_tile as swiglu_tile
 from pallas_kernels.activations.swiglu import (
     swiglu_linear,
@@ -112,6 +113,18 @@ def test_the_forward_kernels_store_results_and_derivatives():
 
     run((up,), bias, gelu_tile, gelu_reference)
     run((gate, up), None, swiglu_tile, swiglu_reference)
+
+
+def test_joint_outputs_are_the_separate_ones_side_by_side():
+    """Bit for bit; swapped halves, or tiles at a wrong column, would differ."""
+    n, k, f = 256, 64, 384
+    a, b = normal(0, (n, k), BF16), normal(1, (f, k), BF16)
+    slopes = normal(2, (n, f), BF16), normal(3, (n, f), BF16)
+    options = dict(outputs=2, name="matmul", sms=2)
+    with kernels_run_here():
+        separate = matmul_with_epilogue(a, b, slopes, times, **options)
+        (joint,) = matmul_with_epilogue(a, b, slopes, times, joint=True, **options)
+    np.testing.assert_array_equal(joint, np.concatenate(separate, axis=1))
 
 
 @pytest.mark.parametrize("extreme", [1e30, slow(1e4), slow(90.0)])
