@@ -65,6 +65,7 @@ VLSTM = (
         ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
         slow("vlstm:0:0", "sm_120", 0, VLSTM),  # 64, 64
         slow("vlstm_qkv:0:0", "sm_80", 0, VLSTM),
+        slow("vlstm_qkvo:0:0", "sm_80", 0, (*VLSTM, "general_gated_layer_norm_backward")),
         # 256, 512: dq keeps A states in all registers; one of JAX 0.11.2 spills (docs/vlstm.md).
         *(slow("vlstm:1:1", gpu, 4, VLSTM) for gpu in ("sm_80", "sm_100", "sm_120")),
         ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
