@@ -12,7 +12,7 @@ from pallas_kernels.float8.quantize import quantize_fp8
 from pallas_kernels.losses.cross_entropy import cross_entropy
 from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.mlstm.op import vlstm, vlstm_step
-from pallas_kernels.mlstm.qkv import vlstm_qkv
+from pallas_kernels.mlstm.qkv import vlstm_qkv, vlstm_qkvo
 from pallas_kernels.norms.layer_norm import add_layer_norm, gated_layer_norm, layer_norm
 from pallas_kernels.norms.rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize, quantize
@@ -51,5 +51,6 @@ __all__ = [
     "swiglu_mlp",
     "vlstm",
     "vlstm_qkv",
+    "vlstm_qkvo",
     "vlstm_step",
 ]

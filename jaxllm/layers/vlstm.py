@@ -18,11 +18,11 @@ from jaxllm.layers.linear import (
     takes_row,
 )
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, LayerNorm, RMSNorm
-from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
-from pallas_kernels import vlstm, vlstm_qkv, vlstm_step
+from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
+from pallas_kernels import vlstm, vlstm_qkv, vlstm_qkvo, vlstm_step
 from pallas_kernels.dispatch import Implementation
 
-# (B, T, NH), or side by side those of each device: i and f (B, T, 2 NH); q, k and v (B, T, P).
+# (B, T, NH), or side by side those of each device: i and f (B, T, 2 NH); q, k, v, o (B, T, P).
 GATES = P(BATCH, "context", "tensor")
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
@@ -64,7 +64,8 @@ class VLSTMLayer(nnx.Module):
             n_heads, d_model // n_heads, eps=eps, implementation=implementation
         )
         self.out = linear(d_model, d_model, axes=ROWS, std=out_std or std)
-        self.n_heads, self.gate_soft_cap = n_heads, gate_soft_cap
+        self.n_heads, self.qk_dim = n_heads, d_model // (2 * n_heads)
+        self.gate_soft_cap = gate_soft_cap
         self.chunk_size, self.implementation = chunk_size, implementation
 
     def __call__(
@@ -92,26 +93,36 @@ class VLSTMLayer(nnx.Module):
 
         segment_ids: not supported with a cache.
         """
-        B, T, C = x.shape
-        # The gates come first: XLA adds no other gradient inside a matmul of few columns.
-        x_gates, x_qkv, x_o = fan_out(x, 3)
-        # Gates are float32: near 6, bf16 has a resolution of 0.03, and the error adds up over T.
-        if cache is None:
-            # A single matmul, because each of the two would read all of x for a few columns.
-            gates = fused_linear(x_gates, self.i, self.f, dtype=jnp.float32)
-            gates = soft_cap(gates, self.gate_soft_cap)
-            qkv = fused_linear(x_qkv, self.q, self.k, self.v, norm=norm)
-            h = per_device(
-                self._mix_fused, in_specs=(GATES, GATES, P(BATCH, None)), out_specs=HEADS
-            )(qkv, gates, segment_ids)
-        else:
-            q, k, v = (
-                w(x, norm=norm).reshape(B, T, self.n_heads, -1) for w in (self.q, self.k, self.v)
-            )
+        if cache is not None:
+            layers = self.q, self.k, self.v, self.o
+            q, k, v, o = (w(x, norm=norm).reshape(*x.shape[:2], self.n_heads, -1) for w in layers)
             i, f = self._gates(x)
             h, cache = self._mix_with_state(q, k, v, i, f, cache)
-        o = self.o(x_o, norm=norm)
-        return self.out(self.norm(h, o.reshape(h.shape)).reshape(B, T, C)), cache
+            y = self.norm(h, o)
+        elif context_size() == 1:
+            y = self._with_o(x, segment_ids, norm)
+        else:
+            y = self._without_o(x, segment_ids, norm)
+        return self.out(y.reshape(x.shape)), cache
+
+    def _with_o(self, x, segment_ids, norm):
+        """What `out` takes, by heads, with one matmul for q, k, v and o."""
+        # The gates come first: XLA adds no other gradient inside a matmul of few columns.
+        x_gates, x_qkvo = fan_out(x, 2)
+        gates = self._joint_gates(x_gates)
+        qkvo = fused_linear(x_qkvo, self.q, self.k, self.v, self.o, norm=norm)
+        weight = self.norm.weight[...].reshape(self.n_heads, -1)
+        specs = GATES, GATES, P("tensor", None), P(BATCH, None)
+        return per_device(self._mix_qkvo, specs, HEADS)(qkvo, gates, weight, segment_ids)
+
+    def _without_o(self, x, segment_ids, norm):
+        """The same with a matmul for o alone: devices that share a sequence do not exchange o."""
+        x_gates, x_qkv, x_o = fan_out(x, 3)
+        gates = self._joint_gates(x_gates)
+        qkv = fused_linear(x_qkv, self.q, self.k, self.v, norm=norm)
+        specs = GATES, GATES, P(BATCH, None)
+        h = per_device(self._mix_qkv, specs, HEADS)(qkv, gates, segment_ids)
+        return self.norm(h, self.o(x_o, norm=norm).reshape(h.shape))
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
@@ -133,17 +144,39 @@ class VLSTMLayer(nnx.Module):
         return linear_of_row(h, self.out, residual=x)[0], cache
 
     def _gates(self, x):
-        """The pre-activations i and f, (B, T, NH) float32."""
+        """The pre-activations i and f, (B, T, NH) float32.
+
+        Near 6, bf16 has a resolution of 0.03, and the error adds up over T.
+        """
         return [soft_cap(w(x, jnp.float32), self.gate_soft_cap) for w in (self.i, self.f)]
 
-    def _mix_fused(self, qkv, gates, segment_ids):
+    def _joint_gates(self, x):
+        """The same side by side: each of two matmuls would read all of x for a few columns."""
+        gates = fused_linear(x, self.i, self.f, dtype=jnp.float32)
+        return soft_cap(gates, self.gate_soft_cap)
+
+    def _mix_qkvo(self, qkvo, gates, weight, segment_ids):
+        i, f = jnp.split(gates, 2, axis=-1)
+        return vlstm_qkvo(
+            qkvo,
+            i,
+            f,
+            weight,
+            self.qk_dim,
+            segment_ids=segment_ids,
+            norm_eps=self.norm.eps,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+
+    def _mix_qkv(self, qkv, gates, segment_ids):
         qkv, gates = map(split_heads, (qkv, gates))
         i, f = jnp.split(gates, 2, axis=-1)
         h = vlstm_qkv(
             qkv,
             i,
             f,
-            qkv.shape[2] // (4 * i.shape[2]),  # v has twice as many columns
+            self.qk_dim,
             segment_ids=segment_ids,
             chunk_size=self.chunk_size,
             implementation=self.implementation,

@@ -181,6 +181,22 @@ def _vlstm_qkv(*sizes, xla=True) -> Case:
     )
 
 
+def _vlstm_qkvo(*sizes, xla=True) -> Case:
+    """sizes: (B, T, NH, DQK); DV is 2 DQK."""
+    gates = {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}
+    return Case(
+        "vlstm_qkvo",
+        {"qkvo": A("B T P"), **gates, "weight": A("NH DV", "float32")},
+        _shapes("B T NH DQK", *sizes),
+        {"B": 1, "T": 304, "NH": 1},
+        reads=("qkvo", "i", "f", "weight"),
+        derive=lambda n: {"P": 6 * n["NH"] * n["DQK"], "DV": 2 * n["DQK"]},
+        pack=lambda weight, **others: others | {"weight": weight, "dqk": weight.shape[1] // 2},
+        xla=xla,
+        gpu="sm_90a",
+    )
+
+
 def _vlstm_step(*sizes) -> Case:
     """One position; sizes: (B, NH, DQK, DV)."""
     arrays = {"q": A("B NH DQK"), "k": A("B NH DQK"), "v": A("B NH DV")}
@@ -420,6 +436,8 @@ CASES = (
     _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
     _vlstm_qkv((32, 1024, 6, 64)),
     _vlstm_qkv((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
+    _vlstm_qkvo((32, 1024, 6, 64)),
+    _vlstm_qkvo((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
     _vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
     _fp8_mlp("swiglu", {"gate": A("C F")}, 3, (8192, 2048, 8192), (8192, 4096, 14336)),

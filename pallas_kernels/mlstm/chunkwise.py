@@ -39,6 +39,7 @@ class Call(NamedTuple):
 
     length: int  # T without padding
     dqk: int  # DQK without padding
+    dv: int  # the same of DV
     size: int  # positions of a chunk
     normalize: bool
     packed: bool  # several documents in a sequence
@@ -81,7 +82,7 @@ def chunkwise(
     q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64) for x in (q, k, v))
     given = first is not None
     sms = mosaic.sm_count()
-    call = Call(length, dqk, size, normalize, packed, given, return_state, sms, form)
+    call = Call(length, dqk, dv, size, normalize, packed, given, return_state, sms, form)
     h, last = cell((q, k, v), i, lf, first, hold(m), starts, call)
     h = h[:, :length, :, :dv]
     if not return_state:
@@ -98,7 +99,7 @@ def cell(arrays, i, lf, first, m, starts, call):
 
     arrays: q, k and v, (B,T,H,D) each, or one array (B,T,P) of their heads, side by side.
     """
-    return _cell_forward(arrays, i, lf, first, m, starts, call)[0]
+    return cell_forward(arrays, i, lf, first, m, starts, call)[0]
 
 
 def _heads(arrays, heads: int, call: Call) -> list[Heads]:
@@ -106,14 +107,14 @@ def _heads(arrays, heads: int, call: Call) -> list[Heads]:
     if len(arrays) == 3:
         return [Heads.of(x, x.shape[-1], call.size) for x in arrays]
     (qkv,), dqk = arrays, call.dqk
-    widths, starts = (dqk, dqk, qkv.shape[-1] // heads - 2 * dqk), (0, dqk, 2 * dqk)
     return [
         Heads.of(qkv, width, call.size, heads * start)
-        for width, start in zip(widths, starts, strict=True)
+        for width, start in ((dqk, 0), (dqk, dqk), (call.dv, 2 * dqk))
     ]
 
 
-def _cell_forward(arrays, i, lf, first, m, starts, call):
+def cell_forward(arrays, i, lf, first, m, starts, call):
+    """(`cell`, what `cell_backward` needs).  One array may have further columns."""
     states, outputs = call.form.states, call.form.chunk_outputs
     q, k, v = _heads(arrays, i.shape[2], call)
     g, s = gates(i, lf, m, starts, call.size), call.dqk**-0.5
@@ -156,7 +157,12 @@ def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: Call):
     return (mosaic.in_place(of_dv, dqkv, *for_dv),), *sums
 
 
-def _cell_backward(call, saved, cotangents):
+def cell_backward(call, saved, cotangents, joint=None):
+    """The gradients of `cell`'s arguments.
+
+    joint: for one array that has further columns: an array with the gradient of these, in which
+    dq, dk and dv are written.
+    """
     states, outputs = call.form.states, call.form.chunk_outputs
     arrays, g, c, n, norm, sign = saved
     dh, d_last = cotangents
@@ -168,8 +174,14 @@ def _cell_backward(call, saved, cotangents):
     rounded = jnp.exp2(row - g.row)
     carried, sign = g.carried * rounded, sign * norm / rounded
     seen = dict(row=row, col=g.col, start=g.start)
-    of_dq = seen | dict(scale=carried, sign=sign)
-    dq, dot = outputs(dh, v, k, c, of_dq, n, q, mode="dq", packed=call.packed, sms=call.sms)
+    options = dict(mode="dq", packed=call.packed, sms=call.sms)
+    of_dq = lambda joint, *operands: outputs(*operands, joint, **options)
+    for_dq = dh, v, k, c, seen | dict(scale=carried, sign=sign), n, q
+    if joint is None:
+        dq, dot = of_dq(None, *for_dq)
+    else:
+        joint = joint.reshape(q.array.shape)
+        dq, (dot,) = mosaic.in_place_with_results(of_dq, joint, *for_dq)
 
     shift = sign * dot
     dc, dn, d_first, c_dc = states(
@@ -194,4 +206,4 @@ def _cell_backward(call, saved, cotangents):
     return gradients, flat(di), flat(dlf), d_first, jnp.zeros_like(g.m_last), None
 
 
-cell.defvjp(_cell_forward, _cell_backward)
+cell.defvjp(cell_forward, cell_backward)

@@ -33,10 +33,12 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
     With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
     dx + ds over the rows, which would cost XLA another pass over memory.
     Returns dx (+ ds) in x's dtype; the gradients of weight, bias, x_bias and gate in theirs (or
-    None).  A gate needs a forward pass without a bias.
+    None).  A gate needs a forward pass without a bias.  If it is a part of a wider array, its
+    gradient stands where it stands in an array like that, whose other columns are undefined.
     """
     name = name_of(kind, "backward", ds, gate, general)
-    shape, original = x.shape, given(weight=weight, bias=bias, x_bias=x_bias)
+    shapes = x.shape, None if gate is None else gate.shape
+    original = given(weight=weight, bias=bias, x_bias=x_bias)
     x, dy, ds, gate, *params = flatten(x, (weight, bias, x_bias), (x, dy, ds, gate))
     weight, bias, x_bias = params
     streams, weights = given(x=x, dy=dy, ds=ds, gate=gate), given(weight=weight)
@@ -48,14 +50,15 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
     stats = tuple(_as_tiled(t, a) for a in stats)
     sums = (t.heads, t.programs + -t.programs % LINES, t.parts * t.blocks, t.block)
     n_means = t.groups * len(kind.averaged(1.0, 1.0))
-    like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
+    x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
+    like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
     dx, dgate, sums = launch(
         functools.partial(_backward_tiles if t.slots else _backward_rows, kind, t, tuple(summed)),
         name,
         t,
         [
             like(x),
-            None if gate is None else like(gate),
+            like(gate),
             (jax.ShapeDtypeStruct(sums, jnp.float32),) * len(summed),
         ],
         (ring_types(t, streams, weights) if t.slots else {})
@@ -65,10 +68,11 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
             means_bar=plgpu.Barrier(num_arrivals=t.parts),
         ),
         gate,
-    )(*jax.tree.map(t.view, (x, dy, ds, gate, weight)), tuple(stats))
+    )(x, dy, ds, gate, weight, tuple(stats))
     dweights = dict(zip(summed, _sum_programs(name, t, summed, sums), strict=True))
     dweights = {k: a.reshape(original[k].shape) for k, a in dweights.items()}
-    dx, dgate = jax.tree.map(lambda a: t.unview(a).reshape(shape), (dx, dgate))
+    unview = lambda a, shape: None if a is None else t.unview(a).reshape(shape)
+    dx, dgate = map(unview, (dx, dgate), shapes)
     return dx, *map(dweights.get, ("weight", "bias", "x_bias")), dgate
 
 
@@ -107,7 +111,7 @@ def _backward_rows(
     program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
     blocks = pl.ds(part * t.blocks, t.blocks) if t.parts > 1 else slice(None)
     weight = None if weight_ref is None else weight_ref.at[head, blocks]
-    window = lambda ref, tile: ref.at[pl.ds(tile * t.tile, t.tile), head, blocks]
+    window = lambda ref, tile: ref.at[*t.place(ref, tile), blocks]
 
     def fetch(tile):
         rows = {

@@ -39,7 +39,8 @@ class Norm(NamedTuple):
 def forward(kind, eps, general, x, residual, weight, bias, gate):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
-    With a gate y is multiplied by sigmoid(gate).
+    With a gate y is multiplied by sigmoid(gate).  The gate may be the last heads of a wider array,
+    which is read in place.
     Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
     """
     shape = x.shape
@@ -71,7 +72,7 @@ def _forward_tile(
 ):  # fmt: skip
     """A block without TMA normalises one tile from global memory to global memory."""
     tile, head = lax.axis_index("program"), lax.axis_index("head")
-    rows_of = lambda ref: ref.at[pl.ds(tile * t.tile, t.tile), head]
+    rows_of = lambda ref: ref.at[*t.place(ref, tile)]
     source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
     weights = {k: ref.at[head] for k, ref in given(weight=weight_ref, bias=bias_ref).items()}
@@ -194,11 +195,14 @@ def name_of(kind, direction, add, gate, general):
 
 
 def flatten(x, weights, arrays) -> tuple[Any, ...]:
-    """Reshapes `arrays` (of x's shape) to (rows, heads, cols) and `weights` to (heads, cols)."""
+    """Reshapes `arrays` to (rows, heads, cols) and `weights` to (heads, cols).
+
+    All arrays have x's shape; only a gate may have more heads.
+    """
     heads = next((w.shape[0] for w in weights if w is not None and w.ndim == 2), 1)
-    shape = (x.size // (heads * x.shape[-1]), heads, x.shape[-1])
-    arrays = [a if a is None else a.reshape(shape) for a in arrays]
-    return *arrays, *(w if w is None else w.reshape(shape[1:]) for w in weights)
+    rows, cols = x.size // (heads * x.shape[-1]), x.shape[-1]
+    arrays = [a if a is None else a.reshape(rows, -1, cols) for a in arrays]
+    return *arrays, *(w if w is None else w.reshape(heads, cols) for w in weights)
 
 
 def given(**arrays):

@@ -47,7 +47,7 @@ def layer_norm(
     reason = why_not(x, weight, bias, eps=eps, general=general)
     if not tiles.use_kernel("layer_norm", implementation, reason, x, general):
         return layer_norm_reference(x, weight, bias, eps=eps)
-    return kernels.norm(_NORM, eps, general, x, None, weight, bias)[0]
+    return kernels.norm(NORM, eps, general, x, None, weight, bias)[0]
 
 
 def add_layer_norm(
@@ -73,7 +73,7 @@ def add_layer_norm(
     reason = why_not(x, weight, bias, residual, x_bias, eps=eps, general=general)
     if not tiles.use_kernel("add_layer_norm", implementation, reason, x, general):
         return add_layer_norm_reference(x, residual, weight, bias, x_bias, eps=eps)
-    return kernels.norm(_NORM, eps, general, x, residual, weight, bias, x_bias)
+    return kernels.norm(NORM, eps, general, x, residual, weight, bias, x_bias)
 
 
 def gated_layer_norm(
@@ -98,7 +98,7 @@ def gated_layer_norm(
     if not tiles.use_kernel("gated_layer_norm", implementation, reason, x, general):
         y = layer_norm(x, weight, eps=eps, implementation=implementation)
         return (jax.nn.sigmoid(gate) * y).astype(x.dtype)
-    return kernels.norm(_NORM, eps, general, x, None, weight, None, None, gate)[0]
+    return kernels.norm(NORM, eps, general, x, None, weight, None, None, gate)[0]
 
 
 def layer_norm_reference(x, weight=None, bias=None, *, eps=1e-5):
@@ -161,6 +161,6 @@ def _differentiate(t, n, g, means, mean, r, shift):
     return t.broadcast(r) * g - t.broadcast(r * mean_g) - n * t.broadcast(r * mean_gn)
 
 
-_NORM = kernels.Norm(
+NORM = kernels.Norm(
     "layer_norm", _statistics, _normalise, _averaged, _differentiate, count=3, most=2
 )

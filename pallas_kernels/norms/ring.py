@@ -56,11 +56,11 @@ def stream(t: Tiling, ring: Ring, step, carry):
     Streams are copied to their buffers slots - 1 tiles ahead of the step.  After the step the
     results are copied back from the same buffers.
     """
-    program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
+    program, part = lax.axis_index("program"), lax.axis_index("part")
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
     slot_of = lambda i: lax.rem(i, jnp.int32(t.slots))
     tile_of = lambda i: program + i * t.programs
-    window = lambda ref, i: ref.at[pl.ds(tile_of(i) * t.tile, t.tile), head, *_part_columns(t)]
+    window = lambda ref, i: ref.at[*t.place(ref, tile_of(i)), *_part_columns(t)]
     bar_of = lambda i: ring.bars.at[part * t.slots + slot_of(i)]
 
     def fetch(i):

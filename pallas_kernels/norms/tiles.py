@@ -143,6 +143,14 @@ class Tiling(NamedTuple):
             x = mosaic.pad_axis(x, 0, self.tile)
         return x.reshape(*x.shape[:-1], *self.view_shape[2:])
 
+    def place(self, ref, tile):
+        """Where an array has a tile's rows of this program's head.
+
+        A gate may stand in a wider array; its heads are the last ones there.
+        """
+        head = lax.axis_index("head") + (ref.shape[1] - self.heads)
+        return pl.ds(tile * self.tile, self.tile), head
+
     def unview(self, x):
         return x.reshape(*x.shape[:-2], self.width)[: self.rows, :, : self.cols]
 

@@ -82,7 +82,7 @@ def test_a_block_saves_what_its_choice_names(kind, kernels):
     assert of["block"] == Counter()
     assert of["attention"] == mixing
     assert of["mlp"] == mixing + hidden
-    inputs = {"gpt2": [(3 * C)], "llama3": [2 * C], "vlstm": [2 * C, C]}[kind]
+    inputs = {"gpt2": [(3 * C)], "llama3": [2 * C], "vlstm": [3 * C]}[kind]
     products = arrays(*((B, T, n) for n in inputs), (B, T, C), *[(B, T, F)] * len(hidden))
     if kind != "gpt2":
         products = arrays(*((B, T, n) for n in inputs), (B, T, C), (B, T, F), (B, T, F))

@@ -65,6 +65,7 @@ VLSTM = (
         ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
         slow("vlstm:0:0", "sm_120", 0, VLSTM),  # 64, 64
         slow("vlstm_qkv:0:0", "sm_80", 0, VLSTM),
+        slow("vlstm_qkvo:0:0", "sm_80", 0, (*VLSTM, "general_gated_layer_norm_backward")),
         # 256, 512: dq keeps A states in all registers; one of JAX 0.11.2 spills (docs/vlstm.md).
         *(slow("vlstm:1:1", gpu, 4, VLSTM) for gpu in ("sm_80", "sm_100", "sm_120")),
         ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
@@ -120,7 +121,7 @@ def test_casts_to_fp8_do_not_spill(spec, kernels, gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "calls"), [("gpt2_small", 12), ("vlstm_small", 18)])
+@pytest.mark.parametrize(("config", "calls"), [("gpt2_small", 12), ("vlstm_small", 15)])
 def test_xla_takes_cublaslts_fp8_matmuls_for_all_products_of_a_block(config, calls):
     """And compiles at all: without the barrier in layers/mlp.py it fails for GPT-2."""
     script = Path(compile_ahead.__file__).with_name("fp8_calls.py")
@@ -129,7 +130,7 @@ def test_xla_takes_cublaslts_fp8_matmuls_for_all_products_of_a_block(config, cal
         command, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-1000:]
-    plain, fp8 = [line for line in done.stdout.splitlines() if "train.fp8=" in line]
+    plain, fp8, _ = [line for line in done.stdout.splitlines() if "train.fp8=" in line]
     assert "f8" not in plain.replace("train.fp8", "")
     assert f"'__cublas$lt$matmul$f8': {calls}" in fp8
 

@@ -117,11 +117,17 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "vlstm_qkvo": (
+        functools.partial(ops.vlstm_qkvo, dqk=64),
+        [(2, 1, 64, 256), *[(2, 1, 64, 1)] * 2, (2, 1, 64)],
+        [],
+        BF16,
+    ),
 }
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
 # attention_qkv has the kernels of attention.
 IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
-IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_qkv"}
+IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_qkv", "vlstm_qkvo"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 

@@ -135,7 +135,7 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
         ("qkv has 250 columns, not NH=2 times 2 dqk=64 plus DV > 0", (1, 8, 250), {}),
         ("qkv has 385 columns, not NH=2 times", (1, 8, 385), {}),
         ("needs 3 axes: B T P", (1, 8, 6, 64), {}),
-        ("do not match", (1, 9, 384), {}),
+        ("do not match", (1, 16, 384), {"implementation": "mosaic"}),
         (r"segment_ids have shape \(8,\)", (1, 8, 384), {"segment_ids": jnp.zeros(8, int)}),
         ("gate='tanh' is not one of", (1, 8, 384), {"gate": "tanh"}),
         ("chunk_size=0 is not at least 1", (1, 8, 384), {"chunk_size": 0}),

@@ -1,0 +1,222 @@
+"""The vLSTM with its output gate on one array must be the two ops on two, bit for bit."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import vlstm_twins
+from cases import slow
+from kernel_checks import ON_GPU, check_op, kernels_run_here, names_in, normal
+
+from pallas_kernels import dispatch, gated_layer_norm, mosaic, vlstm, vlstm_qkv, vlstm_qkvo
+from pallas_kernels.mlstm import chunkwise, intra_dkv, intra_schedule, qkv
+from pallas_kernels.norms import tiles
+from pallas_kernels.norms.layer_norm import gated_layer_norm_reference
+
+NORM = tuple(f"gated_layer_norm_{x}" for x in ("forward", "backward", "backward_sum"))
+CELL = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq")
+KERNELS = (*CELL, "vlstm_backward_dkv", *NORM)
+GENERAL = tuple(f"general_{x}" for x in (*CELL, "vlstm_backward_dk", "vlstm_backward_dv", *NORM))
+FOUR = {"segment_ids": jnp.asarray(vlstm_twins.FOUR)}
+
+
+@pytest.fixture(autouse=True)
+def _few_blocks(monkeypatch, one_block):
+    if not ON_GPU:
+        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
+        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
+        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
+
+
+@pytest.fixture
+def general(general_kernels, monkeypatch):
+    """The general form, with a persistent block for each head of the norm."""
+    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._GENERAL.items()}
+    monkeypatch.setattr(tiles, "_GENERAL", one)
+
+
+def inputs(b, t, heads, dqk, dv, dtype=jnp.bfloat16):
+    *parts, i, f = vlstm_twins.inputs(b, t, heads, dqk, dv, dtype)
+    parts.append(normal(5, (b, t, heads, dv), dtype, scale=2.0))
+    qkvo = jnp.concatenate([x.reshape(b, t, -1) for x in parts], 2)
+    return qkvo, i, f, normal(6, (heads, dv), offset=1.0)
+
+
+def reference(qkvo, i, f, weight, *, dqk, **options):
+    """Uses chunks of the kernels' size, so that it rounds as many states as they do."""
+    heads, dv = weight.shape
+    ends = np.cumsum([heads * dqk, heads * dqk, heads * dv])
+    parts = jnp.split(qkvo, ends, axis=2)
+    q, k, v, o = (x.reshape(*x.shape[:2], heads, -1) for x in parts)
+    size = chunkwise.tile_size(dqk, dv)
+    h = vlstm(q, k, v, i, f, chunk_size=size, implementation="xla", **options)
+    return gated_layer_norm_reference(h, o, weight, eps=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options"),
+    [
+        ((2, 80, 2, 64, 128), jnp.bfloat16, FOUR),
+        slow((1, 72, 2, 64, 64), jnp.float16, {"gate": "sigmoid"}),
+        slow((1, 136, 1, 128, 256), jnp.bfloat16, {}),
+    ],
+)
+def test_vlstm_qkvo_matches_float64(shape, dtype, options):
+    kernels = KERNELS if shape[3] == 64 else (*CELL, *NORM)
+    check_op(
+        vlstm_qkvo, reference, *inputs(*shape, dtype), dqk=shape[3], kernels=kernels, **options
+    )
+
+
+def on_two(qkvo, i, f, weight, dqk, norm_eps=1e-6, **options):
+    """The same with the kernels of vlstm_qkv and of gated_layer_norm."""
+    columns = qkvo.shape[2] - weight.size
+    h = vlstm_qkv(qkvo[..., :columns], i, f, dqk, **options)
+    o, implementation = qkvo[..., columns:].reshape(h.shape), options["implementation"]
+    return gated_layer_norm(h, o, weight, eps=norm_eps, implementation=implementation)
+
+
+def with_gradients(op, **options):
+    def run(arrays, dy):
+        y, pull = jax.vjp(functools.partial(op, **options), *arrays)
+        return y, pull(dy)
+
+    return run
+
+
+SMALL = [  # (B, T, NH, DQK, DV), options
+    ((2, 80, 2, 64, 128), FOUR),  # tiles of 64
+    slow((1, 136, 2, 128, 128), {}),  # of 128
+    slow((1, 72, 3, 64, 192), {}),  # the norm's forward pass takes TMA
+]
+ODD = slow((1, 77, 2, 64, 64), {})  # the general form of the norm pads the rows
+LARGE = [
+    ((2, 80, 2, 128, 256), FOUR),
+    ((2, 1000, 3, 64, 64), {"gate": "sigmoid", "normalize": False}),
+    ((4, 1024, 6, 64, 128), {"norm_eps": 1e-3}),
+    ((1, 8192, 2, 128, 256), {}),  # in spans
+    ((1, 1024, 2, 256, 512), {"segment_ids": jnp.arange(1024)[None] // 300}),
+]
+
+
+@pytest.fixture
+def op_by_op(monkeypatch):
+    """XLA compiles each operation of the gates by itself.
+
+    In one program it fuses them as it likes, and float32 rounds them differently in two programs.
+    """
+    monkeypatch.setattr(qkv, "_in_one_array", qkv._in_one_array.__wrapped__)
+
+
+def assert_equal_to_two_ops(shape, options):
+    b, t, heads, dqk, dv = shape
+    options = dict(dqk=dqk, implementation="mosaic") | options
+    arrays, dy = inputs(*shape), normal(7, (b, t, heads, dv), jnp.bfloat16)
+    with kernels_run_here():
+        actual, expected = (
+            jax.block_until_ready(with_gradients(op, **options)(arrays, dy))
+            for op in (vlstm_qkvo, on_two)
+        )
+    for path, a in jax.tree.leaves_with_path(actual):
+        e = functools.reduce(lambda tree, key: tree[key.idx], path, expected)
+        assert np.asarray(e, np.float32).any()
+        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(("shape", "options"), SMALL + LARGE * ON_GPU)
+def test_it_is_the_vlstm_and_then_the_norm(shape, options, op_by_op):
+    assert_equal_to_two_ops(shape, options)
+
+
+@pytest.mark.parametrize(("shape", "options"), [SMALL[0], ODD] + LARGE * ON_GPU)
+def test_its_general_form_is_that_of_both(shape, options, op_by_op, general):
+    assert_equal_to_two_ops(shape, options)
+
+
+@pytest.mark.parametrize(("form", "t"), [("", 72), ("", 77), ("general", 76)])
+def test_nothing_is_copied_around_the_kernels(form, t, request):
+    if form:
+        request.getfixturevalue("general")
+    arrays, dy = inputs(1, t, 2, 64, 128), jnp.zeros((1, t, 2, 128), jnp.bfloat16)
+    run = with_gradients(vlstm_qkvo, dqk=64, implementation="mosaic")
+    text = jax.jit(run).trace(arrays, dy).lower(lowering_platforms=("cuda",)).as_text()
+    assert set(GENERAL if form else KERNELS) <= names_in(text)
+    copies = r"stablehlo\.(slice|concatenate|pad|dynamic_update_slice|transpose|copy) .*bf16"
+    # TMA copies groups of 8 positions.
+    assert bool(re.search(copies, text)) == (t == 77)
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_it_splits_what_the_kernels_do_not_take(heads):
+    """Also where the gate would not begin at a multiple of its width."""
+    dqk, dv = (64, 256) if heads == 3 else (16, 32)
+    options = {"norm_eps": 1e-3, "chunk_size": 8, "segment_ids": jnp.arange(20)[None] // 9}
+    arrays, dy = inputs(1, 20, heads, dqk, dv), normal(7, (1, 20, heads, dv), jnp.bfloat16)
+    actual = jax.jit(with_gradients(vlstm_qkvo, dqk=dqk, **options))(arrays, dy)
+    expected = jax.jit(with_gradients(on_two, dqk=dqk, implementation="xla", **options))(arrays, dy)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def traced_names(arrays, wrap=lambda op: op, **options):
+    op = wrap(functools.partial(vlstm_qkvo, dqk=64, **options))
+    loss = lambda *a: op(*a).astype(jnp.float32).sum()
+    traced = jax.jit(jax.grad(loss, (0, 3))).trace(*arrays)
+    return names_in(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+
+@pytest.mark.parametrize("lacks", [None, "no GPU"])
+def test_what_is_decided_is_what_runs(monkeypatch, lacks):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
+    dispatch.reset()
+    names = traced_names(jax.eval_shape(lambda: inputs(1, 16, 1, 64, 64)))
+    runs = ("xla", lacks) if lacks else ("mosaic", "supported")
+    assert dispatch.decisions()[:2] == [("vlstm", *runs), ("gated_layer_norm", *runs)]
+    assert names & set(KERNELS) == (set() if lacks else set(KERNELS))
+    dispatch.reset()
+
+
+def test_a_gate_that_begins_elsewhere_has_the_kernels_of_both_ops():
+    arrays = jax.eval_shape(lambda: inputs(1, 16, 1, 64, 192))
+    assert set(KERNELS) <= traced_names(arrays, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("message", "shape", "weight", "options"),
+    [
+        ("qkvo has 250 columns, not NH=2 times 2 dqk=64 plus 2 DV > 0", (1, 8, 250), (2, 64), {}),
+        ("qkvo has 514 columns, not NH=2 times", (1, 8, 514), (2, 64), {}),
+        ("needs 3 axes: B T P", (1, 8, 8, 64), (2, 64), {}),
+        (r"weight has shape \(2, 32\), not \(NH, DV\) = \(2, 64\)", (1, 8, 512), (2, 32), {}),
+        ("do not match", (1, 16, 512), (2, 64), {"implementation": "mosaic"}),
+        (r"segment_ids have shape \(8,\)", (1, 8, 512), (2, 64), {"segment_ids": np.zeros(8, int)}),
+        ("gate='tanh' is not one of", (1, 8, 512), (2, 64), {"gate": "tanh"}),
+        ("chunk_size=0 is not at least 1", (1, 8, 512), (2, 64), {"chunk_size": 0}),
+    ],
+)
+def test_errors(message, shape, weight, options):
+    gates = [jnp.zeros((1, 8, 2))] * 2
+    with pytest.raises(ValueError, match=message):
+        vlstm_qkvo(jnp.zeros(shape), *gates, jnp.ones(weight), 64, **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "dtype", "options"),
+    [
+        ("q is float32, not bfloat16 or float16", jnp.float32, {}),
+        ("eps=0.0 is not positive", jnp.bfloat16, {"norm_eps": 0.0}),
+    ],
+)
+def test_what_the_kernels_do_not_support_is_an_error(message, dtype, options):
+    arrays = inputs(1, 8, 1, 64, 64, dtype)
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(
+            functools.partial(vlstm_qkvo, dqk=64, implementation="mosaic", **options), *arrays
+        )
+
+
+def test_checkpoint_runs_the_kernels_that_write_in_place_again():
+    arrays = inputs(1, 64, 1, 64, 64)
+    assert set(KERNELS) <= traced_names(arrays, jax.checkpoint, implementation="mosaic")
