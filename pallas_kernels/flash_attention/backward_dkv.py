@@ -52,8 +52,10 @@ from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
 def tiles(head_dim: int) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
+    if head_dim <= 64:
+        return Tiles(2, 128, 3, True, 16)
     if head_dim <= 96:
-        return Tiles(2, 64, 4 if head_dim <= 64 else 3, True, 16)
+        return Tiles(2, 64, 3, True, 16)
     return Tiles(2, 64, 4 if head_dim <= 128 else 2, False, 32)
 
 
@@ -73,7 +75,7 @@ class Inputs(NamedTuple):
 
 def ahead(s: Schedule) -> int:
     """How many steps early tiles are loaded."""
-    return s.stages - (2 if s.stages > 3 else 1)
+    return s.stages - (2 if s.columns > ROWS or s.stages > 3 else 1)
 
 
 def pairs_up(s: Schedule) -> bool:
@@ -87,7 +89,7 @@ def runs_on(s: Schedule) -> bool:
     A slot then stays taken for a step more.  `add_both` loads before it frees one, so its ring
     needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
     """
-    return s.width <= 64 or pairs_up(s)
+    return s.columns > ROWS or pairs_up(s)
 
 
 def scratch(s: Schedule) -> dict:
@@ -230,7 +232,7 @@ def begin(w: Worker, item):
 
 def release(w: Worker, n):
     """This warpgroup has read the tiles of step n."""
-    plgpu.commit_smem()  # plain loads have read the statistics
+    mosaic.fence_loads()  # of the statistics
     plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
 
 
@@ -255,23 +257,39 @@ def across(w: Worker, acc, rows, ring, slot):
     plgpu.wgmma(acc, rows, ring.at[slot].transpose((1, 0)))
 
 
-def column(w: Worker, ref, slot):
-    """A statistic of the queries, over a tile of S^T."""
-    stat = plgpu.load(ref.at[slot], layout=COL, optimized=False)
-    return along(stat, (ROWS, w.schedule.columns), 1)
+def column(w: Worker, ref, slot, half=0):
+    """A statistic of 64 queries, over a tile of S^T.  half: which 64 of a step."""
+    stat = plgpu.load(ref.at[slot, pl.ds(half * ROWS, ROWS)], layout=COL, optimized=False)
+    return along(stat, (ROWS, ROWS), 1)
 
 
-def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
-    """P^T and d logits / d (scale S), None for 1, from K Q^T."""
+def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, half=0):
+    """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, visits = w.schedule, w.schedule.visits
     x, slope = logits(scores, s.scale, s.softcap)
-    if masked and s.packed:
-        q_ids = plgpu.load(w.smem.q_ids.at[slot], layout=COL, optimized=False)
-        x = same_segment(x, k_ids, q_ids)
-    if masked:
-        q0 = (i.stream.base + step.r) * s.columns + visits.offset
-        x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
-    return jnp.exp2(x - column(w, w.smem.lse, slot) * LOG2E), slope
+
+    def mask(x):
+        if s.packed:
+            ids = w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)]
+            q_ids = plgpu.load(ids, layout=COL, optimized=False)
+            x = same_segment(x, k_ids, q_ids)
+        q0 = (i.stream.base + step.r) * s.columns + half * ROWS + visits.offset
+        return visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
+
+    if masked is True:
+        x = mask(x)
+    elif masked is not False:
+        x = lax.cond(masked, mask, lambda x: x, x)
+    return jnp.exp2(x - column(w, w.smem.lse, slot, half) * LOG2E), slope
+
+
+def own(w: Worker, i: Item, step: Step):
+    """The buffer of the warpgroup's keys and values.
+
+    The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
+    holds the descriptors of all its slices in registers.
+    """
+    return jnp.minimum(i.at, step.n + w.schedule.sides * sets(w.schedule))
 
 
 def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
@@ -279,10 +297,8 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
     s, smem = w.schedule, w.smem
 
     def add(s_acc, dp_acc):
-        # Issue S^T = K Q^T and dP^T = V dO^T.  This minimum changes nothing.  But where the
-        # compiler sees that an operand stays in place, it holds the descriptors of all its slices
-        # in registers.
-        here = jnp.minimum(i.at, step.n + s.sides * sets(s))
+        # Issue S^T = K Q^T and dP^T = V dO^T.
+        here = own(w, i, step)
         k, v = smem.k.at[here], smem.v.at[here]
         across(w, s_acc, k, smem.q, slot)
         plgpu.barrier_wait(smem.do_full.at[slot])
@@ -405,9 +421,10 @@ def one_item(w: Worker, item, following, side, n0):
     return n0 + total
 
 
-def body(pair, s: Schedule, inputs: Inputs, *refs):
+def body(work, s: Schedule, inputs: Inputs, *refs):
     *results, smem = refs
     dk_ref, dv_ref = results or (inputs.joint, inputs.joint)
+    pair = pairs_up(s)
     wg = lax.axis_index("wg")
     q_ids, q_ids_smem = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
     # The last warpgroup loads Q and the first one dO; of a pair the second one loads both.
@@ -418,7 +435,7 @@ def body(pair, s: Schedule, inputs: Inputs, *refs):
         warp=1,
     )  # fmt: skip
     w = Worker(
-        s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, pair or differentiate_alone
+        s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, work
     )  # fmt: skip
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
@@ -426,21 +443,20 @@ def body(pair, s: Schedule, inputs: Inputs, *refs):
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads", "pair"))
+@functools.partial(jax.jit, static_argnames=("call", "heads", "work", "pairs"))
 def backward_dkv(
     q, k, v, lse, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None,
-    pair: Callable | None = None,
+    work: Callable = differentiate_alone, pairs: bool = False,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
-    pair: what two warpgroups do with 64 keys that they share; None: each has 64 keys of its own.
+    work: what a warpgroup does with an item.  pairs: two of them share 64 keys.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, tile = segments is not None, tiles(q.shape[-1])
-    owned = 1 if pair else tile.wgs
+    owned = 1 if pairs else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
     inputs = Inputs(q, k, v, lse, dout, delta, s.items.table, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
-    work = functools.partial(body, pair)
-    return launch(s, "attention_backward_dkv", work, inputs, out_type, scratch(s))
+    return launch(s, "attention_backward_dkv", functools.partial(body, work), inputs, out_type, scratch(s))
