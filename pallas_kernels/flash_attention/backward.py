@@ -56,7 +56,7 @@ def backward(
         last = functools.partial(backward_dkv, work=differentiate_in_halves)
     elif q.shape[-1] > 128:  # 256 columns of dK or of dV are all that a warpgroup has registers for
         last = functools.partial(backward_dkv, work=differentiate_in_pairs, pairs=True)
-    dq, delta = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
+    dq, lse, delta = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
     arrays = q, k, v, lse, dout, delta, segments
     second = lambda joint, *arrays: last(*arrays, joint, call=call, heads=heads)
     if heads is None:

@@ -47,7 +47,7 @@ from pallas_kernels.flash_attention.schedule import (
     with_spans,
     work_items,
 )
-from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+from pallas_kernels.mosaic import COL, ROW, ROWS, along
 
 
 def tiles(head_dim: int) -> Tiles:
@@ -65,9 +65,9 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    lse: Any
+    lse: Any  # in base 2
     do: Any
-    delta: Any
+    delta: Any  # negative
     plan: Any  # None where the hardware hands out the items
     segments: Any  # Segments, or None
     joint: Any  # where both results go, or None
@@ -280,7 +280,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
         x = mask(x)
     elif masked is not False:
         x = lax.cond(masked, mask, lambda x: x, x)
-    return jnp.exp2(x - column(w, w.smem.lse, slot, half) * LOG2E), slope
+    return jnp.exp2(x - column(w, w.smem.lse, slot, half)), slope
 
 
 def own(w: Worker, i: Item, step: Step):
@@ -312,7 +312,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp - column(w, smem.delta, slot))
+        ds = p * (dp + column(w, smem.delta, slot))
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
         if not runs_on(s):
@@ -445,18 +445,19 @@ def body(work, s: Schedule, inputs: Inputs, *refs):
 
 @functools.partial(jax.jit, static_argnames=("call", "heads", "work", "pairs"))
 def backward_dkv(
-    q, k, v, lse, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None,
+    q, k, v, lse2, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None,
     work: Callable = differentiate_alone, pairs: bool = False,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
+    lse2, delta: as the dQ kernel writes them, in base 2 and negative.
     work: what a warpgroup does with an item.  pairs: two of them share 64 keys.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, tile = segments is not None, tiles(q.shape[-1])
     owned = 1 if pairs else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
-    inputs = Inputs(q, k, v, lse, dout, delta, s.items.table, with_spans(s, segments), joint)
+    inputs = Inputs(q, k, v, lse2, dout, delta, s.items.table, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
     return launch(s, "attention_backward_dkv", functools.partial(body, work), inputs, out_type, scratch(s))

@@ -61,13 +61,18 @@ def add_halves(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, mask
         plgpu.wgmma(dv_acc, p.astype(s.dtype), do[side])
         return p, slope
 
-    def gradient(p, slope, dp, side):
-        ds = p * (dp - column(w, smem.delta, slot, side))
+    def start_dp(dp_acc, side):
+        dp_acc[...] = column(w, smem.delta, slot, side)
+        across(dp_acc, smem.v.at[here], do[side])
+
+    def gradient(p, slope, dp):
+        ds = p * dp
         return (ds if slope is None else ds * slope).astype(s.dtype)
 
     def first(s_acc, dp_acc):
-        across(s_acc, smem.k.at[here], q[0])
         plgpu.barrier_wait(smem.do_full.at[slot])
+        dp_acc[...] = column(w, smem.delta, slot, 0)
+        across(s_acc, smem.k.at[here], q[0])
         across(dp_acc, smem.v.at[here], do[0])
         load_later(w, i, step.g, step.r)
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
@@ -78,14 +83,14 @@ def add_halves(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, mask
 
     def second(p, slope, dp_acc, s_acc):
         across(s_acc, smem.k.at[here], q[1])
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2), 0)
+        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2))
         pl.run_scoped(functools.partial(third, ds, s_acc), acc)
 
     def third(ds, s_acc, dp_acc):
-        across(dp_acc, smem.v.at[here], do[1])
+        start_dp(dp_acc, 1)
         plgpu.wgmma(dk_acc, ds, q[0])
         p, slope = to_dv(plgpu.wgmma_accumulator_load(s_acc, wait_n=2), 1)
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2), 1)
+        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2))
         plgpu.wgmma(dk_acc, ds, q[1])
 
     pl.run_scoped(first, acc, acc)
