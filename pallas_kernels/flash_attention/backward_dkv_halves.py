@@ -79,18 +79,16 @@ def add_halves(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, mask
         if not begins:
             release(w, step.n - 1)
         p, slope = to_dv(scores, 0)
-        pl.run_scoped(functools.partial(second, p, slope, dp_acc), acc)
+        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
+        pl.run_scoped(functools.partial(second, ds), acc, acc)
 
-    def second(p, slope, dp_acc, s_acc):
+    def second(ds, s_acc, dp_acc):
+        dp_acc[...] = column(w, smem.delta, slot, 1)
         across(s_acc, smem.k.at[here], q[1])
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2))
-        pl.run_scoped(functools.partial(third, ds, s_acc), acc)
-
-    def third(ds, s_acc, dp_acc):
-        start_dp(dp_acc, 1)
         plgpu.wgmma(dk_acc, ds, q[0])
+        across(dp_acc, smem.v.at[here], do[1])
         p, slope = to_dv(plgpu.wgmma_accumulator_load(s_acc, wait_n=2), 1)
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2))
+        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
         plgpu.wgmma(dk_acc, ds, q[1])
 
     pl.run_scoped(first, acc, acc)
