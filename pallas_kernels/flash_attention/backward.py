@@ -22,11 +22,8 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import general_backward_dkv, general_backward_dq
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
-from pallas_kernels.flash_attention.backward_dkv_halves import differentiate_in_halves
-from pallas_kernels.flash_attention.backward_dkv_halves import differentiate_in_halves
 from pallas_kernels.flash_attention.backward_dkv_pair import differentiate_in_pairs
 from pallas_kernels.flash_attention.backward_dq import backward_dq
-from pallas_kernels.flash_attention.backward_dq_halves import step_in_halves
 from pallas_kernels.flash_attention.masks import some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
@@ -51,18 +48,10 @@ def backward(
     first, last = backward_dq, backward_dkv
     if call.general:
         first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
-    elif q.shape[-1] <= 64:
-        last = functools.partial(backward_dkv, work=differentiate_in_halves)
-        if segments is None:
-            first = functools.partial(backward_dq, one_step=step_in_halves)
-    elif q.shape[-1] <= 64:
-        last = functools.partial(backward_dkv, work=differentiate_in_halves)
-        if segments is None:
-            first = functools.partial(backward_dq, one_step=step_in_halves)
     elif q.shape[-1] > 128:  # 256 columns of dK or of dV are all that a warpgroup has registers for
-        last = functools.partial(backward_dkv, work=differentiate_in_pairs, pairs=True)
-    dq, lse, delta = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
-    arrays = q, k, v, lse, dout, delta, segments
+        last = functools.partial(backward_dkv, pair=differentiate_in_pairs)
+    dq, *stats = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
+    arrays = q, k, v, stats[0], dout, stats[1], segments
     second = lambda joint, *arrays: last(*arrays, joint, call=call, heads=heads)
     if heads is None:
         return dq, *second(None, *arrays)

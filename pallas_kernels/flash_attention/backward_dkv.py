@@ -6,8 +6,8 @@ then already where a wgmma takes them, in registers.
 
     K, V, 64 rows a warpgroup       -- k_bars, v_bars -->  warpgroup 0:  S^T = K Q^T, dP^T = V dO^T
                                                                          P^T, dS^T
-    Q, lse     ring [n] [n+1] [n+2] [ ]  -- q_full -->                   dV += P^T dO
-    dO, delta  ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
+    Q, lse2    ring [n] [n+1] [n+2] [ ]  -- q_full -->                   dV += P^T dO
+    dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
 At a head dimension of 256 a warpgroup has registers for only one of dK and dV.  There two of them
@@ -52,10 +52,8 @@ from pallas_kernels.mosaic import COL, ROW, ROWS, along
 
 def tiles(head_dim: int) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
-    if head_dim <= 64:
-        return Tiles(2, 128, 3, True, 16)
     if head_dim <= 96:
-        return Tiles(2, 64, 3, True, 16)
+        return Tiles(2, 64, 4 if head_dim <= 64 else 3, True, 16)
     return Tiles(2, 64, 4 if head_dim <= 128 else 2, False, 32)
 
 
@@ -65,9 +63,9 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    lse: Any  # in base 2
+    lse2: Any  # log-sum-exp in base 2
     do: Any
-    delta: Any  # negative
+    minus_delta: Any
     plan: Any  # None where the hardware hands out the items
     segments: Any  # Segments, or None
     joint: Any  # where both results go, or None
@@ -75,7 +73,7 @@ class Inputs(NamedTuple):
 
 def ahead(s: Schedule) -> int:
     """How many steps early tiles are loaded."""
-    return s.stages - (2 if s.columns > ROWS or s.stages > 3 else 1)
+    return s.stages - (2 if s.stages > 3 else 1)
 
 
 def pairs_up(s: Schedule) -> bool:
@@ -89,7 +87,7 @@ def runs_on(s: Schedule) -> bool:
     A slot then stays taken for a step more.  `add_both` loads before it frees one, so its ring
     needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
     """
-    return s.columns > ROWS or pairs_up(s)
+    return s.width <= 64 or pairs_up(s)
 
 
 def scratch(s: Schedule) -> dict:
@@ -99,10 +97,10 @@ def scratch(s: Schedule) -> dict:
     buffers = dict(
         k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
         v=s.buffer(own, ROWS),
-        q=s.buffer(s.stages, s.columns),  # of each slot, like do, lse and delta
+        q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
         do=s.buffer(s.stages, s.columns),
-        lse=stat,
-        delta=stat,
+        lse2=stat,
+        minus_delta=stat,
         k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
         v_bars=plgpu.Barrier(num_barriers=own),
         q_full=ring(num_arrivals=2 + s.packed),
@@ -257,39 +255,23 @@ def across(w: Worker, acc, rows, ring, slot):
     plgpu.wgmma(acc, rows, ring.at[slot].transpose((1, 0)))
 
 
-def column(w: Worker, ref, slot, half=0):
-    """A statistic of 64 queries, over a tile of S^T.  half: which 64 of a step."""
-    stat = plgpu.load(ref.at[slot, pl.ds(half * ROWS, ROWS)], layout=COL, optimized=False)
-    return along(stat, (ROWS, ROWS), 1)
+def column(w: Worker, ref, slot):
+    """A statistic of the queries, over a tile of S^T."""
+    stat = plgpu.load(ref.at[slot], layout=COL, optimized=False)
+    return along(stat, (ROWS, w.schedule.columns), 1)
 
 
-def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, half=0):
-    """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
+def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
+    """P^T and d logits / d (scale S), None for 1, from K Q^T."""
     s, visits = w.schedule, w.schedule.visits
     x, slope = logits(scores, s.scale, s.softcap)
-
-    def mask(x):
-        if s.packed:
-            ids = w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)]
-            q_ids = plgpu.load(ids, layout=COL, optimized=False)
-            x = same_segment(x, k_ids, q_ids)
-        q0 = (i.stream.base + step.r) * s.columns + half * ROWS + visits.offset
-        return visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
-
-    if masked is True:
-        x = mask(x)
-    elif masked is not False:
-        x = lax.cond(masked, mask, lambda x: x, x)
-    return jnp.exp2(x - column(w, w.smem.lse, slot, half)), slope
-
-
-def own(w: Worker, i: Item, step: Step):
-    """The buffer of the warpgroup's keys and values.
-
-    The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
-    holds the descriptors of all its slices in registers.
-    """
-    return jnp.minimum(i.at, step.n + w.schedule.sides * sets(w.schedule))
+    if masked and s.packed:
+        q_ids = plgpu.load(w.smem.q_ids.at[slot], layout=COL, optimized=False)
+        x = same_segment(x, k_ids, q_ids)
+    if masked:
+        q0 = (i.stream.base + step.r) * s.columns + visits.offset
+        x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
+    return jnp.exp2(x - column(w, w.smem.lse2, slot)), slope
 
 
 def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
@@ -297,8 +279,10 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
     s, smem = w.schedule, w.smem
 
     def add(s_acc, dp_acc):
-        # Issue S^T = K Q^T and dP^T = V dO^T.
-        here = own(w, i, step)
+        # Issue S^T = K Q^T and dP^T = V dO^T.  This minimum changes nothing.  But where the
+        # compiler sees that an operand stays in place, it holds the descriptors of all its slices
+        # in registers.
+        here = jnp.minimum(i.at, step.n + s.sides * sets(s))
         k, v = smem.k.at[here], smem.v.at[here]
         across(w, s_acc, k, smem.q, slot)
         plgpu.barrier_wait(smem.do_full.at[slot])
@@ -312,7 +296,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp + column(w, smem.delta, slot))
+        ds = p * (dp + column(w, smem.minus_delta, slot))
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
         if not runs_on(s):
@@ -421,21 +405,20 @@ def one_item(w: Worker, item, following, side, n0):
     return n0 + total
 
 
-def body(work, s: Schedule, inputs: Inputs, *refs):
+def body(pair, s: Schedule, inputs: Inputs, *refs):
     *results, smem = refs
     dk_ref, dv_ref = results or (inputs.joint, inputs.joint)
-    pair = pairs_up(s)
     wg = lax.axis_index("wg")
     q_ids, q_ids_smem = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
     # The last warpgroup loads Q and the first one dO; of a pair the second one loads both.
     last = s.wgs - 1
-    q = Ring(inputs.q, inputs.lse, q_ids, smem.q, smem.lse, q_ids_smem, smem.q_full, last, warp=0)
+    q = Ring(inputs.q, inputs.lse2, q_ids, smem.q, smem.lse2, q_ids_smem, smem.q_full, last, warp=0)
     do = Ring(
-        inputs.do, inputs.delta, None, smem.do, smem.delta, None, smem.do_full, last if pair else 0,
-        warp=1,
+        inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, smem.do_full,
+        last if pair else 0, warp=1,
     )  # fmt: skip
     w = Worker(
-        s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, work
+        s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, pair or differentiate_alone
     )  # fmt: skip
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
@@ -443,21 +426,22 @@ def body(work, s: Schedule, inputs: Inputs, *refs):
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads", "work", "pairs"))
+@functools.partial(jax.jit, static_argnames=("call", "heads", "pair"))
 def backward_dkv(
-    q, k, v, lse2, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None,
-    work: Callable = differentiate_alone, pairs: bool = False,
+    q, k, v, lse2, dout, minus_delta, segments, joint=None, *, call: Call,
+    heads: Heads | None = None, pair: Callable | None = None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
-    lse2, delta: as the dQ kernel writes them, in base 2 and negative.
-    work: what a warpgroup does with an item.  pairs: two of them share 64 keys.
+    lse2, minus_delta: from the dQ kernel.
+    pair: what two warpgroups do with 64 keys that they share; None: each has 64 keys of its own.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, tile = segments is not None, tiles(q.shape[-1])
-    owned = 1 if pairs else tile.wgs
+    owned = 1 if pair else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
-    inputs = Inputs(q, k, v, lse2, dout, delta, s.items.table, with_spans(s, segments), joint)
+    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
-    return launch(s, "attention_backward_dkv", functools.partial(body, work), inputs, out_type, scratch(s))
+    work = functools.partial(body, pair)
+    return launch(s, "attention_backward_dkv", work, inputs, out_type, scratch(s))

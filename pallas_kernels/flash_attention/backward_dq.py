@@ -14,7 +14,6 @@ leave a step: it does not wait for the others.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -115,11 +114,10 @@ class Worker(NamedTuple):
     schedule: Schedule
     inputs: Inputs
     dq_ref: Any
-    stats_refs: Any  # lse in base 2, and -delta
+    stat_refs: Any  # lse in base 2, and -delta
     smem: Any  # what `scratch` lists, by name
     wg: Any
     o: Any  # its buffer of O
-    step: Callable  # (w, i, rows, dq_acc, n, masked): adds to dQ
 
 
 class Stream(NamedTuple):
@@ -135,7 +133,7 @@ class Rows(NamedTuple):
     """What a warpgroup keeps of its rows in registers."""
 
     lse2: Any  # log-sum-exp in base 2
-    delta: Any  # negative
+    minus_delta: Any  # what dP begins with
     q_ids: Any  # None without segments
 
 
@@ -273,7 +271,7 @@ def pass_by(w: Worker, i: Item, low, high):
 
 
 def rows_of(w: Worker, i: Item) -> Rows:
-    """Computes delta = rowsum(dO * O) - dlse; stores the statistics as the dK/dV kernel wants them."""
+    """Computes delta = rowsum(dO * O) - dlse; stores what the dK/dV kernel reads of the rows."""
     s, smem = w.schedule, w.smem
     stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
     tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
@@ -281,66 +279,57 @@ def rows_of(w: Worker, i: Item) -> Rows:
     lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
     do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], w.o))
-    delta = -jnp.sum(do * out, axis=1)
+    minus_delta = -jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
-        delta = delta + stat(smem.stats.at[1, w.wg])
-    for ref, value in zip(w.stats_refs, (lse2, delta), strict=True):
+        minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
+    for ref, value in zip(w.stat_refs, (lse2, minus_delta), strict=True):
         mosaic.store(ref.at[i.batch, i.head, i.rows], value)
     plgpu.commit_smem()  # plain loads have read O and the statistics
-    return Rows(lse2, delta, q_ids)
+    return Rows(lse2, minus_delta, q_ids)
 
 
-def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked, half=0):
-    """P and d logits / d (scale S), None for 1, from Q K^T of step n or of one of its halves."""
+def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
+    """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
     s = w.schedule
     x, slope = logits(scores, s.scale, s.softcap)
     if masked and s.packed:
         k_ids = plgpu.load(w.smem.ids.at[s.slot(n)], layout=COL, optimized=False)
         x = same_segment(x, rows.q_ids, k_ids)
     if masked:
-        x = in_sight(s, i, x, n, half)
+        x = in_sight(s, i, x, n)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
-
-
-def operands(w: Worker, i: Item, n):
-    """Q and dO of the warpgroup, and K and V of step n.
-
-    The minima change nothing.  But where the compiler sees that an operand stays in place, it holds
-    the descriptors of all its slices in registers, up to 64 of them.
-    """
-    s, smem = w.schedule, w.smem
-    here = jnp.minimum(i.at, n + s.sides * s.wgs)
-    v = smem.kv.at[s.stages + jnp.minimum(v_slot(s, n), n)]
-    return smem.q.at[here], smem.do.at[here], smem.kv.at[s.slot(n)], v
 
 
 def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
     s, smem = w.schedule, w.smem
     slot, slot_of_v = s.slot(n), v_slot(s, n)
-    q, do, k, v = operands(w, i, n)
     across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
     def add_dq(s_acc, dp_acc):
-        # Issue S = Q K^T and dP = dO V^T.
+        # Issue S = Q K^T and dP = dO V^T.  These minima change nothing.  But where the compiler
+        # sees that an operand stays in place, it holds the descriptors of all its slices in
+        # registers, up to 64 of them.
+        here = jnp.minimum(i.at, n + s.sides * s.wgs)
+        v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]
         plgpu.barrier_wait(smem.k_full.at[slot])
-        across(s_acc, q, k)
+        across(s_acc, smem.q.at[here], smem.kv.at[slot])
         plgpu.barrier_wait(smem.v_full.at[slot_of_v])
-        dp_acc[...] = along(rows.delta, (ROWS, s.columns), 0)
-        across(dp_acc, do, v)
+        dp_acc[...] = along(rows.minus_delta, (ROWS, s.columns), 0)
+        across(dp_acc, smem.do.at[here], v)
         # Compute P under dP.
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         release_k(w, i, n)
         p, slope = probabilities(w, i, rows, scores, n, masked)
         # Compute dS.
-        dp = dp_acc[...]
+        dp = dp_acc[...]  # less delta
         if masked and s.packed:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
         ds = p * dp
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         # Accumulate dQ, under the next step.
-        plgpu.wgmma(dq_acc, ds, k)
+        plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
         refill_free(w, i, n)
 
     acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
@@ -350,7 +339,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
 def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     """Walks over the steps that the warpgroup sees, and stores dQ."""
     s = w.schedule
-    one = functools.partial(w.step, w, i, rows, dq_acc)
+    one = functools.partial(step, w, i, rows, dq_acc)
     one(i.first, s.visits.causal or is_ragged(s) or s.packed)
     walk(s, i, i.first + 1, one, crosses=diagonal_crosses_tiles(s))
     store(w, i, dq_acc[...])
@@ -395,20 +384,17 @@ def differentiate(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(one_step, s: Schedule, inputs: Inputs, dq_ref, lse2_ref, delta_ref, smem):
+def body(s: Schedule, inputs: Inputs, dq_ref, lse2_ref, minus_delta_ref, smem):
     wg = lax.axis_index("wg")
     # Without a buffer of its own O comes through slots of K and V that are not in use yet.
     o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
-    w = Worker(s, inputs, dq_ref, (lse2_ref, delta_ref), smem, wg, o, one_step)
+    w = Worker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), smem, wg, o)
     work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads", "one_step"))
-def backward_dq(
-    q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None,
-    one_step: Callable = step,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
+def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
     """(dq like q, lse in base 2, -delta); with `heads` the others of dq are undefined.
 
     The last two are (B, H, stat_rows(T)) fp32.
@@ -422,6 +408,6 @@ def backward_dq(
     out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat)
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return launch(
-        s, "attention_backward_dq", functools.partial(body, one_step), inputs, out_type, scratch(s, dlse is not None),
+        s, "attention_backward_dq", body, inputs, out_type, scratch(s, dlse is not None),
         reduction_scratch_bytes=0,
     )  # fmt: skip

@@ -66,13 +66,10 @@ def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
     )  # fmt: skip
 
 
-def in_sight(s: Schedule, i: Item, x, n, half=0):
-    """Scores x of step n, with -inf where the query may not see the key, of whatever segment.
-
-    half: which 64 keys of the step x has, if it does not have all.
-    """
+def in_sight(s: Schedule, i: Item, x, n):
+    """Scores x of step n, with -inf where the query may not see the key, of whatever segment."""
     visits = s.visits
-    k0, keys = (i.top - 1 - n) * s.columns + half * ROWS, visits.lengths[1] if is_ragged(s) else None
+    k0, keys = (i.top - 1 - n) * s.columns, visits.lengths[1] if is_ragged(s) else None
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
 
