@@ -50,8 +50,8 @@ def backward(
         first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
     elif q.shape[-1] > 128:  # 256 columns of dK or of dV are all that a warpgroup has registers for
         last = functools.partial(backward_dkv, pair=differentiate_in_pairs)
-    dq, delta = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
-    arrays = q, k, v, lse, dout, delta, segments
+    dq, *stats = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
+    arrays = q, k, v, stats[0], dout, stats[1], segments
     second = lambda joint, *arrays: last(*arrays, joint, call=call, heads=heads)
     if heads is None:
         return dq, *second(None, *arrays)

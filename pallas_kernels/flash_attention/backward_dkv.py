@@ -6,8 +6,8 @@ then already where a wgmma takes them, in registers.
 
     K, V, 64 rows a warpgroup       -- k_bars, v_bars -->  warpgroup 0:  S^T = K Q^T, dP^T = V dO^T
                                                                          P^T, dS^T
-    Q, lse     ring [n] [n+1] [n+2] [ ]  -- q_full -->                   dV += P^T dO
-    dO, delta  ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
+    Q, lse2    ring [n] [n+1] [n+2] [ ]  -- q_full -->                   dV += P^T dO
+    dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
 At a head dimension of 256 a warpgroup has registers for only one of dK and dV.  There two of them
@@ -47,7 +47,7 @@ from pallas_kernels.flash_attention.schedule import (
     with_spans,
     work_items,
 )
-from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+from pallas_kernels.mosaic import COL, ROW, ROWS, along
 
 
 def tiles(head_dim: int) -> Tiles:
@@ -63,9 +63,9 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    lse: Any
+    lse2: Any  # log-sum-exp in base 2
     do: Any
-    delta: Any
+    minus_delta: Any
     plan: Any  # None where the hardware hands out the items
     segments: Any  # Segments, or None
     joint: Any  # where both results go, or None
@@ -97,10 +97,10 @@ def scratch(s: Schedule) -> dict:
     buffers = dict(
         k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
         v=s.buffer(own, ROWS),
-        q=s.buffer(s.stages, s.columns),  # of each slot, like do, lse and delta
+        q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
         do=s.buffer(s.stages, s.columns),
-        lse=stat,
-        delta=stat,
+        lse2=stat,
+        minus_delta=stat,
         k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
         v_bars=plgpu.Barrier(num_barriers=own),
         q_full=ring(num_arrivals=2 + s.packed),
@@ -230,7 +230,7 @@ def begin(w: Worker, item):
 
 def release(w: Worker, n):
     """This warpgroup has read the tiles of step n."""
-    plgpu.commit_smem()  # plain loads have read the statistics
+    mosaic.fence_loads()  # of the statistics
     plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
 
 
@@ -271,7 +271,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
     if masked:
         q0 = (i.stream.base + step.r) * s.columns + visits.offset
         x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
-    return jnp.exp2(x - column(w, w.smem.lse, slot) * LOG2E), slope
+    return jnp.exp2(x - column(w, w.smem.lse2, slot)), slope
 
 
 def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
@@ -296,7 +296,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp - column(w, smem.delta, slot))
+        ds = p * (dp + column(w, smem.minus_delta, slot))
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
         if not runs_on(s):
@@ -412,10 +412,10 @@ def body(pair, s: Schedule, inputs: Inputs, *refs):
     q_ids, q_ids_smem = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
     # The last warpgroup loads Q and the first one dO; of a pair the second one loads both.
     last = s.wgs - 1
-    q = Ring(inputs.q, inputs.lse, q_ids, smem.q, smem.lse, q_ids_smem, smem.q_full, last, warp=0)
+    q = Ring(inputs.q, inputs.lse2, q_ids, smem.q, smem.lse2, q_ids_smem, smem.q_full, last, warp=0)
     do = Ring(
-        inputs.do, inputs.delta, None, smem.do, smem.delta, None, smem.do_full, last if pair else 0,
-        warp=1,
+        inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, smem.do_full,
+        last if pair else 0, warp=1,
     )  # fmt: skip
     w = Worker(
         s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, pair or differentiate_alone
@@ -428,18 +428,19 @@ def body(pair, s: Schedule, inputs: Inputs, *refs):
 
 @functools.partial(jax.jit, static_argnames=("call", "heads", "pair"))
 def backward_dkv(
-    q, k, v, lse, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None,
-    pair: Callable | None = None,
+    q, k, v, lse2, dout, minus_delta, segments, joint=None, *, call: Call,
+    heads: Heads | None = None, pair: Callable | None = None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
+    lse2, minus_delta: from the dQ kernel.
     pair: what two warpgroups do with 64 keys that they share; None: each has 64 keys of its own.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, tile = segments is not None, tiles(q.shape[-1])
     owned = 1 if pair else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
-    inputs = Inputs(q, k, v, lse, dout, delta, s.items.table, with_spans(s, segments), joint)
+    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
     work = functools.partial(body, pair)

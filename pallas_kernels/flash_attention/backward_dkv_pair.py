@@ -85,7 +85,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
         # Take P, compute dS.
         plgpu.barrier_wait(smem.p_full)
         p = plgpu.load(smem.p, layout=WGMMA)
-        ds = (p * (dp - column(w, smem.delta, slot))).astype(s.dtype)
+        ds = (p * (dp + column(w, smem.minus_delta, slot))).astype(s.dtype)
         plgpu.barrier_arrive(smem.p_free)
         # Accumulate dK, under the next step.
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])

@@ -114,7 +114,7 @@ class Worker(NamedTuple):
     schedule: Schedule
     inputs: Inputs
     dq_ref: Any
-    delta_ref: Any
+    stat_refs: Any  # lse in base 2, and -delta
     smem: Any  # what `scratch` lists, by name
     wg: Any
     o: Any  # its buffer of O
@@ -133,7 +133,7 @@ class Rows(NamedTuple):
     """What a warpgroup keeps of its rows in registers."""
 
     lse2: Any  # log-sum-exp in base 2
-    delta: Any
+    minus_delta: Any  # what dP begins with
     q_ids: Any  # None without segments
 
 
@@ -271,7 +271,7 @@ def pass_by(w: Worker, i: Item, low, high):
 
 
 def rows_of(w: Worker, i: Item) -> Rows:
-    """Reads the statistics; computes delta = rowsum(dO * O) - dlse, and stores it."""
+    """Computes delta = rowsum(dO * O) - dlse; stores what the dK/dV kernel reads of the rows."""
     s, smem = w.schedule, w.smem
     stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
     tile_of = lambda ref: plgpu.load(ref, layout=WGMMA)
@@ -279,12 +279,13 @@ def rows_of(w: Worker, i: Item) -> Rows:
     lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
     do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], w.o))
-    delta = jnp.sum(do * out, axis=1)
+    minus_delta = -jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
-        delta = delta - stat(smem.stats.at[1, w.wg])
-    mosaic.store(w.delta_ref.at[i.batch, i.head, i.rows], delta)
+        minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
+    for ref, value in zip(w.stat_refs, (lse2, minus_delta), strict=True):
+        mosaic.store(ref.at[i.batch, i.head, i.rows], value)
     plgpu.commit_smem()  # plain loads have read O and the statistics
-    return Rows(lse2, delta, q_ids)
+    return Rows(lse2, minus_delta, q_ids)
 
 
 def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
@@ -314,17 +315,18 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         plgpu.barrier_wait(smem.k_full.at[slot])
         across(s_acc, smem.q.at[here], smem.kv.at[slot])
         plgpu.barrier_wait(smem.v_full.at[slot_of_v])
+        dp_acc[...] = along(rows.minus_delta, (ROWS, s.columns), 0)
         across(dp_acc, smem.do.at[here], v)
         # Compute P under dP.
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         release_k(w, i, n)
         p, slope = probabilities(w, i, rows, scores, n, masked)
         # Compute dS.
-        dp = dp_acc[...]
+        dp = dp_acc[...]  # less delta
         if masked and s.packed:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
-        ds = p * (dp - along(rows.delta, p.shape, 0))
+        ds = p * dp
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         # Accumulate dQ, under the next step.
         plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
@@ -382,27 +384,28 @@ def differentiate(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem):
+def body(s: Schedule, inputs: Inputs, dq_ref, lse2_ref, minus_delta_ref, smem):
     wg = lax.axis_index("wg")
     # Without a buffer of its own O comes through slots of K and V that are not in use yet.
     o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
-    w = Worker(s, inputs, dq_ref, delta_ref, smem, wg, o)
+    w = Worker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), smem, wg, o)
     work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))
     plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
-    """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
+    """(dq like q, lse in base 2, -delta); with `heads` the others of dq are undefined.
+
+    The last two are (B, H, stat_rows(T)) fp32.
+    """
     packed = segments is not None
     tile = tiles(q.shape[-1], packed)
     s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
     segments = with_spans(s, segments)
     inputs = Inputs(q, k, v, out, lse, dout, s.items.table, dlse, segments)
-    out_type = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct(lse.shape, jnp.float32),
-    )
+    stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
+    out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat)
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return launch(
         s, "attention_backward_dq", body, inputs, out_type, scratch(s, dlse is not None),

@@ -117,7 +117,10 @@ def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem):
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
-    """(dq like q, delta (B, H, stat_rows(T)) fp32); with `heads` the others of dq are undefined."""
+    """(dq like q, lse, delta); with `heads` the others of dq are undefined.
+
+    The last two are (B, H, stat_rows(T)) fp32, what the dK/dV kernel wants.
+    """
     packed = segments is not None
     tile = tiles(general.width_of(q.shape[-1]), general.tight(call, packed))
     s = general.schedule(q, k, *tile, call, heads, packed=packed)
@@ -127,7 +130,8 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: H
         jax.ShapeDtypeStruct(lse.shape, jnp.float32),
     )
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
-    return launch(
+    dq, delta = launch(
         s, "general_attention_backward_dq", body, inputs, out_type, scratch(s),
         reduction_scratch_bytes=0,
     )  # fmt: skip
+    return dq, lse, delta
