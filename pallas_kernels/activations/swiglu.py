@@ -12,8 +12,9 @@ whose result only the kernel above needs, so one kernel does both and never writ
 
 `swiglu_mlp` is the whole layer.  In its forward pass one kernel does both matmuls and the
 activation.  It saves the derivatives by gate and up instead of gate and up, so that the backward
-kernel only multiplies dy W^T with them.  This kernel writes both gradients side by side, [dg du].
-One matmul then sums dx = [dg du] [gate up]^T, and one has both weights' gradients, x^T [dg du].
+kernel only multiplies dy W^T with them.  Where rows are many, this kernel writes both gradients
+side by side, [dg du].  One matmul then sums dx = [dg du] [gate up]^T, and one has both weights'
+gradients, x^T [dg du].
 """
 
 import functools
@@ -204,16 +205,24 @@ def _mlp_forward(x, gate, up, down):
 
 def _mlp_backward(saved, dy):
     x, gate, up, down, h, slopes = saved
-    options = dict(outputs=2, joint=True, name="swiglu_mlp_backward")
+    # The gradients side by side save 4 N C bytes of dx, and cost 8 C F for [gate up].
+    joint = x.shape[0] >= 2 * gate.shape[1]
+    options = dict(outputs=2, joint=joint, name="swiglu_mlp_backward")
     times = matmul_epilogue.times
-    joint, d_down = matmul_epilogue.linear_backward(slopes, h, down, dy, times, **options)
-    # Without the barrier XLA may concatenate the weights of all layers when the step starts.
-    joint, gate, up = jax.lax.optimization_barrier((joint, gate, up))
-    weights = jnp.concatenate([gate, up], axis=1)
-    # XLA reads the halves where they are used, without a copy.  But if gradients are summed over
-    # several calls, it adds these after the matmul instead of inside it: each is rounded first.
-    d_weights = jnp.matmul(x.T, joint, preferred_element_type=x.dtype)
-    return joint @ weights.T, *jnp.split(d_weights, 2, axis=1), d_down
+    *dh, d_down = matmul_epilogue.linear_backward(slopes, h, down, dy, times, **options)
+    weights = gate, up
+    if joint:
+        # Without the barrier XLA may concatenate the weights of all layers when the step starts.
+        dh, gate, up = jax.lax.optimization_barrier((dh, gate, up))
+        weights = (jnp.concatenate([gate, up], axis=1),)
+    # XLA's second matmul adds the first one's result.
+    dx = sum(d @ w.T for d, w in zip(dh, weights, strict=True))
+    # XLA reads the halves of a joint gradient where they are used, without a copy.  But if
+    # gradients are summed over several calls, it adds these after the matmul instead of inside it:
+    # each is rounded first.
+    d_weights = [jnp.matmul(x.T, d, preferred_element_type=x.dtype) for d in dh]
+    d_gate, d_up = jnp.split(d_weights[0], 2, axis=1) if joint else d_weights
+    return dx, d_gate, d_up, d_down
 
 
 _swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
