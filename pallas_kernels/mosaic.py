@@ -10,7 +10,6 @@ from jax import lax
 from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
 
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
@@ -75,19 +74,6 @@ def store(ref, value) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
-
-
-def fence_loads() -> None:
-    """Orders a thread's plain loads of shared memory before TMA copies that replace what they read.
-
-    Then a barrier can tell the copying thread.  `plgpu.commit_smem` does so too, but also makes all
-    threads of the warpgroup meet, which took 9% of the time of a kernel (attention_backward_dkv).
-    """
-    plgpu.inline_mgpu()(fence_async_shared_cta)()
-
-
-def fence_async_shared_cta(ctx) -> None:  # JAX's interpreter knows this name
-    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
 def zeros(shape, layout) -> jax.Array:

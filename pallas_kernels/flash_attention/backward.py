@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import general_backward_dkv, general_backward_dq
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
+from pallas_kernels.flash_attention.backward_dkv_alone import differentiate_alone
+from pallas_kernels.flash_attention.backward_dkv_halves import differentiate_in_halves
 from pallas_kernels.flash_attention.backward_dkv_pair import differentiate_in_pairs
 from pallas_kernels.flash_attention.backward_dq import backward_dq
 from pallas_kernels.flash_attention.masks import some_rows_see_nothing
@@ -45,11 +47,9 @@ def backward(
         blind = lse == -jnp.inf
         lse = jnp.where(blind, 1e30, lse)
         dlse = None if dlse is None else jnp.where(blind, 0, dlse)
-    first, last = backward_dq, backward_dkv
+    first, last = backward_dq, functools.partial(backward_dkv, work_of(q.shape[-1]))
     if call.general:
         first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
-    elif q.shape[-1] > 128:  # 256 columns of dK or of dV are all that a warpgroup has registers for
-        last = functools.partial(backward_dkv, pair=differentiate_in_pairs)
     dq, *stats = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
     arrays = q, k, v, stats[0], dout, stats[1], segments
     second = lambda joint, *arrays: last(*arrays, joint, call=call, heads=heads)
@@ -57,3 +57,10 @@ def backward(
         return dq, *second(None, *arrays)
     # No copy: the second kernel writes its own heads of dq.
     return mosaic.in_place(second, dq, *arrays)
+
+
+def work_of(head_dim: int):
+    """What a warpgroup of the dK/dV kernel does: as much at a time as it has registers for."""
+    if head_dim <= 64:
+        return differentiate_in_halves
+    return differentiate_alone if head_dim <= 128 else differentiate_in_pairs

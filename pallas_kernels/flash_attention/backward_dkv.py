@@ -10,8 +10,9 @@ then already where a wgmma takes them, in registers.
     dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
-At a head dimension of 256 a warpgroup has registers for only one of dK and dV.  There two of them
-share 64 keys, see backward_dkv_pair.py.
+What a warpgroup computes in a step depends on the registers that it has for it: of 64 queries
+(backward_dkv_alone.py), at a head dimension of 64 of 128 queries (backward_dkv_halves.py), and at
+256 only one of dK and dV, while another warpgroup sums the other (backward_dkv_pair.py).
 """
 
 import functools
@@ -50,10 +51,12 @@ from pallas_kernels.flash_attention.schedule import (
 from pallas_kernels.mosaic import COL, ROW, ROWS, along
 
 
-def tiles(head_dim: int) -> Tiles:
+def tiles(head_dim: int, group: int) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
+    if head_dim <= 64:  # in halves; the heads of a group leave no registers for the next item
+        return Tiles(2, 128, 3, group == 1, 16)
     if head_dim <= 96:
-        return Tiles(2, 64, 4 if head_dim <= 64 else 3, True, 16)
+        return Tiles(2, 64, 3, True, 16)
     return Tiles(2, 64, 4 if head_dim <= 128 else 2, False, 32)
 
 
@@ -73,7 +76,12 @@ class Inputs(NamedTuple):
 
 def ahead(s: Schedule) -> int:
     """How many steps early tiles are loaded."""
-    return s.stages - (2 if s.stages > 3 else 1)
+    return s.stages - (2 if in_halves(s) else 1)
+
+
+def in_halves(s: Schedule) -> bool:
+    """Whether a step has 128 queries, of which a warpgroup takes 64 at a time."""
+    return s.columns > ROWS
 
 
 def pairs_up(s: Schedule) -> bool:
@@ -84,10 +92,10 @@ def pairs_up(s: Schedule) -> bool:
 def runs_on(s: Schedule) -> bool:
     """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
 
-    A slot then stays taken for a step more.  `add_both` loads before it frees one, so its ring
-    needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
+    A slot then stays taken for a step more.  The step loads before it frees one, so the ring needs
+    two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
     """
-    return s.width <= 64 or pairs_up(s)
+    return in_halves(s) or pairs_up(s)
 
 
 def scratch(s: Schedule) -> dict:
@@ -213,6 +221,7 @@ def load(w: Worker, step: Step, i, stream: Stream, following):
 
 def load_later(w: Worker, i: Item, g, r):
     """Loads what must be on its way after step r of head g."""
+    g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
     nth = g * i.stream.steps + r + ahead(w.schedule)
     step = Step(i.n0 + nth, g, r + ahead(w.schedule))
     load(w, step, nth, i.stream, i.following)
@@ -230,7 +239,7 @@ def begin(w: Worker, item):
 
 def release(w: Worker, n):
     """This warpgroup has read the tiles of step n."""
-    mosaic.fence_loads()  # of the statistics
+    plgpu.commit_smem()  # plain loads have read the statistics
     plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
 
 
@@ -255,56 +264,35 @@ def across(w: Worker, acc, rows, ring, slot):
     plgpu.wgmma(acc, rows, ring.at[slot].transpose((1, 0)))
 
 
-def column(w: Worker, ref, slot):
-    """A statistic of the queries, over a tile of S^T."""
-    stat = plgpu.load(ref.at[slot], layout=COL, optimized=False)
-    return along(stat, (ROWS, w.schedule.columns), 1)
+def column(w: Worker, ref, slot, half=0):
+    """A statistic of 64 queries, over a tile of S^T.  half: which 64 of a step."""
+    stat = plgpu.load(ref.at[slot, pl.ds(half * ROWS, ROWS)], layout=COL, optimized=False)
+    return along(stat, (ROWS, ROWS), 1)
 
 
-def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked):
-    """P^T and d logits / d (scale S), None for 1, from K Q^T."""
+def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, half=0):
+    """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, visits = w.schedule, w.schedule.visits
     x, slope = logits(scores, s.scale, s.softcap)
     if masked and s.packed:
-        q_ids = plgpu.load(w.smem.q_ids.at[slot], layout=COL, optimized=False)
+        ids = w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)]
+        q_ids = plgpu.load(ids, layout=COL, optimized=False)
         x = same_segment(x, k_ids, q_ids)
     if masked:
-        q0 = (i.stream.base + step.r) * s.columns + visits.offset
+        # Without the barrier the compiler would hold the positions, which are those of all heads.
+        tile = lax.optimization_barrier(i.stream.base + step.r)
+        q0 = tile * s.columns + half * ROWS + visits.offset
         x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
-    return jnp.exp2(x - column(w, w.smem.lse2, slot)), slope
+    return jnp.exp2(x - column(w, w.smem.lse2, slot, half)), slope
 
 
-def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
-    """Adds P^T dO to dV and dS^T Q to dK."""
-    s, smem = w.schedule, w.smem
+def own(w: Worker, i: Item, step: Step):
+    """The buffer of the warpgroup's keys and values.
 
-    def add(s_acc, dp_acc):
-        # Issue S^T = K Q^T and dP^T = V dO^T.  This minimum changes nothing.  But where the
-        # compiler sees that an operand stays in place, it holds the descriptors of all its slices
-        # in registers.
-        here = jnp.minimum(i.at, step.n + s.sides * sets(s))
-        k, v = smem.k.at[here], smem.v.at[here]
-        across(w, s_acc, k, smem.q, slot)
-        plgpu.barrier_wait(smem.do_full.at[slot])
-        across(w, dp_acc, v, smem.do, slot)
-        load_later(w, i, step.g, step.r)
-        # Compute P under dP, accumulate dV.
-        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if runs_on(s) and not begins:
-            release(w, step.n - 1)
-        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
-        plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
-        # Compute dS under dV, accumulate dK.
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp + column(w, smem.minus_delta, slot))
-        ds = (ds if slope is None else ds * slope).astype(s.dtype)
-        plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
-        if not runs_on(s):
-            plgpu.wgmma_wait(0)
-            release(w, step.n)
-
-    acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
-    pl.run_scoped(add, acc, acc)
+    The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
+    holds the descriptors of all its slices in registers.
+    """
+    return jnp.minimum(i.at, step.n + w.schedule.sides * sets(w.schedule))
 
 
 def one_head(w: Worker, i: Item, add, g):
@@ -331,7 +319,7 @@ def one_head(w: Worker, i: Item, add, g):
 
 def all_heads(w: Worker, i: Item, add):
     """Calls add(step, slot, masked, begins) for the steps of all heads of the group."""
-    pl.loop(0, w.schedule.group)(lambda g: one_head(w, i, add, g))
+    pl.loop(0, w.schedule.group)(lambda g: one_head(w, i, add, lax.optimization_barrier(g)))
 
 
 def wait_for_k(w: Worker, i: Item):
@@ -363,22 +351,6 @@ def store_dv(w: Worker, i: Item, dv):
     store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
 
 
-def differentiate_alone(w: Worker, i: Item):
-    """A warpgroup sums dK and dV of its own 64 keys."""
-
-    def both(dk_acc, dv_acc):
-        k_ids = wait_for_k(w, i)
-        plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-        all_heads(w, i, functools.partial(add_both, w, i, k_ids, dk_acc, dv_acc))
-        dk, dv = dk_acc[...], dv_acc[...]
-        plgpu.wait_smem_to_gmem(0)  # the block before has left
-        store_dk(w, i, dk)
-        store_dv(w, i, dv)
-
-    acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
-    pl.run_scoped(both, acc, acc)
-
-
 def one_item(w: Worker, item, following, side, n0):
     """One block of keys; returns the step after its last."""
     s, keys = w.schedule, w.schedule.visits.lengths[1]
@@ -405,9 +377,10 @@ def one_item(w: Worker, item, following, side, n0):
     return n0 + total
 
 
-def body(pair, s: Schedule, inputs: Inputs, *refs):
+def body(work, s: Schedule, inputs: Inputs, *refs):
     *results, smem = refs
     dk_ref, dv_ref = results or (inputs.joint, inputs.joint)
+    pair = pairs_up(s)
     wg = lax.axis_index("wg")
     q_ids, q_ids_smem = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
     # The last warpgroup loads Q and the first one dO; of a pair the second one loads both.
@@ -417,31 +390,35 @@ def body(pair, s: Schedule, inputs: Inputs, *refs):
         inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, smem.do_full,
         last if pair else 0, warp=1,
     )  # fmt: skip
-    w = Worker(
-        s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, pair or differentiate_alone
-    )  # fmt: skip
+    w = Worker(s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, work)
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(one_item, w))
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads", "pair"))
+@functools.partial(jax.jit, static_argnames=("work", "call", "heads"))
 def backward_dkv(
-    q, k, v, lse2, dout, minus_delta, segments, joint=None, *, call: Call,
-    heads: Heads | None = None, pair: Callable | None = None,
+    work: Callable, q, k, v, lse2, dout, minus_delta, segments, joint=None, *, call: Call,
+    heads: Heads | None = None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
-    lse2, minus_delta: from the dQ kernel.
-    pair: what two warpgroups do with 64 keys that they share; None: each has 64 keys of its own.
+    work(w, item): what a warpgroup does with an item.  lse2, minus_delta: from the dQ kernel.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
-    packed, tile = segments is not None, tiles(q.shape[-1])
-    owned = 1 if pair else tile.wgs
+    packed, group = segments is not None, q.shape[2] // k.shape[2]
+    tile = tiles(q.shape[-1], heads.q // heads.kv if heads else group)
+    owned = 1 if q.shape[-1] > 128 else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
+    if in_halves(
+        s
+    ):  # the dQ kernel writes 64 rows at a time, so perhaps none of a step's second half
+        written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS
+        lse2 = lse2.at[:, :, written:].set(1e30)  # then P is 0
+        minus_delta = minus_delta.at[:, :, written:].set(0)
     inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
-    work = functools.partial(body, pair)
-    return launch(s, "attention_backward_dkv", work, inputs, out_type, scratch(s))
+    run = functools.partial(body, work)
+    return launch(s, "attention_backward_dkv", run, inputs, out_type, scratch(s))
