@@ -411,11 +411,9 @@ def backward_dkv(
     tile = tiles(q.shape[-1], heads.q // heads.kv if heads else group)
     owned = 1 if q.shape[-1] > 128 else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
-    if in_halves(
-        s
-    ):  # the dQ kernel writes 64 rows at a time, so perhaps none of a step's second half
-        written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS
-        lse2 = lse2.at[:, :, written:].set(1e30)  # then P is 0
+    written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
+    if written % s.columns:  # the last step has a half without queries, so its P must be 0
+        lse2 = lse2.at[:, :, written:].set(1e30)
         minus_delta = minus_delta.at[:, :, written:].set(0)
     inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
