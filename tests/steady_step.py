@@ -182,8 +182,9 @@ def part(kernel: Kernel) -> str:
         return "vLSTM"
     if in_block and re.search("/(reduce_max|sqrt|dot_general)$", kernel.op):
         return "casts to fp8, maxima, scales"
-    # The optimizer has no name of its own: it is what no derivative is taken of.
-    if kernel.op.startswith("jit(_train_step)/") and "jvp" not in kernel.op:
+    # The optimizer has no name of its own: it is what no derivative is taken of, and ends in the
+    # select that skips a bad step.  The profile names some of its kernels by what they read.
+    if re.match("loop_(convert_)?select_fusion", kernel.name) or "jvp" not in kernel.op:
         return "AdamW, norms, copies"
     return "biases and the rest"
 
