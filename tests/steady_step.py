@@ -171,6 +171,8 @@ def show_parts(kernels: list[Kernel]) -> None:
 def part(kernel: Kernel) -> str:
     """The part of a step that a kernel belongs to, one of PARTS."""
     in_block = "_run_block" in kernel.op
+    if kernel.name.startswith("Mem"):  # copies and memsets
+        return "biases and the rest"
     if re.search("nvjet|gemm|cublas|cutlass|splitK|matmul", kernel.name):
         return "matmuls of the blocks" if in_block else "head and loss"
     if re.match("quantize_fp8|fp8_maximum", kernel.name) and not in_block:
@@ -184,7 +186,8 @@ def part(kernel: Kernel) -> str:
         return "casts to fp8, maxima, scales"
     # The optimizer has no name of its own: it is what no derivative is taken of, and ends in the
     # select that skips a bad step.  The profile names some of its kernels by what they read.
-    if re.match("loop_(convert_)?select_fusion", kernel.name) or "jvp" not in kernel.op:
+    outside = kernel.op.startswith("jit(_train_step)/") and "jvp" not in kernel.op
+    if outside or re.match("loop_(convert_)?select_fusion", kernel.name):
         return "AdamW, norms, copies"
     return "biases and the rest"
 
