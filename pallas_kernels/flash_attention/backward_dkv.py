@@ -25,11 +25,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.flash_attention import column_sums
 from pallas_kernels.flash_attention.keys import (
     Item,
+    Ring,
     Step,
     Stream,
+    ahead,
     item_of,
+    pairs_up,
+    runs_on,
     sets,
     stream_of,
     with_steps,
@@ -69,28 +74,10 @@ class Inputs(NamedTuple):
     plan: Any  # None where the hardware hands out the items
     segments: Any  # Segments, or None
     joint: Any  # where both results go, or None
+    sums: Any  # where their partial sums go, or None
 
 
-def ahead(s: Schedule) -> int:
-    """How many steps early tiles are loaded."""
-    return s.stages - (2 if s.stages > 3 else 1)
-
-
-def pairs_up(s: Schedule) -> bool:
-    """Whether two warpgroups work on the same 64 keys."""
-    return s.wgs > sets(s)
-
-
-def runs_on(s: Schedule) -> bool:
-    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
-
-    A slot then stays taken for a step more.  `add_both` loads before it frees one, so its ring
-    needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
-    """
-    return s.width <= 64 or pairs_up(s)
-
-
-def scratch(s: Schedule) -> dict:
+def scratch(s: Schedule, sums: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     own, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
@@ -116,21 +103,9 @@ def scratch(s: Schedule) -> dict:
         buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
     if s.items.persistent:  # otherwise dV and dK leave through the buffers of K and V
         buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)
+    if sums:
+        buffers["ones"] = column_sums.ones_buffers(s)
     return buffers
-
-
-class Ring(NamedTuple):
-    """Tiles of Q or of dO, the statistics that come along, and who loads them."""
-
-    ref: Any
-    stats_ref: Any
-    ids_ref: Any  # None for dO, and without segments
-    smem: Any
-    stats_smem: Any
-    ids_smem: Any
-    full: Any
-    wg: int
-    warp: int
 
 
 class Worker(NamedTuple):
@@ -345,6 +320,13 @@ def wait_for_k(w: Worker, i: Item):
 # The epilogue scales dK, and stores both.
 
 
+def buffers(w: Worker):
+    """Those through which dK and dV leave."""
+    smem = w.smem
+    # Of two warpgroups that pair up each is the only reader of one of K and V.
+    return (smem.dk, smem.dv) if w.schedule.items.persistent else (smem.v, smem.k)
+
+
 def store(w: Worker, x, smem, target):
     plgpu.commit_smem()  # all warps have read what was there
     smem[w.set] = x.astype(w.schedule.dtype)
@@ -353,14 +335,21 @@ def store(w: Worker, x, smem, target):
 
 
 def store_dk(w: Worker, i: Item, dk):
-    # Of two warpgroups that pair up each is the only reader of one of K and V.
-    s, smem = w.schedule, w.smem.dk if w.schedule.items.persistent else w.smem.v
+    s, (smem, _) = w.schedule, buffers(w)
     store(w, dk * s.scale, smem, w.dk_ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head])
 
 
 def store_dv(w: Worker, i: Item, dv):
-    s, smem = w.schedule, w.smem.dv if w.schedule.items.persistent else w.smem.k
+    s, (_, smem) = w.schedule, buffers(w)
     store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
+
+
+def store_sums(w: Worker, i: Item):
+    """Stores the sums of the rows of dK and dV, which are in their buffers."""
+    at = jnp.minimum(w.set, i.at)  # w.set, but the compiler may not know it, as in `add_both`
+    heads = w.schedule.k_first + i.kv_head, w.schedule.v_first + i.kv_head
+    tiles = [smem.at[at] for smem in buffers(w)]
+    column_sums.store(w.inputs.sums, w.smem.ones.at[at], tiles, i.batch, i.k0, heads)
 
 
 def differentiate_alone(w: Worker, i: Item):
@@ -374,6 +363,8 @@ def differentiate_alone(w: Worker, i: Item):
         plgpu.wait_smem_to_gmem(0)  # the block before has left
         store_dk(w, i, dk)
         store_dv(w, i, dv)
+        if w.inputs.sums is not None:
+            store_sums(w, i)
 
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     pl.run_scoped(both, acc, acc)
@@ -420,6 +411,8 @@ def body(pair, s: Schedule, inputs: Inputs, *refs):
     w = Worker(
         s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, pair or differentiate_alone
     )  # fmt: skip
+    if inputs.sums is not None:
+        column_sums.fill(smem.ones.at[wg])
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(one_item, w))
@@ -428,11 +421,12 @@ def body(pair, s: Schedule, inputs: Inputs, *refs):
 
 @functools.partial(jax.jit, static_argnames=("call", "heads", "pair"))
 def backward_dkv(
-    q, k, v, lse2, dout, minus_delta, segments, joint=None, *, call: Call,
+    q, k, v, lse2, dout, minus_delta, segments, joint=None, sums=None, *, call: Call,
     heads: Heads | None = None, pair: Callable | None = None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
+    sums: a ref for their partial sums (column_sums.py), or None.
     lse2, minus_delta: from the dQ kernel.
     pair: what two warpgroups do with 64 keys that they share; None: each has 64 keys of its own.
     """
@@ -440,8 +434,9 @@ def backward_dkv(
     packed, tile = segments is not None, tiles(q.shape[-1])
     owned = 1 if pair else tile.wgs
     s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
-    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, with_spans(s, segments), joint)
+    segments = with_spans(s, segments)
+    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, segments, joint, sums)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
     work = functools.partial(body, pair)
-    return launch(s, "attention_backward_dkv", work, inputs, out_type, scratch(s))
+    return launch(s, "attention_backward_dkv", work, inputs, out_type, scratch(s, sums is not None))
