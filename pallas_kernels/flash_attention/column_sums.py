@@ -26,7 +26,7 @@ _COLUMNS = 8  # of the narrowest wgmma
 def sums_columns(general: bool, width: int) -> bool:
     """Whether the backward kernels can sum gradients of that head dimension.
 
-    wgmma sums 64 columns at a time.  At D = 256 shared memory has no room for the ones.
+    wgmma sums 64 columns at a time.  At D = 256 shared memory is full.
     """
     return not general and width in (64, 128)
 
