@@ -18,7 +18,7 @@ from jaxllm.layers.linear import (
     takes_row,
 )
 from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
-from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
+from jaxllm.sharding import BATCH, P, one_device, per_device, split_heads, split_sequence
 from pallas_kernels import attention, attention_qkv, decode_attention, rope
 from pallas_kernels.dispatch import Implementation
 
@@ -106,9 +106,9 @@ class Attention(nnx.Module):
             qkv = fused_linear(x, self.q, self.k, self.v, add_bias=bias is None, norm=norm)
             qkv = qkv.reshape(B, T, -1, self.head_dim)
             rotary = None if self.rope_theta is None else positions
-            specs = HEADS, P("tensor", None), _spec(rotary), P(BATCH, None)
-            y = per_device(self._attend, in_specs=specs, out_specs=HEADS)(
-                qkv, bias, rotary, segment_ids
+            specs = HEADS, _spec(rotary), P(BATCH, None)
+            y = per_device(partial(self._attend, bias), in_specs=specs, out_specs=HEADS)(
+                qkv, rotary, segment_ids
             )
         else:
             qkv = [layer(x) for layer in (self.q, self.k, self.v)]
@@ -135,14 +135,14 @@ class Attention(nnx.Module):
         """The biases if `attention_qkv` adds them, whose backward pass yields their gradient.
 
         None: there are none, or the linear layers add theirs.  An fp8 matmul sums the gradient,
-        too, and where devices divide a sequence they exchange heads between matmul and op.
+        too.  On several devices XLA would no longer add the biases in the matmul.
         """
-        if self.q.generates or self.q.fp8 or context_size() > 1:
+        if self.q.generates or self.q.fp8 or not one_device():
             return None
         bias = fused_bias(self.q, self.k, self.v)
         return None if bias is None else bias.reshape(-1, self.head_dim)
 
-    def _attend(self, qkv, bias, positions, segment_ids):
+    def _attend(self, bias, qkv, positions, segment_ids):
         qkv = split_heads(qkv)
         y = attention_qkv(
             qkv,
