@@ -9,9 +9,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
-from jaxllm.layers.linear import ROWS, Linear, fused_linear, linear_of_row, takes_row
+from jaxllm.layers.linear import (
+    ROWS,
+    Linear,
+    fused_bias,
+    fused_linear,
+    linear_of_row,
+    takes_row,
+)
 from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
-from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
+from jaxllm.sharding import BATCH, P, one_device, per_device, split_heads, split_sequence
 from pallas_kernels import attention, attention_qkv, decode_attention, rope
 from pallas_kernels.dispatch import Implementation
 
@@ -95,12 +102,14 @@ class Attention(nnx.Module):
         if positions is None:
             positions = jnp.arange(T)
         if cache is None:
-            qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
+            bias = self._bias_of_op()
+            qkv = fused_linear(x, self.q, self.k, self.v, add_bias=bias is None, norm=norm)
             qkv = qkv.reshape(B, T, -1, self.head_dim)
             rotary = None if self.rope_theta is None else positions
-            y = per_device(
-                self._attend, in_specs=(HEADS, _spec(rotary), P(BATCH, None)), out_specs=HEADS
-            )(qkv, rotary, segment_ids)
+            specs = HEADS, _spec(rotary), P(BATCH, None)
+            y = per_device(partial(self._attend, bias), in_specs=specs, out_specs=HEADS)(
+                qkv, rotary, segment_ids
+            )
         else:
             qkv = [layer(x) for layer in (self.q, self.k, self.v)]
             y, cache = self._generate(qkv, positions, cache)
@@ -122,11 +131,23 @@ class Attention(nnx.Module):
         y, cache = self._attend_to_cache(q, k, v, cache)
         return linear_of_row(y.reshape(1, 1, -1), self.out, residual=x)[0], cache
 
-    def _attend(self, qkv, positions, segment_ids):
+    def _bias_of_op(self) -> Float[Array, "P D"] | None:
+        """The biases if `attention_qkv` adds them, whose backward pass yields their gradient.
+
+        None: there are none, or the linear layers add theirs.  An fp8 matmul sums the gradient,
+        too.  On several devices XLA would no longer add the biases in the matmul.
+        """
+        if self.q.generates or self.q.fp8 or not one_device():
+            return None
+        bias = fused_bias(self.q, self.k, self.v)
+        return None if bias is None else bias.reshape(-1, self.head_dim)
+
+    def _attend(self, bias, qkv, positions, segment_ids):
         qkv = split_heads(qkv)
         y = attention_qkv(
             qkv,
             qkv.shape[2] * self.n_heads // (self.n_heads + 2 * self.n_kv_heads),
+            bias=bias,
             positions=positions,
             theta=self.rope_theta,
             scaling=self.rope_scaling,

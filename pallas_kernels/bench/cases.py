@@ -70,7 +70,8 @@ def _cudnn(q, k, v, *, causal, window=None):
     )
 
 
-def _cudnn_qkv(qkv, *, n_heads):
+def _cudnn_qkv(qkv, bias=None, *, n_heads):
+    qkv = qkv if bias is None else qkv + bias.astype(qkv.dtype)
     n_kv = (qkv.shape[2] - n_heads) // 2
     return _cudnn(*jnp.split(qkv, (n_heads, n_heads + n_kv), axis=2), causal=True)
 
@@ -138,6 +139,21 @@ def _attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options
         flops=lambda n: 4 * n["B"] * n["H"] * n["D"] * pairs(n),
         cudnn=None if packed else _cudnn,
         xla=xla,
+        gpu="sm_90a",
+    )
+
+
+def _attention_qkv(variant: str, arrays: dict[str, A], *sizes) -> Case:
+    """12 heads each of q, k and v."""
+    return Case(
+        "attention_qkv",
+        {"qkv": A("B T P D"), **arrays},
+        _shapes("B T P D", *sizes),
+        {"B": 1, "T": 384},
+        options={"n_heads": 12},
+        variant=variant,
+        flops=lambda n: 2 * n["B"] * n["T"] ** 2 * 12 * n["D"],
+        cudnn=_cudnn_qkv,
         gpu="sm_90a",
     )
 
@@ -420,16 +436,8 @@ CASES = (
         pairs=lambda n: n["T"] * n["L"] / 2,
         packed=True,
     ),
-    Case(
-        "attention_qkv",
-        {"qkv": A("B T P D")},
-        _shapes("B T P D", (32, 1024, 36, 64)),
-        {"B": 1, "T": 384},
-        options={"n_heads": 12},
-        flops=lambda n: 2 * n["B"] * n["T"] ** 2 * 12 * n["D"],
-        cudnn=_cudnn_qkv,
-        gpu="sm_90a",
-    ),
+    _attention_qkv("", {}, (32, 1024, 36, 64)),
+    _attention_qkv("bias", {"bias": A("P D", "float32")}, (32, 1024, 36, 64), (4, 2048, 36, 128)),
     _decode("", *_LLAMA_8B, (32, 1024, 12, 12, 64)),
     _decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),

@@ -32,12 +32,15 @@ from pallas_kernels.mosaic import ROWS
 
 
 def backward(
-    q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads: Heads | None = None
-):
+    q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads: Heads | None = None,
+    sums: bool = False,
+):  # fmt: skip
     """(dq, dk, dv) in the dtypes of q, k, v.  lse, dlse (None: zero): (B, H, stat_rows(T)) fp32.
 
     segments: as in `forward`.  Rows of dout past T must be zero.
     heads: q, k and v are the same array; its gradient is one array too, the only result.
+    sums: with heads, where column_sums.sums_columns allows it: there is a second result, the sum of
+        the gradient over all rows, (heads, D) fp32.
     """
     if segments is not None:
         segments = pad_segments(segments, call.lengths)
@@ -47,16 +50,20 @@ def backward(
         blind = lse == -jnp.inf
         lse = jnp.where(blind, 1e30, lse)
         dlse = None if dlse is None else jnp.where(blind, 0, dlse)
-    first, last = backward_dq, functools.partial(backward_dkv, work_of(q.shape[-1]))
+    first = functools.partial(backward_dq, sums=sums)
+    last = functools.partial(backward_dkv, work_of(q.shape[-1]))
     if call.general:
         first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
-    dq, *stats = first(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads)
-    arrays = q, k, v, stats[0], dout, stats[1], segments
-    second = lambda joint, *arrays: last(*arrays, joint, call=call, heads=heads)
+    dq, lse2, minus_delta, *partial = first(
+        q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads
+    )
+    arrays = q, k, v, lse2, dout, minus_delta, segments
+    second = lambda refs, *arrays: last(*arrays, *refs, call=call, heads=heads)
     if heads is None:
-        return dq, *second(None, *arrays)
-    # No copy: the second kernel writes its own heads of dq.
-    return mosaic.in_place(second, dq, *arrays)
+        return dq, *second((), *arrays)
+    # No copy: the second kernel writes its own heads of dq, and of the partial sums.
+    d, *partial = mosaic.in_place(second, [dq, *partial], *arrays)
+    return d, *(x.sum((0, 1)) for x in partial)
 
 
 def work_of(head_dim: int):

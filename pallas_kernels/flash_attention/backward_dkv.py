@@ -26,11 +26,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.flash_attention import column_sums
 from pallas_kernels.flash_attention.keys import (
     Item,
+    Ring,
     Step,
     Stream,
+    ahead,
     item_of,
+    pairs_up,
+    runs_on,
     sets,
     stream_of,
     with_steps,
@@ -72,33 +77,10 @@ class Inputs(NamedTuple):
     plan: Any  # None where the hardware hands out the items
     segments: Any  # Segments, or None
     joint: Any  # where both results go, or None
+    sums: Any  # where their partial sums go, or None
 
 
-def ahead(s: Schedule) -> int:
-    """How many steps early tiles are loaded."""
-    return s.stages - (2 if in_halves(s) else 1)
-
-
-def in_halves(s: Schedule) -> bool:
-    """Whether a step has 128 queries, of which a warpgroup takes 64 at a time."""
-    return s.columns > ROWS
-
-
-def pairs_up(s: Schedule) -> bool:
-    """Whether two warpgroups work on the same 64 keys."""
-    return s.wgs > sets(s)
-
-
-def runs_on(s: Schedule) -> bool:
-    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
-
-    A slot then stays taken for a step more.  The step loads before it frees one, so the ring needs
-    two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
-    """
-    return in_halves(s) or pairs_up(s)
-
-
-def scratch(s: Schedule) -> dict:
+def scratch(s: Schedule, sums: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     own, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
@@ -124,21 +106,9 @@ def scratch(s: Schedule) -> dict:
         buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
     if s.items.persistent:  # otherwise dV and dK leave through the buffers of K and V
         buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)
+    if sums:
+        buffers["ones"] = column_sums.ones_buffers(s)
     return buffers
-
-
-class Ring(NamedTuple):
-    """Tiles of Q or of dO, the statistics that come along, and who loads them."""
-
-    ref: Any
-    stats_ref: Any
-    ids_ref: Any  # None for dO, and without segments
-    smem: Any
-    stats_smem: Any
-    ids_smem: Any
-    full: Any
-    wg: int
-    warp: int
 
 
 class Worker(NamedTuple):
@@ -333,6 +303,13 @@ def wait_for_k(w: Worker, i: Item):
 # The epilogue scales dK, and stores both.
 
 
+def buffers(w: Worker):
+    """Those through which dK and dV leave."""
+    smem = w.smem
+    # Of two warpgroups that pair up each is the only reader of one of K and V.
+    return (smem.dk, smem.dv) if w.schedule.items.persistent else (smem.v, smem.k)
+
+
 def store(w: Worker, x, smem, target):
     plgpu.commit_smem()  # all warps have read what was there
     smem[w.set] = x.astype(w.schedule.dtype)
@@ -341,14 +318,21 @@ def store(w: Worker, x, smem, target):
 
 
 def store_dk(w: Worker, i: Item, dk):
-    # Of two warpgroups that pair up each is the only reader of one of K and V.
-    s, smem = w.schedule, w.smem.dk if w.schedule.items.persistent else w.smem.v
+    s, (smem, _) = w.schedule, buffers(w)
     store(w, dk * s.scale, smem, w.dk_ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head])
 
 
 def store_dv(w: Worker, i: Item, dv):
-    s, smem = w.schedule, w.smem.dv if w.schedule.items.persistent else w.smem.k
+    s, (_, smem) = w.schedule, buffers(w)
     store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
+
+
+def store_sums(w: Worker, i: Item):
+    """Stores the sums of the rows of dK and dV, which are in their buffers."""
+    at = jnp.minimum(w.set, i.at)  # w.set, but the compiler may not know it, as in `own`
+    heads = w.schedule.k_first + i.kv_head, w.schedule.v_first + i.kv_head
+    tiles = [smem.at[at] for smem in buffers(w)]
+    column_sums.store(w.inputs.sums, w.smem.ones.at[at], tiles, i.batch, i.k0, heads)
 
 
 def one_item(w: Worker, item, following, side, n0):
@@ -391,6 +375,8 @@ def body(work, s: Schedule, inputs: Inputs, *refs):
         last if pair else 0, warp=1,
     )  # fmt: skip
     w = Worker(s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, work)
+    if inputs.sums is not None:
+        column_sums.fill(smem.ones.at[wg])
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(one_item, w))
@@ -399,12 +385,13 @@ def body(work, s: Schedule, inputs: Inputs, *refs):
 
 @functools.partial(jax.jit, static_argnames=("work", "call", "heads"))
 def backward_dkv(
-    work: Callable, q, k, v, lse2, dout, minus_delta, segments, joint=None, *, call: Call,
-    heads: Heads | None = None,
+    work: Callable, q, k, v, lse2, dout, minus_delta, segments, joint=None, sums=None, *,
+    call: Call, heads: Heads | None = None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
     work(w, item): what a warpgroup does with an item.  lse2, minus_delta: from the dQ kernel.
+    sums: a ref for the partial sums of dk and dv (column_sums.py), or None.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, group = segments is not None, q.shape[2] // k.shape[2]
@@ -415,8 +402,9 @@ def backward_dkv(
     if written % s.columns:  # the last step has a half without queries, so its P must be 0
         lse2 = lse2.at[:, :, written:].set(1e30)
         minus_delta = minus_delta.at[:, :, written:].set(0)
-    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, with_spans(s, segments), joint)
+    segments = with_spans(s, segments)
+    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, segments, joint, sums)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
     run = functools.partial(body, work)
-    return launch(s, "attention_backward_dkv", run, inputs, out_type, scratch(s))
+    return launch(s, "attention_backward_dkv", run, inputs, out_type, scratch(s, sums is not None))

@@ -17,6 +17,7 @@ from pallas_kernels.flash_attention.backward_dkv import (
     release,
     store_dk,
     store_dv,
+    store_sums,
     wait_for_k,
 )
 from pallas_kernels.flash_attention.keys import Item, Step
@@ -39,6 +40,8 @@ def sum_own_keys(w: Worker, i: Item, add):
         plgpu.wait_smem_to_gmem(0)  # the block before has left
         store_dk(w, i, dk)
         store_dv(w, i, dv)
+        if w.inputs.sums is not None:
+            store_sums(w, i)
 
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     pl.run_scoped(both, acc, acc)

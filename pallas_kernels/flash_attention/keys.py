@@ -26,6 +26,20 @@ class Stream(NamedTuple):
     steps: Any
 
 
+class Ring(NamedTuple):
+    """Tiles of Q or of dO, the statistics that come along, and who loads them."""
+
+    ref: Any
+    stats_ref: Any
+    ids_ref: Any  # None for dO, and without segments
+    smem: Any
+    stats_smem: Any
+    ids_smem: Any
+    full: Any
+    wg: int
+    warp: int
+
+
 class Step(NamedTuple):
     """One step: a tile of queries of one head."""
 
@@ -57,6 +71,30 @@ class Item(NamedTuple):
 def sets(s: Schedule) -> int:
     """How many times 64 keys a block owns."""
     return s.block // ROWS
+
+
+def in_halves(s: Schedule) -> bool:
+    """Whether a step has 128 queries, of which a warpgroup takes 64 at a time."""
+    return s.columns > ROWS
+
+
+def pairs_up(s: Schedule) -> bool:
+    """Whether two warpgroups work on the same 64 keys."""
+    return s.wgs > sets(s)
+
+
+def ahead(s: Schedule) -> int:
+    """How many steps early tiles are loaded."""
+    return s.stages - (2 if in_halves(s) else 1)
+
+
+def runs_on(s: Schedule) -> bool:
+    """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
+
+    A slot then stays taken for a step more.  The step loads before it frees one, so the ring needs
+    two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
+    """
+    return in_halves(s) or pairs_up(s)
 
 
 def stream_of(s: Schedule, segments, wg, item) -> Stream:

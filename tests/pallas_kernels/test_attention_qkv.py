@@ -1,10 +1,11 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from cases import slow
-from kernel_checks import ON_GPU, check_op, names_in, normal
+from kernel_checks import ON_GPU, assert_lowers, check_op, names_in, normal
 
 from pallas_kernels import (
     attention,
@@ -17,7 +18,7 @@ from pallas_kernels import (
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 ROPE = ("rope_forward", "rope_backward")
-BF16 = jnp.bfloat16
+BF16, FP16 = jnp.bfloat16, jnp.float16
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,84 @@ def test_it_matches_float64(shape, heads, theta, options):
     )
     qkv, positions = normal(0, (b, t, h + 2 * kv, d), BF16), jnp.arange(t) + 3
     check_op(op, op, qkv, positions, kernels=KERNELS + (ROPE if theta else ()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "dtype", "documents", "options"),
+    [  # (B, T, D), (H, K); without a softcap the gradient of the keys' biases is zero
+        ((2, 136, 64), (3, 1), BF16, None, {"window": 50, "softcap": 5.0}),
+        ((1, 72, 128), (1, 1), FP16, 30, {}),
+        slow((2, 200, 64), (2, 2), FP16, 70, {"softcap": 5.0}),
+        slow((1, 136, 128), (2, 1), BF16, None, {"window": 50, "softcap": 5.0}),
+    ]
+    + [
+        ((4, 1024, 64), (12, 12), BF16, None, {}),
+        ((2, 1000, 128), (12, 3), BF16, None, {"softcap": 5.0}),
+        ((2, 1000, 64), (12, 3), FP16, 300, {"softcap": 5.0}),
+    ]
+    * ON_GPU,
+)
+def test_the_kernels_sum_the_gradient_of_a_bias(shape, heads, dtype, documents, options):
+    (b, t, d), (h, kv) = shape, heads
+    ids = None if documents is None else jnp.broadcast_to(jnp.arange(t) // documents, (b, t))
+    op = lambda qkv, bias, implementation="xla": attention_qkv(
+        qkv, h, bias=bias, segment_ids=ids, implementation=implementation, **options
+    )
+    qkv, bias = normal(0, (b, t, h + 2 * kv, d), dtype), normal(1, (h + 2 * kv, d))
+    check_op(op, op, qkv, bias, kernels=KERNELS)
+    assert not _sums_rows(op, qkv, bias)
+
+
+@pytest.mark.parametrize(
+    ("t", "d", "theta", "kernels"),
+    [
+        (24, 96, None, KERNELS),
+        (24, 256, None, KERNELS),
+        (20, 64, None, KERNELS),  # split, as 20 is not a multiple of 8
+        (32, 64, 1e4, KERNELS + ROPE),
+    ],
+)
+def test_xla_sums_the_gradient_of_other_biases(t, d, theta, kernels):
+    op = lambda qkv, bias, implementation="mosaic": attention_qkv(
+        qkv, 1, bias=bias, theta=theta, implementation=implementation
+    )
+    qkv, bias = jnp.zeros((2, t, 3, d), BF16), jnp.zeros((3, d))
+    assert_lowers(jax.grad(lambda *x: op(*x).sum(), (0, 1)), (qkv, bias), kernels)
+    assert _sums_rows(op, qkv, bias)
+
+
+def _sums_rows(op, qkv, bias):
+    """Whether XLA sums the whole gradient over the rows, for that of the bias."""
+    gradients = jax.grad(lambda *x: op(*x, implementation="mosaic").sum(), (0, 1))
+    program = str(jax.make_jaxpr(gradients)(qkv, bias))
+    return re.search(rf"f16\[{bias.size}\] = reduce_sum\[", program) is not None
+
+
+def test_a_bias_is_added_before_rope_and_attention():
+    qkv, bias = normal(0, (2, 24, 8, 64), BF16), normal(1, (8, 64))
+    ids = jnp.arange(24) // 9 + jnp.zeros((2, 1), int)
+    options = dict(theta=100.0, segment_ids=ids, window=7)
+    expected = attention_qkv(qkv + bias.astype(BF16), 4, **options)
+    assert jnp.array_equal(attention_qkv(qkv, 4, bias=bias, **options), expected)
+
+
+def test_only_with_a_bias_the_kernels_compute_sums():
+    def matmuls(op, *arrays):
+        f = lambda *arrays: op(*arrays, implementation="mosaic").sum()
+        return str(jax.make_jaxpr(jax.grad(f))(*arrays)).count("wgmma_ref ")
+
+    qkv, q = jnp.zeros((1, 64, 3, 64), BF16), jnp.zeros((1, 64, 1, 64), BF16)
+    without = matmuls(functools.partial(attention_qkv, n_heads=1), qkv)
+    assert without == matmuls(attention, q, q, q) > 0
+    of_bias = functools.partial(attention_qkv, n_heads=1, bias=jnp.zeros((3, 64)))
+    assert matmuls(of_bias, qkv) == without + 3  # sums of dQ, dK and dV
+
+
+@pytest.mark.parametrize("shape", [(64,), (9, 32), (9 * 64,), (1, 9, 64)])
+def test_a_bias_of_another_shape_is_an_error(shape):
+    message = re.escape(f"bias has shape {shape}, not (9, 64)")
+    with pytest.raises(ValueError, match=message):
+        attention_qkv(jnp.zeros((1, 8, 9, 64)), 3, bias=jnp.zeros(shape))
 
 
 @pytest.mark.parametrize("t", [16, 20])  # in one array; split, as 20 is not a multiple of 8

@@ -61,6 +61,12 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
+    "attention_qkv_bias": (
+        lambda qkv, bias, **o: ops.attention_qkv(qkv, 2, bias=bias, **o),
+        [(2, 1, 64, 4, 64), (2, 4, 64)],
+        [],
+        BF16,
+    ),
     "decode_attention": (  # without a gradient
         lambda *a, **o: ops.decode_attention(*jax.lax.stop_gradient(a), jnp.array([40]), **o),
         [(2, 1, 1, 2, 64), *[(2, 1, 64, 1, 64)] * 2],
@@ -127,12 +133,13 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
 # attention_qkv has the kernels of attention.
 IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
-IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_qkv", "vlstm_qkvo"}
+IN_PLACE |= {"attention_qkv_bias", "decode_attention_new", "vlstm_step", "vlstm_qkv", "vlstm_qkvo"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
 def test_every_op_is_here():
-    assert set(CASES) - {"encoder_tied", "decode_attention_new"} == set(ops.__all__) - NO_KERNEL
+    variants = {"encoder_tied", "attention_qkv_bias", "decode_attention_new"}
+    assert set(CASES) - variants == set(ops.__all__) - NO_KERNEL
 
 
 def results(name, implementation, loop):
