@@ -104,8 +104,10 @@ def test_the_head_is_in_fp8_if_all_is(kind):
     losses, gradients = zip(*found, strict=True)
     table = lambda g: np.asarray((g.embedding.wte if kind == "gpt2" else g.head.weight)[...])
     plain, in_blocks, everywhere = map(table, gradients)
-    error = lambda a: np.linalg.norm(a - plain) / np.linalg.norm(plain)
-    assert error(in_blocks) < 0.028 < error(everywhere) < 0.1
+    distance = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(plain)
+    # Of two forms in which the blocks round alike: how much they round depends on their kernels.
+    assert 0.01 < distance(everywhere, in_blocks) < 0.05
+    assert distance(everywhere, plain) < 0.1
     np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
 
 
