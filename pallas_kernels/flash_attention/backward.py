@@ -54,6 +54,7 @@ def backward(
     last = functools.partial(backward_dkv, work_of(q.shape[-1]))
     if call.general:
         first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
+    # What the second kernel reads of the rows; in the general form this is lse and delta.
     dq, lse2, minus_delta, *partial = first(
         q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads
     )

@@ -229,9 +229,9 @@ def pass_by(w: Worker, i: Item, g, low, high):
 # Compute P and dS, and add to dV and dK.
 
 
-def across(w: Worker, acc, rows, ring, slot):
-    """acc += rows times a tile of the ring, transposed."""
-    plgpu.wgmma(acc, rows, ring.at[slot].transpose((1, 0)))
+def across(acc, rows, tile):
+    """acc += rows times a tile, transposed."""
+    plgpu.wgmma(acc, rows, tile.transpose((1, 0)))
 
 
 def column(w: Worker, ref, slot, half=0):

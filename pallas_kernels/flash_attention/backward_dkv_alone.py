@@ -54,10 +54,9 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
 
     def add(s_acc, dp_acc):
         # Issue S^T = K Q^T and dP^T = V dO^T.
-        k, v = smem.k.at[here], smem.v.at[here]
-        across(w, s_acc, k, smem.q, slot)
+        across(s_acc, smem.k.at[here], smem.q.at[slot])
         plgpu.barrier_wait(smem.do_full.at[slot])
-        across(w, dp_acc, v, smem.do, slot)
+        across(dp_acc, smem.v.at[here], smem.do.at[slot])
         load_later(w, i, step.g, step.r)
         # Compute P under dP, accumulate dV.
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)

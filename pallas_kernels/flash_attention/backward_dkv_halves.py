@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.backward_dkv import (
     Worker,
+    across,
     column,
     load_later,
     own,
@@ -39,7 +40,6 @@ def add_halves(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, mask
     here = own(w, i, step)
     halves = [pl.ds(side * ROWS, ROWS) for side in range(2)]
     q, do = ([ref.at[slot, rows] for rows in halves] for ref in (smem.q, smem.do))
-    across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
     acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
     def to_dv(scores, side):

@@ -54,7 +54,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
 
     def add(s_acc):
         # Compute P.
-        across(w, s_acc, smem.k.at[i.at], smem.q, slot)
+        across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:
             release(w, step.n - 1)
@@ -77,7 +77,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
     def add(dp_acc):
         # Compute dP.
         plgpu.barrier_wait(smem.do_full.at[slot])
-        across(w, dp_acc, smem.v.at[i.at], smem.do, slot)
+        across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
         dp = dp_acc[...]
         if not begins:
             release(w, step.n - 1)
