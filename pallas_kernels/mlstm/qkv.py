@@ -46,15 +46,7 @@ def vlstm_qkv(
     and on Hopper T in multiples of 8, the kernels take qkv as it is; else it is split in copies.
     Raises ValueError for columns that do not add up, and what `vlstm` raises.
     """
-    mosaic.check_axes("B T P", qkv=qkv)
-    mosaic.check_axes("B T NH", i=i, f=f)
-    heads = i.shape[2]
-    dv, left = divmod(qkv.shape[2], heads or 1)
-    dv -= 2 * dqk
-    if left or heads < 1 or dqk < 1 or dv < 1:
-        raise ValueError(
-            f"qkv has {qkv.shape[2]} columns, not NH={heads} times 2 dqk={dqk} plus DV > 0"
-        )
+    dv, heads = _value_width(i, f, dqk, 1, qkv=qkv), i.shape[2]
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     others: dict[str, Any] = dict(eps=eps, chunk_size=chunk_size, implementation=implementation)
     form = _form(qkv, i, f, dqk, dv, gate=gate, segment_ids=segment_ids, **others)
@@ -89,15 +81,7 @@ def vlstm_qkvo(
     if DV divides 2 NH dqk; else it is split in copies.
     Raises ValueError for columns that do not add up, and what `vlstm` and `gated_layer_norm` raise.
     """
-    mosaic.check_axes("B T P", qkvo=qkvo)
-    mosaic.check_axes("B T NH", i=i, f=f)
-    heads = i.shape[2]
-    dv, left = divmod(qkvo.shape[2], 2 * heads or 1)
-    dv -= dqk
-    if left or heads < 1 or dqk < 1 or dv < 1:
-        raise ValueError(
-            f"qkvo has {qkvo.shape[2]} columns, not NH={heads} times 2 dqk={dqk} plus 2 DV > 0"
-        )
+    dv, heads = _value_width(i, f, dqk, 2, qkvo=qkvo), i.shape[2]
     if weight.shape != (heads, dv):
         raise ValueError(f"weight has shape {weight.shape}, not (NH, DV) = {(heads, dv)}")
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
@@ -116,6 +100,20 @@ def vlstm_qkvo(
     tiles.use_kernel("gated_layer_norm", implementation, None, h, general)
     options |= dict(norm=(norm_eps, general))
     return _in_one_array(qkvo, i, f, weight, dqk=dqk, dv=dv, form=form, **options)
+
+
+def _value_width(i, f, dqk: int, count: int, **array) -> int:
+    """DV of the named array, whose columns are q, k and then `count` arrays as wide as v."""
+    mosaic.check_axes("B T P", **array)
+    mosaic.check_axes("B T NH", i=i, f=f)
+    ((name, x),), heads = array.items(), i.shape[2]
+    dv, left = divmod(x.shape[2] - 2 * heads * dqk, count * heads or 1)
+    if left or heads < 1 or dqk < 1 or dv < 1:
+        values = "DV" if count == 1 else f"{count} DV"
+        raise ValueError(
+            f"{name} has {x.shape[2]} columns, not NH={heads} times 2 dqk={dqk} plus {values} > 0"
+        )
+    return dv
 
 
 def _form(x, i, f, dqk, dv, *, gate, segment_ids, eps, chunk_size, implementation):
