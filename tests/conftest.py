@@ -85,6 +85,41 @@ def one_block(monkeypatch):
 
 
 @pytest.fixture
+def one_general_block(monkeypatch):
+    """The same for the general form of a norm."""
+    from pallas_kernels.norms import tiles
+
+    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._GENERAL.items()}
+    monkeypatch.setattr(tiles, "_GENERAL", one)
+
+
+@pytest.fixture
+def one_team(monkeypatch):
+    """One interpreted block computes all chunks of a vLSTM, as the blocks of a full grid do."""
+    from kernel_checks import ON_GPU
+
+    from pallas_kernels import mosaic
+    from pallas_kernels.mlstm import intra_dkv, intra_schedule
+
+    if not ON_GPU:
+        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
+        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
+        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
+
+
+@pytest.fixture
+def op_by_op(monkeypatch):
+    """XLA compiles each operation of a vLSTM's gates by itself.
+
+    In one program it fuses them as it likes, and float32 rounds them differently in two programs.
+    """
+    from pallas_kernels.mlstm import chunkwise, qkv
+
+    monkeypatch.setattr(chunkwise, "chunkwise", chunkwise.chunkwise.__wrapped__)
+    monkeypatch.setattr(qkv, "_in_one_array", qkv._in_one_array.__wrapped__)
+
+
+@pytest.fixture
 def general_kernels(monkeypatch):
     """Ops with two forms run in their general one, on every GPU and in the interpreter."""
     from pallas_kernels import dispatch

@@ -1,16 +1,20 @@
 """jnp twins of the vLSTM's two kernels: the same formulas, rounded to the data's dtype where the
 kernels round.  In float64 nothing is rounded, so a cell built on them is exact.  And the arguments
-with which both forms of the kernels are tested."""
+with which both forms of the kernels are tested, and how two ops are compared bit for bit."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_checks import normal
+from kernel_checks import kernels_run_here, normal
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
 
 FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
+# Copies of the data, in a lowered program.
+COPIES = r"stablehlo\.(slice|concatenate|pad|dynamic_update_slice|transpose|copy) .*bf16"
 
 
 def flat(form):
@@ -38,6 +42,28 @@ def inputs(b, t, h, dqk, dv, dtype=jnp.bfloat16, mean=1.0, state=False):
             normal(12, (b, h)),
         ]
     return arrays
+
+
+def with_gradients(op, **options):
+    """Returns run(arrays, dy): op's result and its gradients."""
+
+    def run(arrays, dy):
+        y, pull = jax.vjp(functools.partial(op, **options), *arrays)
+        return y, pull(dy)
+
+    return run
+
+
+def assert_same_bits(op, other, arrays, dy, **options):
+    """Asserts that two ops have the same results and gradients, none of which is all zero."""
+    with kernels_run_here():
+        actual, expected = (
+            jax.block_until_ready(with_gradients(f, **options)(arrays, dy)) for f in (op, other)
+        )
+    for path, a in jax.tree.leaves_with_path(actual):
+        e = functools.reduce(lambda tree, key: tree[key.idx], path, expected)
+        assert np.asarray(e, np.float32).any()
+        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
 
 
 def states(

@@ -8,7 +8,6 @@ from cases import slow
 from kernel_checks import check_op, normal
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.norms import tiles
 from pallas_kernels.norms.layer_norm import gated_layer_norm, gated_layer_norm_reference
 
 KERNELS = [f"gated_layer_norm_{name}" for name in ("forward", "backward", "backward_sum")]
@@ -65,9 +64,9 @@ def test_the_weight_is_optional():
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((6, 2, 128), bf16), slow((5, 40), f32), slow((3, 640), f16)]
 )
-def test_the_general_form_matches_float64(general_kernels, monkeypatch, shape, dtype):
-    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._GENERAL.items()}
-    monkeypatch.setattr(tiles, "_GENERAL", one)
+def test_the_general_form_matches_float64(
+    general_kernels, one_general_block, monkeypatch, shape, dtype
+):
     monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
     kernels = [f"general_{name}" for name in KERNELS]
     check(*arrays(shape, dtype, per_head=len(shape) > 2), kernels=kernels)

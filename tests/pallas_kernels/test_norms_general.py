@@ -9,7 +9,7 @@ from cases import slow
 from kernel_checks import check_op, normal
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.norms import layer_norm, rms_norm, tiles
+from pallas_kernels.norms import layer_norm, rms_norm
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
@@ -30,10 +30,7 @@ pytestmark = pytest.mark.usefixtures("general_kernels")
         slow("rms_norm", (64, 64), f32, None),
     ],
 )
-def test_general_norms_match_float64(op, shape, dtype, residual, monkeypatch):
-    # One block computes all tiles of a head.
-    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._GENERAL.items()}
-    monkeypatch.setattr(tiles, "_GENERAL", one)
+def test_general_norms_match_float64(op, shape, dtype, residual, one_general_block, monkeypatch):
     monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
     module = layer_norm if "layer" in op else rms_norm
     x, per = normal(0, shape, dtype, scale=2, offset=1), shape[1:]

@@ -23,13 +23,7 @@ TWINS = chunkwise.HOPPER._replace(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_sm(monkeypatch):
-    """Makes one interpreted block compute all chunks, as the blocks of a full grid do."""
-    if not ON_GPU:
-        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
-        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
+pytestmark = pytest.mark.usefixtures("one_team")
 
 
 def backward(dqk):

@@ -1,6 +1,5 @@
 """The vLSTM on one array of q, k and v must be that on three, bit for bit, with all gradients."""
 
-import functools
 import re
 
 import jax
@@ -8,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vlstm_twins
-from kernel_checks import ON_GPU, kernels_run_here, names_in, normal
+from kernel_checks import ON_GPU, names_in, normal
+from vlstm_twins import COPIES, assert_same_bits, with_gradients
 
-from pallas_kernels import dispatch, mosaic, vlstm, vlstm_qkv
-from pallas_kernels.mlstm import chunkwise, intra_dkv, intra_schedule, qkv
+from pallas_kernels import dispatch, vlstm, vlstm_qkv
 
 KERNELS = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq", "vlstm_backward_dkv")
 GENERAL = tuple(
@@ -20,12 +19,7 @@ GENERAL = tuple(
 FOUR = {"segment_ids": jnp.asarray(vlstm_twins.FOUR)}
 
 
-@pytest.fixture(autouse=True)
-def _one_sm(monkeypatch):
-    if not ON_GPU:
-        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
-        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
+pytestmark = pytest.mark.usefixtures("one_team")
 
 
 def on_parts(qkv, i, f, dqk, **options):
@@ -37,14 +31,6 @@ def on_parts(qkv, i, f, dqk, **options):
 def inputs(b, t, heads, dqk, dv, dtype=jnp.bfloat16):
     *parts, i, f = vlstm_twins.inputs(b, t, heads, dqk, dv, dtype)
     return jnp.concatenate([x.reshape(b, t, -1) for x in parts], 2), i, f
-
-
-def with_gradients(op, dqk, **options):
-    def run(arrays, dh):
-        h, pull = jax.vjp(functools.partial(op, dqk=dqk, **options), *arrays)
-        return h, pull(dh)
-
-    return run
 
 
 SMALL = [  # (B, T, NH, DQK, DV), options
@@ -60,28 +46,10 @@ LARGE = [
 ]
 
 
-@pytest.fixture
-def op_by_op(monkeypatch):
-    """XLA compiles each operation of the gates by itself.
-
-    In one program it fuses them as it likes, and float32 rounds them differently in two programs.
-    """
-    monkeypatch.setattr(chunkwise, "chunkwise", chunkwise.chunkwise.__wrapped__)
-    monkeypatch.setattr(qkv, "_in_one_array", qkv._in_one_array.__wrapped__)
-
-
 def assert_equal_to_parts(shape, options):
     (b, t, heads, dqk, dv), options = shape, options | {"implementation": "mosaic"}
     arrays, dh = inputs(*shape), normal(7, (b, t, heads, dv), jnp.bfloat16)
-    with kernels_run_here():
-        actual, expected = (
-            jax.block_until_ready(with_gradients(op, dqk, **options)(arrays, dh))
-            for op in (vlstm_qkv, on_parts)
-        )
-    for path, a in jax.tree.leaves_with_path(actual):
-        e = functools.reduce(lambda tree, key: tree[key.idx], path, expected)
-        assert np.asarray(e, np.float32).any()
-        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
+    assert_same_bits(vlstm_qkv, on_parts, arrays, dh, dqk=dqk, **options)
 
 
 @pytest.mark.parametrize(("shape", "options"), SMALL + LARGE * ON_GPU)
@@ -99,19 +67,18 @@ def test_nothing_is_copied_around_the_kernels(form, t, request):
     if form:
         request.getfixturevalue("general_kernels")
     arrays, dh = inputs(1, t, 2, 64, 128), jnp.zeros((1, t, 2, 128), jnp.bfloat16)
-    run = with_gradients(functools.partial(vlstm_qkv, implementation="mosaic"), 64)
+    run = with_gradients(vlstm_qkv, dqk=64, implementation="mosaic")
     text = jax.jit(run).trace(arrays, dh).lower(lowering_platforms=("cuda",)).as_text()
     assert set(GENERAL if form else KERNELS) <= names_in(text)
-    copies = r"stablehlo\.(slice|concatenate|pad|dynamic_update_slice|transpose|copy) .*bf16"
     # TMA copies groups of 8 positions; the general form does without.
-    assert bool(re.search(copies, text)) == (t == 77 and not form)
+    assert bool(re.search(COPIES, text)) == (t == 77 and not form)
 
 
 def test_it_splits_what_the_kernels_do_not_take():
     options = {"eps": 1e-6, "chunk_size": 8, "segment_ids": jnp.arange(20)[None] // 9}
     arrays, dh = inputs(1, 20, 3, 16, 32), normal(7, (1, 20, 3, 32), jnp.bfloat16)
     actual, expected = (
-        jax.jit(with_gradients(op, 16, **options))(arrays, dh) for op in (vlstm_qkv, on_parts)
+        jax.jit(with_gradients(op, dqk=16, **options))(arrays, dh) for op in (vlstm_qkv, on_parts)
     )
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
@@ -135,6 +102,7 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
         ("qkv has 250 columns, not NH=2 times 2 dqk=64 plus DV > 0", (1, 8, 250), {}),
         ("qkv has 385 columns, not NH=2 times", (1, 8, 385), {}),
         ("needs 3 axes: B T P", (1, 8, 6, 64), {}),
+        ("do not match", (1, 9, 384), {}),
         ("do not match", (1, 16, 384), {"implementation": "mosaic"}),
         (r"segment_ids have shape \(8,\)", (1, 8, 384), {"segment_ids": jnp.zeros(8, int)}),
         ("gate='tanh' is not one of", (1, 8, 384), {"gate": "tanh"}),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import vlstm_twins
 from cases import slow
-from kernel_checks import ON_GPU, check_op, kernels_run_here, names_in, normal
+from kernel_checks import ON_GPU, check_op, names_in, normal
+from vlstm_twins import COPIES, assert_same_bits, with_gradients
 
-from pallas_kernels import dispatch, gated_layer_norm, mosaic, vlstm, vlstm_qkv, vlstm_qkvo
-from pallas_kernels.mlstm import chunkwise, intra_dkv, intra_schedule, qkv
-from pallas_kernels.norms import tiles
+from pallas_kernels import dispatch, gated_layer_norm, vlstm, vlstm_qkv, vlstm_qkvo
+from pallas_kernels.mlstm import chunkwise
 from pallas_kernels.norms.layer_norm import gated_layer_norm_reference
 
 NORM = tuple(f"gated_layer_norm_{x}" for x in ("forward", "backward", "backward_sum"))
@@ -23,19 +23,7 @@ GENERAL = tuple(f"general_{x}" for x in (*CELL, "vlstm_backward_dk", "vlstm_back
 FOUR = {"segment_ids": jnp.asarray(vlstm_twins.FOUR)}
 
 
-@pytest.fixture(autouse=True)
-def _few_blocks(monkeypatch, one_block):
-    if not ON_GPU:
-        monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
-        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
-
-
-@pytest.fixture
-def general(general_kernels, monkeypatch):
-    """The general form, with a persistent block for each head of the norm."""
-    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._GENERAL.items()}
-    monkeypatch.setattr(tiles, "_GENERAL", one)
+pytestmark = pytest.mark.usefixtures("one_team", "one_block", "one_general_block")
 
 
 def inputs(b, t, heads, dqk, dv, dtype=jnp.bfloat16):
@@ -79,14 +67,6 @@ def on_two(qkvo, i, f, weight, dqk, norm_eps=1e-6, **options):
     return gated_layer_norm(h, o, weight, eps=norm_eps, implementation=implementation)
 
 
-def with_gradients(op, **options):
-    def run(arrays, dy):
-        y, pull = jax.vjp(functools.partial(op, **options), *arrays)
-        return y, pull(dy)
-
-    return run
-
-
 SMALL = [  # (B, T, NH, DQK, DV), options
     ((2, 80, 2, 64, 128), FOUR),  # tiles of 64
     slow((1, 136, 2, 128, 128), {}),  # of 128
@@ -102,28 +82,11 @@ LARGE = [
 ]
 
 
-@pytest.fixture
-def op_by_op(monkeypatch):
-    """XLA compiles each operation of the gates by itself.
-
-    In one program it fuses them as it likes, and float32 rounds them differently in two programs.
-    """
-    monkeypatch.setattr(qkv, "_in_one_array", qkv._in_one_array.__wrapped__)
-
-
 def assert_equal_to_two_ops(shape, options):
     b, t, heads, dqk, dv = shape
     options = dict(dqk=dqk, implementation="mosaic") | options
     arrays, dy = inputs(*shape), normal(7, (b, t, heads, dv), jnp.bfloat16)
-    with kernels_run_here():
-        actual, expected = (
-            jax.block_until_ready(with_gradients(op, **options)(arrays, dy))
-            for op in (vlstm_qkvo, on_two)
-        )
-    for path, a in jax.tree.leaves_with_path(actual):
-        e = functools.reduce(lambda tree, key: tree[key.idx], path, expected)
-        assert np.asarray(e, np.float32).any()
-        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
+    assert_same_bits(vlstm_qkvo, on_two, arrays, dy, **options)
 
 
 @pytest.mark.parametrize(("shape", "options"), SMALL + LARGE * ON_GPU)
@@ -132,21 +95,20 @@ def test_it_is_the_vlstm_and_then_the_norm(shape, options, op_by_op):
 
 
 @pytest.mark.parametrize(("shape", "options"), [SMALL[0], ODD] + LARGE * ON_GPU)
-def test_its_general_form_is_that_of_both(shape, options, op_by_op, general):
+def test_its_general_form_is_that_of_both(shape, options, op_by_op, general_kernels):
     assert_equal_to_two_ops(shape, options)
 
 
 @pytest.mark.parametrize(("form", "t"), [("", 72), ("", 77), ("general", 76)])
 def test_nothing_is_copied_around_the_kernels(form, t, request):
     if form:
-        request.getfixturevalue("general")
+        request.getfixturevalue("general_kernels")
     arrays, dy = inputs(1, t, 2, 64, 128), jnp.zeros((1, t, 2, 128), jnp.bfloat16)
     run = with_gradients(vlstm_qkvo, dqk=64, implementation="mosaic")
     text = jax.jit(run).trace(arrays, dy).lower(lowering_platforms=("cuda",)).as_text()
     assert set(GENERAL if form else KERNELS) <= names_in(text)
-    copies = r"stablehlo\.(slice|concatenate|pad|dynamic_update_slice|transpose|copy) .*bf16"
     # TMA copies groups of 8 positions.
-    assert bool(re.search(copies, text)) == (t == 77)
+    assert bool(re.search(COPIES, text)) == (t == 77)
 
 
 @pytest.mark.parametrize("heads", [2, 3])
