@@ -146,7 +146,7 @@ def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
     """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
     s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
-        over = jnp.where(stream.steps == 1, r, (r >= stream.steps).astype(jnp.int32))
+        over = sum((r >= heads * stream.steps).astype(jnp.int32) for heads in range(1, ahead(s) + 1))
         g, r = g + over, r - over * stream.steps
     slot, at = s.slot(n), pl.ds((stream.base + r) * s.columns, s.columns)
     pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))

@@ -85,7 +85,7 @@ def pairs_up(s: Schedule) -> bool:
 
 def ahead(s: Schedule) -> int:
     """How many steps early tiles are loaded."""
-    return s.stages - (2 if in_halves(s) else 1)
+    return s.stages - (2 if in_halves(s) or s.stages > 3 else 1)
 
 
 def runs_on(s: Schedule) -> bool:

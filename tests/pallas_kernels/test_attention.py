@@ -45,6 +45,7 @@ SMALL = [  # (B, T, S, H, K, D), dtype, options
     slow((1, 1, 1, 1, 1, 64), BF16, {"return_lse": True}),
     slow((1, 70, 137, 1, 1, 128), BF16, {"return_lse": True, "scale": 0.3}),
     slow((2, 130, 130, 3, 1, 64), BF16, {}),
+    ((1, 128, 128, 3, 1, 128), BF16, {}),  # tiles of three heads on their way
     ((1, 40, 300, 3, 1, 80), FP16, {"softcap": 3.0, "return_lse": True}),
     ((1, 60, 137, 1, 1, 256), BF16, {"segments": [[100]], "window": 60}),
     slow((1, 130, 300, 3, 1, 64), BF16, {"window": 40, "return_lse": True}),
@@ -80,7 +81,7 @@ LARGE = [
 STEPS = [
     ((1, t, t, heads, 1, d), BF16, {"causal": causal})
     for t in (40, 64, 128, 192, 256, 320)
-    for heads, d in ((2, 64), (3, 64), (1, 64), (2, 128))
+    for heads, d in ((2, 64), (3, 64), (1, 64), (2, 128), (3, 128))
     for causal in (True, False)
 ]
 
