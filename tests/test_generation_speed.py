@@ -7,6 +7,7 @@ import pytest
 from tiny_models import tiny
 
 from jaxllm import config as configs
+from jaxllm.infer import decode
 
 PACKED = ["--quantize", "int4", "--group", "32"]
 
@@ -16,6 +17,7 @@ def test_it_times_our_generation(capsys, monkeypatch, options):
     run = configs.load("llama3_small")
     model = tiny("llama3", d_model=64, max_seq_len=64, compute_dtype="bfloat16")
     monkeypatch.setattr(configs, "load", lambda _: run.model_copy(update={"model": model}))
+    monkeypatch.setattr(decode, "block_size", lambda: 8)  # a GPU's is 32
     command = ["llama3_small", "--rows", "2", "--prompt", "8", "--tokens", "16", *options]
     assert generation_speed.main(command) == 0
     out = capsys.readouterr().out

@@ -146,7 +146,8 @@ def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
     """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
     s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
-        over = sum((r >= heads * stream.steps).astype(jnp.int32) for heads in range(1, ahead(s) + 1))
+        ends = [heads * stream.steps for heads in range(1, ahead(s) + 1)]
+        over = sum((r >= end).astype(jnp.int32) for end in ends)
         g, r = g + over, r - over * stream.steps
     slot, at = s.slot(n), pl.ds((stream.base + r) * s.columns, s.columns)
     pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))

@@ -70,7 +70,10 @@ def test_hellaswag_equals_the_harness_on_hugging_face(runs, name, tmp_path, caps
         assert said in capsys.readouterr().out
 
 
-def test_generate_writes_every_prompt_and_sample_and_reports_the_speed(runs, tmp_path, capsys):
+def test_generate_writes_every_prompt_and_sample_and_reports_the_speed(
+    runs, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.infer.decode.block_size", lambda: 8)  # a GPU's is 32
     (tmp_path / "prompts.txt").write_text("the cat\n\n  \na café\u2028in the snow\n", "utf-8")
     command = f"""--checkpoint {runs["xlstm"]} --prompts {tmp_path / "prompts.txt"} --tokens 11
         --samples 3 --batch_size 4 --temperature"""
