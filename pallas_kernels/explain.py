@@ -33,7 +33,8 @@ from jax.extend.core import jaxprs_in_params
 import pallas_kernels
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.bench import run
-from pallas_kernels.bench.cases import CASES, A, Case
+from pallas_kernels.bench.case import A, Case
+from pallas_kernels.bench.cases import CASES
 
 H100 = {"copy_TB_per_s": 2.95, "matmul_TFLOP_per_s": 800.0}  # what copies and matmuls reach
 OPS = sorted({case.op for case in CASES})

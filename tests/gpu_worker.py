@@ -100,7 +100,7 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
     from jaxllm.train.process import no_long_pauses
     from jaxllm.train.step import Trainer
     from pallas_kernels.bench import run
-    from pallas_kernels.bench.cases import A
+    from pallas_kernels.bench.case import A
 
     config, batch = steps()[name]
     overrides = {"train.batch_size": str(2 if dry else batch), "train.grad_accum": "1"}

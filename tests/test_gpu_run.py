@@ -10,7 +10,7 @@ from kernel_checks import kernels_run_here
 
 from pallas_kernels import dispatch
 from pallas_kernels.bench import run
-from pallas_kernels.bench.cases import A, Case
+from pallas_kernels.bench.case import A, Case
 
 ABOUT = {"device": "NVIDIA H100 PCIe", "versions": {"JAX": "1.2"}, "date": "today", "tests": None}
 

@@ -1,65 +1,13 @@
 """The cases of pallas_kernels.benchmark: every op with its arrays, at the sizes of real models."""
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Gpu
-from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.single_row import Norm
+from pallas_kernels.bench import generation
+from pallas_kernels.bench.case import A, Case, shapes
 
-
-@dataclasses.dataclass(frozen=True)
-class A:
-    """An array of a call: its axes, by their names in `Case.sizes`, and its values."""
-
-    axes: str
-    dtype: str = "bfloat16"
-    # "normal"; "arange"; "uniform V" and "zipf V": integers below the size V; "documents L": ids of
-    # consecutive documents of length L.
-    fill: str = "normal"
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """An op with its arrays, by their names in its signature, at several sizes."""
-
-    op: str
-    arrays: dict[str, A]
-    sizes: tuple[dict[str, int], ...]
-    small: dict[str, int]  # replaces the sizes where errors are measured
-    reads: tuple[str, ...] = ()  # what the backward pass must read besides the cotangents
-    writes: tuple[str, ...] | None = None  # gradients it must write (None: all floating arrays)
-    options: dict = dataclasses.field(default_factory=dict)
-    variant: str = ""
-    flops: Callable | None = None  # of the forward pass, from the sizes; None: bound by memory
-    backward: float = 2.5  # flops of the backward pass, relative to the forward pass
-    rate: int = 1  # of the tensor cores, relative to bfloat16
-    cudnn: Callable | None = None
-    xla: bool = True  # False if the XLA form does not fit in memory
-    gpu: Gpu = "sm_80"  # what the kernel needs, as in the op's call of `dispatch.use_kernel`
-    forward_only: bool = False  # where no user needs the backward pass at these sizes
-    derive: Callable | None = None  # further axes of the arrays, from the sizes
-    pack: Callable | None = None  # the op's arguments from the arrays, where they differ
-
-    def axes(self, sizes: dict[str, int]) -> dict[str, int]:
-        """The length of every axis of the arrays."""
-        return sizes | (self.derive(sizes) if self.derive else {})
-
-    def arguments(self, inputs) -> dict:
-        """The op's arguments, by name, from the arrays in their order."""
-        named = dict(zip(self.arrays, inputs, strict=True))
-        return self.pack(**named) if self.pack else named
-
-
-def _shapes(names: str, *rows) -> tuple[dict[str, int], ...]:
-    return tuple(dict(zip(names.split(), row, strict=True)) for row in rows)
-
-
-_NORMS = _shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
-_GATED = _shapes("N C", (8192, 14336), (32768, 3072))
+_NORMS = shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
+_GATED = shapes("N C", (8192, 14336), (32768, 3072))
 _X, _WIDE, _W = A("N C"), A("N F"), A("C", "float32")
 
 
@@ -96,7 +44,7 @@ def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
     return Case(
         op,
         arrays | {"weight": A("F C")},
-        _shapes("N F C", *sizes),
+        shapes("N F C", *sizes),
         {"N": 128, "F": 256, "C": 64},
         reads=(*arrays, "weight"),
         flops=lambda n: 2 * n["N"] * n["F"] * n["C"],
@@ -111,7 +59,7 @@ def _mlp(op: str, arrays: dict[str, A], *sizes) -> Case:
     return Case(
         op,
         {"x": _X, **arrays, "down": A("F C")},
-        _shapes("N C F", *sizes),
+        shapes("N C F", *sizes),
         {"N": 128, "C": 64, "F": 256},
         reads=("x", *arrays, "down"),
         flops=lambda n: 2 * (weights + 1) * n["N"] * n["C"] * n["F"],
@@ -120,7 +68,7 @@ def _mlp(op: str, arrays: dict[str, A], *sizes) -> Case:
     )
 
 
-def _attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options) -> Case:
+def attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options) -> Case:
     """pairs: the number of pairs of a query and a key that it sees, from the sizes."""
     arrays = {"q": A("B T H D"), "k": A("B T K D"), "v": A("B T K D")}
     small = {"B": 1, "T": 384, "H": 4, "K": 2}
@@ -148,7 +96,7 @@ def _attention_qkv(variant: str, arrays: dict[str, A], *sizes) -> Case:
     return Case(
         "attention_qkv",
         {"qkv": A("B T P D"), **arrays},
-        _shapes("B T P D", *sizes),
+        shapes("B T P D", *sizes),
         {"B": 1, "T": 384},
         options={"n_heads": 12},
         variant=variant,
@@ -162,7 +110,7 @@ def _encoder(variant: str, fill: str) -> Case:
     return Case(
         "encoder",
         {"tokens": A("B T", "int32", fill), "wte": A("V C", "float32"), "wpe": A("T C", "float32")},
-        _shapes("B T C V", (32, 1024, 768, 50304), (4, 8192, 4096, 128256)),
+        shapes("B T C V", (32, 1024, 768, 50304), (4, 8192, 4096, 128256)),
         {"B": 2, "T": 256, "C": 256, "V": 1000},
         reads=("tokens",),
         options={"dtype": jnp.bfloat16},
@@ -170,157 +118,51 @@ def _encoder(variant: str, fill: str) -> Case:
     )
 
 
-def _vlstm(sizes, *, xla=True) -> Case:
+def vlstm(sizes, *, xla=True) -> Case:
     arrays = {"q": A("B T NH DQK"), "k": A("B T NH DQK"), "v": A("B T NH DV")}
     arrays |= {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}
     small = {"B": 1, "T": 300, "NH": 1}
     return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
 
-def _vlstm_qkv(*sizes, xla=True) -> Case:
-    """sizes: (B, T, NH, DQK); DV is 2 DQK."""
-    return Case(
-        "vlstm_qkv",
-        {"qkv": A("B T P"), "i": A("B T NH", "float32"), "f": A("B T NH", "float32")},
-        _shapes("B T NH DQK", *sizes),
-        {"B": 1, "T": 304, "NH": 1},
-        reads=("qkv", "i", "f"),
-        derive=lambda n: {"P": 4 * n["NH"] * n["DQK"]},
-        pack=lambda qkv, i, f: {
-            "qkv": qkv,
-            "i": i,
-            "f": f,
-            "dqk": qkv.shape[2] // (4 * i.shape[2]),
-        },
-        xla=xla,
-        gpu="sm_90a",
-    )
+def _vlstm_joint(op: str, array: str, columns: int, arrays: dict[str, A], *sizes, xla=True) -> Case:
+    """q, k, v and perhaps o in one array of columns * NH * DQK; sizes: (B, T, NH, DQK).
 
-
-def _vlstm_qkvo(*sizes, xla=True) -> Case:
-    """sizes: (B, T, NH, DQK); DV is 2 DQK."""
+    DV is 2 DQK.
+    """
     gates = {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}
+    arrays = {array: A("B T P"), **gates, **arrays}
+
+    def pack(i, **others):
+        width = others[array].shape[2] // (columns * i.shape[2])
+        return others | {"i": i, "dqk": width}
+
     return Case(
-        "vlstm_qkvo",
-        {"qkvo": A("B T P"), **gates, "weight": A("NH DV", "float32")},
-        _shapes("B T NH DQK", *sizes),
+        op,
+        arrays,
+        shapes("B T NH DQK", *sizes),
         {"B": 1, "T": 304, "NH": 1},
-        reads=("qkvo", "i", "f", "weight"),
-        derive=lambda n: {"P": 6 * n["NH"] * n["DQK"], "DV": 2 * n["DQK"]},
-        pack=lambda weight, **others: others | {"weight": weight, "dqk": weight.shape[1] // 2},
+        reads=tuple(arrays),
+        derive=lambda n: {"P": columns * n["NH"] * n["DQK"], "DV": 2 * n["DQK"]},
+        pack=pack,
         xla=xla,
         gpu="sm_90a",
     )
 
 
-def _vlstm_step(*sizes) -> Case:
-    """One position; sizes: (B, NH, DQK, DV)."""
-    arrays = {"q": A("B NH DQK"), "k": A("B NH DQK"), "v": A("B NH DV")}
-    arrays |= {"i": A("B NH", "float32"), "f": A("B NH", "float32")}
-    arrays |= {"c": A("B NH DQK DV", "float32"), "n": A("B NH DQK", "float32")}
-    return Case(
-        "vlstm_step",
-        arrays | {"m": A("B NH", "float32")},
-        _shapes("B NH DQK DV", *sizes),
-        {"B": 1, "NH": 1},
-        forward_only=True,
-        pack=lambda c, n, m, **others: others | {"state": (c, n, m)},
-    )
+def _vlstm_qkv(*sizes, **fields) -> Case:
+    return _vlstm_joint("vlstm_qkv", "qkv", 4, {}, *sizes, **fields)
 
 
-_WORDS = {"words": A("C S P L W", "int32", "uniform V"), "scales": A("C G R H")}
-
-
-def _packed_axes(sizes, step: int, parts: int, group: int) -> dict[str, int]:
-    """The axes of the words and scales of a packed K x N weight."""
-    axes = {"S": sizes["K"] // step, "P": parts, "L": LANES, "W": WORDS}
-    axes |= {"G": sizes["K"] // group, "R": COLUMNS // 2, "H": 2}
-    return axes | {"C": sizes["N"] // COLUMNS, "V": 2**31 - 1}
-
-
-def _quantized(variant: str, bits: int, *sizes, group: int, format: Format = "int") -> Case:
-    """quantized_linear of random words; sizes: (M, K, N)."""
-    step, parts = (256, bits // 2 + 1) if format == "2:4" else (256 // bits, 1)
-
-    def pack(x, words, scales):
-        shape = (x.shape[-1], words.shape[0] * COLUMNS)
-        weight = QuantizedWeight(words, scales, None, shape, bits, group, format)
-        return {"x": x, "weight": weight}
-
-    return Case(
-        "quantized_linear",
-        {"x": A("M K"), **_WORDS},
-        _shapes("M K N", *sizes),
-        {"N": 128},
-        variant=f"{variant} group {group}",
-        gpu="sm_80" if sizes[0][0] == 1 else "sm_90a",
-        forward_only=True,  # gradients are for LoRA, whose rows are many
-        derive=lambda n: _packed_axes(n, step, parts, group),
-        pack=pack,
-    )
-
-
-def _decode(variant: str, *sizes, cache: str = "bfloat16") -> Case:
-    """decode_attention of one position to a full cache; sizes: (B, S, H, K, D)."""
-    arrays = {"q": A("B T H D"), "k": A("B S K D", cache), "v": A("B S K D", cache)}
-
-    def pack(q, k, v):
-        return {"q": q, "k": k, "v": v, "lengths": jnp.full(len(k), k.shape[1])}
-
-    return Case(
-        "decode_attention",
-        arrays,
-        _shapes("B T S H K D", *((b, 1, *others) for b, *others in sizes)),
-        {"B": 2, "S": 640, "H": 8, "K": 2},
-        variant=variant,
-        xla=False,  # it writes the keys and values in float32
-        gpu="sm_90a",
-        forward_only=True,
-        pack=pack,
-    )
-
-
-def _row(*sizes) -> Case:
-    """row_linear with a bias and GELU; sizes: (K, N)."""
-    return Case(
-        "row_linear",
-        {"x": A("M K"), "w": A("N K"), "bias": A("N", "float32")},
-        _shapes("M K N", *((1, *size) for size in sizes)),
-        {"K": 512, "N": 128},
-        options={"activation": "gelu"},
-        forward_only=True,
-        pack=lambda x, w, bias: {"x": x, "weights": [w], "biases": [bias]},
-    )
-
-
-def _packed_row(variant: str, shares: tuple[int, ...], *sizes, activation=None) -> Case:
-    """row_linear of int4 in groups of 128 with RMS norm; shares of N of the weights; (K, N)."""
-
-    def pack(x, norm, words, scales):
-        weights, first = [], 0
-        for share in shares:
-            some = slice(first, first + share * len(words) // sum(shares))
-            shape, first = (x.shape[-1], (some.stop - first) * COLUMNS), some.stop
-            weights += [QuantizedWeight(words[some], scales[some], None, shape, 4, 128, "int")]
-        return {"x": x, "weights": weights, "norm": Norm(norm, centered=False)}
-
-    return Case(
-        "row_linear",
-        {"x": A("M K"), "norm": A("K", "float32"), **_WORDS},
-        _shapes("M K N", *((1, *size) for size in sizes)),
-        {"K": 512, "N": COLUMNS * sum(shares)},
-        options={"activation": activation},
-        variant=f"int4, {variant}",
-        forward_only=True,
-        derive=lambda n: _packed_axes(n, 64, 1, 128),
-        pack=pack,
-    )
+def _vlstm_qkvo(*sizes, **fields) -> Case:
+    weight = {"weight": A("NH DV", "float32")}
+    return _vlstm_joint("vlstm_qkvo", "qkvo", 6, weight, *sizes, **fields)
 
 
 _FP8_LINEAR = Case(
     "fp8_linear",
     {"x": A("M K"), "weight": A("K N")},
-    _shapes("M K N", (32768, 768, 3072), (8192, 2048, 8192), (8192, 4096, 14336)),
+    shapes("M K N", (32768, 768, 3072), (8192, 2048, 8192), (8192, 4096, 14336)),
     {"M": 128, "K": 192, "N": 64},
     reads=("x", "weight"),
     flops=lambda n: 2 * n["M"] * n["K"] * n["N"],
@@ -334,7 +176,7 @@ def _fp8_mlp(variant: str, arrays: dict[str, A], matmuls: int, *sizes) -> Case:
     return Case(
         "fp8_mlp",
         {"x": A("N C"), "up": A("C F"), "down": A("F C"), **arrays},
-        _shapes("N C F", *sizes),
+        shapes("N C F", *sizes),
         {"N": 128, "C": 64, "F": 192},
         reads=("x", "up", "down", *arrays),
         variant=variant,
@@ -349,7 +191,7 @@ def _head(variant: str, **fields) -> Case:
     return Case(
         "linear_cross_entropy",
         {"x": A("N C"), "weight": A("V C", "float32"), "labels": A("N", "int32", "uniform V")},
-        _shapes("N C V", (32768, 768, 50304), (8192, 2048, 128256)),
+        shapes("N C V", (32768, 768, 50304), (8192, 2048, 128256)),
         {"N": 64, "C": 256, "V": 5000},
         reads=("x", "weight", "labels"),
         variant=variant,
@@ -362,7 +204,7 @@ def _head(variant: str, **fields) -> Case:
 _QUANTIZE_FP8 = Case(
     "quantize_fp8",
     {"x": A("M K")},
-    _shapes("M K", (32768, 3072), (8192, 14336), (768, 3072)),
+    shapes("M K", (32768, 3072), (8192, 14336), (768, 3072)),
     {"M": 128, "K": 192},
     gpu="sm_89",
     forward_only=True,
@@ -382,7 +224,7 @@ CASES = (
     Case(
         "gated_layer_norm",
         {"x": A("B T H D"), "gate": A("B T H D"), "weight": A("H D", "float32")},
-        _shapes("B T H D", (32, 1024, 6, 128), (8, 4096, 8, 512)),
+        shapes("B T H D", (32, 1024, 6, 128), (8, 4096, 8, 512)),
         {"B": 1, "T": 64},
         reads=("x", "gate", "weight"),
         gpu="sm_90",
@@ -400,7 +242,7 @@ CASES = (
     Case(
         "rope",
         {"q": A("B T H D"), "k": A("B T K D"), "positions": A("T", "int32", "arange")},
-        _shapes("B T H K D", (32, 1024, 12, 4, 64), (4, 4096, 32, 8, 128)),
+        shapes("B T H K D", (32, 1024, 12, 4, 64), (4, 4096, 32, 8, 128)),
         {"B": 1, "T": 512},
         reads=("positions",),
     ),
@@ -409,59 +251,59 @@ CASES = (
     Case(
         "cross_entropy",
         {"logits": A("N V"), "labels": A("N", "int32", "uniform V")},
-        _shapes("N V", (8192, 50304), (4096, 128256)),
+        shapes("N V", (8192, 50304), (4096, 128256)),
         {"N": 64, "V": 5000},
         reads=("logits", "labels"),
     ),
     _head(""),
     _head("fp8", rate=2, options={"fp8": True}, gpu="sm_89"),
-    _attention("", _shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128)), xla=True),
-    _attention("", _shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128))),
-    _attention("", _shapes(_ATTENTION, (8, 2048, 16, 16, 96), (2, 4096, 8, 8, 256))),
-    _attention(
+    attention("", shapes(_ATTENTION, (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 128)), xla=True),
+    attention("", shapes(_ATTENTION, (4, 4096, 32, 8, 64), (1, 16384, 16, 16, 128))),
+    attention("", shapes(_ATTENTION, (8, 2048, 16, 16, 96), (2, 4096, 8, 8, 256))),
+    attention(
         "full",
-        _shapes(_ATTENTION, (4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64)),
+        shapes(_ATTENTION, (4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64)),
         pairs=lambda n: n["T"] ** 2,
         causal=False,
     ),
-    _attention(
+    attention(
         "window 1024",
-        _shapes(_ATTENTION, (1, 16384, 16, 16, 128)),
+        shapes(_ATTENTION, (1, 16384, 16, 16, 128)),
         pairs=lambda n: 1024 * (n["T"] - 512),
         window=1024,
     ),
-    _attention(
+    attention(
         "packed",
-        _shapes("B T H K D L", (1, 16384, 16, 16, 128, 2048), (4, 4096, 32, 8, 128, 1000)),
+        shapes("B T H K D L", (1, 16384, 16, 16, 128, 2048), (4, 4096, 32, 8, 128, 1000)),
         pairs=lambda n: n["T"] * n["L"] / 2,
         packed=True,
     ),
     _attention_qkv("", {}, (32, 1024, 36, 64)),
     _attention_qkv("bias", {"bias": A("P D", "float32")}, (32, 1024, 36, 64), (4, 2048, 36, 128)),
-    _decode("", *_LLAMA_8B, (32, 1024, 12, 12, 64)),
-    _decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
-    _vlstm(_shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
-    _vlstm(_shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
+    generation.decode("", *_LLAMA_8B, (32, 1024, 12, 12, 64)),
+    generation.decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
+    vlstm(shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
+    vlstm(shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
     _vlstm_qkv((32, 1024, 6, 64)),
     _vlstm_qkv((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
     _vlstm_qkvo((32, 1024, 6, 64)),
     _vlstm_qkvo((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
-    _vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
+    generation.vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
     _fp8_mlp("swiglu", {"gate": A("C F")}, 3, (8192, 2048, 8192), (8192, 4096, 14336)),
     _fp8_mlp("gelu", {"bias": A("F", "float32")}, 2, (32768, 768, 3072)),
     _QUANTIZE_FP8,
-    _row((768, 3072), (3072, 768), (2048, 2048)),
-    _packed_row("q, k and v", (4, 1, 1), (4096, 6144)),
-    _packed_row("gate and up", (1, 1), (4096, 28672), activation="swiglu"),
-    _quantized("int4", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
-    _quantized("int4", 4, *_UP_DOWN, group=128),
-    _quantized("int4", 4, *((m, 4096, 14336) for m in (8, 64, 128, 256)), group=128),
-    _quantized("int4", 4, (256, 14336, 4096), group=128),
-    _quantized("int8", 8, *_UP, group=128),
-    _quantized("int2", 2, *_UP, group=128),
-    _quantized("int1", 1, *_UP, group=128),
-    _quantized("fp8", 8, *_UP, group=128, format="fp8"),
-    _quantized("2:4 of int8", 8, *_UP, group=128, format="2:4"),
-    _quantized("2:4 of int4", 4, *_UP, group=128, format="2:4"),
+    generation.row((768, 3072), (3072, 768), (2048, 2048)),
+    generation.packed_row("q, k and v", (4, 1, 1), (4096, 6144)),
+    generation.packed_row("gate and up", (1, 1), (4096, 28672), activation="swiglu"),
+    generation.quantized("int4", 4, *_UP_DOWN, (1, 6144, 2048), group=32),
+    generation.quantized("int4", 4, *_UP_DOWN, group=128),
+    generation.quantized("int4", 4, *((m, 4096, 14336) for m in (8, 64, 128, 256)), group=128),
+    generation.quantized("int4", 4, (256, 14336, 4096), group=128),
+    generation.quantized("int8", 8, *_UP, group=128),
+    generation.quantized("int2", 2, *_UP, group=128),
+    generation.quantized("int1", 1, *_UP, group=128),
+    generation.quantized("fp8", 8, *_UP, group=128, format="fp8"),
+    generation.quantized("2:4 of int8", 8, *_UP, group=128, format="2:4"),
+    generation.quantized("2:4 of int4", 4, *_UP, group=128, format="2:4"),
 )

@@ -36,7 +36,8 @@ from rich.progress import Progress
 
 import pallas_kernels
 from pallas_kernels import dispatch
-from pallas_kernels.bench.cases import CASES, A, Case
+from pallas_kernels.bench.case import A, Case
+from pallas_kernels.bench.cases import CASES
 from pallas_kernels.bench.report import draw, table, text
 from pallas_kernels.bench.share import share
 from pallas_kernels.bench.untuned import UNTUNED

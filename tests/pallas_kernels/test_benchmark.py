@@ -12,7 +12,8 @@ from kernel_checks import NO_KERNEL, ON_GPU, kernels_run_here
 import pallas_kernels
 from pallas_kernels import dispatch
 from pallas_kernels.bench import cases, run
-from pallas_kernels.bench.cases import CASES, A, Case
+from pallas_kernels.bench.case import A, Case
+from pallas_kernels.bench.cases import CASES
 from pallas_kernels.bench.report import text
 
 X = A("N C")
