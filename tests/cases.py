@@ -4,5 +4,5 @@ import pytest
 
 
 def slow(*values):
-    """A case that repeats at other shapes or models what quicker cases show; GPUs run it, too."""
+    """A case that repeats at other shapes or models what quicker cases show."""
     return pytest.param(*values, marks=pytest.mark.slow)
