@@ -1,4 +1,4 @@
-"""Checks a GPU in less than ten minutes on 16 cores: `.ci/gpu`.
+"""Checks a GPU in a quarter of an hour on 16 cores: `.ci/gpu`.
 
     .ci/gpu                   tests, ops, training steps; compares with the figures in docs/gpu
     .ci/gpu --only ops steps  only these parts
@@ -33,10 +33,11 @@ REPO = Path(__file__).resolve().parents[1]
 FIGURES = REPO / "docs" / "gpu"
 UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
 # A part that exceeds its limit is stopped, and the others continue; "turn": one process's timing.
-SECONDS = {"tests": 420, "compile": 120, "turn": 60, "all": 570, "slow": 600}
+SECONDS = {"tests": 420, "compile": 120, "turn": 60, "all": 840, "slow": 600}
 # These use the CPU wherever they run, or check texts, files and the tests themselves; CI runs them.
 NOT_HERE = [
-    *("test_house.py", "test_readme.py", "test_gpu_run.py", "jaxllm/test_commands.py"),
+    *("test_house.py", "test_readme.py", "test_gpu_run.py", "test_steady_step.py"),
+    "jaxllm/test_commands.py",
     *("jaxllm/test_config.py", "jaxllm/test_context.py", "jaxllm/test_data_loader.py"),
     "jaxllm/test_data_cache.py",
     *("jaxllm/test_data_prepare.py", "jaxllm/test_data_shards.py", "jaxllm/test_data_sources.py"),
