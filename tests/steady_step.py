@@ -185,14 +185,13 @@ def part(kernel: Kernel) -> str:
     if in_block and re.search("/(reduce_max|sqrt|dot_general)$", kernel.op):
         return "casts to fp8, maxima, scales"
     # The optimizer has no name of its own: it is what no derivative is taken of, and ends in the
-    # select that skips a bad step.  The profile names some of its kernels by what they read.
+    # select that skips a bad step.  The profile names some of its kernels by what they read, and
+    # none of the norms of gradients and of the copies of weights.
     outside = kernel.op.startswith("jit(_train_step)") and "jvp" not in kernel.op
-    if outside or re.match("loop_(convert_)?select_fusion", kernel.name):
-        return "AdamW, norms, copies"
-    # The norms of gradients, and the weights of q, k and v side by side, have no operation's name.
-    if not kernel.op and re.match("input_(reduce|concatenate)", kernel.name):
-        return "AdamW, norms, copies"
-    if kernel.op == "jit(_train_step)/jvp()/convert_element_type":  # the head's table
+    select = re.match("loop_(convert_)?select_fusion", kernel.name)
+    nameless = not kernel.op and re.match("input_(reduce|concatenate)", kernel.name)
+    table = kernel.op == "jit(_train_step)/jvp()/convert_element_type"  # the head's copy
+    if outside or select or nameless or table:
         return "AdamW, norms, copies"
     return "biases and the rest"
 

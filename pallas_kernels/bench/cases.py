@@ -9,6 +9,7 @@ from pallas_kernels.bench.case import A, Case, shapes
 _NORMS = shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
 _GATED = shapes("N C", (8192, 14336), (32768, 3072))
 _X, _WIDE, _W = A("N C"), A("N F"), A("C", "float32")
+_GATES = {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}  # of the vLSTM
 
 
 def _cudnn(q, k, v, *, causal, window=None):
@@ -119,8 +120,7 @@ def _encoder(variant: str, fill: str) -> Case:
 
 
 def vlstm(sizes, *, xla=True) -> Case:
-    arrays = {"q": A("B T NH DQK"), "k": A("B T NH DQK"), "v": A("B T NH DV")}
-    arrays |= {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}
+    arrays = {"q": A("B T NH DQK"), "k": A("B T NH DQK"), "v": A("B T NH DV"), **_GATES}
     small = {"B": 1, "T": 300, "NH": 1}
     return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
@@ -130,12 +130,10 @@ def _vlstm_joint(op: str, array: str, columns: int, arrays: dict[str, A], *sizes
 
     DV is 2 DQK.
     """
-    gates = {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}
-    arrays = {array: A("B T P"), **gates, **arrays}
+    arrays = {array: A("B T P"), **_GATES, **arrays}
 
-    def pack(i, **others):
-        width = others[array].shape[2] // (columns * i.shape[2])
-        return others | {"i": i, "dqk": width}
+    def pack(**named):
+        return named | {"dqk": named[array].shape[2] // (columns * named["i"].shape[2])}
 
     return Case(
         op,

@@ -192,6 +192,7 @@ def load(w: Worker, step: Step, i, stream: Stream, following):
 
 def load_later(w: Worker, i: Item, g, r):
     """Loads what must be on its way after step r of head g."""
+    # Without the barriers the compiler would compute indices ahead, and hold them in registers.
     g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
     nth = g * i.stream.steps + r + ahead(w.schedule)
     step = Step(i.n0 + nth, g, r + ahead(w.schedule))

@@ -84,15 +84,18 @@ def pairs_up(s: Schedule) -> bool:
 
 
 def ahead(s: Schedule) -> int:
-    """How many steps early tiles are loaded."""
+    """How many steps early tiles are loaded.
+
+    A slot to spare, where there is one, lets a warpgroup run a step ahead of the other.
+    """
     return s.stages - (2 if in_halves(s) or s.stages > 3 else 1)
 
 
 def runs_on(s: Schedule) -> bool:
     """Whether a step adds to dV and dK under the next: P and dS have registers to wait in.
 
-    A slot then stays taken for a step more.  The step loads before it frees one, so the ring needs
-    two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
+    A slot then stays taken for a step more.  `add_halves` loads before it frees one, so its ring
+    needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
     """
     return in_halves(s) or pairs_up(s)
 

@@ -174,8 +174,8 @@ def test_of_two_members(name, loop):
     with kernels_run_here():
         actual = results(name, "mosaic", loop)
     tolerance = 3e-2 if CASES[name][3:] else 1e-5
-    if name == "fp8_mlp":  # where sums have another order, an element of h moves by a step of e4m3
-        tolerance = 1e-1
+    if name == "fp8_mlp" and ON_GPU:  # sums in another order move an element of h by a step of e4m3
+        tolerance = 6e-2
     for a, e in zip(actual, expected, strict=True):
         a, e = (np.asarray(x, np.float32) for x in (a, e))
         assert a.shape == e.shape
