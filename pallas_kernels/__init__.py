@@ -13,8 +13,7 @@ from pallas_kernels.losses.cross_entropy import cross_entropy
 from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.mlstm.op import vlstm, vlstm_step
 from pallas_kernels.mlstm.qkv import vlstm_qkv, vlstm_qkvo
-from pallas_kernels.norms.layer_norm import add_layer_norm, gated_layer_norm, layer_norm
-from pallas_kernels.norms.rms_norm import add_rms_norm, rms_norm
+from pallas_kernels.norms.norm import layer_norm, rms_norm
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize, quantize
 from pallas_kernels.quantized.op import quantized_linear
 from pallas_kernels.rotary import RopeScaling, rope
@@ -24,8 +23,6 @@ __all__ = [
     "Norm",
     "QuantizedWeight",
     "RopeScaling",
-    "add_layer_norm",
-    "add_rms_norm",
     "attention",
     "attention_qkv",
     "cross_entropy",
@@ -34,7 +31,6 @@ __all__ = [
     "encoder",
     "fp8_linear",
     "fp8_mlp",
-    "gated_layer_norm",
     "gelu",
     "gelu_linear",
     "gelu_mlp",

@@ -278,7 +278,7 @@ def _in_the_matmul(z):
 def _record_forward(op, x):
     if x.dtype == jnp.bfloat16:
         why = "forward, bf16 with a bias: cuBLASLt fuses it with the matmul before"
-        dispatch.record(dispatch.Decision(op, "xla", why))
+        dispatch.record(dispatch.Decision(op, "xla", "slower", why))
 
 
 def _backward_of_sum(saved, dy):

@@ -36,6 +36,7 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
         {"N": 128, "C": 1024},
         reads=("x", "weight"),
         writes=writes,
+        variant="residual" if add else "",
         gpu="sm_90",
     )
 
@@ -217,14 +218,15 @@ _UP = _UP_DOWN[0], (256, 4096, 14336)
 CASES = (
     _norm("layer_norm", bias=True, add=False),
     _norm("rms_norm", bias=False, add=False),
-    _norm("add_layer_norm", bias=True, add=True),
-    _norm("add_rms_norm", bias=False, add=True),
+    _norm("layer_norm", bias=True, add=True),
+    _norm("rms_norm", bias=False, add=True),
     Case(
-        "gated_layer_norm",
+        "layer_norm",
         {"x": A("B T H D"), "gate": A("B T H D"), "weight": A("H D", "float32")},
         shapes("B T H D", (32, 1024, 6, 128), (8, 4096, 8, 512)),
         {"B": 1, "T": 64},
         reads=("x", "gate", "weight"),
+        variant="gate",
         gpu="sm_90",
     ),
     Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),

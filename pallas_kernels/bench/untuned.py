@@ -17,8 +17,6 @@ _ROWS = shapes(
 _SIZES = {
     "layer_norm": _ROWS,
     "rms_norm": _ROWS[2:8:2],
-    "add_layer_norm": _ROWS[3:10:2],
-    "add_rms_norm": _ROWS[2:10:2],
     "gelu": _ROWS[2:8],
     "swiglu": _ROWS[3:9:2],
     "swiglu_linear": shapes("N F C", (777, 1000, 500), (8192, 2816, 1000)),

@@ -80,7 +80,9 @@ def fp8_linear(
     mosaic.stat_dtype(x.dtype)  # refuses integers, to which the weight would be rounded
     reason = why_not(x, weight)
     if reason and implementation != "mosaic":
-        dispatch.record(dispatch.Decision("fp8_linear", "xla", f"{x.dtype}, not fp8: {reason}"))
+        dispatch.record(
+            dispatch.Decision("fp8_linear", "xla", "unsupported", f"{x.dtype}, not fp8: {reason}")
+        )
         return _plus(jnp.matmul(x, weight.astype(x.dtype)), bias)
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
     kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")

@@ -101,7 +101,7 @@ def linear_cross_entropy(
     )
     if fp8 and (reason := fp8_head.why_not(x)):
         why = f"{x.dtype}, not fp8: {reason}"
-        dispatch.record(dispatch.Decision("linear_cross_entropy", "mosaic", why))
+        dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
         fp8 = False
     options = dict(
         vocab_size=vocab_size,

@@ -22,10 +22,22 @@ ROWS, WEIGHT = (2, 5, 128), (2, 128)
 
 CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
-    "add_layer_norm": (ops.add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT], []),
-    "gated_layer_norm": (ops.gated_layer_norm, [ROWS, ROWS, WEIGHT], []),
+    "layer_norm_residual": (
+        lambda x, residual, w, b, **o: ops.layer_norm(x, w, b, residual=residual, **o),
+        [ROWS, ROWS, WEIGHT, WEIGHT],
+        [],
+    ),
+    "layer_norm_gate": (
+        lambda x, gate, w, **o: ops.layer_norm(x, w, gate=gate, **o),
+        [ROWS, ROWS, WEIGHT],
+        [],
+    ),
     "rms_norm": (ops.rms_norm, [ROWS, WEIGHT], []),
-    "add_rms_norm": (ops.add_rms_norm, [ROWS, ROWS, WEIGHT], []),
+    "rms_norm_residual": (
+        lambda x, residual, w, **o: ops.rms_norm(x, w, residual=residual, **o),
+        [ROWS, ROWS, WEIGHT],
+        [],
+    ),
     "gelu": (ops.gelu, [ROWS, WEIGHT], []),
     "swiglu": (ops.swiglu, [ROWS, ROWS], []),
     "swiglu_linear": (ops.swiglu_linear, [*[(2, 128, 128)] * 2, (2, 128, 64)], [], BF16),
