@@ -93,11 +93,6 @@ class TrainConfig(Section):
         " forward (e4m3) and backward (gradients e5m2); all: in the head, too; on GPUs since 8.9"
         " (H100)",
     )
-    fp8_report_every: Natural = Field(
-        0,
-        description="steps between reports of the values that fp8 loses, each for half a step's"
-        " time; 0: none",
-    )
     deterministic: bool = Field(
         True, description="use no operation of XLA whose results differ from run to run"
     )

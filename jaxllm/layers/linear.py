@@ -60,8 +60,7 @@ class Linear(nnx.Module):
     For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
     Transposed matrix (jaxllm/infer/decode.py).
 
-    fp8, probe: whether the matmul and its gradients take fp8 operands, and whether they report what
-    that loses (`use_fp8`).
+    fp8: whether the matmul and its gradients take fp8 operands (`use_fp8`).
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Linear(nnx.Module):
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.implementation = implementation
         self.fp8 = False
-        self.probe: nnx.Param | None = None
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True, norm=None
@@ -123,11 +121,8 @@ class Linear(nnx.Module):
         """x @ weight + bias with fp8 operands; both are this layer's, or those of several."""
         # On several devices XLA shards the casts; a kernel would see a part of the maximum.
         implementation = self.implementation if one_device() else "xla"
-        probe = None if self.probe is None else self.probe[...]
         row_norm = None if norm is None else norm.row_norm()
-        return fp8_linear(
-            x, weight, bias, row_norm=row_norm, probe=probe, implementation=implementation
-        )
+        return fp8_linear(x, weight, bias, row_norm=row_norm, implementation=implementation)
 
     @property
     def generates(self) -> bool:
@@ -232,17 +227,11 @@ def linear_of_row(
     )
 
 
-def use_fp8(module: nnx.Module, *, probes: bool = False) -> None:
-    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can.
-
-    probes: gives each layer a parameter `probe`, whose gradient is what the casts lose
-    (`fp8_linear`).
-    """
+def use_fp8(module: nnx.Module) -> None:
+    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can."""
     for _, layer in nnx.iter_graph(module):
         if isinstance(layer, Linear):
             layer.fp8 = True
-            if probes:
-                layer.probe = nnx.data(nnx.Param(jnp.zeros((3, 3))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -166,8 +166,6 @@ def _in_fp8(
     x: Float[Array, "B T C"], up: Linear, down: Linear, *, gate: Linear | None = None, norm=None
 ) -> Float[Array, "B T C"]:
     """The layer's matmuls and activation in one op; without the bias of `down`."""
-    layers = [layer for layer in (gate, up, down) if layer is not None]
-    probes = [layer.probe[...] for layer in layers if layer.probe is not None]
     return fp8_mlp(
         x,
         up.cast(x),
@@ -175,6 +173,5 @@ def _in_fp8(
         gate=None if gate is None else gate.cast(x),
         bias=None if up.bias is None else up.bias[...],
         row_norm=None if norm is None else norm.row_norm(),
-        probes=tuple(probes) or None,
         implementation=up.implementation,
     )

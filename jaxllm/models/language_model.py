@@ -66,10 +66,7 @@ class LanguageModel(nnx.Module):
     ):
         width, implementation = config.d_model, config.implementation
         self.config, self.logit_soft_cap = config, logit_soft_cap
-        # Whether the matmuls of `loss` take fp8 operands, and a parameter whose gradient is what
-        # that loses (train/fp8.py).
-        self.fp8_head = False
-        self.probe: nnx.Param | None = None
+        self.fp8_head = False  # whether the matmuls of `loss` take fp8 operands
         self.embedding = Embedding(
             config.vocab_size,
             width,
@@ -193,13 +190,11 @@ class LanguageModel(nnx.Module):
         )
         op = per_device(
             # Each part of the tokens yields one number.
-            lambda x, w, labels, scale, probe: loss(x, w, labels, scale=scale, probe=probe)[None],
-            in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P(), P()),
+            lambda x, w, labels, scale: loss(x, w, labels, scale=scale)[None],
+            in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P()),
             out_specs=P(PARTS),
         )
-        # The devices' gradients are summed: the mean of their shares.
-        probe = None if self.probe is None else self.probe[...] / math.prod(shape.values())
-        return op(hidden, weight, labels, jnp.asarray(scale), probe).sum()
+        return op(hidden, weight, labels, jnp.asarray(scale)).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
         """Operations per token in the forward matmuls without parameters."""

@@ -122,15 +122,6 @@ class RunLog:
         self.message(f"step {step}/{self.steps}  validation loss {val_loss:.4f}")
         self.draw()
 
-    def fp8(self, step: int, worst: dict[str, tuple[float, str]]) -> None:
-        """Logs the largest share of values that fp8 loses, by kind, with its layer."""
-        self._write({"step": step} | {name: share for name, (share, _) in worst.items()})
-        parts = [
-            f"{name.removeprefix('fp8_').replace('_', ' ')} {share:.3%} ({layer})"
-            for name, (share, layer) in worst.items()
-        ]
-        self.message(f"step {step}/{self.steps}  fp8, worst layers: {', '.join(parts)}")
-
     def sample(self, step: int, text: str) -> None:
         """Logs a text that the model wrote, including its prompt."""
         self._write({"step": step, "sample": text})
@@ -238,7 +229,6 @@ class SilentLog:
 
     def train(self, *_) -> None: ...
     def evaluation(self, *_) -> None: ...
-    def fp8(self, *_) -> None: ...
     def sample(self, *_) -> None: ...
     def message(self, *_) -> None: ...
     def draw(self) -> None: ...

@@ -192,7 +192,6 @@ class Run:
         fresh = self.start == 0
         self.step_program = launch.compile_step(self.trainer, out_dir, fresh, emit, self.advice)
         self.evaluate = self.trainer.eval_step()
-        self.measure_fp8 = None
         if not resume and self.rank == 0:  # a new run writes nothing before this point
             stack.enter_context(lock_directory(out_dir))
             command_line.check_free(out_dir)
@@ -250,8 +249,6 @@ class Run:
                 with clock.stopped():
                     if trace.ends(step):
                         self.log.message(trace.stop())
-                    if self._reports_fp8(step):
-                        self._report_fp8(step, batch)
                     self._evaluate_sample_save(step, stopping=received is not None)
             if received is not None:
                 return step, received
@@ -263,19 +260,7 @@ class Run:
     def _pauses_after(self, step: int) -> bool:
         train = self.config.train
         every = (train.eval_every, self.config.sample.every, train.checkpoint_every)
-        return self._reports_fp8(step) or any(self._due(step, e) for e in every)
-
-    def _reports_fp8(self, step: int) -> bool:
-        every = self.config.train.fp8_report_every
-        return every > 0 and step % every == 0
-
-    def _report_fp8(self, step: int, batch: dict) -> None:
-        """Logs what fp8 loses of the tensors of the next step on this batch."""
-        from jaxllm.train import fp8
-
-        self.measure_fp8 = self.measure_fp8 or fp8.measurement(self.trainer)
-        if shares := self.measure_fp8(self.state.params, batch):
-            self.log.fp8(step, fp8.worst(shares))
+        return any(self._due(step, e) for e in every)
 
     def _evaluate_sample_save(self, step: int, stopping: bool) -> None:
         """Evaluates, samples and saves as due after a step; if the run stops, only saves."""

@@ -40,13 +40,12 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import gelu as _gelu
 from pallas_kernels.activations import swiglu as _swiglu
-from pallas_kernels.activations.elementwise import elementwise, sigmoid
+from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.quantize import (
     TILE,
     cast,
     cast_results,
-    lost,
     named,
     norms,
     not_a_multiple,
@@ -65,7 +64,6 @@ def fp8_mlp(
     gate: Float[Array, "C F"] | None = None,
     bias: Float[Array, " F"] | None = None,
     row_norm: Float[Array, ""] | None = None,
-    probes: tuple[Float[Array, "3 3"], ...] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
     """swiglu(x gate, x up) down, or gelu(x up + bias) down; x's dtype, fp8 operands (fp8_linear).
@@ -73,7 +71,6 @@ def fp8_mlp(
     Give either gate or bias.  The kernels need x and weights of one dtype (fp32, bf16 or fp16), and
     rows, C and F in multiples of 64.  Other calls take fp8_linear and the activation.
     row_norm: of x, as in fp8_linear.
-    probes: one for each of gate (if given), up and down, as `probe` of fp8_linear.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
@@ -88,18 +85,17 @@ def fp8_mlp(
     if bias is not None and bias.shape != up.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}, not {up.shape[1:]}")
     if not dispatch.use_kernel("fp8_mlp", implementation, why_not(x, up, down, gate), "sm_89"):
-        return _in_parts(x, up, down, gate, bias, row_norm, probes, implementation)
+        return _in_parts(x, up, down, gate, bias, row_norm, implementation)
     linear.warn_of_flags()
     op, first = (_gelu_mlp, (up, bias)) if gate is None else (_swiglu_mlp, (gate, up))
     row_norm = None if row_norm is None else lax.stop_gradient(row_norm)
-    return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm, probes).reshape(x.shape)
+    return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm).reshape(x.shape)
 
 
-def _in_parts(x, up, down, gate, bias, row_norm, probes, implementation):
+def _in_parts(x, up, down, gate, bias, row_norm, implementation):
     """The same by fp8_linear, and the activation by its own op."""
-    probes = list(probes or (None,) * 3)
     times = lambda x, weight, row_norm=None: linear.fp8_linear(
-        x, weight, row_norm=row_norm, probe=probes.pop(0), implementation=implementation
+        x, weight, row_norm=row_norm, implementation=implementation
     )
     if gate is not None:
         g, u = (checkpoint_name(times(x, w, row_norm), "mlp") for w in (gate, up))
@@ -138,25 +134,15 @@ def _cast_gradient(dy, down_norm):
     return cast(dy, linear.BACKWARD, True, largest), _ROUNDING * norm * down_norm
 
 
-def _shares(inputs, weights):
-    """What the casts of the forward pass lost, for each layer."""
-    return [(lost(*x), lost(*w)) for x, w in zip(inputs, weights, strict=True)]
-
-
-def _with_gradients(shares, *gradients):
-    """The gradients of the probes."""
-    return tuple(jnp.stack([*both, lost(*dy)]) for both, dy in zip(shares, gradients, strict=True))
-
-
 # ---- SwiGLU ------------------------------------------------------------------------------------
 
 
 @jax.custom_vjp
-def _swiglu_mlp(x, gate, up, down, row_norm, probes):
-    return _swiglu_mlp_forward(x, gate, up, down, row_norm, probes)[0]
+def _swiglu_mlp(x, gate, up, down, row_norm):
+    return _swiglu_mlp_forward(x, gate, up, down, row_norm)[0]
 
 
-def _swiglu_mlp_forward(x, gate, up, down, row_norm, probes):
+def _swiglu_mlp_forward(x, gate, up, down, row_norm):
     x8, gate8, up8 = _cast(x, row_norm), _cast(gate), _cast(up)
     # model.remat saves these by name.
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in (gate8, up8))
@@ -165,17 +151,12 @@ def _swiglu_mlp_forward(x, gate, up, down, row_norm, probes):
     (h8,), _ = cast_results(_swiglu.forward_tile, [g, u], [h_largest], linear.FORWARD, **options)
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
-    shares = None
-    if probes is not None:
-        (h,) = elementwise(_swiglu.forward_tile, g, u, name="swiglu_forward")
-        weights = (gate, gate8), (up, up8), (down, down8)
-        shares = _shares(((x, x8), (x, x8), (h, h8)), weights)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (gate8, up8, down8))
-    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, shares)
+    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept)
 
 
 def _swiglu_mlp_backward(saved, dy):
-    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8, shares = saved
+    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8 = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dg8, du8), _ = cast_results(
@@ -188,10 +169,7 @@ def _swiglu_mlp_backward(saved, dy):
     )
     dx = linear.times_weight(dg8, gate8, dy.dtype) + linear.times_weight(du8, up8, dy.dtype)
     of_weight = functools.partial(linear.weight_gradient, dtype=dy.dtype)
-    if shares is not None:
-        dg, du = elementwise(_swiglu.backward_tile, g, u, dh, name="swiglu_backward", outputs=2)
-        shares = _with_gradients(shares, (dg, dg8), (du, du8), (dy, dy8))
-    return dx, of_weight(x8, dg8), of_weight(x8, du8), of_weight(h8, dy8), None, shares
+    return dx, of_weight(x8, dg8), of_weight(x8, du8), of_weight(h8, dy8), None
 
 
 _swiglu_mlp.defvjp(_swiglu_mlp_forward, _swiglu_mlp_backward)
@@ -223,11 +201,11 @@ def _maxima_of_block(g_ref, u_ref, largest_ref):
 
 
 @jax.custom_vjp
-def _gelu_mlp(x, up, bias, down, row_norm, probes):
-    return _gelu_mlp_forward(x, up, bias, down, row_norm, probes)[0]
+def _gelu_mlp(x, up, bias, down, row_norm):
+    return _gelu_mlp_forward(x, up, bias, down, row_norm)[0]
 
 
-def _gelu_mlp_forward(x, up, bias, down, row_norm, probes):
+def _gelu_mlp_forward(x, up, bias, down, row_norm):
     x_largest, x_norm = norms(x) if row_norm is None else (row_norm, row_norm)
     up_largest, up_norm = norms(up, axis=0)
     x8, up8 = _cast(x, x_largest), _cast(up, up_largest)
@@ -237,16 +215,12 @@ def _gelu_mlp_forward(x, up, bias, down, row_norm, probes):
     (h8,), _ = cast_results(_gelu.forward_tile, [z], [z_largest], linear.FORWARD, **options)
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
-    shares = None
-    if probes is not None:
-        (h,) = elementwise(_gelu.forward_tile, z, name="gelu_forward")
-        shares = _shares(((x, x8), (h, h8)), ((up, up8), (down, down8)))
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (up8, down8))
-    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept, shares)
+    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept)
 
 
 def _gelu_mlp_backward(saved, dy):
-    z, down_norm, like_bias, x8, h8, up8, down8, shares = saved
+    z, down_norm, like_bias, x8, h8, up8, down8 = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dz8,), (dbias,) = cast_results(
@@ -260,10 +234,7 @@ def _gelu_mlp_backward(saved, dy):
     )
     of_weight = functools.partial(linear.weight_gradient, dtype=dy.dtype)
     dx, dbias = linear.times_weight(dz8, up8, dy.dtype), dbias.astype(like_bias.dtype)
-    if shares is not None:
-        (dz,) = elementwise(_gelu.backward_tile, z, dh, name="gelu_backward")
-        shares = _with_gradients(shares, (dz, dz8), (dy, dy8))
-    return dx, of_weight(x8, dz8), dbias, of_weight(h8, dy8), None, shares
+    return dx, of_weight(x8, dz8), dbias, of_weight(h8, dy8), None
 
 
 _gelu_mlp.defvjp(_gelu_mlp_forward, _gelu_mlp_backward)

@@ -131,26 +131,6 @@ def test_extreme_scales(scale):
         np.testing.assert_allclose(a, e * by, rtol=1e-5, atol=1e-5 * by)
 
 
-def test_the_gradient_of_the_probe_is_what_the_casts_lose():
-    x, weight = operands((16, 64), 32, F32, spread=6.0)
-    dy = normal(3, (16, 32)) * jnp.exp(6 * normal(4, (16, 32)))
-    op = lambda probe: fp8_linear(x, weight, probe=probe)
-    (shares,) = jax.vjp(op, jnp.zeros((3, 3)))[1](dy)
-    # The limit, what is rounded to it, and what to 0: half of the smallest subnormal number.
-    e4m3, e5m2 = (448, 432, 2.0**-10), (57344, 53248, 2.0**-17)
-    for found, a, (limit, high, low) in zip(
-        shares, (x, weight, dy), (e4m3, e4m3, e5m2), strict=True
-    ):
-        size = np.abs(a) * 2.0 ** np.floor(np.log2(limit / np.abs(a).max()))
-        expected = (size > high).mean(), (size < low).mean()
-        np.testing.assert_allclose(found[:2], expected, atol=1.5 / a.size)
-        assert found[2] == a.size
-    assert shares[0, 1] > 0
-    x = jnp.ones_like(x).at[0, 0].set(448)
-    (shares,) = jax.vjp(lambda probe: fp8_linear(x, weight, probe=probe), jnp.zeros((3, 3)))[1](dy)
-    assert shares[0, 0] == 1 / x.size
-
-
 def test_other_shapes_run_in_the_dtype_of_x_and_say_so():
     dispatch.reset()
     x, weight = operands((16, 32), 12, BF16)
