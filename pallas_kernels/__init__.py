@@ -5,7 +5,6 @@ from pallas_kernels.activations.swiglu import swiglu, swiglu_linear, swiglu_mlp
 from pallas_kernels.embedding import encoder
 from pallas_kernels.flash_attention.decode import decode_attention
 from pallas_kernels.flash_attention.op import attention
-from pallas_kernels.flash_attention.qkv import attention_qkv
 from pallas_kernels.float8.linear import fp8_linear
 from pallas_kernels.float8.mlp import fp8_mlp
 from pallas_kernels.float8.quantize import quantize_fp8
@@ -14,6 +13,7 @@ from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.mlstm.op import vlstm, vlstm_step
 from pallas_kernels.mlstm.qkv import vlstm_qkv, vlstm_qkvo
 from pallas_kernels.norms.norm import layer_norm, rms_norm
+from pallas_kernels.packed import Packed
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize, quantize
 from pallas_kernels.quantized.op import quantized_linear
 from pallas_kernels.rotary import RopeScaling, rope
@@ -21,10 +21,10 @@ from pallas_kernels.single_row import Norm, row_linear
 
 __all__ = [
     "Norm",
+    "Packed",
     "QuantizedWeight",
     "RopeScaling",
     "attention",
-    "attention_qkv",
     "cross_entropy",
     "decode_attention",
     "dequantize",

@@ -168,9 +168,9 @@ def choose(
 
 
 def _reason(refused: list[Refusal]) -> Refusal:
-    """The refusal that says most: the first one that is about the call."""
-    about_call = (r for r in refused if r.kind not in ("device", "setting"))
-    return next(about_call, refused[0])
+    """The refusal that says most: the first one by which a kernel is not for this call."""
+    kernels = (r for r in refused if r.runs not in _NAMES and r.kind not in ("device", "setting"))
+    return next(kernels, refused[0])
 
 
 def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | None:

@@ -148,34 +148,26 @@ class Linear(nnx.Module):
 
 
 def fused_linear(
-    x: Float[Array, "... in"], *layers: Linear, dtype=None, add_bias: bool = True, norm=None
+    x: Float[Array, "... in"], *layers: Linear, dtype=None, norm=None
 ) -> Float[Array, "... out"]:
     """Applies several layers to x in one matmul and concatenates their outputs.
 
     Each device of the tensor axis holds its part of every layer's output: with two devices the
     order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.  The context axis
     divides these parts further, so that `split_heads` gives each device its own three, too.
-
-    add_bias: False leaves the biases to the next op, see `fused_bias`.
     """
     if layers[0].generates:
-        return _side_by_side([layer(x, dtype, add_bias=add_bias) for layer in layers])
+        return _side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
     weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(_side_by_side(weights), SHARDS, "tensor")
     weight = constrain(weight, None, "tensor")
-    bias = fused_bias(*layers) if add_bias else None
-    bias = None if bias is None else bias.astype(dtype or x.dtype)
+    biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+    bias = _side_by_side(biases).astype(dtype or x.dtype) if biases else None
     if layers[0].fp8 and dtype is None:
         return layers[0].fp8_matmul(x, weight, bias, norm)
     y = x @ weight if dtype is None else _matmul(x, weight, dtype)
     return y if bias is None else y + bias
-
-
-def fused_bias(*layers: Linear) -> Float[Array, " out"] | None:
-    """The biases of several layers in the order of `fused_linear`, or None if they have none."""
-    biases = [layer.bias[...] for layer in layers if layer.bias is not None]
-    return _side_by_side(biases) if biases else None
 
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:

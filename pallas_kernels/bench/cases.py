@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.bench import generation
 from pallas_kernels.bench.case import A, Case, shapes
+from pallas_kernels.packed import Packed
 
 _NORMS = shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
 _GATED = shapes("N C", (8192, 14336), (32768, 3072))
@@ -17,12 +18,6 @@ def _cudnn(q, k, v, *, causal, window=None):
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=causal, local_window_size=local, implementation="cudnn"
     )
-
-
-def _cudnn_qkv(qkv, bias=None, *, n_heads):
-    qkv = qkv if bias is None else qkv + bias.astype(qkv.dtype)
-    n_kv = (qkv.shape[2] - n_heads) // 2
-    return _cudnn(*jnp.split(qkv, (n_heads, n_heads + n_kv), axis=2), causal=True)
 
 
 def _norm(op: str, bias: bool, add: bool) -> Case:
@@ -93,18 +88,22 @@ def attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options)
     )
 
 
-def _attention_qkv(variant: str, arrays: dict[str, A], *sizes) -> Case:
-    """12 heads each of q, k and v."""
+def _attention_packed(*sizes) -> Case:
+    """q, k and v with the same heads, in one array."""
+
+    def parts(q):
+        return q.reshape(*q.shape[:2], 3, 12, -1)
+
     return Case(
-        "attention_qkv",
-        {"qkv": A("B T P D"), **arrays},
-        shapes("B T P D", *sizes),
+        "attention",
+        {"q": A("B T P")},
+        shapes("B T P", *sizes),
         {"B": 1, "T": 384},
-        options={"n_heads": 12},
-        variant=variant,
-        flops=lambda n: 2 * n["B"] * n["T"] ** 2 * 12 * n["D"],
-        cudnn=_cudnn_qkv,
+        variant="packed",
+        flops=lambda n: 2 * n["B"] * n["T"] ** 2 * n["P"] // 3,
+        cudnn=lambda q: _cudnn(*(parts(q)[:, :, i] for i in range(3)), causal=True),
         gpu="sm_90a",
+        pack=lambda q: {"q": Packed(q, ((12, q.shape[2] // 36),) * 3)},
     )
 
 
@@ -273,13 +272,12 @@ CASES = (
         window=1024,
     ),
     attention(
-        "packed",
+        "documents",
         shapes("B T H K D L", (1, 16384, 16, 16, 128, 2048), (4, 4096, 32, 8, 128, 1000)),
         pairs=lambda n: n["T"] * n["L"] / 2,
         packed=True,
     ),
-    _attention_qkv("", {}, (32, 1024, 36, 64)),
-    _attention_qkv("bias", {"bias": A("P D", "float32")}, (32, 1024, 36, 64), (4, 2048, 36, 128)),
+    _attention_packed((32, 1024, 2304), (4, 2048, 4608)),
     generation.decode("", *_LLAMA_8B, (32, 1024, 12, 12, 64)),
     generation.decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     vlstm(shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),

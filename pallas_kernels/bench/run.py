@@ -280,8 +280,7 @@ def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:
     """The decision about how the op runs on this device."""
     dispatch.reset()
     jax.eval_shape(public(case), *structs(case, sizes))
-    op = case.op.partition("_qkv")[0]  # attention_qkv runs what attention does
-    return next(d for d in dispatch.decisions() if d.op == op)
+    return next(d for d in dispatch.decisions() if d.op == case.op)
 
 
 def _line(e: Exception) -> str:

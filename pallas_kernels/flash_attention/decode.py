@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.flash_attention import general_decode
 from pallas_kernels.flash_attention.decode_plan import (
     FP8,
@@ -44,7 +45,7 @@ from pallas_kernels.flash_attention.decode_plan import (
     share_of,
     weights_of,
 )
-from pallas_kernels.flash_attention.op import check, gpu_for, masked_reference, scale_of
+from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 from pallas_kernels.rotary import RopeScaling, cos_sin, rope_reference
 
@@ -93,39 +94,30 @@ def decode_attention(
     _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
     if theta is not None and new is None:
         raise ValueError(f"theta={theta} needs new=, the key that RoPE turns")
-    options = dict(scale=scale, window=window, softcap=softcap)
-    general = dispatch.general_form(implementation, rival=False)
-    reason, gpu = why_not(q, k, v, new=new, **options, general=general), gpu_for(general)
-    kernel = dispatch.use_kernel("decode_attention", implementation, reason, gpu, general=general)
-    form = (_general if general else _kernel) if kernel else _in_jnp
-    options, table = (scale_of(scale, q), window, softcap), None
+    arrays = q, k, v, lengths, new, k_scale, v_scale
+    options = dict(scale=scale, window=window, softcap=softcap, theta=theta, scaling=scaling)
+    return dispatch.run("decode_attention", FORMS, implementation, *arrays, **options)
+
+
+def decode_attention_reference(
+    q, k, v, lengths, *, new=None, k_scale=None, v_scale=None, **options
+):
+    """The formulas in jnp, rounded where the kernel rounds."""
+    options = dict(scale=None, window=None, softcap=None, theta=None, scaling=None) | options
+    return _in_form(q, k, v, lengths, new, k_scale, v_scale, form=_in_jnp, **options)
+
+
+def _in_form(
+    q, k, v, lengths, new, k_scale, v_scale, *, form, scale, window, softcap, theta, scaling
+):
+    """The op; form: what attends to the cache."""
+    table = None
     if theta is not None and form is _kernel and k.dtype != FP8:
         table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
     elif theta is not None:
         q, new = _turned(q, new, lengths, theta, scaling)
+    options = scale_of(scale, q), window, softcap
     return _decode(form, *options, q, k, v, lengths, new, table, k_scale, v_scale)
-
-
-def decode_attention_reference(
-    q,
-    k,
-    v,
-    lengths,
-    *,
-    new=None,
-    k_scale=None,
-    v_scale=None,
-    scale=None,
-    window=None,
-    softcap=None,
-    theta=None,
-    scaling=None,
-):
-    """The formulas in jnp, rounded where the kernel rounds."""
-    options = (scale_of(scale, q), window, softcap)
-    if theta is not None:
-        q, new = _turned(q, new, lengths, theta, scaling)
-    return _decode(_in_jnp, *options, q, k, v, lengths, new, None, k_scale, v_scale)
 
 
 def _turned(q, new, lengths, theta, scaling):
@@ -134,9 +126,7 @@ def _turned(q, new, lengths, theta, scaling):
     return q, (key, new[1])
 
 
-def why_not(
-    q, k, v, *, new=None, scale=None, window=None, softcap=None, general=False
-) -> str | None:
+def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options) -> str | None:
     """Why the kernel, or its general form, does not support this call, or None."""
     t, group = q.shape[1], q.shape[2] // k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -431,3 +421,15 @@ def _step(b: _Block, o_acc, tile, carry):
     if not p.fp8:
         _leave(b, "v", tile)
     return m_new, l * alpha + jnp.sum(e, axis=1)
+
+
+FORMS = (
+    Form("hopper", functools.partial(_in_form, form=_kernel), "sm_90a", why_not),
+    Form(
+        "general",
+        functools.partial(_in_form, form=_general),
+        "sm_80",
+        functools.partial(why_not, general=True),
+    ),
+    Form("xla", functools.partial(_in_form, form=_in_jnp)),
+)

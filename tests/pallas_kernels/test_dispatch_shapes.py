@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
+    Packed,
     attention,
-    attention_qkv,
     cross_entropy,
     dispatch,
     encoder,
@@ -50,7 +50,7 @@ ARRAYS = {  # shapes that the kernels of these ops do not support
     "swiglu_mlp": (swiglu_mlp, [(128, 64), *[(64, 704)] * 2, (704, 64)]),
     "layer_norm": (layer_norm, [(2, 9000)]),
     "attention": (attention, [(1, 8, 1, 260)] * 3),
-    "attention_qkv": (lambda x: attention_qkv(x, 1), [(1, 9, 3, 260)]),
+    "packed": (lambda x: attention(Packed(x, ((1, 260),) * 3)), [(1, 9, 3 * 260)]),
     "vlstm": (vlstm, [*[(1, 8, 1, 8)] * 3, *[(1, 8, 1)] * 2]),
 }
 

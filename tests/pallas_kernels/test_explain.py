@@ -118,7 +118,7 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
         (["rms_norm", "N=0"], "N=0 is not AXIS=N"),
         (
             ["attention", "--variant", "half"],
-            "--variant half is not one of full, packed, window 1024",
+            "--variant half is not one of documents, full, packed, window 1024",
         ),
     ):
         with pytest.raises(SystemExit):

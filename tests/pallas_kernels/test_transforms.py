@@ -20,6 +20,11 @@ TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
 LABELS = np.array([[5, -100, 250], [1, 2, 3]])
 ROWS, WEIGHT = (2, 5, 128), (2, 128)
 
+
+def _packed(qkv):
+    return ops.Packed(qkv, ((2, 64), (1, 64), (1, 64)))
+
+
 CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
     "layer_norm_residual": (
@@ -67,15 +72,11 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [TOKENS],
     ),
     "attention": (ops.attention, [(2, 1, 64, 2, 64), *[(2, 1, 64, 1, 64)] * 2], [], BF16),
-    "attention_qkv": (
-        lambda qkv, **o: ops.attention_qkv(qkv, 2, theta=1e4, **o),
-        [(2, 1, 64, 4, 64)],
-        [],
-        BF16,
-    ),
-    "attention_qkv_bias": (
-        lambda qkv, bias, **o: ops.attention_qkv(qkv, 2, bias=bias, **o),
-        [(2, 1, 64, 4, 64), (2, 4, 64)],
+    "attention_packed": (
+        lambda qkv, **o: ops.attention(
+            ops.rope(_packed(qkv), None, jnp.arange(64), theta=1e4, **o), **o
+        ),
+        [(2, 1, 64, 4 * 64)],
         [],
         BF16,
     ),
@@ -143,14 +144,15 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
     ),
 }
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
-# attention_qkv has the kernels of attention.
-IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
-IN_PLACE |= {"attention_qkv_bias", "decode_attention_new", "vlstm_step", "vlstm_qkv", "vlstm_qkvo"}
+# packed attention has the kernels of attention.
+IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_packed"}
+IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_qkv", "vlstm_qkvo"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
 def test_every_op_is_here():
-    variants = {"encoder_tied", "attention_qkv_bias", "decode_attention_new"}
+    variants = {"encoder_tied", "attention_packed", "decode_attention_new"}
+    variants |= {"layer_norm_residual", "layer_norm_gate", "rms_norm_residual"}
     assert set(CASES) - variants == set(ops.__all__) - NO_KERNEL
 
 
