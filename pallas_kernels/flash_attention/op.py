@@ -64,6 +64,8 @@ def attention(
     implementation="mosaic" for a call that the kernel does not support.
     """
     check(q, k, v, causal, window, softcap, segment_ids)
+    if window is not None and window >= k.shape[1]:
+        window = None  # the window holds every key
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
@@ -76,8 +78,6 @@ def attention(
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
     t, s = q.shape[1], k.shape[1]
-    if window is not None and window >= s:
-        window = None  # the window holds every key
     if segment_ids is not None:
         segment_ids = _pair(segment_ids, t, s)
     call = call_of(q, s, general, causal, scale, window, softcap)
@@ -147,6 +147,11 @@ def cudnn_why_not(
         return f"T={q.shape[1]} is not S={k.shape[1]} (cuDNN does not align the last query and key)"
     if segment_ids is not None or softcap is not None or return_lse:
         return "cuDNN has no segment_ids, softcap or return_lse"
+    if scale_of(scale, q) <= 0:
+        return f"scale={scale} is not positive: cuDNN multiplies -inf of masked logits by it"
+    for name, x in (("q", q), ("k and v", k)):
+        if x.size >= 2**31:
+            return f"{name} have {x.size} elements: cuDNN's gradients are wrong from 2^31 on"
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 2:  # JAX raises NotImplementedError, but only for a gradient
             return f"{name}={size} is odd, for which JAX has no cuDNN gradient"
@@ -225,7 +230,11 @@ def _check_segments(segment_ids, b, t, s):
 
 
 def scale_of(scale, q) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    """The factor of the logits; raises ValueError if it is not finite."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} is not a finite number")
+    return scale
 
 
 def _pair(segment_ids, t, s):
