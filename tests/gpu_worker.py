@@ -138,6 +138,7 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
                 running = metrics
         if values["skips"] or not values["loss"] < 2 * np.log(vocab):
             raise RuntimeError(f"does not train: {values}")
+        jax.block_until_ready(state)  # whoever traces must not stop in a step
         speed = train.batch_size * train.seq_len / statistics.median(seconds[UNTIMED:])
         gib = peak_memory()
         return {"tokens/s": {name: speed}} | ({"GiB": {name: gib}} if gib else {})

@@ -45,6 +45,9 @@ from pallas_kernels.activations.elementwise import (
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
+# From x = 100 on the sigmoid is 0 or 1, whatever x^2 is; the overflow of x^2, or of x^3, times the
+# sigmoid's slope of 0 would make the gradient NaN.
+_FLAT = 1e4
 
 
 def gelu(
@@ -135,7 +138,8 @@ def gelu_reference(x, bias=None):
     """The formula in jnp, in float32 (float64 for float64)."""
     z = x if bias is None else _plus(x, bias)
     z = z.astype(mosaic.stat_dtype(x.dtype))
-    u = math.sqrt(2 / math.pi) * (z + 0.044715 * z * z * z)
+    w = jnp.clip(z, -100, 100)  # beyond, tanh(u) is constant and z^3 may overflow
+    u = math.sqrt(2 / math.pi) * (w + 0.044715 * w * w * w)
     return (0.5 * z * (1 + jnp.tanh(u))).astype(x.dtype)
 
 
@@ -166,15 +170,15 @@ def forward_tile(x):
 
 
 def backward_tile(x, dy, sigmoid=sigmoid):
-    xx = x * x
+    xx = jnp.minimum(x * x, _FLAT)
     s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
     dz = _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx  # d(2 u)/dx
-    return (dy * (s + s * (1 - s) * (x * dz)),)
+    return (dy * (s + s * (1 - s) * x * dz),)
 
 
 def derivative_tile(x):
     """GELU and its derivative."""
-    xx = x * x
+    xx = jnp.minimum(x * x, _FLAT)
     s = fast_sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
     y, dz = x * s, _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx
     return y, s + y * (1 - s) * dz

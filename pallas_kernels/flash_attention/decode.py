@@ -46,10 +46,9 @@ from pallas_kernels.flash_attention.decode_plan import (
     weights_of,
 )
 from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
+from pallas_kernels.float8.quantize import saturated
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 from pallas_kernels.rotary import RopeScaling, cos_sin, rope_reference
-
-_LARGEST = float(jnp.finfo(FP8).max)
 
 
 def decode_attention(
@@ -76,7 +75,7 @@ def decode_attention(
     new: key and value of the only position (T = 1), which the kernel also writes to slot
         lengths - 1 (lengths are 1 to S), in place where the cache is donated.  The result is then
         (y, k, v) with the updated cache.  For a float8 cache XLA divides them by their scales,
-        clips them to +-448, and writes them.
+        clips them to +-448 (infinities become NaN), and writes them.
     k_scale, v_scale: multiply k and v, for float8; default 1.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a position sees, including its own.
@@ -199,7 +198,7 @@ def _stored(x, scale, dtype):
         return x.astype(dtype)
     x = x.astype(mosaic.stat_dtype(x.dtype))
     x = x if scale is None else x / scale[..., None]
-    return jnp.clip(x, -_LARGEST, _LARGEST).astype(dtype)  # larger numbers would become NaN
+    return saturated(x, dtype)
 
 
 def _append(k, v, new, lengths):

@@ -86,7 +86,10 @@ def attention(
     elif k is None or v is None:
         raise ValueError("k and v are missing: pass them, or q as Packed")
     operands = q if isinstance(q, Packed) else (q, k, v)
-    check(*_shapes(operands), causal, window, softcap, segment_ids)
+    shapes = _shapes(operands)
+    check(*shapes, causal, window, softcap, segment_ids)
+    if window is not None and window >= shapes[1].shape[1]:
+        window = None  # the window holds every key
     return dispatch.run(
         "attention",
         FORMS,
@@ -141,6 +144,11 @@ def cudnn_why_not(
         return f"T={q.shape[1]} is not S={k.shape[1]} (cuDNN does not align the last query and key)"
     if segment_ids is not None or softcap is not None or return_lse:
         return "cuDNN has no segment_ids, softcap or return_lse"
+    if scale_of(scale, q) <= 0:
+        return f"scale={scale} is not positive: cuDNN multiplies -inf of masked logits by it"
+    for name, x in (("q", q), ("k and v", k)):
+        if x.size >= 2**31:
+            return f"{name} have {x.size} elements: cuDNN's gradients are wrong from 2^31 on"
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 2:  # JAX raises NotImplementedError, but only for a gradient
             return f"{name}={size} is odd, for which JAX has no cuDNN gradient"
@@ -220,7 +228,11 @@ def _check_segments(segment_ids, b, t, s):
 
 
 def scale_of(scale, q) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    """The factor of the logits; raises ValueError if it is not finite."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} is not a finite number")
+    return scale
 
 
 def _pair(segment_ids, t, s):
@@ -335,7 +347,6 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     q, k, _ = _shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
     segments = None if segment_ids is None else _pair(segment_ids, t, s)
-    window = None if window is not None and window >= s else window  # it holds every key
     call = Call(
         (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
         general, general and mosaic.is_tight(),

@@ -83,7 +83,7 @@ def fp8_linear(
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
     kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
     warn_of_flags()
-    row_norm = None if row_norm is None else lax.stop_gradient(row_norm)
+    row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
     return _linear(x, weight, bias, row_norm, kernel)
 
 

@@ -72,7 +72,8 @@ def fp8_mlp(
     rows, C and F in multiples of 64.  Other calls take fp8_linear and the activation.
     row_norm: of x, as in fp8_linear.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
-    An infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole.
+    An infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole; with
+    row_norm, one in x makes at least its row NaN.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that is not supported.
     """
@@ -88,7 +89,7 @@ def fp8_mlp(
         return _in_parts(x, up, down, gate, bias, row_norm, implementation)
     linear.warn_of_flags()
     op, first = (_gelu_mlp, (up, bias)) if gate is None else (_swiglu_mlp, (gate, up))
-    row_norm = None if row_norm is None else lax.stop_gradient(row_norm)
+    row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
     return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm).reshape(x.shape)
 
 

@@ -98,8 +98,18 @@ def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
 
 def _cast_to(x, dtype, largest):
     scale, inverse = _scale(largest, dtype)
-    values = (x.astype(jnp.float32) * scale).astype(dtype)
+    values = saturated(x.astype(jnp.float32) * scale, dtype)
     return Cast(values, jnp.moveaxis(values, -1, 0), inverse)
+
+
+def saturated(x, dtype):
+    """x in fp8: numbers beyond the limit become the limit, infinities NaN; also inside a kernel.
+
+    A GPU's own conversion makes both the limit, XLA's on a CPU makes both NaN.
+    """
+    limit = LARGEST[jnp.dtype(dtype)]
+    values = jnp.minimum(jnp.maximum(x, -limit), limit)
+    return jnp.where(jnp.abs(x) == jnp.inf, jnp.nan, values).astype(dtype)
 
 
 def cast(x, dtype, kernel: bool, largest=None) -> Cast:
@@ -270,7 +280,7 @@ def _cast(tile, sources, rows, largest, all_values, all_words, all_inverse, all_
     for i, block in enumerate(blocks):
         results = tile(*block)
         for k, (result, values_ref) in enumerate(zip(results, all_values, strict=True)):
-            values = (result * scales[k]).astype(values_ref.dtype)
+            values = saturated(result * scales[k], values_ref.dtype)
             mosaic.store(values_ref.at[fours, i, columns], values)
             byte = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
             words[k] |= byte << (8 * i)

@@ -43,7 +43,9 @@ def _layer_statistics(t, mean, x, eps):
     centred = lambda c: t.zero_padding(x(c) - t.broadcast(average), c)
     # The mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which this pass corrects.
     error, square = mean(lambda c: (centred(c), jnp.square(centred(c))))
-    r = lax.rsqrt(square - jnp.square(error) + eps)
+    # Beyond 1e26 both squares may be infinite: r is then 0, as without the correction.
+    square = jnp.where(square == jnp.inf, square, square - jnp.square(error))
+    r = lax.rsqrt(square + eps)
     return average, r, -error * r
 
 

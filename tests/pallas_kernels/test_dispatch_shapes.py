@@ -148,6 +148,22 @@ def test_which_shapes_xla_is_faster_for(capable, op, shapes, why):
 
 
 @pytest.mark.parametrize(
+    ("shape", "scale", "why"),
+    [
+        ((1, 100, 2, 64), 0.0, "scale=0.0 is not positive"),  # it gives NaN
+        ((1, 128, 2, 64), -1.0, "scale=-1.0 is not positive"),
+        ((2**14, 2, 2**10, 64), None, "q have 2147483648 elements"),  # wrong gradients
+    ],
+)
+def test_where_cudnn_is_wrong_it_does_not_run(capable, shape, scale, why):
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert attention_op.cudnn_why_not(q, q, q, scale=scale).startswith(why)
+    if scale is not None:
+        jax.eval_shape(lambda q: attention(q, q, q, scale=scale), q)
+        assert [decision.runs for decision in dispatch.decisions()] == ["xla"]
+
+
+@pytest.mark.parametrize(
     ("shape", "options", "flags", "why"),
     [  # (B, T, S, D)
         ((1, 16, 16, 64), {}, "", None),

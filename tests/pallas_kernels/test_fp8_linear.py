@@ -1,5 +1,8 @@
 """fp8_linear against float64: as exact as rounded operands allow, in both directions."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here
 from pallas_kernels import dispatch, fp8_linear
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.linear import fp8_linear_reference
+from pallas_kernels.float8.quantize import saturated
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -119,6 +123,34 @@ def test_a_value_that_is_not_finite_makes_its_products_nan(where, bad):
     for (name, both), product in zip(of.items(), found, strict=True):
         assert bool(jnp.isnan(product).all()) == (where in both), name
         assert bool(jnp.isfinite(product).all()) == (where not in both), name
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_a_row_beyond_row_norm_saturates_unless_it_is_not_finite(implementation):
+    x, weight = operands((64, 64), 64, BF16)
+    x = jnp.clip(x, -3, 3).at[:, 0].set(3)  # row_norm is 3: its scale is exact
+    bad = x.at[0, 1].set(np.inf).at[1, 1].set(np.nan).at[2, :2].set(1e30).at[3, 1].set(-4)
+    limit = 448 / 128  # 3 times 128 is in e4m3's range, 448
+    capped = jnp.clip(x.at[2, :2].set(limit).at[3, 1].set(-limit), -limit, limit)
+    run = functools.partial(
+        with_gradients, functools.partial(fp8_linear, row_norm=3, implementation=implementation)
+    )
+    dy = normal(3, (64, 64), BF16)
+    with kernels_run_here() if implementation == "mosaic" else contextlib.nullcontext():
+        y, _, dw = run(bad, weight, dy)
+        expected, *_ = run(capped, weight, dy)
+    assert jnp.isnan(y[:2]).all()
+    np.testing.assert_array_equal(y[2:], expected[2:])
+    assert jnp.isnan(dw[1]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_saturated(dtype):
+    limit = float(jnp.finfo(dtype).max)
+    x = jnp.float32([0, limit, 1.2 * limit, -1e38, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(
+        saturated(x, dtype).astype(F32), [0, limit, limit, -limit, np.nan, np.nan, np.nan]
+    )
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**-100, 2.0**100])

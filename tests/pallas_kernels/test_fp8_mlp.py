@@ -170,3 +170,19 @@ def test_wrong_arguments_are_errors():
         fp8_mlp(x, up, up, gate=gate)
     with pytest.raises(ValueError, match=r"bias has shape \(64,\), not \(128,\)"):
         fp8_mlp(x, up, down, bias=jnp.zeros(64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_beyond_row_norm_saturates_unless_it_is_not_finite(kind):
+    x, *others = arrays(kind, (64, 64), 64)
+    x = x.at[2, 1].set(1e30)
+    bad = x.at[0, 1].set(jnp.inf).at[1, 1].set(jnp.nan)
+    run = lambda x, implementation: jax.jit(
+        functools.partial(of(fp8_mlp, kind), row_norm=2, implementation=implementation)
+    )(x, *others)
+    both = [(run(x, "xla"), run(bad, "xla"))]
+    with kernels_run_here():
+        both.append((run(x, "mosaic"), run(bad, "mosaic")))
+    for finite, not_finite in both:
+        assert jnp.isfinite(finite).all()
+        assert jnp.isnan(not_finite[:2]).all()

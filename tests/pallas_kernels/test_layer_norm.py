@@ -53,6 +53,12 @@ def test_a_large_offset_does_not_hurt_the_variance(one_block):
     check_op(layer_norm, layer_norm_reference, x, *parameters(256), kernels=KERNELS)
 
 
+def test_rows_whose_variance_is_infinite():
+    """Their norm is the bias, as in float32's formula, and not NaN."""
+    x = normal(0, (4, 128), scale=1e30)
+    check_op(layer_norm, layer_norm_reference, x, *parameters(128), kernels=KERNELS)
+
+
 @pytest.mark.parametrize(
     ("which", "shape"),
     [("weight", (5, 128)), slow("bias", (3, 7)), slow("neither", (5, 40))],
