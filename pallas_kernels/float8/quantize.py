@@ -126,7 +126,7 @@ def lost(x, rounded: Cast) -> Float[Array, "3"]:
     values = rounded.values
     at_limit = jnp.abs(values.astype(jnp.float32)) == LARGEST[values.dtype]
     to_zero = (values == 0) & (x != 0)
-    return jnp.stack([at_limit.mean(), to_zero.mean(), x.size]).astype(jnp.float32)
+    return jnp.stack([at_limit.mean(), to_zero.mean(), float(x.size)]).astype(jnp.float32)
 
 
 def why_not(x) -> str | None:

@@ -215,7 +215,7 @@ def why_not(
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if reason := mosaic.unsupported_dtype(**arrays):
         return reason
-    if reason := mosaic.empty(x=x):
+    if reason := mosaic.empty(x=x) or mosaic.too_many(rows=x.size // x.shape[-1]):
         return reason
     if x.shape[-1] > MAX_COLS:
         return f"C={x.shape[-1]} is more than {MAX_COLS}"
