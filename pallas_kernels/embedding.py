@@ -104,7 +104,8 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     """Why the kernel does not support this call, or None."""
     result = jax.ShapeDtypeStruct((), dtype)
     reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
-    return reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
+    reason = reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
+    return reason or mosaic.too_many(**{"2 (B T + V)": 2 * (tokens.size + wte.shape[0])})
 
 
 def why_slower(tokens) -> str | None:

@@ -243,6 +243,14 @@ def lossy_softcap(softcap: float | None) -> str | None:
     return f"softcap={softcap} is more than {limit}, so the logits would lose precision"
 
 
+def too_many(**counts: int) -> str | None:
+    """Which of these numbers the kernels, whose indices are int32, cannot count to, or None."""
+    for name, count in counts.items():
+        if count >= 2**31:
+            return f"{name}={count} is more than {2**31 - 1}"
+    return None
+
+
 def put_ends(results, ends, start: int, rest: int) -> list[jax.Array]:
     """Writes the first `rest` rows of `ends` into `results` from row `start` on.
 

@@ -124,7 +124,11 @@ def cos_sin(positions, d: int, theta, scaling, dtype=jnp.float32):
 
 def why_not(q, k, positions, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
-    return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
+    return (
+        mosaic.unsupported_dtype(q=q, k=k)
+        or mosaic.empty(q=q, k=k)
+        or mosaic.too_many(**{"B T": q.shape[0] * q.shape[1]})
+    )
 
 
 def why_slower(q, k, positions, *, layout, **options) -> str | None:

@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
@@ -185,14 +184,13 @@ def _maxima(g, u):
         grid=(g.size // _STEP,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=g.dtype.itemsize == 2),
-    )(g.reshape(-1), u.reshape(-1)).max(1)
+    )(g.reshape(-1, _STEP), u.reshape(-1, _STEP)).max(1)
 
 
 def _maxima_of_block(g_ref, u_ref, largest_ref):
     block = lax.axis_index("block")
-    here = pl.ds(block * _STEP, _STEP)
     layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // g_ref.dtype.itemsize)  # 16-byte loads
-    g, u = (mosaic.load(ref.at[here], layout) for ref in (g_ref, u_ref))
+    g, u = (mosaic.load(ref.at[block], layout) for ref in (g_ref, u_ref))
     silu = g * sigmoid(g)
     for i, a in enumerate((silu * u, u, silu)):
         largest_ref[i, block] = abs(a).max()

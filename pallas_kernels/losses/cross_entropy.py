@@ -81,7 +81,11 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
 
 def why_not(logits) -> str | None:
     """Why the kernel does not support this call, or None."""
-    return mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
+    return (
+        mosaic.unsupported_dtype(logits=logits)
+        or mosaic.empty(logits=logits)
+        or mosaic.too_many(rows=logits.size // logits.shape[-1])
+    )
 
 
 def why_slower(labels) -> str | None:

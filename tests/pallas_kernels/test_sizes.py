@@ -1,0 +1,95 @@
+"""Sizes at both ends: more than 2^31 elements, and axes of length 0 and 1."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels as ops
+
+BF16, INT = jnp.bfloat16, jnp.int32
+MANY = 2**31
+
+
+def array(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def with_gradient(op):
+    def run(*arrays):
+        y, pull = jax.vjp(op, *arrays)
+        return y, pull(y)
+
+    return run
+
+
+def fp8_mlp(x, gate, up, down, probe, **options):
+    probes = (probe,) * 3
+    return ops.fp8_mlp(x, up, down, gate=gate, probes=probes, **options)
+
+
+def fp8_linear(x, w, probe, **options):
+    return ops.fp8_linear(x, w, probe=probe, **options)
+
+
+def rope(q, **options):
+    return ops.rope(q, q, jnp.arange(q.shape[1]), **options)
+
+
+def cross_entropy(z, **options):
+    return ops.cross_entropy(z, jnp.zeros(z.shape[:-1], INT), **options)
+
+
+def encoder(table, **options):
+    return ops.encoder(jnp.zeros((2, 2**30), INT), table, None, **options)
+
+
+PROBE = array(3, 3, dtype=jnp.float32)
+WIDE, TALL = (66_048, 32_832), (2**20, 4096)
+HUGE = {  # op, shapes, whether the kernel runs
+    "fp8_mlp": (fp8_mlp, [(66_048, 64), *[(64, 32_832)] * 2, (32_832, 64), PROBE], True),
+    "fp8_linear": (fp8_linear, [WIDE, (32_832, 64), PROBE], True),
+    "gelu": (ops.gelu, [TALL], True),
+    "gelu with a bias": (ops.gelu, [TALL, (4096,)], True),
+    "gelu of a part of a block": (ops.gelu, [(MANY + 1,)], False),
+    "swiglu": (ops.swiglu, [TALL, TALL], True),
+    "swiglu of a part of a block": (ops.swiglu, [(MANY + 1,)] * 2, False),
+    "layer_norm": (ops.layer_norm, [TALL, (4096,)], True),
+    "layer_norm of many rows": (ops.layer_norm, [(MANY, 8)], False),
+    "rms_norm of many heads": (ops.rms_norm, [(2**20, 2**11, 8)], False),
+    "rope": (rope, [(2, 2**14, 512, 128)], True),
+    "rope of many positions": (rope, [(2, 2**30, 1, 2)], False),
+    "cross_entropy": (cross_entropy, [(2**16, 2**16)], True),
+    "cross_entropy of many rows": (cross_entropy, [(MANY, 2)], False),
+    "encoder of many places": (encoder, [(8, 2)], False),
+    "attention": (ops.attention, [(2**12, 1024, 16, 64)] * 3, True),
+    "quantize_fp8": (ops.quantize_fp8, [WIDE], True),
+}
+
+
+@pytest.mark.parametrize("case", list(HUGE))
+def test_no_index_of_a_kernel_leaves_int32(monkeypatch, case):
+    """Kernels count in int32, so no axis of their arrays may be longer."""
+    (op, shapes, runs), found, kernel = HUGE[case], [], plgpu.kernel
+
+    def spy(body, out_type, **options):
+        call = kernel(body, out_type=out_type, **options)
+
+        def run(*arrays):
+            found.extend(x.shape for x in jax.tree.leaves((arrays, out_type)))
+            return call(*arrays)
+
+        return run
+
+    monkeypatch.setattr(plgpu, "kernel", spy)
+    arrays = [x if isinstance(x, jax.ShapeDtypeStruct) else array(*x) for x in shapes]
+    grad = with_gradient if op is not ops.quantize_fp8 else lambda f: f
+    of = lambda implementation: grad(lambda *a: op(*a, implementation=implementation))
+    jax.eval_shape(of("xla"), *arrays)
+    if not runs:
+        with pytest.raises(NotImplementedError, match=f"is more than {MANY - 1}"):
+            jax.eval_shape(of("mosaic"), *arrays)
+        return
+    jax.eval_shape(of("mosaic"), *arrays)
+    assert found
+    assert max(max(shape, default=0) for shape in found) < MANY
