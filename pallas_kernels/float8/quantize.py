@@ -131,17 +131,6 @@ def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
 
 
-<<<<<<< HEAD
-=======
-def lost(x, rounded: Cast) -> Float[Array, "3"]:
-    """The shares of x's values that are at fp8's limit and that became 0, and their number."""
-    values = rounded.values
-    at_limit = jnp.abs(values.astype(jnp.float32)) == LARGEST[values.dtype]
-    to_zero = (values == 0) & (x != 0)
-    return jnp.stack([at_limit.mean(), to_zero.mean(), float(x.size)]).astype(jnp.float32)
-
-
->>>>>>> w/kern1
 def why_not(x) -> str | None:
     """Why the kernels do not support this call, or None."""
     rows = x.size // max(x.shape[-1], 1)

@@ -215,20 +215,15 @@ def why_not(x, weight, bias, residual, x_bias, gate, *, kind, eps, general: bool
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if reason := mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x):
         return reason
-<<<<<<< HEAD
     c, most = x.shape[-1], MAX_COLS
+    if reason := mosaic.too_many(rows=x.size // c):
+        return reason
     if gate is not None:
         if reason := mosaic.mixed_dtypes(x=x, gate=gate):
             return reason
         most = MAX_GATED_COLS
     if c > most:
         return f"C={c} is more than {most}"
-=======
-    if reason := mosaic.empty(x=x) or mosaic.too_many(rows=x.size // x.shape[-1]):
-        return reason
-    if x.shape[-1] > MAX_COLS:
-        return f"C={x.shape[-1]} is more than {MAX_COLS}"
->>>>>>> w/kern1
     s = x if residual is None else residual
     streams = x.dtype.itemsize + s.dtype.itemsize * (1 if residual is None else 2)
     row = 2 * streams + (0 if weight is None else weight.dtype.itemsize)
