@@ -1,12 +1,11 @@
 """Mosaic GPU kernels for training language models, each with a jnp reference."""
 
-from pallas_kernels.activations.gelu import gelu, gelu_linear, gelu_mlp
-from pallas_kernels.activations.swiglu import swiglu, swiglu_linear, swiglu_mlp
+from pallas_kernels.activations.activation import gelu, swiglu
+from pallas_kernels.activations.feed_forward import mlp
 from pallas_kernels.embedding import encoder
 from pallas_kernels.flash_attention.decode import decode_attention
 from pallas_kernels.flash_attention.op import attention
 from pallas_kernels.float8.linear import fp8_linear
-from pallas_kernels.float8.mlp import fp8_mlp
 from pallas_kernels.float8.quantize import quantize_fp8
 from pallas_kernels.losses.cross_entropy import cross_entropy
 from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
@@ -30,12 +29,10 @@ __all__ = [
     "dequantize",
     "encoder",
     "fp8_linear",
-    "fp8_mlp",
     "gelu",
-    "gelu_linear",
-    "gelu_mlp",
     "layer_norm",
     "linear_cross_entropy",
+    "mlp",
     "quantize",
     "quantize_fp8",
     "quantized_linear",
@@ -43,8 +40,6 @@ __all__ = [
     "rope",
     "row_linear",
     "swiglu",
-    "swiglu_linear",
-    "swiglu_mlp",
     "vlstm",
     "vlstm_qkv",
     "vlstm_qkvo",

@@ -117,7 +117,7 @@ _rehearsing = False  # whether ops decide as on an H100 where there is no GPU
 
 
 def run(
-    op: str, forms: tuple[Form, ...], implementation: Implementation | None, *arrays, **options
+    op: str, forms: tuple[Form, ...], implementation: Implementation | None, /, *arrays, **options
 ):
     """Runs `op` in the form that `choose` takes; records and logs the decision.
 
@@ -143,7 +143,7 @@ def _log(decision: Decision) -> None:
 
 
 def choose(
-    op: str, forms: tuple[Form, ...], implementation: Implementation | None, *arrays, **options
+    op: str, forms: tuple[Form, ...], implementation: Implementation | None, /, *arrays, **options
 ) -> tuple[Form, Decision, list[Refusal]]:
     """The form in which `run` would run this call, why, and why no form before it."""
     if implementation is not None and implementation not in get_args(Implementation):

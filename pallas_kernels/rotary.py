@@ -78,7 +78,8 @@ def rope(
         if k is not None:
             raise ValueError("q is packed with k: pass k=None")
         q.check("q", "k", "v")
-        _check(*q.shapes()[:2], positions, layout)
+        of_q, of_k, _ = q.shapes()
+        _check(of_q, of_k, positions, layout)
         return dispatch.run("rope", PACKED, implementation, q, positions, **options)
     if k is None:
         raise ValueError("k is missing: pass it, or q as Packed")

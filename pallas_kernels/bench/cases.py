@@ -9,7 +9,8 @@ from pallas_kernels.packed import Packed
 
 _NORMS = shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
 _GATED = shapes("N C", (8192, 14336), (32768, 3072))
-_X, _WIDE, _W = A("N C"), A("N F"), A("C", "float32")
+_X, _W = A("N C"), A("C", "float32")
+_GATE, _BIAS = {"gate": A("C F")}, {"bias": A("F", "float32")}
 _GATES = {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}  # of the vLSTM
 
 
@@ -36,32 +37,19 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
     )
 
 
-def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
-    """An activation of arrays (N, F) with the matmul after it."""
+def _mlp(variant: str, arrays: dict[str, A], matmuls: int, *sizes, fp8: bool = False) -> Case:
     return Case(
-        op,
-        arrays | {"weight": A("F C")},
-        shapes("N F C", *sizes),
-        {"N": 128, "F": 256, "C": 64},
-        reads=(*arrays, "weight"),
-        flops=lambda n: 2 * n["N"] * n["F"] * n["C"],
-        backward=2,
-        gpu="sm_90a",
-    )
-
-
-def _mlp(op: str, arrays: dict[str, A], *sizes) -> Case:
-    """A feed-forward layer: x (N, C), weights (C, F), a bias perhaps, and down (F, C)."""
-    weights = sum(x.axes == "C F" for x in arrays.values())
-    return Case(
-        op,
-        {"x": _X, **arrays, "down": A("F C")},
+        "mlp",
+        {"x": A("N C"), "up": A("C F"), "down": A("F C"), **arrays},
         shapes("N C F", *sizes),
-        {"N": 128, "C": 64, "F": 256},
-        reads=("x", *arrays, "down"),
-        flops=lambda n: 2 * (weights + 1) * n["N"] * n["C"] * n["F"],
+        {"N": 128, "C": 64, "F": 192 if fp8 else 256},
+        reads=("x", "up", "down", *arrays),
+        variant=f"{variant}, fp8" if fp8 else variant,
+        options={"precision": "fp8"} if fp8 else {},
+        flops=lambda n: 2 * matmuls * n["N"] * n["C"] * n["F"],
         backward=2,
-        gpu="sm_90a",
+        rate=1 + fp8,
+        gpu="sm_89" if fp8 else "sm_90a",
     )
 
 
@@ -170,21 +158,6 @@ _FP8_LINEAR = Case(
 )
 
 
-def _fp8_mlp(variant: str, arrays: dict[str, A], matmuls: int, *sizes) -> Case:
-    return Case(
-        "fp8_mlp",
-        {"x": A("N C"), "up": A("C F"), "down": A("F C"), **arrays},
-        shapes("N C F", *sizes),
-        {"N": 128, "C": 64, "F": 192},
-        reads=("x", "up", "down", *arrays),
-        variant=variant,
-        flops=lambda n: 2 * matmuls * n["N"] * n["C"] * n["F"],
-        backward=2,
-        rate=2,
-        gpu="sm_89",
-    )
-
-
 def _head(variant: str, **fields) -> Case:
     return Case(
         "linear_cross_entropy",
@@ -230,14 +203,8 @@ CASES = (
     ),
     Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),
     Case("swiglu", {"gate": _X, "up": _X}, _GATED, {"N": 64, "C": 1024}, reads=("gate", "up")),
-    _linear("swiglu_linear", {"gate": _WIDE, "up": _WIDE}, (32768, 2048, 768), (8192, 8192, 2048)),
-    _mlp(
-        "swiglu_mlp",
-        {"gate": A("C F"), "up": A("C F")},
-        *((32768, 768, 2048), (8192, 2048, 8192), (8192, 4096, 14336)),
-    ),
-    _mlp("gelu_mlp", {"up": A("C F"), "bias": A("F", "float32")}, (32768, 768, 3072)),
-    _linear("gelu_linear", {"x": _WIDE, "bias": A("F", "float32")}, (32768, 3072, 768)),
+    _mlp("swiglu", _GATE, 3, (32768, 768, 2048), (8192, 2048, 8192), (8192, 4096, 14336)),
+    _mlp("gelu", _BIAS, 2, (32768, 768, 3072)),
     Case(
         "rope",
         {"q": A("B T H D"), "k": A("B T K D"), "positions": A("T", "int32", "arange")},
@@ -288,8 +255,8 @@ CASES = (
     _vlstm_qkvo((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
     generation.vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
-    _fp8_mlp("swiglu", {"gate": A("C F")}, 3, (8192, 2048, 8192), (8192, 4096, 14336)),
-    _fp8_mlp("gelu", {"bias": A("F", "float32")}, 2, (32768, 768, 3072)),
+    _mlp("swiglu", _GATE, 3, (8192, 2048, 8192), (8192, 4096, 14336), fp8=True),
+    _mlp("gelu", _BIAS, 2, (32768, 768, 3072), fp8=True),
     _QUANTIZE_FP8,
     generation.row((768, 3072), (3072, 768), (2048, 2048)),
     generation.packed_row("q, k and v", (4, 1, 1), (4096, 6144)),

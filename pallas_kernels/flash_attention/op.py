@@ -86,9 +86,9 @@ def attention(
     elif k is None or v is None:
         raise ValueError("k and v are missing: pass them, or q as Packed")
     operands = q if isinstance(q, Packed) else (q, k, v)
-    shapes = _shapes(operands)
-    check(*shapes, causal, window, softcap, segment_ids)
-    if window is not None and window >= shapes[1].shape[1]:
+    of_q, of_k, of_v = _shapes(operands)
+    check(of_q, of_k, of_v, causal, window, softcap, segment_ids)
+    if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
     return dispatch.run(
         "attention",
@@ -180,7 +180,7 @@ def _deterministic_requested() -> bool:
     return any(value.lower() in ("", "=true", "=1") for value in values)
 
 
-def _cudnn(q, k, v, causal, scale, window):
+def _cudnn(q, k, v, *, causal, scale, window):
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -421,7 +421,7 @@ FORMS = (
     Form(
         "cudnn",
         lambda operands, ids, *, causal, scale, window, **options: _cudnn(
-            *_split(operands), causal, scale, window
+            *_split(operands), causal=causal, scale=scale, window=window
         ),
         "sm_80",
         cudnn_why_not,

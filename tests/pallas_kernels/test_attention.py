@@ -331,7 +331,7 @@ def test_what_the_kernel_lacks_is_said(shape, dtype, options, reason):
 def test_other_gpus_take_cudnn_where_it_takes_the_call(shape, dtype, options, runs, monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None if gpu == "sm_80" else "older")
     calls = []
-    monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_: calls.append(1) or q)
+    monkeypatch.setattr(attention_module, "_cudnn", lambda q, *_, **options: calls.append(1) or q)
     why = {
         "cudnn": "older",
         "general": "supported",

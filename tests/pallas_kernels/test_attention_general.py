@@ -121,7 +121,7 @@ def test_explain_names_the_form():
 def test_other_gpus_take_it_in_place_of_xla(lacks, asked, softcap, runs, why, monkeypatch):
     monkeypatch.delenv("JAXLLM_KERNELS")
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: "older" if gpu in lacks else None)
-    monkeypatch.setattr(op, "_cudnn", lambda q, *_: q)
+    monkeypatch.setattr(op, "_cudnn", lambda q, *_, **options: q)
     q = jnp.zeros((1, 16, 1, 64), BF16)
     call = lambda q: attention(q, q, q, softcap=softcap, implementation=asked)  # a new function
     jax.eval_shape(call, q)

@@ -13,14 +13,11 @@ from pallas_kernels import (
     dispatch,
     encoder,
     gelu,
-    gelu_linear,
-    gelu_mlp,
     layer_norm,
+    mlp,
     rms_norm,
     rope,
     swiglu,
-    swiglu_linear,
-    swiglu_mlp,
     vlstm,
 )
 from pallas_kernels.bench import run
@@ -43,11 +40,8 @@ def capable(monkeypatch):
 
 ARRAYS = {  # shapes that the kernels of these ops do not support
     "gelu": (gelu, [(128, 192), (192,)]),
-    "gelu_mlp": (gelu_mlp, [(128, 64), (64, 704), (704,), (704, 64)]),
-    "gelu_linear": (gelu_linear, [(128, 704), (704,), (704, 64)]),
+    "mlp": (lambda x, up, down: mlp(x, up, down, gate=up), [(0, 64), (64, 704), (704, 64)]),
     "swiglu": (swiglu, [(0, 128), (0, 128)]),
-    "swiglu_linear": (swiglu_linear, [(128, 704), (128, 704), (704, 64)]),
-    "swiglu_mlp": (swiglu_mlp, [(128, 64), *[(64, 704)] * 2, (704, 64)]),
     "layer_norm": (layer_norm, [(2, 9000)]),
     "attention": (attention, [(1, 8, 1, 260)] * 3),
     "packed": (lambda x: attention(Packed(x, ((1, 260),) * 3)), [(1, 9, 3 * 260)]),
@@ -157,7 +151,7 @@ def test_which_shapes_xla_is_faster_for(capable, op, shapes, why):
 )
 def test_where_cudnn_is_wrong_it_does_not_run(capable, shape, scale, why):
     q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    assert attention_op.cudnn_why_not(q, q, q, scale=scale).startswith(why)
+    assert attention_op.cudnn_why_not((q, q, q), scale=scale).startswith(why)
     if scale is not None:
         jax.eval_shape(lambda q: attention(q, q, q, scale=scale), q)
         assert [decision.runs for decision in dispatch.decisions()] == ["xla"]
@@ -184,7 +178,7 @@ def test_where_cudnn_is_wrong_it_does_not_run(capable, shape, scale, why):
 def test_which_shapes_cudnn_is_faster_for(capable, monkeypatch, shape, options, flags, why):
     b, t, s, d = shape
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(attention_op, "_cudnn", lambda q, *_: q)
+    monkeypatch.setattr(attention_op, "_cudnn", lambda q, *_, **options: q)
     q, k = (jax.ShapeDtypeStruct((b, n, 2, d), jnp.bfloat16) for n in (t, s))
     jax.eval_shape(lambda q, k: attention(q, k, k, **options), q, k)
     (decision,) = dispatch.decisions()

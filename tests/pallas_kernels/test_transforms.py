@@ -45,15 +45,18 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
     ),
     "gelu": (ops.gelu, [ROWS, WEIGHT], []),
     "swiglu": (ops.swiglu, [ROWS, ROWS], []),
-    "swiglu_linear": (ops.swiglu_linear, [*[(2, 128, 128)] * 2, (2, 128, 64)], [], BF16),
-    "swiglu_mlp": (
-        ops.swiglu_mlp,
+    "mlp": (
+        lambda x, gate, up, down, **o: ops.mlp(x, up, down, gate=gate, **o),
         [(2, 128, 64), *[(2, 64, 128)] * 2, (2, 128, 64)],
         [],
         BF16,
     ),
-    "gelu_mlp": (ops.gelu_mlp, [(2, 128, 64), (2, 64, 128), (2, 128), (2, 128, 64)], [], BF16),
-    "gelu_linear": (ops.gelu_linear, [(2, 128, 128), (2, 128), (2, 128, 64)], [], BF16),
+    "mlp_gelu": (
+        lambda x, up, bias, down, **o: ops.mlp(x, up, down, bias=bias, **o),
+        [(2, 128, 64), (2, 64, 128), (2, 128), (2, 128, 64)],
+        [],
+        BF16,
+    ),
     "rope": (
         lambda q, k, **o: ops.rope(q, k, jnp.arange(9), **o),
         [(2, 1, 9, 2, 64), (2, 1, 9, 1, 64)],
@@ -100,8 +103,8 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         BF16,
     ),
     "fp8_linear": (ops.fp8_linear, [(2, 64, 64), (2, 64, 64)], [], BF16),
-    "fp8_mlp": (
-        lambda x, up, down, gate, **o: ops.fp8_mlp(x, up, down, gate=gate, **o),
+    "mlp_fp8": (
+        lambda x, up, down, gate, **o: ops.mlp(x, up, down, gate=gate, precision="fp8", **o),
         [(2, 64, 64), (2, 64, 128), (2, 128, 64), (2, 64, 128)],
         [],
         BF16,
@@ -153,6 +156,7 @@ IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 def test_every_op_is_here():
     variants = {"encoder_tied", "attention_packed", "decode_attention_new"}
     variants |= {"layer_norm_residual", "layer_norm_gate", "rms_norm_residual"}
+    variants |= {"mlp_gelu", "mlp_fp8"}
     assert set(CASES) - variants == set(ops.__all__) - NO_KERNEL
 
 
@@ -188,7 +192,7 @@ def test_of_two_members(name, loop):
     with kernels_run_here():
         actual = results(name, "mosaic", loop)
     tolerance = 3e-2 if CASES[name][3:] else 1e-5
-    if name == "fp8_mlp" and ON_GPU:  # sums in another order move an element of h by a step of e4m3
+    if name == "mlp_fp8" and ON_GPU:  # sums in another order move an element of h by a step of e4m3
         tolerance = 6e-2
     for a, e in zip(actual, expected, strict=True):
         a, e = (np.asarray(x, np.float32) for x in (a, e))
