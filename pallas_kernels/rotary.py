@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.options import checked
 
 Layout = Literal["half", "interleaved"]
 
@@ -49,6 +50,7 @@ class RopeScaling(NamedTuple):
     original_max_position_embeddings: int = 8192
 
 
+@checked
 def rope(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T K D"],
@@ -68,7 +70,7 @@ def rope(
     Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
     under implementation="mosaic" for dtypes other than fp32, bf16 and fp16.
     """
-    _check(q, k, positions, layout)
+    _check(q, k, positions)
     reason, slower = why_not(q, k, positions), why_slower(q, k, layout)
     if not dispatch.use_kernel("rope", implementation, reason, slower=slower):
         return rope_reference(q, k, positions, theta=theta, scaling=scaling, layout=layout)
@@ -158,7 +160,7 @@ def why_not_in_place(x, positions) -> str | None:
     return why_not(x, x, positions)
 
 
-def _check(q, k, positions, layout):
+def _check(q, k, positions):
     mosaic.check_axes("B T H D", q=q, k=k)
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:
@@ -166,8 +168,6 @@ def _check(q, k, positions, layout):
     if d % 2:
         raise ValueError(f"D={d} is odd; RoPE rotates pairs")
     check_positions(q, positions)
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f"layout={layout!r} is not one of half, interleaved")
 
 
 def check_positions(x, positions):

@@ -43,10 +43,12 @@ from pallas_kernels.activations.elementwise import (
     why_slower,
 )
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
+from pallas_kernels.options import checked
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 
 
+@checked
 def gelu(
     x: Float[Array, "*rows F"],
     bias: Float[Array, " F"] | None = None,
@@ -70,6 +72,7 @@ def gelu(
     return _gelu_of_sum(x.reshape(-1, bias.size), bias).reshape(x.shape)
 
 
+@checked
 def gelu_linear(
     x: Float[Array, "*rows F"],
     bias: Float[Array, " F"],
@@ -95,6 +98,7 @@ def gelu_linear(
     return gelu(x, bias, implementation=implementation) @ weight
 
 
+@checked
 def gelu_mlp(
     x: Float[Array, "*rows C"],
     up: Float[Array, "C F"],

@@ -35,8 +35,10 @@ from pallas_kernels.activations.elementwise import (
     why_slower,
 )
 from pallas_kernels.activations.elementwise import why_not as _elementwise_why_not
+from pallas_kernels.options import checked
 
 
+@checked
 def swiglu(
     gate: Float[Array, "*shape"],
     up: Float[Array, "*shape"],
@@ -57,6 +59,7 @@ def swiglu(
     return _swiglu(gate, up)
 
 
+@checked
 def swiglu_linear(
     gate: Float[Array, "*rows F"],
     up: Float[Array, "*rows F"],
@@ -81,6 +84,7 @@ def swiglu_linear(
     return swiglu(gate, up, implementation=implementation) @ weight
 
 
+@checked
 def swiglu_mlp(
     x: Float[Array, "*rows C"],
     gate: Float[Array, "C F"],

@@ -30,11 +30,13 @@ from pallas_kernels.flash_attention import general_forward
 from pallas_kernels.flash_attention.backward import backward
 from pallas_kernels.flash_attention.forward import forward
 from pallas_kernels.flash_attention.schedule import Call
+from pallas_kernels.options import checked
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
 
+@checked
 def attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
@@ -204,8 +206,6 @@ def check(q, k, v, causal, window, softcap, segment_ids=None):
         raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
-    if window is not None and window != int(window):
-        raise ValueError(f"window={window} is not a whole number of keys")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
     if segment_ids is not None:
@@ -225,7 +225,7 @@ def _check_segments(segment_ids, b, t, s):
 
 
 def scale_of(scale, q) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
 
 
 def _pair(segment_ids, t, s):

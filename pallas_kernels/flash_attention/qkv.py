@@ -28,10 +28,12 @@ from pallas_kernels.flash_attention.op import (
 )
 from pallas_kernels.flash_attention.op import why_not as _attention_why_not
 from pallas_kernels.flash_attention.schedule import Heads
+from pallas_kernels.options import checked
 from pallas_kernels.rotary import RopeScaling, check_positions, rope, rotate_in_place
 from pallas_kernels.rotary import why_not_in_place as _rope_why_not
 
 
+@checked
 def attention_qkv(
     qkv: Float[Array, "B T P D"],
     n_heads: int,
@@ -108,7 +110,7 @@ def _plus(qkv, bias):
     """qkv + bias, in the shape of the matmul that yields qkv: XLA then adds it in the matmul."""
     if bias is None:
         return qkv
-    flat = qkv.reshape(*qkv.shape[:2], -1)
+    flat = qkv.reshape(*qkv.shape[:2], bias.size)
     return (flat + bias.reshape(-1).astype(qkv.dtype)).reshape(qkv.shape)
 
 

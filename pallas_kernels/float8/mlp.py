@@ -50,12 +50,14 @@ from pallas_kernels.float8.quantize import (
     norms,
     not_a_multiple,
 )
+from pallas_kernels.options import checked
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
 _SLOPE = 1.13  # of gelu at most; 1.1 of silu
 _STEP = 4096  # elements of a block of `_maxima`
 
 
+@checked
 def fp8_mlp(
     x: Float[Array, "*rows C"],
     up: Float[Array, "C F"],

@@ -23,10 +23,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.norms import kernels, tiles
+from pallas_kernels.options import checked
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 
 
+@checked
 def layer_norm(
     x: Float[Array, "... C"],
     weight: Weight = None,
@@ -50,6 +52,7 @@ def layer_norm(
     return kernels.norm(NORM, eps, general, x, None, weight, bias)[0]
 
 
+@checked
 def add_layer_norm(
     x: Float[Array, "... C"],
     residual: Float[Array, "... C"],
@@ -76,6 +79,7 @@ def add_layer_norm(
     return kernels.norm(NORM, eps, general, x, residual, weight, bias, x_bias)
 
 
+@checked
 def gated_layer_norm(
     x: Float[Array, "... C"],
     gate: Float[Array, "... C"],

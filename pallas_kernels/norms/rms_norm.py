@@ -18,10 +18,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.norms import kernels, tiles
+from pallas_kernels.options import checked
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 
 
+@checked
 def rms_norm(
     x: Float[Array, "... C"],
     weight: Weight = None,
@@ -45,6 +47,7 @@ def rms_norm(
     return kernels.norm(_NORM, eps, general, x, None, weight, bias)[0]
 
 
+@checked
 def add_rms_norm(
     x: Float[Array, "... C"],
     residual: Float[Array, "... C"],
