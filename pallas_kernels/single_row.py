@@ -20,6 +20,7 @@ Packed weights (K, N) have the kernel of quantized/gemv.py, with the same parts.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -158,7 +159,7 @@ def why_slower(weights) -> str | None:
 
 def _check(x, weights, biases, norm, activation, residual):
     """Raises ValueError for arrays or options that do not fit."""
-    if not x.ndim or x.size != x.shape[-1]:
+    if not x.ndim or math.prod(x.shape[:-1]) != 1:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
     if not weights:
         raise ValueError("weights is empty: row_linear needs at least one")

@@ -147,7 +147,7 @@ def not_a_multiple(n: int, **sizes: int) -> str | None:
 
 def _largest(x):
     """max |x|, infinite if x has an infinity or a NaN."""
-    return _sizes(x).max().astype(jnp.float32)
+    return _sizes(x).max(initial=0).astype(jnp.float32)
 
 
 def _sizes(x):

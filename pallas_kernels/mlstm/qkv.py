@@ -147,7 +147,9 @@ def _parts(x, heads: int, *widths: int) -> list[jax.Array]:
     """The heads of each of these widths."""
     ends = itertools.accumulate(heads * width for width in widths[:-1])
     parts = jnp.split(x, list(ends), axis=2)
-    return [part.reshape(*x.shape[:2], heads, -1) for part in parts]
+    return [
+        part.reshape(*x.shape[:2], heads, width) for part, width in zip(parts, widths, strict=True)
+    ]
 
 
 @functools.partial(
