@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.options import checked
 
 # The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take 32 us forward and
 # 118 us backward.
@@ -42,6 +43,7 @@ _TILE = 32  # places of one token that one block sums
 _VOCAB = 4  # rows of dwte that one block writes
 
 
+@checked
 def encoder(
     tokens: Int[Array, "batch time"],
     wte: Float[Array, "vocab width"],
@@ -70,6 +72,8 @@ def encoder(
     mosaic.check_axes("B T", tokens=tokens)
     mosaic.check_integers(tokens=tokens)
     mosaic.check_axes("rows C", wte=wte, **({} if wpe is None else {"wpe": wpe}))
+    if not wte.shape[0]:
+        raise ValueError(f"wte has shape {wte.shape}, but the vocabulary needs at least 1 row")
     if wpe is not None and wpe.shape[1] != wte.shape[1]:
         raise ValueError(
             f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}; they must be equal"

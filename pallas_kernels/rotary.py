@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
+from pallas_kernels.options import checked
 from pallas_kernels.packed import Packed
 
 Layout = Literal["half", "interleaved"]
@@ -52,6 +53,7 @@ class RopeScaling(NamedTuple):
     original_max_position_embeddings: int = 8192
 
 
+@checked
 def rope(
     q: Float[Array, "B T H D"] | Packed,
     k: Float[Array, "B T K D"] | None,
@@ -79,11 +81,11 @@ def rope(
             raise ValueError("q is packed with k: pass k=None")
         q.check("q", "k", "v")
         of_q, of_k, _ = q.shapes()
-        _check(of_q, of_k, positions, layout)
+        _check(of_q, of_k, positions)
         return dispatch.run("rope", PACKED, implementation, q, positions, **options)
     if k is None:
         raise ValueError("k is missing: pass it, or q as Packed")
-    _check(q, k, positions, layout)
+    _check(q, k, positions)
     return dispatch.run("rope", FORMS, implementation, q, k, positions, **options)
 
 
@@ -181,15 +183,13 @@ def _packed_reference(qkv: Packed, positions, **options):
     return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
 
 
-def _check(q, k, positions, layout):
+def _check(q, k, positions):
     mosaic.check_axes("B T H D", q=q, k=k)
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:
         raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
     if d % 2:
         raise ValueError(f"D={d} is odd; RoPE rotates pairs")
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f"layout={layout!r} is not one of half, interleaved")
     mosaic.check_integers(positions=positions)
     if positions.shape not in ((t,), (b, t)):
         raise ValueError(f"positions have shape {positions.shape}, neither ({t},) nor ({b}, {t})")

@@ -39,6 +39,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import elementwise as kernel
 from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
 from pallas_kernels.dispatch import Form
+from pallas_kernels.options import checked
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 # From x = 100 on the sigmoid is 0 or 1, whatever x^2 is; the overflow of x^2, or of x^3, times the
@@ -46,6 +47,7 @@ _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 _FLAT = 1e4
 
 
+@checked
 def gelu(
     x: Float[Array, "*rows F"],
     bias: Float[Array, " F"] | None = None,
@@ -64,6 +66,7 @@ def gelu(
     return dispatch.run("gelu", GELU, implementation, x, bias)
 
 
+@checked
 def swiglu(
     gate: Float[Array, "*shape"],
     up: Float[Array, "*shape"],

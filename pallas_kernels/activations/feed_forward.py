@@ -72,12 +72,14 @@ from pallas_kernels.float8.quantize import (
     norms,
     not_a_multiple,
 )
+from pallas_kernels.options import checked
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
 _SLOPE = 1.13  # of gelu at most; 1.1 of silu
 _STEP = 4096  # elements of a block of `_maxima`
 
 
+@checked
 def mlp(
     x: Float[Array, "*rows C"],
     up: Float[Array, "C F"],
@@ -106,7 +108,7 @@ def mlp(
     Raises ValueError for shapes that do not fit and for integers, NotImplementedError under
     implementation="mosaic" for a call that no kernel supports.
     """
-    _check(x, up, down, gate, bias, precision, saves)
+    _check(x, up, down, gate, bias)
     arrays = x, up, down, gate, bias
     if precision is None:
         form = functools.partial(dispatch.run, "mlp", FORMS)
@@ -115,7 +117,7 @@ def mlp(
     return form(implementation, *arrays, row_norm, implementation=implementation)
 
 
-def _check(x, up, down, gate, bias, precision, saves):
+def _check(x, up, down, gate, bias):
     """Raises ValueError for arrays that do not fit."""
     for a in (x, up, down, gate, bias):
         if a is not None:
@@ -128,10 +130,6 @@ def _check(x, up, down, gate, bias, precision, saves):
         raise ValueError(f"bias has shape {bias.shape}, not {up.shape[1:]}, up's columns")
     if gate is not None and bias is not None:
         raise ValueError("mlp takes a gate (SwiGLU) or a bias (GELU), not both")
-    if precision not in (None, "fp8"):
-        raise ValueError(f"precision={precision!r} is not None or fp8")
-    if saves not in ("derivatives", "products"):
-        raise ValueError(f"saves={saves!r} is not derivatives or products")
 
 
 def mlp_reference(x, up, down, *, gate=None, bias=None, precision=None):

@@ -48,9 +48,11 @@ from pallas_kernels.flash_attention.decode_plan import (
 from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
 from pallas_kernels.float8.quantize import saturated
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+from pallas_kernels.options import checked
 from pallas_kernels.rotary import RopeScaling, cos_sin, rope_reference
 
 
+@checked
 def decode_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
@@ -91,8 +93,12 @@ def decode_attention(
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
     _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
-    if theta is not None and new is None:
-        raise ValueError(f"theta={theta} needs new=, the key that RoPE turns")
+    if theta is not None and (new is None or q.shape[3] % 2):
+        raise ValueError(
+            f"theta={theta} needs new=, the key that RoPE turns, and an even D, not {q.shape[3]}"
+        )
+    if window is not None and window >= k.shape[1]:
+        window = None  # the window holds every key
     arrays = q, k, v, lengths, new, k_scale, v_scale
     options = dict(scale=scale, window=window, softcap=softcap, theta=theta, scaling=scaling)
     return dispatch.run("decode_attention", FORMS, implementation, *arrays, **options)

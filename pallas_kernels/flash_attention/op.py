@@ -43,12 +43,14 @@ from pallas_kernels.flash_attention.forward import forward
 from pallas_kernels.flash_attention.masks import some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
+from pallas_kernels.options import checked
 from pallas_kernels.packed import Packed
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
 
+@checked
 def attention(
     q: Float[Array, "B T H D"] | Packed,
     k: Float[Array, "B S K D"] | None = None,
@@ -207,8 +209,6 @@ def check(q, k, v, causal, window, softcap, segment_ids=None):
         raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
-    if window is not None and window != int(window):
-        raise ValueError(f"window={window} is not a whole number of keys")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
     if segment_ids is not None:
@@ -229,7 +229,7 @@ def _check_segments(segment_ids, b, t, s):
 
 def scale_of(scale, q) -> float:
     """The factor of the logits; raises ValueError if it is not finite."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} is not a finite number")
     return scale

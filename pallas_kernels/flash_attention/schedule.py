@@ -232,7 +232,7 @@ def share_out(
 
 def section_pairs(pairs: int, pair_bytes: int, section: int) -> int:
     """Of how many pairs a section of that many MiB consists; all sections are about as long."""
-    fit = max(1, (section << 20) // pair_bytes)
+    fit = max(1, (section << 20) // max(1, pair_bytes))
     return mosaic.cdiv(pairs, mosaic.cdiv(pairs, fit))
 
 

@@ -39,6 +39,7 @@ from pallas_kernels.float8.quantize import (
     cast_and_sum,
     not_a_multiple,
 )
+from pallas_kernels.options import checked
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
@@ -47,6 +48,7 @@ _FLAG = "--xla_gpu_enable_triton_gemm=false"
 log = logging.getLogger("pallas_kernels")
 
 
+@checked
 def fp8_linear(
     x: Float[Array, "*rows K"],
     weight: Float[Array, "K N"],

@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import ampere, dispatch, mosaic
+from pallas_kernels.options import checked
 
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 TILE = 64  # rows and columns of a block
@@ -56,6 +57,7 @@ class Cast(NamedTuple):
     inverse: Any  # 1 / s, float32
 
 
+@checked
 def quantize_fp8(
     x: Float[Array, "*rows K"],
     *,
@@ -147,7 +149,7 @@ def not_a_multiple(n: int, **sizes: int) -> str | None:
 
 def _largest(x):
     """max |x|, infinite if x has an infinity or a NaN."""
-    return _sizes(x).max().astype(jnp.float32)
+    return _sizes(x).max(initial=0).astype(jnp.float32)
 
 
 def _sizes(x):

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.options import checked
 
 # Loads of 8 elements that a thread has in flight.  4 reach 0.92 to 1.04 of a copy's bandwidth on an
 # H100; 2 or 8 are up to 4% slower (docs/performance.md).
@@ -28,6 +29,7 @@ _UNROLL = 4
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the initial maximum; finite, as -inf - -inf is NaN
 
 
+@checked
 def cross_entropy(
     logits: Float[Array, "*batch vocab"],
     labels: Int[Array, "*batch"],

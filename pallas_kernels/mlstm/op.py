@@ -16,11 +16,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.mlstm import chunkwise, reference, step
+from pallas_kernels.options import checked
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
 
 
+@checked
 def vlstm(
     q: Float[Array, "B T NH DQK"],
     k: Float[Array, "B T NH DQK"],
@@ -59,7 +61,7 @@ def vlstm(
     implementation="mosaic" for a call that the kernels do not support.
     """
     mosaic.check_axes("B T NH DQK", q=q)
-    check(q, k, v, i, f, gate, initial_state, segment_ids, chunk_size)
+    check(q, k, v, i, f, initial_state, segment_ids, chunk_size)
     options = dict(
         gate=gate,
         normalize=normalize,
@@ -75,6 +77,7 @@ def vlstm(
     return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
 
 
+@checked
 def vlstm_step(
     q: Float[Array, "B NH DQK"],
     k: Float[Array, "B NH DQK"],
@@ -95,7 +98,7 @@ def vlstm_step(
     Raises as `vlstm`.
     """
     mosaic.check_axes("B NH DQK", q=q)
-    check(q, k, v, i, f, gate, state)
+    check(q, k, v, i, f, state)
     reason, slower = step.why_not(q, v, eps=eps), step.why_slower(q, v)
     if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
         return step.advance(gate, normalize, q, k, v, i, f, state)
@@ -114,10 +117,8 @@ def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
     return mosaic.empty(q=q, v=v)
 
 
-def check(q, k, v, i, f, gate, state=None, segment_ids=None, chunk_size=None):
+def check(q, k, v, i, f, state=None, segment_ids=None, chunk_size=None):
     """Raises ValueError for shapes, dtypes and options that do not match."""
-    if gate not in ("exp", "sigmoid"):
-        raise ValueError(f"gate={gate!r} is not one of exp, sigmoid")
     if not (q.shape == k.shape and q.shape[:-1] == v.shape[:-1] == i.shape == f.shape):
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape}, i {i.shape} and f {f.shape} do not match: v"

@@ -23,8 +23,10 @@ from pallas_kernels.mlstm.op import Gate, check, vlstm, why_not
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms import tiles
 from pallas_kernels.norms.norm import LAYER, layer_norm
+from pallas_kernels.options import checked
 
 
+@checked
 def vlstm_qkv(
     qkv: Float[Array, "B T P"],
     i: Float[Array, "B T NH"],
@@ -49,7 +51,7 @@ def vlstm_qkv(
     dv, heads = _value_width(i, f, dqk, 1, qkv=qkv), i.shape[2]
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     others: dict[str, Any] = dict(eps=eps, chunk_size=chunk_size, implementation=implementation)
-    form = _form(qkv, i, f, dqk, dv, gate=gate, segment_ids=segment_ids, **others)
+    form = _form(qkv, i, f, dqk, dv, segment_ids=segment_ids, **others)
     if form is None:
         q, k, v = _parts(qkv, heads, dqk, dqk, dv)
         # pyrefly: ignore[bad-return]
@@ -58,6 +60,7 @@ def vlstm_qkv(
     return _in_one_array(qkv, i, f, None, dqk=dqk, dv=dv, form=form, **options)
 
 
+@checked
 def vlstm_qkvo(
     qkvo: Float[Array, "B T P"],
     i: Float[Array, "B T NH"],
@@ -86,7 +89,7 @@ def vlstm_qkvo(
         raise ValueError(f"weight has shape {weight.shape}, not (NH, DV) = {(heads, dv)}")
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     others: dict[str, Any] = dict(chunk_size=chunk_size, implementation=implementation)
-    form = _form(qkvo, i, f, dqk, dv, gate=gate, segment_ids=segment_ids, eps=0.0, **others)
+    form = _form(qkvo, i, f, dqk, dv, segment_ids=segment_ids, eps=0.0, **others)
     general = dispatch.general_form(implementation, rival=False, gpu="sm_90")
     h = jax.ShapeDtypeStruct((*i.shape, dv), qkvo.dtype)
     gated = h, weight, None, None, None, h
@@ -118,7 +121,7 @@ def _value_width(i, f, dqk: int, count: int, **array) -> int:
     return dv
 
 
-def _form(x, i, f, dqk, dv, *, gate, segment_ids, eps, chunk_size, implementation):
+def _form(x, i, f, dqk, dv, *, segment_ids, eps, chunk_size, implementation):
     """The form of the kernels that take q, k and v as columns of x, None if x must be split.
 
     Raises what `vlstm` raises.
@@ -127,7 +130,7 @@ def _form(x, i, f, dqk, dv, *, gate, segment_ids, eps, chunk_size, implementatio
     form = chunkwise.GENERAL if general else chunkwise.HOPPER
     of = lambda width: jax.ShapeDtypeStruct((*x.shape[:2], i.shape[2], width), x.dtype)
     shapes = of(dqk), of(dqk), of(dv), i, f
-    check(*shapes, gate, segment_ids=segment_ids, chunk_size=chunk_size)
+    check(*shapes, segment_ids=segment_ids, chunk_size=chunk_size)
     padded = dqk % 64 or dv % 64 or x.shape[1] % form.rows
     runs = dispatch.decide("vlstm", implementation, None, _gpu(form)).runs
     return None if padded or why_not(*shapes, eps=eps) or runs != "mosaic" else form
@@ -146,7 +149,9 @@ def _parts(x, heads: int, *widths: int) -> list[jax.Array]:
     """The heads of each of these widths."""
     ends = itertools.accumulate(heads * width for width in widths[:-1])
     parts = jnp.split(x, list(ends), axis=2)
-    return [part.reshape(*x.shape[:2], heads, -1) for part in parts]
+    return [
+        part.reshape(*x.shape[:2], heads, width) for part, width in zip(parts, widths, strict=True)
+    ]
 
 
 @functools.partial(

@@ -33,6 +33,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms import tiles
 from pallas_kernels.norms.kernels import Norm, backward, forward
+from pallas_kernels.options import checked
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 Rows = Float[Array, "... C"]
@@ -88,6 +89,7 @@ RMS = Norm(
 )
 
 
+@checked
 def layer_norm(
     x: Rows,
     weight: Weight = None,
@@ -115,6 +117,7 @@ def layer_norm(
     return _run(LAYER, implementation, eps, x, weight, bias, residual, x_bias, gate)
 
 
+@checked
 def rms_norm(
     x: Rows,
     weight: Weight = None,

@@ -134,8 +134,8 @@ def test_shapes_and_options_that_do_not_fit_are_errors():
         (dict(gate=gate, bias=jnp.ones(128)), "a gate .SwiGLU. or a bias .GELU., not both"),
         (dict(bias=jnp.ones(64)), r"bias has shape \(64,\), not \(128,\)"),
         (dict(gate=down), r"x, up, down and gate .* are not \(\.\.\., C\)"),
-        (dict(precision="int8"), "precision='int8' is not None or fp8"),
-        (dict(saves="all"), "saves='all' is not derivatives or products"),
+        (dict(precision="int8"), "precision='int8' is not one of fp8"),
+        (dict(saves="all"), "saves='all' is not one of derivatives, products"),
     ):
         with pytest.raises(ValueError, match=message):
             mlp(x, up, down, **options)

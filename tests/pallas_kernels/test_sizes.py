@@ -6,6 +6,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels as ops
+from pallas_kernels import dispatch
 
 BF16, INT = jnp.bfloat16, jnp.int32
 MANY = 2**31
@@ -23,13 +24,8 @@ def with_gradient(op):
     return run
 
 
-def fp8_mlp(x, gate, up, down, probe, **options):
-    probes = (probe,) * 3
-    return ops.fp8_mlp(x, up, down, gate=gate, probes=probes, **options)
-
-
-def fp8_linear(x, w, probe, **options):
-    return ops.fp8_linear(x, w, probe=probe, **options)
+def fp8_mlp(x, gate, up, down, **options):
+    return ops.mlp(x, up, down, gate=gate, precision="fp8", **options)
 
 
 def rope(q, **options):
@@ -44,11 +40,10 @@ def encoder(table, **options):
     return ops.encoder(jnp.zeros((2, 2**30), INT), table, None, **options)
 
 
-PROBE = array(3, 3, dtype=jnp.float32)
 WIDE, TALL = (66_048, 32_832), (2**20, 4096)
 HUGE = {  # op, shapes, whether the kernel runs
-    "fp8_mlp": (fp8_mlp, [(66_048, 64), *[(64, 32_832)] * 2, (32_832, 64), PROBE], True),
-    "fp8_linear": (fp8_linear, [WIDE, (32_832, 64), PROBE], True),
+    "fp8_mlp": (fp8_mlp, [(66_048, 64), *[(64, 32_832)] * 2, (32_832, 64)], True),
+    "fp8_linear": (ops.fp8_linear, [WIDE, (32_832, 64)], True),
     "gelu": (ops.gelu, [TALL], True),
     "gelu with a bias": (ops.gelu, [TALL, (4096,)], True),
     "gelu of a part of a block": (ops.gelu, [(MANY + 1,)], False),
@@ -93,3 +88,55 @@ def test_no_index_of_a_kernel_leaves_int32(monkeypatch, case):
     jax.eval_shape(of("mosaic"), *arrays)
     assert found
     assert max(max(shape, default=0) for shape in found) < MANY
+
+
+def packed(x, **options):
+    return ops.attention(ops.Packed(x, ((2, 64), (1, 64), (1, 64))), **options)
+
+
+def decode(q, kv, **options):
+    return ops.decode_attention(q, kv, kv, jnp.ones(q.shape[0], INT), **options)
+
+
+EDGES = {  # op, shapes, the result's shape
+    "many query heads on one": (ops.attention, [(1, 1, 512, 64), *[(1, 1, 1, 64)] * 2], None),
+    "attention, D 0": (ops.attention, [(1, 8, 2, 0)] * 3, (1, 8, 2, 0)),
+    "packed, B 0": (packed, [(0, 8, 256)], (0, 8, 2, 64)),
+    "packed, T 0": (packed, [(1, 0, 256)], (1, 0, 2, 64)),
+    "many query heads in decode_attention": (decode, [(1, 1, 512, 64), (1, 8, 1, 64)], None),
+    "quantize_fp8 of nothing": (ops.quantize_fp8, [(0, 64)], (0, 64)),
+    "quantize_fp8 of no columns": (ops.quantize_fp8, [(64, 0)], (64, 0)),
+}
+
+
+@pytest.mark.parametrize("case", list(EDGES))
+def test_every_size_has_a_result(monkeypatch, case):
+    op, shapes, shape = EDGES[case]
+    grad = with_gradient if op in (ops.attention, packed) else lambda f: f
+    arrays = [jnp.ones(s, BF16) for s in shapes]
+    first = lambda results: jax.tree.leaves(results)[0]
+    y = first(grad(op)(*arrays))
+    assert y.shape == (shape or shapes[0])
+    assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+    traced = jax.eval_shape(grad(lambda *a: op(*a)), *arrays)  # as on an H100
+    assert first(traced).shape == y.shape
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.encoder(jnp.zeros((1, 1), INT), jnp.ones((0, 8)), None), "at least 1 row"),
+        (lambda: ops.row_linear(jnp.ones((0, 0)), [jnp.ones((4, 0))]), "not a single row"),
+        (lambda: rope(jnp.ones((1, 2, 1, 1))), "D=1 is odd"),
+    ],
+)
+def test_a_size_without_a_result_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_rope_in_decode_attention_needs_pairs():
+    q, kv = jnp.ones((1, 1, 2, 1), BF16), jnp.ones((1, 8, 1, 1), BF16)
+    with pytest.raises(ValueError, match="and an even D, not 1"):
+        decode(q, kv, new=(kv[:, :1],) * 2, theta=1e4)
