@@ -16,8 +16,6 @@ general_backward_dkv.py are for every NVIDIA GPU since Ampere, and general.py ha
 
 import functools
 import math
-import os
-import re
 from typing import Literal
 
 import jax
@@ -32,6 +30,7 @@ from pallas_kernels.flash_attention.forward import forward
 from pallas_kernels.flash_attention.schedule import Call
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
+_DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
 
@@ -166,7 +165,7 @@ def why_slower(q, k) -> str | None:
     These shapes have not been measured that way, so the kernels, which are always deterministic,
     run.
     """
-    if _deterministic_requested():
+    if any(map(dispatch.xla_flag, _DETERMINISTIC)):
         return None
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 8:
@@ -174,12 +173,6 @@ def why_slower(q, k) -> str | None:
     d = q.shape[3]
     width = next((width for width in WIDTHS if width >= d), d)
     return f"the kernel would pad D={d} to {width}" if width > d else None
-
-
-def _deterministic_requested() -> bool:
-    flag = r"--xla_gpu_(?:exclude_non)?deterministic_ops(=\S*)?(?!\S)"
-    values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
-    return any(value.lower() in ("", "=true", "=1") for value in values)
 
 
 def _cudnn(q, k, v, causal, scale, window):
