@@ -305,6 +305,13 @@ def _general_asked() -> bool:
     return bool(asked)
 
 
+def xla_flag(name: str) -> bool | None:
+    """The value of a boolean flag in XLA_FLAGS, the last one if it is there twice, or None."""
+    flag = rf"(?<!\S)--{name}(?:=(\S*))?(?!\S)"
+    values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
+    return values[-1].lower() in ("", "true", "1") if values else None
+
+
 @functools.cache
 def compiler() -> Compiler | None:
     """The compiler of Mosaic kernels in this process, on a GPU, or None if none is found.

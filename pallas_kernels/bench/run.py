@@ -139,7 +139,9 @@ def wall_ms(f: Callable, *args, calls: int) -> float:
 
 def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.stages.Compiled]:
     """Compiles a program for each direction; with keep, backward gets what "saved" returns."""
-    compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
+    # Without it XLA does not find the matmuls of fp8 (float8/linear.py).
+    options = {"xla_gpu_enable_triton_gemm": False} if case.gpu == "sm_89" else None
+    compiled = lambda f, *args: jax.jit(f).lower(*args).compile(options)
     dy = jax.eval_shape(op, *inputs)
 
     def written(gradients):  # without shared gradients, which XLA would copy

@@ -22,8 +22,6 @@ general_backward_dkv.py; general.py has what they share.
 
 import functools
 import math
-import os
-import re
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +45,7 @@ from pallas_kernels.options import checked
 from pallas_kernels.packed import Packed
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
+_DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
 Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
 
@@ -165,7 +164,9 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
     These shapes have not been measured that way, so the kernels, which are always deterministic,
     run.
     """
-    if _deterministic_requested() or cudnn_why_not(operands, segment_ids, **options):
+    if any(map(dispatch.xla_flag, _DETERMINISTIC)):
+        return None
+    if cudnn_why_not(operands, segment_ids, **options):
         return None
     q, k, _ = _shapes(operands)
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
@@ -174,12 +175,6 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
     d = q.shape[3]
     width = next((width for width in WIDTHS if width >= d), d)
     return f"the kernel would pad D={d} to {width}" if width > d else None
-
-
-def _deterministic_requested() -> bool:
-    flag = r"--xla_gpu_(?:exclude_non)?deterministic_ops(=\S*)?(?!\S)"
-    values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
-    return any(value.lower() in ("", "=true", "=1") for value in values)
 
 
 def _cudnn(q, k, v, *, causal, scale, window):

@@ -1,4 +1,5 @@
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -420,6 +421,7 @@ def one(*shape):
         ((1, 9, 8, 2, 2, 64), {}, "T=9 is more than S=8 keys"),
         ((1, 8, 8, 2, 2, 64), {"causal": False, "window": 3}, "window=3 needs causal=True"),
         ((1, 8, 8, 2, 2, 64), {"softcap": 0.0}, "softcap=0.0 must be positive"),
+        ((1, 8, 8, 2, 2, 64), {"scale": math.nan}, "scale=nan is not a finite number"),
         (
             (2, 8, 8, 2, 2, 64),
             {"segment_ids": one(1, 8)},

@@ -10,7 +10,7 @@ import pytest
 from cases import slow
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
-from pallas_kernels import dispatch, fp8_linear
+from pallas_kernels import dispatch, fp8_linear, fp8_mlp, linear_cross_entropy, mosaic
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.linear import fp8_linear_reference
 from pallas_kernels.float8.quantize import saturated
@@ -183,16 +183,34 @@ def test_arrays_that_do_not_fit_are_errors():
 
 
 @pytest.mark.parametrize(
-    ("flags", "warns"), [("", True), ("--a=b --xla_gpu_enable_triton_gemm=false", False)]
+    ("flags", "warns"),
+    [
+        ("", True),
+        ("--a=b --xla_gpu_enable_triton_gemm=false", False),
+        ("--xla_gpu_enable_triton_gemm=0", False),
+        ("--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_triton_gemm=true", True),
+    ],
 )
-def test_a_gpu_without_the_flag_is_warned(monkeypatch, caplog, flags, warns):
+@pytest.mark.parametrize("op", ["fp8_linear", "fp8_mlp", "linear_cross_entropy"])
+def test_a_gpu_without_the_flag_is_warned_once(monkeypatch, caplog, op, flags, warns):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
+    monkeypatch.setattr(dispatch, "_warn_of_compiler", lambda: None)
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 132)
     monkeypatch.setenv("XLA_FLAGS", flags)
     linear.warn_of_flags.cache_clear()
+    call = {
+        "fp8_linear": lambda x, w: fp8_linear(x, w),
+        "fp8_mlp": lambda x, w: fp8_mlp(x, w, w, gate=w),
+        "linear_cross_entropy": lambda x, w: linear_cross_entropy(
+            x, w, jnp.zeros(64, jnp.int32), fp8=True
+        ),
+    }[op]
+    x = jax.ShapeDtypeStruct((64, 64), BF16)
     with caplog.at_level("WARNING", "pallas_kernels"):
-        linear.warn_of_flags()
-        linear.warn_of_flags()
-    assert [r.message.startswith("fp8 matmuls run in bfloat16") for r in caplog.records] == [
-        True
-    ] * warns
+        for _ in range(2):
+            jax.eval_shape(call, x, x)
+    said = "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false in the environment"
+    assert [said in r.message for r in caplog.records] == [True] * warns
     linear.warn_of_flags.cache_clear()
+    dispatch.reset()
