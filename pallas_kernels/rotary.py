@@ -23,9 +23,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 
 Layout = Literal["half", "interleaved"]
 
@@ -52,7 +52,7 @@ class RopeScaling(NamedTuple):
 def rope(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T K D"],
-    positions: Int[Array, "*rows T"],
+    positions: Integer[ids.Ids, "*rows T"],
     *,
     theta: float = 10000.0,
     scaling: RopeScaling | None = None,
@@ -68,7 +68,7 @@ def rope(
     Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
     under implementation="mosaic" for dtypes other than fp32, bf16 and fp16.
     """
-    _check(q, k, positions, layout)
+    positions = _check(q, k, positions, layout)
     reason, slower = why_not(q, k, positions), why_slower(q, k, layout)
     if not dispatch.use_kernel("rope", implementation, reason, slower=slower):
         return rope_reference(q, k, positions, theta=theta, scaling=scaling, layout=layout)
@@ -154,24 +154,29 @@ def why_not_in_place(x, positions) -> str | None:
     return why_not(x, x, positions)
 
 
-def _check(q, k, positions, layout):
+def _check(q, k, positions, layout) -> jax.Array:
+    """The positions as `checked_positions`; raises ValueError for what does not fit."""
     mosaic.check_axes("B T H D", q=q, k=k)
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:
         raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
     if d % 2:
         raise ValueError(f"D={d} is odd; RoPE rotates pairs")
-    check_positions(q, positions)
     if layout not in ("half", "interleaved"):
         raise ValueError(f"layout={layout!r} is not one of half, interleaved")
+    return checked_positions(q, positions)
 
 
-def check_positions(x, positions):
-    """Raises ValueError unless x (B, T, ...) has integer positions (B, T) or (T,)."""
-    mosaic.check_integers(positions=positions)
+def checked_positions(x, positions) -> jax.Array:
+    """Positions (B, T) or (T,) of x (B, T, ...) in the dtype that the kernels read.
+
+    Raises ValueError for floats and other shapes.
+    """
+    positions = ids.positions(positions)
     b, t = x.shape[:2]
     if positions.shape not in ((t,), (b, t)):
         raise ValueError(f"positions have shape {positions.shape}, neither ({t},) nor ({b}, {t})")
+    return positions
 
 
 class _Tile(NamedTuple):

@@ -23,16 +23,16 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.flash_attention import general_forward
 from pallas_kernels.flash_attention.backward import backward
 from pallas_kernels.flash_attention.forward import forward
 from pallas_kernels.flash_attention.schedule import Call
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
-Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
 
 def attention(
@@ -64,6 +64,10 @@ def attention(
     implementation="mosaic" for a call that the kernel does not support.
     """
     check(q, k, v, causal, window, softcap, segment_ids)
+    t, s = q.shape[1], k.shape[1]
+    if segment_ids is not None:
+        q_ids, k_ids = ids.segments(*_pair(segment_ids, t, s))
+        segment_ids = q_ids, k_ids
     options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     reason = why_not(q, k, v, segment_ids=segment_ids, **options)
     more = dict(segment_ids=segment_ids, return_lse=return_lse)
@@ -75,11 +79,8 @@ def attention(
         if implementation is None and by_cudnn:
             return _cudnn(q, k, v, causal, scale, window)
         return attention_reference(q, k, v, **more, **options)
-    t, s = q.shape[1], k.shape[1]
     if window is not None and window >= s:
         window = None  # the window holds every key
-    if segment_ids is not None:
-        segment_ids = _pair(segment_ids, t, s)
     call = call_of(q, s, general, causal, scale, window, softcap)
     padded = (_pad(x, general) for x in (q, k, v))
     out, lse = _attention(*padded, segment_ids, call, return_lse)
@@ -218,10 +219,8 @@ def _check_segments(segment_ids, b, t, s):
         if t > s:
             raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
         segment_ids, need = (segment_ids,), ((b, s),)
-    if (have := tuple(ids.shape for ids in segment_ids)) != need:
+    if (have := tuple(x.shape for x in segment_ids)) != need:
         raise ValueError(f"segment_ids have shapes {have}, not {need}")
-    for ids in segment_ids:
-        mosaic.check_integers(segment_ids=ids)
 
 
 def scale_of(scale, q) -> float:

@@ -12,9 +12,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.flash_attention.backward import backward
 from pallas_kernels.flash_attention.column_sums import sums_columns
 from pallas_kernels.flash_attention.op import (
@@ -28,7 +28,7 @@ from pallas_kernels.flash_attention.op import (
 )
 from pallas_kernels.flash_attention.op import why_not as _attention_why_not
 from pallas_kernels.flash_attention.schedule import Heads
-from pallas_kernels.rotary import RopeScaling, check_positions, rope, rotate_in_place
+from pallas_kernels.rotary import RopeScaling, checked_positions, rope, rotate_in_place
 from pallas_kernels.rotary import why_not_in_place as _rope_why_not
 
 
@@ -37,12 +37,12 @@ def attention_qkv(
     n_heads: int,
     *,
     bias: Float[Array, "P D"] | None = None,
-    positions: Int[Array, "*rows T"] | None = None,
+    positions: Integer[ids.Ids, "*rows T"] | None = None,
     theta: float | None = None,
     scaling: RopeScaling | None = None,
     scale: float | None = None,
     window: int | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[ids.Ids, "B T"] | None = None,
     softcap: float | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "B T H D"]:
@@ -66,6 +66,7 @@ def attention_qkv(
     if bias is not None and bias.shape != qkv.shape[2:]:
         raise ValueError(f"bias has shape {bias.shape}, not {qkv.shape[2:]}, qkv's last two axes")
     t, heads = qkv.shape[1], Heads(n_heads, n_kv)
+    segment_ids = ids.documents(segment_ids)
     options = dict(scale=scale, window=window, softcap=softcap)
     positions = jnp.arange(t) if positions is None else positions
     general = dispatch.general_form(implementation)
@@ -85,7 +86,7 @@ def attention_qkv(
         return attention(q, k, v, segment_ids=segment_ids, **options, implementation=implementation)
     check(qkv, qkv, qkv, True, window, softcap, segment_ids)
     if theta is not None:
-        check_positions(qkv, positions)
+        positions = checked_positions(qkv, positions)
         dispatch.use_kernel("rope", implementation, None)
     use_kernel(implementation, None, general)
     window = None if window is not None and window >= t else window
