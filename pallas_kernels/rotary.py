@@ -24,9 +24,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 from pallas_kernels.packed import Packed
@@ -57,7 +57,7 @@ class RopeScaling(NamedTuple):
 def rope(
     q: Float[Array, "B T H D"] | Packed,
     k: Float[Array, "B T K D"] | None,
-    positions: Int[Array, "*rows T"],
+    positions: Integer[ids.Ids, "*rows T"],
     *,
     theta: float = 10000.0,
     scaling: RopeScaling | None = None,
@@ -81,11 +81,11 @@ def rope(
             raise ValueError("q is packed with k: pass k=None")
         q.check("q", "k", "v")
         of_q, of_k, _ = q.shapes()
-        _check(of_q, of_k, positions)
+        positions = _check(of_q, of_k, positions)
         return dispatch.run("rope", PACKED, implementation, q, positions, **options)
     if k is None:
         raise ValueError("k is missing: pass it, or q as Packed")
-    _check(q, k, positions)
+    positions = _check(q, k, positions)
     return dispatch.run("rope", FORMS, implementation, q, k, positions, **options)
 
 
@@ -183,16 +183,18 @@ def _packed_reference(qkv: Packed, positions, **options):
     return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
 
 
-def _check(q, k, positions):
+def _check(q, k, positions) -> jax.Array:
+    """The positions in the dtype that the kernels read; raises ValueError for what does not fit."""
     mosaic.check_axes("B T H D", q=q, k=k)
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:
         raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
     if d % 2:
         raise ValueError(f"D={d} is odd; RoPE rotates pairs")
-    mosaic.check_integers(positions=positions)
+    positions = ids.positions(positions)
     if positions.shape not in ((t,), (b, t)):
         raise ValueError(f"positions have shape {positions.shape}, neither ({t},) nor ({b}, {t})")
+    return positions
 
 
 class _Tile(NamedTuple):

@@ -5,7 +5,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
@@ -20,6 +20,7 @@ from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
 from pallas_kernels import Packed, attention, decode_attention, rope
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.ids import Ids
 
 
 class Attention(nnx.Module):
@@ -67,8 +68,8 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T C"],
-        positions: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Integer[Ids, "..."] | None = None,
+        segment_ids: Integer[Ids, "B T"] | None = None,
         *,
         add_bias: bool = True,
         norm: LayerNorm | RMSNorm | None = None,
@@ -85,8 +86,8 @@ class Attention(nnx.Module):
     def with_cache(
         self,
         x: Float[Array, "B T C"],
-        positions: Int[Array, "..."] | None,
-        segment_ids: Int[Array, "B T"] | None,
+        positions: Integer[Ids, "..."] | None,
+        segment_ids: Integer[Ids, "B T"] | None,
         cache: Cache | None,
         *,
         add_bias: bool = True,

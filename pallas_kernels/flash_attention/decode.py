@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.flash_attention import general_decode
 from pallas_kernels.flash_attention.decode_plan import (
@@ -57,7 +57,7 @@ def decode_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
-    lengths: Int[Array, " B"],
+    lengths: Integer[ids.Ids, " B"],
     *,
     new: tuple[Float[Array, "B 1 K D"], Float[Array, "B 1 K D"]] | None = None,
     k_scale: Float[Array, "B K"] | None = None,
@@ -92,6 +92,7 @@ def decode_attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
+    lengths = ids.saturated("lengths", lengths)
     _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
     if theta is not None and (new is None or q.shape[3] % 2):
         raise ValueError(
@@ -156,7 +157,6 @@ def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options
 def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
     """Raises ValueError for arrays or options that contradict each other."""
     check(q, k, v, True, window, softcap)
-    mosaic.check_integers(lengths=lengths)
     (batch, _, kv, _), have = k.shape, k.dtype
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
@@ -272,7 +272,7 @@ def _kernel(q, k, v, lengths, new, table, scale, window, softcap):
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )
-    arrays, cache = (q, lengths.astype(jnp.int32), new, table), []
+    arrays, cache = (q, lengths, new, table), []
     if new is None:
         o, lse = kernel([k, v], *arrays)
     else:

@@ -26,9 +26,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.flash_attention import (
     general_backward_dkv,
@@ -46,7 +46,7 @@ from pallas_kernels.packed import Packed
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
 _DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
-Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
 
 @checked
@@ -91,6 +91,9 @@ def attention(
     check(of_q, of_k, of_v, causal, window, softcap, segment_ids)
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
+    if segment_ids is not None:
+        q_ids, k_ids = ids.segments(*_pair(segment_ids, of_q.shape[1], of_k.shape[1]))
+        segment_ids = q_ids, k_ids
     return dispatch.run(
         "attention",
         FORMS,
@@ -216,10 +219,8 @@ def _check_segments(segment_ids, b, t, s):
         if t > s:
             raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
         segment_ids, need = (segment_ids,), ((b, s),)
-    if (have := tuple(ids.shape for ids in segment_ids)) != need:
+    if (have := tuple(x.shape for x in segment_ids)) != need:
         raise ValueError(f"segment_ids have shapes {have}, not {need}")
-    for ids in segment_ids:
-        mosaic.check_integers(segment_ids=ids)
 
 
 def scale_of(scale, q) -> float:
@@ -341,7 +342,6 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     """The op by the kernels, in the general form or in Hopper's."""
     q, k, _ = _shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
-    segments = None if segment_ids is None else _pair(segment_ids, t, s)
     call = Call(
         (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
         general, general and mosaic.is_tight(),
@@ -352,7 +352,7 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
     else:
         heads, arrays = None, tuple(_pad(x, general) for x in _split(operands))
-    out, lse = _attention(arrays, segments, call, heads, return_lse)
+    out, lse = _attention(arrays, segment_ids, call, heads, return_lse)
     out = out if heads else out[:, :t, :, :d]
     return (out, lse[:, :, :t]) if return_lse else out
 
@@ -415,7 +415,7 @@ FORMS = (
     Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not, why_slower),
     Form(
         "cudnn",
-        lambda operands, ids, *, causal, scale, window, **options: _cudnn(
+        lambda operands, segment_ids, *, causal, scale, window, **options: _cudnn(
             *_split(operands), causal=causal, scale=scale, window=window
         ),
         "sm_80",
@@ -424,8 +424,8 @@ FORMS = (
     Form("general", functools.partial(_kernels, general=True), "sm_80", why_not),
     Form(
         "xla",
-        lambda operands, ids, **options: attention_reference(
-            *_split(operands), segment_ids=ids, **options
+        lambda operands, segment_ids, **options: attention_reference(
+            *_split(operands), segment_ids=segment_ids, **options
         ),
     ),
 )

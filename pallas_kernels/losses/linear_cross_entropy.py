@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.float8.linear import (
     FORWARD,
     fp8_linear_reference,
@@ -60,7 +60,7 @@ class _Options(NamedTuple):
 def linear_cross_entropy(
     x: Float[Array, "*batch C"],
     weight: Float[Array, "_ _"],
-    labels: Int[Array, "*batch"],
+    labels: Integer[ids.Ids, "*batch"],
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,
@@ -97,6 +97,7 @@ def linear_cross_entropy(
     v, c, vocab_size = _check(
         x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk
     )
+    labels, ignore_index = ids.labels(labels, ignore_index)
     if fp8 and (reason := fp8_head.why_not(x)):
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
@@ -117,7 +118,7 @@ def linear_cross_entropy(
         )
     if fp8:
         warn_of_flags()
-    rows, labels = x.reshape(-1, c), labels.reshape(-1).astype(jnp.int32)
+    rows, labels = x.reshape(-1, c), labels.reshape(-1)
     chunk = _chunk(rows, weight, v, fp8, chunk)
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
@@ -142,7 +143,6 @@ def _check(
 ) -> tuple[int, int, int]:
     """V and C of the weight, and the vocabulary's size; raises ValueError if a value is wrong."""
     mosaic.check_axes("C V" if transposed else "V C", weight=weight)
-    mosaic.check_integers(labels=labels)
     v, c = weight.shape[::-1] if transposed else weight.shape
     parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
     vocab_size = v * parts if vocab_size is None else vocab_size

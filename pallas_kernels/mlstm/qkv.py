@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.mlstm import chunkwise, reference
 from pallas_kernels.mlstm.op import Gate, check, vlstm, why_not
 from pallas_kernels.norms import kernels as norms
@@ -35,7 +35,7 @@ def vlstm_qkv(
     *,
     gate: Gate = "exp",
     normalize: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[ids.Ids, "B T"] | None = None,
     eps: float = 0.0,
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -49,6 +49,7 @@ def vlstm_qkv(
     Raises ValueError for columns that do not add up, and what `vlstm` raises.
     """
     dv, heads = _value_width(i, f, dqk, 1, qkv=qkv), i.shape[2]
+    segment_ids = ids.documents(segment_ids)
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     others: dict[str, Any] = dict(eps=eps, chunk_size=chunk_size, implementation=implementation)
     form = _form(qkv, i, f, dqk, dv, segment_ids=segment_ids, **others)
@@ -70,7 +71,7 @@ def vlstm_qkvo(
     *,
     gate: Gate = "exp",
     normalize: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[ids.Ids, "B T"] | None = None,
     norm_eps: float = 1e-6,
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -87,6 +88,7 @@ def vlstm_qkvo(
     dv, heads = _value_width(i, f, dqk, 2, qkvo=qkvo), i.shape[2]
     if weight.shape != (heads, dv):
         raise ValueError(f"weight has shape {weight.shape}, not (NH, DV) = {(heads, dv)}")
+    segment_ids = ids.documents(segment_ids)
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     others: dict[str, Any] = dict(chunk_size=chunk_size, implementation=implementation)
     form = _form(qkvo, i, f, dqk, dv, segment_ids=segment_ids, eps=0.0, **others)
