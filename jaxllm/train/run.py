@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxllm.config import Config, command_line
 from jaxllm.data.loader import check_paths
-from jaxllm.errors import InputError, RunError, memory_errors
+from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes
 from jaxllm.train.metrics import print_line, read_metrics
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
@@ -51,11 +51,16 @@ def _run(argv: list[str]) -> int:
 def _train(arguments: command_line.Arguments) -> int:
     if arguments.dry_run:
         return dry_run(arguments.config)
-    with contextlib.ExitStack() as stack:
-        run = Run(arguments.config, arguments.out_dir, arguments.resume, stack)
-        signals = StopSignals() if run.world == 1 else processes.StopTogether()
-        with signals as stop, no_long_pauses():
-            return run.loop(stop)
+    resume, status, corrupt = arguments.resume, None, None
+    while status is None:
+        with contextlib.ExitStack() as stack:
+            run = Run(arguments.config, arguments.out_dir, resume, stack)
+            signals = StopSignals() if run.world == 1 else processes.StopTogether()
+            with signals as stop, no_long_pauses():
+                status = run.loop(stop, rollback=run.start != corrupt)
+        resume, corrupt = True, run.start
+        del run
+    return status
 
 
 def check_dtypes(config: Config) -> None:
@@ -190,7 +195,9 @@ class Run:
             self.trainer, self.checkpoints, newest, weights, self.advice
         )
         fresh = self.start == 0
-        self.step_program = launch.compile_step(self.trainer, out_dir, fresh, emit, self.advice)
+        self.step_program, self.canary = launch.compile_step(
+            self.trainer, out_dir, fresh, emit, self.advice
+        )
         self.evaluate = self.trainer.eval_step()
         self.measure_fp8 = None
         if not resume and self.rank == 0:  # a new run writes nothing before this point
@@ -201,8 +208,11 @@ class Run:
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
-    def loop(self, stop: StopSignals | processes.StopTogether) -> int:
-        """Trains to the last step or a signal; returns the exit status."""
+    def loop(self, stop: StopSignals | processes.StopTogether, rollback: bool) -> int | None:
+        """Trains to the last step or a signal; returns the exit status.
+
+        rollback: whether to return None after corruption, if train.on_corruption is rollback.
+        """
         batches = self.dataset.train_batches(
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
@@ -217,10 +227,17 @@ class Run:
                 return 128 + received
             self._print_summary()
             return 0
-        except RunError:
+        except RunError as e:
             with contextlib.suppress(RunError):
                 self.checkpoints.close()  # waits for a save in progress
-            raise
+            if not isinstance(e, Corruption):
+                raise
+            if not rollback or self.config.train.on_corruption == "stop":
+                advice = "continue with --resume, on other devices if it happens again"
+                raise RunError(f"{e}; {advice}") from e
+            self.log.message(f"{e}; going on from the newest checkpoint")
+            self.state = None  # frees the memory for it
+            return None
         finally:
             batches.close()
             self.log.close()
@@ -241,7 +258,10 @@ class Run:
                 with clock.stopped():
                     trace.start()
             batch = self.trainer.put_batch(next(batches))
-            self.state, metrics = self.step_program(self.state, batch)
+            if self.canary is not None and step % self.config.train.verify_every == 0:
+                self.state, metrics = self.canary.take(step, self.state, batch)
+            else:
+                self.state, metrics = self.step_program(self.state, batch)
             clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
@@ -319,8 +339,10 @@ class Run:
             self.log.message(summarize_run(self.out_dir, self.config.sample.prompt))
 
     def _record(self, step: int, values: dict[str, float], seconds: float) -> None:
-        """Logs a finished step; raises RunError after too many skipped updates."""
+        """Logs a finished step; raises RunError for corruption or too many skipped updates."""
         train = self.config.train
+        if self.canary is not None:
+            self.canary.check(step)
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
         if skips or self._due(step, train.log_every):
             self.log.train(step, loss, lr, norm, seconds, int(skips))

@@ -20,7 +20,8 @@ from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.train import guard
-from jaxllm.train.optim import global_norm, learning_rate, make_optimizer
+from jaxllm.train.optim import at_step, global_norm, learning_rate, make_optimizer
+from jaxllm.weights.checksums import device_checksums
 
 
 class TrainState(NamedTuple):
@@ -37,6 +38,14 @@ class TrainState(NamedTuple):
     def saved(self) -> "TrainState":
         """The part for a checkpoint: all but the copies, which `Trainer.with_copies` remakes."""
         return self._replace(copies=())
+
+
+class Checked(NamedTuple):
+    """The arrays of a step that its checksums cover, in the order in which a fault spreads."""
+
+    before: TrainState
+    gradient: nnx.State
+    after: TrainState  # without copies
 
 
 def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef:
@@ -200,13 +209,29 @@ class Trainer:
         After tracing, `pallas_kernels.dispatch.explain()` describes how the ops run;
         `.lower().compile()` gives the program of the whole run.
         """
-        step = jax.jit(
-            self._train_step,
-            donate_argnums=0,
-            out_shardings=(self.state_shardings, NamedSharding(self.mesh, sharding.P())),
-        )
+        return self._trace(self._train_step)
+
+    def trace_verified_step(self) -> jax.stages.Traced:
+        """Traces (state, batch, seen) -> (state, metrics, checksums), which donates the state.
+
+        seen: `device_checksums` of `Checked`; the state changes only if the result has the same.
+        """
+        table = (self.mesh.size, len(jax.tree.leaves(self.checked())), 2)
+        whole = NamedSharding(self.mesh, sharding.P())
+        seen = jax.ShapeDtypeStruct(table, jnp.uint32, sharding=whole)
+        return self._trace(self._verified_step, seen)
+
+    def _trace(self, step: Callable, *seen: jax.ShapeDtypeStruct) -> jax.stages.Traced:
+        whole = NamedSharding(self.mesh, sharding.P())
+        results = (self.state_shardings, whole, *(x.sharding for x in seen))
+        step = jax.jit(step, donate_argnums=0, out_shardings=results)
         with jax.set_mesh(self.mesh):
-            return step.trace(self.abstract_state(), self.abstract_batch())
+            return step.trace(self.abstract_state(), self.abstract_batch(), *seen)
+
+    def checked(self) -> Checked:
+        """Shapes, dtypes and shardings of what the checksums of a step cover."""
+        state = self.abstract_state()
+        return Checked(state, state.params, state.saved())
 
     def eval_step(self, graph: nnx.GraphDef | None = None) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
@@ -249,6 +274,26 @@ class Trainer:
         return [{name: rows[i] for name, rows in halves.items()} for i in range(2)]
 
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        good, new, _, metrics = self._updated(state, batch)
+        return self._accepted(good, new, state), metrics
+
+    def _verified_step(
+        self, state: TrainState, batch: dict, seen: jax.Array
+    ) -> tuple[TrainState, dict, jax.Array]:
+        good, new, grads, metrics = self._updated(state, batch)
+        shardings = [x.sharding for x in jax.tree.leaves(self.checked())]
+        checked = Checked(state, grads, new.saved())
+        sums = device_checksums(jax.tree.leaves(checked), shardings)
+        same = (sums == seen).all()
+        # Only the copies change otherwise: they are cast anew from the old parameters.
+        step, watch = guard.select(same, (new.step, new.watch), (state.step, state.watch))
+        new = new._replace(step=step, watch=watch)
+        return self._accepted(good & same, new, state), metrics, sums
+
+    def _updated(
+        self, state: TrainState, batch: dict
+    ) -> tuple[jax.Array, TrainState, nnx.State, dict]:
+        """(whether to accept the update, the state with it, the gradients, the metrics)."""
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
 
         def mean_loss(params, part):  # this part's share of the mean over the batch
@@ -263,8 +308,8 @@ class Trainer:
         working = self._gathered(self.working(state))
         parts = self.config.train.grad_accum
         if parts == 1:
-            loss, grads = grad(working, batch)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            loss, raw = grad(working, batch)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), raw, state.params)
         else:
             split = self._in_parts(batch, parts)
 
@@ -273,17 +318,25 @@ class Trainer:
 
             zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
             (loss, grads), _ = jax.lax.scan(add, zero, split)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            raw = grads
+        opt_state = at_step(state.opt_state, state.step)
+        updates, opt_state = self.optimizer.update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norm = global_norm(grads)
         good, watch = guard.check_update(state.watch, loss, norm, self.config.train.skip_spikes)
-        params, opt_state = guard.select(good, (params, opt_state), (state.params, state.opt_state))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
             "skips": watch.skips,
         }
+        return good, TrainState(state.step + 1, params, opt_state, watch), raw, metrics
+
+    def _accepted(self, good: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+        """The new state, with the old parameters and moments unless `good`, and with copies."""
+        params, opt_state = guard.select(
+            good, (new.params, new.opt_state), (old.params, old.opt_state)
+        )
         # The copies are cast before they are gathered, which halves the bytes.
         copies = self._make_copies(self._scattered(params))
-        return TrainState(state.step + 1, params, opt_state, watch, copies), metrics
+        return new._replace(params=params, opt_state=opt_state, copies=copies)
