@@ -51,15 +51,15 @@ def _run(argv: list[str]) -> int:
 def _train(arguments: command_line.Arguments) -> int:
     if arguments.dry_run:
         return dry_run(arguments.config)
-    resume, status, corrupt = arguments.resume, None, None
+    resume, status, again = arguments.resume, None, False
     while status is None:
         with contextlib.ExitStack() as stack:
             run = Run(arguments.config, arguments.out_dir, resume, stack)
             signals = StopSignals() if run.world == 1 else processes.StopTogether()
             with signals as stop, no_long_pauses():
-                status = run.loop(stop, rollback=run.start != corrupt)
-        resume, corrupt = True, run.start
+                status = run.loop(stop, again)
         del run
+        resume = again = True
     return status
 
 
@@ -208,10 +208,10 @@ class Run:
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
-    def loop(self, stop: StopSignals | processes.StopTogether, rollback: bool) -> int | None:
-        """Trains to the last step or a signal; returns the exit status.
+    def loop(self, stop: StopSignals | processes.StopTogether, again: bool) -> int | None:
+        """Trains to the last step or a signal; returns the exit status, None to roll back.
 
-        rollback: whether to return None after corruption, if train.on_corruption is rollback.
+        again: whether this run has rolled back to its first step, which it does only once.
         """
         batches = self.dataset.train_batches(
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
@@ -232,7 +232,8 @@ class Run:
                 self.checkpoints.close()  # waits for a save in progress
             if not isinstance(e, Corruption):
                 raise
-            if not rollback or self.config.train.on_corruption == "stop":
+            stuck = again and (self.checkpoints.on_disk() or 0) == self.start
+            if stuck or self.config.train.on_corruption == "stop":
                 advice = "continue with --resume, on other devices if it happens again"
                 raise RunError(f"{e}; {advice}") from e
             self.log.message(f"{e}; going on from the newest checkpoint")
