@@ -132,10 +132,13 @@ class Checkpoints:
             raise self._damaged(step, e, wanted) from e
         if name := first_mismatch(flat, about.get("checksums", {})):
             raise self._damaged(step, ValueError("its checksum differs"), [name])
-        # The step could not take over the memory of some of these arrays (on a CPU, where they are
-        # views of what Orbax read), so each is copied, and freed before the next one is.
-        copied = [jax.device_put(x := flat.pop(name), x.sharding, may_alias=False) for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), copied)
+        # A step cannot take over the memory of all of these arrays: on a CPU some are views of what
+        # Orbax read.  Each is copied, and freed before the next one.
+        for name in wanted:
+            flat[name] = jax.device_put(flat[name], flat[name].sharding, may_alias=False)
+        return jax.tree.unflatten(
+            jax.tree.structure(abstract_state), [flat[name] for name in wanted]
+        )
 
     def check_disk_space(self, state) -> None:
         """Raises InputError if the disk has no room for one checkpoint of a state."""

@@ -274,26 +274,28 @@ class Trainer:
         return [{name: rows[i] for name, rows in halves.items()} for i in range(2)]
 
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
-        good, new, _, metrics = self._updated(state, batch)
+        good, new, metrics = self._updated(state, *self._gradients(state, batch))
         return self._accepted(good, new, state), metrics
 
     def _verified_step(
         self, state: TrainState, batch: dict, seen: jax.Array
     ) -> tuple[TrainState, dict, jax.Array]:
-        good, new, grads, metrics = self._updated(state, batch)
+        loss, grads = self._gradients(state, batch)
         shardings = [x.sharding for x in jax.tree.leaves(self.checked())]
-        checked = Checked(state, grads, new.saved())
+        # The barrier separates this update from the one below.  XLA would otherwise compute them
+        # once and hold the whole new state until `same` is known: 6 bytes more per parameter.
+        apart = jax.lax.optimization_barrier((state, loss, grads))
+        checked = Checked(state, grads, self._updated(*apart)[1].saved())
         sums = device_checksums(jax.tree.leaves(checked), shardings)
+        good, new, metrics = self._updated(state, loss, grads)
         same = (sums == seen).all()
         # Only the copies change otherwise: they are cast anew from the old parameters.
         step, watch = guard.select(same, (new.step, new.watch), (state.step, state.watch))
         new = new._replace(step=step, watch=watch)
         return self._accepted(good & same, new, state), metrics, sums
 
-    def _updated(
-        self, state: TrainState, batch: dict
-    ) -> tuple[jax.Array, TrainState, nnx.State, dict]:
-        """(whether to accept the update, the state with it, the gradients, the metrics)."""
+    def _gradients(self, state: TrainState, batch: dict) -> tuple[jax.Array, nnx.State]:
+        """The loss, and its gradients in the dtypes of the working parameters, or sums in fp32."""
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
 
         def mean_loss(params, part):  # this part's share of the mean over the batch
@@ -308,17 +310,20 @@ class Trainer:
         working = self._gathered(self.working(state))
         parts = self.config.train.grad_accum
         if parts == 1:
-            loss, raw = grad(working, batch)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), raw, state.params)
-        else:
-            split = self._in_parts(batch, parts)
+            return grad(working, batch)
+        split = self._in_parts(batch, parts)
 
-            def add(sums, part):
-                return jax.tree.map(jnp.add, sums, grad(working, part)), None
+        def add(sums, part):
+            return jax.tree.map(jnp.add, sums, grad(working, part)), None
 
-            zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-            (loss, grads), _ = jax.lax.scan(add, zero, split)
-            raw = grads
+        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
+        return jax.lax.scan(add, zero, split)[0]
+
+    def _updated(
+        self, state: TrainState, loss: jax.Array, grads: nnx.State
+    ) -> tuple[jax.Array, TrainState, dict]:
+        """(whether to accept the update, the state with it but without copies, the metrics)."""
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         opt_state = at_step(state.opt_state, state.step)
         updates, opt_state = self.optimizer.update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -330,7 +335,7 @@ class Trainer:
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
             "skips": watch.skips,
         }
-        return good, TrainState(state.step + 1, params, opt_state, watch), raw, metrics
+        return good, TrainState(state.step + 1, params, opt_state, watch), metrics
 
     def _accepted(self, good: jax.Array, new: TrainState, old: TrainState) -> TrainState:
         """The new state, with the old parameters and moments unless `good`, and with copies."""

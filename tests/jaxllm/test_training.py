@@ -236,7 +236,7 @@ def test_a_run_survives_a_closed_pipe(tmp_path, monkeypatch):
         isatty = lambda self: False
 
     monkeypatch.setattr(sys, "stdout", Gone())
-    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
+    log = RunLog(tmp_path, 10, 0, 0, tokens=100, flops=1e9, peak=None)
     log.train(1, loss=5.0, lr=1e-3, grad_norm=1.0, seconds=0.01)
     log.sample(1, "text")
     log.close()
@@ -249,7 +249,7 @@ def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
-    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None)
+    log = RunLog(tmp_path, 10, 0, 0, tokens=100, flops=1e9, peak=None)
     assert log.bar is not None
     log.message(command := "jaxllm generate --checkpoint runs/a --prompt 'def main('")
     log.close()
@@ -258,7 +258,7 @@ def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
 
 def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     def log(start):
-        return RunLog(tmp_path, 10, start, tokens=100, flops=1e9, peak=1e12)
+        return RunLog(tmp_path, 10, start, 100 * start, tokens=100, flops=1e9, peak=1e12)
 
     first = log(0)
     for step in range(1, 6):
