@@ -32,20 +32,22 @@ def peaks(out_dir: Path) -> dict[int, float]:
 
 def main() -> int:
     from jaxllm.config import load
-    from jaxllm.data.shards import write_shard
+    from jaxllm.data.shards import ShardWriter
 
-    name, batch, more = sys.argv[1], sys.argv[2], sys.argv[3:]
+    name, batch, overrides = sys.argv[1], sys.argv[2], sys.argv[3:]
     config = load(name)
     length, vocab = config.train.seq_len, config.model.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         out_dir = Path(folder) / "run"
         tokens = np.random.default_rng(0).integers(0, vocab, 10 * int(batch) * length + 1)
         for part in ("train", "val"):
-            write_shard(Path(folder) / f"{part}.bin", tokens)
+            shard = ShardWriter(Path(folder) / f"{part}.bin", vocab)
+            shard.append(tokens)
+            shard.close()
         words = ["--data.path", f"{folder}/train.bin", "--data.val_path", f"{folder}/val.bin"]
         words += ["--train.batch_size", batch, "--train.grad_accum", "1", "--train.steps", "6"]
         words += ["--train.eval_every", "0", "--train.eval_batches", "1", "--sample.tokens", "0"]
-        words += ["--train.checkpoint_every", "3", "--out_dir", str(out_dir), *more]
+        words += ["--train.checkpoint_every", "3", "--out_dir", str(out_dir), *overrides]
         train = lambda *first: subprocess.run(
             [sys.executable, "train.py", *first, *words], cwd=ROOT, check=True
         )
@@ -58,10 +60,9 @@ def main() -> int:
         print("this device does not tell how much memory it holds")
         return 0
     one, other = fresh[3], resumed[6]
-    print(
-        f"{name}, batch {batch}: {one:.3f} GiB fresh, {other:.3f} GiB resumed ({other / one - 1:+.2%})"
-    )
-    return int(abs(other / one - 1) > MOST)
+    more = other / one - 1
+    print(f"{name}, batch {batch}: {one:.3f} GiB fresh, {other:.3f} GiB resumed ({more:+.2%})")
+    return int(abs(more) > MOST)
 
 
 if __name__ == "__main__":

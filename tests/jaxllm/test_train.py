@@ -26,7 +26,8 @@ from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import StopSignals, lock_directory
-from jaxllm.train.run import Run, StepClock
+from jaxllm.train.profiling import StepClock
+from jaxllm.train.run import Run
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
