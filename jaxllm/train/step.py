@@ -282,8 +282,8 @@ class Trainer:
     ) -> tuple[TrainState, dict, jax.Array]:
         loss, grads = self._gradients(state, batch)
         shardings = [x.sharding for x in jax.tree.leaves(self.checked())]
-        # The barrier separates this update from the one below.  XLA would otherwise compute them
-        # once and hold the whole new state until `same` is known: 6 bytes more per parameter.
+        # The barrier separates this update from the one below.  XLA would otherwise compute one
+        # update and hold the whole new state until `same` is known; now it holds one array of it.
         apart = jax.lax.optimization_barrier((state, loss, grads))
         checked = Checked(state, grads, self._updated(*apart)[1].saved())
         sums = device_checksums(jax.tree.leaves(checked), shardings)
