@@ -1,7 +1,7 @@
 """Kills one of two training processes at random moments, and resumes; for a machine with two GPUs.
 
     python tests/two_gpu_kills.py                 20 kills, about six minutes on two H100s
-    JAX_PLATFORMS=cpu python tests/two_gpu_kills.py --kills 3
+    JAX_PLATFORMS=cpu STEPS=40 python tests/two_gpu_kills.py --kills 3
 
 Most kills come during a save.  Half of the pairs are two commands, as on two machines, which only
 talk to each other; the others are one command with --processes 2.  The other process must end
@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE / "jaxllm"), str(HERE.parent)]
 import process_runs  # noqa: E402
 from killed_runs import saving  # noqa: E402
 
-STEPS = 300
+STEPS = int(os.environ.get("STEPS", 120))
 LIMIT = 60  # seconds for the other process
 WORDS = f"""--mesh.fsdp 2 --train.steps {STEPS} --train.checkpoint_every 2 --train.eval_every 0
     --train.autotune false --sample.tokens 0""".split()

@@ -184,17 +184,9 @@ def kernel_summary() -> str:
 
 
 def open_log(
-    trainer: Trainer,
-    dataset: Dataset,
-    out_dir: Path,
-    start: int,
-    seen: int,
-    emit: Callable[[str], None],
+    trainer: Trainer, dataset: Dataset, out_dir: Path, start: int, emit: Callable[[str], None]
 ) -> RunLog | SilentLog:
-    """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log.
-
-    start, seen: steps done and tokens seen before.
-    """
+    """Creates the run's directory with tokenizer.json, config.yaml and run.json; opens the log."""
     if jax.process_index() != 0:
         return SilentLog()
     config = trainer.config
@@ -218,7 +210,6 @@ def open_log(
         out_dir,
         config.train.steps,
         start,
-        seen,
         tokens,
         flops_per_token(config.model, config.train.seq_len) * tokens,
         peak and peak * trainer.mesh.size,

@@ -39,7 +39,6 @@ class RunLog:
     A full disk is reported but does not stop the run.
 
     start: the step to resume from; later rows are dropped.
-    seen: tokens that the run had seen then, perhaps in steps of another size.
     tokens, flops: per step over all devices.
     peak: FLOP/s of all devices together, or None.
     """
@@ -49,7 +48,6 @@ class RunLog:
         out_dir: Path,
         steps: int,
         start: int,
-        seen: int,
         tokens: int,
         flops: float,
         peak: float | None,
@@ -58,7 +56,6 @@ class RunLog:
         self.path = out_dir / "metrics.jsonl"
         self.picture = out_dir / "loss.png"
         self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
-        self.seen = seen - start * tokens  # plus tokens a step; 0 if all steps have the same size
         before = _keep_until(self.path, start)
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
@@ -101,7 +98,7 @@ class RunLog:
             "grad_norm": grad_norm,
             "step_ms": seconds * 1e3,
             "tokens_per_second": speed,
-            "tokens": self.seen + step * self.tokens,
+            "tokens": step * self.tokens,
         }
         news = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
         if self.peak is not None:

@@ -90,13 +90,6 @@ class LoadedRun:
         pairs = ((r["step"], r.get(key)) for r in self.rows)
         return [(s, float(v)) for s, v in pairs if isinstance(v, int | float) and abs(v) < 1e30]
 
-    def tokens(self) -> int | None:
-        """Tokens that the run has seen up to its last row; None if unknown."""
-        if seen := self.points("tokens"):
-            return round(seen[-1][1])
-        per_step = self.about.get("tokens_per_step")  # before rows had tokens
-        return max(r["step"] for r in self.rows) * per_step if isinstance(per_step, int) else None
-
     def samples(self) -> list[tuple[int, str]]:
         """(step, text) of at most SAMPLES samples, spread evenly from the first to the last."""
         found = [(r["step"], r["sample"]) for r in self.rows if isinstance(r.get("sample"), str)]
@@ -227,14 +220,14 @@ def summary(run: LoadedRun) -> dict[str, str]:
         values = [v for _, v in run.points(key)]
         return form.format(choose(values)) if values else ""
 
-    steps, tokens = max(row["step"] for row in run.rows), run.tokens()
+    steps, tokens = max(row["step"] for row in run.rows), run.about.get("tokens_per_step")
     duration = seconds_of(run.rows)
     wanted = run.settings().get("train.steps", "")
     wanted = f" of {int(wanted):,}" if wanted.isdecimal() else ""
     return {
         "model": str(run.about.get("model", "")),
         "steps": f"{steps:,}{wanted}",
-        "tokens": "" if tokens is None else f"{tokens:,}",
+        "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
         "loss of the last step": number("loss", "{:.4f}"),
         "best validation loss": number("val_loss", "{:.4f}", min),
         "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),

@@ -146,12 +146,10 @@ class Run:
             seed=train.seed,
             vocab_size=config.model.vocab_size,
         )
-        self.start, self.samples, self.tokens = 0, 0, 0  # before this process
+        self.start, self.samples = 0, 0
         if newest is not None:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
-            tokens = self.checkpoints.about(newest).get("tokens")  # older checkpoints have none
-            self.tokens = self.samples * train.seq_len if tokens is None else tokens
             launch.check_unfinished(out_dir, newest, train.steps)
         launch.print_header(self.trainer, self.dataset.description, emit)
         if self.start < train.steps:
@@ -171,9 +169,7 @@ class Run:
             stack.enter_context(lock_directory(out_dir))
             command_line.check_free(out_dir)
         try:
-            self.log = launch.open_log(
-                self.trainer, self.dataset, out_dir, self.start, self.tokens, emit
-            )
+            self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
@@ -368,8 +364,6 @@ class Run:
             "config": self.config.model_dump(),
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
-            "tokens": self.tokens
-            + (step - self.start) * self.config.train.batch_size * self.config.train.seq_len,
         }
         if problem := self.checkpoints.save(step, self.state.saved(), about, val_loss):
             self.log.message(problem)

@@ -182,7 +182,7 @@ def test_what_fp8_loses_is_measured_in_every_layer(kind, tmp_path):
     assert found.shape[1:] == (3, 2)
     assert (found < 0.1).all()
     assert found[:, 2, 1 if kind == "gpt2" else 0].any()  # the vLSTM's lose nothing to 0
-    log = RunLog(tmp_path, 5, 0, 0, 1, 1.0, None)
+    log = RunLog(tmp_path, 5, 0, 1, 1.0, None)
     log.fp8(2, fp8.worst(shares))
     log.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")

@@ -30,7 +30,7 @@ def test_a_failing_tracker_does_not_stop_the_run(tmp_path, capsys):
         def log(self, values, step):
             raise RuntimeError("the service is gone")
 
-    log = RunLog(tmp_path, 10, 0, 0, tokens=100, flops=1e9, peak=None, tracker=Broken())
+    log = RunLog(tmp_path, 10, 0, tokens=100, flops=1e9, peak=None, tracker=Broken())
     for step in (1, 2):
         log.train(step, **ROW)
     log.close()
@@ -49,7 +49,7 @@ from jaxllm.train.metrics import RunLog
 from jaxllm.train.tracker import Wandb
 out_dir = pathlib.Path({str(tmp_path)!r})
 tracker = Wandb(out_dir, {{"train": {{"steps": 2}}}})
-log = RunLog(out_dir, 2, 0, 0, tokens=100, flops=1e9, peak=None, tracker=tracker)
+log = RunLog(out_dir, 2, 0, tokens=100, flops=1e9, peak=None, tracker=tracker)
 log.train(1, **{ROW!r})
 log.evaluation(2, 3.25)
 log.close()

@@ -183,7 +183,11 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
     assert "stopped by SIGTERM after step" in output
     done = run(tiny, out_dir, "--resume")
     assert done.returncode == 0, done.stderr
-    assert losses(out_dir) == losses(straight[0])
+    for kept in ("loss", "lr", "grad_norm", "tokens", "val_loss"):
+        value = lambda out_dir, key=kept: [
+            r[key] for r in read_metrics(out_dir / "metrics.jsonl") if key in r
+        ]
+        assert value(out_dir) == value(straight[0])
     assert texts(out_dir) == texts(straight[0])
     for mine, theirs in zip(
         jax.tree.leaves(final_state(out_dir)),
@@ -309,17 +313,6 @@ class TestFinishedRun:
         assert "model.n_layers=3 differs from 2" in message
         message = error_of(capsys, "--resume", "--out_dir", copy, "--config", "gpt2_small")
         assert "model.type='gpt2' differs from 'llama3'" in message
-
-    def test_steps_of_another_size_add_to_the_tokens(self, copy, capsys):
-        more = ["--train.steps", str(STEPS + 1), "--train.batch_size", "4"]
-        assert train.main(["--resume", "--out_dir", str(copy), *more]) == 0
-        seen = STEPS * 8 * 32 + 4 * 32
-        assert f"speed    {seen:,} tokens in " in capsys.readouterr().out
-        assert f"<td>{seen:,}</td>" in (copy / "report.html").read_text()
-        about = Checkpoints(copy / "checkpoints", 1).about(STEPS + 1)
-        assert about["tokens"] == seen
-        seen = [r["tokens"] for r in read_metrics(copy / "metrics.jsonl") if "tokens" in r]
-        assert seen == [*range(256, STEPS * 256 + 1, 256), STEPS * 256 + 128]
 
     def test_a_checkpoint_of_another_model_is_refused(self, copy, capsys):
         stored = yaml.safe_load((copy / "config.yaml").read_text())

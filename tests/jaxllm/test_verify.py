@@ -63,15 +63,17 @@ def batch():
 
 
 def test_a_verified_step_is_the_plain_step(faulty):
-    """Until the end: NaN in an activation, which skips the update, is no corruption."""
+    """Up to the rounding of another program; NaN, which skips the update, is no corruption."""
     _, t, canary = faulty
     plain, one, other = t.trace_train_step().lower().compile(), t.init(), t.init()
     for step in (1, 2):
         one, wanted = plain(one, t.put_batch(batch()))
         other, metrics = canary.take(step, other, t.put_batch(batch()))
         assert problem(canary, step) == ""
-        assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in wanted.items()}
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, other)))
+        for name, value in wanted.items():
+            assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5)
+    close = lambda a, b: np.allclose(np.float32(a), np.float32(b), rtol=1e-3, atol=1e-5)
+    assert all(jax.tree.leaves(jax.tree.map(close, one.params, other.params)))
     broken = other._replace(params=jax.tree.map(lambda p: p * jnp.nan, other.params))
     _, metrics = canary.take(3, t.with_copies(broken.saved()), t.put_batch(batch()))
     assert (problem(canary, 3), int(metrics["skips"])) == ("", 1)
@@ -135,8 +137,8 @@ def test_a_replica_with_another_bit_is_found_and_named():
 def test_a_corrupted_step_rolls_back_once_then_stops_and_the_run_is_the_same(
     tiny, tmp_path, capsys, monkeypatch
 ):
-    more = "--train.steps 6 --train.checkpoint_every 3 --train.eval_every 0 --sample.tokens 0"
-    more = [*more.split(), "--model.n_layers", "1"]
+    more = """--train.steps 6 --train.checkpoint_every 3 --train.eval_every 0 --sample.tokens 0
+        --model.n_layers 1 --train.verify_every 2 --train.on_corruption rollback""".split()
     assert train.main(["--config", str(tiny), "--out_dir", str(tmp_path / "plain"), *more]) == 0
     take, out_dir = Canary.take, tmp_path / "verified"
 
@@ -146,7 +148,6 @@ def test_a_corrupted_step_rolls_back_once_then_stops_and_the_run_is_the_same(
             self.last = (number, self.last[1], self.last[2] + 1)
         return state, metrics
 
-    more += ["--train.verify_every", "2", "--train.on_corruption", "rollback"]
     with monkeypatch.context() as patch:
         patch.setattr(Canary, "take", corrupted)
         capsys.readouterr()
@@ -158,6 +159,6 @@ def test_a_corrupted_step_rolls_back_once_then_stops_and_the_run_is_the_same(
     assert err.startswith("error: step 4 is corrupted: ")
     assert err.endswith("; continue with --resume, on other devices if it happens again\n")
     assert Checkpoints(out_dir / "checkpoints", 1).newest() == 3
-    assert train.main(["--resume", "--out_dir", str(out_dir), "--train.verify_every", "0"]) == 0
+    assert train.main(["--resume", "--out_dir", str(out_dir)]) == 0
     assert losses(out_dir) == losses(tmp_path / "plain")
     assert list(losses(out_dir)) == [1, 2, 3, 4, 5, 6]
