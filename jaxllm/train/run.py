@@ -202,7 +202,7 @@ class Run:
                 advice = "continue with --resume, on other devices if it happens again"
                 raise RunError(f"{e}; {advice}") from e
             self.log.message(f"{e}; going on from the newest checkpoint")
-            self.state = None  # frees the memory for it
+            del self.state  # frees the memory for it
             return None
         finally:
             batches.close()

@@ -335,6 +335,7 @@ class Trainer:
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
             "skips": watch.skips,
         }
+        # pyrefly: ignore[bad-argument-type]
         return good, TrainState(state.step + 1, params, opt_state, watch), metrics
 
     def _accepted(self, good: jax.Array, new: TrainState, old: TrainState) -> TrainState:
