@@ -45,7 +45,16 @@ def main() -> int:
             shard.append(tokens)
             shard.close()
         words = ["--data.path", f"{folder}/train.bin", "--data.val_path", f"{folder}/val.bin"]
-        words += ["--train.batch_size", batch, "--train.grad_accum", "1", "--train.steps", "6"]
+        words += [
+            "--data.source",
+            "shards",
+            "--train.batch_size",
+            batch,
+            "--train.grad_accum",
+            "1",
+            "--train.steps",
+            "6",
+        ]
         words += ["--train.eval_every", "0", "--train.eval_batches", "1", "--sample.tokens", "0"]
         words += ["--train.checkpoint_every", "3", "--out_dir", str(out_dir), *overrides]
         train = lambda *first: subprocess.run(
