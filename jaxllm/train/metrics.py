@@ -98,6 +98,7 @@ class RunLog:
             "grad_norm": grad_norm,
             "step_ms": seconds * 1e3,
             "tokens_per_second": speed,
+            "tokens": step * self.tokens,
         }
         news = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
         if self.peak is not None:
