@@ -4,45 +4,89 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.data.cache import build_once, digest
 from jaxllm.data.shards import ShardWriter
 from jaxllm.data.sources import Piece, Source, is_held_out
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.files import write_json
+from jaxllm.text import AROUND, Tokenizer, train_tokenizer
 
 VAL_FRACTION = 0.05
 _BATCH = 1 << 22  # characters encoded at a time
 _TOKENIZER_TEXT = 1 << 26  # characters; a BPE learns little more after the first 64 Mi
-VERSION = 2  # increment it when the same files and tokenizer would give different tokens
+VERSION = 3  # increment it when the same files and tokenizer would give different tokens
+
+
+class Part(NamedTuple):
+    """Some pieces of one document, and their ids."""
+
+    document: str
+    ids: np.ndarray
+    begins: bool  # whether they begin the document
+    pieces: int
+    done: int  # bytes of the source's files read so far
+    names: int  # of special tokens in the text
 
 
 def encode(
-    pieces: Iterator[Piece], tokenizer: Tokenizer
-) -> Iterator[list[tuple[Piece, np.ndarray]]]:
-    """Yields batches of (piece, ids); each document begins with the end-of-text token."""
-    batch: list[Piece] = []
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: str, before: Piece | None = None
+) -> Iterator[list[Part]]:
+    """Yields batches of parts, whose ids together are those of whole documents.
+
+    Pieces between which `tokenizer` permits no cut are encoded as one.  Each document stands
+    between `tokenizer.begin` and `tokenizer.finish`.
+    special: what the names of special tokens in a text are: "tokens" or "text".
+    before: the piece before the first of `pieces`, already encoded.
+    """
+    batch: list[tuple[str, list[Piece], bool]] = []
     characters = 0
-
-    def encoded() -> list[tuple[Piece, np.ndarray]]:
-        ids = tokenizer.encode_batch([piece.text for piece in batch])
-        separator = np.asarray([tokenizer.end_of_text], np.uint32)
-        return [
-            (piece, np.concatenate([separator, x]) if piece.begins else x)
-            for piece, x in zip(batch, ids, strict=True)
-        ]
-
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
+    for entry in _joined(pieces, tokenizer, special == "tokens", before):
+        batch.append(entry)
+        characters += sum(len(piece.text) for piece in entry[1])
         if characters >= _BATCH:
-            yield encoded()
+            yield _encoded(batch, tokenizer, special == "tokens")
             batch, characters = [], 0
     if batch:
-        yield encoded()
+        yield _encoded(batch, tokenizer, special == "tokens")
+
+
+def _joined(
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: bool, before: Piece | None
+) -> Iterator[tuple[str, list[Piece], bool]]:
+    """Yields (text before, pieces to encode as one, whether they end their document)."""
+    context = left = "" if before is None else before.text[-AROUND:]
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and (piece.begins or tokenizer.can_cut(left, piece.text, special=special)):
+            yield context, joined, piece.begins
+            context, joined = left, []
+        if piece.begins:
+            context = left = ""
+        joined.append(piece)
+        left = (left + piece.text)[-AROUND:]
+    if joined:
+        yield context, joined, True
+
+
+def _encoded(
+    batch: list[tuple[str, list[Piece], bool]], tokenizer: Tokenizer, special: bool
+) -> list[Part]:
+    texts = ["".join(piece.text for piece in joined) for _, joined, _ in batch]
+    contexts = [context for context, _, _ in batch]
+    found = tokenizer.encode_parts(list(zip(contexts, texts, strict=True)), special=special)
+    parts = []
+    for (_, joined, ends), text, ids in zip(batch, texts, found, strict=True):
+        first, last = joined[0], joined[-1]
+        around = (tokenizer.begin if first.begins else [], tokenizer.finish if ends else [])
+        begin, finish = (np.asarray(x, np.uint32) for x in around)
+        ids = np.concatenate([begin, ids, finish])
+        names = tokenizer.count_special(text)
+        parts.append(Part(first.document, ids, first.begins, len(joined), last.done, names))
+    return parts
 
 
 @contextlib.contextmanager
@@ -69,8 +113,8 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
 
 def cached_tokenizer(
     source: Source, content: str, held_out: float, vocab_size: int, cache: Path
-) -> Tokenizer:
-    """Returns a BPE of `vocab_size` entries trained on the source; trains it once, then caches it.
+) -> Path:
+    """The tokenizer.json of a BPE trained on the source; trains it once, then caches it.
 
     The fraction `held_out` of the documents is for validation, so the BPE does not see it.
     """
@@ -96,14 +140,20 @@ def cached_tokenizer(
         cache / f"tokenizer-{key}",
         lambda folder: train_tokenizer(texts(), vocab_size, folder / "tokenizer.json"),
     )
-    return Tokenizer(folder / "tokenizer.json")
+    return folder / "tokenizer.json"
 
 
 def cached_tokens(
-    source: Source, val_source: Source | None, tokenizer: Tokenizer, key: str, cache: Path
+    source: Source,
+    val_source: Source | None,
+    tokenizer: Tokenizer,
+    special: str,
+    key: str,
+    cache: Path,
 ) -> Path:
     """Returns a folder with train.bin, val.bin and counts.json, and writes it if needed.
 
+    special: what names of special tokens in the text are, for `encode`.
     Without a `val_source`, val.bin gets about 5% of the documents, chosen by a hash of their names.
     """
 
@@ -119,13 +169,15 @@ def cached_tokens(
         ]
 
     def build(folder: Path) -> None:
-        counts = {"train": 0, "val": 0}
-        writers = {x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in counts}
+        counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
+        writers = {
+            x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in ("train", "val")
+        }
         try:
             for what, part, splits in parts:
                 with progress_bar(f"encoding the {what} (once)", part.size) as done:
-                    _write(part, splits, tokenizer, writers, counts, done)
-            if not any(counts.values()):
+                    _write(encode(part.pieces(), tokenizer, special), splits, writers, counts, done)
+            if not counts["train"] + counts["val"]:
                 raise InputError("the data is empty: no document in it has any text")
         finally:
             for writer in writers.values():
@@ -136,17 +188,18 @@ def cached_tokens(
 
 
 def _write(
-    source: Source,
+    batches: Iterator[list[Part]],
     splits: Callable[[str], tuple[str, ...]],
-    tokenizer: Tokenizer,
     writers: dict[str, ShardWriter],
     counts: dict[str, int],
     done: Callable[[int], None],
 ) -> None:
     """Appends each document to the writers that `splits` names for it, and counts it there."""
-    for batch in encode(source.pieces(), tokenizer):
-        for piece, ids in batch:
-            for name in splits(piece.document):
-                writers[name].append(ids)
-                counts[name] += piece.begins
-        done(batch[-1][0].done)
+    for batch in batches:
+        for part in batch:
+            for name in splits(part.document):
+                writers[name].append(part.ids)
+                counts[name] += part.begins
+            counts["names"] += part.names
+            counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
+        done(batch[-1].done)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,8 +23,8 @@ from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source, find_files, stdlib_files
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need these, and they are slow to import
     from grain import DatasetIterator
@@ -248,8 +249,10 @@ def check_paths(config: DataConfig) -> None:
             )
         if path is not None:
             find_files(config.source, path, key=f"data.{key}")
-    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_file():
-        raise InputError(f"data.tokenizer={config.tokenizer} is not a file; name a tokenizer.json")
+    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
+        raise InputError(
+            f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
+        )
 
 
 def _open_text(config: DataConfig, cache: Path, vocab_size: int | None):
@@ -270,20 +273,27 @@ def _open_text(config: DataConfig, cache: Path, vocab_size: int | None):
 
     content = source.digest(cache)
     if config.tokenizer is None:
-        tokenizer = cached_tokenizer(
+        path = cached_tokenizer(
             source, content, 0.0 if val_source else VAL_FRACTION, config.tokenizer_vocab_size, cache
         )
     else:
-        tokenizer = Tokenizer(config.tokenizer)
-    _check_vocabulary(tokenizer, vocab_size)
+        path = config.tokenizer
+    tokenizer = Tokenizer(path, end_token=config.end_token)
+    _check(tokenizer, vocab_size)
     val_content = val_source.digest(cache) if val_source else None
-    fingerprint = digest(VERSION, content, val_content, tokenizer.digest)
-    folder = cached_tokens(source, val_source, tokenizer, fingerprint, cache)
+    around = (tokenizer.begin, tokenizer.finish, config.special_tokens)
+    fingerprint = digest(VERSION, content, val_content, tokenizer.digest, *around)
+    folder = cached_tokens(source, val_source, tokenizer, config.special_tokens, fingerprint, cache)
     counts = json.loads((folder / "counts.json").read_text())
+    _check(tokenizer, vocab_size, [counts["largest"]])
     train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
     what = f"{config.source}: {documents:,} documents in {len(source.files):,} files"
-    return Tokens([train]), Tokens([val]), tokenizer, tokenizer.vocab_size, fingerprint, what
+    if counts["names"]:
+        read = "tokens" if config.special_tokens == "tokens" else "plain text"
+        what += f", {counts['names']:,} names of special tokens read as {read}"
+    size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+    return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
 def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None):
@@ -306,12 +316,14 @@ def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None):
     beside = files[0][1].parent / "tokenizer.json"
     if tokenizer_path is None and beside.exists():
         tokenizer_path = str(beside)
-    tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
-    _check_vocabulary(tokenizer, vocab_size)
+    tokenizer = None
+    if tokenizer_path is not None:
+        tokenizer = Tokenizer(tokenizer_path, end_token=config.end_token)
+    _check(tokenizer, vocab_size)
 
     opened = [[open_shard(path) for _, path in group] for group in (files, val_files)]
     if tokenizer is not None:
-        data_vocab_size = tokenizer.vocab_size
+        data_vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     else:
         data_vocab_size = vocab_size or max(size for group in opened for _, size in group)
     digests = [
@@ -323,12 +335,12 @@ def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None):
     return train, val, tokenizer, data_vocab_size, digest("shards", digests), what
 
 
-def _check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
-    if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise InputError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} entries, more than "
-            f"model.vocab_size={vocab_size}: raise it, or choose another tokenizer"
-        )
+def _check(
+    tokenizer: Tokenizer | None, vocab_size: int | None, ids: Sequence[int] | None = None
+) -> None:
+    """Raises InputError if the tokenizer, or a token of the data, is not the model's."""
+    if tokenizer is not None and vocab_size is not None:
+        tokenizer.check(vocab_size, ids)
 
 
 def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
@@ -339,13 +351,18 @@ def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
             " tokenizer.json that encoded the shards"
         )
     start = tokens.read(0, min(len(tokens), _SEARCHED))
-    if not (start == tokenizer.end_of_text).any():
+    if tokenizer.separator is None:
         raise InputError(
-            f"data.pack=documents finds no end-of-text token (id {tokenizer.end_of_text} of"
+            f"data.pack=documents needs a token between documents, and no file beside"
+            f" {tokenizer.path} names one; set data.end_token"
+        )
+    if not (start == tokenizer.separator).any():
+        raise InputError(
+            f"data.pack=documents finds no end-of-text token (id {tokenizer.separator} of"
             f" {tokenizer.path}) in the first {len(start)} tokens; set data.pack=stream, or set"
             " data.tokenizer to the tokenizer.json that encoded them"
         )
-    return tokenizer.end_of_text
+    return tokenizer.separator
 
 
 def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[Tokens, Tokens]:

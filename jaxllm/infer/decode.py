@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig, SampleConfig, round_up
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
 from jaxllm.sharding import constrain, shardings
+from jaxllm.text import Tokenizer
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
@@ -45,18 +45,13 @@ def open_run(directory: str | Path, step: int | None = None) -> RunWeights | Pac
 
 def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
     """Opens the tokenizer in the run's directory; raises InputError."""
-    path = weights.folder / "tokenizer.json"
-    if not path.exists():
+    if not Tokenizer.present(weights.folder):
         raise InputError(
-            f"{path} is missing: the run's data had none; copy the tokenizer.json that encoded the"
-            " data there"
+            f"{weights.folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
+            " tokenizer.json that encoded the data there"
         )
-    tokenizer = Tokenizer(path)
-    if tokenizer.vocab_size > weights.config.vocab_size:
-        raise InputError(
-            f"{path} has {tokenizer.vocab_size} entries, more than the model's"
-            f" {weights.config.vocab_size}: it belongs to another model"
-        )
+    tokenizer = Tokenizer(weights.folder, end_token=weights.run.data.end_token)
+    tokenizer.check(weights.config.vocab_size)
     return tokenizer
 
 

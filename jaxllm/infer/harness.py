@@ -16,8 +16,8 @@ import jax
 from jaxllm.config import SampleConfig
 from jaxllm.errors import InputError
 from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
-from jaxllm.infer.generate import Text
 from jaxllm.infer.scoring import Scorer
+from jaxllm.infer.writer import Text
 
 try:
     import lm_eval
@@ -52,13 +52,30 @@ class RunLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The tokenizer's end of a text; its name also ends what the model writes."""
+        ends = sorted(self.tokenizer.ends)
+        return ends[0] if self.tokenizer.eos is None and ends else self.tokenizer.eos
+
+    @property
+    def prefix_token_id(self) -> int:
         """The token that precedes an empty context and the texts of loglikelihood_rolling."""
-        return self.tokenizer.end_of_text
+        prefix = self.eot_token_id if self.tokenizer.bos is None else self.tokenizer.bos
+        if prefix is None:
+            raise InputError(
+                f"no file beside {self.tokenizer.path} names a token that begins or ends a text;"
+                " set bos_token in its tokenizer_config.json"
+            )
+        return prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """The ids of a text; add_special_tokens=False omits the tokenizer's prefix."""
-        encode = self.tokenizer.encode if add_special_tokens is False else self.tokenizer.prompt
-        return encode(string)
+        """The ids of a text; add_special_tokens=False omits what the post-processor adds.
+
+        It adds nothing to a text that has its first token already, as chats do.
+        """
+        begun = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+        if add_special_tokens is False or (add_special_tokens is None and begun):
+            return self.tokenizer.encode(string)
+        return self.tokenizer.prompt(string)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_) -> list[tuple[float, bool]]:
         rows = [(context + answer, len(answer)) for _, context, answer in requests]
@@ -105,7 +122,8 @@ class RunLM(TemplateLM):
             # A partial batch repeats its first row, so that one program serves all batches.
             rows = [prompts[i][room] for i in members]
             rows += [rows[0]] * (self.scorer.size - len(rows))
-            written = [Text(self.tokenizer, stops, live=False) for _ in members]
+            # As "hf" does, texts are decoded without their context.
+            written = [Text(self.tokenizer, [], stops, self.tokenizer.ends) for _ in members]
             with jax.set_mesh(self.scorer.mesh):
                 for tokens in stream_tokens(
                     self.scorer.graph, self.scorer.params, rows, config, top_p=top_p

@@ -14,6 +14,7 @@ from jaxllm.data.loader import Dataset
 from jaxllm.errors import InputError, memory_errors
 from jaxllm.files import write_whole
 from jaxllm.models import flops_per_token
+from jaxllm.text import Tokenizer
 from jaxllm.train import report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.estimate import device_name
@@ -64,11 +65,13 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
         )
 
 
-def print_header(trainer: Trainer, data: str, emit: Callable[[str], None]) -> None:
+def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], None]) -> None:
     """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
     emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
-    emit(f"data     {data}")
+    emit(f"data     {'not opened in a dry run' if data is None else data.description}")
+    if data is not None and data.tokenizer is not None:
+        emit(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
@@ -188,10 +191,10 @@ def open_log(
     tokens = config.train.batch_size * config.train.seq_len
     out_dir.mkdir(parents=True, exist_ok=True)
     if dataset.tokenizer is not None:  # makes the directory self-contained
-        path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer.path
-        if path.exists() and path.read_bytes() != tokenizer.read_bytes():
+        path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer
+        if path.exists() and Tokenizer(path).digest != tokenizer.digest:
             raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
-        write_whole(path, tokenizer.read_bytes())
+        tokenizer.copy_to(out_dir)
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
     model = f"{config.model.type}, {trainer.n_params:,} parameters"
     device = device_name(trainer.mesh)

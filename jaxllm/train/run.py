@@ -98,7 +98,7 @@ def dry_run(config: Config) -> int:
     estimate.check_fits(config, mesh)
     trainer = Trainer(config, mesh)
     emit = print_line if jax.process_index() == 0 else lambda text: None
-    launch.print_header(trainer, "not opened in a dry run", emit)
+    launch.print_header(trainer, None, emit)
     launch.trace_step(trainer, emit)
     emit(estimate.summarize(trainer))
     return 0
@@ -181,7 +181,7 @@ class Run:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             launch.check_unfinished(out_dir, newest, train.steps)
-        launch.print_header(self.trainer, self.dataset.description, emit)
+        launch.print_header(self.trainer, self.dataset, emit)
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
@@ -409,4 +409,5 @@ class Run:
         except RunError as e:
             self.log.message(f"no sample: {e}")
             return
-        self.log.sample(step, config.prompt + tokenizer.decode(tokens))
+        known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
+        self.log.sample(step, config.prompt + tokenizer.decode(prompt + tokens)[known:])

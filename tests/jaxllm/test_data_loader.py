@@ -9,8 +9,8 @@ import pytest
 from jaxllm.data import corpus, open_dataset
 from jaxllm.data.loader import Tokens
 from jaxllm.data.shards import ShardWriter
-from jaxllm.data.tokenizer import train_tokenizer
 from jaxllm.errors import InputError
+from jaxllm.text import train_tokenizer
 
 T = 4
 

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.data import cache, corpus, open_dataset, prepare, sources
 from jaxllm.data.__main__ import main
 from jaxllm.data.shards import open_shard
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
+from jaxllm.text import Tokenizer, train_tokenizer
 
 DOCUMENTS = [f"document {i} says hello\nand {i * i}\n" for i in range(60)]
 

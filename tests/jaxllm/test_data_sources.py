@@ -11,8 +11,8 @@ from tokenizers import pre_tokenizers
 
 from jaxllm.data import sources
 from jaxllm.data.sources import Source, find_files, is_held_out, stdlib_files
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer, train_tokenizer
 
 
 def write(path, content):

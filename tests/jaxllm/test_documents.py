@@ -17,13 +17,13 @@ from jaxllm.config import Config, DataConfig, MeshConfig, OptimizerConfig, Train
 from jaxllm.data import open_dataset
 from jaxllm.data.loader import documents
 from jaxllm.data.shards import ShardWriter
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 from jaxllm.infer.decode import load_model, open_run
 from jaxllm.models import MODELS
 from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
+from jaxllm.text import Tokenizer, train_tokenizer
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 

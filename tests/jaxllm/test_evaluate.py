@@ -12,8 +12,8 @@ import tokenizers
 from evaluation_run import EXPECTED, TEXTS, run_of
 from tokenizers import models, processors
 
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.infer import evaluate, generate
+from jaxllm.text import Tokenizer
 
 
 @pytest.fixture(scope="module")
