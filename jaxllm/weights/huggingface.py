@@ -29,13 +29,6 @@ TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names a
 SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several files above it
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-# Files of the tokenizer and of generation that are copied with the weights.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-)
 _READABLE = ("F32", "F16", "BF16")
 # Tensors that are not parameters: masks and frequencies that older versions stored.
 _BUFFERS = re.compile(
