@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,20 +34,20 @@ class Part(NamedTuple):
 
 
 def encode(
-    pieces: Iterator[Piece], tokenizer: Tokenizer, special: str, before: Piece | None = None
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: str, skip: int = 0
 ) -> Iterator[list[Part]]:
     """Yields batches of parts, whose ids together are those of whole documents.
 
     Pieces between which `tokenizer` permits no cut are encoded as one.  Each document stands
     between `tokenizer.begin` and `tokenizer.finish`.
     special: what the names of special tokens in a text are: "tokens" or "text".
-    before: the piece before the first of `pieces`, already encoded.
+    skip: pieces that are encoded already.
     """
-    batch: list[tuple[str, list[Piece], bool]] = []
+    batch: list[_Joined] = []
     characters = 0
-    for entry in _joined(pieces, tokenizer, special == "tokens", before):
+    for entry in _joined(pieces, tokenizer, special == "tokens", skip):
         batch.append(entry)
-        characters += sum(len(piece.text) for piece in entry[1])
+        characters += len(entry.text)
         if characters >= _BATCH:
             yield _encoded(batch, tokenizer, special == "tokens")
             batch, characters = [], 0
@@ -54,38 +55,59 @@ def encode(
         yield _encoded(batch, tokenizer, special == "tokens")
 
 
+class _Joined(NamedTuple):
+    """Pieces of one document to encode as one text."""
+
+    before: str  # the end of the document's text before them
+    text: str
+    pieces: list[Piece]
+    ends: bool  # whether they end the document
+
+
 def _joined(
-    pieces: Iterator[Piece], tokenizer: Tokenizer, special: bool, before: Piece | None
-) -> Iterator[tuple[str, list[Piece], bool]]:
-    """Yields (text before, pieces to encode as one, whether they end their document)."""
-    context = left = "" if before is None else before.text[-AROUND:]
-    joined: list[Piece] = []
-    for piece in pieces:
-        if joined and (piece.begins or tokenizer.can_cut(left, piece.text, special=special)):
-            yield context, joined, piece.begins
-            context, joined = left, []
-        if piece.begins:
-            context = left = ""
-        joined.append(piece)
-        left = (left + piece.text)[-AROUND:]
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: bool, skip: int
+) -> Iterator[_Joined]:
+    before = left = ""
+    for piece in islice(pieces, skip):
+        before = left = ("" if piece.begins else left + piece.text)[-AROUND:]
+    texts, joined = [], []
+    for group in _grouped(pieces):
+        text, begins = "".join(piece.text for piece in group), group[0].begins
+        if joined and (begins or tokenizer.can_cut(left, text, special=special)):
+            yield _Joined(before, "".join(texts), joined, begins)
+            before, texts, joined = left, [], []
+        if begins:
+            before = left = ""
+        texts.append(text)
+        joined.extend(group)
+        left = (left + text)[-AROUND:]
     if joined:
-        yield context, joined, True
+        yield _Joined(before, "".join(texts), joined, True)
 
 
-def _encoded(
-    batch: list[tuple[str, list[Piece], bool]], tokenizer: Tokenizer, special: bool
-) -> list[Part]:
-    texts = ["".join(piece.text for piece in joined) for _, joined, _ in batch]
-    contexts = [context for context, _, _ in batch]
-    found = tokenizer.encode_parts(list(zip(contexts, texts, strict=True)), special=special)
+def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yields pieces of a document that are long enough to test the cut before them."""
+    group, characters = [], 0
+    for piece in pieces:
+        if group and (piece.begins or characters >= AROUND):
+            yield group
+            group, characters = [], 0
+        group.append(piece)
+        characters += len(piece.text)
+    if group:
+        yield group
+
+
+def _encoded(batch: list[_Joined], tokenizer: Tokenizer, special: bool) -> list[Part]:
+    found = tokenizer.encode_parts([(x.before, x.text) for x in batch], special=special)
     parts = []
-    for (_, joined, ends), text, ids in zip(batch, texts, found, strict=True):
-        first, last = joined[0], joined[-1]
+    for (before, text, pieces, ends), ids in zip(batch, found, strict=True):
+        first, last = pieces[0], pieces[-1]
         around = (tokenizer.begin if first.begins else [], tokenizer.finish if ends else [])
         begin, finish = (np.asarray(x, np.uint32) for x in around)
         ids = np.concatenate([begin, ids, finish])
-        names = tokenizer.count_special(text)
-        parts.append(Part(first.document, ids, first.begins, len(joined), last.done, names))
+        names = tokenizer.count_special(before + text) - tokenizer.count_special(before)
+        parts.append(Part(first.document, ids, first.begins, len(pieces), last.done, names))
     return parts
 
 

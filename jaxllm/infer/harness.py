@@ -52,30 +52,33 @@ class RunLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The tokenizer's end of a text; its name also ends what the model writes."""
-        ends = sorted(self.tokenizer.ends)
-        return ends[0] if self.tokenizer.eos is None and ends else self.tokenizer.eos
+        """The token that ends a text; as in "hf", its name also ends what the model writes."""
+        return self._first(self.tokenizer.eos, *sorted(self.tokenizer.ends))
 
     @property
     def prefix_token_id(self) -> int:
         """The token that precedes an empty context and the texts of loglikelihood_rolling."""
-        prefix = self.eot_token_id if self.tokenizer.bos is None else self.tokenizer.bos
-        if prefix is None:
-            raise InputError(
-                f"no file beside {self.tokenizer.path} names a token that begins or ends a text;"
-                " set bos_token in its tokenizer_config.json"
-            )
-        return prefix
+        return self._first(self.tokenizer.bos, self.eot_token_id)
+
+    def _first(self, *ids: int | None) -> int:
+        for i in ids:
+            if i is not None:
+                return i
+        raise InputError(
+            f"no file beside {self.tokenizer.path} names a token that begins or ends a text; set"
+            " eos_token in its tokenizer_config.json"
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text; add_special_tokens=False omits what the post-processor adds.
 
-        It adds nothing to a text that has its first token already, as chats do.
+        It adds nothing to a text that has its first token already.
         """
-        begun = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
-        if add_special_tokens is False or (add_special_tokens is None and begun):
-            return self.tokenizer.encode(string)
-        return self.tokenizer.prompt(string)
+        if add_special_tokens is None:
+            begun = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+            add_special_tokens = not begun
+        encode = self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode
+        return encode(string)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_) -> list[tuple[float, bool]]:
         rows = [(context + answer, len(answer)) for _, context, answer in requests]
@@ -112,6 +115,7 @@ class RunLM(TemplateLM):
         texts = [""] * len(requests)
         for seed, (kind, members) in enumerate(tqdm(batches, "writing", disable=disable_tqdm)):
             config, stops, top_p = _sampling(json.loads(kind), seed)
+            stops.append(self.tokenizer.decode([self.eot_token_id]))
             most = self.scorer.most
             if most is not None and config.tokens >= most:
                 raise InputError(
@@ -154,7 +158,8 @@ def _sampling(options: dict[str, Any], seed: int) -> tuple[SampleConfig, list[st
     config = SampleConfig(
         tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k, seed=seed
     )
-    return config, [stops] if isinstance(stops, str) else [s for s in stops if s], top_p
+    stops = [stops] if isinstance(stops, str) else stops
+    return config, [s for s in stops if s], top_p
 
 
 def evaluate(
