@@ -1,6 +1,8 @@
+import json
 import re
 import shutil
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +26,8 @@ def config(tmp_path):
         val_path=None,
         text_column="text",
         tokenizer=None,
+        special_tokens="text",
+        end_token=None,
         tokenizer_vocab_size=300,
         cache_dir=str(tmp_path / "cache"),
         shuffle=True,
@@ -318,7 +322,7 @@ def test_separate_validation_text(tmp_path, config, capsys):
     config.val_path = corpus_of(tmp_path / "val", ["held out text\n"])
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert data.tokenizer.decode(data.val.read(0, data.val_tokens)[1:]) == "held out text\n"
-    assert list(data.train.read(0, data.train_tokens)).count(data.tokenizer.end_of_text) == 60
+    assert list(data.train.read(0, data.train_tokens)).count(data.tokenizer.separator) == 60
     assert re.findall("encoding.*", capsys.readouterr().err) == [
         "encoding the training text (once)",
         "encoding the validation text (once)",
@@ -330,7 +334,7 @@ def test_text_that_is_also_the_validation_text_is_encoded_once(tmp_path, config,
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     train, val = (x.read(0, len(x)) for x in (data.train, data.val))
     np.testing.assert_array_equal(train, val)
-    assert list(val).count(data.tokenizer.end_of_text) == 60
+    assert list(val).count(data.tokenizer.separator) == 60
     assert re.findall("encoding.*", capsys.readouterr().err) == ["encoding the text (once)"]
 
 
@@ -371,8 +375,19 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, config):
     train_tokenizer(DOCUMENTS, 300, tmp_path / "tokenizer.json")
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
     config.tokenizer = str(tmp_path / "tokenizer.json")
-    with pytest.raises(InputError, match=r"has 300 entries, more than model\.vocab_size=299"):
-        open_dataset(config, seq_len=T, seed=0, vocab_size=299)
+    with pytest.raises(InputError, match=r"has 300 entries, more than the model's 270 \(model"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=270)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=300)
+    assert data.vocab_size == 300
+    largest = max(tokens.read(0, len(tokens)).max() for tokens in (data.train, data.val))
+    with pytest.raises(InputError, match=rf"\(id {largest}\), which is beyond the"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=int(largest))
+    # A few tokens may be beyond the model if no text has them.
+    page = json.loads(Path(config.tokenizer).read_text())
+    more = page["added_tokens"][0] | {"id": 300, "content": "<|more|>", "special": False}
+    Path(config.tokenizer).write_text(
+        json.dumps(page | {"added_tokens": [*page["added_tokens"], more]})
+    )
     assert open_dataset(config, seq_len=T, seed=0, vocab_size=300).vocab_size == 300
 
 

@@ -289,12 +289,11 @@ def test_every_text_survives_a_round_trip(tokenizer_path):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert max(ids) < tokenizer.vocab_size <= 280
-    assert tokenizer.end_of_text not in ids  # a special token's name in a text is plain text
-    assert tokenizer.decode([tokenizer.end_of_text]) == "<|endoftext|>"
-    assert [x.tolist() for x in tokenizer.encode_batch([text, "hello"])] == [
-        ids,
-        tokenizer.encode("hello"),
-    ]
+    assert tokenizer.decode([tokenizer.eos]) == "<|endoftext|>"
+    ids = tokenizer.encode(text, special=False)
+    assert tokenizer.eos not in ids
+    assert tokenizer.decode(ids) == text
+    assert [x.tolist() for x in tokenizer.encode_parts([("", text)])] == [ids]
 
 
 def test_training_is_deterministic(tokenizer_path):
@@ -317,9 +316,8 @@ def test_bad_tokenizers_are_refused(tmp_path, tokenizer_path):
         Tokenizer(tmp_path / "none.json")
     with pytest.raises(InputError, match=r"bad\.json is not a tokenizer\.json"):
         Tokenizer(write(tmp_path / "bad.json", "{}"))
-    content = tokenizer_path.read_text().replace("<|endoftext|>", "<|what|>")
-    with pytest.raises(InputError, match="no token that separates documents"):
-        Tokenizer(write(tmp_path / "other.json", content))
+    with pytest.raises(InputError, match=r"data\.end_token=<eos> is not a token of"):
+        Tokenizer(tokenizer_path, end_token="<eos>")
     with pytest.raises(InputError, match="tokenizer_vocab_size=256 is not from 257"):
         train_tokenizer(["x"], 256, tmp_path / "small.json")
 

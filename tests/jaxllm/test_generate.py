@@ -14,9 +14,11 @@ from flax import nnx
 from tiny_models import tiny
 
 from jaxllm.config import SampleConfig
-from jaxllm.infer import decode, generate
+from jaxllm.infer import decode, generate, writer
+from jaxllm.infer.writer import Text
 from jaxllm.layers.cache import Cache
 from jaxllm.models import MODELS, create
+from jaxllm.text import Continuation
 from pallas_kernels import dispatch
 
 SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
@@ -166,14 +168,17 @@ def test_top_p_keeps_the_most_likely_tokens_that_reach_it():
 class Letters:
     """A tokenizer of bytes; a character may take several tokens."""
 
-    ends = frozenset([0])
+    special, _bytes = {}, frozenset()
+
+    def continuation(self, prompt):
+        return Continuation(self, prompt)
 
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
 
 
 def test_text_streams_whole_characters_and_ends_before_a_stop_string(capsys):
-    text = generate.Text(Letters(), ["ENDE", "!!"], live=True)
+    text = Text(Letters(), b"x", ["ENDE", "!!"], {0}, live=True)
     shown = []
     for token in "aéEN ENDEx".encode():
         text.add(token)
@@ -181,7 +186,7 @@ def test_text_streams_whole_characters_and_ends_before_a_stop_string(capsys):
     text.finish()
     assert shown == ["a", "", "é", "", "", "EN ", "", "", "", "", ""]
     assert (text.text, text.done, capsys.readouterr().out) == ("aéEN ", True, "")
-    text = generate.Text(Letters(), ["ENDE"], live=True)
+    text = Text(Letters(), [], ["ENDE"], {0}, live=True)
     for token in [*b"aEN", 0, *b"b"]:
         text.add(token)
     text.finish()
@@ -197,13 +202,13 @@ def test_text_decodes_only_its_last_tokens():
             return super().decode(ids)
 
     tokenizer = Counted()
-    text = generate.Text(tokenizer, [], live=False)
+    text = Text(tokenizer, [], [], {0})
     content = "Zwölf Boxkämpfer: \N{GRINNING FACE}! " * 9
     broken = content.encode()[:7] + b"\xf0\xff" + content.encode()  # no characters
     for token in broken:
         text.add(token)
     assert text.text == broken.decode(errors="replace")
-    assert tokenizer.longest <= 8
+    assert tokenizer.longest <= 24
 
 
 @pytest.mark.parametrize(
@@ -251,8 +256,8 @@ sys.exit(command_line.exit_status(lambda: metrics.print_line("on its way") or pr
 
 def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(generate.time, "perf_counter", lambda: now[0])
-    speed = generate.Speed(block=2)
+    monkeypatch.setattr(writer.time, "perf_counter", lambda: now[0])
+    speed = writer.Speed(block=2)
     for batch in (5.0, 1.0):  # the first batch compiles
         speed.begin()
         for n in range(7):  # 1 token, and three blocks of 2, each of which takes a second
@@ -264,7 +269,7 @@ def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypat
     assert speed.line(4) == (
         "54 tokens in 10.00 s, 4 at once: 6.0 s for prompts and compilation, then 8 tokens/s"
     )
-    short = generate.Speed(block=2)
+    short = writer.Speed(block=2)
     short.begin()
     short.add(1)
     short.end()
@@ -273,7 +278,7 @@ def test_speed_counts_all_tokens_and_times_those_after_the_first_block(monkeypat
 
 def test_only_tokens_that_a_text_shows_are_counted():
     for content, count in ((b"aENDEx", 5), (b"ab\0cd", 2), (b"abc", 3)):
-        text = generate.Text(Letters(), ["ENDE"], live=False)
+        text = Text(Letters(), b"x", ["ENDE"], {0})
         for token in content:
             text.add(token)
         assert text.count == count
