@@ -94,7 +94,7 @@ def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
     if isinstance(given, list):
         given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}
     given = given if isinstance(given, dict) else {"default": given}
-    found = {name: text for name, text in given.items() if isinstance(text, str)}
+    found = {str(name): text for name, text in given.items() if isinstance(text, str)}
     for path in (
         folder / "chat_template.jinja",
         *sorted(folder.glob("additional_chat_templates/*.jinja")),
