@@ -307,18 +307,19 @@ def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None):
             files = [file for file in files if file not in val_files]
         else:  # the path names only validation shards
             val_files = []
-    for folder in {path.parent for _, path in files + val_files}:
+    folders = dict.fromkeys(path.parent for _, path in files + val_files)
+    for folder in folders:
         job = folder / "prepare.json"
         if job.exists() and not json.loads(job.read_text())["done"]:
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
 
-    tokenizer_path = config.tokenizer
-    beside = files[0][1].parent / "tokenizer.json"
-    if tokenizer_path is None and beside.exists():
-        tokenizer_path = str(beside)
-    tokenizer = None
-    if tokenizer_path is not None:
-        tokenizer = Tokenizer(tokenizer_path, end_token=config.end_token)
+    paths = [p for folder in folders if (p := folder / "tokenizer.json").exists()]
+    if config.tokenizer is not None:
+        paths.insert(0, Path(config.tokenizer))
+    found = [Tokenizer(path, end_token=config.end_token) for path in paths]
+    tokenizer = found[0] if found else None
+    for other in found[1:]:
+        found[0].check_same(other)
     _check(tokenizer, vocab_size)
 
     opened = [[open_shard(path) for _, path in group] for group in (files, val_files)]

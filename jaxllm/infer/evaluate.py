@@ -18,6 +18,7 @@ from jaxllm.config import Config, load
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
 from jaxllm.data.loader import check_paths
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer
 
 ENDINGS = 4  # endings per question of HellaSwag
 VALID_WITH = {  # {option: what it applies to}
@@ -163,10 +164,19 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
         overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        overrides = {"data.tokenizer": str(tokenizer)} | overrides
-    return load(str(folder / "config.yaml"), overrides)
+    own = folder / "tokenizer.json"
+    given = overrides.get("data.tokenizer")
+    if own.exists():
+        if given not in (None, "null"):
+            Tokenizer(own).check_same(Tokenizer(given))
+        overrides = overrides | {"data.tokenizer": str(own)}
+    config = load(str(folder / "config.yaml"), overrides)
+    if config.data.tokenizer is None and config.data.source != "shards":
+        raise InputError(
+            f"{folder} has no tokenizer.json, and a new tokenizer would not match its weights; copy"
+            " the tokenizer.json that encoded the model's data there"
+        )
+    return config
 
 
 def hellaswag(args: argparse.Namespace) -> str:

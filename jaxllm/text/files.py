@@ -23,7 +23,10 @@ COMPANIONS = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "vocab.json",
+    "merges.txt",
     "tokenizer.model",
+    "tekken.json",
 )
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
 END_OF_TEXT = "<|endoftext|>"  # of GPT-2, whose vocab.json does not say that it is special
@@ -148,12 +151,14 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
 
 def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
     """GPT-2's form: bytes as visible characters, and its own regex."""
-    kind = str(pages.tokenizer.get("tokenizer_class", "GPT2Tokenizer")).removesuffix("Fast")
-    if kind not in ("GPT2Tokenizer", "PreTrainedTokenizer", "TokenizersBackend"):
+    kind = pages.tokenizer.get("tokenizer_class")
+    if kind is None and read_page(folder / "config.json").get("model_type") == "gpt2":
+        kind = "GPT2Tokenizer"
+    if str(kind).removesuffix("Fast") != "GPT2Tokenizer":
         raise InputError(
-            f"{folder} has no tokenizer.json, and its vocab.json is a {kind}'s, not a"
-            f" GPT2Tokenizer's; to write one: python -c \"from transformers import AutoTokenizer"
-            f" as A; A.from_pretrained('{folder}').save_pretrained('{folder}')\""
+            f"{folder} has no tokenizer.json, and its vocab.json is not known to be a"
+            f" GPT2Tokenizer's (tokenizer_class in tokenizer_config.json: {kind}); if it is, name"
+            " that class there, else write a tokenizer.json with transformers' save_pretrained"
         )
     files = folder / "vocab.json", folder / "merges.txt"
     try:
@@ -208,13 +213,24 @@ def copy(path: Path, library: tokenizers.Tokenizer, pages: Pages, target: Path) 
     target.mkdir(parents=True, exist_ok=True)
     whole = path.read_bytes() if path.exists() else library.to_str(pretty=True).encode()
     write_whole(target / TOKENIZER, whole)
-    if path.name != TOKENIZER:
-        return
+    if path.name == TOKENIZER:
+        copy_companions(path.parent, target)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies what a folder says about its text, but for the tokenizer.json."""
     for name in COMPANIONS:
-        if (path.parent / name).is_file():
-            write_whole(target / name, (path.parent / name).read_bytes())
-    for file in path.parent.glob("additional_chat_templates/*.jinja"):
+        if (source / name).is_file():
+            write_whole(target / name, (source / name).read_bytes())
+    for file in source.glob("additional_chat_templates/*.jinja"):
         (target / file.parent.name).mkdir(exist_ok=True)
         write_whole(target / file.parent.name / file.name, file.read_bytes())
-    if pages.config:
-        write_json(target / IDS, pages.config)
+    if config := Pages(source).config:
+        write_json(target / IDS, config)
+
+
+def take_ids(folder: Path) -> dict[str, Any]:
+    """The token ids for a config.json in place of token_ids.json, which is removed."""
+    found = read_page(folder / IDS)
+    (folder / IDS).unlink(missing_ok=True)
+    return found

@@ -232,9 +232,44 @@ class Tokenizer:
                 f" beyond the model's {vocab_size} entries: leave it out"
             )
 
+    def check_same(self, other: "Tokenizer") -> None:
+        """Raises InputError unless both give every text the same ids."""
+        if self.digest != other.digest:
+            raise InputError(
+                f"{other.path} differs from {self.path}: their ids do not mean the same text;"
+                " encode all data with the model's tokenizer"
+            )
+
     def copy_to(self, folder: Path) -> None:
-        """Writes the tokenizer.json and what belongs to it, for a run or a Hugging Face folder."""
+        """Writes the tokenizer.json and what belongs to it, for a run."""
         files.copy(self.path, self._library, self._pages, folder)
+
+    def export_to(self, folder: Path) -> dict[str, Any]:
+        """Writes the files for transformers; returns the token ids for its config.json.
+
+        What the folder said stays as it was.  An end that it did not name, such as data.end_token,
+        is added where transformers looks for ends.
+        """
+        self.copy_to(folder)
+        found, page = files.take_ids(folder), self._pages.generation
+        generates = files.ids(page.get("eos_token_id"))
+        ends = generates or files.ids(found.get("eos_token_id"))
+        ends += sorted(self.ends - set(ends))
+        if set(ends) != set(generates or files.ids(found.get("eos_token_id"))):
+            value = ends[0] if len(ends) == 1 else ends
+            if generates:
+                files.write_json(folder / "generation_config.json", page | {"eos_token_id": value})
+            else:
+                found["eos_token_id"] = value
+        found.setdefault("bos_token_id", self.bos)
+        if not (folder / "tokenizer_config.json").exists():
+            eos = self.eos if self.eos is not None else next(iter(ends), None)
+            named = {"bos_token": self.bos, "eos_token": eos}
+            page = {key: self._name(i) for key, i in named.items() if i is not None}
+            page |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+            page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
+            files.write_json(folder / "tokenizer_config.json", page)
+        return found
 
 
 class Continuation:

@@ -3,13 +3,14 @@
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
 from jaxllm import sharding
-from jaxllm.config import Config
+from jaxllm.config import Config, DataConfig
 from jaxllm.data.loader import Dataset
 from jaxllm.errors import InputError, memory_errors
 from jaxllm.files import write_whole
@@ -48,6 +49,23 @@ def open_initial_weights(config: Config):
     weights = open_weights(config.model.init_from)
     check_weights(weights, config)
     return weights
+
+
+def with_models_tokenizer(dataset: Dataset, folder: Path | None, config: DataConfig) -> Dataset:
+    """The dataset with the tokenizer of the model, so that a run keeps all that it says.
+
+    folder: of the initial weights or of the run to resume.
+    Raises InputError if the data has another tokenizer.
+    """
+    if folder is None or not (folder / "tokenizer.json").exists():
+        return dataset
+    tokenizer = Tokenizer(folder, end_token=config.end_token)
+    trained = (
+        config.tokenizer is None and config.source != "shards"
+    )  # on the data, with which it changes
+    if dataset.tokenizer is not None and not trained:
+        tokenizer.check_same(dataset.tokenizer)
+    return replace(dataset, tokenizer=tokenizer)
 
 
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:

@@ -176,6 +176,8 @@ class Run:
             seed=train.seed,
             vocab_size=config.model.vocab_size,
         )
+        origin = (weights and weights.folder) if newest is None else out_dir
+        self.dataset = launch.with_models_tokenizer(self.dataset, origin, config.data)
         self.start, self.samples = 0, 0
         if newest is not None:
             self.start = newest
