@@ -5,8 +5,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.data.paths import find_files, stdlib_files
 from jaxllm.data.prepare import prepare
-from jaxllm.data.sources import Source, find_files, stdlib_files
+from jaxllm.data.sources import Source
 from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 
@@ -76,8 +77,9 @@ def _run(args: Namespace) -> None:
             f"--out={args.out} is inside --path={args.path}, whose files are read; choose another"
             " --out"
         )
-    files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
-    source = Source(args.source, files, args.text_column)
+    found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
+    print(f"{args.path or args.source}: {found.describe()}")
+    source = Source(args.source, found.files, args.text_column)
     if args.command == "prepare":
         tokens = prepare(
             source,

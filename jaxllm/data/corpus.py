@@ -17,7 +17,7 @@ from jaxllm.files import write_json
 VAL_FRACTION = 0.05
 _BATCH = 1 << 22  # characters encoded at a time
 _TOKENIZER_TEXT = 1 << 26  # characters; a BPE learns little more after the first 64 Mi
-VERSION = 2  # increment it when the same files and tokenizer would give different tokens
+VERSION = 3  # increment it when the same files and tokenizer would give different tokens
 
 
 def encode(
@@ -100,31 +100,29 @@ def cached_tokenizer(
 
 
 def cached_tokens(
-    source: Source, val_source: Source | None, tokenizer: Tokenizer, key: str, cache: Path
+    source: Source,
+    val_source: Source | None,
+    held_out: float,
+    tokenizer: Tokenizer,
+    key: str,
+    cache: Path,
 ) -> Path:
     """Returns a folder with train.bin, val.bin and counts.json, and writes it if needed.
 
-    Without a `val_source`, val.bin gets about 5% of the documents, chosen by a hash of their names.
+    val.bin gets the fraction `held_out` of the source's documents, chosen by a hash of their names,
+    and all of `val_source`.
     """
-
-    if val_source is None:
-        of = lambda name: ("val",) if is_held_out(name, VAL_FRACTION) else ("train",)
-        parts = [("text", source, of)]
-    elif val_source == source:  # jaxllm evaluate names its data as both
-        parts = [("text", source, lambda name: ("train", "val"))]
-    else:
-        parts = [
-            ("training text", source, lambda name: ("train",)),
-            ("validation text", val_source, lambda name: ("val",)),
-        ]
+    parts = [("text", source, held_out)]
+    if val_source is not None:
+        parts = [("training text", source, held_out), ("validation text", val_source, 1.0)]
 
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0}
         writers = {x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in counts}
         try:
-            for what, part, splits in parts:
+            for what, part, fraction in parts:
                 with progress_bar(f"encoding the {what} (once)", part.size) as done:
-                    _write(part, splits, tokenizer, writers, counts, done)
+                    _write(part, fraction, tokenizer, writers, counts, done)
             if not any(counts.values()):
                 raise InputError("the data is empty: no document in it has any text")
         finally:
@@ -137,16 +135,16 @@ def cached_tokens(
 
 def _write(
     source: Source,
-    splits: Callable[[str], tuple[str, ...]],
+    held_out: float,
     tokenizer: Tokenizer,
     writers: dict[str, ShardWriter],
     counts: dict[str, int],
     done: Callable[[int], None],
 ) -> None:
-    """Appends each document to the writers that `splits` names for it, and counts it there."""
+    """Appends each document to the writer of its split, and counts it there."""
     for batch in encode(source.pieces(), tokenizer):
         for piece, ids in batch:
-            for name in splits(piece.document):
-                writers[name].append(ids)
-                counts[name] += piece.begins
+            name = "val" if is_held_out(piece.document, held_out) else "train"
+            writers[name].append(ids)
+            counts[name] += piece.begins
         done(batch[-1][0].done)
