@@ -168,6 +168,7 @@ def cached_tokenizer(
 def cached_tokens(
     source: Source,
     val_source: Source | None,
+    held_out: float,
     tokenizer: Tokenizer,
     special: str,
     key: str,
@@ -176,19 +177,12 @@ def cached_tokens(
     """Returns a folder with train.bin, val.bin and counts.json, and writes it if needed.
 
     special: what names of special tokens in the text are, for `encode`.
-    Without a `val_source`, val.bin gets about 5% of the documents, chosen by a hash of their names.
+    val.bin gets the fraction `held_out` of the source's documents, chosen by a hash of their names,
+    and all of `val_source`.
     """
-
-    if val_source is None:
-        of = lambda name: ("val",) if is_held_out(name, VAL_FRACTION) else ("train",)
-        parts = [("text", source, of)]
-    elif val_source == source:  # jaxllm evaluate names its data as both
-        parts = [("text", source, lambda name: ("train", "val"))]
-    else:
-        parts = [
-            ("training text", source, lambda name: ("train",)),
-            ("validation text", val_source, lambda name: ("val",)),
-        ]
+    parts = [("text", source, held_out)]
+    if val_source is not None:
+        parts = [("training text", source, held_out), ("validation text", val_source, 1.0)]
 
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
@@ -196,9 +190,10 @@ def cached_tokens(
             x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in ("train", "val")
         }
         try:
-            for what, part, splits in parts:
+            for what, part, fraction in parts:
                 with progress_bar(f"encoding the {what} (once)", part.size) as done:
-                    _write(encode(part.pieces(), tokenizer, special), splits, writers, counts, done)
+                    parts_of = encode(part.pieces(), tokenizer, special)
+                    _write(parts_of, fraction, writers, counts, done)
             if not counts["train"] + counts["val"]:
                 raise InputError("the data is empty: no document in it has any text")
         finally:
@@ -211,17 +206,17 @@ def cached_tokens(
 
 def _write(
     batches: Iterator[list[Part]],
-    splits: Callable[[str], tuple[str, ...]],
+    held_out: float,
     writers: dict[str, ShardWriter],
     counts: dict[str, int],
     done: Callable[[int], None],
 ) -> None:
-    """Appends each document to the writers that `splits` names for it, and counts it there."""
+    """Appends each document to the writer of its split, and counts it there."""
     for batch in batches:
         for part in batch:
-            for name in splits(part.document):
-                writers[name].append(part.ids)
-                counts[name] += part.begins
+            name = "val" if is_held_out(part.document, held_out) else "train"
+            writers[name].append(part.ids)
+            counts[name] += part.begins
             counts["names"] += part.names
             counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
         done(batch[-1].done)

@@ -1,4 +1,6 @@
+import gzip
 import json
+import os
 import re
 import shutil
 from itertools import islice
@@ -148,7 +150,7 @@ def test_prefetching_changes_nothing(tmp_path, config):
 
 
 def test_one_window_is_enough(tmp_path, config):
-    data = counting(tmp_path, config, sizes=(5,), val=5)
+    data = counting(tmp_path, config, sizes=(5,), val=6)
     assert take(data.train_batches(2, 0, 1), 2) == [[0, 0], [0, 0]]
     assert take(data.val_batches(2, 0, 1, 9), 9) == [[0, 0]]
 
@@ -329,13 +331,54 @@ def test_separate_validation_text(tmp_path, config, capsys):
     ]
 
 
-def test_text_that_is_also_the_validation_text_is_encoded_once(tmp_path, config, capsys):
-    config.path = config.val_path = corpus_of(tmp_path / "text", DOCUMENTS)
+@pytest.mark.parametrize("name", ["the file", "a folder", "a link", "a copy", "an archive"])
+def test_validation_text_is_not_trained_on(tmp_path, config, name):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    file, elsewhere = tmp_path / "text/007.txt", tmp_path / "elsewhere/x.txt"
+    elsewhere.parent.mkdir()
+    val = {"the file": file, "a folder": elsewhere.parent}.get(name, elsewhere)
+    if name == "a link":
+        elsewhere.symlink_to(os.path.relpath(file, elsewhere.parent))
+    elif name == "an archive":
+        elsewhere.write_bytes(gzip.compress(file.read_bytes()))
+    elif val is not file:
+        elsewhere.write_bytes(file.read_bytes())
+    config.val_path = os.path.relpath(val)
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
-    train, val = (x.read(0, len(x)) for x in (data.train, data.val))
-    np.testing.assert_array_equal(train, val)
-    assert list(val).count(data.tokenizer.separator) == 60
-    assert re.findall("encoding.*", capsys.readouterr().err) == ["encoding the text (once)"]
+    train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
+    assert val == "<|endoftext|>" + DOCUMENTS[7]
+    assert train == "".join("<|endoftext|>" + x for x in DOCUMENTS if x != DOCUMENTS[7])
+    assert "60 files; validation: 1 files" in data.description
+    assert "; 1 of them in both, not trained on" in data.description
+
+
+def test_validation_shards_are_not_trained_on(tmp_path, config):
+    for i in range(3):
+        write_shard(tmp_path / f"s/{i}.bin", np.arange(100 * i, 100 * i + 50))
+    config.source, config.path = "shards", f"{tmp_path}/s/*.bin"
+    config.val_path = str(tmp_path / "s/1.bin")
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+    assert data.train.read(0, 100).tolist() == [*range(50), *range(200, 250)]
+    assert data.val.read(0, 50).tolist() == [*range(100, 150)]
+    config.val_path = config.path
+    with pytest.raises(InputError, match=r"has no file besides those of data\.val_path"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+
+
+@pytest.mark.parametrize("source", ["text", "shards"])
+def test_without_training_only_the_validation_data_is_read(tmp_path, config, source, capsys):
+    config.source = source
+    config.path = config.val_path = corpus_of(tmp_path / "text", ["abc"])
+    if source == "shards":
+        config.path = config.val_path = str(write_shard(tmp_path / "a.bin", [1, 2]))
+    data = open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
+    assert (data.train_tokens, data.val_tokens) == (0, 2)
+    assert "encoding the training text" not in capsys.readouterr().err
+    write_shard(tmp_path / "a.bin", [1])
+    config.source = "shards"
+    config.path = config.val_path = str(tmp_path / "a.bin")
+    with pytest.raises(InputError, match="has 1 tokens, fewer than the 2"):
+        open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "31.txt"])  # the hash of the second name holds it out
