@@ -165,18 +165,25 @@ def _run(args: argparse.Namespace) -> None:
             print(prompts[0], end="", flush=True)
         for first in range(0, total, size):
             numbers = range(first, min(first + size, total))
-            rows = [ids[number // args.samples] for number in numbers]
-            rows += [rows[0]] * (size - len(rows))  # one shape, one program
+            samples = [divmod(number, args.samples) for number in numbers]
+            samples += [samples[0]] * (size - len(samples))  # one shape, one program
+            rows = [ids[prompt] for prompt, _ in samples]
             texts = [Text(tokenizer, args.stop, live=total == 1) for _ in numbers]
             config = SampleConfig(
                 tokens=args.tokens,
                 temperature=args.temperature,
                 top_k=args.top_k,
-                seed=(args.seed + first // size) % 2**32,
+                seed=args.seed,
             )
             speed.begin()
             stream = decode.stream_tokens(
-                graph, params, rows, config, top_p=args.top_p, float8_cache=float8
+                graph,
+                params,
+                rows,
+                config,
+                samples=samples,
+                top_p=args.top_p,
+                float8_cache=float8,
             )
             for tokens in stream:
                 before = sum(text.count for text in texts)
