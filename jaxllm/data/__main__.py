@@ -95,7 +95,7 @@ def _run(args: Namespace) -> None:
             " --out"
         )
     found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
-    print(f"{args.path or args.source}: {found.describe()}")
+    print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
     source = Source(args.source, found.files, args.text_column)
     if args.command == "prepare":
         tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)

@@ -227,8 +227,9 @@ def open_dataset(
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
     opened = _open_shards if config.source == "shards" else _open_text
+    found, val_found = _find(config, only_val)
     train, val, tokenizer, data_vocab_size, fingerprint, what = opened(
-        config, cache, vocab_size, only_val
+        config, found, val_found, cache, vocab_size, only_val
     )
     if only_val:
         _check_length("data.val_path", val, 2, "to predict one from the other")
@@ -239,7 +240,7 @@ def open_dataset(
     if config.pack == "documents":
         separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
-        description=f"{what}, vocabulary {data_vocab_size:,}",
+        description=f"{what}, vocabulary {data_vocab_size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
         vocab_size=data_vocab_size,
         tokenizer=tokenizer,
@@ -284,10 +285,12 @@ def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
 
 
 def _describe(found: Found, val_found: Found, trained: int) -> str:
-    """For people: the files of training and validation, and what is not read."""
-    text = "; validation: ".join(x.describe() for x in (found, val_found) if x.files)
+    """For people: the files of data.path and of data.val_path."""
+    text = found.describe()
     if trained < len(found.files):
-        text += f"; {len(found.files) - trained:,} of them in both, not trained on"
+        text += f" ({len(found.files) - trained:,} also in data.val_path, so not trained on)"
+    if val_found.files:
+        text += f" and, for validation, {val_found.describe()}"
     return text
 
 
@@ -298,8 +301,14 @@ def _nothing_left(config: DataConfig) -> InputError:
     )
 
 
-def _open_text(config: DataConfig, cache: Path, vocab_size: int | None, only_val: bool):
-    found, val_found = _find(config, only_val)
+def _open_text(
+    config: DataConfig,
+    found: Found,
+    val_found: Found,
+    cache: Path,
+    vocab_size: int | None,
+    only_val: bool,
+):
     source, val_source = Source(config.source, found.files, config.text_column), None
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
@@ -335,8 +344,14 @@ def _open_text(config: DataConfig, cache: Path, vocab_size: int | None, only_val
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
-def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None, only_val: bool):
-    found, val_found = _find(config, only_val)
+def _open_shards(
+    config: DataConfig,
+    found: Found,
+    val_found: Found,
+    cache: Path,
+    vocab_size: int | None,
+    only_val: bool,
+):
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files

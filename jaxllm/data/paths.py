@@ -34,19 +34,19 @@ class Found(NamedTuple):
     """The files that a path names.
 
     files: sorted (name, path); names are relative to the folder, so that a corpus can move.
-    left_out: what the path leaves out, for people; empty if nothing.
+    left_out: what the path leaves out, for people: "; left out ...", or empty.
     """
 
     files: list[tuple[str, Path]]
     left_out: str = ""
 
     def describe(self) -> str:
-        """For people: the number of files, how they are stored, and what is left out."""
+        """For people: the number of files, and how many are compressed."""
         kinds = [kind for _, path in self.files if (kind := _COMPRESSED.get(path.suffix))]
         text = f"{len(self.files):,} files"
         if kinds:
             text += f" ({len(kinds):,} {' and '.join(sorted(set(kinds)))}, decompressed)"
-        return text + (f"; {self.left_out}" if self.left_out else "")
+        return text
 
 
 def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
@@ -73,7 +73,7 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
         kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind] if suffix)
         what = f"is a folder without {kinds} files" if kinds else "is a folder without files"
     if not found.files:
-        raise InputError(f"{key}={path} {what}" + f"; {found.left_out}" * bool(found.left_out))
+        raise InputError(f"{key}={path} {what}{found.left_out}")
     return found
 
 
@@ -161,7 +161,7 @@ def _left_out(reasons: dict[Path, str], root: Path) -> str:
         parts.append(f"{len(paths):,} {reason} ({names[0]}{more})")
     if len(parts) > 5:
         parts[5:] = [f"{len(parts) - 5} more kinds"]
-    return f"left out {len(reasons):,} files, {_bytes(reasons)}: {', '.join(parts)}"
+    return f"; left out {len(reasons):,} files ({_bytes(reasons)}): {', '.join(parts)}"
 
 
 def _bytes(paths: Iterable[Path]) -> str:

@@ -113,8 +113,8 @@ class RunLM(TemplateLM):
             size = self.scorer.size
             batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
         texts = [""] * len(requests)
-        for seed, (kind, members) in enumerate(tqdm(batches, "writing", disable=disable_tqdm)):
-            config, stops, top_p = _sampling(json.loads(kind), seed)
+        for kind, members in tqdm(batches, "writing", disable=disable_tqdm):
+            config, stops, top_p = _sampling(json.loads(kind))
             stops.append(self.tokenizer.decode([self.eot_token_id]))
             most = self.scorer.most
             if most is not None and config.tokens >= most:
@@ -124,13 +124,18 @@ class RunLM(TemplateLM):
                 )
             room = slice(None) if most is None else slice(config.tokens - most, None)
             # A partial batch repeats its first row, so that one program serves all batches.
-            rows = [prompts[i][room] for i in members]
-            rows += [rows[0]] * (self.scorer.size - len(rows))
+            numbers = members + members[:1] * (self.scorer.size - len(members))
+            rows = [prompts[i][room] for i in numbers]
             # As "hf" does, texts are decoded without their context.
             written = [Text(self.tokenizer, [], stops, self.tokenizer.ends) for _ in members]
             with jax.set_mesh(self.scorer.mesh):
                 for tokens in stream_tokens(
-                    self.scorer.graph, self.scorer.params, rows, config, top_p=top_p
+                    self.scorer.graph,
+                    self.scorer.params,
+                    rows,
+                    config,
+                    samples=[(i, 0) for i in numbers],
+                    top_p=top_p,
                 ):
                     for text, token in zip(written, tokens, strict=False):
                         text.add(int(token))
@@ -141,7 +146,7 @@ class RunLM(TemplateLM):
         return texts
 
 
-def _sampling(options: dict[str, Any], seed: int) -> tuple[SampleConfig, list[str], float]:
+def _sampling(options: dict[str, Any]) -> tuple[SampleConfig, list[str], float]:
     """(sampling settings, stop strings, top_p) of a task's generation_kwargs."""
     options = dict(options)
     stops = options.pop("until", None) or []
@@ -156,7 +161,7 @@ def _sampling(options: dict[str, Any], seed: int) -> tuple[SampleConfig, list[st
             f" {', '.join(_LIMITS)}, do_sample, temperature, top_k and top_p"
         )
     config = SampleConfig(
-        tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k, seed=seed
+        tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k
     )
     stops = [stops] if isinstance(stops, str) else stops
     return config, [s for s in stops if s], top_p

@@ -52,14 +52,31 @@ class Writer:
         return graph, decode.in_compute_dtype(params, dtype, table=False, consume=True)
 
     def write(
-        self, prompts: list[list[int]], texts: list["Text"], config: SampleConfig, top_p: float
+        self,
+        prompts: list[list[int]],
+        samples: list[tuple[int, int]],
+        texts: list["Text"],
+        config: SampleConfig,
+        top_p: float,
+        *,
+        few_shapes: bool = False,
     ) -> None:
-        """Adds tokens to `texts`, of which there may be fewer than prompts, until all are done."""
+        """Adds tokens to `texts`, of which there may be fewer than prompts, until all are done.
+
+        samples, few_shapes: as of `decode.stream_tokens`.
+        """
         with jax.set_mesh(self._mesh):
             graph, params = self._model
             self.speed.begin()
             stream = decode.stream_tokens(
-                graph, params, prompts, config, top_p=top_p, float8_cache=self._float8
+                graph,
+                params,
+                prompts,
+                config,
+                samples=samples,
+                top_p=top_p,
+                float8_cache=self._float8,
+                few_shapes=few_shapes,
             )
             for tokens in stream:
                 before = sum(text.count for text in texts)

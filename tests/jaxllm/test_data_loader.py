@@ -348,8 +348,8 @@ def test_validation_text_is_not_trained_on(tmp_path, config, name):
     train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
     assert val == "<|endoftext|>" + DOCUMENTS[7]
     assert train == "".join("<|endoftext|>" + x for x in DOCUMENTS if x != DOCUMENTS[7])
-    assert "60 files; validation: 1 files" in data.description
-    assert "; 1 of them in both, not trained on" in data.description
+    said = "60 files (1 also in data.val_path, so not trained on) and, for validation, 1 files, "
+    assert said in data.description
 
 
 def test_validation_shards_are_not_trained_on(tmp_path, config):

@@ -14,6 +14,7 @@ from flax import nnx
 from tiny_models import tiny
 
 from jaxllm.config import SampleConfig
+from jaxllm.errors import RunError
 from jaxllm.infer import decode, generate, writer
 from jaxllm.infer.writer import Text
 from jaxllm.layers.cache import Cache
@@ -163,6 +164,59 @@ def test_top_p_keeps_the_most_likely_tokens_that_reach_it():
     keys = jax.random.split(jax.random.key(0), 64)
     for top_p, kept in ((0.0, {1}), (0.4, {1}), (0.6, {1, 2}), (1.0, {0, 1, 2, 3})):
         assert {int(decode.choose(logits, k, 1.0, 0, top_p)) for k in keys} == kept
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-39, 1e-30, 0.7, 3.0, 1e30, 1e39, 1e308])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (99, 0.999999)])
+def test_every_temperature_gives_the_softmax(temperature, top_k, top_p):
+    logits = np.array([1.0, -40.0, 3.0, 3.0, 2.5, -np.inf], np.float32)
+    keys = jax.random.split(jax.random.key(0), 4000)
+    got = jax.vmap(lambda key: decode.choose(jnp.asarray(logits), key, temperature, top_k, top_p))
+    share = np.bincount(got(keys), minlength=6) / len(keys)
+    z = np.full(6, -np.inf)  # in float64
+    kept = np.argsort(-logits, stable=True)[: top_k or 6]
+    with np.errstate(over="ignore"):
+        z[kept] = (logits[kept].astype(np.float64) - 3) / temperature
+    p = np.exp(z) / np.exp(z).sum()
+    np.testing.assert_allclose(share, p, atol=0.03)
+    assert not share[p == 0].any()
+
+
+def test_ties_do_not_widen_top_k_and_top_p():
+    keys = jax.random.split(jax.random.key(0), 64)
+    for top_k, top_p, count in ((2, 1.0, 2), (0, 0.0, 1), (0, 1e-50, 1), (0, 0.5, 3), (3, 0.5, 2)):
+        got = {int(decode.choose(jnp.zeros(6), key, 1.0, top_k, top_p)) for key in keys}
+        assert got == set(range(count))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(bad, temperature):
+    logits = jnp.array([0.0, bad, 1.0])
+    for options in ((0, 1.0), (2, 0.9)):
+        assert decode.choose(logits, jax.random.key(0), temperature, *options) == -1
+    graph, params = nnx.split(create(tiny("gpt2", **SHAPE, n_layers=1)), nnx.Param)
+    params = jax.tree.map(lambda x: x * bad, params)
+    config = SampleConfig(tokens=3, temperature=temperature)
+    with pytest.raises(RunError, match="the model's logits are not finite"):
+        list(decode.stream_tokens(graph, params, [[1, 2]], config))
+
+
+def test_a_sample_depends_on_its_seed_and_number_alone():
+    shape = SHAPE | dict(n_layers=1, compute_dtype="float32", residual_dtype="float32")
+    graph, params = nnx.split(create(tiny("gpt2", **shape)), nnx.Param)
+
+    def texts(seed, samples):
+        config = SampleConfig(tokens=5, temperature=1.0, top_k=0, seed=seed)
+        rows = [[7 + prompt] for prompt, _ in samples]
+        stream = decode.stream_tokens(graph, params, rows, config, samples=samples)
+        return [tuple(row) for row in np.stack(list(stream), axis=1).tolist()]
+
+    samples = [(prompt, sample) for prompt in range(2) for sample in range(3)]
+    together = texts(0, samples)
+    assert together[2:5] == texts(0, samples[2:5])
+    assert together[::-1] == texts(0, samples[::-1])
+    assert len({*together, *texts(1, samples), *texts(2**32 - 1, samples)}) == 18
 
 
 class Letters:
