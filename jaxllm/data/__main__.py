@@ -5,8 +5,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.data.paths import find_files, stdlib_files
 from jaxllm.data.prepare import prepare
-from jaxllm.data.sources import Source, find_files, stdlib_files
+from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, train_tokenizer
 
@@ -93,8 +94,9 @@ def _run(args: Namespace) -> None:
             f"--out={args.out} is inside --path={args.path}, whose files are read; choose another"
             " --out"
         )
-    files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
-    source = Source(args.source, files, args.text_column)
+    found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
+    print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
+    source = Source(args.source, found.files, args.text_column)
     if args.command == "prepare":
         tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
         tokens = prepare(

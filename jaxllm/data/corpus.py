@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,20 +34,20 @@ class Part(NamedTuple):
 
 
 def encode(
-    pieces: Iterator[Piece], tokenizer: Tokenizer, special: str, before: Piece | None = None
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: str, skip: int = 0
 ) -> Iterator[list[Part]]:
     """Yields batches of parts, whose ids together are those of whole documents.
 
     Pieces between which `tokenizer` permits no cut are encoded as one.  Each document stands
     between `tokenizer.begin` and `tokenizer.finish`.
     special: what the names of special tokens in a text are: "tokens" or "text".
-    before: the piece before the first of `pieces`, already encoded.
+    skip: pieces that are encoded already.
     """
-    batch: list[tuple[str, list[Piece], bool]] = []
+    batch: list[_Joined] = []
     characters = 0
-    for entry in _joined(pieces, tokenizer, special == "tokens", before):
+    for entry in _joined(pieces, tokenizer, special == "tokens", skip):
         batch.append(entry)
-        characters += sum(len(piece.text) for piece in entry[1])
+        characters += len(entry.text)
         if characters >= _BATCH:
             yield _encoded(batch, tokenizer, special == "tokens")
             batch, characters = [], 0
@@ -54,38 +55,59 @@ def encode(
         yield _encoded(batch, tokenizer, special == "tokens")
 
 
+class _Joined(NamedTuple):
+    """Pieces of one document to encode as one text."""
+
+    before: str  # the end of the document's text before them
+    text: str
+    pieces: list[Piece]
+    ends: bool  # whether they end the document
+
+
 def _joined(
-    pieces: Iterator[Piece], tokenizer: Tokenizer, special: bool, before: Piece | None
-) -> Iterator[tuple[str, list[Piece], bool]]:
-    """Yields (text before, pieces to encode as one, whether they end their document)."""
-    context = left = "" if before is None else before.text[-AROUND:]
-    joined: list[Piece] = []
-    for piece in pieces:
-        if joined and (piece.begins or tokenizer.can_cut(left, piece.text, special=special)):
-            yield context, joined, piece.begins
-            context, joined = left, []
-        if piece.begins:
-            context = left = ""
-        joined.append(piece)
-        left = (left + piece.text)[-AROUND:]
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: bool, skip: int
+) -> Iterator[_Joined]:
+    before = left = ""
+    for piece in islice(pieces, skip):
+        before = left = ("" if piece.begins else left + piece.text)[-AROUND:]
+    texts, joined = [], []
+    for group in _grouped(pieces):
+        text, begins = "".join(piece.text for piece in group), group[0].begins
+        if joined and (begins or tokenizer.can_cut(left, text, special=special)):
+            yield _Joined(before, "".join(texts), joined, begins)
+            before, texts, joined = left, [], []
+        if begins:
+            before = left = ""
+        texts.append(text)
+        joined.extend(group)
+        left = (left + text)[-AROUND:]
     if joined:
-        yield context, joined, True
+        yield _Joined(before, "".join(texts), joined, True)
 
 
-def _encoded(
-    batch: list[tuple[str, list[Piece], bool]], tokenizer: Tokenizer, special: bool
-) -> list[Part]:
-    texts = ["".join(piece.text for piece in joined) for _, joined, _ in batch]
-    contexts = [context for context, _, _ in batch]
-    found = tokenizer.encode_parts(list(zip(contexts, texts, strict=True)), special=special)
+def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yields pieces of a document that are long enough to test the cut before them."""
+    group, characters = [], 0
+    for piece in pieces:
+        if group and (piece.begins or characters >= AROUND):
+            yield group
+            group, characters = [], 0
+        group.append(piece)
+        characters += len(piece.text)
+    if group:
+        yield group
+
+
+def _encoded(batch: list[_Joined], tokenizer: Tokenizer, special: bool) -> list[Part]:
+    found = tokenizer.encode_parts([(x.before, x.text) for x in batch], special=special)
     parts = []
-    for (_, joined, ends), text, ids in zip(batch, texts, found, strict=True):
-        first, last = joined[0], joined[-1]
+    for (before, text, pieces, ends), ids in zip(batch, found, strict=True):
+        first, last = pieces[0], pieces[-1]
         around = (tokenizer.begin if first.begins else [], tokenizer.finish if ends else [])
         begin, finish = (np.asarray(x, np.uint32) for x in around)
         ids = np.concatenate([begin, ids, finish])
-        names = tokenizer.count_special(text)
-        parts.append(Part(first.document, ids, first.begins, len(joined), last.done, names))
+        names = tokenizer.count_special(before + text) - tokenizer.count_special(before)
+        parts.append(Part(first.document, ids, first.begins, len(pieces), last.done, names))
     return parts
 
 
@@ -146,6 +168,7 @@ def cached_tokenizer(
 def cached_tokens(
     source: Source,
     val_source: Source | None,
+    held_out: float,
     tokenizer: Tokenizer,
     special: str,
     key: str,
@@ -154,19 +177,12 @@ def cached_tokens(
     """Returns a folder with train.bin, val.bin and counts.json, and writes it if needed.
 
     special: what names of special tokens in the text are, for `encode`.
-    Without a `val_source`, val.bin gets about 5% of the documents, chosen by a hash of their names.
+    val.bin gets the fraction `held_out` of the source's documents, chosen by a hash of their names,
+    and all of `val_source`.
     """
-
-    if val_source is None:
-        of = lambda name: ("val",) if is_held_out(name, VAL_FRACTION) else ("train",)
-        parts = [("text", source, of)]
-    elif val_source == source:  # jaxllm evaluate names its data as both
-        parts = [("text", source, lambda name: ("train", "val"))]
-    else:
-        parts = [
-            ("training text", source, lambda name: ("train",)),
-            ("validation text", val_source, lambda name: ("val",)),
-        ]
+    parts = [("text", source, held_out)]
+    if val_source is not None:
+        parts = [("training text", source, held_out), ("validation text", val_source, 1.0)]
 
     def build(folder: Path) -> None:
         counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
@@ -174,9 +190,10 @@ def cached_tokens(
             x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in ("train", "val")
         }
         try:
-            for what, part, splits in parts:
+            for what, part, fraction in parts:
                 with progress_bar(f"encoding the {what} (once)", part.size) as done:
-                    _write(encode(part.pieces(), tokenizer, special), splits, writers, counts, done)
+                    parts_of = encode(part.pieces(), tokenizer, special)
+                    _write(parts_of, fraction, writers, counts, done)
             if not counts["train"] + counts["val"]:
                 raise InputError("the data is empty: no document in it has any text")
         finally:
@@ -189,17 +206,17 @@ def cached_tokens(
 
 def _write(
     batches: Iterator[list[Part]],
-    splits: Callable[[str], tuple[str, ...]],
+    held_out: float,
     writers: dict[str, ShardWriter],
     counts: dict[str, int],
     done: Callable[[int], None],
 ) -> None:
-    """Appends each document to the writers that `splits` names for it, and counts it there."""
+    """Appends each document to the writer of its split, and counts it there."""
     for batch in batches:
         for part in batch:
-            for name in splits(part.document):
-                writers[name].append(part.ids)
-                counts[name] += part.begins
+            name = "val" if is_held_out(part.document, held_out) else "train"
+            writers[name].append(part.ids)
+            counts[name] += part.begins
             counts["names"] += part.names
             counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
         done(batch[-1].done)

@@ -181,10 +181,8 @@ def _prepare(
             splits[name] = _Split(out, name, tokenizer.vocab_size, shard_tokens, state[name])
             stack.callback(splits[name].close)
         held_out = _held_out(source, val_fraction)
-        pieces = source.pieces()
-        before = next(islice(pieces, state["pieces"] - 1, None), None) if state["pieces"] else None
         with progress_bar(f"encoding into {out}", source.size) as done:
-            for batch in encode(pieces, tokenizer, special, before):
+            for batch in encode(source.pieces(), tokenizer, special, state["pieces"]):
                 for part in batch:
                     splits["val" if held_out(part.document) else "train"].append(part.ids)
                     state["pieces"] += part.pieces

@@ -90,7 +90,7 @@ class Chat:
 
         writer, tokenizer = self._writer, self._writer.tokenizer
         messages = [*self.messages, {"role": "user", "content": line}]
-        config = sampling(self._args, self._answers)
+        config = sampling(self._args)
         try:
             ids, _ = tokenizer.chat(messages)
             room = config.tokens if writer.most is None else writer.most - len(ids)
@@ -106,7 +106,8 @@ class Chat:
             return
         text = Text(tokenizer, ids, self._args.stop, tokenizer.chat_ends, live=True)
         try:
-            writer.write([ids], [text], config, self._args.top_p)
+            number = [(self._answers, 0)]
+            writer.write([ids], number, [text], config, self._args.top_p, few_shapes=True)
         except KeyboardInterrupt:
             text.finish()
         print(flush=True)

@@ -125,10 +125,14 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     config = _configuration(weights.folder, overrides)
     length = config.train.seq_len
     data = open_dataset(
-        config.data, seq_len=length, seed=config.train.seed, vocab_size=config.model.vocab_size
+        config.data,
+        seq_len=length,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        training=False,
     )
     where = config.data.val_path or config.data.path or config.data.source
-    print(f"data: {data.val_tokens:,} validation tokens of {where}", file=sys.stderr)
+    print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
     starts = range(0, len(data.val) - 1, length)
     size = min(args.batch_size or config.train.batch_size, len(starts))

@@ -153,13 +153,15 @@ def _run(args: argparse.Namespace) -> None:
         print(texts[0], end="", flush=True)
     for first in range(0, total, size):
         numbers = range(first, min(first + size, total))
-        rows = [prompts[number // args.samples] for number in numbers]
-        written = [Text(tokenizer, row, args.stop, ends, live=total == 1) for row in rows]
-        rows += [rows[0]] * (size - len(rows))  # one shape, one program
-        writer.write(rows, written, sampling(args, first // size), args.top_p)
-        for number, text in zip(numbers, written, strict=True):
+        samples = [divmod(number, args.samples) for number in numbers]
+        samples += [samples[0]] * (size - len(samples))  # one shape, one program
+        rows = [prompts[prompt] for prompt, _ in samples]
+        written = [
+            Text(tokenizer, row, args.stop, ends, live=total == 1) for row in rows[: len(numbers)]
+        ]
+        writer.write(rows, samples, written, sampling(args), args.top_p)
+        for (prompt, copy), text in zip(samples, written, strict=False):
             if total > 1:
-                prompt, copy = divmod(number, args.samples)
                 print(f"--- prompt {prompt + 1}, sample {copy + 1}")
                 print(texts[prompt] + text.text, flush=True)
     if total == 1:
@@ -167,15 +169,12 @@ def _run(args: argparse.Namespace) -> None:
     print(writer.speed.line(size), file=sys.stderr)
 
 
-def sampling(args: argparse.Namespace, number: int):
-    """The settings of batch or answer `number`, which has a seed of its own."""
+def sampling(args: argparse.Namespace):
+    """The settings of how tokens are chosen."""
     from jaxllm.config import SampleConfig
 
     return SampleConfig(
-        tokens=args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=(args.seed + number) % 2**32,
+        tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
     )
 
 

@@ -1,10 +1,12 @@
 """Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
 
+import functools
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jax
+from flax import nnx
 
 from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.errors import InputError
@@ -30,7 +32,6 @@ class Writer:
         self.most = decode.most_tokens(weights.config)
         self._weights, self._float8 = weights, float8
         self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-        self._model = None
         self.speed = Speed(decode.block_size())
 
     def check(self, ids: Sequence[int], tokens: int) -> None:
@@ -44,20 +45,38 @@ class Writer:
                 f" model.max_seq_len={self.most}; shorten the prompt or lower --tokens"
             )
 
+    @functools.cached_property
+    def _model(self) -> tuple[nnx.GraphDef, nnx.State]:
+        graph, params = decode.load_model(self._weights, self._mesh)
+        dtype = self._weights.config.compute_dtype
+        return graph, decode.in_compute_dtype(params, dtype, table=False, consume=True)
+
     def write(
-        self, prompts: list[list[int]], texts: list["Text"], config: SampleConfig, top_p: float
+        self,
+        prompts: list[list[int]],
+        samples: list[tuple[int, int]],
+        texts: list["Text"],
+        config: SampleConfig,
+        top_p: float,
+        *,
+        few_shapes: bool = False,
     ) -> None:
-        """Adds tokens to `texts`, of which there may be fewer than prompts, until all are done."""
+        """Adds tokens to `texts`, of which there may be fewer than prompts, until all are done.
+
+        samples, few_shapes: as of `decode.stream_tokens`.
+        """
         with jax.set_mesh(self._mesh):
-            if self._model is None:
-                graph, params = decode.load_model(self._weights, self._mesh)
-                # Once for all texts.
-                dtype = self._weights.config.compute_dtype
-                params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
-                self._model = graph, params
+            graph, params = self._model
             self.speed.begin()
             stream = decode.stream_tokens(
-                *self._model, prompts, config, top_p=top_p, float8_cache=self._float8
+                graph,
+                params,
+                prompts,
+                config,
+                samples=samples,
+                top_p=top_p,
+                float8_cache=self._float8,
+                few_shapes=few_shapes,
             )
             for tokens in stream:
                 before = sum(text.count for text in texts)

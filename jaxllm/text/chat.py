@@ -50,9 +50,8 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+    now = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template, {"raise_exception": _raise, "strftime_now": now})
 
 
 def render(

@@ -95,8 +95,9 @@ def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
         "chat_template"
     )
     if isinstance(given, list):
-        given = {x["name"]: x["template"] for x in given if isinstance(x, dict) and len(x) >= 2}
-    found = {"default": given} if isinstance(given, str) else given or {}
+        given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}
+    given = given if isinstance(given, dict) else {"default": given}
+    found = {str(name): text for name, text in given.items() if isinstance(text, str)}
     for path in (
         folder / "chat_template.jinja",
         *sorted(folder.glob("additional_chat_templates/*.jinja")),
@@ -138,7 +139,13 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
     library.no_truncation()  # the file may store one, which would cut documents short
     library.no_padding()
-    _add(library, pages)
+    try:
+        _add(library, pages)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{folder}: the tokens of tokenizer_config.json, special_tokens_map.json or"
+            f" added_tokens.json cannot be read: {error}"
+        ) from error
     return library
 
 

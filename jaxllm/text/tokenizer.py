@@ -196,7 +196,7 @@ class Tokenizer:
         names = {key: name for key, name in self._pages.names().items() if name is not None}
         for key, i in (("bos_token", self.bos), ("eos_token", self.eos)):
             if i is not None:
-                names.setdefault(key, self._library.id_to_token(i))
+                names.setdefault(key, self._name(i))
         variables = names | {"add_generation_prompt": answer, "tools": tools} | variables
         text, spans = render(templates[kind], messages, variables)
         self._library.encode_special_tokens = False

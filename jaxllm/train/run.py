@@ -406,7 +406,13 @@ class Run:
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(
-                    self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
+                    self.trainer.graph,
+                    self.state.params,
+                    prompt,
+                    config,
+                    sample=step,
+                    rows=rows,
+                    ends=ends,
                 )
         except RunError as e:
             self.log.message(f"no sample: {e}")
