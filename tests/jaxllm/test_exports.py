@@ -86,13 +86,19 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", ["text", "shards"])
-def test_nothing_is_lost_from_a_folder_through_training_to_a_folder(source, made, tmp_path):
+def test_nothing_is_lost_from_a_folder_through_training_to_a_folder(source, made, tmp_path, capsys):
     assert kept(converted(made / "ours", tmp_path / "straight")) == kept(made / "theirs")
     words = ["--config", made / "ours" / "config.yaml", "--data.source", source, "--data.path"]
     words += [made / "text.txt"]
     if source == "shards":  # the tokenizer beside them has no companions
         words[-1:] = [made / "same_shards", "--data.tokenizer", "null"]
     assert trained(tmp_path / "run", *words) == 0
+    if source == "shards":
+        resume = ["--resume", "--out_dir", str(tmp_path / "run"), "--train.steps", "2"]
+        assert train.main([*resume, "--data.path", str(made / "other_shards")]) == 2
+        error = capsys.readouterr().err
+        assert f"other_shards/tokenizer.json differs from {tmp_path}/run/tokenizer.json" in error
+        assert train.main(resume) == 0
     back = converted(tmp_path / "run", tmp_path / "back")
     assert kept(back) == kept(made / "theirs")
     packed = converted(made / "ours", tmp_path / "packed", "--quantize", "int8", "--group", "none")
@@ -177,7 +183,7 @@ def test_data_of_another_tokenizer_is_refused_by_both_names(made, tmp_path, caps
         ([*config, *shards, other], "ours"),
         ([*config, *shards, other, *own], "ours"),  # the tokenizer beside the shards
         ([*config, *shards, other, *own, *init], "theirs"),
-        ([*config, *shards, other, "--data.tokenizer", same], "same"),
+        ([*config, *shards, other, "--data.tokenizer", same], "ours"),
         ([*config, *shards, made / "same_shards", "--data.val_path", other], "ours"),
         (["evaluate", *shards, str(other)], "ours"),
     ):
