@@ -35,7 +35,16 @@ class DataConfig(Section):
     )
     text_column: str = Field("text", description="column of the text in JSON lines and parquet")
     tokenizer: str | None = Field(
-        None, description="a tokenizer.json; null: train a byte-level BPE on the data, once"
+        None,
+        description="a tokenizer.json or its folder; null: train a byte-level BPE on the data",
+    )
+    special_tokens: Literal["text", "tokens"] = Field(
+        "text",
+        description="what the names of special tokens in a document are; text: plain text, so that"
+        " no document can end itself or imitate a chat; tokens: these tokens",
+    )
+    end_token: str | None = Field(
+        None, description="the token that ends a document; null: the one that the tokenizer names"
     )
     tokenizer_vocab_size: Annotated[int, Field(ge=SMALLEST_BPE, le=LARGEST_BPE)] = Field(
         4096, description="number of entries of the trained tokenizer"

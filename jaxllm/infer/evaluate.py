@@ -18,6 +18,7 @@ from jaxllm.config import Config, load
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
 from jaxllm.data.loader import check_paths
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer
 
 ENDINGS = 4  # endings per question of HellaSwag
 VALID_WITH = {  # {option: what it applies to}
@@ -122,12 +123,21 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
 
     weights = open_run(args.checkpoint, args.step)
     config = _configuration(weights.folder, overrides)
+    if config.data.tokenizer is None and config.data.source != "shards":
+        raise InputError(
+            f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
+            " weights; copy the tokenizer.json that encoded the model's data there"
+        )
     length = config.train.seq_len
     data = open_dataset(
-        config.data, seq_len=length, seed=config.train.seed, vocab_size=config.model.vocab_size
+        config.data,
+        seq_len=length,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        training=False,
     )
     where = config.data.val_path or config.data.path or config.data.source
-    print(f"data: {data.val_tokens:,} validation tokens of {where}", file=sys.stderr)
+    print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
     starts = range(0, len(data.val) - 1, length)
     size = min(args.batch_size or config.train.batch_size, len(starts))
@@ -163,9 +173,12 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
         overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        overrides = {"data.tokenizer": str(tokenizer)} | overrides
+    own = folder / "tokenizer.json"
+    given = overrides.get("data.tokenizer")
+    if own.exists():
+        if given not in (None, "null"):
+            Tokenizer(own).check_same(Tokenizer(given))
+        overrides = overrides | {"data.tokenizer": str(own)}
     return load(str(folder / "config.yaml"), overrides)
 
 

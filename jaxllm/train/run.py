@@ -102,7 +102,7 @@ def dry_run(config: Config) -> int:
     estimate.check_fits(config, mesh)
     trainer = Trainer(config, mesh)
     emit = print_line if jax.process_index() == 0 else lambda text: None
-    launch.print_header(trainer, "not opened in a dry run", emit)
+    launch.print_header(trainer, None, emit)
     launch.trace_step(trainer, emit)
     emit(estimate.summarize(trainer))
     return 0
@@ -140,8 +140,9 @@ class Run:
         if resume and newest is None:
             emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config) if newest is None else None
+        origin = (weights and weights.folder) if newest is None else out_dir
         self.dataset = open_dataset(
-            config.data,
+            launch.with_models_tokenizer(config.data, origin),
             seq_len=train.seq_len,
             seed=train.seed,
             vocab_size=config.model.vocab_size,
@@ -151,7 +152,7 @@ class Run:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             launch.check_unfinished(out_dir, newest, train.steps)
-        launch.print_header(self.trainer, self.dataset.description, emit)
+        launch.print_header(self.trainer, self.dataset, emit)
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
@@ -377,9 +378,16 @@ class Run:
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(
-                    self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
+                    self.trainer.graph,
+                    self.state.params,
+                    prompt,
+                    config,
+                    sample=step,
+                    rows=rows,
+                    ends=ends,
                 )
         except RunError as e:
             self.log.message(f"no sample: {e}")
             return
-        self.log.sample(step, config.prompt + tokenizer.decode(tokens))
+        known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
+        self.log.sample(step, config.prompt + tokenizer.decode(prompt + tokens)[known:])

@@ -20,8 +20,8 @@ from training_runs import REPO, STEPS, command, devices, error_of, final_state, 
 
 import train
 from jaxllm import config as configs
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.infer import generate
+from jaxllm.text import Tokenizer
 from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics
