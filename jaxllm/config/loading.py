@@ -11,6 +11,7 @@ from jaxllm.config import yaml_text
 from jaxllm.config.model import MODEL_CONFIGS, Section
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError
+from jaxllm.files import read_text
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SHIPPED = _PACKAGE / "configs"  # in a wheel; a checkout has them beside the packages
@@ -24,7 +25,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     """
     path = _find(name_or_path)
     try:
-        raw = yaml_text.read(path.read_text(encoding="utf-8"))
+        raw = yaml_text.read(read_text(path))
     except RecursionError as e:
         raise InputError(f"{path} cannot be read as YAML: it is nested too deep") from e
     except (yaml.YAMLError, ValueError, OSError) as e:  # ValueError: bad UTF-8, huge integers
