@@ -110,8 +110,8 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
-    if (args.checkpoint.expanduser() / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint.expanduser(), overrides).data)
+    if (args.checkpoint / "config.yaml").is_file():
+        check_paths(_configuration(args.checkpoint, overrides).data)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -252,7 +252,7 @@ def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
     """
     questions = []
     try:
-        lines = read_text(path.expanduser()).split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, ValueError) as e:
         raise InputError(f"--hellaswag {path} cannot be read: {e}") from e
     for number, line in enumerate(lines, 1):

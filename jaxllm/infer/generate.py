@@ -199,7 +199,7 @@ def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str,
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = read_text(path.expanduser()).split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, ValueError) as e:
         raise InputError(f"--prompts {path} cannot be read: {e}") from e
     prompts = [line for line in lines if line.strip()]
