@@ -194,40 +194,37 @@ def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | No
     return None
 
 
-# ---- ops whose forms are not yet in a tuple -----------------------------------------------------
+def use_kernel(
+    op: str,
+    implementation: Implementation | None,
+    reason: str | None,
+    gpu: Gpu = "sm_80",
+    slower: str | None = None,
+    general: bool = False,
+) -> bool:
+    """Whether an op with a kernel and an XLA form runs the kernel; `run` for two such forms.
+
+    reason, slower: why the kernel does not support the call, and why XLA is faster, or None.
+    """
+    return run(op, _two_forms(reason, gpu, slower, general), implementation)
 
 
-def decide(op, implementation, reason, gpu="sm_80", fallback="xla", slower=None, general=False):
-    """`choose` for ops that are not yet written as forms."""
-    if implementation is not None and implementation not in get_args(Implementation):
-        raise ValueError(f"implementation={implementation!r} is not None, mosaic or xla")
-    if implementation == "xla":
-        return Decision(op, "xla", "asked", "asked for")
-    kind, reason = ("setting", why) if (why := shard_map_why_not()) else ("unsupported", reason)
-    in_form = general * ", in the general form"
-    if implementation == "mosaic":
-        if reason is not None:
-            raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
-        return Decision(op, "mosaic", "asked", "asked for" + in_form)
-    if not reason and _general_asked() and gpu not in _SMALL:
-        kind, reason = "setting", f"JAXLLM_KERNELS=general, and this kernel is for {gpu}"
-    if lack := device_lacks(gpu):
-        return Decision(op, fallback, "device", lack)
-    if reason:
-        return Decision(op, fallback, kind, reason)
-    if slower:
-        return Decision(op, fallback, "slower", f"faster, as {slower}")
-    return Decision(op, "mosaic", "fits", "supported" + in_form)
+def decide(
+    op: str,
+    implementation: Implementation | None,
+    reason: str | None,
+    gpu: Gpu = "sm_80",
+    slower: str | None = None,
+    general: bool = False,
+) -> Decision:
+    """The decision that `use_kernel` would take, neither recorded nor logged."""
+    return choose(op, _two_forms(reason, gpu, slower, general), implementation)[1]
 
 
-def use_kernel(op, *arguments, **named) -> bool:
-    """Whether `op` runs on its kernel; records and logs the decision, as `run` does."""
-    decision = decide(op, *arguments, **named)
-    _log(decision)
-    record(decision)
-    if decision.runs == "mosaic" and jax.default_backend() == "gpu":
-        _warn_of_compiler()
-    return decision.runs == "mosaic"
+def _two_forms(reason, gpu: Gpu, slower, general: bool) -> tuple[Form, Form]:
+    runs: Runs = "general" if general or gpu in _SMALL else "hopper"
+    kernel = Form(runs, lambda: True, gpu, lambda: reason, lambda: slower)
+    return kernel, Form("xla", lambda: False)
 
 
 def record(decision: Decision) -> None:

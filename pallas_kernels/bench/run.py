@@ -282,7 +282,8 @@ def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:
     """The decision about how the op runs on this device."""
     dispatch.reset()
     jax.eval_shape(public(case), *structs(case, sizes))
-    return next(d for d in dispatch.decisions() if d.op == case.op)
+    op = case.op.partition("_qkv")[0]  # vlstm_qkv runs what vlstm does
+    return next(d for d in dispatch.decisions() if d.op == op)
 
 
 def _line(e: Exception) -> str:
@@ -308,9 +309,8 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    # By default these run on cuDNN or XLA where their kernels have their general form.
-    general = case.op.startswith(("attention", "vlstm")) and dispatch.general_form("mosaic")
-    if decision.supported or general:
+    # By default attention runs on cuDNN where its kernels have their general form.
+    if decision.supported or dispatch.general_form("mosaic"):
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)

@@ -135,7 +135,7 @@ def _form(x, i, f, dqk, dv, *, segment_ids, eps, chunk_size, implementation):
     check(*shapes, segment_ids=segment_ids, chunk_size=chunk_size)
     padded = dqk % 64 or dv % 64 or x.shape[1] % form.rows
     runs = dispatch.decide("vlstm", implementation, None, _gpu(form)).runs
-    return None if padded or why_not(*shapes, eps=eps) or runs != "mosaic" else form
+    return None if padded or why_not(*shapes, eps=eps) or runs == "xla" else form
 
 
 def _record(form: chunkwise.Form, implementation):

@@ -113,13 +113,13 @@ def test_on_a_cpu_one_line_says_why_no_kernel_runs(straight):
 
 
 def test_the_kernel_summary_is_one_line_if_all_reasons_are_equal(monkeypatch):
-    decide = dispatch.Decision
+    decide = lambda op, runs, why: dispatch.Decision(op, runs, "unsupported", why)
     for decisions, ending in (
         ([decide("a", "xla", "asked for")], "as model.kernels=xla requires"),
         ([decide("a", "xla", "no"), decide("b", "xla", "no")], "all ops run on XLA: no"),
         ([decide("a", "xla", "no"), decide("b", "xla", "other")], "op by op"),
         ([decide("a", "xla", "no"), decide("b", "cudnn", "no")], "op by op"),
-        ([decide("a", "mosaic", "supported")], "op by op"),
+        ([decide("a", "hopper", "supported")], "op by op"),
     ):
         monkeypatch.setattr(dispatch, "decisions", lambda decisions=decisions: decisions)
         monkeypatch.setattr(dispatch, "explain", lambda: "op by op")

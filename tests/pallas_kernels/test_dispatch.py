@@ -195,7 +195,7 @@ def test_explain_counts_what_was_traced_not_what_was_called(capable):
     use_kernel("attention", None, "D=7 is odd")
     assert dispatch.explain().splitlines()[:3] == [
         "gelu       xla      asked for (1 call traced)",
-        "gelu       mosaic   supported (2 calls traced)",
+        "gelu       general  supported (2 calls traced)",
         "attention  xla      D=7 is odd (1 call traced)",
     ]
 

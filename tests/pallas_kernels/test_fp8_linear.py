@@ -10,7 +10,7 @@ import pytest
 from cases import slow
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
-from pallas_kernels import dispatch, fp8_linear, fp8_mlp, linear_cross_entropy, mosaic
+from pallas_kernels import dispatch, fp8_linear, linear_cross_entropy, mlp, mosaic
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.linear import fp8_linear_reference
 from pallas_kernels.float8.quantize import saturated
@@ -191,7 +191,7 @@ def test_arrays_that_do_not_fit_are_errors():
         ("--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_triton_gemm=true", True),
     ],
 )
-@pytest.mark.parametrize("op", ["fp8_linear", "fp8_mlp", "linear_cross_entropy"])
+@pytest.mark.parametrize("op", ["fp8_linear", "mlp", "linear_cross_entropy"])
 def test_a_gpu_without_the_flag_is_warned_once(monkeypatch, caplog, op, flags, warns):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
@@ -201,7 +201,7 @@ def test_a_gpu_without_the_flag_is_warned_once(monkeypatch, caplog, op, flags, w
     linear.warn_of_flags.cache_clear()
     call = {
         "fp8_linear": lambda x, w: fp8_linear(x, w),
-        "fp8_mlp": lambda x, w: fp8_mlp(x, w, w, gate=w),
+        "mlp": lambda x, w: mlp(x, w, w, gate=w, precision="fp8"),
         "linear_cross_entropy": lambda x, w: linear_cross_entropy(
             x, w, jnp.zeros(64, jnp.int32), fp8=True
         ),
