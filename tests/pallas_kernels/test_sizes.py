@@ -104,12 +104,27 @@ def decode(q, kv, **options):
     return ops.decode_attention(q, kv, kv, jnp.ones(q.shape[0], INT), **options)
 
 
+def vlstm_step(q, gates, c, n, **options):
+    return ops.vlstm_step(q, q, q, gates, gates, (c, n, gates), **options)
+
+
+def vlstm(q, v, gates, **options):
+    return ops.vlstm(q, q, v, gates, gates, **options)
+
+
+def vlstm_qkv(qkv, gates, **options):
+    return ops.vlstm_qkv(qkv, gates, gates, 64, **options)
+
+
 EDGES = {  # op, shapes, the result's shape
     "many query heads on one": (ops.attention, [(1, 1, 512, 64), *[(1, 1, 1, 64)] * 2], None),
     "attention, D 0": (ops.attention, [(1, 8, 2, 0)] * 3, (1, 8, 2, 0)),
     "attention_qkv, B 0": (qkv_with_bias, [(0, 8, 4, 64), (4, 64)], (0, 8, 2, 64)),
     "attention_qkv, T 0": (qkv_with_bias, [(1, 0, 4, 64), (4, 64)], (1, 0, 2, 64)),
     "many query heads in decode_attention": (decode, [(1, 1, 512, 64), (1, 8, 1, 64)], None),
+    "vlstm, DQK 0": (vlstm, [(1, 9, 2, 0), (1, 9, 2, 64), (1, 9, 2)], (1, 9, 2, 64)),
+    "vlstm_step, DQK 0": (vlstm_step, [(1, 2, 0), (1, 2), (1, 2, 0, 0), (1, 2, 0)], (1, 2, 0)),
+    "vlstm_qkv, B 0": (vlstm_qkv, [(0, 8, 384), (0, 8, 2)], (0, 8, 2, 64)),
     "quantize_fp8 of nothing": (ops.quantize_fp8, [(0, 64)], (0, 64)),
     "quantize_fp8 of no columns": (ops.quantize_fp8, [(64, 0)], (64, 0)),
 }
@@ -118,7 +133,7 @@ EDGES = {  # op, shapes, the result's shape
 @pytest.mark.parametrize("case", list(EDGES))
 def test_every_size_has_a_result(monkeypatch, case):
     op, shapes, shape = EDGES[case]
-    grad = with_gradient if op in (ops.attention, qkv_with_bias) else lambda f: f
+    grad = with_gradient if op in (ops.attention, qkv_with_bias, vlstm) else lambda f: f
     arrays = [jnp.ones(s, BF16) for s in shapes]
     first = lambda results: jax.tree.leaves(results)[0]
     y = first(grad(op)(*arrays))
