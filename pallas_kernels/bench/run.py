@@ -139,7 +139,9 @@ def wall_ms(f: Callable, *args, calls: int) -> float:
 
 def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.stages.Compiled]:
     """Compiles a program for each direction; with keep, backward gets what "saved" returns."""
-    compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
+    # Without it XLA does not find the matmuls of fp8 (float8/linear.py).
+    options = {"xla_gpu_enable_triton_gemm": False} if case.gpu == "sm_89" else None
+    compiled = lambda f, *args: jax.jit(f).lower(*args).compile(options)
     dy = jax.eval_shape(op, *inputs)
 
     def written(gradients):  # without shared gradients, which XLA would copy
@@ -280,8 +282,7 @@ def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:
     """The decision about how the op runs on this device."""
     dispatch.reset()
     jax.eval_shape(public(case), *structs(case, sizes))
-    op = case.op.partition("_qkv")[0]  # attention_qkv runs what attention does
-    return next(d for d in dispatch.decisions() if d.op == op)
+    return next(d for d in dispatch.decisions() if d.op == case.op)
 
 
 def _line(e: Exception) -> str:

@@ -191,9 +191,9 @@ def stat_rows(t: int) -> int:
 
 
 def pad_segments(segments, lengths):
-    """Ids of queries and keys as the kernels copy them: int32, whole tiles of every kernel."""
+    """Ids of queries and keys as the kernels copy them: whole tiles of every kernel."""
     return tuple(
-        mosaic.pad_axis(ids[:, :n].astype(jnp.int32), 1, stat_rows(1))
+        mosaic.pad_axis(ids[:, :n], 1, stat_rows(1))
         for ids, n in zip(segments, lengths, strict=True)
     )
 

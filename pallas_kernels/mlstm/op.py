@@ -12,9 +12,9 @@ initial and final states.
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.mlstm import chunkwise, reference, step
 from pallas_kernels.options import checked
 
@@ -32,7 +32,7 @@ def vlstm(
     *,
     gate: Gate = "exp",
     normalize: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[ids.Ids, "B T"] | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     eps: float = 0.0,
@@ -61,6 +61,7 @@ def vlstm(
     implementation="mosaic" for a call that the kernels do not support.
     """
     mosaic.check_axes("B T NH DQK", q=q)
+    segment_ids = ids.documents(segment_ids)
     check(q, k, v, i, f, initial_state, segment_ids, chunk_size)
     options = dict(
         gate=gate,
@@ -134,6 +135,5 @@ def check(q, k, v, i, f, state=None, segment_ids=None, chunk_size=None):
     if segment_ids is not None:
         if segment_ids.shape != q.shape[:2]:
             raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
-        mosaic.check_integers(segment_ids=segment_ids)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")

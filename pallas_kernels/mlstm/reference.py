@@ -21,7 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
 
-CLOSED = -1e30  # logarithm of a closed input gate; finite, so that inf - inf cannot occur
+CLOSED = -1e30  # logarithm of a closed gate or of an empty state; inf - inf cannot occur with it
+
+
+def floor(stat) -> float:
+    """The least m of a row, which keeps e^-m finite; h does not depend on m."""
+    return 0.9 * math.log(jnp.finfo(stat).tiny)
 
 
 def recurrent(
@@ -60,7 +65,7 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     c, n, m_old = (x.astype(stat) for x in state)
     q, k, v = (x.astype(stat) for x in (q, k, v))
     i, lf = _log_gates(i, f, gate, stat)
-    m = jnp.maximum(lf + m_old, i)
+    m = jnp.maximum(jnp.maximum(lf + m_old, i), floor(stat))
     forget, admit = jnp.exp(lf + m_old - m)[..., None], jnp.exp(i - m)[..., None]
     c = forget[..., None] * c + (admit * k)[..., None] * v[..., None, :]
     n = forget * n + admit * k
@@ -151,7 +156,7 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
     # Compute the rows from the carried state and the chunk's own positions.
     carried = b + jnp.where(continues, m_before[..., None], 0)
     m = jnp.maximum(carried, jnp.max(log_d, -1))
-    m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # keeps e^-m finite
+    m = jnp.maximum(m, floor(stat))
     q = q * max(q.shape[-1], 1) ** -0.5
     p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
@@ -259,7 +264,19 @@ def _row_scale(l, m, gate, normalize, eps):
     one = jnp.maximum(jnp.exp(-m), jnp.finfo(m.dtype).tiny)  # 1 on the true scale; never 0
     if gate == "sigmoid":
         eps = eps * one  # the definition of this gate has no stabiliser
-    return 1 / (jnp.where(jnp.abs(l) > one, jnp.abs(l), one) + eps)
+    return _reciprocal(jnp.where(jnp.abs(l) > one, jnp.abs(l), one) + eps)
+
+
+@jax.custom_jvp
+def _reciprocal(x):
+    """1 / x, whose gradient squares no 1 / x: beyond 1e19 that would overflow, times 0 even NaN."""
+    return 1 / x
+
+
+@_reciprocal.defjvp
+def _reciprocal_jvp(primals, tangents):
+    y = _reciprocal(*primals)
+    return y, -(y * (y * tangents[0]))
 
 
 def _log_gates(i, f, gate, stat):
@@ -269,10 +286,11 @@ def _log_gates(i, f, gate, stat):
 
 
 def _state(state, q, v):
-    """The given state in the statistics' dtype, or zeros."""
+    """The given state in the statistics' dtype, with a finite m, or zeros."""
     stat = mosaic.stat_dtype(q.dtype)
     if state is not None:
-        return tuple(x.astype(stat) for x in state)
+        c, n, m = (x.astype(stat) for x in state)
+        return c, n, jnp.maximum(m, CLOSED)
     batch, _, heads, dqk = q.shape
     shapes = ((batch, heads, dqk, v.shape[-1]), (batch, heads, dqk), (batch, heads))
     return tuple(jnp.zeros(shape, stat) for shape in shapes)

@@ -188,7 +188,7 @@ def test_the_table_and_the_picture_show_what_was_measured(times, tmp_path):
 def test_an_unknown_op_is_an_error_of_one_line(capsys, tmp_path):
     assert run.main(["gelu", "gleu", "--out", str(tmp_path / "x")]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: 'gleu' is not one of add_layer_norm, ")
+    assert captured.err.startswith("error: 'gleu' is not one of attention, ")
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "x").exists()
     (tmp_path / "file").touch()

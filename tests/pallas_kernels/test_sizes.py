@@ -24,13 +24,8 @@ def with_gradient(op):
     return run
 
 
-def fp8_mlp(x, gate, up, down, probe, **options):
-    probes = (probe,) * 3
-    return ops.fp8_mlp(x, up, down, gate=gate, probes=probes, **options)
-
-
-def fp8_linear(x, w, probe, **options):
-    return ops.fp8_linear(x, w, probe=probe, **options)
+def fp8_mlp(x, gate, up, down, **options):
+    return ops.mlp(x, up, down, gate=gate, precision="fp8", **options)
 
 
 def rope(q, **options):
@@ -45,11 +40,10 @@ def encoder(table, **options):
     return ops.encoder(jnp.zeros((2, 2**30), INT), table, None, **options)
 
 
-PROBE = array(3, 3, dtype=jnp.float32)
 WIDE, TALL = (66_048, 32_832), (2**20, 4096)
 HUGE = {  # op, shapes, whether the kernel runs
-    "fp8_mlp": (fp8_mlp, [(66_048, 64), *[(64, 32_832)] * 2, (32_832, 64), PROBE], True),
-    "fp8_linear": (fp8_linear, [WIDE, (32_832, 64), PROBE], True),
+    "fp8_mlp": (fp8_mlp, [(66_048, 64), *[(64, 32_832)] * 2, (32_832, 64)], True),
+    "fp8_linear": (ops.fp8_linear, [WIDE, (32_832, 64)], True),
     "gelu": (ops.gelu, [TALL], True),
     "gelu with a bias": (ops.gelu, [TALL, (4096,)], True),
     "gelu of a part of a block": (ops.gelu, [(MANY + 1,)], False),
@@ -96,8 +90,8 @@ def test_no_index_of_a_kernel_leaves_int32(monkeypatch, case):
     assert max(max(shape, default=0) for shape in found) < MANY
 
 
-def qkv_with_bias(x, bias, **options):
-    return ops.attention_qkv(x, 2, bias=bias, **options)
+def packed(x, **options):
+    return ops.attention(ops.Packed(x, ((2, 64), (1, 64), (1, 64))), **options)
 
 
 def decode(q, kv, **options):
@@ -112,19 +106,14 @@ def vlstm(q, v, gates, **options):
     return ops.vlstm(q, q, v, gates, gates, **options)
 
 
-def vlstm_qkv(qkv, gates, **options):
-    return ops.vlstm_qkv(qkv, gates, gates, 64, **options)
-
-
 EDGES = {  # op, shapes, the result's shape
     "many query heads on one": (ops.attention, [(1, 1, 512, 64), *[(1, 1, 1, 64)] * 2], None),
     "attention, D 0": (ops.attention, [(1, 8, 2, 0)] * 3, (1, 8, 2, 0)),
-    "attention_qkv, B 0": (qkv_with_bias, [(0, 8, 4, 64), (4, 64)], (0, 8, 2, 64)),
-    "attention_qkv, T 0": (qkv_with_bias, [(1, 0, 4, 64), (4, 64)], (1, 0, 2, 64)),
+    "packed, B 0": (packed, [(0, 8, 256)], (0, 8, 2, 64)),
+    "packed, T 0": (packed, [(1, 0, 256)], (1, 0, 2, 64)),
     "many query heads in decode_attention": (decode, [(1, 1, 512, 64), (1, 8, 1, 64)], None),
     "vlstm, DQK 0": (vlstm, [(1, 9, 2, 0), (1, 9, 2, 64), (1, 9, 2)], (1, 9, 2, 64)),
     "vlstm_step, DQK 0": (vlstm_step, [(1, 2, 0), (1, 2), (1, 2, 0, 0), (1, 2, 0)], (1, 2, 0)),
-    "vlstm_qkv, B 0": (vlstm_qkv, [(0, 8, 384), (0, 8, 2)], (0, 8, 2, 64)),
     "quantize_fp8 of nothing": (ops.quantize_fp8, [(0, 64)], (0, 64)),
     "quantize_fp8 of no columns": (ops.quantize_fp8, [(64, 0)], (64, 0)),
 }
@@ -133,7 +122,7 @@ EDGES = {  # op, shapes, the result's shape
 @pytest.mark.parametrize("case", list(EDGES))
 def test_every_size_has_a_result(monkeypatch, case):
     op, shapes, shape = EDGES[case]
-    grad = with_gradient if op in (ops.attention, qkv_with_bias, vlstm) else lambda f: f
+    grad = with_gradient if op in (ops.attention, packed, vlstm) else lambda f: f
     arrays = [jnp.ones(s, BF16) for s in shapes]
     first = lambda results: jax.tree.leaves(results)[0]
     y = first(grad(op)(*arrays))

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from kernel_checks import check_op, normal
 
-from pallas_kernels.activations.swiglu import swiglu, swiglu_reference
+from pallas_kernels.activations.activation import swiglu, swiglu_reference
 
 KERNELS = ("swiglu_forward", "swiglu_backward")
 
