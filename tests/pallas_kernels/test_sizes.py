@@ -94,6 +94,11 @@ def packed(x, **options):
     return ops.attention(ops.Packed(x, ((2, 64), (1, 64), (1, 64))), **options)
 
 
+def packed_rope(x, **options):
+    packed = ops.Packed(x, ((2, 64), (1, 64), (1, 64)))
+    return ops.rope(packed, None, jnp.arange(x.shape[1]), **options).array
+
+
 def decode(q, kv, **options):
     return ops.decode_attention(q, kv, kv, jnp.ones(q.shape[0], INT), **options)
 
@@ -111,6 +116,7 @@ EDGES = {  # op, shapes, the result's shape
     "attention, D 0": (ops.attention, [(1, 8, 2, 0)] * 3, (1, 8, 2, 0)),
     "packed, B 0": (packed, [(0, 8, 256)], (0, 8, 2, 64)),
     "packed, T 0": (packed, [(1, 0, 256)], (1, 0, 2, 64)),
+    "packed rope, T 0": (packed_rope, [(1, 0, 256)], (1, 0, 256)),
     "many query heads in decode_attention": (decode, [(1, 1, 512, 64), (1, 8, 1, 64)], None),
     "vlstm, DQK 0": (vlstm, [(1, 9, 2, 0), (1, 9, 2, 64), (1, 9, 2)], (1, 9, 2, 64)),
     "vlstm_step, DQK 0": (vlstm_step, [(1, 2, 0), (1, 2), (1, 2, 0, 0), (1, 2, 0)], (1, 2, 0)),
