@@ -179,7 +179,7 @@ def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
 def _packed_reference(qkv: Packed, positions, **options):
     q, k, v = qkv.split()
     parts = *rope_reference(q, k, positions, **options), v
-    flat = [x.reshape(*x.shape[:2], -1) for x in parts]
+    flat = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in parts]
     return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
 
 

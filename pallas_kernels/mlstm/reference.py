@@ -69,7 +69,7 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     forget, admit = jnp.exp(lf + m_old - m)[..., None], jnp.exp(i - m)[..., None]
     c = forget[..., None] * c + (admit * k)[..., None] * v[..., None, :]
     n = forget * n + admit * k
-    q = q * q.shape[-1] ** -0.5
+    q = q * max(q.shape[-1], 1) ** -0.5
     scale = _row_scale(jnp.sum(q * n, -1), m, gate, normalize, eps)
     h = scale[..., None] * jnp.sum(q[..., None] * c, -2)
     return _round(h, dtype), (c, n, m)
@@ -84,7 +84,7 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
     seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
     log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
     m = jnp.max(log_d, -1)
-    p = q.shape[-1] ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
+    p = max(q.shape[-1], 1) ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     scale = _row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
     return _round(jnp.swapaxes(_matmul(dtype, scale[..., None] * p, v), 1, 2), dtype)
 
@@ -157,7 +157,7 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
     carried = b + jnp.where(continues, m_before[..., None], 0)
     m = jnp.maximum(carried, jnp.max(log_d, -1))
     m = jnp.maximum(m, floor(stat))
-    q = q * q.shape[-1] ** -0.5
+    q = q * max(q.shape[-1], 1) ** -0.5
     p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
     l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
@@ -217,7 +217,7 @@ def _chunk_size(dqk, dv):
     With it the states (K V / L numbers for each position) need as much memory as two L x L matrices
     (2 L): 64 for heads of 64 and 128, 256 for 256 and 512.
     """
-    return min(max(2 ** round(math.log2(dqk * dv / 2) / 2), 64), 256)
+    return min(max(2 ** round(math.log2(max(dqk * dv, 1) / 2) / 2), 64), 256)
 
 
 def _sums_between(lf):

@@ -94,8 +94,21 @@ def packed(x, **options):
     return ops.attention(ops.Packed(x, ((2, 64), (1, 64), (1, 64))), **options)
 
 
+def packed_rope(x, **options):
+    packed = ops.Packed(x, ((2, 64), (1, 64), (1, 64)))
+    return ops.rope(packed, None, jnp.arange(x.shape[1]), **options).array
+
+
 def decode(q, kv, **options):
     return ops.decode_attention(q, kv, kv, jnp.ones(q.shape[0], INT), **options)
+
+
+def vlstm_step(q, gates, c, n, **options):
+    return ops.vlstm_step(q, q, q, gates, gates, (c, n, gates), **options)
+
+
+def vlstm(q, v, gates, **options):
+    return ops.vlstm(q, q, v, gates, gates, **options)
 
 
 EDGES = {  # op, shapes, the result's shape
@@ -103,7 +116,10 @@ EDGES = {  # op, shapes, the result's shape
     "attention, D 0": (ops.attention, [(1, 8, 2, 0)] * 3, (1, 8, 2, 0)),
     "packed, B 0": (packed, [(0, 8, 256)], (0, 8, 2, 64)),
     "packed, T 0": (packed, [(1, 0, 256)], (1, 0, 2, 64)),
+    "packed rope, T 0": (packed_rope, [(1, 0, 256)], (1, 0, 256)),
     "many query heads in decode_attention": (decode, [(1, 1, 512, 64), (1, 8, 1, 64)], None),
+    "vlstm, DQK 0": (vlstm, [(1, 9, 2, 0), (1, 9, 2, 64), (1, 9, 2)], (1, 9, 2, 64)),
+    "vlstm_step, DQK 0": (vlstm_step, [(1, 2, 0), (1, 2), (1, 2, 0, 0), (1, 2, 0)], (1, 2, 0)),
     "quantize_fp8 of nothing": (ops.quantize_fp8, [(0, 64)], (0, 64)),
     "quantize_fp8 of no columns": (ops.quantize_fp8, [(64, 0)], (64, 0)),
 }
@@ -112,7 +128,7 @@ EDGES = {  # op, shapes, the result's shape
 @pytest.mark.parametrize("case", list(EDGES))
 def test_every_size_has_a_result(monkeypatch, case):
     op, shapes, shape = EDGES[case]
-    grad = with_gradient if op in (ops.attention, packed) else lambda f: f
+    grad = with_gradient if op in (ops.attention, packed, vlstm) else lambda f: f
     arrays = [jnp.ones(s, BF16) for s in shapes]
     first = lambda results: jax.tree.leaves(results)[0]
     y = first(grad(op)(*arrays))
