@@ -176,11 +176,17 @@ def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
     return dataclasses.replace(qkv, array=x.reshape(qkv.array.shape))
 
 
-def _packed_reference(qkv: Packed, positions, **options):
+def _packed_in_parts(qkv: Packed, positions, *, rotate, **options):
+    """rotate of q and k, which are split and joined again in copies."""
     q, k, v = qkv.split()
-    parts = *rope_reference(q, k, positions, **options), v
-    flat = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in parts]
+    parts = *rotate(q, k, positions, **options), v
+    flat = [x.reshape(*x.shape[:2], -1) for x in parts]
     return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
+
+
+def _of_parts(why):
+    """A reason of q and k, `why_not` or `why_slower`, as one of the array that holds them."""
+    return lambda qkv, positions, **options: why(*qkv.shapes()[:2], positions, **options)
 
 
 def _check(q, k, positions) -> jax.Array:
@@ -411,19 +417,23 @@ _rope_in_place.defvjp(
     ),
 )
 
+
+def _by_kernel(q, k, positions, *, theta, scaling, layout):
+    return _rope(layout, theta, scaling, q, k, positions)
+
+
 FORMS = (
-    Form(
-        "general",
-        lambda q, k, positions, *, theta, scaling, layout: _rope(
-            layout, theta, scaling, q, k, positions
-        ),
-        "sm_80",
-        why_not,
-        why_slower,
-    ),
+    Form("general", _by_kernel, "sm_80", why_not, why_slower),
     Form("xla", rope_reference),
 )
 PACKED = (
     Form("general", _packed_kernel, "sm_80", _packed_why_not),
-    Form("xla", _packed_reference),
+    Form(
+        "general",
+        functools.partial(_packed_in_parts, rotate=_by_kernel),
+        "sm_80",
+        _of_parts(why_not),
+        _of_parts(why_slower),
+    ),
+    Form("xla", functools.partial(_packed_in_parts, rotate=rope_reference)),
 )
