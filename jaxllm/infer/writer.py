@@ -45,6 +45,11 @@ class Writer:
                 f" model.max_seq_len={self.most}; shorten the prompt or lower --tokens"
             )
 
+    def load(self) -> None:
+        """Loads the weights, as `write` does; raises InputError for a damaged checkpoint."""
+        with jax.set_mesh(self._mesh):
+            self._model  # noqa: B018
+
     @functools.cached_property
     def _model(self) -> tuple[nnx.GraphDef, nnx.State]:
         graph, params = decode.load_model(self._weights, self._mesh)
