@@ -11,6 +11,8 @@ from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.options import promotions
+
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
@@ -126,7 +128,7 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
 
     def run(*refs):
         count = len(refs) - len(names)
-        with jax.enable_x64(False):  # indices are int32
+        with jax.enable_x64(False), promotions():  # indices are int32
             body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
 
     run.__name__ = name or body.__name__
@@ -200,7 +202,7 @@ def stat_dtype(dtype) -> jnp.dtype:
     """
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
         raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def cdiv(a: int, b: int) -> int:
