@@ -58,7 +58,9 @@ def sm_count() -> int:
 def is_tight() -> bool:
     """Whether the general form takes its smaller tiles: on other GPUs than 8.0 and 9.0."""
     # Whoever compiles ahead of time makes the other GPU the default device.
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):  # a platform
+        device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", "9.0")  # a CPU lowers for Hopper
     return capability not in ("8.0", "9.0")
 
