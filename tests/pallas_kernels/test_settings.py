@@ -50,7 +50,8 @@ def test_the_xla_form_runs(settings, name):
     elif jax.config.jax_debug_nans:
         jax.block_until_ready(jax.jit(run)(*arguments))
     else:  # these act while JAX traces
-        jax.eval_shape(run, *arguments)
+        results = jax.eval_shape(run, *arguments)
+        assert all(x.dtype.itemsize < 8 for x in jax.tree.leaves(results))
 
 
 @pytest.mark.parametrize("settings", [OF_TRACING], ids=["all"], indirect=True)
