@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import slow
 from kernel_checks import normal
 from small_calls import CASES
 
@@ -16,6 +17,8 @@ SETTINGS = {
 }
 # The others concern how a program runs.
 OF_TRACING = ["jax_enable_x64", "jax_numpy_rank_promotion", "jax_numpy_dtype_promotion"]
+# Without jit each operation is compiled by itself, which takes half of the tests' time.
+CASES_OF_SETTINGS = [slow((name,)) if name == "jax_disable_jit" else (name,) for name in SETTINGS]
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def with_gradients(name, implementation):
     return run, (arrays, whole)
 
 
-@pytest.mark.parametrize("settings", [(name,) for name in SETTINGS], ids=SETTINGS, indirect=True)
+@pytest.mark.parametrize("settings", CASES_OF_SETTINGS, ids=SETTINGS, indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_the_xla_form_runs(settings, name):
     run, arguments = with_gradients(name, "xla")
