@@ -31,10 +31,13 @@ def to_follow(op: str, root: Path) -> set[Path]:
         if path in found or not path.is_file() or path.name.startswith("general"):
             continue
         found.add(path)
-        nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.ImportFrom)]
-        names = {n for x in nodes for n in (x.module, *(f"{x.module}.{y.name}" for y in x.names))}
-        parts = [name.split(".") for name in sorted(names)]
-        left += [path.parent / f"{x[-1]}.py" for x in parts if x[-2:-1] == [path.parent.name]]
+        for x in ast.walk(ast.parse(path.read_text())):
+            if isinstance(x, ast.ImportFrom) and x.module:
+                names = [x.module, *(f"{x.module}.{y.name}" for y in x.names)]
+                parts = [name.split(".") for name in names]
+                left += [
+                    path.parent / f"{p[-1]}.py" for p in parts if p[-2:-1] == [path.parent.name]
+                ]
     return found
 
 
