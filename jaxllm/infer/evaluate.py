@@ -16,10 +16,12 @@ import numpy as np
 
 from jaxllm.config import Config, load
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
-from jaxllm.data.loader import check_paths
+from jaxllm.data.loader import Tokens, check_paths
 from jaxllm.errors import InputError
+from jaxllm.files import read_text
 from jaxllm.text import Tokenizer
 
+_DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
 ENDINGS = 4  # endings per question of HellaSwag
 VALID_WITH = {  # {option: what it applies to}
     "batches": ("data",),
@@ -108,8 +110,8 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
-    if (args.checkpoint.expanduser() / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint.expanduser(), overrides).data)
+    if (args.checkpoint / "config.yaml").is_file():
+        check_paths(_configuration(args.checkpoint, overrides).data)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -157,10 +159,22 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
             count += int((labels != IGNORE).sum())
     loss = total / count
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return (
+    text = (
         f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
         f" {count:,} tokens"
     )
+    if data.tokenizer is not None and (size := _bytes(data.tokenizer, data.val, count)):
+        text += f", {total / math.log(2) / size:.4f} bits a byte"
+    return text
+
+
+def _bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
+    """Bytes of the text of the first `count` predicted tokens, without special tokens."""
+    found = 0
+    for start in range(1, count + 1, _DECODED):
+        ids = tokens.read(start, min(start + _DECODED, count + 1))
+        found += len(tokenizer.decode(ids, special=False).encode())
+    return found
 
 
 def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
@@ -238,12 +252,12 @@ def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
     """
     questions = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    questions.append(_question(line, f"--hellaswag {path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as e:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as e:
         raise InputError(f"--hellaswag {path} cannot be read: {e}") from e
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            questions.append(_question(line, f"--hellaswag {path}, line {number}"))
     if not questions:
         raise InputError(f"--hellaswag {path} holds no question")
     return questions

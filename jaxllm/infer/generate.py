@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxllm.config.command_line import Parser, check_exists, exit_status
 from jaxllm.errors import InputError
+from jaxllm.files import read_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,8 +199,8 @@ def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str,
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as e:
         raise InputError(f"--prompts {path} cannot be read: {e}") from e
     prompts = [line for line in lines if line.strip()]
     if not prompts:

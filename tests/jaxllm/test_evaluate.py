@@ -1,5 +1,6 @@
 """Compares evaluation and generation of a run with Hugging Face's (fixtures/evaluation)."""
 
+import codecs
 import json
 import math
 import re
@@ -12,7 +13,9 @@ import tokenizers
 from evaluation_run import EXPECTED, TEXTS, run_of
 from tokenizers import models, processors
 
+from jaxllm import config as configs
 from jaxllm.data.shards import ShardWriter
+from jaxllm.errors import InputError
 from jaxllm.infer import evaluate, generate
 from jaxllm.infer.decode import open_run
 from jaxllm.infer.scoring import Scorer
@@ -36,8 +39,8 @@ def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
     command = f"""--checkpoint {runs[name]} --data.source text --data.path {TEXTS / "text.txt"}
         --data.cache_dir {tmp_path} --batch_size 4"""
     assert evaluate.main(command.split()) == 0
-    loss, perplexity, count = re.search(
-        r"step 0: loss ([\d.]+) nats a token, perplexity ([\d.]+), ([\d,]+) tokens",
+    loss, perplexity, count, bits = re.search(
+        r"step 0: loss ([\d.]+) nats a token, perplexity ([\d.]+), ([\d,]+) tokens, ([\d.]+) bits",
         capsys.readouterr().out,
     ).groups()
     expected = EXPECTED[name]
@@ -45,6 +48,8 @@ def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
     assert int(count) % 32  # the last window is partial
     assert float(loss) == pytest.approx(expected["loss"], abs=6e-5)  # four digits are printed
     assert float(perplexity) == pytest.approx(math.exp(expected["loss"]), abs=6e-3)
+    a_byte = expected["loss"] * expected["tokens"] / (TEXTS / "text.txt").stat().st_size
+    assert float(bits) == pytest.approx(a_byte / math.log(2), abs=2e-4)
 
 
 def test_loss_of_short_texts(runs, tmp_path, capsys):
@@ -73,6 +78,27 @@ def test_loss_of_short_texts(runs, tmp_path, capsys):
     np.testing.assert_allclose([one, 19 * short, 32 * window, 33 * more], expected, atol=2e-3)
     assert "has 1 tokens, fewer than the 2" in loss(1)
     assert loss(1).count("\n") == 1
+
+
+def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
+    shipped = next(configs.CONFIG_DIR.glob("*.yaml")).read_bytes()
+    readers = {
+        b"the cat\r\na mat\n": generate._lines,
+        (TEXTS / "hellaswag.jsonl").read_bytes(): evaluate.read_hellaswag,
+        shipped: lambda path: configs.load(str(path)),
+    }
+    path = tmp_path / "file.yaml"
+    for content, read in readers.items():
+        path.write_bytes(content)
+        expected = read(path)
+        path.write_bytes(codecs.BOM_UTF8 + content)
+        assert read(path) == expected
+        path.write_bytes(content.decode().encode("utf-16"))
+        with pytest.raises(InputError, match=r"it is UTF-16, not UTF-8: convert it"):
+            read(path)
+        path.write_bytes(b"\n# \xff" + content)
+        with pytest.raises(InputError, match="line 2 is not UTF-8 text: invalid start byte"):
+            read(path)
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
