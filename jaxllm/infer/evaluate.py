@@ -125,6 +125,11 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
 
     weights = open_run(args.checkpoint, args.step)
     config = _configuration(weights.folder, overrides)
+    if config.data.tokenizer is None and config.data.source != "shards":
+        raise InputError(
+            f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
+            " weights; copy the tokenizer.json that encoded the model's data there"
+        )
     length = config.train.seq_len
     data = open_dataset(
         config.data,
@@ -188,13 +193,7 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
         if given not in (None, "null"):
             Tokenizer(own).check_same(Tokenizer(given))
         overrides = overrides | {"data.tokenizer": str(own)}
-    config = load(str(folder / "config.yaml"), overrides)
-    if config.data.tokenizer is None and config.data.source != "shards":
-        raise InputError(
-            f"{folder} has no tokenizer.json, and a new tokenizer would not match its weights; copy"
-            " the tokenizer.json that encoded the model's data there"
-        )
-    return config
+    return load(str(folder / "config.yaml"), overrides)
 
 
 def hellaswag(args: argparse.Namespace) -> str:

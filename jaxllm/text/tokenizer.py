@@ -19,6 +19,9 @@ _CONTEXT = 16  # characters before a cut that are encoded again with what follow
 AROUND = 512  # characters on each side of a cut that are encoded to test it
 
 
+_UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
+
+
 class Tokenizer:
     """A tokenizer.json with the files beside it, or a folder of them, as transformers reads them.
 
@@ -93,7 +96,7 @@ class Tokenizer:
     def digest(self) -> str:
         """SHA-256 of all on which the ids of a text depend, whatever the file's formatting."""
         page = json.loads(self._library.to_str())
-        for key in ("post_processor", "truncation", "padding", "version"):
+        for key in _UNRELATED:
             page.pop(key, None)
         return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
 
@@ -233,8 +236,16 @@ class Tokenizer:
             )
 
     def check_same(self, other: "Tokenizer") -> None:
-        """Raises InputError unless both give every text the same ids."""
-        if self.digest != other.digest:
+        """Raises InputError unless ids of the other one mean the same text here.
+
+        This one may have further tokens, such as those that only files beside it name.
+        """
+        mine, theirs = (json.loads(t._library.to_str()) for t in (self, other))
+        for key in ("added_tokens", *_UNRELATED):
+            mine.pop(key, None)
+            theirs.pop(key, None)
+        known, used = (t._library.get_vocab(with_added_tokens=True) for t in (self, other))
+        if mine != theirs or not used.items() <= known.items():
             raise InputError(
                 f"{other.path} differs from {self.path}: their ids do not mean the same text;"
                 " encode all data with the model's tokenizer"
@@ -253,9 +264,9 @@ class Tokenizer:
         self.copy_to(folder)
         found, page = files.take_ids(folder), self._pages.generation
         generates = files.ids(page.get("eos_token_id"))
-        ends = generates or files.ids(found.get("eos_token_id"))
-        ends += sorted(self.ends - set(ends))
-        if set(ends) != set(generates or files.ids(found.get("eos_token_id"))):
+        named = generates or files.ids(found.get("eos_token_id"))
+        ends = named + sorted(self.ends - set(named))
+        if ends != named:
             value = ends[0] if len(ends) == 1 else ends
             if generates:
                 files.write_json(folder / "generation_config.json", page | {"eos_token_id": value})
@@ -264,8 +275,8 @@ class Tokenizer:
         found.setdefault("bos_token_id", self.bos)
         if not (folder / "tokenizer_config.json").exists():
             eos = self.eos if self.eos is not None else next(iter(ends), None)
-            named = {"bos_token": self.bos, "eos_token": eos}
-            page = {key: self._name(i) for key, i in named.items() if i is not None}
+            tokens = {"bos_token": self.bos, "eos_token": eos}
+            page = {key: self._name(i) for key, i in tokens.items() if i is not None}
             page |= {"tokenizer_class": "PreTrainedTokenizerFast"}
             page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
             files.write_json(folder / "tokenizer_config.json", page)

@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -51,21 +50,19 @@ def open_initial_weights(config: Config):
     return weights
 
 
-def with_models_tokenizer(dataset: Dataset, folder: Path | None, config: DataConfig) -> Dataset:
-    """The dataset with the tokenizer of the model, so that a run keeps all that it says.
+def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
+    """The data with the tokenizer of the model and all that is said beside it, if it has one.
 
     folder: of the initial weights or of the run to resume.
-    Raises InputError if the data has another tokenizer.
+    Raises InputError if data.tokenizer is another one.
     """
-    if folder is None or not (folder / "tokenizer.json").exists():
-        return dataset
-    tokenizer = Tokenizer(folder, end_token=config.end_token)
-    trained = (
-        config.tokenizer is None and config.source != "shards"
-    )  # on the data, with which it changes
-    if dataset.tokenizer is not None and not trained:
-        tokenizer.check_same(dataset.tokenizer)
-    return replace(dataset, tokenizer=tokenizer)
+    trained = data.tokenizer is None and data.source != "shards"  # on the data, so it is not given
+    if trained or folder is None or not (folder / "tokenizer.json").exists():
+        return data
+    own = folder / "tokenizer.json"
+    if data.tokenizer is not None:
+        Tokenizer(own).check_same(Tokenizer(data.tokenizer))
+    return data.model_copy(update={"tokenizer": str(own)})
 
 
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:

@@ -170,14 +170,13 @@ class Run:
         if resume and newest is None:
             emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config) if newest is None else None
+        origin = (weights and weights.folder) if newest is None else out_dir
         self.dataset = open_dataset(
-            config.data,
+            launch.with_models_tokenizer(config.data, origin),
             seq_len=train.seq_len,
             seed=train.seed,
             vocab_size=config.model.vocab_size,
         )
-        origin = (weights and weights.folder) if newest is None else out_dir
-        self.dataset = launch.with_models_tokenizer(self.dataset, origin, config.data)
         self.start, self.samples = 0, 0
         if newest is not None:
             self.start = newest

@@ -324,7 +324,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
                 )
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # The defaults of transformers may be outside this vocabulary.
-    page |= {"bos_token_id": None, "eos_token_id": None}
+    page |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     page |= {key: allowed[0] for key, allowed in kind.fixed.items()}
     page |= {key: getattr(config, ours) for ours, (key, _) in kind.keys.items()}
     page["tie_word_embeddings"] = tied(config)

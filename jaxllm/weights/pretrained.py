@@ -17,7 +17,6 @@ from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
-from jaxllm.text import Tokenizer
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
 from jaxllm.weights.packed import PAGE, PackedWeights
@@ -131,12 +130,12 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     step: of a run's checkpoint (None: the newest); other weights ignore it.
     """
     directory = Path(directory).expanduser()
-    if any((directory / name).is_file() for name in ("config.json", "params.json")):
-        return HuggingFaceWeights(directory)
     if (directory / PAGE).is_file():
         return PackedWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
         return RunWeights(directory, step)
+    if any((directory / name).is_file() for name in ("config.json", "params.json")):
+        return HuggingFaceWeights(directory)
     check_exists(directory)
     for run in list(directory.absolute().parents)[:2]:
         inside = directory.absolute().is_relative_to(run / "checkpoints")
@@ -162,15 +161,13 @@ def check_weights(weights: Weights, config: Config) -> None:
                 f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
                 f" {weights.folder}; change it, or remove model.init_from"
             )
-    own, given = weights.folder / "tokenizer.json", config.data.tokenizer
-    if given is None and config.data.source != "shards":
+    own = weights.folder / "tokenizer.json"
+    if config.data.tokenizer is None and config.data.source != "shards":
         fix = own if own.exists() else "the tokenizer.json that encoded their data"
         raise InputError(
             f"data.tokenizer is null: a new tokenizer would not match the weights in"
             f" {weights.folder}; set data.tokenizer {fix}"
         )
-    if given is not None and own.exists():
-        Tokenizer(own).check_same(Tokenizer(given))
 
 
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:

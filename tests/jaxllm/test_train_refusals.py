@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         ),
         (
             ["--config", "llama3_small", "--data.tokenizer", "/nothing"],
-            "data.tokenizer=/nothing does",
+            "data.tokenizer=/nothing does not exist",
         ),
         (
             ["--config", "llama3_small", "--model.init_from", "/nothing"],
