@@ -126,7 +126,8 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
 
     def run(*refs):
         count = len(refs) - len(names)
-        body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
+        with jax.enable_x64(False):  # indices are int32
+            body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
 
     run.__name__ = name or body.__name__
     return jax.custom_batching.sequential_vmap(plgpu.kernel(run, scratch_types=types, **options))
@@ -224,13 +225,6 @@ def check_axes(axes: str, **arrays) -> None:
             raise ValueError(f"{name} has shape {x.shape}, but needs {len(names)} axes: {axes}")
 
 
-def check_integers(**arrays) -> None:
-    """Raises ValueError for an array of floats, which a kernel would truncate to integers."""
-    for name, x in arrays.items():
-        if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
-            raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype such as int32")
-
-
 def lossy_softcap(softcap: float | None) -> str | None:
     """Why the kernels would lose precision under this softcap, or None.
 
@@ -241,6 +235,14 @@ def lossy_softcap(softcap: float | None) -> str | None:
     if softcap is None or softcap <= limit:
         return None
     return f"softcap={softcap} is more than {limit}, so the logits would lose precision"
+
+
+def too_many(**counts: int) -> str | None:
+    """Which of these numbers the kernels, whose indices are int32, cannot count to, or None."""
+    for name, count in counts.items():
+        if count >= 2**31:
+            return f"{name}={count} is more than {2**31 - 1}"
+    return None
 
 
 def put_ends(results, ends, start: int, rest: int) -> list[jax.Array]:

@@ -20,7 +20,8 @@ CHANGEABLE = frozenset(
     """
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
-    train.deterministic train.autotune train.tracker train.fp8 train.fp8_report_every model.kernels
+    train.verify_every train.on_corruption
+    train.deterministic train.autotune train.tracker train.fp8 model.kernels
     model.remat data.prefetch data.cache_dir data.path data.val_path
     mesh.data mesh.fsdp mesh.context mesh.tensor
     mesh.shard_optimizer mesh.distributed sample.prompt sample.tokens sample.every

@@ -17,6 +17,7 @@ from jaxllm.files import read_text
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SHIPPED = _PACKAGE / "configs"  # in a wheel; a checkout has them beside the packages
 CONFIG_DIR = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent / "configs"
+_REMOVED = (("train", "fp8_report_every"),)  # keys of earlier versions, in the files of their runs
 
 
 def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
@@ -36,6 +37,8 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     for section, values in raw.items():
         if section in Config.model_fields and not isinstance(values, dict):
             raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
+    for section, key in _REMOVED:
+        raw.get(section, {}).pop(key, None)
     model = raw.get("model", {})
     kind = (overrides or {}).get("model.type", model.get("type"))
     if not isinstance(kind, str) or kind not in MODEL_CONFIGS:

@@ -22,6 +22,7 @@ from jaxllm.train.metrics import RunLog, SilentLog, peak_flops
 from jaxllm.train.process import check_kernels
 from jaxllm.train.step import Trainer, TrainState
 from jaxllm.train.tracker import Wandb
+from jaxllm.train.verify import Canary
 from jaxllm.weights.pretrained import check_weights, load_params, open_weights
 from pallas_kernels import dispatch
 
@@ -121,8 +122,8 @@ def initial_state(
 
 def compile_step(
     trainer: Trainer, out_dir: Path, fresh: bool, emit: Callable[[str], None], advice: str
-) -> Callable:
-    """Compiles the train step, and prints how its ops run.
+) -> tuple[Callable, Canary | None]:
+    """Compiles the train step and, if steps are verified, theirs; prints how the ops run.
 
     fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
     """
@@ -143,9 +144,13 @@ def compile_step(
     traced = trace_step(trainer, emit)
     with memory_errors(advice):
         program = compile_autotuned(traced.lower(), timings)
+        canary = None
+        if config.verify_every:
+            verified = trainer.trace_verified_step().lower()
+            canary = Canary(trainer, compile_autotuned(verified, timings))
     seconds = time.perf_counter() - clock
     emit(f"compiled in {seconds:.1f} s, writing to {out_dir}")
-    return program
+    return program, canary
 
 
 def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.stages.Compiled:

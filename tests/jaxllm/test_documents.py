@@ -177,9 +177,10 @@ def test_a_packed_step_runs_on_the_kernels(name, data):
     dispatch.reset()
     Trainer(config.model_copy(update=dict(model=model)), make_mesh(config.mesh)).trace_train_step()
     mixing = "vlstm" if name == "vlstm" else "attention"
-    assert {(mixing, "mosaic"), ("encoder", "mosaic")} <= {
-        (decision.op, decision.runs) for decision in dispatch.decisions()
-    }
+    ran = {decision.op: decision.runs for decision in dispatch.decisions()}
+    kernels = ("hopper", "general")
+    assert ran[mixing] in kernels
+    assert ran["encoder"] in kernels
 
 
 def test_without_packing_a_batch_has_only_tokens_and_labels(data):

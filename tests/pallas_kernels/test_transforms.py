@@ -20,23 +20,43 @@ TOKENS = np.random.default_rng(0).integers(0, 12, (2, 2, 9))
 LABELS = np.array([[5, -100, 250], [1, 2, 3]])
 ROWS, WEIGHT = (2, 5, 128), (2, 128)
 
+
+def _packed(qkv):
+    return ops.Packed(qkv, ((2, 64), (1, 64), (1, 64)))
+
+
 CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integers, dtype
     "layer_norm": (ops.layer_norm, [ROWS, WEIGHT, WEIGHT], []),
-    "add_layer_norm": (ops.add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT], []),
-    "gated_layer_norm": (ops.gated_layer_norm, [ROWS, ROWS, WEIGHT], []),
+    "layer_norm_residual": (
+        lambda x, residual, w, b, **o: ops.layer_norm(x, w, b, residual=residual, **o),
+        [ROWS, ROWS, WEIGHT, WEIGHT],
+        [],
+    ),
+    "layer_norm_gate": (
+        lambda x, gate, w, **o: ops.layer_norm(x, w, gate=gate, **o),
+        [ROWS, ROWS, WEIGHT],
+        [],
+    ),
     "rms_norm": (ops.rms_norm, [ROWS, WEIGHT], []),
-    "add_rms_norm": (ops.add_rms_norm, [ROWS, ROWS, WEIGHT], []),
+    "rms_norm_residual": (
+        lambda x, residual, w, **o: ops.rms_norm(x, w, residual=residual, **o),
+        [ROWS, ROWS, WEIGHT],
+        [],
+    ),
     "gelu": (ops.gelu, [ROWS, WEIGHT], []),
     "swiglu": (ops.swiglu, [ROWS, ROWS], []),
-    "swiglu_linear": (ops.swiglu_linear, [*[(2, 128, 128)] * 2, (2, 128, 64)], [], BF16),
-    "swiglu_mlp": (
-        ops.swiglu_mlp,
+    "mlp": (
+        lambda x, gate, up, down, **o: ops.mlp(x, up, down, gate=gate, **o),
         [(2, 128, 64), *[(2, 64, 128)] * 2, (2, 128, 64)],
         [],
         BF16,
     ),
-    "gelu_mlp": (ops.gelu_mlp, [(2, 128, 64), (2, 64, 128), (2, 128), (2, 128, 64)], [], BF16),
-    "gelu_linear": (ops.gelu_linear, [(2, 128, 128), (2, 128), (2, 128, 64)], [], BF16),
+    "mlp_gelu": (
+        lambda x, up, bias, down, **o: ops.mlp(x, up, down, bias=bias, **o),
+        [(2, 128, 64), (2, 64, 128), (2, 128), (2, 128, 64)],
+        [],
+        BF16,
+    ),
     "rope": (
         lambda q, k, **o: ops.rope(q, k, jnp.arange(9), **o),
         [(2, 1, 9, 2, 64), (2, 1, 9, 1, 64)],
@@ -55,15 +75,11 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [TOKENS],
     ),
     "attention": (ops.attention, [(2, 1, 64, 2, 64), *[(2, 1, 64, 1, 64)] * 2], [], BF16),
-    "attention_qkv": (
-        lambda qkv, **o: ops.attention_qkv(qkv, 2, theta=1e4, **o),
-        [(2, 1, 64, 4, 64)],
-        [],
-        BF16,
-    ),
-    "attention_qkv_bias": (
-        lambda qkv, bias, **o: ops.attention_qkv(qkv, 2, bias=bias, **o),
-        [(2, 1, 64, 4, 64), (2, 4, 64)],
+    "attention_packed": (
+        lambda qkv, **o: ops.attention(
+            ops.rope(_packed(qkv), None, jnp.arange(64), theta=1e4, **o), **o
+        ),
+        [(2, 1, 64, 4 * 64)],
         [],
         BF16,
     ),
@@ -87,8 +103,8 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         BF16,
     ),
     "fp8_linear": (ops.fp8_linear, [(2, 64, 64), (2, 64, 64)], [], BF16),
-    "fp8_mlp": (
-        lambda x, up, down, gate, **o: ops.fp8_mlp(x, up, down, gate=gate, **o),
+    "mlp_fp8": (
+        lambda x, up, down, gate, **o: ops.mlp(x, up, down, gate=gate, precision="fp8", **o),
         [(2, 64, 64), (2, 64, 128), (2, 128, 64), (2, 64, 128)],
         [],
         BF16,
@@ -131,14 +147,16 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
     ),
 }
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
-# attention_qkv has the kernels of attention.
-IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_qkv"}
-IN_PLACE |= {"attention_qkv_bias", "decode_attention_new", "vlstm_step", "vlstm_qkv", "vlstm_qkvo"}
+# packed attention has the kernels of attention.
+IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_packed"}
+IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_qkv", "vlstm_qkvo"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
 def test_every_op_is_here():
-    variants = {"encoder_tied", "attention_qkv_bias", "decode_attention_new"}
+    variants = {"encoder_tied", "attention_packed", "decode_attention_new"}
+    variants |= {"layer_norm_residual", "layer_norm_gate", "rms_norm_residual"}
+    variants |= {"mlp_gelu", "mlp_fp8"}
     assert set(CASES) - variants == set(ops.__all__) - NO_KERNEL
 
 
@@ -174,7 +192,7 @@ def test_of_two_members(name, loop):
     with kernels_run_here():
         actual = results(name, "mosaic", loop)
     tolerance = 3e-2 if CASES[name][3:] else 1e-5
-    if name == "fp8_mlp" and ON_GPU:  # sums in another order move an element of h by a step of e4m3
+    if name == "mlp_fp8" and ON_GPU:  # sums in another order move an element of h by a step of e4m3
         tolerance = 6e-2
     for a, e in zip(actual, expected, strict=True):
         a, e = (np.asarray(x, np.float32) for x in (a, e))
