@@ -33,9 +33,10 @@ def _run(args: argparse.Namespace) -> None:
     from jaxllm.infer.writer import Writer
 
     writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
-    print(writer.tokenizer.describe(), file=sys.stderr)
     chat = Chat(args, writer)
     chat.check()
+    writer.load()
+    print(writer.tokenizer.describe(), file=sys.stderr)
     ask = _line_reader()
     while True:
         try:

@@ -1,12 +1,10 @@
 """Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
 
-import functools
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jax
-from flax import nnx
 
 from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.errors import InputError
@@ -45,11 +43,12 @@ class Writer:
                 f" model.max_seq_len={self.most}; shorten the prompt or lower --tokens"
             )
 
-    @functools.cached_property
-    def _model(self) -> tuple[nnx.GraphDef, nnx.State]:
-        graph, params = decode.load_model(self._weights, self._mesh)
-        dtype = self._weights.config.compute_dtype
-        return graph, decode.in_compute_dtype(params, dtype, table=False, consume=True)
+    def load(self) -> None:
+        """Loads the model, before the first text is written."""
+        with jax.set_mesh(self._mesh):
+            self._graph, params = decode.load_model(self._weights, self._mesh)
+            dtype = self._weights.config.compute_dtype
+            self._params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
 
     def write(
         self,
@@ -66,11 +65,10 @@ class Writer:
         samples, few_shapes: as of `decode.stream_tokens`.
         """
         with jax.set_mesh(self._mesh):
-            graph, params = self._model
             self.speed.begin()
             stream = decode.stream_tokens(
-                graph,
-                params,
+                self._graph,
+                self._params,
                 prompts,
                 config,
                 samples=samples,
