@@ -123,6 +123,9 @@ def run(
 
     Raises NotImplementedError if implementation="mosaic" and no kernel fits, with all reasons,
     ValueError for an unknown implementation.
+
+    Under jit arrays have no device: where a GPU is present, but the program is for the CPU, call it
+    in a `jax.default_device("cpu")` context.
     """
     form, decision, _ = choose(op, forms, implementation, *arrays, **options)
     _log(decision)
@@ -185,7 +188,7 @@ def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | No
         return refuse("setting", reason)
     # Without a GPU a kernel that is asked for can be interpreted, and lowered for CUDA.
     if form.gpu and (implementation is None or device_lacks("sm_80") is None):
-        if lack := device_lacks(form.gpu):
+        if lack := device_lacks(form.gpu) or elsewhere(arrays):
             return refuse("device", lack)
     if reason := form.why_not(*arrays, **options):
         return refuse("unsupported", reason)
@@ -256,7 +259,24 @@ def device_lacks(gpu: Gpu) -> str | None:
     """Why the default device cannot run a kernel that needs `gpu`, or None."""
     if _rehearsing and jax.default_backend() != "gpu":
         return None
-    return _device_lacks(gpu)
+    return elsewhere(()) or _device_lacks(gpu)
+
+
+def elsewhere(arrays: tuple) -> str | None:
+    """Why a call with these arrays does not run on the GPU that the process has, or None.
+
+    It runs where its arrays are committed, else on the default device.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    for x in jax.tree.leaves(arrays):
+        x = x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
+        if isinstance(x, jax.Array) and x.committed:
+            (platform,) = {device.platform for device in x.devices()}
+            return None if platform == "gpu" else f"the arrays are on the {platform}"
+    default = jax.config.jax_default_device
+    platform = getattr(default, "platform", default)
+    return "jax_default_device is the cpu" if platform == "cpu" else None
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.options import promotions
+
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
@@ -56,7 +58,9 @@ def sm_count() -> int:
 def is_tight() -> bool:
     """Whether the general form takes its smaller tiles: on other GPUs than 8.0 and 9.0."""
     # Whoever compiles ahead of time makes the other GPU the default device.
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):  # a platform
+        device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", "9.0")  # a CPU lowers for Hopper
     return capability not in ("8.0", "9.0")
 
@@ -126,7 +130,7 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
 
     def run(*refs):
         count = len(refs) - len(names)
-        with jax.enable_x64(False):  # indices are int32
+        with jax.enable_x64(False), promotions():  # indices are int32
             body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
 
     run.__name__ = name or body.__name__
@@ -200,7 +204,7 @@ def stat_dtype(dtype) -> jnp.dtype:
     """
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
         raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def cdiv(a: int, b: int) -> int:

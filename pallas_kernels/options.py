@@ -6,10 +6,11 @@ Options are static: kernels are built from their values.  So each is converted t
 before an op looks at it, whatever kind of number it was.
 """
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import jax
@@ -17,10 +18,25 @@ import jax.numpy as jnp
 import numpy as np
 
 
+@contextlib.contextmanager
+def promotions() -> Iterator[None]:
+    """A context in which jnp promotes ranks and dtypes, whatever the caller has forbidden.
+
+    The settings find mistakes in the caller's code; our formulas promote on purpose.
+    """
+    with contextlib.ExitStack() as stack:
+        if jax.config.jax_numpy_dtype_promotion != "standard":
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        if jax.config.jax_numpy_rank_promotion != "allow":
+            stack.enter_context(jax.numpy_rank_promotion("allow"))
+        yield
+
+
 def checked[Op: Callable](op: Op) -> Op:
     """Converts the options of `op` to the types of their annotations.
 
-    Raises ValueError, in one line, for a value of another type, a traced one included.
+    Raises ValueError, in one line, for a value of another type, a traced one included.  The op
+    runs under `promotions`.
     """
     convert = _converters(op)
     names = list(inspect.signature(op).parameters)
@@ -34,7 +50,8 @@ def checked[Op: Callable](op: Op) -> Op:
         options = {
             name: convert[name](name, x) if name in convert else x for name, x in options.items()
         }
-        return op(*given, **options)
+        with promotions():
+            return op(*given, **options)
 
     # pyrefly: ignore[bad-return]
     return run

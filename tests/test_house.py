@@ -117,7 +117,7 @@ def test_the_readme_lists_every_op():
     }
     table = (ROOT / "README.md").read_text().partition("## The ops")[2].partition("\n## ")[0]
     missing = {op for op in ops if f"`{op}`" not in table}
-    assert missing == {"Norm", "RopeScaling"}  # not ops
+    assert missing <= {"Norm", "Packed", "RopeScaling"}  # not ops
 
 
 PAGES = [

@@ -35,7 +35,7 @@ def _run(args: argparse.Namespace) -> None:
     writer = Writer(args.checkpoint, args.step, args.kv_cache_dtype == "float8")
     chat = Chat(args, writer)
     chat.check()
-    writer.load()
+    writer.load()  # before anything is printed
     print(writer.tokenizer.describe(), file=sys.stderr)
     ask = _line_reader()
     while True:

@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> None:
         prompts = [tokenizer.prompt(text) for text in texts]
     for ids in prompts:
         writer.check(ids, args.tokens)
-    writer.load()
+    writer.load()  # before anything is printed
     print(tokenizer.describe(), file=sys.stderr)
     ends = tokenizer.ends if chats is None else tokenizer.chat_ends
     total = len(prompts) * args.samples

@@ -108,7 +108,7 @@ class Tokenizer:
     def describe(self) -> str:
         """What begins and ends a text, in a line."""
         name = self._name
-        prefix = self.prompt("")
+        prefix = self._library.encode("", add_special_tokens=True).ids
         begins = f"begins with {' '.join(map(name, prefix))}" if prefix else "has no first token"
         if not self.ends:
             return (

@@ -402,3 +402,26 @@ def test_the_extra_installs_what_is_known_to_be_fast():
     (major, minor), (_, last) = dispatch._CUDA
     for package, line in zip(("nvidia-nvjitlink", "nvidia-cuda-nvcc"), extra[1:], strict=True):
         assert line.startswith(f"{package}>={major}.{minor},<{major}.{last + 1};")
+
+
+@pytest.mark.parametrize("default", ["cpu", jax.devices("cpu")[0]], ids=["platform", "device"])
+def test_a_call_by_default_on_the_cpu_runs_no_kernel(monkeypatch, default):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "_device_lacks", lambda gpu: None)
+    assert dispatch.device_lacks("sm_80") is None
+    with jax.default_device(default):
+        assert dispatch.device_lacks("sm_80") == "jax_default_device is the cpu"
+        assert dispatch.run("op", FORMS[2:], None, 2) == "xla"
+
+
+def test_a_call_with_arrays_on_the_cpu_runs_no_kernel(capable, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "compiler", lambda: None)
+    forms = (Form("general", lambda x: 2 * x, "sm_80"), Form("xla", lambda x: x))
+    x = jax.device_put(1.0, jax.devices("cpu")[0])
+    assert dispatch.run("op", forms, None, x) == 1
+    assert dispatch.decisions()[0].why == "the arrays are on the cpu"
+    assert jax.grad(lambda x: dispatch.run("op", forms, None, x))(x) == 1
+    with pytest.raises(NotImplementedError, match="the arrays are on the cpu"):
+        dispatch.run("op", forms, "mosaic", x)
+    assert dispatch.run("op", forms, None, jnp.ones(())) == 2  # goes where jit runs
