@@ -69,7 +69,7 @@ class Form(NamedTuple):
     @property
     def is_kernel(self) -> bool:
         """Whether it runs our kernels."""
-        return self.runs in ("hopper", "general")
+        return self.runs in _KERNELS
 
 
 class Refusal(NamedTuple):
@@ -91,7 +91,7 @@ class Decision(NamedTuple):
     @property
     def supported(self) -> bool:
         """Whether a kernel supports the call, even if another form is faster and runs."""
-        return self.runs not in _NAMES or self.kind == "slower"
+        return self.runs in _KERNELS or self.kind == "slower"
 
 
 class Compiler(NamedTuple):
@@ -110,6 +110,7 @@ class Compiler(NamedTuple):
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much shared memory
+_KERNELS = ("hopper", "general")  # the forms that run our kernels
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
 _recording = True
@@ -138,7 +139,7 @@ def run(
 def _log(decision: Decision) -> None:
     if not _recording or decision in _decisions or decision.kind == "asked":
         return
-    if decision.runs in _NAMES:
+    if decision.runs not in _KERNELS:
         # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
         missed = jax.default_backend() != "cpu" and not decision.supported
         level = logging.WARNING if missed else logging.INFO
@@ -166,13 +167,13 @@ def choose(
                 _, kind, why = _reason(refused)
             return form, Decision(op, form.runs, kind, why), refused
         refused.append(refusal)
-    reasons = "; ".join(dict.fromkeys(r.why for r in refused if r.runs in ("hopper", "general")))
+    reasons = "; ".join(dict.fromkeys(r.why for r in refused if r.runs in _KERNELS))
     raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reasons}")
 
 
 def _reason(refused: list[Refusal]) -> Refusal:
     """The refusal that says most: the first one by which a kernel is not for this call."""
-    kernels = (r for r in refused if r.runs not in _NAMES and r.kind not in ("device", "setting"))
+    kernels = (r for r in refused if r.runs in _KERNELS and r.kind not in ("device", "setting"))
     return next(kernels, refused[0])
 
 
@@ -389,7 +390,7 @@ def explain() -> str:
         f"{d.op:<{width}}  {d.runs:<7}  {d.why} ({n} call{'s' if n > 1 else ''} traced)"
         for d, n in _decisions.items()
     ]
-    if jax.default_backend() == "gpu" and any(d.runs not in _NAMES for d in _decisions):
+    if jax.default_backend() == "gpu" and any(d.runs in _KERNELS for d in _decisions):
         why = slow_compiler()
         may = f" may be slow; {why}" if why else ""
         lines.append(f"kernels compiled by {compiler() or 'ptxas'} (JAX {jax.__version__}){may}")

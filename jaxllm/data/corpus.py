@@ -36,7 +36,7 @@ class Part(NamedTuple):
 def encode(
     pieces: Iterator[Piece], tokenizer: Tokenizer, special: str, skip: int = 0
 ) -> Iterator[list[Part]]:
-    """Yields batches of parts, whose ids together are those of whole documents.
+    """Yields batches of parts, whose ids together make whole documents.
 
     Pieces between which `tokenizer` permits no cut are encoded as one.  Each document stands
     between `tokenizer.begin` and `tokenizer.finish`.

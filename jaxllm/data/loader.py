@@ -219,7 +219,7 @@ def open_dataset(
 ) -> Dataset:
     """Opens the configured data; the first run trains the tokenizer and encodes the text.
 
-    vocab_size: that of the model, or None to take that of the data.
+    vocab_size: the model's, or None to take the data's.
     training: whether to train on the data; otherwise data.val_path, if given, is all that is read,
     and may be shorter than a window.
     Raises InputError for bad data.
@@ -254,8 +254,12 @@ def open_dataset(
     )
 
 
-def check_paths(config: DataConfig) -> None:
-    """Raises InputError for paths without the configured data; fast, so it can run first."""
+def check_paths(config: DataConfig) -> dict[str, Found]:
+    """The files of data.path and data.val_path, where given; fast, so it can run first.
+
+    Raises InputError for paths without the configured data.
+    """
+    found = {}
     for key in ("path", "val_path"):
         path = getattr(config, key)
         if path is not None and config.source == "stdlib":
@@ -264,24 +268,23 @@ def check_paths(config: DataConfig) -> None:
                 "jsonl, parquet or shards"
             )
         if path is not None:
-            find_files(config.source, path, key=f"data.{key}")
+            found[key] = find_files(config.source, path, key=f"data.{key}")
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise InputError(
             f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
         )
+    return found
 
 
 def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
-    """The files of data.path and of data.val_path; the latter alone if `only_val`."""
-    check_paths(config)
+    """The files to train on, and of data.val_path; if `only_val`, only data.val_path's and none."""
+    found = check_paths(config)
     if config.source == "stdlib":
         return stdlib_files(), Found([])
-    if config.val_path is None:
-        return find_files(config.source, config.path), Found([])
-    val_found = find_files(config.source, config.val_path, key="data.val_path")
     if only_val:
-        return val_found, Found([])
-    return find_files(config.source, config.path), val_found
+        return found["val_path"], Found([])
+    path = found.get("path") or find_files(config.source, None)  # which names the missing key
+    return path, found.get("val_path", Found([]))
 
 
 def _describe(found: Found, val_found: Found, trained: int) -> str:
@@ -407,17 +410,17 @@ def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
             "data.pack=documents needs the token between documents: set data.tokenizer to the"
             " tokenizer.json that encoded the shards"
         )
-    if not tokenizer.begin:
+    if tokenizer.separator is None:
         raise InputError(
             f"data.pack=documents needs a token between documents, and no file beside"
             f" {tokenizer.path} names one; set data.end_token"
         )
     start = tokens.read(0, min(len(tokens), _SEARCHED))
-    for separator in (tokenizer.begin[0], *tokenizer.finish):  # other shards may have only one
+    for separator in (tokenizer.separator, *tokenizer.finish):  # other shards may have only one
         if (start == separator).any():
             return separator
     raise InputError(
-        f"data.pack=documents finds no end-of-text token (id {tokenizer.begin[0]} of"
+        f"data.pack=documents finds no end-of-text token (id {tokenizer.separator} of"
         f" {tokenizer.path}) in the first {len(start)} tokens; set data.pack=stream, or set"
         " data.tokenizer to the tokenizer.json that encoded them"
     )

@@ -50,8 +50,7 @@ class Source:
     def without(self, other: "Source", cache: Path) -> "Source":
         """Returns this source without the files whose content is in `other`, by whatever name."""
         contents = {file_digest(cache, path) for _, path in other.files}
-        files = [(name, path) for name, path in self.files]
-        files = [file for file in files if file_digest(cache, file[1]) not in contents]
+        files = [file for file in self.files if file_digest(cache, file[1]) not in contents]
         return replace(self, files=files)
 
     def pieces(self) -> Iterator[Piece]:

@@ -8,8 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxllm.config import LARGEST_BPE, SMALLEST_BPE
 from jaxllm.errors import InputError
-
-END_OF_TEXT = "<|endoftext|>"  # the only special token, so it begins and ends texts
+from jaxllm.text.files import END_OF_TEXT
 
 
 def train_tokenizer(
@@ -30,7 +29,7 @@ def train_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT],  # the only one, so it begins and ends texts
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

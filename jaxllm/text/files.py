@@ -29,7 +29,7 @@ COMPANIONS = (
     "tekken.json",
 )
 _UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
-END_OF_TEXT = "<|endoftext|>"  # of GPT-2, whose vocab.json does not say that it is special
+END_OF_TEXT = "<|endoftext|>"  # GPT-2's, whose vocab.json does not say that it is special; ours
 
 
 class Pages:

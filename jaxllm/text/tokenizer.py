@@ -17,8 +17,6 @@ from jaxllm.text.chat import render
 _TAIL = 16  # last tokens of a prompt on which the text of the next may depend
 _CONTEXT = 16  # characters before a cut that are encoded again with what follows
 AROUND = 512  # characters on each side of a cut that are encoded to test it
-
-
 _UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
 
 
@@ -59,13 +57,13 @@ class Tokenizer:
         end = None if end_token is None else vocabulary.get(end_token)
         if end_token is not None and end is None:
             raise InputError(f"data.end_token={end_token} is not a token of {self.path}")
-        last = [x for x in (self.eos if end is None else end,) if x is not None]
-        self.begin: list[int] = before or last or [x for x in (self.bos,) if x is not None]
+        last = _known(self.eos if end is None else end)
+        self.begin: list[int] = before or last or _known(self.bos)
         self.finish: list[int] = (after or last) if before and last != before else []
         stated = files.ids(pages.generation.get("eos_token_id"))
         stated = stated or files.ids(pages.config.get("eos_token_id"))
-        stated = stated or [x for x in (self.eos,) if x is not None] or self.begin[:1]
-        self.ends = frozenset(stated + [x for x in (end,) if x is not None])
+        stated = stated or _known(self.eos) or self.begin[:1]
+        self.ends = frozenset(stated + _known(end))
 
     @staticmethod
     def present(folder: Path) -> bool:
@@ -136,7 +134,7 @@ class Tokenizer:
         special: whether the names of special tokens in it are these tokens, not plain text.
         """
         self._library.encode_special_tokens = not special
-        return self._library.encode(text, add_special_tokens=False).ids
+        return self._ids(text)
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text with those that the post-processor adds."""
@@ -205,14 +203,12 @@ class Tokenizer:
         self._library.encode_special_tokens = False
         found = self._library.encode(text, add_special_tokens=False)
         spoken = lambda a, b: any(a < end and b > start for start, end in spans)
-        return found.ids, [int(spoken(a, b)) for a, b in found.offsets] if spans else [0] * len(
-            found.ids
-        )
+        return found.ids, [int(spoken(a, b)) for a, b in found.offsets]
 
     @property
     def chat_ends(self) -> frozenset[int]:
         """The ids that end an answer: `ends`, and the tokenizer's own."""
-        return self.ends | {x for x in (self.eos,) if x is not None}
+        return self.ends.union(_known(self.eos))
 
     def continuation(self, prompt: Sequence[int], *, special: bool = False) -> "Continuation":
         """Decodes what follows a prompt, token by token."""
@@ -281,6 +277,11 @@ class Tokenizer:
             page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
             files.write_json(folder / "tokenizer_config.json", page)
         return found
+
+
+def _known(i: int | None) -> list[int]:
+    """The id in a list, which is empty for None."""
+    return [] if i is None else [i]
 
 
 class Continuation:

@@ -36,7 +36,7 @@ def tensor_name(name: str) -> str:
 def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]]) -> ModelConfig:
     """The configuration in params.json; the tensors' shapes give the widths that it lacks.
 
-    The file does not distinguish the RoPE scaling of Llama 3.1 (factor 8) from that of 3.2 (32).
+    The file does not say whether RoPE is scaled by 8, as in Llama 3.1, or by 32, as in 3.2.
     """
     keys = Page(page, path)
     for name in (_EMBEDDING, _GATE):

@@ -9,8 +9,8 @@ kernel, which begins with dh = dy W_down^T, only multiplies dh with them and nev
 (matmul_epilogue.py).  Where rows are many, SwiGLU's gradients lie side by side, [dg du]: one matmul
 then sums dx = [dg du] [W_gate W_up]^T, and one has both weights' gradients, x^T [dg du].
 
-With precision="fp8" all matmuls take fp8 operands, those of fp8_linear (float8/linear.py).  Three
-of their operands come from the activation, and are the widest arrays of a block.  Cast on their own
+With precision="fp8" all matmuls take fp8 operands, as in fp8_linear (float8/linear.py).  Three of
+their operands come from the activation, and are the widest arrays of a block.  Cast on their own
 they would be written in bfloat16, read for their maximum, and read again.  Here the activation's
 kernels write fp8, in both orders:
 
@@ -19,8 +19,8 @@ kernels write fp8, in both orders:
     dh = dy W_down^T     --> dg, du, or dz and the sum of its rows     e5m2, and transposed
 
 A kernel that writes fp8 needs its scale before the first value is there, so it takes a bound of the
-largest one instead.  By Cauchy and Schwarz no element of a product exceeds the largest norm of a
-row of its left operand times that of a column of its right one, which are read with their maxima:
+largest one instead.  By Cauchy and Schwarz no element of a product exceeds the largest row norm of
+its left operand times the largest column norm of its right one.  Both are read with the maxima:
 
     |dh| <= c max_i ||dy_i|| max_j ||W_down_j||     |du| <= |dh| max |silu(g)|
     |z|  <= c max_i ||x_i|| max_j ||W_up_j|| + max |b|      |dg| <= 1.1 |dh| max |u|
@@ -140,12 +140,12 @@ def mlp_reference(x, up, down, *, gate=None, bias=None, precision=None):
     return times(swiglu_reference(times(x, gate), times(x, up)), down)
 
 
-def _in_parts(x, up, down, gate, bias, *, saves=None, implementation, times=jnp.matmul):
+def _in_parts(x, up, down, gate, bias, *, saves, implementation):
     """The same by matmuls, and the activation by its own op."""
     if gate is not None:
-        g, u = (checkpoint_name(times(x, w), "mlp") for w in (gate, up))
-        return times(swiglu(g, u, implementation=implementation), down)
-    return times(gelu(times(x, up), bias, implementation=implementation), down)
+        g, u = (checkpoint_name(jnp.matmul(x, w), "mlp") for w in (gate, up))
+        return jnp.matmul(swiglu(g, u, implementation=implementation), down)
+    return jnp.matmul(gelu(jnp.matmul(x, up), bias, implementation=implementation), down)
 
 
 def why_not(x, up, down, gate, bias, *, saves, implementation) -> str | None:

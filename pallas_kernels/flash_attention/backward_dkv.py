@@ -171,7 +171,7 @@ def store_dv(w: Worker, i: Item, dv):
     store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
 
 
-# ---- 64 keys of its own, steps of 64 queries: D = 96 and 128 -------------------------------------
+# ---- each warpgroup has 64 keys, steps of 64 queries: D = 96 and 128 -----------------------------
 
 
 def sum_own_keys(w: Worker, i: Item, add):

@@ -248,9 +248,9 @@ def load_one(w: Worker, ring: Ring, step: Step, i, stream: Stream, following):
 def load(w: Worker, step: Step, i, stream: Stream, following):
     """Loads the tiles of a step, the i-th of its item.
 
-    It may lie up to `ahead` tiles past its head's last one; after those of the item's last head
-    come those of the next item.  Two warps load, one Q and one dO; only they wait until all
-    warpgroups have left the buffers.
+    It may lie up to `ahead` tiles past its head's last one; the tiles of the next item follow the
+    last head's.  Two warps load, one Q and one dO; only they wait until all warpgroups have left
+    the buffers.
     """
 
     def by_warp(warp):

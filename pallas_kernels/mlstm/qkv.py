@@ -5,12 +5,11 @@
 
 One matmul can then compute all of them, and its backward pass takes two matmuls instead of six or
 eight.  Splitting the array for `vlstm` and `layer_norm` would copy it.  Here the kernels index its
-columns, and those of the backward pass write into one gradient: the norm's makes it, with the
-columns of o, and those that compute dq, dk and dv write theirs into it.
+columns, and the backward kernels write into one gradient: the norm's makes it, with the columns of
+o, and the kernels of dq, dk and dv write theirs into it.
 """
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms import tiles
 from pallas_kernels.norms.norm import LAYER, layer_norm
 from pallas_kernels.options import checked
+from pallas_kernels.packed import Packed
 
 
 @checked
@@ -54,7 +54,7 @@ def vlstm_qkv(
     others: dict[str, Any] = dict(eps=eps, chunk_size=chunk_size, implementation=implementation)
     form = _form(qkv, i, f, dqk, dv, segment_ids=segment_ids, **others)
     if form is None:
-        q, k, v = _parts(qkv, heads, dqk, dqk, dv)
+        q, k, v = Packed(qkv, ((heads, dqk), (heads, dqk), (heads, dv))).split()
         # pyrefly: ignore[bad-return]
         return vlstm(q, k, v, i, f, **options, **others)
     _record(form, implementation)
@@ -97,7 +97,8 @@ def vlstm_qkvo(
     gated = h, weight, None, None, None, h
     split = tiles.why_not(*gated, kind=LAYER, eps=norm_eps, general=general) or 2 * heads * dqk % dv
     if form is None or split:
-        q, k, v, o = _parts(qkvo, heads, dqk, dqk, dv, dv)
+        parts = (heads, dqk), (heads, dqk), (heads, dv), (heads, dv)
+        q, k, v, o = Packed(qkvo, parts).split()
         h = vlstm(q, k, v, i, f, **options, **others)
         # pyrefly: ignore[bad-argument-type]
         # pyrefly: ignore[bad-return]
@@ -145,15 +146,6 @@ def _record(form: chunkwise.Form, implementation):
 
 def _gpu(form: chunkwise.Form) -> dispatch.Gpu:
     return "sm_80" if form is chunkwise.GENERAL else "sm_90a"
-
-
-def _parts(x, heads: int, *widths: int) -> list[jax.Array]:
-    """The heads of each of these widths."""
-    ends = itertools.accumulate(heads * width for width in widths[:-1])
-    parts = jnp.split(x, list(ends), axis=2)
-    return [
-        part.reshape(*x.shape[:2], heads, width) for part, width in zip(parts, widths, strict=True)
-    ]
 
 
 @functools.partial(

@@ -403,7 +403,7 @@ class _Tile(NamedTuple):
         return self.t.keeps_operands or self.dgate is not None
 
     def operands(self, group, c):
-        """n, g and dy of a chunk; with a gate dy is that of the norm, and dgate is written."""
+        """n, g and dy of a chunk; with a gate dy is the norm's, and dgate is written."""
         n = self.kind.normalise(self.t, self.load("x", group, c), *self.stats[group])
         g = dy = self.load("dy", group, c)
         gate = None if self.dgate is None else sigmoid(self.load("gate", group, c))

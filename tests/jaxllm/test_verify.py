@@ -22,7 +22,7 @@ MODEL = Llama3Config(
 
 
 class Faulty:
-    """Flips bits of an activation: `masks` are those of the next executions, then none."""
+    """Flips bits of an activation, by one of `masks` in each of the next executions, then none."""
 
     def __init__(self):
         self.masks = []

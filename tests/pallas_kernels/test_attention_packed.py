@@ -107,7 +107,7 @@ def test_a_packed_array_that_does_not_fit_is_an_error():
 
 
 def test_checkpoint_runs_the_kernels_that_write_in_place_again():
-    """JAX once dropped these writes, so the gradients were those of q and k before RoPE."""
+    """JAX once dropped these writes and returned the gradients of q and k before RoPE."""
     x, weight, labels = (
         jnp.ones((1, 64, 3, 64), BF16),  # RoPE rotates whole tiles of 32 positions in place
         jnp.ones((128, 64)),
