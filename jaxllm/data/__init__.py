@@ -5,10 +5,12 @@ sources.py    files -> documents (standard library, text, JSON lines, parquet)
 shards.py     token ids <-> llm.c shard files
 cache.py      a cache on disk for work that is done once
 corpus.py     a source and a tokenizer -> cached shards
-loader.py     shards -> windows -> Grain -> batches
+opening.py    a configuration -> the tokens to train on and to validate on
+loader.py     tokens -> windows -> Grain -> batches
 prepare.py    jaxllm data prepare: text -> shards, restartable
 """
 
-from jaxllm.data.loader import Dataset, open_dataset
+from jaxllm.data.loader import Dataset
+from jaxllm.data.opening import open_dataset
 
 __all__ = ["Dataset", "open_dataset"]

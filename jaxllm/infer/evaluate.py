@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxllm.config import Config, load
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
-from jaxllm.data.loader import Tokens, check_paths
+from jaxllm.data.loader import Tokens
+from jaxllm.data.opening import check_paths
 from jaxllm.errors import InputError
 from jaxllm.files import read_text
 from jaxllm.text import Tokenizer

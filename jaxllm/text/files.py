@@ -91,17 +91,14 @@ def read_page(path: Path) -> dict[str, Any]:
 
 def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
     """{name: chat template}; files come before entries of tokenizer_config.json."""
-    given = page.get("chat_template") or read_page(folder / "chat_template.json").get(
-        "chat_template"
-    )
+    given = page.get("chat_template")
+    given = given or read_page(folder / "chat_template.json").get("chat_template")
     if isinstance(given, list):
         given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}
     given = given if isinstance(given, dict) else {"default": given}
     found = {str(name): text for name, text in given.items() if isinstance(text, str)}
-    for path in (
-        folder / "chat_template.jinja",
-        *sorted(folder.glob("additional_chat_templates/*.jinja")),
-    ):
+    more = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    for path in (folder / "chat_template.jinja", *more):
         if path.is_file():
             name = "default" if path.parent == folder else path.stem
             found = found | {name: path.read_text(encoding="utf-8")}

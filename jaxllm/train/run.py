@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 
 from jaxllm.config import Config, command_line
-from jaxllm.data.loader import check_paths
+from jaxllm.data.opening import check_paths
 from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes
 from jaxllm.train.metrics import print_line, read_metrics

@@ -136,12 +136,11 @@ class HuggingFaceWeights:
         ]
         wrong = (("lacks", missing), ("has no place for", extra), ("holds", odd))
         if found := [f"{verb} {_several(names)}" for verb, names in wrong if names]:
-            head = "; tie_word_embeddings=true uses the embedding as the head"
+            headless = any(name.startswith(HEAD) for name in missing)
+            fix = "; tie_word_embeddings=true uses the embedding as the head" * headless
             raise InputError(
                 f"{self.folder} is no {self.config.type} of {self.config.n_layers} layers as its"
-                f" configuration says: it {', '.join(found)}"
-                + head
-                * any(name.startswith(HEAD) for name in missing)
+                f" configuration says: it {', '.join(found)}{fix}"
             )
         for name in wanted:
             if (dtype := self._slice(name).get_dtype()) not in _READABLE:
