@@ -6,6 +6,7 @@ saves.
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -185,9 +186,10 @@ class Run:
             step, received = self._take_steps(batches, stop)
             self._finish()
             if received is not None:
+                options = shlex.join(["--resume", "--out_dir", str(self.out_dir.absolute())])
                 self.log.message(
                     f"stopped by {signal.Signals(received).name} after step {step} and saved:"
-                    f" continue with --resume --out_dir {self.out_dir}"
+                    f" continue with {options}"
                 )
                 return 128 + received
             self._print_summary()

@@ -51,4 +51,5 @@ def generate_command(out_dir: Path, prompt: str) -> str:
         known = uv or shutil.which("python") == python
         command = ["python" if known else python, "-m", "jaxllm.generate"]
     before = ["uv", "run"] if uv else []
-    return shlex.join([*before, *command, "--checkpoint", str(out_dir), "--prompt", prompt])
+    options = ["--checkpoint", str(out_dir.absolute()), "--prompt", prompt]
+    return shlex.join([*before, *command, *options])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +115,7 @@ def convert(
     from jaxllm.weights.packed import PackedWeights
     from jaxllm.weights.pretrained import RunWeights, open_weights
 
-    source = source.expanduser()
+    source, out = source.expanduser(), out.absolute()  # what is printed works in every directory
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists: choose another folder")
     check_writable(out)
@@ -129,7 +130,9 @@ def convert(
     if packing is not None:
         with _new_folder(out) as folder:
             size = _to_packed(weights, folder, out, packing)
-        result = f"{packing}, {size / 1e6:,.1f} MB; to use: jaxllm generate --checkpoint {out}"
+        result = (
+            f"{packing}, {size / 1e6:,.1f} MB; to use: {_command('generate', '--checkpoint', out)}"
+        )
     elif isinstance(weights, RunWeights):
         with _new_folder(out) as folder:
             _to_huggingface(weights, folder, dtype or "float32")
@@ -139,8 +142,12 @@ def convert(
             raise InputError(f"--dtype is for a run's directory; {source} is not one")
         with _new_folder(out) as folder:
             _from_huggingface(weights, folder, out)
-        result = f"to train: jaxllm train --config {out / 'config.yaml'}"
+        result = f"to train: {_command('train', '--config', out / 'config.yaml')}"
     print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
+
+
+def _command(*words: str | Path) -> str:
+    return shlex.join(["jaxllm", *map(str, words)])
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -95,6 +96,20 @@ def test_a_round_trip_is_exact(name, tmp_path, capsys):
     assert_equal_trees(restored["params"], load_params(open_weights(theirs), restored["params"]))
     assert config.model.init_from == str(ours)
     assert config.data.tokenizer == str(ours / "tokenizer.json")
+
+
+def test_the_suggested_command_and_the_configuration_work_in_every_directory(
+    tmp_path, monkeypatch, capsys
+):
+    theirs = folder_of(tmp_path / "theirs", "gpt2")
+    monkeypatch.chdir(tmp_path)
+    assert run(theirs, "its run") == 0
+    words = shlex.split(capsys.readouterr().out.strip().rpartition("; to train: ")[2])
+    assert words == ["jaxllm", "train", "--config", f"{tmp_path}/its run/config.yaml"]
+    assert configs.load(words[-1]).model.init_from == f"{tmp_path}/its run"
+    assert run("its run", "packed", "--quantize", "int8", "--group", "none") == 0
+    words = shlex.split(capsys.readouterr().out.strip().rpartition("; to use: ")[2])
+    assert words == ["jaxllm", "generate", "--checkpoint", f"{tmp_path}/packed"]
 
 
 def test_bfloat16_and_several_files(tmp_path, monkeypatch):

@@ -126,8 +126,9 @@ def test_the_kernel_summary_is_one_line_if_all_reasons_are_equal(monkeypatch):
         assert launch.kernel_summary().endswith(ending)
 
 
-def test_the_suggested_command_starts_as_the_run_did(monkeypatch):
-    more = "--checkpoint a --prompt 'it'\"'\"'s'"
+def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    more = f"--checkpoint {tmp_path}/a --prompt 'it'\"'\"'s'"
     for program, uv, on_path, wanted in (
         ("/x/bin/jaxllm", False, True, "jaxllm generate"),
         ("/x/bin/jaxllm", True, True, "uv run jaxllm generate"),
@@ -181,6 +182,7 @@ def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
     assert status == 143
     assert (out_dir / "report.html").exists()
     assert "stopped by SIGTERM after step" in output
+    assert f" and saved: continue with --resume --out_dir {out_dir}\n" in output
     done = run(tiny, out_dir, "--resume")
     assert done.returncode == 0, done.stderr
     for kept in ("loss", "lr", "grad_norm", "tokens", "val_loss"):
