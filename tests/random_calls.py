@@ -42,7 +42,9 @@ class A:
     def make(self, seed: tuple[int, ...]) -> Any:
         rng = np.random.default_rng(seed)
         with np.errstate(over="ignore", invalid="ignore"):
-            return _VALUES[self.values](rng, self.shape, np.dtype(jnp.dtype(self.dtype)), *self.more)
+            return _VALUES[self.values](
+                rng, self.shape, np.dtype(jnp.dtype(self.dtype)), *self.more
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +235,9 @@ def add_norm(r: Draw):
 
 def gated_layer_norm(r: Draw):
     x, weight, options = _norm(r)
-    return dict(x=x, gate=A(x.shape, x.dtype, "normal", (r.one(1.0, 10.0),)), weight=weight(0.7)), options
+    return dict(
+        x=x, gate=A(x.shape, x.dtype, "normal", (r.one(1.0, 10.0),)), weight=weight(0.7)
+    ), options
 
 
 def rope(r: Draw):
@@ -296,7 +300,9 @@ def decode_attention(r: Draw):
     s = r.one(8 * r.one(1, 2, 5, 9, 17, 33), r.size(64, zero=0))
     t, new = min(t, s), t == 1 and r.odds(0.5)
     lengths = A((b,), r.integers(), "ids", (t if not new else 1, s + 1, t, s))
-    cache = lambda: A((b, s, k, d), "float8_e4m3fn", "float8") if float8 else A((b, s, k, d), r.dtype)
+    cache = lambda: (
+        A((b, s, k, d), "float8_e4m3fn", "float8") if float8 else A((b, s, k, d), r.dtype)
+    )
     scales = lambda: r.maybe(A((b, k), "float32", "normal", (0.001, 0.02))) if float8 else None
     key = A((b, 1, k, d), r.dtype)
     arrays = dict(q=A((b, t, h, d), r.dtype), k=cache(), v=cache(), lengths=lengths)
@@ -331,7 +337,9 @@ def _dense(r: Draw, *shape: int) -> A:
 
 def swiglu_linear(r: Draw):
     rows, c, f = _tiles(r)
-    return dict(gate=r.floats(*rows, f, huge=1e3), up=A((*rows, f), r.dtype), weight=_dense(r, f, c)), {}
+    return dict(
+        gate=r.floats(*rows, f, huge=1e3), up=A((*rows, f), r.dtype), weight=_dense(r, f, c)
+    ), {}
 
 
 def gelu_linear(r: Draw):
@@ -387,7 +395,9 @@ def linear_cross_entropy(r: Draw):
 def _cell(r: Draw):
     r.dtype = r.one(*HALVES, *HALVES, "float32")
     b, heads, t = r.one(1, 1, 2), r.one(1, 2, 3), r.size(64, 64, 128)
-    widths = r.one((64, 64), (64, 128), (128, 128), (16, 16), (16, 48), (80, 32), (5, 7), (256, 512))
+    widths = r.one(
+        (64, 64), (64, 128), (128, 128), (16, 16), (16, 48), (80, 32), (5, 7), (256, 512)
+    )
     i = r.one(A((b, t, heads), "float32", "normal", (r.one(1.0, 5.0),)),
               A((b, t, heads), "float32", "normal", (1.0, -10.0)),
               A((b, t, heads), "float32", "some", (-math.inf,)),
@@ -417,7 +427,9 @@ def vlstm(r: Draw):
 def vlstm_qkv(r: Draw):
     b, heads, t, (dqk, dv), i, f, options = _cell(r)
     qkv = A((b, t, heads * (2 * dqk + dv)), r.dtype)
-    return dict(qkv=qkv, i=i, f=f, segment_ids=r.maybe(r.segments(b, t), 0.3)), options | dict(dqk=dqk)
+    return dict(qkv=qkv, i=i, f=f, segment_ids=r.maybe(r.segments(b, t), 0.3)), options | dict(
+        dqk=dqk
+    )
 
 
 def vlstm_qkvo(r: Draw):
@@ -444,7 +456,9 @@ def _packed(r: Draw, k: int, n: int, plain: bool = False) -> A:
     bits = {"int": r.one(8, 4, 2, 1), "fp8": 8, "2:4": r.one(8, 4)}[format]
     bits = 8 if plain else bits
     groups = [g for g in (32, 64, 128) if k % g == 0 and (format != "2:4" or g > 32)]
-    group = None if plain or (r.odds(0.4) and (format != "2:4" or k % 4 == 0)) else r.one(None, *groups)
+    group = (
+        None if plain or (r.odds(0.4) and (format != "2:4" or k % 4 == 0)) else r.one(None, *groups)
+    )
     symmetric = format != "int" or plain or r.odds(0.6)
     return A((k, n), "float32", "quantized", (bits, group, symmetric, format, plain))
 
@@ -474,10 +488,14 @@ def row_linear(r: Draw):
         x=A((*r.one((), (1,), (1, 1)), k), r.dtype),
         weights=tuple(weights),
         biases=r.maybe(tuple(r.maybe(A((n,), r.weight_dtype()), 0.7) for n in widths)),
-        norm=r.maybe((A((k,), r.weight_dtype(), "normal", (0.2, 1.0)), r.maybe(A((k,), "float32")))),
+        norm=r.maybe(
+            (A((k,), r.weight_dtype(), "normal", (0.2, 1.0)), r.maybe(A((k,), "float32")))
+        ),
     )
     residual = r.one(r.dtype, "float32")
-    arrays["residual"] = A((*arrays["x"].shape[:-1], widths[0]), residual) if single and r.odds(0.5) else None
+    arrays["residual"] = (
+        A((*arrays["x"].shape[:-1], widths[0]), residual) if single and r.odds(0.5) else None
+    )
     return arrays, dict(activation=activation, norm_eps=r.one(1e-5, 1e-6), centered=r.odds(0.5))
 
 
@@ -492,8 +510,12 @@ def fp8_linear(r: Draw):
     rows, k, n = _fp8(r)
     x = A((*rows, k), r.dtype, *r.one(("normal",), ("normal",), ("spread",), ("rows of zeros",)))
     bias = r.maybe(A((n,), r.weight_dtype()))
-    row_norm = r.maybe(A((), "float32", "all", (x.values == "spread" and 1e5 or 3.0 * k**0.5 + 3,)), 0.4)
-    return dict(x=x, weight=A((k, n), r.weight_dtype(), "normal", (0.1,)), bias=bias, row_norm=row_norm), {}
+    row_norm = r.maybe(
+        A((), "float32", "all", (x.values == "spread" and 1e5 or 3.0 * k**0.5 + 3,)), 0.4
+    )
+    return dict(
+        x=x, weight=A((k, n), r.weight_dtype(), "normal", (0.1,)), bias=bias, row_norm=row_norm
+    ), {}
 
 
 def fp8_mlp(r: Draw):

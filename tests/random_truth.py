@@ -81,7 +81,11 @@ def _turn(x, positions, theta, scaling, layout="half"):
     positions = np.asarray(positions).astype(np.float32)
     angle = positions[..., None, None] * np.array(frequency, np.float64).astype(np.float32)
     turn = np.exp(1j * angle.astype(np.float64))
-    pairs = x.reshape(*x.shape[:-1], 2, d // 2) if layout == "half" else x.reshape(*x.shape[:-1], d // 2, 2)
+    pairs = (
+        x.reshape(*x.shape[:-1], 2, d // 2)
+        if layout == "half"
+        else x.reshape(*x.shape[:-1], d // 2, 2)
+    )
     axis = -2 if layout == "half" else -1
     a, b = jnp.take(pairs, 0, axis), jnp.take(pairs, 1, axis)
     both = a * turn.real - b * turn.imag, a * turn.imag + b * turn.real
@@ -116,7 +120,16 @@ def _visible(t: int, s: int, window, causal=True):
 
 
 def attention(
-    q, k, v, segment_ids=None, *, causal=True, window=None, return_lse=False, scale=None, softcap=None
+    q,
+    k,
+    v,
+    segment_ids=None,
+    *,
+    causal=True,
+    window=None,
+    return_lse=False,
+    scale=None,
+    softcap=None,
 ):
     t, s = q.shape[1], k.shape[1]
     seen = _visible(t, s, window, causal)[None]
@@ -129,7 +142,15 @@ def attention(
 
 
 def attention_qkv(
-    qkv, bias=None, positions=None, segment_ids=None, *, n_heads, theta=None, scaling=None, **options
+    qkv,
+    bias=None,
+    positions=None,
+    segment_ids=None,
+    *,
+    n_heads,
+    theta=None,
+    scaling=None,
+    **options,
 ):
     qkv = qkv if bias is None else qkv + bias
     kv = (qkv.shape[2] - n_heads) // 2
@@ -217,7 +238,10 @@ def linear_cross_entropy(
 def vlstm_step(q, k, v, i, f, state, *, gate, normalize):
     """One position from the true state (C e^m, n e^m), which float64 holds without a stabiliser."""
     c, n = state
-    forget, admit = sigmoid_of(f)[..., None], (jnp.exp(i) if gate == "exp" else sigmoid_of(i))[..., None]
+    forget, admit = (
+        sigmoid_of(f)[..., None],
+        (jnp.exp(i) if gate == "exp" else sigmoid_of(i))[..., None],
+    )
     c = forget[..., None] * c + (admit * k)[..., None] * v[..., None, :]
     n = forget * n + admit * k
     q = q * q.shape[-1] ** -0.5
@@ -279,7 +303,9 @@ def quantized_linear(x, weight, bias=None, *, activation=None, dtype=None):
     return {None: lambda y: y, "gelu": gelu_of, "silu": silu_of}[activation](y)
 
 
-def row_linear(x, weights, biases=None, norm=None, residual=None, *, activation=None, norm_eps, centered):
+def row_linear(
+    x, weights, biases=None, norm=None, residual=None, *, activation=None, norm_eps, centered
+):
     if norm is not None:
         x = (layer_norm if centered else rms_norm)(x, *norm, eps=norm_eps)
     matrix = lambda w: w.T if isinstance(w, jax.Array) else dequantize(w, jnp.float64)
@@ -312,4 +338,6 @@ add_rms_norm = functools.partial(_add_norm, rms_norm)
 def is_rounded(call_arrays) -> bool:
     """Whether the op rounds to 8 bits even if all else is float64."""
     leaves = jax.tree.leaves(call_arrays, is_leaf=lambda x: isinstance(x, PlainWeight))
-    return any(isinstance(x, PlainWeight) or "float8" in str(x.dtype) for x in leaves if x is not None)
+    return any(
+        isinstance(x, PlainWeight) or "float8" in str(x.dtype) for x in leaves if x is not None
+    )
