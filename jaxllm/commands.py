@@ -25,11 +25,14 @@ NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
     "tokenizers": "tokenizers",
     "pyarrow": "pyarrow",
     "rich": "rich",
+    "jinja2": "jinja2",
+    "prompt_toolkit": "prompt_toolkit",
     "matplotlib": "matplotlib",
     "tensorboardx": "tensorboardX",
 }
 COMMANDS = {  # {command: (module with its `main`, summary)}
     "train": ("jaxllm.train.run", "train a model, or resume a run"),
+    "chat": ("jaxllm.infer.chat", "talk with a chat model"),
     "generate": ("jaxllm.infer.generate", "write text with a trained model"),
     "evaluate": ("jaxllm.infer.evaluate", "loss and perplexity, HellaSwag, lm-evaluation-harness"),
     "report": ("jaxllm.train.report", "one HTML page about one or more runs"),

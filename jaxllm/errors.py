@@ -1,4 +1,4 @@
-"""The two exceptions that a command reports as one line and an exit status; Orbax's in short."""
+"""The exceptions that a command reports as one line and an exit status; Orbax's in short."""
 
 import contextlib
 import functools
@@ -19,6 +19,10 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """A run cannot continue: the loss is not finite, memory ran out; the exit status is 1."""
+
+
+class Corruption(RunError):
+    """Two computations of a step differ, or two replicas of an array (train/verify.py)."""
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
-"""Atomic writes, and locks that the system frees when their process dies."""
+"""Text of any system, atomic writes, and locks that the system frees when their process dies."""
 
+import codecs
 import contextlib
 import json
 import os
@@ -33,6 +34,22 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
             except OSError:
                 pass
         yield locked
+
+
+def read_text(path: Path) -> str:
+    """Reads UTF-8 text, without a byte order mark and with newlines as \\n.
+
+    Raises OSError, or ValueError with the line that is not UTF-8.
+    """
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError("it is UTF-16, not UTF-8: convert it (iconv -t UTF-8)") from error
+        line = content[: error.start].count(b"\n") + 1
+        raise ValueError(f"line {line} is not UTF-8 text: {error.reason}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_whole(path: Path, content: bytes) -> None:

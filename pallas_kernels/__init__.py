@@ -1,20 +1,18 @@
 """Mosaic GPU kernels for training language models, each with a jnp reference."""
 
-from pallas_kernels.activations.gelu import gelu, gelu_linear, gelu_mlp
-from pallas_kernels.activations.swiglu import swiglu, swiglu_linear, swiglu_mlp
+from pallas_kernels.activations.activation import gelu, swiglu
+from pallas_kernels.activations.feed_forward import mlp
 from pallas_kernels.embedding import encoder
 from pallas_kernels.flash_attention.decode import decode_attention
 from pallas_kernels.flash_attention.op import attention
-from pallas_kernels.flash_attention.qkv import attention_qkv
 from pallas_kernels.float8.linear import fp8_linear
-from pallas_kernels.float8.mlp import fp8_mlp
 from pallas_kernels.float8.quantize import quantize_fp8
 from pallas_kernels.losses.cross_entropy import cross_entropy
 from pallas_kernels.losses.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.mlstm.op import vlstm, vlstm_step
 from pallas_kernels.mlstm.qkv import vlstm_qkv, vlstm_qkvo
-from pallas_kernels.norms.layer_norm import add_layer_norm, gated_layer_norm, layer_norm
-from pallas_kernels.norms.rms_norm import add_rms_norm, rms_norm
+from pallas_kernels.norms.norm import layer_norm, rms_norm
+from pallas_kernels.packed import Packed
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize, quantize
 from pallas_kernels.quantized.op import quantized_linear
 from pallas_kernels.rotary import RopeScaling, rope
@@ -22,24 +20,19 @@ from pallas_kernels.single_row import Norm, row_linear
 
 __all__ = [
     "Norm",
+    "Packed",
     "QuantizedWeight",
     "RopeScaling",
-    "add_layer_norm",
-    "add_rms_norm",
     "attention",
-    "attention_qkv",
     "cross_entropy",
     "decode_attention",
     "dequantize",
     "encoder",
     "fp8_linear",
-    "fp8_mlp",
-    "gated_layer_norm",
     "gelu",
-    "gelu_linear",
-    "gelu_mlp",
     "layer_norm",
     "linear_cross_entropy",
+    "mlp",
     "quantize",
     "quantize_fp8",
     "quantized_linear",
@@ -47,8 +40,6 @@ __all__ = [
     "rope",
     "row_linear",
     "swiglu",
-    "swiglu_linear",
-    "swiglu_mlp",
     "vlstm",
     "vlstm_qkv",
     "vlstm_qkvo",

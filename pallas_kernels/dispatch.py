@@ -1,18 +1,17 @@
-"""Decides how each op runs: on its Mosaic GPU kernel or as plain jnp on XLA.
+"""Decides how each op runs: on one of its kernels, on cuDNN or as plain jnp on XLA.
 
-Every op calls `use_kernel(name, implementation, reason)`.  `reason` comes from the op's `why_not`,
-which checks shapes, dtypes and options; it is None if the kernel supports the call.
+An op is one public function, one jnp reference and a literal tuple of `Form`s, in the order in
+which they are tried.  The op checks its arguments and calls `run(op, forms, implementation, ...)`:
 
-  None      runs the kernel where it is supported and not slower, and the XLA form elsewhere
-            (attention falls back to cuDNN where cuDNN supports the call); logs a fallback once
-  "mosaic"  runs the kernel, or raises NotImplementedError with the reason; does not check the
-            platform, so that a CPU can interpret the kernel and lower it for CUDA
-  "xla"     runs the jnp form
+  None      takes the first form that fits: it supports the call, the device has what it needs, and
+            nothing says that a later form is faster; logs once if that is not the first one
+  "mosaic"  takes the first of our kernels that fits, or raises NotImplementedError with all
+            reasons; does not ask for a GPU, so that a CPU can interpret a kernel and lower it
+  "xla"     takes the last form, the jnp reference
 
-Some ops have two forms of their kernels: one for Hopper (9.0) and a general one, for every NVIDIA
-GPU since Ampere (8.0).  Only an H100 has run the general one, so other GPUs take it under "mosaic",
-and by default in place of XLA but not of cuDNN; JAXLLM_KERNELS=general in the environment takes it
-everywhere, on Hopper as well, and by default no kernel that only Hopper has.
+Forms on "hopper" need a Hopper GPU (9.0), or at least its TMA; "general" ones run on every NVIDIA
+GPU since Ampere (8.0).  Only an H100 has run the general ones, so cuDNN stands before them.
+JAXLLM_KERNELS=general in the environment leaves out the forms on Hopper and on cuDNN.
 
 `explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
 the kernels, because a compiler that spills registers makes a kernel three times slower.
@@ -27,32 +26,72 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jaxlib
 from jax import lax
 
 Implementation = Literal["mosaic", "xla"]
+Runs = Literal["hopper", "general", "cudnn", "xla"]
+# Why a form runs or does not: it fits; the caller asked for it; a setting, the device or the call
+# rules it out; a later form is faster.
+Kind = Literal["fits", "asked", "setting", "device", "unsupported", "slower"]
 # >= 8.0; >= 8.9 (casts to fp8); >= 9.0 (TMA, 227 KB); exactly 9.0 (wgmma)
 Gpu = Literal["sm_80", "sm_89", "sm_90", "sm_90a"]
 
 log = logging.getLogger("pallas_kernels")
 
 
+def _never(*arrays, **options) -> str | None:
+    """The `why_not` of a form that takes every call, the `why_slower` of one that is fastest."""
+    return None
+
+
+class Form(NamedTuple):
+    """One way to run an op; its functions get the arrays and the options of the call.
+
+    runs: on what.
+    call: computes the op.
+    gpu: what it needs; None: no GPU.
+    why_not: why it does not support a call, or None.
+    why_slower: why a later form is faster, or None; only for implementation=None.
+    """
+
+    runs: Runs
+    call: Callable[..., Any]
+    gpu: Gpu | None = None
+    why_not: Callable[..., str | None] = _never
+    why_slower: Callable[..., str | None] = _never
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it runs our kernels."""
+        return self.runs in ("hopper", "general")
+
+
+class Refusal(NamedTuple):
+    """Why a form does not run."""
+
+    runs: Runs
+    kind: Kind
+    why: str
+
+
 class Decision(NamedTuple):
-    """How an op runs, and why."""
+    """How an op runs, and why: because its form fits, or why the first form does not."""
 
     op: str
-    runs: Literal["mosaic", "cudnn", "xla"]
+    runs: Runs
+    kind: Kind
     why: str
 
     @property
     def supported(self) -> bool:
-        """Whether the kernel supports the call, even if the other form is faster and runs."""
-        return self.runs == "mosaic" or self.why.startswith(_FASTER)
+        """Whether a kernel supports the call, even if another form is faster and runs."""
+        return self.runs not in _NAMES or self.kind == "slower"
 
 
 class Compiler(NamedTuple):
@@ -70,48 +109,92 @@ class Compiler(NamedTuple):
 # cuda13 keeps to them.
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
-_FASTER = "faster, as "
 _SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much shared memory
-_GENERAL = ", in the general form"
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
 _recording = True
+_rehearsing = False  # whether ops decide as on an H100 where there is no GPU
 
 
-def decide(
-    op: str,
-    implementation: Implementation | None,
-    reason: str | None,
-    gpu: Gpu = "sm_80",
-    fallback: Literal["cudnn", "xla"] = "xla",
-    slower: str | None = None,
-    general: bool = False,
-) -> Decision:
-    """Decides how `op` runs, without recording or logging it (`use_kernel` does both).
+def run(
+    op: str, forms: tuple[Form, ...], implementation: Implementation | None, /, *arrays, **options
+):
+    """Runs `op` in the form that `choose` takes; records and logs the decision.
 
-    reason: why the kernel does not support this call, or None.
-    gpu: the GPU that the kernel needs.
-    fallback: what runs in place of the kernel if implementation is None.
-    slower: why the kernel is slower than `fallback`, or None; used if implementation is None.
-    general: the kernel is in its general form, which the decision says.
-    Raises NotImplementedError for "mosaic" with a reason, ValueError for an unknown implementation.
+    Raises NotImplementedError if implementation="mosaic" and no kernel fits, with all reasons,
+    ValueError for an unknown implementation.
+
+    Under jit arrays have no device: where a GPU is present, but the program is for the CPU, call it
+    in a `jax.default_device("cpu")` context.
     """
+    form, decision, _ = choose(op, forms, implementation, *arrays, **options)
+    _log(decision)
+    record(decision)
+    if form.is_kernel and jax.default_backend() == "gpu":
+        _warn_of_compiler()
+    return form.call(*arrays, **options)
+
+
+def _log(decision: Decision) -> None:
+    if not _recording or decision in _decisions or decision.kind == "asked":
+        return
+    if decision.runs in _NAMES:
+        # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
+        missed = jax.default_backend() != "cpu" and not decision.supported
+        level = logging.WARNING if missed else logging.INFO
+        log.log(level, "%s runs on %s: %s", decision.op, _NAMES[decision.runs], decision.why)
+
+
+def choose(
+    op: str, forms: tuple[Form, ...], implementation: Implementation | None, /, *arrays, **options
+) -> tuple[Form, Decision, list[Refusal]]:
+    """The form in which `run` would run this call, why, and why no form before it."""
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(f"implementation={implementation!r} is not None, mosaic or xla")
     if implementation == "xla":
-        return Decision(op, "xla", "asked for")
-    reason = shard_map_why_not() or reason
-    if implementation == "mosaic":
-        if reason is not None:
-            raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reason}")
-        return Decision(op, "mosaic", "asked for" + general * _GENERAL)
-    if _general_asked() and gpu not in _SMALL:
-        reason = reason or f"JAXLLM_KERNELS=general, and this kernel is for {gpu}"
-    if reason := device_lacks(gpu) or reason:
-        return Decision(op, fallback, reason)
-    if slower:
-        return Decision(op, fallback, _FASTER + slower)
-    return Decision(op, "mosaic", "supported" + general * _GENERAL)
+        return forms[-1], Decision(op, "xla", "asked", "asked for"), []
+    refused: list[Refusal] = []
+    for form in forms:
+        slower = next((r for r in refused if r.kind == "slower"), None)
+        if form.is_kernel and slower:  # than what is no kernel of ours
+            refusal = slower._replace(runs=form.runs)
+        else:
+            refusal = _refusal(form, forms, implementation, arrays, options)
+        if refusal is None:
+            kind, why = ("asked", "asked for") if implementation else ("fits", "supported")
+            if refused and not form.is_kernel:
+                _, kind, why = _reason(refused)
+            return form, Decision(op, form.runs, kind, why), refused
+        refused.append(refusal)
+    reasons = "; ".join(dict.fromkeys(r.why for r in refused if r.runs in ("hopper", "general")))
+    raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reasons}")
+
+
+def _reason(refused: list[Refusal]) -> Refusal:
+    """The refusal that says most: the first one by which a kernel is not for this call."""
+    kernels = (r for r in refused if r.runs not in _NAMES and r.kind not in ("device", "setting"))
+    return next(kernels, refused[0])
+
+
+def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | None:
+    """Why this form does not run, or None."""
+    refuse = functools.partial(Refusal, form.runs)
+    if form.runs in ("hopper", "cudnn") and _general_asked():
+        if implementation is None or any(other.runs == "general" for other in forms):
+            return refuse("setting", f"JAXLLM_KERNELS=general, and this form is for {form.runs}")
+    if not form.is_kernel and implementation == "mosaic":
+        return refuse("asked", "it is no kernel of ours")
+    if form.is_kernel and (reason := shard_map_why_not()):
+        return refuse("setting", reason)
+    # Without a GPU a kernel that is asked for can be interpreted, and lowered for CUDA.
+    if form.gpu and (implementation is None or device_lacks("sm_80") is None):
+        if lack := device_lacks(form.gpu) or elsewhere(arrays):
+            return refuse("device", lack)
+    if reason := form.why_not(*arrays, **options):
+        return refuse("unsupported", reason)
+    if implementation is None and (reason := form.why_slower(*arrays, **options)):
+        return refuse("slower", f"faster, as {reason}")
+    return None
 
 
 def use_kernel(
@@ -119,23 +202,32 @@ def use_kernel(
     implementation: Implementation | None,
     reason: str | None,
     gpu: Gpu = "sm_80",
-    fallback: Literal["cudnn", "xla"] = "xla",
     slower: str | None = None,
     general: bool = False,
 ) -> bool:
-    """Whether `op` runs on its kernel; records and logs the decision.  Arguments as in `decide`."""
-    decision = decide(op, implementation, reason, gpu, fallback, slower, general)
-    if _recording:
-        logged = decision in _decisions or decision.why == "asked for"
-        if not logged and decision.runs != "mosaic":
-            # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
-            missed = jax.default_backend() != "cpu" and not decision.supported
-            level = logging.WARNING if missed else logging.INFO
-            log.log(level, "%s runs on %s: %s", op, _NAMES[decision.runs], decision.why)
-    record(decision)
-    if decision.runs == "mosaic" and jax.default_backend() == "gpu":
-        _warn_of_compiler()
-    return decision.runs == "mosaic"
+    """Whether an op with a kernel and an XLA form runs the kernel; `run` for two such forms.
+
+    reason, slower: why the kernel does not support the call, and why XLA is faster, or None.
+    """
+    return run(op, _two_forms(reason, gpu, slower, general), implementation)
+
+
+def decide(
+    op: str,
+    implementation: Implementation | None,
+    reason: str | None,
+    gpu: Gpu = "sm_80",
+    slower: str | None = None,
+    general: bool = False,
+) -> Decision:
+    """The decision that `use_kernel` would take, neither recorded nor logged."""
+    return choose(op, _two_forms(reason, gpu, slower, general), implementation)[1]
+
+
+def _two_forms(reason, gpu: Gpu, slower, general: bool) -> tuple[Form, Form]:
+    runs: Runs = "general" if general or gpu in _SMALL else "hopper"
+    kernel = Form(runs, lambda: True, gpu, lambda: reason, lambda: slower)
+    return kernel, Form("xla", lambda: False)
 
 
 def record(decision: Decision) -> None:
@@ -163,9 +255,32 @@ def shard_map_why_not() -> str | None:
     return "the shard_map around it checks varying types: pass check_vma=False"
 
 
-@functools.cache
 def device_lacks(gpu: Gpu) -> str | None:
     """Why the default device cannot run a kernel that needs `gpu`, or None."""
+    if _rehearsing and jax.default_backend() != "gpu":
+        return None
+    return elsewhere(()) or _device_lacks(gpu)
+
+
+def elsewhere(arrays: tuple) -> str | None:
+    """Why a call with these arrays does not run on the GPU that the process has, or None.
+
+    It runs where its arrays are committed, else on the default device.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    for x in jax.tree.leaves(arrays):
+        x = x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
+        if isinstance(x, jax.Array) and x.committed:
+            (platform,) = {device.platform for device in x.devices()}
+            return None if platform == "gpu" else f"the arrays are on the {platform}"
+    default = jax.config.jax_default_device
+    platform = getattr(default, "platform", default)
+    return "jax_default_device is the cpu" if platform == "cpu" else None
+
+
+@functools.cache
+def _device_lacks(gpu: Gpu) -> str | None:
     platform = jax.default_backend()
     if platform != "gpu":
         return f"the platform is {platform}, not gpu"
@@ -205,6 +320,13 @@ def _general_asked() -> bool:
     if asked not in ("", "general"):
         raise ValueError(f"JAXLLM_KERNELS={asked} is not general: set that, or unset it")
     return bool(asked)
+
+
+def xla_flag(name: str) -> bool | None:
+    """The value of a boolean flag in XLA_FLAGS, the last one if it is there twice, or None."""
+    flag = rf"(?<!\S)--{name}(?:=(\S*))?(?!\S)"
+    values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
+    return values[-1].lower() in ("", "true", "1") if values else None
 
 
 @functools.cache
@@ -264,10 +386,10 @@ def explain() -> str:
         return "no op has been traced yet"
     width = max(len(d.op) for d in _decisions)
     lines = [
-        f"{d.op:<{width}}  {d.runs:<6}  {d.why} ({n} call{'s' if n > 1 else ''} traced)"
+        f"{d.op:<{width}}  {d.runs:<7}  {d.why} ({n} call{'s' if n > 1 else ''} traced)"
         for d, n in _decisions.items()
     ]
-    if jax.default_backend() == "gpu" and any(d.runs == "mosaic" for d in _decisions):
+    if jax.default_backend() == "gpu" and any(d.runs not in _NAMES for d in _decisions):
         why = slow_compiler()
         may = f" may be slow; {why}" if why else ""
         lines.append(f"kernels compiled by {compiler() or 'ptxas'} (JAX {jax.__version__}){may}")
@@ -304,13 +426,12 @@ def rehearsal() -> Iterator[None]:
 
     Decisions made inside are forgotten at its end.
     """
-    global device_lacks
-    before, lacks = dict(_decisions), device_lacks
-    if jax.default_backend() != "gpu":
-        device_lacks = lambda gpu: None
+    global _rehearsing
+    before, outer = dict(_decisions), _rehearsing
+    _rehearsing = True
     try:
         yield
     finally:
-        device_lacks = lacks
+        _rehearsing = outer
         _decisions.clear()
         _decisions.update(before)

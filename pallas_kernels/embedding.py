@@ -30,9 +30,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.options import checked
 
 # The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take 32 us forward and
 # 118 us backward.
@@ -42,8 +43,9 @@ _TILE = 32  # places of one token that one block sums
 _VOCAB = 4  # rows of dwte that one block writes
 
 
+@checked
 def encoder(
-    tokens: Int[Array, "batch time"],
+    tokens: Integer[ids.Ids, "batch time"],
     wte: Float[Array, "vocab width"],
     wpe: Float[Array, "positions width"] | None,
     *,
@@ -68,8 +70,10 @@ def encoder(
     """
     dtype = jnp.dtype(wte.dtype if dtype is None else dtype)
     mosaic.check_axes("B T", tokens=tokens)
-    mosaic.check_integers(tokens=tokens)
+    tokens = ids.saturated("tokens", tokens)
     mosaic.check_axes("rows C", wte=wte, **({} if wpe is None else {"wpe": wpe}))
+    if not wte.shape[0]:
+        raise ValueError(f"wte has shape {wte.shape}, but the vocabulary needs at least 1 row")
     if wpe is not None and wpe.shape[1] != wte.shape[1]:
         raise ValueError(
             f"wpe has {wpe.shape[1]} columns, wte has {wte.shape[1]}; they must be equal"
@@ -82,7 +86,7 @@ def encoder(
     reason, slower = why_not(tokens, wte, wpe, dtype), why_slower(tokens)
     if not dispatch.use_kernel("encoder", implementation, reason, slower=slower):
         return encoder_reference(tokens, wte, wpe, dtype=dtype, tied=tied)
-    return _encoder(tokens.astype(jnp.int32), wte, wpe, dtype, tied)
+    return _encoder(tokens, wte, wpe, dtype, tied)
 
 
 def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
@@ -104,7 +108,8 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     """Why the kernel does not support this call, or None."""
     result = jax.ShapeDtypeStruct((), dtype)
     reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
-    return reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
+    reason = reason or mosaic.empty(tokens=tokens, wte=wte, wpe=wpe)
+    return reason or mosaic.too_many(**{"2 (B T + V)": 2 * (tokens.size + wte.shape[0])})
 
 
 def why_slower(tokens) -> str | None:

@@ -11,6 +11,8 @@ from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.options import promotions
+
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # one value for each row / column of a wgmma tile
 ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
@@ -56,7 +58,9 @@ def sm_count() -> int:
 def is_tight() -> bool:
     """Whether the general form takes its smaller tiles: on other GPUs than 8.0 and 9.0."""
     # Whoever compiles ahead of time makes the other GPU the default device.
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):  # a platform
+        device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", "9.0")  # a CPU lowers for Hopper
     return capability not in ("8.0", "9.0")
 
@@ -126,7 +130,8 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
 
     def run(*refs):
         count = len(refs) - len(names)
-        body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
+        with jax.enable_x64(False), promotions():  # indices are int32
+            body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
 
     run.__name__ = name or body.__name__
     return jax.custom_batching.sequential_vmap(plgpu.kernel(run, scratch_types=types, **options))
@@ -199,7 +204,7 @@ def stat_dtype(dtype) -> jnp.dtype:
     """
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
         raise ValueError(f"an array is {jnp.dtype(dtype)}: cast it to bfloat16, float16 or float32")
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -224,13 +229,6 @@ def check_axes(axes: str, **arrays) -> None:
             raise ValueError(f"{name} has shape {x.shape}, but needs {len(names)} axes: {axes}")
 
 
-def check_integers(**arrays) -> None:
-    """Raises ValueError for an array of floats, which a kernel would truncate to integers."""
-    for name, x in arrays.items():
-        if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
-            raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype such as int32")
-
-
 def lossy_softcap(softcap: float | None) -> str | None:
     """Why the kernels would lose precision under this softcap, or None.
 
@@ -241,6 +239,14 @@ def lossy_softcap(softcap: float | None) -> str | None:
     if softcap is None or softcap <= limit:
         return None
     return f"softcap={softcap} is more than {limit}, so the logits would lose precision"
+
+
+def too_many(**counts: int) -> str | None:
+    """Which of these numbers the kernels, whose indices are int32, cannot count to, or None."""
+    for name, count in counts.items():
+        if count >= 2**31:
+            return f"{name}={count} is more than {2**31 - 1}"
+    return None
 
 
 def put_ends(results, ends, start: int, rest: int) -> list[jax.Array]:

@@ -13,6 +13,7 @@ angle's rounding error, up to p 6e-8 at position p, is part of the function and 
 kernel: the reference uses the same float32 angle even in float64.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, Literal, NamedTuple
@@ -23,9 +24,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.dispatch import Form
+from pallas_kernels.options import checked
+from pallas_kernels.packed import Packed
 
 Layout = Literal["half", "interleaved"]
 
@@ -49,18 +53,21 @@ class RopeScaling(NamedTuple):
     original_max_position_embeddings: int = 8192
 
 
+@checked
 def rope(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B T K D"],
-    positions: Int[Array, "*rows T"],
+    q: Float[Array, "B T H D"] | Packed,
+    k: Float[Array, "B T K D"] | None,
+    positions: Integer[ids.Ids, "*rows T"],
     *,
     theta: float = 10000.0,
     scaling: RopeScaling | None = None,
     layout: Layout = "half",
     implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]] | Packed:
     """Rotates every pair of q and k by its position's angle, computed in float32.
 
+    q: or a `Packed` of q, k and v, with k=None; the result is then the same with q and k rotated.
+        The kernel rotates them in place, in layout "half", where nothing else uses the array.
     positions: (B, T), or (T,) for all batch rows; exact up to 2^24; without a gradient.
     theta: base of the frequencies.  scaling: scales them, if given.
     layout: how pairs are stored, "half" or "interleaved".
@@ -68,11 +75,18 @@ def rope(
     Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
     under implementation="mosaic" for dtypes other than fp32, bf16 and fp16.
     """
-    _check(q, k, positions, layout)
-    reason, slower = why_not(q, k, positions), why_slower(q, k, layout)
-    if not dispatch.use_kernel("rope", implementation, reason, slower=slower):
-        return rope_reference(q, k, positions, theta=theta, scaling=scaling, layout=layout)
-    return _rope(layout, theta, scaling, q, k, positions)
+    options = dict(theta=theta, scaling=scaling, layout=layout)
+    if isinstance(q, Packed):
+        if k is not None:
+            raise ValueError("q is packed with k: pass k=None")
+        q.check("q", "k", "v")
+        of_q, of_k, _ = q.shapes()
+        positions = _check(of_q, of_k, positions)
+        return dispatch.run("rope", PACKED, implementation, q, positions, **options)
+    if k is None:
+        raise ValueError("k is missing: pass it, or q as Packed")
+    positions = _check(q, k, positions)
+    return dispatch.run("rope", FORMS, implementation, q, k, positions, **options)
 
 
 def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> np.ndarray:
@@ -111,12 +125,16 @@ def cos_sin(positions, d: int, theta, scaling, dtype=jnp.float32):
     return jnp.cos(angle.astype(dtype)), jnp.sin(angle.astype(dtype))
 
 
-def why_not(q, k, positions) -> str | None:
+def why_not(q, k, positions, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
-    return mosaic.unsupported_dtype(q=q, k=k) or mosaic.empty(q=q, k=k)
+    return (
+        mosaic.unsupported_dtype(q=q, k=k)
+        or mosaic.empty(q=q, k=k)
+        or mosaic.too_many(**{"B T": q.shape[0] * q.shape[1]})
+    )
 
 
-def why_slower(q, k, layout) -> str | None:
+def why_slower(q, k, positions, *, layout, **options) -> str | None:
     """Why XLA's form is faster than the kernel (tiles fit the head or the rows badly), or None.
 
     Speed of the kernel relative to XLA, "half", in either direction, H100, JAX 0.11.2
@@ -138,40 +156,51 @@ def why_slower(q, k, layout) -> str | None:
     return None
 
 
-def rotate_in_place(x, heads: int, positions, theta, scaling, *, backward=False):
-    """Rotates the first heads of x (B, T, P, D), in layout "half"; backward by the negative angles.
-
-    Nothing is copied in a program that does not use x again.
-    """
-    return _rotate("half", theta, scaling, (x,), positions, backward=backward, in_place=heads)[0]
-
-
-def why_not_in_place(x, positions) -> str | None:
-    """Why `rotate_in_place` does not support this call, or None."""
-    n, rows = x.shape[0] * x.shape[1], _tile(x.shape[3] // 2, x.dtype.itemsize, False).rows
+def _packed_why_not(qkv: Packed, positions, *, layout, **options) -> str | None:
+    """Why the kernel cannot rotate q and k in place, or None."""
+    q, k, v = qkv.shapes()
+    if layout != "half":
+        return f"layout={layout!r} is not half, the only one in place"
+    if q.shape[3] != v.shape[3]:
+        return f"q has D={q.shape[3]} and v {v.shape[3]}, so heads are not one axis"
+    n, rows = q.shape[0] * q.shape[1], _tile(q.shape[3] // 2, q.dtype.itemsize, False).rows
     if n % rows:
         return f"{n} positions are not a multiple of {rows}"
-    return why_not(x, x, positions)
+    return why_not(q, k, positions)
 
 
-def _check(q, k, positions, layout):
+def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
+    (h, d), (k, _), _ = qkv.parts
+    x = qkv.array.reshape(*qkv.array.shape[:2], -1, d)
+    x = _rope_in_place(theta, scaling, h + k, x, positions)
+    return dataclasses.replace(qkv, array=x.reshape(qkv.array.shape))
+
+
+def _packed_in_parts(qkv: Packed, positions, *, rotate, **options):
+    """rotate of q and k, which are split and joined again in copies."""
+    q, k, v = qkv.split()
+    parts = *rotate(q, k, positions, **options), v
+    flat = [x.reshape(*x.shape[:2], -1) for x in parts]
+    return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
+
+
+def _of_parts(why):
+    """A reason of q and k, `why_not` or `why_slower`, as one of the array that holds them."""
+    return lambda qkv, positions, **options: why(*qkv.shapes()[:2], positions, **options)
+
+
+def _check(q, k, positions) -> jax.Array:
+    """The positions in the dtype that the kernels read; raises ValueError for what does not fit."""
     mosaic.check_axes("B T H D", q=q, k=k)
     b, t, _, d = q.shape
     if k.shape[:2] != (b, t) or k.shape[3] != d:
         raise ValueError(f"q {q.shape} and k {k.shape} differ in more than their heads (axis 2)")
     if d % 2:
         raise ValueError(f"D={d} is odd; RoPE rotates pairs")
-    check_positions(q, positions)
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f"layout={layout!r} is not one of half, interleaved")
-
-
-def check_positions(x, positions):
-    """Raises ValueError unless x (B, T, ...) has integer positions (B, T) or (T,)."""
-    mosaic.check_integers(positions=positions)
-    b, t = x.shape[:2]
+    positions = ids.positions(positions)
     if positions.shape not in ((t,), (b, t)):
         raise ValueError(f"positions have shape {positions.shape}, neither ({t},) nor ({b}, {t})")
+    return positions
 
 
 class _Tile(NamedTuple):
@@ -368,4 +397,43 @@ _rope.defvjp(
         *_rotate(layout, theta, scaling, dy, positions, backward=True),
         None,
     ),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rope_in_place(theta, scaling, heads, x, positions):
+    """Rotates the first heads of x (B, T, P, D).
+
+    Nothing is copied in a program that does not use x again.
+    """
+    return _rotate("half", theta, scaling, (x,), positions, backward=False, in_place=heads)[0]
+
+
+_rope_in_place.defvjp(
+    lambda *args: (_rope_in_place(*args), args[-1]),
+    lambda theta, scaling, heads, positions, dy: (
+        *_rotate("half", theta, scaling, (dy,), positions, backward=True, in_place=heads),
+        None,
+    ),
+)
+
+
+def _by_kernel(q, k, positions, *, theta, scaling, layout):
+    return _rope(layout, theta, scaling, q, k, positions)
+
+
+FORMS = (
+    Form("general", _by_kernel, "sm_80", why_not, why_slower),
+    Form("xla", rope_reference),
+)
+PACKED = (
+    Form("general", _packed_kernel, "sm_80", _packed_why_not),
+    Form(
+        "general",
+        functools.partial(_packed_in_parts, rotate=_by_kernel),
+        "sm_80",
+        _of_parts(why_not),
+        _of_parts(why_slower),
+    ),
+    Form("xla", functools.partial(_packed_in_parts, rotate=rope_reference)),
 )

@@ -20,6 +20,7 @@ Packed weights (K, N) have the kernel of quantized/gemv.py, with the same parts.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations.elementwise import activate
+from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemv
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
 
@@ -57,6 +59,7 @@ class Norm(NamedTuple):
     centered: bool = True  # False: RMS norm
 
 
+@checked
 def row_linear(
     x: Float[Array, "*ones K"],
     weights: Sequence[Float[Array, "_ K"] | QuantizedWeight],
@@ -156,12 +159,10 @@ def why_slower(weights) -> str | None:
 
 def _check(x, weights, biases, norm, activation, residual):
     """Raises ValueError for arrays or options that do not fit."""
-    if not x.ndim or x.size != x.shape[-1]:
+    if not x.ndim or math.prod(x.shape[:-1]) != 1:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
     if not weights:
         raise ValueError("weights is empty: row_linear needs at least one")
-    if norm is not None and not isinstance(norm, Norm):
-        raise ValueError(f"norm={norm!r} is not a pallas_kernels.Norm or None")
     k = x.shape[-1]
     packed = [isinstance(w, QuantizedWeight) for w in weights]
     if any(packed) and not all(packed):
@@ -178,8 +179,6 @@ def _check(x, weights, biases, norm, activation, residual):
     for i, (n, b) in enumerate(zip(widths, biases, strict=True)):
         if b is not None and b.shape != (n,):
             raise ValueError(f"biases[{i}] has shape {b.shape}, but needs ({n},)")
-    if activation not in (None, "gelu", "swiglu"):
-        raise ValueError(f"activation={activation!r} is not None, gelu or swiglu")
     shapes = {w.shape for w in weights}
     if activation == "swiglu" and (len(weights) != 2 or len(shapes) != 1):
         raise ValueError(f"swiglu needs two weights of one shape, not {sorted(shapes)}")

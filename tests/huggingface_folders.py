@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 from safetensors.numpy import load_file, save_file
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
@@ -61,4 +62,30 @@ def folder_of(folder, name, tensors=None, **page):
     folder.mkdir(parents=True)
     save_file(weights_of(name) if tensors is None else tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(PAGES[name] | page))
+    return folder
+
+
+def meta_folder(folder, **page):
+    """Meta's names and order: it rotates rows 2j and 2j + 1 of a head together."""
+    names = dict(input_layernorm="attention_norm", post_attention_layernorm="ffn_norm")
+    names |= {f"self_attn.{x}_proj": f"attention.w{x}" for x in "qkvo"}
+    names |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3"}
+    names |= {"mlp.down_proj": "feed_forward.w2", "lm_head": "output"}
+    names |= {"embed_tokens": "tok_embeddings"}
+    tensors = {}
+    for key, x in weights_of("llama3").items():
+        new = key.removeprefix("model.")
+        for a, b in names.items():
+            new = new.replace(a, b)
+        if new.endswith(("wq.weight", "wk.weight")):
+            meta = np.empty_like(x)
+            for row in range(len(x)):
+                head, i = divmod(row, 8)
+                meta[8 * head + 2 * (i % 4) + i // 4] = x[row]
+            x = meta
+        tensors[new] = x
+    folder.mkdir()
+    save_file(tensors, folder / "consolidated.safetensors")
+    keys = dict(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, norm_eps=1e-5, rope_theta=10000.0)
+    (folder / "params.json").write_text(json.dumps(keys | page))
     return folder

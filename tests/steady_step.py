@@ -7,10 +7,10 @@
 
 A GPU at its power limit lowers its clock after about 0.1 s, so figures of a few calls after a pause
 are better than those of a run.  `step` times 20 steps after a pause and then --steps more on random
-tokens, samples nvidia-smi meanwhile, traces half a second from the middle, and prints the time
-between kernels and the 24 longest kernels.  `parts` prints a row of docs/performance.md for each
-part of a step instead, with its longest kernels.  `matmuls` repeats bfloat16 matmuls for two
-seconds each, with random operands and with zeros, which take less power.
+tokens, samples nvidia-smi meanwhile, traces an eighth of that number right after them, and prints
+the time between kernels and the 24 longest kernels.  `parts` prints a row of docs/performance.md
+for each part of a step instead, with its longest kernels.  `matmuls` repeats bfloat16 matmuls for
+two seconds each, with random operands and with zeros, which take less power.
 """
 
 import argparse
@@ -82,8 +82,8 @@ class Kernel(NamedTuple):
     op: str  # the path of the jax operation it computes, such as jit(_train_step)/jvp()/dot_general
 
 
-def run(config: str, batch: int, steps: int, overrides: dict[str, str]) -> list[Kernel]:
-    """Prints the speed of a training step; returns the kernels of some of its steps."""
+def run(config: str, batch: int, steps: int, overrides: dict[str, str]) -> tuple[list[Kernel], int]:
+    """Prints the speed of a training step; returns the kernels of some steps and their number."""
     from jaxllm.train.process import set_xla_flags
 
     set_xla_flags(deterministic=True)
@@ -99,41 +99,40 @@ def run(config: str, batch: int, steps: int, overrides: dict[str, str]) -> list[
     speed = lambda: measure()["tokens/s"][name]
     print(f"{name}: {speed():,.0f} tokens/s in 20 steps after a pause", flush=True)
 
-    # Trace from another thread while the steps run.
-    gpu_worker.TIMED, samples = steps, Samples()
+    gpu_worker.TIMED, samples, start = steps, Samples(), time.time()
+    print(f"{speed():,.0f} in {steps} steps: {samples.between(start + 1, time.time())}")
+    samples.process.kill()
+    # No step may be running when a trace starts or stops.  While it traces, XLA launches kernels
+    # one by one and not as CUDA graphs; a change inside the loop of train.grad_accum may end in a
+    # segmentation fault.
+    gpu_worker.TIMED = steps // 8
     with tempfile.TemporaryDirectory() as folder:
-
-        def trace():
-            time.sleep(3)  # the clock has settled
-            jax.profiler.start_trace(folder)
-            time.sleep(0.5)
-            jax.profiler.stop_trace()
-
-        tracer, start = threading.Thread(target=trace), time.time()
-        tracer.start()
-        print(f"{speed():,.0f} in {steps} steps: {samples.between(start + 1, time.time())}")
-        tracer.join()
-        samples.process.kill()
+        with jax.profiler.trace(folder):
+            measure()
         (path,) = Path(folder).rglob("*.xplane.pb")
-        return kernels(path)
+        return kernels(path, int(overrides.get("train.grad_accum", 1)))
 
 
-def kernels(path: Path) -> list[Kernel]:
-    """A trace's kernels, from the first one of the first whole step to that of the last step."""
+def kernels(path: Path, parts: int) -> tuple[list[Kernel], int]:
+    """The kernels of the second half of a trace, up to the last step's first; how many steps.
+
+    parts: of a step, each of which begins with FIRST.
+    """
     from jaxllm.train.profiling import kernel_events
 
     found = []
     for event in kernel_events(path):
         start, op = event.start_ns / 1e6, dict(event.stats).get("name", "")
         found.append(Kernel(start, start + event.duration_ns / 1e6, event.name, str(op)))
-    firsts = [kernel.start for kernel in found if kernel.name.startswith(FIRST)]
-    return sorted(kernel for kernel in found if min(firsts) <= kernel.start <= max(firsts))
+    firsts = [kernel.start for kernel in sorted(found) if kernel.name.startswith(FIRST)][::parts]
+    settled = firsts[len(firsts) // 2 :]  # the clock, too
+    begin, end = settled[0], settled[-1]
+    return sorted(kernel for kernel in found if begin <= kernel.start <= end), len(settled) - 1
 
 
-def show(kernels: list[Kernel]) -> None:
+def show(kernels: list[Kernel], steps: int) -> None:
     """Prints the time of a step, the share without a kernel, and the longest kernels."""
     *kernels, (last, *_) = kernels  # the next step's first kernel
-    steps = sum(kernel.name.startswith(FIRST) for kernel in kernels)
     begin, busy, end = kernels[0].start, 0.0, 0.0
     for kernel in kernels:
         busy += max(0, kernel.end - max(kernel.start, end))
@@ -152,10 +151,9 @@ def longest(kernels: list[Kernel], steps: int, count: int) -> None:
         print(f"{ms:9.3f} ms {calls[name] / steps:7.1f} x  {name[:90]}")
 
 
-def show_parts(kernels: list[Kernel]) -> None:
+def show_parts(kernels: list[Kernel], steps: int) -> None:
     """Prints the time of each part of a step, and of its longest kernels."""
     *kernels, _ = kernels
-    steps = sum(kernel.name.startswith(FIRST) for kernel in kernels)
     by_part = defaultdict(list)
     for kernel in kernels:
         by_part[part(kernel)].append(kernel)
@@ -250,7 +248,7 @@ def main() -> None:
     names = (word.removeprefix("--") for word in rest[::2])
     overrides = dict(zip(names, rest[1::2], strict=True))
     found = run(arguments.config, arguments.batch, arguments.steps, overrides)
-    (show if arguments.command == "step" else show_parts)(found)
+    (show if arguments.command == "step" else show_parts)(*found)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def h(): pass
 
 # A room imports only from rooms of a lower number (docs/architecture.md).
 ROOMS = {
-    "errors": 0, "files": 0, "config": 1, "sharding": 2, "data": 2, "layers": 3, "models": 4,
-    "weights": 5, "infer": 6, "train": 7, "commands": 8,
+    "errors": 0, "files": 0, "config": 1, "sharding": 2, "text": 2, "data": 3, "layers": 3,
+    "models": 4, "weights": 5, "infer": 6, "train": 7, "commands": 8,
 }  # fmt: skip
 ENTRIES = {"__init__", "__main__", "convert", "evaluate", "generate", "report"}  # of python -m
 
@@ -117,7 +117,7 @@ def test_the_readme_lists_every_op():
     }
     table = (ROOT / "README.md").read_text().partition("## The ops")[2].partition("\n## ")[0]
     missing = {op for op in ops if f"`{op}`" not in table}
-    assert missing == {"Norm", "RopeScaling"}  # not ops
+    assert missing <= {"Norm", "Packed", "RopeScaling"}  # not ops
 
 
 PAGES = [

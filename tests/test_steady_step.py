@@ -1,7 +1,9 @@
-"""How steady_step.py assigns the kernels of a profile to the parts of a step."""
+"""How steady_step.py assigns the kernels of a profile to steps, and to their parts."""
+
+from types import SimpleNamespace
 
 import pytest
-from steady_step import Kernel, part
+from steady_step import FIRST, Kernel, kernels, part, show
 
 STEP = "jit(_train_step)"
 BLOCK = f"{STEP}/transpose(jvp(jit(_run_block)))"
@@ -33,3 +35,16 @@ REST = "AdamW, norms, copies"
 )
 def test_part(name, op, expected):
     assert part(Kernel(0.0, 1.0, name, op)) == expected
+
+
+def test_steps_in_parts_are_counted_once(monkeypatch, capsys):
+    """With train.grad_accum=2 each step has two first kernels."""
+    events = [
+        SimpleNamespace(start_ns=1e6 * i, duration_ns=5e5, name=name, stats=[])
+        for i, name in enumerate([FIRST, "matmul"] * 2 * 6)
+    ]
+    monkeypatch.setattr("jaxllm.train.profiling.kernel_events", lambda path: iter(events))
+    found, steps = kernels("", 2)
+    assert steps == 2
+    show(found, steps)
+    assert "4.00 ms a step, 2.00 without any of 4 kernels" in capsys.readouterr().out

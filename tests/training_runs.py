@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import yaml
+
 import train
 from jaxllm import config as configs
 from jaxllm.sharding import make_mesh
@@ -39,6 +42,19 @@ TINY = {
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
     "sample": {"prompt": "the ", "tokens": 8, "every": 30},
 }
+
+
+def write_tiny(folder):
+    """Writes a tiny configuration with a tiny corpus; returns its path."""
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "rat", "run"]
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 3000)))
+    content = json.loads(json.dumps(TINY))
+    content["data"].update(path=str(folder / "*.txt"), cache_dir=str(folder / "cache"))
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
 
 
 def command(tiny, out_dir, *more):

@@ -20,7 +20,8 @@ CHANGEABLE = frozenset(
     """
     train.steps train.grad_accum train.log_every train.eval_every train.eval_batches
     train.checkpoint_every train.keep_checkpoints train.skip_spikes train.max_skips
-    train.deterministic train.autotune train.tracker train.fp8 train.fp8_report_every model.kernels
+    train.verify_every train.on_corruption
+    train.deterministic train.autotune train.tracker train.fp8 model.kernels
     model.remat data.prefetch data.cache_dir data.path data.val_path
     mesh.data mesh.fsdp mesh.context mesh.tensor
     mesh.shard_optimizer mesh.distributed sample.prompt sample.tokens sample.every
@@ -50,10 +51,22 @@ def read(argv: list[str]) -> Arguments:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out_dir = args.out_dir or Path("runs") / f"{Path(args.config).stem}-{stamp}"
     check_free(out_dir)
-    config = configs.load(args.config, overrides)
+    config = _absolute(configs.load(args.config, overrides))
     if args.out_dir is None and (config.mesh.distributed or args.process is not None):
         raise InputError("several processes need --out_dir: a directory that all of them see")
     return Arguments(config, out_dir, False, args.dry_run, *peers)
+
+
+def _absolute(config: configs.Config) -> configs.Config:
+    """The configuration with absolute paths, which a run stores, so that it is found anywhere."""
+    sections = {"data": ("path", "val_path", "tokenizer", "cache_dir"), "model": ("init_from",)}
+    updated = {}
+    for name, keys in sections.items():
+        section = getattr(config, name)
+        paths = {key: getattr(section, key) for key in keys if getattr(section, key)}
+        paths = {key: os.path.abspath(os.path.expanduser(path)) for key, path in paths.items()}
+        updated[name] = section.model_copy(update=paths)
+    return config.model_copy(update=updated)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -70,6 +83,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, **options) -> argparse.Action:
+        if options.get("type") is Path:  # a shell leaves ~ as it is in quotes and after =
+            options["type"] = lambda text: Path(text).expanduser()
         hyphens = [name.replace("_", "-") for name in names if name.startswith("--")]
         action = super().add_argument(*names, *hyphens, **options)
         # --help lists only these spellings.
@@ -149,7 +164,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument(
         "--config",
         metavar="NAME_OR_PATH",
-        help="a YAML file, or one of "
+        help="a YAML file, - for standard input, or one of "
         + ", ".join(sorted(path.stem for path in configs.CONFIG_DIR.glob("*.yaml"))),
     )
     parser.add_argument(
@@ -157,6 +172,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in --out_dir"
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="with --resume: if the checkpoints are missing, begin again and replace the metrics",
     )
     parser.add_argument(
         "--dry_run",
@@ -173,6 +193,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     if arguments.out_dir == "":
         raise InputError("--out_dir is empty; name a directory, or omit the option")
     arguments.out_dir = arguments.out_dir and Path(arguments.out_dir).expanduser()
+    if arguments.config == "-":
+        arguments.config = "/dev/stdin"
+    if arguments.restart and not arguments.resume:
+        raise InputError("--restart needs --resume")
     if arguments.resume and arguments.out_dir is None:
         raise InputError("--resume needs --out_dir, the directory of the run to resume")
     if arguments.config is None and not arguments.resume:
@@ -234,8 +258,6 @@ def read_overrides(words: list[str]) -> dict[str, str]:
 
 def check_free(out_dir: Path) -> None:
     """Raises InputError if `out_dir` already holds a run, or cannot hold one."""
-    if out_dir.exists() and not out_dir.is_dir():
-        raise InputError(f"out_dir {out_dir} is a file")
     check_writable(out_dir, "out_dir ")
     _check_not_packed(out_dir)
     if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
@@ -253,10 +275,20 @@ def _check_not_packed(out_dir: Path) -> None:
 
 def check_writable(folder: Path, name: str = "") -> None:
     """Raises InputError if `folder` neither is a writable folder nor can be created."""
+    refuse = f"{name}{folder} cannot be created"
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if folder.is_symlink():
+            link = f"it is a symbolic link to {os.readlink(folder)}, which does not exist"
+            raise InputError(f"{refuse}: {link}; name another") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise InputError(f"{refuse}: {reason}; name another") from error
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = "is not writable" if existing.is_dir() else "is a file"
-        raise InputError(f"{name}{folder} cannot be created: {existing} {why}; name another")
+        raise InputError(f"{refuse}: {existing} {why}; name another")
 
 
 def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face folder") -> None:
@@ -266,17 +298,23 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
 
     Commands call it before they import JAX, which takes seconds.
     """
-    if not folder.expanduser().exists():
+    if not os.path.exists(folder.expanduser()):
         raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}")
 
 
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
+    check_writable(args.out_dir, "out_dir ")
     _check_not_packed(args.out_dir)
     stored_path = args.out_dir / "config.yaml"
-    if not stored_path.is_file():
+    if not os.path.isfile(stored_path):
         raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")
-    stored = configs.load(str(stored_path))
-    wanted = configs.load(args.config or str(stored_path), overrides)
+    if not (args.restart or (args.out_dir / "checkpoints").is_dir()):
+        raise InputError(
+            f"out_dir {args.out_dir} has no checkpoints to resume from; copy its checkpoints/, or"
+            " add --restart to begin again and replace its metrics"
+        )
+    stored = _absolute(configs.load(str(stored_path)))
+    wanted = _absolute(configs.load(args.config or str(stored_path), overrides))
     old, new = _flat(stored.model_dump()), _flat(wanted.model_dump())
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(set(old) | set(new))]:

@@ -1,6 +1,7 @@
 """Loads a YAML file and overrides into a checked `Config`, or raises a one-line InputError."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,10 +12,12 @@ from jaxllm.config import yaml_text
 from jaxllm.config.model import MODEL_CONFIGS, Section
 from jaxllm.config.sections import Config
 from jaxllm.errors import InputError
+from jaxllm.files import read_text
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SHIPPED = _PACKAGE / "configs"  # in a wheel; a checkout has them beside the packages
 CONFIG_DIR = _SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent / "configs"
+_REMOVED = (("train", "fp8_report_every"),)  # keys of earlier versions, in the files of their runs
 
 
 def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
@@ -24,7 +27,7 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     """
     path = _find(name_or_path)
     try:
-        raw = yaml_text.read(path.read_text(encoding="utf-8"))
+        raw = yaml_text.read(read_text(path))
     except RecursionError as e:
         raise InputError(f"{path} cannot be read as YAML: it is nested too deep") from e
     except (yaml.YAMLError, ValueError, OSError) as e:  # ValueError: bad UTF-8, huge integers
@@ -34,6 +37,8 @@ def load(name_or_path: str, overrides: dict[str, str] | None = None) -> Config:
     for section, values in raw.items():
         if section in Config.model_fields and not isinstance(values, dict):
             raise InputError(f"{path}: {section} is {values!r}, not a section with keys")
+    for section, key in _REMOVED:
+        raw.get(section, {}).pop(key, None)
     model = raw.get("model", {})
     kind = (overrides or {}).get("model.type", model.get("type"))
     if not isinstance(kind, str) or kind not in MODEL_CONFIGS:
@@ -68,12 +73,13 @@ def keys(model_type: str) -> dict[str, Any]:
 
 
 def _find(name_or_path: str) -> Path:
-    # Accepts llama3_small, llama3_small.yaml or a path; configs/ is searched last.
-    tried = [Path(name_or_path), Path(f"{name_or_path}.yaml")]
-    tried += [CONFIG_DIR / p for p in tried]
-    for path in tried:
-        if path.is_file():
+    # Accepts llama3_small, llama3_small.yaml or a path, also of a pipe; configs/ comes last.
+    tried = [Path(f"{name_or_path}{end}").expanduser() for end in ("", ".yaml")]
+    for path in (*tried, *(CONFIG_DIR / p for p in tried)):
+        if os.path.exists(path) and not path.is_dir():
             return path
+    if os.path.isdir(tried[0]):
+        raise InputError(f"configuration {name_or_path} is a folder; name a YAML file in it")
     known = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
     near = difflib.get_close_matches(Path(name_or_path).stem, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; configs/ has {', '.join(known)}"

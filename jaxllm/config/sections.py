@@ -35,7 +35,16 @@ class DataConfig(Section):
     )
     text_column: str = Field("text", description="column of the text in JSON lines and parquet")
     tokenizer: str | None = Field(
-        None, description="a tokenizer.json; null: train a byte-level BPE on the data, once"
+        None,
+        description="a tokenizer.json or its folder; null: train a byte-level BPE on the data",
+    )
+    special_tokens: Literal["text", "tokens"] = Field(
+        "text",
+        description="what the names of special tokens in a document are; text: plain text, so that"
+        " no document can end itself or imitate a chat; tokens: these tokens",
+    )
+    end_token: str | None = Field(
+        None, description="the token that ends a document; null: the one that the tokenizer names"
     )
     tokenizer_vocab_size: Annotated[int, Field(ge=SMALLEST_BPE, le=LARGEST_BPE)] = Field(
         4096, description="number of entries of the trained tokenizer"
@@ -83,6 +92,16 @@ class TrainConfig(Section):
         " standard deviations; 0: never (updates that are not finite are always skipped)",
     )
     max_skips: Count = Field(5, description="end the run after this many skipped updates in a row")
+    verify_every: Natural = Field(
+        0,
+        description="steps between steps that are computed twice and compared bit by bit, to find"
+        " silent corruption; 0: none",
+    )
+    on_corruption: Literal["stop", "rollback"] = Field(
+        "stop",
+        description="what follows if verify_every finds corruption; rollback: go on from the newest"
+        " checkpoint, once for each",
+    )
     tracker: Literal["none", "wandb"] = Field(
         "none",
         description="wandb: also log to Weights & Biases, offline unless WANDB_MODE is set",
@@ -92,11 +111,6 @@ class TrainConfig(Section):
         description="8-bit floating-point operands; matmuls: in the linear layers of the blocks,"
         " forward (e4m3) and backward (gradients e5m2); all: in the head, too; on GPUs since 8.9"
         " (H100)",
-    )
-    fp8_report_every: Natural = Field(
-        0,
-        description="steps between reports of the values that fp8 loses, each for half a step's"
-        " time; 0: none",
     )
     deterministic: bool = Field(
         True, description="use no operation of XLA whose results differ from run to run"
@@ -110,6 +124,10 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check(self):
         divides(self.grad_accum, self.batch_size, "grad_accum", "batch_size")
+        if self.verify_every and not self.deterministic:
+            raise ValueError(
+                f"verify_every={self.verify_every} compares bits; it needs deterministic=true"
+            )
         return self
 
 

@@ -5,10 +5,16 @@ from argparse import Namespace
 from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.data.paths import find_files, stdlib_files
 from jaxllm.data.prepare import prepare
-from jaxllm.data.sources import Source, find_files, stdlib_files
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
+from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer, train_tokenizer
+
+_READ = {
+    "text": "as plain text; --special_tokens tokens makes them tokens",
+    "tokens": "as tokens",
+}
 
 
 def _parser() -> Parser:
@@ -20,7 +26,9 @@ def _parser() -> Parser:
         help="turn text into llm.c token shards; run it again to continue after an interruption",
     )
     _add_source(command)
-    command.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json")
+    command.add_argument(
+        "--tokenizer", required=True, metavar="PATH", help="a tokenizer.json or its folder"
+    )
     command.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="folder to write the shards to"
     )
@@ -37,6 +45,16 @@ def _parser() -> Parser:
         default=0.01,
         metavar="X",
         help="fraction of the documents to hold out for validation (default: %(default)s)",
+    )
+
+    command.add_argument(
+        "--special_tokens",
+        choices=["text", "tokens"],
+        default="text",
+        help="what the names of special tokens in a document are (default: %(default)s)",
+    )
+    command.add_argument(
+        "--end_token", metavar="NAME", help="the token between documents (default: the tokenizer's)"
     )
 
     command = commands.add_parser(
@@ -76,17 +94,24 @@ def _run(args: Namespace) -> None:
             f"--out={args.out} is inside --path={args.path}, whose files are read; choose another"
             " --out"
         )
-    files = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
-    source = Source(args.source, files, args.text_column)
+    found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
+    print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
+    source = Source(args.source, found.files, args.text_column)
     if args.command == "prepare":
+        tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
         tokens = prepare(
             source,
-            Tokenizer(args.tokenizer),
+            tokenizer,
             args.out,
             shard_tokens=args.shard_tokens,
             val_fraction=args.val_fraction,
+            special=args.special_tokens,
         )
         print(f"{args.out}: {tokens['train']:,} training, {tokens['val']:,} validation tokens")
+        print(
+            f"{tokens['names']:,} names of special tokens in the text, {_READ[args.special_tokens]}"
+        )
+        print(tokenizer.documents())
         if not tokens["val"]:
             print(
                 "no document is held out for validation: without data.val_path, training holds out"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxllm.data.paths import open_bytes
 from jaxllm.errors import InputError
 from jaxllm.files import lock, write_json
 
@@ -82,12 +83,12 @@ def cached(cache: Path, path: Path, what: str, compute: Callable[[], dict]) -> d
 
 
 def file_digest(cache: Path, path: Path) -> str:
-    """Returns the SHA-256 of a file's content; that of a large file is cached."""
+    """Returns the SHA-256 of a file's decompressed content; caches it for a large file."""
 
     def compute() -> dict:
-        with open(path, "rb") as file:
-            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        with open_bytes(path) as (content, _):
+            return {"sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
     if path.stat().st_size < 1 << 22:  # hashing 4 MiB takes 3 ms and is always right
         return compute()["sha256"]
-    return cached(cache, path, "sha256", compute)["sha256"]
+    return cached(cache, path, "content", compute)["sha256"]

@@ -3,46 +3,112 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.data.cache import build_once, digest
 from jaxllm.data.shards import ShardWriter
 from jaxllm.data.sources import Piece, Source, is_held_out
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.files import write_json
+from jaxllm.text import AROUND, Tokenizer, train_tokenizer
 
 VAL_FRACTION = 0.05
 _BATCH = 1 << 22  # characters encoded at a time
 _TOKENIZER_TEXT = 1 << 26  # characters; a BPE learns little more after the first 64 Mi
-VERSION = 2  # increment it when the same files and tokenizer would give different tokens
+VERSION = 3  # increment it when the same files and tokenizer would give different tokens
+
+
+class Part(NamedTuple):
+    """Some pieces of one document, and their ids."""
+
+    document: str
+    ids: np.ndarray
+    begins: bool  # whether they begin the document
+    pieces: int
+    done: int  # bytes of the source's files read so far
+    names: int  # of special tokens in the text
 
 
 def encode(
-    pieces: Iterator[Piece], tokenizer: Tokenizer
-) -> Iterator[list[tuple[Piece, np.ndarray]]]:
-    """Yields batches of (piece, ids); each document begins with the end-of-text token."""
-    batch: list[Piece] = []
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: str, skip: int = 0
+) -> Iterator[list[Part]]:
+    """Yields batches of parts, whose ids together are those of whole documents.
+
+    Pieces between which `tokenizer` permits no cut are encoded as one.  Each document stands
+    between `tokenizer.begin` and `tokenizer.finish`.
+    special: what the names of special tokens in a text are: "tokens" or "text".
+    skip: pieces that are encoded already.
+    """
+    batch: list[_Joined] = []
     characters = 0
-
-    def encoded() -> list[tuple[Piece, np.ndarray]]:
-        ids = tokenizer.encode_batch([piece.text for piece in batch])
-        separator = np.asarray([tokenizer.end_of_text], np.uint32)
-        return [
-            (piece, np.concatenate([separator, x]) if piece.begins else x)
-            for piece, x in zip(batch, ids, strict=True)
-        ]
-
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
+    for entry in _joined(pieces, tokenizer, special == "tokens", skip):
+        batch.append(entry)
+        characters += len(entry.text)
         if characters >= _BATCH:
-            yield encoded()
+            yield _encoded(batch, tokenizer, special == "tokens")
             batch, characters = [], 0
     if batch:
-        yield encoded()
+        yield _encoded(batch, tokenizer, special == "tokens")
+
+
+class _Joined(NamedTuple):
+    """Pieces of one document to encode as one text."""
+
+    before: str  # the end of the document's text before them
+    text: str
+    pieces: list[Piece]
+    ends: bool  # whether they end the document
+
+
+def _joined(
+    pieces: Iterator[Piece], tokenizer: Tokenizer, special: bool, skip: int
+) -> Iterator[_Joined]:
+    before = left = ""
+    for piece in islice(pieces, skip):
+        before = left = ("" if piece.begins else left + piece.text)[-AROUND:]
+    texts, joined = [], []
+    for group in _grouped(pieces):
+        text, begins = "".join(piece.text for piece in group), group[0].begins
+        if joined and (begins or tokenizer.can_cut(left, text, special=special)):
+            yield _Joined(before, "".join(texts), joined, begins)
+            before, texts, joined = left, [], []
+        if begins:
+            before = left = ""
+        texts.append(text)
+        joined.extend(group)
+        left = (left + text)[-AROUND:]
+    if joined:
+        yield _Joined(before, "".join(texts), joined, True)
+
+
+def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yields pieces of a document that are long enough to test the cut before them."""
+    group, characters = [], 0
+    for piece in pieces:
+        if group and (piece.begins or characters >= AROUND):
+            yield group
+            group, characters = [], 0
+        group.append(piece)
+        characters += len(piece.text)
+    if group:
+        yield group
+
+
+def _encoded(batch: list[_Joined], tokenizer: Tokenizer, special: bool) -> list[Part]:
+    found = tokenizer.encode_parts([(x.before, x.text) for x in batch], special=special)
+    parts = []
+    for (before, text, pieces, ends), ids in zip(batch, found, strict=True):
+        first, last = pieces[0], pieces[-1]
+        around = (tokenizer.begin if first.begins else [], tokenizer.finish if ends else [])
+        begin, finish = (np.asarray(x, np.uint32) for x in around)
+        ids = np.concatenate([begin, ids, finish])
+        names = tokenizer.count_special(before + text) - tokenizer.count_special(before)
+        parts.append(Part(first.document, ids, first.begins, len(pieces), last.done, names))
+    return parts
 
 
 @contextlib.contextmanager
@@ -69,8 +135,8 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
 
 def cached_tokenizer(
     source: Source, content: str, held_out: float, vocab_size: int, cache: Path
-) -> Tokenizer:
-    """Returns a BPE of `vocab_size` entries trained on the source; trains it once, then caches it.
+) -> Path:
+    """The tokenizer.json of a BPE trained on the source; trains it once, then caches it.
 
     The fraction `held_out` of the documents is for validation, so the BPE does not see it.
     """
@@ -96,36 +162,39 @@ def cached_tokenizer(
         cache / f"tokenizer-{key}",
         lambda folder: train_tokenizer(texts(), vocab_size, folder / "tokenizer.json"),
     )
-    return Tokenizer(folder / "tokenizer.json")
+    return folder / "tokenizer.json"
 
 
 def cached_tokens(
-    source: Source, val_source: Source | None, tokenizer: Tokenizer, key: str, cache: Path
+    source: Source,
+    val_source: Source | None,
+    held_out: float,
+    tokenizer: Tokenizer,
+    special: str,
+    key: str,
+    cache: Path,
 ) -> Path:
     """Returns a folder with train.bin, val.bin and counts.json, and writes it if needed.
 
-    Without a `val_source`, val.bin gets about 5% of the documents, chosen by a hash of their names.
+    special: what names of special tokens in the text are, for `encode`.
+    val.bin gets the fraction `held_out` of the source's documents, chosen by a hash of their names,
+    and all of `val_source`.
     """
-
-    if val_source is None:
-        of = lambda name: ("val",) if is_held_out(name, VAL_FRACTION) else ("train",)
-        parts = [("text", source, of)]
-    elif val_source == source:  # jaxllm evaluate names its data as both
-        parts = [("text", source, lambda name: ("train", "val"))]
-    else:
-        parts = [
-            ("training text", source, lambda name: ("train",)),
-            ("validation text", val_source, lambda name: ("val",)),
-        ]
+    parts = [("text", source, held_out)]
+    if val_source is not None:
+        parts = [("training text", source, held_out), ("validation text", val_source, 1.0)]
 
     def build(folder: Path) -> None:
-        counts = {"train": 0, "val": 0}
-        writers = {x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in counts}
+        counts = {"train": 0, "val": 0, "names": 0, "largest": 0}
+        writers = {
+            x: ShardWriter(folder / f"{x}.bin", tokenizer.vocab_size) for x in ("train", "val")
+        }
         try:
-            for what, part, splits in parts:
+            for what, part, fraction in parts:
                 with progress_bar(f"encoding the {what} (once)", part.size) as done:
-                    _write(part, splits, tokenizer, writers, counts, done)
-            if not any(counts.values()):
+                    parts_of = encode(part.pieces(), tokenizer, special)
+                    _write(parts_of, fraction, writers, counts, done)
+            if not counts["train"] + counts["val"]:
                 raise InputError("the data is empty: no document in it has any text")
         finally:
             for writer in writers.values():
@@ -136,17 +205,18 @@ def cached_tokens(
 
 
 def _write(
-    source: Source,
-    splits: Callable[[str], tuple[str, ...]],
-    tokenizer: Tokenizer,
+    batches: Iterator[list[Part]],
+    held_out: float,
     writers: dict[str, ShardWriter],
     counts: dict[str, int],
     done: Callable[[int], None],
 ) -> None:
-    """Appends each document to the writers that `splits` names for it, and counts it there."""
-    for batch in encode(source.pieces(), tokenizer):
-        for piece, ids in batch:
-            for name in splits(piece.document):
-                writers[name].append(ids)
-                counts[name] += piece.begins
-        done(batch[-1][0].done)
+    """Appends each document to the writer of its split, and counts it there."""
+    for batch in batches:
+        for part in batch:
+            name = "val" if is_held_out(part.document, held_out) else "train"
+            writers[name].append(part.ids)
+            counts[name] += part.begins
+            counts["names"] += part.names
+            counts["largest"] = max(counts["largest"], int(part.ids.max(initial=0)))
+        done(batch[-1].done)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +21,11 @@ import numpy as np
 
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
+from jaxllm.data.paths import Found, find_files, stdlib_files
 from jaxllm.data.shards import check_shard, open_shard
-from jaxllm.data.sources import Source, find_files, stdlib_files
-from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need these, and they are slow to import
     from grain import DatasetIterator
@@ -212,22 +214,37 @@ def _check_ranks(batch_size: int, rank: int, world: int) -> None:
         )
 
 
-def open_dataset(config: DataConfig, *, seq_len: int, seed: int, vocab_size: int | None) -> Dataset:
+def open_dataset(
+    config: DataConfig, *, seq_len: int, seed: int, vocab_size: int | None, training: bool = True
+) -> Dataset:
     """Opens the configured data; the first run trains the tokenizer and encodes the text.
 
-    vocab_size: that of the model, or None to take that of the data. Raises InputError for bad data.
+    vocab_size: that of the model, or None to take that of the data.
+    training: whether to train on the data; otherwise data.val_path, if given, is all that is read,
+    and may be shorter than a window.
+    Raises InputError for bad data.
     """
     cache = cache_folder(config.cache_dir)
+    only_val = not training and config.val_path is not None
     opened = _open_shards if config.source == "shards" else _open_text
-    train, val, tokenizer, data_vocab_size, fingerprint, what = opened(config, cache, vocab_size)
-    train, val = _split(train, val, seq_len, given=config.val_path is not None)
+    found, val_found = _find(config, only_val)
+    train, val, tokenizer, data_vocab_size, fingerprint, what = opened(
+        config, found, val_found, cache, vocab_size, only_val
+    )
+    if only_val:
+        _check_length("data.val_path", val, 2, "to predict one from the other")
+    else:
+        train, val = _split(train, val, seq_len, given=config.val_path is not None)
+        what += f", {len(train):,} training and {len(val):,} validation tokens"
+    separator = None
+    if config.pack == "documents":
+        separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
-        description=f"{what}, {len(train):,} training and {len(val):,} validation tokens, "
-        f"vocabulary {data_vocab_size:,}",
+        description=f"{what}, vocabulary {data_vocab_size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
         vocab_size=data_vocab_size,
         tokenizer=tokenizer,
-        separator=_separator(tokenizer, train) if config.pack == "documents" else None,
+        separator=separator,
         train=train,
         val=val,
         seq_len=seq_len,
@@ -248,87 +265,139 @@ def check_paths(config: DataConfig) -> None:
             )
         if path is not None:
             find_files(config.source, path, key=f"data.{key}")
-    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_file():
-        raise InputError(f"data.tokenizer={config.tokenizer} is not a file; name a tokenizer.json")
+    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
+        raise InputError(
+            f"data.tokenizer={config.tokenizer} does not exist; name a tokenizer.json or its folder"
+        )
 
 
-def _open_text(config: DataConfig, cache: Path, vocab_size: int | None):
-    def open_source(path: str | None, key: str) -> Source:
-        files = find_files(config.source, path, key=key)
-        return Source(config.source, files, config.text_column)
-
+def _find(config: DataConfig, only_val: bool) -> tuple[Found, Found]:
+    """The files of data.path and of data.val_path; the latter alone if `only_val`."""
     check_paths(config)
     if config.source == "stdlib":
-        source = Source("stdlib", stdlib_files())
-    else:
-        source = open_source(config.path, "data.path")
-    val_source = None
-    if config.val_path is not None:
-        val_source = open_source(config.val_path, "data.val_path")
+        return stdlib_files(), Found([])
+    if config.val_path is None:
+        return find_files(config.source, config.path), Found([])
+    val_found = find_files(config.source, config.val_path, key="data.val_path")
+    if only_val:
+        return val_found, Found([])
+    return find_files(config.source, config.path), val_found
+
+
+def _describe(found: Found, val_found: Found, trained: int) -> str:
+    """For people: the files of data.path and of data.val_path."""
+    text = found.describe()
+    if trained < len(found.files):
+        text += f" ({len(found.files) - trained:,} also in data.val_path, so not trained on)"
+    if val_found.files:
+        text += f" and, for validation, {val_found.describe()}"
+    return text
+
+
+def _nothing_left(config: DataConfig) -> InputError:
+    return InputError(
+        f"data.path={config.path} has no file besides those of data.val_path={config.val_path},"
+        " which are not trained on; name other data, or omit data.val_path to hold out a part"
+    )
+
+
+def _open_text(
+    config: DataConfig,
+    found: Found,
+    val_found: Found,
+    cache: Path,
+    vocab_size: int | None,
+    only_val: bool,
+):
+    source, val_source = Source(config.source, found.files, config.text_column), None
+    held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
-        raise InputError(f"data.path={config.path} is empty")
+        raise InputError(f"data.{'val_' * only_val}path={config.path} is empty")
+    if val_found.files:
+        val_source, held_out = replace(source, files=val_found.files), 0.0
+        source = source.without(val_source, cache)
+        if not source.files:
+            raise _nothing_left(config)
+    what = _describe(found, val_found, len(source.files))
 
     content = source.digest(cache)
     if config.tokenizer is None:
-        tokenizer = cached_tokenizer(
-            source, content, 0.0 if val_source else VAL_FRACTION, config.tokenizer_vocab_size, cache
-        )
+        path = cached_tokenizer(source, content, held_out, config.tokenizer_vocab_size, cache)
     else:
-        tokenizer = Tokenizer(config.tokenizer)
-    _check_vocabulary(tokenizer, vocab_size)
+        path = config.tokenizer
+    tokenizer = Tokenizer(path, end_token=config.end_token)
+    _check(tokenizer, vocab_size)
     val_content = val_source.digest(cache) if val_source else None
-    fingerprint = digest(VERSION, content, val_content, tokenizer.digest)
-    folder = cached_tokens(source, val_source, tokenizer, fingerprint, cache)
+    special = config.special_tokens
+    around = (tokenizer.begin, tokenizer.finish, special)
+    fingerprint = digest(VERSION, content, val_content, held_out, tokenizer.digest, *around)
+    folder = cached_tokens(source, val_source, held_out, tokenizer, special, fingerprint, cache)
     counts = json.loads((folder / "counts.json").read_text())
+    _check(tokenizer, vocab_size, [counts["largest"]])
     train, val = (open_shard(folder / name)[0] for name in ("train.bin", "val.bin"))
     documents = counts["train"] + counts["val"]
-    what = f"{config.source}: {documents:,} documents in {len(source.files):,} files"
-    return Tokens([train]), Tokens([val]), tokenizer, tokenizer.vocab_size, fingerprint, what
+    what = f"{config.source}: {documents:,} documents in {what}"
+    if counts["names"]:
+        read = "tokens" if special == "tokens" else "plain text"
+        what += f", {counts['names']:,} names of special tokens read as {read}"
+    size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+    return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
-def _open_shards(config: DataConfig, cache: Path, vocab_size: int | None):
-    files = find_files("shards", config.path)
-    val_files = []
-    if config.val_path is not None:
-        val_files = find_files("shards", config.val_path, key="data.val_path")
-    else:  # llm.c's names: fineweb_val_000000.bin; `prepare`'s: val_000000.bin
+def _open_shards(
+    config: DataConfig,
+    found: Found,
+    val_found: Found,
+    cache: Path,
+    vocab_size: int | None,
+    only_val: bool,
+):
+    files, val_files = found.files, val_found.files
+    if only_val:
+        files, val_files = val_files, files
+    elif not val_files:  # llm.c's names: fineweb_val_000000.bin; `prepare`'s: val_000000.bin
         val_files = [(n, p) for n, p in files if "val" in p.stem.split("_")]
         if len(val_files) < len(files):
             files = [file for file in files if file not in val_files]
         else:  # the path names only validation shards
             val_files = []
-    for folder in {path.parent for _, path in files + val_files}:
+    folders = dict.fromkeys(path.parent for _, path in files + val_files)
+    for folder in folders:
         job = folder / "prepare.json"
         if job.exists() and not json.loads(job.read_text())["done"]:
             raise InputError(f"{folder} is incomplete: run its `prepare` command again")
 
-    tokenizer_path = config.tokenizer
-    beside = files[0][1].parent / "tokenizer.json"
-    if tokenizer_path is None and beside.exists():
-        tokenizer_path = str(beside)
-    tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
-    _check_vocabulary(tokenizer, vocab_size)
+    paths = [p for folder in folders if (p := folder / "tokenizer.json").exists()]
+    if config.tokenizer is not None:
+        paths.insert(0, Path(config.tokenizer))
+    tokenizers = [Tokenizer(path, end_token=config.end_token) for path in paths]
+    tokenizer = tokenizers[0] if tokenizers else None
+    for other in tokenizers[1:]:
+        tokenizers[0].check_same(other)
+    _check(tokenizer, vocab_size)
 
-    opened = [[open_shard(path) for _, path in group] for group in (files, val_files)]
     if tokenizer is not None:
-        data_vocab_size = tokenizer.vocab_size
+        data_vocab_size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     else:
-        data_vocab_size = vocab_size or max(size for group in opened for _, size in group)
-    digests = [
-        [check_shard(path, cache, data_vocab_size) for _, path in group]
-        for group in (files, val_files)
-    ]
-    train, val = (Tokens([tokens for tokens, _ in group]) for group in opened)
-    what = f"shards: {len(files) + len(val_files):,} files"
+        data_vocab_size = vocab_size or max(open_shard(path)[1] for _, path in files + val_files)
+    content = {path: check_shard(path, cache, data_vocab_size) for _, path in files + val_files}
+    val_digests = [content[path] for _, path in val_files]
+    files = [file for file in files if content[file[1]] not in val_digests]
+    if not files and not only_val:
+        raise _nothing_left(config)
+    digests = [[content[path] for _, path in files], val_digests]
+    train, val = (Tokens([open_shard(p)[0] for _, p in group]) for group in (files, val_files))
+    trained = len(files) if val_found.files else len(found.files)
+    what = f"shards: {_describe(found, val_found, trained)}"
     return train, val, tokenizer, data_vocab_size, digest("shards", digests), what
 
 
-def _check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
-    if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise InputError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} entries, more than "
-            f"model.vocab_size={vocab_size}: raise it, or choose another tokenizer"
-        )
+def _check(
+    tokenizer: Tokenizer | None, vocab_size: int | None, ids: Sequence[int] | None = None
+) -> None:
+    """Raises InputError if the tokenizer, or a token of the data, is not the model's."""
+    if tokenizer is not None and vocab_size is not None:
+        tokenizer.check(vocab_size, ids)
 
 
 def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
@@ -338,14 +407,20 @@ def _separator(tokenizer: Tokenizer | None, tokens: Tokens) -> int:
             "data.pack=documents needs the token between documents: set data.tokenizer to the"
             " tokenizer.json that encoded the shards"
         )
-    start = tokens.read(0, min(len(tokens), _SEARCHED))
-    if not (start == tokenizer.end_of_text).any():
+    if not tokenizer.begin:
         raise InputError(
-            f"data.pack=documents finds no end-of-text token (id {tokenizer.end_of_text} of"
-            f" {tokenizer.path}) in the first {len(start)} tokens; set data.pack=stream, or set"
-            " data.tokenizer to the tokenizer.json that encoded them"
+            f"data.pack=documents needs a token between documents, and no file beside"
+            f" {tokenizer.path} names one; set data.end_token"
         )
-    return tokenizer.end_of_text
+    start = tokens.read(0, min(len(tokens), _SEARCHED))
+    for separator in (tokenizer.begin[0], *tokenizer.finish):  # other shards may have only one
+        if (start == separator).any():
+            return separator
+    raise InputError(
+        f"data.pack=documents finds no end-of-text token (id {tokenizer.begin[0]} of"
+        f" {tokenizer.path}) in the first {len(start)} tokens; set data.pack=stream, or set"
+        " data.tokenizer to the tokenizer.json that encoded them"
+    )
 
 
 def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[Tokens, Tokens]:
@@ -356,13 +431,9 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
     """
     window = seq_len + 1
     if given:
-        for key, tokens in (("data.path", train), ("data.val_path", val)):
-            if len(tokens) < window:
-                fix = "; omit it to hold out the end of data.path" * (tokens is val)
-                raise InputError(
-                    f"{key} has {len(tokens)} tokens, fewer than the {window} of one window "
-                    f"(seq_len + 1){fix}"
-                )
+        _check_length("data.path", train, window, "of one window (seq_len + 1)")
+        fix = "; omit it to hold out the end of data.path"
+        _check_length("data.val_path", val, window, f"of one window (seq_len + 1){fix}")
         return train, val
     if min(len(train), len(val)) >= window:
         return train, val
@@ -375,3 +446,8 @@ def _split(train: Tokens, val: Tokens, seq_len: int, *, given: bool) -> tuple[To
     val_windows = max(1, round(VAL_FRACTION * ((len(tokens) - 1) // seq_len)))
     cut = len(tokens) - (val_windows * seq_len + 1)
     return tokens.slice(0, cut), tokens.slice(cut, len(tokens))
+
+
+def _check_length(key: str, tokens: Tokens, least: int, why: str) -> None:
+    if len(tokens) < least:
+        raise InputError(f"{key} has {len(tokens)} tokens, fewer than the {least} {why}")

@@ -20,9 +20,9 @@ from jaxllm.data.cache import digest
 from jaxllm.data.corpus import VERSION, encode, progress_bar
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
 from jaxllm.data.sources import Source, hold_out_rank, is_held_out
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
 from jaxllm.files import lock, write_json
+from jaxllm.text import Tokenizer
 
 _MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out none by chance
 
@@ -90,10 +90,18 @@ class _Split:
 
 
 def prepare(
-    source: Source, tokenizer: Tokenizer, out: Path, *, shard_tokens: int, val_fraction: float
+    source: Source,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    shard_tokens: int,
+    val_fraction: float,
+    special: str = "text",
 ) -> dict[str, int]:
-    """Encodes all documents into shards of `shard_tokens`; returns the tokens of each split.
+    """Encodes all documents into shards of `shard_tokens`.
 
+    Returns the tokens of each split, and the number of names of special tokens in the text, which
+    are plain text or, with special="tokens", these tokens.
     The validation shards get `val_fraction` of the documents, chosen by a hash of their names, and
     at least one document unless there is only one.
     Raises InputError if `out` holds anything but this same job, incomplete or done.
@@ -104,7 +112,7 @@ def prepare(
         raise InputError(f"--val_fraction={val_fraction} is not in [0, 1)")
     try:
         with lock(out / ".lock", wait=False):
-            return _prepare(source, tokenizer, out, shard_tokens, val_fraction)
+            return _prepare(source, tokenizer, out, shard_tokens, val_fraction, special)
     except BlockingIOError as error:
         raise InputError(f"another process is writing to {out}") from error
     except OSError as error:
@@ -133,13 +141,19 @@ def _held_out(source: Source, fraction: float) -> Callable[[str], bool]:
 
 
 def _prepare(
-    source: Source, tokenizer: Tokenizer, out: Path, shard_tokens: int, val_fraction: float
+    source: Source,
+    tokenizer: Tokenizer,
+    out: Path,
+    shard_tokens: int,
+    val_fraction: float,
+    special: str,
 ) -> dict[str, int]:
     files = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in source.files]
-    options = (shard_tokens, val_fraction)
+    options = (shard_tokens, val_fraction, special, tokenizer.begin, tokenizer.finish)
     job = digest(VERSION, source.kind, source.text_column, files, tokenizer.digest, *options)
     path = out / "prepare.json"
-    fresh: dict[str, Any] = {"job": job, "done": False, "pieces": 0, "train": [0, 0], "val": [0, 0]}
+    fresh: dict[str, Any] = {"job": job, "done": False, "pieces": 0, "names": 0}
+    fresh |= {"train": [0, 0], "val": [0, 0]}
     state = fresh
     if path.exists():
         state = json.loads(path.read_text())
@@ -159,7 +173,7 @@ def _prepare(
                 f"{out} holds shards or a tokenizer of other origin: choose another --out"
             )
         write_json(path, state)  # from now on this job owns everything in the folder
-    (out / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
+    tokenizer.copy_to(out)
 
     with contextlib.ExitStack() as stack:
         splits = {}
@@ -167,19 +181,20 @@ def _prepare(
             splits[name] = _Split(out, name, tokenizer.vocab_size, shard_tokens, state[name])
             stack.callback(splits[name].close)
         held_out = _held_out(source, val_fraction)
-        pieces = islice(source.pieces(), state["pieces"], None)
         with progress_bar(f"encoding into {out}", source.size) as done:
-            for batch in encode(pieces, tokenizer):
-                for piece, ids in batch:
-                    splits["val" if held_out(piece.document) else "train"].append(ids)
-                state["pieces"] += len(batch)
+            for batch in encode(source.pieces(), tokenizer, special, state["pieces"]):
+                for part in batch:
+                    splits["val" if held_out(part.document) else "train"].append(part.ids)
+                    state["pieces"] += part.pieces
+                    state["names"] += part.names
                 state |= {name: split.state() for name, split in splits.items()}
                 write_json(path, state)
-                done(batch[-1][0].done)
+                done(batch[-1].done)
         tokens = {name: split.total() for name, split in splits.items()}
         if not any(tokens.values()):
             raise InputError("the data is empty: no document in it has any text")
         for split in splits.values():
             split.finish()
+    tokens["names"] = state["names"]
     write_json(path, {"job": job, "done": True, "tokens": tokens})
     return tokens

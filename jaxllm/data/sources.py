@@ -1,31 +1,20 @@
 """Reads documents from Python's standard library, text files, JSON lines and parquet."""
 
 import codecs
-import glob
 import hashlib
 import json
-import os
-import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxllm.data.cache import digest, file_digest
+from jaxllm.data.paths import open_bytes
 from jaxllm.errors import InputError
 
-# The files to look for in a folder; a path to one file or a glob accepts any name.
-_PATTERNS = {
-    "text": ("*",),
-    "jsonl": ("*.jsonl", "*.ndjson", "*.json"),
-    "parquet": ("*.parquet",),
-    "shards": ("*.bin",),
-}
-# Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
-# packages, and build outputs, which differ from machine to machine.
-_NOT_STDLIB = frozenset(
-    "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
-)
+_MARK = "\ufeff"  # a byte order mark
+_BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
+
 _PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (CPU caches, even load)
 _LONGEST = 1 << 20  # characters; a piece without a good place to cut is cut here anyway
 
@@ -37,53 +26,6 @@ class Piece(NamedTuple):
     text: str
     begins: bool  # whether this is the document's first piece
     done: int  # bytes of the source's files read so far
-
-
-def find_files(kind: str, path: str | None, *, key: str = "data.path") -> list[tuple[str, Path]]:
-    """Returns sorted (name, path) of the files under a file, folder or glob.
-
-    Names are relative to the folder, so that a corpus can move. key: the option that holds `path`,
-    for errors. Raises InputError if no file is found.
-    """
-    if not path:
-        raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
-    root = Path(path).expanduser()
-    if root.is_file():
-        return [(root.name, root)]
-    if root.is_dir():
-        found = {file for pattern in _PATTERNS[kind] for file in root.rglob(pattern)}
-        what = f"is a folder without {' or '.join(_PATTERNS[kind])} files"
-        if kind == "text":
-            what = "is a folder without files"
-    elif glob.has_magic(str(root)):
-        found = {Path(name) for name in glob.glob(str(root), recursive=True)}
-        root = Path(os.path.commonpath([file.parent for file in found] or ["."]))
-        what = "matches no file"
-    else:
-        raise InputError(f"{key}={path} does not exist")
-    files = [(file.relative_to(root).as_posix(), file) for file in found if file.is_file()]
-    files = [(name, file) for name, file in files if "/." not in f"/{name}"]  # not hidden
-    if not files:
-        raise InputError(f"{key}={path} {what}")
-    return sorted(files)
-
-
-def stdlib_files() -> list[tuple[str, Path]]:
-    """Returns sorted (name, path) of the standard library's modules, without its tests."""
-    root = sysconfig.get_paths()["stdlib"]
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [x for x in folders if x not in _NOT_STDLIB and not x.startswith("config-")]
-        for name in names:
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                path = Path(folder, name)
-                files.append((path.relative_to(root).as_posix(), path))
-    if not files:
-        raise InputError(
-            f"this Python has no source files of its standard library in {root}: "
-            "set data.source and data.path"
-        )
-    return sorted(files)
 
 
 @dataclass(frozen=True)
@@ -105,110 +47,169 @@ class Source:
         column = self.text_column if self.kind in ("jsonl", "parquet") else ""
         return digest(self.kind, column, contents)
 
+    def without(self, other: "Source", cache: Path) -> "Source":
+        """Returns this source without the files whose content is in `other`, by whatever name."""
+        contents = {file_digest(cache, path) for _, path in other.files}
+        files = [(name, path) for name, path in self.files]
+        files = [file for file in files if file_digest(cache, file[1]) not in contents]
+        return replace(self, files=files)
+
     def pieces(self) -> Iterator[Piece]:
         """Yields the documents in bounded memory, long ones in pieces; skips empty ones.
 
+        Drops the byte order mark that may begin a document.
         Raises InputError with the file and the position for data that cannot be read.
         """
         read = {"jsonl": self._json_lines, "parquet": self._parquet}.get(self.kind, self._text)
         before = 0
         for name, path in self.files:
-            try:
-                for piece in read(name, path):
+            for piece in read(name, path):
+                if piece.begins and piece.text.startswith(_MARK):
+                    piece = piece._replace(text=piece.text[1:])
+                if piece.text:
                     yield piece._replace(done=before + piece.done)
-            except OSError as error:
-                raise InputError(f"cannot read {path}: {error.strerror or error}") from error
             before += path.stat().st_size
 
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
         errors = "replace" if self.kind == "stdlib" else "strict"
         decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        begins, rest, done = True, "", 0
-        with open(path, "rb") as file:
+        begins, rest, read, lines = True, "", 0, 1
+        with open_bytes(path) as (content, file):
             while True:
-                block = file.read(_PIECE)
+                block = content.read(_PIECE)
+                if not read:
+                    _check_encoding(path, block)
                 pending = len(decoder.getstate()[0])
                 try:
-                    rest += decoder.decode(block, final=not block)
+                    text = decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
-                    position = done - pending + error.start
+                    line = lines + error.object[: error.start].count(b"\n")
                     raise InputError(
-                        f"{path} is not UTF-8 text: {error.reason} at byte {position}"
+                        f"{path} is not UTF-8 text: {error.reason} at byte"
+                        f" {read - pending + error.start}, in line {line}"
                     ) from error
-                done += len(block)
+                read += len(block)
+                lines += text.count("\n")
+                rest += text
                 cut = _place_to_cut(rest) if block else len(rest)
                 if not cut and len(rest) >= _LONGEST:
                     cut = len(rest)
                 if cut:
-                    yield Piece(name, rest[:cut], begins, done)
+                    yield Piece(name, rest[:cut], begins, file.tell())
                     begins, rest = False, rest[cut:]
                 if not block:
                     return
 
     def _json_lines(self, name: str, path: Path) -> Iterator[Piece]:
-        done = 0
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                done += len(line)
-                if not line.strip():
-                    continue
-                try:
-                    value = json.loads(line)
-                except json.JSONDecodeError as error:  # its own text counts lines from here
+        with open_bytes(path) as (lines, file):
+            for number, line in enumerate(lines, 1):
+                if number == 1:
+                    _check_encoding(path, line)
+                content = line.strip(_BLANK)
+                if number == 1 and content.startswith(b"["):
                     raise InputError(
-                        f"{path}:{number} is not JSON: {error.msg} at character {error.pos + 1}"
-                    ) from error
-                except (ValueError, RecursionError) as error:
-                    raise InputError(f"{path}:{number} is not JSON: {error}") from error
-                if isinstance(value, dict) and value.get(self.text_column, "") is None:
-                    continue  # as in parquet: this document has no text
-                text = value.get(self.text_column) if isinstance(value, dict) else None
-                if not isinstance(text, str):
-                    has = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-                    if isinstance(value, dict) and self.text_column in value:
-                        has = f"a value of type {type(text).__name__}"
-                    raise InputError(
-                        f"{path}:{number} has no text under {self.text_column!r} (it has {has}); "
-                        "name the column of the text with text_column"
+                        f"{path} is a JSON array, not an object per line: convert it (jq -c '.[]')"
                     )
-                if text:
-                    # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
-                    text = text.encode("utf-8", "replace").decode("utf-8")
-                    yield Piece(f"{name}:{number}", text, True, done)
+                if content:
+                    text = self._json_line(line, f"{path}:{number}")
+                    if text:
+                        yield Piece(f"{name}:{number}", text, True, file.tell())
+
+    def _json_line(self, line: bytes, where: str) -> str | None:
+        """Returns the text of a line of JSON, or None if it has none, as in parquet."""
+        column = self.text_column
+        try:
+            content = line.decode("utf-8-sig")
+            value = json.loads(content)
+            # The parser takes the last of two values under one name, without a word.
+            if content.count(json.dumps(column, ensure_ascii=False)) > 1:
+                json.loads(content, object_pairs_hook=self._check_unique)
+        except json.JSONDecodeError as error:  # its own text counts lines from here
+            raise InputError(
+                f"{where} is not JSON: {error.msg} at character {error.pos + 1}"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise InputError(f"{where} is a {type(value).__name__}; every line must be an object")
+        text = value.get(column, 0)
+        if text is None:
+            return None
+        if not isinstance(text, str):
+            has = f"it has a value of type {type(text).__name__}"
+            if column not in value:
+                names = [name for name in value if isinstance(value[name], str)]
+                has = f"its columns of text: {', '.join(names) or 'none'}"
+            raise InputError(
+                f"{where} has no text under {column!r} ({has}); name the column of the text with"
+                " text_column"
+            )
+        # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
+        return text.encode("utf-8", "replace").decode("utf-8")
+
+    def _check_unique(self, pairs: list[tuple[str, Any]]) -> dict:
+        if sum(name == self.text_column for name, _ in pairs) > 1:
+            raise ValueError(f"an object has {self.text_column!r} twice")
+        return dict(pairs)
 
     def _parquet(self, name: str, path: Path) -> Iterator[Piece]:
         import pyarrow
         import pyarrow.parquet
 
+        column, number = self.text_column, 0
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 self._check_column(path, file.schema_arrow)
                 rows, size = max(1, file.metadata.num_rows), path.stat().st_size
-                batches = file.iter_batches(256, columns=[self.text_column])
-                texts = (text for batch in batches for text in batch.column(0).to_pylist())
+                batches = file.iter_batches(256, columns=[column])
+                texts = (text for batch in batches for text in batch.column(column).to_pylist())
                 for number, text in enumerate(texts, 1):
                     if text:
+                        text = text if isinstance(text, str) else text.decode()
                         yield Piece(f"{name}:{number}", text, True, size * number // rows)
-        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # from the system, not the content
-                raise
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: row {number} is not UTF-8 text: {error}") from error
+        except (pyarrow.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())
+            if isinstance(error, OSError) and error.errno:  # from the system, not the content
+                raise InputError(f"cannot read {path}: {error.strerror}") from error
             raise InputError(f"{path} is not a readable parquet file: {reason}") from error
 
     def _check_column(self, path: Path, schema) -> None:
-        """Raises InputError if a parquet file has no column of text under `text_column`."""
-        from pyarrow import types
-
-        if self.text_column not in schema.names:
+        """Raises InputError if a parquet file has not one column of text under `text_column`."""
+        column = self.text_column
+        count = schema.names.count(column)
+        if count != 1:
+            text = dict.fromkeys(field.name for field in schema if _is_text(field.type))
+            has = f"has {count} columns {column!r}" if count else f"has no column {column!r}"
             raise InputError(
-                f"{path} has no column {self.text_column!r} (it has"
-                f" {', '.join(schema.names)}); name the column of the text with text_column"
+                f"{path} {has} (its columns of text: {', '.join(text) or 'none'}); name the column"
+                " of the text with text_column"
             )
-        kind = schema.field(self.text_column).type
-        if types.is_dictionary(kind):  # a pandas category
-            kind = kind.value_type
-        if not (types.is_string(kind) or types.is_large_string(kind)):
-            raise InputError(f"{path}: column {self.text_column!r} is {kind}, not text")
+        kind = schema.field(column).type
+        if not _is_text(kind):
+            raise InputError(f"{path}: column {column!r} is {kind}, not text")
+
+
+def _is_text(kind) -> bool:
+    """Whether a type of Arrow is text: strings, bytes (text without that note), or only nulls."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):  # a pandas category
+        kind = kind.value_type
+    kind = getattr(kind, "storage_type", kind)  # of an extension type
+    tests = "string large_string string_view binary large_binary binary_view null".split()
+    return any(getattr(types, f"is_{test}")(kind) for test in tests)
+
+
+def _check_encoding(path: Path, start: bytes) -> None:
+    """Raises InputError for the first bytes of UTF-16 and UTF-32, and of an archive."""
+    encoding = json.detect_encoding(start)  # by a byte order mark, or by where zeros are
+    if not encoding.startswith("utf-8"):
+        name = encoding.upper()
+        raise InputError(f"{path} is {name}, not UTF-8 text: convert it (iconv -f {name} -t UTF-8)")
+    if start[257:262] == b"ustar":
+        raise InputError(f"{path} is a tar archive, not text: unpack it")
 
 
 def _place_to_cut(text: str) -> int:

@@ -1,6 +1,6 @@
 """Generates tokens: one forward pass over the prompts, then one position per further token."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig, SampleConfig, round_up
-from jaxllm.data.tokenizer import Tokenizer
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
 from jaxllm.sharding import constrain, shardings
+from jaxllm.text import Tokenizer
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
 from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
@@ -45,18 +45,13 @@ def open_run(directory: str | Path, step: int | None = None) -> RunWeights | Pac
 
 def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
     """Opens the tokenizer in the run's directory; raises InputError."""
-    path = weights.folder / "tokenizer.json"
-    if not path.exists():
+    if not Tokenizer.present(weights.folder):
         raise InputError(
-            f"{path} is missing: the run's data had none; copy the tokenizer.json that encoded the"
-            " data there"
+            f"{weights.folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
+            " tokenizer.json that encoded the data there"
         )
-    tokenizer = Tokenizer(path)
-    if tokenizer.vocab_size > weights.config.vocab_size:
-        raise InputError(
-            f"{path} has {tokenizer.vocab_size} entries, more than the model's"
-            f" {weights.config.vocab_size}: it belongs to another model"
-        )
+    tokenizer = Tokenizer(weights.folder, end_token=weights.run.data.end_token)
+    tokenizer.check(weights.config.vocab_size)
     return tokenizer
 
 
@@ -102,12 +97,14 @@ def generate(
     prompt: list[int],
     config: SampleConfig,
     *,
+    sample: int = 0,
     rows: int = 1,
     ends: Collection[int] = (),
 ) -> list[int]:
     """The token ids that follow `prompt`: config.tokens, or as many as fit.
 
     prompt: at least one id; if it is too long for the model, only its end is used.
+    sample: number of the sample; each has its own random numbers.
     rows: number of identical rows to compute, so that a mesh can divide the batch.
     ends: the text stops before the first of these ids.
     """
@@ -117,7 +114,8 @@ def generate(
         prompt = prompt[-max(most - count, most // 2, 1) :]
         count = min(count, most - len(prompt))
     config = config.model_copy(update={"tokens": count})
-    tokens = [int(tokens[0]) for tokens in stream_tokens(graph, params, [prompt] * rows, config)]
+    stream = stream_tokens(graph, params, [prompt] * rows, config, samples=[(0, sample)] * rows)
+    tokens = [int(tokens[0]) for tokens in stream]
     return list(takewhile(lambda token: token not in ends, tokens))
 
 
@@ -127,43 +125,59 @@ def stream_tokens(
     prompts: list[list[int]],
     config: SampleConfig,
     *,
+    samples: Sequence[tuple[int, int]] | None = None,
     top_p: float = 1.0,
     float8_cache: bool = False,
+    few_shapes: bool = False,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of every row, (B,) int32, config.tokens times.
 
     prompts: at least one id each, of any lengths.
+    samples: (prompt, sample) of each row, two numbers (default: the row's number, 0).  They and
+    config.seed alone determine the row's random numbers, whatever the other rows are.
     float8_cache: whether keys and values are kept in float8 (e4m3), half the bytes of bfloat16.
+    few_shapes: pads to powers of 2, so that a growing conversation compiles few programs.
     The pass over the prompts gives the first token.  The others are computed in blocks, and the
     devices stay one block ahead.
+    Raises RunError if the logits are not finite.
     """
     if config.tokens == 0:
         return
     longest = max(map(len, prompts))
-    width = round_up(longest, WIDTHS)
+    padded = lambda n: 1 << max(8, (n - 1).bit_length()) if few_shapes else round_up(n, WIDTHS)
+    width = padded(longest)
     model_config = nnx.merge(graph, params).config
     if (most := most_tokens(model_config)) is not None:
         width = max(longest, min(width, most))
     size = block_size()
     blocks = -(-(config.tokens - 1) // size)
-    slots = round_up(width + blocks * size, WIDTHS)
+    slots = padded(width + blocks * size)
     programs = _programs(graph, slots, float8_cache, config.temperature, config.top_k, top_p)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    key = jax.random.key(config.seed)
+    samples = samples or [(row, 0) for row in range(len(prompts))]
+    streams = np.array([(config.seed, *sample) for sample in samples], np.uint32)
     matrices = in_compute_dtype(params, model_config.compute_dtype)
-    token, arrays = programs.first(params, matrices, tokens, lengths, key)
+    token, arrays = programs.first(params, matrices, tokens, lengths, streams)
     pending, left = token[None], config.tokens
     for block in range(blocks):
         ready, number = pending, jnp.int32(1 + block * size)
         pending, token, arrays = programs.further(
-            params, matrices, token, arrays, number, lengths, key
+            params, matrices, token, arrays, number, lengths, streams
         )
-        yield from np.asarray(ready)
+        yield from _checked(ready)
         left -= len(ready)
-    yield from np.asarray(pending)[:left]
+    yield from _checked(pending)[:left]
+
+
+def _checked(tokens: jax.Array) -> np.ndarray:
+    """Raises RunError if `choose` found no token."""
+    found = np.asarray(tokens)
+    if (found < 0).any():
+        raise RunError("the model's logits are not finite, so no token can be chosen")
+    return found
 
 
 class _Programs(NamedTuple):
@@ -183,27 +197,34 @@ def _programs(
     """
     block = block_size()
 
-    def pick(model, hidden, key, number):
+    @jax.vmap
+    def keys(stream):
+        """The random key of each row, (B,), from its seed, prompt and sample (B, 3)."""
+        seed, prompt, sample = stream
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
+
+    def pick(model, hidden, keys, number):
         """The tokens (B,) that follow `hidden` (B, 1, C)."""
         logits = model.logits(hidden, jnp.float32)[:, 0, : model.config.vocab_size]
-        keys = jax.random.split(jax.random.fold_in(key, number), len(logits))
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
         token = jax.vmap(lambda z, key: choose(z, key, temperature, top_k, top_p))(logits, keys)
         return constrain(token)  # replicated, so that every host can read it
 
     @jax.jit
-    def first(params, matrices, tokens, lengths, key):
+    def first(params, matrices, tokens, lengths, streams):
         # Token lookups use the float32 table.
         embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
         cache = Cache(lengths, size, float8)
         hidden, caches = model.advance(embedding(tokens), caches=[cache for _ in model.blocks])
         hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-        token = pick(model, hidden, key, 0)
+        token = pick(model, hidden, keys(streams), 0)
         return token, [cache.arrays for cache in caches]
 
     @partial(jax.jit, donate_argnames="arrays")
-    def further(params, matrices, token, arrays, number, lengths, key):
+    def further(params, matrices, token, arrays, number, lengths, streams):
         """number: tokens picked so far."""
         embedding, model = nnx.merge(graph, params).embedding, nnx.merge(graph, matrices)
+        rows = keys(streams)
 
         def step(i, carry):
             token, tokens, arrays = carry
@@ -213,7 +234,7 @@ def _programs(
                 positions=positions,
                 caches=[Cache(lengths + number + i, size, float8, layer) for layer in arrays],
             )
-            token = pick(model, hidden, key, number + i)
+            token = pick(model, hidden, rows, number + i)
             # With a select: XLA would copy a slice on another stream, outside its CUDA graph.
             tokens = jnp.where(jnp.arange(block)[:, None] == i, token, tokens)
             return token, tokens, [cache.arrays for cache in caches]
@@ -277,23 +298,31 @@ def by_rows() -> bool:
 def choose(
     logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p: float = 1.0
 ) -> jax.Array:
-    """Samples one token id, () int32, from logits (V,).
+    """Samples one token id, () int32, from logits (V,); -1 if the largest is not finite.
 
     temperature: of the softmax; 0 takes the most likely token.
     top_k: samples among the k most likely tokens; 0: all.
-    top_p: and of these among the most likely whose probabilities add up to top_p.
+    top_p: and of these among the fewest most likely whose probabilities add up to top_p.
+    Of tokens that are equally likely, the first counts as the most likely one.
     """
+    best = jnp.max(logits)  # NaN if any is NaN
     if temperature == 0:
-        return jnp.argmax(logits).astype(jnp.int32)
-    if 0 < top_k < logits.size:
-        least = jax.lax.top_k(logits, top_k)[0][-1]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    logits = logits / temperature
-    if top_p < 1:
-        descending = jnp.sort(logits)[::-1]
-        p = jax.nn.softmax(descending)
-        before = jnp.cumsum(p) - p
-        kept = (before < top_p) | (before == 0)  # at least the most likely token
-        least = jnp.min(jnp.where(kept, descending, jnp.inf))
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits).astype(jnp.int32)
+        token = jnp.argmax(logits)
+    else:
+        # The temperature and its reciprocal must be normal numbers.  A difference of 0 stays 0,
+        # and -inf stays -inf.
+        scale = 1 / min(max(temperature, 2.0**-126), 2.0**126)
+        kept = min(top_k or logits.size, logits.size)
+        ids = None
+        if kept < logits.size or top_p < 1:
+            logits, ids = jax.lax.top_k(logits, kept)
+        logits = (logits - best) * scale
+        if top_p < 1:
+            p = jax.nn.softmax(logits)
+            before = jnp.cumsum(p) - p
+            first = jnp.arange(kept) == 0  # at least the most likely token
+            logits = jnp.where(first | (before < top_p), logits, -jnp.inf)
+        token = jax.random.categorical(key, logits, mode="high")
+        if ids is not None:
+            token = ids[token]
+    return jnp.where(jnp.isfinite(best), token, -1).astype(jnp.int32)

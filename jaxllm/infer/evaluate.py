@@ -16,9 +16,12 @@ import numpy as np
 
 from jaxllm.config import Config, load
 from jaxllm.config.command_line import Parser, check_exists, exit_status, read_overrides
-from jaxllm.data.loader import check_paths
+from jaxllm.data.loader import Tokens, check_paths
 from jaxllm.errors import InputError
+from jaxllm.files import read_text
+from jaxllm.text import Tokenizer
 
+_DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
 ENDINGS = 4  # endings per question of HellaSwag
 VALID_WITH = {  # {option: what it applies to}
     "batches": ("data",),
@@ -107,8 +110,8 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 
 def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     """One line with loss, perplexity and tokens; predicts every token but the first once."""
-    if (args.checkpoint.expanduser() / "config.yaml").is_file():
-        check_paths(_configuration(args.checkpoint.expanduser(), overrides).data)
+    if (args.checkpoint / "config.yaml").is_file():
+        check_paths(_configuration(args.checkpoint, overrides).data)
     # Imported late, because JAX takes seconds and a wrong path should fail at once.
     import jax
     from flax import nnx
@@ -122,12 +125,21 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
 
     weights = open_run(args.checkpoint, args.step)
     config = _configuration(weights.folder, overrides)
+    if config.data.tokenizer is None and config.data.source != "shards":
+        raise InputError(
+            f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
+            " weights; copy the tokenizer.json that encoded the model's data there"
+        )
     length = config.train.seq_len
     data = open_dataset(
-        config.data, seq_len=length, seed=config.train.seed, vocab_size=config.model.vocab_size
+        config.data,
+        seq_len=length,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        training=False,
     )
     where = config.data.val_path or config.data.path or config.data.source
-    print(f"data: {data.val_tokens:,} validation tokens of {where}", file=sys.stderr)
+    print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
     starts = range(0, len(data.val) - 1, length)
     size = min(args.batch_size or config.train.batch_size, len(starts))
@@ -152,10 +164,22 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
             count += int((labels != IGNORE).sum())
     loss = total / count
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return (
+    text = (
         f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
         f" {count:,} tokens"
     )
+    if data.tokenizer is not None and (size := _bytes(data.tokenizer, data.val, count)):
+        text += f", {total / math.log(2) / size:.4f} bits a byte"
+    return text
+
+
+def _bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
+    """Bytes of the text of the first `count` predicted tokens, without special tokens."""
+    found = 0
+    for start in range(1, count + 1, _DECODED):
+        ids = tokens.read(start, min(start + _DECODED, count + 1))
+        found += len(tokenizer.decode(ids, special=False).encode())
+    return found
 
 
 def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
@@ -163,9 +187,12 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
         overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        overrides = {"data.tokenizer": str(tokenizer)} | overrides
+    own = folder / "tokenizer.json"
+    given = overrides.get("data.tokenizer")
+    if own.exists():
+        if given not in (None, "null"):
+            Tokenizer(own).check_same(Tokenizer(given))
+        overrides = overrides | {"data.tokenizer": str(own)}
     return load(str(folder / "config.yaml"), overrides)
 
 
@@ -224,12 +251,12 @@ def read_hellaswag(path: Path) -> list[tuple[str, list[str], int]]:
     """
     questions = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    questions.append(_question(line, f"--hellaswag {path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as e:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as e:
         raise InputError(f"--hellaswag {path} cannot be read: {e}") from e
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            questions.append(_question(line, f"--hellaswag {path}, line {number}"))
     if not questions:
         raise InputError(f"--hellaswag {path} holds no question")
     return questions

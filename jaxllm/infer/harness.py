@@ -16,8 +16,8 @@ import jax
 from jaxllm.config import SampleConfig
 from jaxllm.errors import InputError
 from jaxllm.infer.decode import open_run, open_tokenizer, stream_tokens
-from jaxllm.infer.generate import Text
 from jaxllm.infer.scoring import Scorer
+from jaxllm.infer.writer import Text
 
 try:
     import lm_eval
@@ -52,12 +52,32 @@ class RunLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The token that ends a text; as in "hf", its name also ends what the model writes."""
+        return self._first(self.tokenizer.eos, *sorted(self.tokenizer.ends))
+
+    @property
+    def prefix_token_id(self) -> int:
         """The token that precedes an empty context and the texts of loglikelihood_rolling."""
-        return self.tokenizer.end_of_text
+        return self._first(self.tokenizer.bos, self.eot_token_id)
+
+    def _first(self, *ids: int | None) -> int:
+        for i in ids:
+            if i is not None:
+                return i
+        raise InputError(
+            f"no file beside {self.tokenizer.path} names a token that begins or ends a text; set"
+            " eos_token in its tokenizer_config.json"
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """The ids of a text; add_special_tokens=False omits the tokenizer's prefix."""
-        encode = self.tokenizer.encode if add_special_tokens is False else self.tokenizer.prompt
+        """The ids of a text; add_special_tokens=False omits what the post-processor adds.
+
+        It adds nothing to a text that has its first token already.
+        """
+        if add_special_tokens is None:
+            begun = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+            add_special_tokens = not begun
+        encode = self.tokenizer.prompt if add_special_tokens else self.tokenizer.encode
         return encode(string)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_) -> list[tuple[float, bool]]:
@@ -93,8 +113,9 @@ class RunLM(TemplateLM):
             size = self.scorer.size
             batches += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
         texts = [""] * len(requests)
-        for seed, (kind, members) in enumerate(tqdm(batches, "writing", disable=disable_tqdm)):
-            config, stops, top_p = _sampling(json.loads(kind), seed)
+        for kind, members in tqdm(batches, "writing", disable=disable_tqdm):
+            config, stops, top_p = _sampling(json.loads(kind))
+            stops.append(self.tokenizer.decode([self.eot_token_id]))
             most = self.scorer.most
             if most is not None and config.tokens >= most:
                 raise InputError(
@@ -103,12 +124,18 @@ class RunLM(TemplateLM):
                 )
             room = slice(None) if most is None else slice(config.tokens - most, None)
             # A partial batch repeats its first row, so that one program serves all batches.
-            rows = [prompts[i][room] for i in members]
-            rows += [rows[0]] * (self.scorer.size - len(rows))
-            written = [Text(self.tokenizer, stops, live=False) for _ in members]
+            numbers = members + members[:1] * (self.scorer.size - len(members))
+            rows = [prompts[i][room] for i in numbers]
+            # As "hf" does, texts are decoded without their context.
+            written = [Text(self.tokenizer, [], stops, self.tokenizer.ends) for _ in members]
             with jax.set_mesh(self.scorer.mesh):
                 for tokens in stream_tokens(
-                    self.scorer.graph, self.scorer.params, rows, config, top_p=top_p
+                    self.scorer.graph,
+                    self.scorer.params,
+                    rows,
+                    config,
+                    samples=[(i, 0) for i in numbers],
+                    top_p=top_p,
                 ):
                     for text, token in zip(written, tokens, strict=False):
                         text.add(int(token))
@@ -119,7 +146,7 @@ class RunLM(TemplateLM):
         return texts
 
 
-def _sampling(options: dict[str, Any], seed: int) -> tuple[SampleConfig, list[str], float]:
+def _sampling(options: dict[str, Any]) -> tuple[SampleConfig, list[str], float]:
     """(sampling settings, stop strings, top_p) of a task's generation_kwargs."""
     options = dict(options)
     stops = options.pop("until", None) or []
@@ -134,9 +161,10 @@ def _sampling(options: dict[str, Any], seed: int) -> tuple[SampleConfig, list[st
             f" {', '.join(_LIMITS)}, do_sample, temperature, top_k and top_p"
         )
     config = SampleConfig(
-        tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k, seed=seed
+        tokens=int(limits[0]) if limits else TOKENS, temperature=temperature, top_k=top_k
     )
-    return config, [stops] if isinstance(stops, str) else [s for s in stops if s], top_p
+    stops = [stops] if isinstance(stops, str) else stops
+    return config, [s for s in stops if s], top_p
 
 
 def evaluate(

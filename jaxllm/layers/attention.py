@@ -5,22 +5,22 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import (
     ROWS,
     Linear,
-    fused_bias,
     fused_linear,
     linear_of_row,
     takes_row,
 )
 from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
-from jaxllm.sharding import BATCH, P, one_device, per_device, split_heads, split_sequence
-from pallas_kernels import attention, attention_qkv, decode_attention, rope
+from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
+from pallas_kernels import Packed, attention, decode_attention, rope
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.ids import Ids
 
 
 class Attention(nnx.Module):
@@ -68,8 +68,8 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T C"],
-        positions: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Integer[Ids, "..."] | None = None,
+        segment_ids: Integer[Ids, "B T"] | None = None,
         *,
         add_bias: bool = True,
         norm: LayerNorm | RMSNorm | None = None,
@@ -86,8 +86,8 @@ class Attention(nnx.Module):
     def with_cache(
         self,
         x: Float[Array, "B T C"],
-        positions: Int[Array, "..."] | None,
-        segment_ids: Int[Array, "B T"] | None,
+        positions: Integer[Ids, "..."] | None,
+        segment_ids: Integer[Ids, "B T"] | None,
         cache: Cache | None,
         *,
         add_bias: bool = True,
@@ -102,14 +102,12 @@ class Attention(nnx.Module):
         if positions is None:
             positions = jnp.arange(T)
         if cache is None:
-            bias = self._bias_of_op()
-            qkv = fused_linear(x, self.q, self.k, self.v, add_bias=bias is None, norm=norm)
+            qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
             qkv = qkv.reshape(B, T, -1, self.head_dim)
             rotary = None if self.rope_theta is None else positions
             specs = HEADS, _spec(rotary), P(BATCH, None)
-            y = per_device(partial(self._attend, bias), in_specs=specs, out_specs=HEADS)(
-                qkv, rotary, segment_ids
-            )
+            op = per_device(self._attend, in_specs=specs, out_specs=HEADS)
+            y = op(qkv, rotary, segment_ids)
         else:
             qkv = [layer(x) for layer in (self.q, self.k, self.v)]
             y, cache = self._generate(qkv, positions, cache)
@@ -131,32 +129,28 @@ class Attention(nnx.Module):
         y, cache = self._attend_to_cache(q, k, v, cache)
         return linear_of_row(y.reshape(1, 1, -1), self.out, residual=x)[0], cache
 
-    def _bias_of_op(self) -> Float[Array, "P D"] | None:
-        """The biases if `attention_qkv` adds them, whose backward pass yields their gradient.
-
-        None: there are none, or the linear layers add theirs.  An fp8 matmul sums the gradient,
-        too.  On several devices XLA would no longer add the biases in the matmul.
-        """
-        if self.q.generates or self.q.fp8 or not one_device():
-            return None
-        bias = fused_bias(self.q, self.k, self.v)
-        return None if bias is None else bias.reshape(-1, self.head_dim)
-
-    def _attend(self, bias, qkv, positions, segment_ids):
-        qkv = split_heads(qkv)
-        y = attention_qkv(
-            qkv,
-            qkv.shape[2] * self.n_heads // (self.n_heads + 2 * self.n_kv_heads),
-            bias=bias,
-            positions=positions,
-            theta=self.rope_theta,
-            scaling=self.rope_scaling,
+    def _attend(self, qkv, positions, segment_ids):
+        qkv = split_heads(qkv)  # of H + 2 K heads this device's
+        b, t, n, d = qkv.shape
+        kv = n * self.n_kv_heads // (self.n_heads + 2 * self.n_kv_heads)
+        packed = Packed(qkv.reshape(b, t, n * d), ((n - 2 * kv, d), (kv, d), (kv, d)))
+        if self.rope_theta is not None:
+            packed = rope(
+                packed,
+                None,
+                positions,
+                theta=self.rope_theta,
+                scaling=self.rope_scaling,
+                implementation=self.implementation,
+            )
+        y = attention(
+            packed,  # pyrefly: ignore[bad-argument-type]
             window=self.window,
             segment_ids=segment_ids,
             softcap=self.softcap,
             implementation=self.implementation,
         )
-        return split_sequence(y)
+        return split_sequence(y)  # pyrefly: ignore[bad-argument-type]
 
     def _by_head(self, qkv):
         return [x.reshape(*x.shape[:2], -1, self.head_dim) for x in qkv]

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxllm.sharding import (
     BATCH,
@@ -15,8 +15,9 @@ from jaxllm.sharding import (
     own_tokens,
     per_device,
 )
-from pallas_kernels import encoder
+from pallas_kernels import encoder, ids
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.ids import Ids
 
 
 class Embedding(nnx.Module):
@@ -51,7 +52,7 @@ class Embedding(nnx.Module):
         self.dtype, self.implementation = dtype, implementation
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
+        self, tokens: Integer[Ids, "B T"], positions: Integer[Ids, "..."] | None = None
     ) -> Float[Array, "B T C"]:
         """Looks up tokens (B, T) and adds their positions; returns (B, T, C) in `dtype`.
 
@@ -61,7 +62,7 @@ class Embedding(nnx.Module):
         return self._embed(tokens, positions, tied=False)[0]
 
     def with_table(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "..."] | None = None
+        self, tokens: Integer[Ids, "B T"], positions: Integer[Ids, "..."] | None = None
     ) -> tuple[Float[Array, "B T C"], Float[Array, "V C"]]:
         """(y, wte) for a tied head: embedding and head add their gradients to one array.
 
@@ -72,6 +73,9 @@ class Embedding(nnx.Module):
 
     def _embed(self, tokens, positions, *, tied: bool):
         wte, wpe, rows = self.wte[...], None, None
+        tokens = ids.saturated("tokens", tokens)
+        if positions is not None:
+            positions = ids.saturated("positions", positions)
         if self.wpe is not None:
             wpe = self.wpe[...]
             if tokens.shape[1] > wpe.shape[0]:

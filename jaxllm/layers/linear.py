@@ -60,8 +60,7 @@ class Linear(nnx.Module):
     For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
     Transposed matrix (jaxllm/infer/decode.py).
 
-    fp8, probe: whether the matmul and its gradients take fp8 operands, and whether they report what
-    that loses (`use_fp8`).
+    fp8: whether the matmul and its gradients take fp8 operands (`use_fp8`).
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Linear(nnx.Module):
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
         self.implementation = implementation
         self.fp8 = False
-        self.probe: nnx.Param | None = None
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True, norm=None
@@ -123,11 +121,8 @@ class Linear(nnx.Module):
         """x @ weight + bias with fp8 operands; both are this layer's, or those of several."""
         # On several devices XLA shards the casts; a kernel would see a part of the maximum.
         implementation = self.implementation if one_device() else "xla"
-        probe = None if self.probe is None else self.probe[...]
         row_norm = None if norm is None else norm.row_norm()
-        return fp8_linear(
-            x, weight, bias, row_norm=row_norm, probe=probe, implementation=implementation
-        )
+        return fp8_linear(x, weight, bias, row_norm=row_norm, implementation=implementation)
 
     @property
     def generates(self) -> bool:
@@ -153,34 +148,26 @@ class Linear(nnx.Module):
 
 
 def fused_linear(
-    x: Float[Array, "... in"], *layers: Linear, dtype=None, add_bias: bool = True, norm=None
+    x: Float[Array, "... in"], *layers: Linear, dtype=None, norm=None
 ) -> Float[Array, "... out"]:
     """Applies several layers to x in one matmul and concatenates their outputs.
 
     Each device of the tensor axis holds its part of every layer's output: with two devices the
     order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.  The context axis
     divides these parts further, so that `split_heads` gives each device its own three, too.
-
-    add_bias: False leaves the biases to the next op, see `fused_bias`.
     """
     if layers[0].generates:
-        return _side_by_side([layer(x, dtype, add_bias=add_bias) for layer in layers])
+        return _side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
     weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(_side_by_side(weights), SHARDS, "tensor")
     weight = constrain(weight, None, "tensor")
-    bias = fused_bias(*layers) if add_bias else None
-    bias = None if bias is None else bias.astype(dtype or x.dtype)
+    biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+    bias = _side_by_side(biases).astype(dtype or x.dtype) if biases else None
     if layers[0].fp8 and dtype is None:
         return layers[0].fp8_matmul(x, weight, bias, norm)
     y = x @ weight if dtype is None else _matmul(x, weight, dtype)
     return y if bias is None else y + bias
-
-
-def fused_bias(*layers: Linear) -> Float[Array, " out"] | None:
-    """The biases of several layers in the order of `fused_linear`, or None if they have none."""
-    biases = [layer.bias[...] for layer in layers if layer.bias is not None]
-    return _side_by_side(biases) if biases else None
 
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
@@ -232,17 +219,11 @@ def linear_of_row(
     )
 
 
-def use_fp8(module: nnx.Module, *, probes: bool = False) -> None:
-    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can.
-
-    probes: gives each layer a parameter `probe`, whose gradient is what the casts lose
-    (`fp8_linear`).
-    """
+def use_fp8(module: nnx.Module) -> None:
+    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can."""
     for _, layer in nnx.iter_graph(module):
         if isinstance(layer, Linear):
             layer.fp8 = True
-            if probes:
-                layer.probe = nnx.data(nnx.Param(jnp.zeros((3, 3))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

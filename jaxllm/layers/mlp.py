@@ -1,6 +1,7 @@
 """Feed-forward layers: the MLP of GPT-2 and the gated MLP of Llama."""
 
 from functools import partial
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -10,21 +11,10 @@ from jaxtyping import Array, Float
 from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, one_device, per_device
-from pallas_kernels import (
-    fp8_mlp,
-    gelu,
-    gelu_linear,
-    gelu_mlp,
-    swiglu,
-    swiglu_linear,
-    swiglu_mlp,
-)
-from pallas_kernels.activations.gelu import linear_why_not as gelu_why_not
-from pallas_kernels.activations.gelu import mlp_why_not as gelu_mlp_why_not
-from pallas_kernels.activations.swiglu import linear_why_not as swiglu_why_not
-from pallas_kernels.activations.swiglu import mlp_why_not as swiglu_mlp_why_not
+from pallas_kernels import gelu, mlp, swiglu
 from pallas_kernels.dispatch import Implementation
 
+Saves = Literal["derivatives", "products"]
 HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
 
 
@@ -46,7 +36,7 @@ class MLP(nnx.Module):
         linear = partial(Linear, bias=True, implementation=implementation, rngs=rngs)
         self.up = linear(d_model, d_ff, std=std)
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
-        self.saves_products = saves_products
+        self.saves: Saves = "products" if saves_products else "derivatives"
         self.implementation = implementation
 
     def __call__(
@@ -61,33 +51,18 @@ class MLP(nnx.Module):
         add_bias: False leaves the bias of `down` to the next op.
         norm: the norm that x is a result of, as for Linear.
         """
-        if self.up.generates:
-            hidden = (self.up(x),)
-        elif self.up.fp8 and one_device():
-            y = _in_fp8(x, self.up, self.down, norm=norm)
+        if one_device() and not self.up.generates:
+            y = _on_one_device(x, self.up, self.down, norm=norm, saves=self.saves)
             return self.down.plus_bias(y) if add_bias else y
+        if self.up.generates or self.up.bias is None:
+            hidden = (self.up(x),)
         else:
             # The op adds the bias, because its backward pass yields the bias gradient for free.
-            bias = self.up.bias
-            assert bias is not None
-            alone = one_device()  # on several jit must sum the gradient of `down`
-            # The kernel that multiplies would multiply again for the activation's result.
-            if alone and not self.saves_products:
-                arrays = x, self.up.cast(x), bias[...], self.down.cast(x)
-                if gelu_mlp_why_not(*arrays) is None:
-                    y = gelu_mlp(*arrays, implementation=self.implementation)
-                    return self.down.plus_bias(y) if add_bias else y
-            hidden = self.up(x, add_bias=False, norm=norm), bias[...]
+            hidden = self.up(x, add_bias=False, norm=norm), self.up.bias[...]
             if self.up.fp8:
                 # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which
                 # its own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
                 hidden = jax.lax.optimization_barrier(hidden[0]), hidden[1]
-            if alone:
-                weight = self.down.cast(x)
-                # Where the fused kernel does not apply, that of the activation alone may.
-                if gelu_why_not(*hidden, weight) is None:
-                    y = gelu_linear(*hidden, weight, implementation=self.implementation)
-                    return self.down.plus_bias(y) if add_bias else y
         op = per_device(
             partial(gelu, implementation=self.implementation),
             in_specs=(HIDDEN, P("tensor"))[: len(hidden)],
@@ -124,27 +99,19 @@ class GatedMLP(nnx.Module):
         self.gate = linear(d_model, d_ff, std=std)
         self.up = linear(d_model, d_ff, std=std)
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
-        self.saves_products = saves_products
+        self.saves: Saves = "products" if saves_products else "derivatives"
         self.implementation = implementation
 
     def __call__(
         self, x: Float[Array, "B T C"], *, norm: LayerNorm | RMSNorm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
-        if self.up.fp8 and one_device():
-            return _in_fp8(x, self.up, self.down, gate=self.gate, norm=norm)
-        alone = one_device() and not self.down.generates  # a packed weight has its own kernel
-        if alone and not self.saves_products:  # as above
-            weights = [layer.cast(x) for layer in (self.gate, self.up, self.down)]
-            if swiglu_mlp_why_not(x, *weights) is None:
-                return swiglu_mlp(x, *weights, implementation=self.implementation)
-        # model.remat saves these by name; `gelu` names the sum in the MLP above itself.
-        gate, up = (checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up))
-        hidden = gate, up
-        if alone:
-            weight = self.down.cast(x)
-            if swiglu_why_not(*hidden, weight) is None:
-                return swiglu_linear(*hidden, weight, implementation=self.implementation)
+        if one_device() and not self.up.generates:
+            return _on_one_device(
+                x, self.up, self.down, gate=self.gate, norm=norm, saves=self.saves
+            )
+        # model.remat saves these by name.
+        hidden = [checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up)]
         op = per_device(
             partial(swiglu, implementation=self.implementation),
             in_specs=(HIDDEN, HIDDEN),
@@ -162,19 +129,24 @@ class GatedMLP(nnx.Module):
         return linear_of_row(hidden, self.down, residual=x)[0]
 
 
-def _in_fp8(
-    x: Float[Array, "B T C"], up: Linear, down: Linear, *, gate: Linear | None = None, norm=None
+def _on_one_device(
+    x: Float[Array, "B T C"],
+    up: Linear,
+    down: Linear,
+    *,
+    gate: Linear | None = None,
+    norm: LayerNorm | RMSNorm | None = None,
+    saves: Saves,
 ) -> Float[Array, "B T C"]:
-    """The layer's matmuls and activation in one op; without the bias of `down`."""
-    layers = [layer for layer in (gate, up, down) if layer is not None]
-    probes = [layer.probe[...] for layer in layers if layer.probe is not None]
-    return fp8_mlp(
+    """The whole layer in one op, without the bias of `down`."""
+    return mlp(
         x,
         up.cast(x),
         down.cast(x),
         gate=None if gate is None else gate.cast(x),
         bias=None if up.bias is None else up.bias[...],
-        row_norm=None if norm is None else norm.row_norm(),
-        probes=tuple(probes) or None,
+        precision="fp8" if up.fp8 else None,
+        row_norm=None if norm is None or not up.fp8 else norm.row_norm(),
+        saves=saves,
         implementation=up.implementation,
     )

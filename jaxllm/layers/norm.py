@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.sharding import BATCH, P, per_device
-from pallas_kernels import add_layer_norm, add_rms_norm, gated_layer_norm, layer_norm, rms_norm
+from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.single_row import Norm
 
@@ -50,7 +50,15 @@ class LayerNorm(nnx.Module):
 
         branch_bias is added to the branch before, in the branch's dtype.
         """
-        op = partial(add_layer_norm, eps=self.eps, implementation=self.implementation)
+        op = lambda x, residual, weight, bias, x_bias: layer_norm(
+            x,
+            weight,
+            bias,
+            residual=residual,
+            x_bias=x_bias,
+            eps=self.eps,
+            implementation=self.implementation,
+        )
         specs = (STREAM, STREAM, P(), P(), P())
         op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
         y, s = op(branch, residual, self.weight[...], self.bias[...], branch_bias)
@@ -98,10 +106,16 @@ class RMSNorm(nnx.Module):
 
         branch_bias is added to the branch before, in the branch's dtype.
         """
-        op = partial(add_rms_norm, eps=self.eps, implementation=self.implementation)
-        specs = (STREAM, STREAM, P(), P(), P())
-        op = per_device(op, in_specs=specs, out_specs=(STREAM, STREAM))
-        y, s = op(branch, residual, self.weight[...], None, branch_bias)
+        op = lambda x, residual, weight, x_bias: rms_norm(
+            x,
+            weight,
+            residual=residual,
+            x_bias=x_bias,
+            eps=self.eps,
+            implementation=self.implementation,
+        )
+        op = per_device(op, in_specs=(STREAM, STREAM, P(), P()), out_specs=(STREAM, STREAM))
+        y, s = op(branch, residual, self.weight[...], branch_bias)
         return y.astype(self.dtype or branch.dtype), s
 
     def row_norm(self) -> Float[Array, ""]:
@@ -136,6 +150,8 @@ class HeadLayerNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T H D"], gate: Float[Array, "B T H D"]
     ) -> Float[Array, "B T H D"]:
-        op = partial(gated_layer_norm, eps=self.eps, implementation=self.implementation)
+        op = lambda x, gate, weight: layer_norm(
+            x, weight, gate=gate, eps=self.eps, implementation=self.implementation
+        )
         op = per_device(op, in_specs=(HEADS, HEADS, P("tensor", None)), out_specs=HEADS)
         return op(x, gate, self.weight[...].reshape(x.shape[-2:]))

@@ -5,7 +5,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
@@ -21,6 +21,7 @@ from jaxllm.layers.norm import HEADS, HeadLayerNorm, LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
 from pallas_kernels import vlstm, vlstm_qkv, vlstm_qkvo, vlstm_step
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.ids import Ids
 
 # (B, T, NH), or side by side those of each device: i and f (B, T, 2 NH); q, k, v, o (B, T, P).
 GATES = P(BATCH, "context", "tensor")
@@ -71,7 +72,7 @@ class VLSTMLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T C"],
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Integer[Ids, "B T"] | None = None,
         *,
         norm: LayerNorm | RMSNorm | None = None,
     ) -> Float[Array, "B T C"]:
@@ -84,7 +85,7 @@ class VLSTMLayer(nnx.Module):
     def with_cache(
         self,
         x: Float[Array, "B T C"],
-        segment_ids: Int[Array, "B T"] | None,
+        segment_ids: Integer[Ids, "B T"] | None,
         cache: Cache | None,
         *,
         norm: LayerNorm | RMSNorm | None = None,

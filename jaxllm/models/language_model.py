@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxllm.config import AttentionConfig, ModelConfig
 from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
@@ -27,7 +27,8 @@ from jaxllm.sharding import (
     per_device,
     shardings,
 )
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import ids, linear_cross_entropy
+from pallas_kernels.ids import Ids
 
 STD = 0.02  # initial standard deviation of all weights
 IGNORE = -100  # label that the loss ignores
@@ -66,10 +67,7 @@ class LanguageModel(nnx.Module):
     ):
         width, implementation = config.d_model, config.implementation
         self.config, self.logit_soft_cap = config, logit_soft_cap
-        # Whether the matmuls of `loss` take fp8 operands, and a parameter whose gradient is what
-        # that loses (train/fp8.py).
-        self.fp8_head = False
-        self.probe: nnx.Param | None = None
+        self.fp8_head = False  # whether the matmuls of `loss` take fp8 operands
         self.embedding = Embedding(
             config.vocab_size,
             width,
@@ -93,10 +91,10 @@ class LanguageModel(nnx.Module):
 
     def hidden(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Integer[Ids, "B T"],
         *,
-        positions: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Integer[Ids, "..."] | None = None,
+        segment_ids: Integer[Ids, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         """The residual stream after the final norm, (B, T, C) in the compute dtype.
 
@@ -120,8 +118,8 @@ class LanguageModel(nnx.Module):
         self,
         embedded: Float[Array, "B T C"],
         *,
-        positions: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Integer[Ids, "..."] | None = None,
+        segment_ids: Integer[Ids, "B T"] | None = None,
         caches: list[Cache] | None = None,
     ) -> Iterator[tuple[Stream, Cache | None]]:
         """Runs the blocks on embedded tokens; yields each block's output and updated cache.
@@ -130,6 +128,10 @@ class LanguageModel(nnx.Module):
         """
         if caches is not None and context_size() > 1:
             raise ValueError("generation needs whole sequences: use sharding.whole_sequences(mesh)")
+        # Here and in `loss`, as jit and shard_map would cut numpy's int64 to 32 bits.
+        segment_ids = ids.documents(segment_ids)
+        if positions is not None:
+            positions = ids.saturated("positions", positions)
         stream = Stream(None, None, embedded)
         for i, block in enumerate(self.blocks):
             cache = None if caches is None else caches[i]
@@ -147,17 +149,17 @@ class LanguageModel(nnx.Module):
         z = head(hidden, dtype)
         return z if self.logit_soft_cap is None else soft_cap(z, self.logit_soft_cap)
 
-    def __call__(self, tokens: Int[Array, "B T"], **options) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Integer[Ids, "B T"], **options) -> Float[Array, "B T V"]:
         """Logits of every position, (B, T, V); takes the options of `hidden`."""
         return self.logits(self.hidden(tokens, **options))
 
     def loss(
         self,
-        tokens: Int[Array, "B T"],
-        labels: Int[Array, "B T"],
+        tokens: Integer[Ids, "B T"],
+        labels: Integer[Ids, "B T"],
         *,
-        positions: Int[Array, "..."] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Integer[Ids, "..."] | None = None,
+        segment_ids: Integer[Ids, "B T"] | None = None,
         scale: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
         """`scale` x the sum of the cross-entropy over all labels but -100, () float32.
@@ -166,6 +168,7 @@ class LanguageModel(nnx.Module):
         `scale` as it computes them.  `scale` itself gets no gradient.
         positions, segment_ids: as in `hidden`.
         """
+        labels, ignored = ids.labels(labels, IGNORE)
         head = self.head
         if head is None:
             embedded, weight = self.embedding.with_table(tokens, positions)
@@ -184,6 +187,7 @@ class LanguageModel(nnx.Module):
         loss = partial(
             linear_cross_entropy,
             vocab_size=self.config.vocab_size,
+            ignore_index=ignored,
             softcap=self.logit_soft_cap,
             transposed=head is not None,
             reduction="sum",
@@ -193,13 +197,11 @@ class LanguageModel(nnx.Module):
         )
         op = per_device(
             # Each part of the tokens yields one number.
-            lambda x, w, labels, scale, probe: loss(x, w, labels, scale=scale, probe=probe)[None],
-            in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P(), P()),
+            lambda x, w, labels, scale: loss(x, w, labels, scale=scale)[None],
+            in_specs=(part, P(tensor) if head is None else P(None, tensor), part, P()),
             out_specs=P(PARTS),
         )
-        # The devices' gradients are summed: the mean of their shares.
-        probe = None if self.probe is None else self.probe[...] / math.prod(shape.values())
-        return op(hidden, weight, labels, jnp.asarray(scale), probe).sum()
+        return op(hidden, weight, labels, jnp.asarray(scale)).sum()
 
     def mixing_flops(self, seq_len: int) -> float:
         """Operations per token in the forward matmuls without parameters."""

@@ -132,6 +132,10 @@ class Checkpoints:
             raise self._damaged(step, e, wanted) from e
         if name := first_mismatch(flat, about.get("checksums", {})):
             raise self._damaged(step, ValueError("its checksum differs"), [name])
+        # A step cannot take over the memory of all of these arrays: on a CPU some are views of what
+        # Orbax read.  Each is copied, and freed before the next one.
+        for name in wanted:
+            flat[name] = jax.device_put(flat[name], flat[name].sharding, may_alias=False)
         return jax.tree.unflatten(
             jax.tree.structure(abstract_state), [flat[name] for name in wanted]
         )
@@ -205,24 +209,24 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 failed.close()  # its threads may still write
         self._delete_incomplete()  # to free the disk
-        kept = self._before(None)
+        kept = self.on_disk()
         return (
             f"the checkpoint of step {self._saving} could not be written ({in_short(cause)});"
             f" the newest complete one is {'none' if kept is None else f'of step {kept}'}"
         )
 
-    def _before(self, step: int | None) -> int | None:
-        """Step of the newest complete checkpoint, or of the newest before `step`.
+    def on_disk(self, before: int | None = None) -> int | None:
+        """Step of the newest complete checkpoint, or of the newest before a step.
 
         It goes by the names of the folders: a manager might fail on files that the threads of a
         failed save are still deleting.
         """
         steps = [int(p.name) for p in self.directory.glob("*") if p.name.isdecimal()]
-        return max((s for s in steps if step is None or s < step), default=None)
+        return max((s for s in steps if before is None or s < before), default=None)
 
     def _damaged(self, step: int, cause: Exception, names: Iterable[str] = ()) -> InputError:
         """names: arrays, one of which may have caused the error."""
-        folder, older = self.directory / str(step), self._before(step)
+        folder, older = self.directory / str(step), self.on_disk(before=step)
         return InputError(
             f"checkpoint {folder} is damaged{_named(cause, names)} ({in_short(cause)});"
             + (

@@ -9,11 +9,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm import sharding
-from jaxllm.config import Config
+from jaxllm.config import Config, DataConfig
 from jaxllm.data.loader import Dataset
 from jaxllm.errors import InputError, memory_errors
 from jaxllm.files import write_whole
 from jaxllm.models import flops_per_token
+from jaxllm.text import Tokenizer
 from jaxllm.train import report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.estimate import device_name
@@ -21,6 +22,7 @@ from jaxllm.train.metrics import RunLog, SilentLog, peak_flops
 from jaxllm.train.process import check_kernels
 from jaxllm.train.step import Trainer, TrainState
 from jaxllm.train.tracker import Wandb
+from jaxllm.train.verify import Canary
 from jaxllm.weights.pretrained import check_weights, load_params, open_weights
 from pallas_kernels import dispatch
 
@@ -49,6 +51,21 @@ def open_initial_weights(config: Config):
     return weights
 
 
+def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
+    """The data with the tokenizer of the model and all that is said beside it, if it has one.
+
+    folder: of the initial weights or of the run to resume.
+    Raises InputError if data.tokenizer is another one.
+    """
+    trained = data.tokenizer is None and data.source != "shards"  # on the data, so it is not given
+    if trained or folder is None or not (folder / "tokenizer.json").exists():
+        return data
+    own = folder / "tokenizer.json"
+    if data.tokenizer is not None:
+        Tokenizer(own).check_same(Tokenizer(data.tokenizer))
+    return data.model_copy(update={"tokenizer": str(own)})
+
+
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     """Raises InputError for a run that has all of its steps and its report.
 
@@ -64,11 +81,13 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
         )
 
 
-def print_header(trainer: Trainer, data: str, emit: Callable[[str], None]) -> None:
+def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], None]) -> None:
     """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
     emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
-    emit(f"data     {data}")
+    emit(f"data     {'not opened in a dry run' if data is None else data.description}")
+    if data is not None and data.tokenizer is not None:
+        emit(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
@@ -103,8 +122,8 @@ def initial_state(
 
 def compile_step(
     trainer: Trainer, out_dir: Path, fresh: bool, emit: Callable[[str], None], advice: str
-) -> Callable:
-    """Compiles the train step, and prints how its ops run.
+) -> tuple[Callable, Canary | None]:
+    """Compiles the train step and, if steps are verified, theirs; prints how the ops run.
 
     fresh: the run starts at step 0, so compiled programs in `out_dir` are from a killed process.
     """
@@ -125,9 +144,13 @@ def compile_step(
     traced = trace_step(trainer, emit)
     with memory_errors(advice):
         program = compile_autotuned(traced.lower(), timings)
+        canary = None
+        if config.verify_every:
+            verified = trainer.trace_verified_step().lower()
+            canary = Canary(trainer, compile_autotuned(verified, timings))
     seconds = time.perf_counter() - clock
     emit(f"compiled in {seconds:.1f} s, writing to {out_dir}")
-    return program
+    return program, canary
 
 
 def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.stages.Compiled:
@@ -188,10 +211,10 @@ def open_log(
     tokens = config.train.batch_size * config.train.seq_len
     out_dir.mkdir(parents=True, exist_ok=True)
     if dataset.tokenizer is not None:  # makes the directory self-contained
-        path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer.path
-        if path.exists() and path.read_bytes() != tokenizer.read_bytes():
+        path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer
+        if path.exists() and Tokenizer(path).digest != tokenizer.digest:
             raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
-        write_whole(path, tokenizer.read_bytes())
+        tokenizer.copy_to(out_dir)
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
     model = f"{config.model.type}, {trainer.n_params:,} parameters"
     device = device_name(trainer.mesh)

@@ -98,6 +98,7 @@ class RunLog:
             "grad_norm": grad_norm,
             "step_ms": seconds * 1e3,
             "tokens_per_second": speed,
+            "tokens": step * self.tokens,
         }
         news = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
         if self.peak is not None:
@@ -121,15 +122,6 @@ class RunLog:
         self._write({"step": step, "val_loss": val_loss})
         self.message(f"step {step}/{self.steps}  validation loss {val_loss:.4f}")
         self.draw()
-
-    def fp8(self, step: int, worst: dict[str, tuple[float, str]]) -> None:
-        """Logs the largest share of values that fp8 loses, by kind, with its layer."""
-        self._write({"step": step} | {name: share for name, (share, _) in worst.items()})
-        parts = [
-            f"{name.removeprefix('fp8_').replace('_', ' ')} {share:.3%} ({layer})"
-            for name, (share, layer) in worst.items()
-        ]
-        self.message(f"step {step}/{self.steps}  fp8, worst layers: {', '.join(parts)}")
 
     def sample(self, step: int, text: str) -> None:
         """Logs a text that the model wrote, including its prompt."""
@@ -238,7 +230,6 @@ class SilentLog:
 
     def train(self, *_) -> None: ...
     def evaluation(self, *_) -> None: ...
-    def fp8(self, *_) -> None: ...
     def sample(self, *_) -> None: ...
     def message(self, *_) -> None: ...
     def draw(self) -> None: ...

@@ -29,6 +29,14 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
+def at_step(opt_state: optax.OptState, step: jax.Array) -> optax.OptState:
+    """The optimizer's state with the learning rate of `step`, also after skipped updates."""
+    of_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
+    return jax.tree.map(
+        lambda x: x._replace(count=step) if of_schedule(x) else x, opt_state, is_leaf=of_schedule
+    )
+
+
 def global_norm(tree) -> jax.Array:
     """Square root of the sum of all squares, () float32, like `optax.tree.norm` but faster."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,10 +1,48 @@
-"""Traces a few steps and lists the longest kernels."""
+"""Times every step; traces a few steps and lists the longest kernels."""
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+
+from jaxllm.errors import memory_errors
+
+
+class StepClock:
+    """Times each step, and records it while the devices run the next one."""
+
+    def __init__(self, record: Callable[[int, dict, float], None], advice: str):
+        """record: called with a step, its metrics and its seconds.
+
+        advice: for when memory runs out.
+        """
+        self.record, self.advice = record, advice
+        self.running: tuple[int, dict] | None = None
+        self.clock = time.perf_counter()
+
+    def started(self, step: int, metrics: dict) -> None:
+        """Call this after dispatching a step; waits for the previous step and records it."""
+        self._record_last()
+        self.running = step, metrics
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Waits for the last step; the time inside the context counts for no step."""
+        self._record_last()
+        yield
+        self.clock = time.perf_counter()
+
+    def _record_last(self) -> None:
+        if self.running is None:
+            return
+        (step, metrics), self.running = self.running, None
+        with memory_errors(self.advice):
+            values = {name: float(value) for name, value in metrics.items()}  # waits for the step
+        before, self.clock = self.clock, time.perf_counter()
+        self.record(step, values, self.clock - before)
 
 
 class StepTrace:

@@ -305,7 +305,7 @@ def describe(folder: Path, model: str, tokens: int, device: str, ops: list) -> N
         "started": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"python": platform.python_version()},
-        "ops": [list(decision) for decision in ops],
+        "ops": [[decision.op, decision.runs, decision.why] for decision in ops],
     }
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a resumed run keeps it
         about["started"] = json.loads(path.read_text(encoding="utf-8"))["started"]

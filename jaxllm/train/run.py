@@ -8,14 +8,13 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 
 from jaxllm.config import Config, command_line
 from jaxllm.data.loader import check_paths
-from jaxllm.errors import InputError, RunError, memory_errors
+from jaxllm.errors import Corruption, InputError, RunError, memory_errors
 from jaxllm.train import processes
 from jaxllm.train.metrics import print_line, read_metrics
 from jaxllm.train.process import StopSignals, lock_directory, no_long_pauses, set_xla_flags
@@ -51,11 +50,16 @@ def _run(argv: list[str]) -> int:
 def _train(arguments: command_line.Arguments) -> int:
     if arguments.dry_run:
         return dry_run(arguments.config)
-    with contextlib.ExitStack() as stack:
-        run = Run(arguments.config, arguments.out_dir, arguments.resume, stack)
-        signals = StopSignals() if run.world == 1 else processes.StopTogether()
-        with signals as stop, no_long_pauses():
-            return run.loop(stop)
+    resume, status, again = arguments.resume, None, False
+    while status is None:
+        with contextlib.ExitStack() as stack:
+            run = Run(arguments.config, arguments.out_dir, resume, stack)
+            signals = StopSignals() if run.world == 1 else processes.StopTogether()
+            with signals as stop, no_long_pauses():
+                status = run.loop(stop, again)
+        del run
+        resume = again = True
+    return status
 
 
 def check_dtypes(config: Config) -> None:
@@ -98,44 +102,10 @@ def dry_run(config: Config) -> int:
     estimate.check_fits(config, mesh)
     trainer = Trainer(config, mesh)
     emit = print_line if jax.process_index() == 0 else lambda text: None
-    launch.print_header(trainer, "not opened in a dry run", emit)
+    launch.print_header(trainer, None, emit)
     launch.trace_step(trainer, emit)
     emit(estimate.summarize(trainer))
     return 0
-
-
-class StepClock:
-    """Times each step, and records it while the devices run the next one."""
-
-    def __init__(self, record: Callable[[int, dict, float], None], advice: str):
-        """record: called with a step, its metrics and its seconds.
-
-        advice: for when memory runs out.
-        """
-        self.record, self.advice = record, advice
-        self.running: tuple[int, dict] | None = None
-        self.clock = time.perf_counter()
-
-    def started(self, step: int, metrics: dict) -> None:
-        """Call this after dispatching a step; waits for the previous step and records it."""
-        self._record_last()
-        self.running = step, metrics
-
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Waits for the last step; the time inside the context counts for no step."""
-        self._record_last()
-        yield
-        self.clock = time.perf_counter()
-
-    def _record_last(self) -> None:
-        if self.running is None:
-            return
-        (step, metrics), self.running = self.running, None
-        with memory_errors(self.advice):
-            values = {name: float(value) for name, value in metrics.items()}  # waits for the step
-        before, self.clock = self.clock, time.perf_counter()
-        self.record(step, values, self.clock - before)
 
 
 class Run:
@@ -170,8 +140,9 @@ class Run:
         if resume and newest is None:
             emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
         weights = launch.open_initial_weights(config) if newest is None else None
+        origin = (weights and weights.folder) if newest is None else out_dir
         self.dataset = open_dataset(
-            config.data,
+            launch.with_models_tokenizer(config.data, origin),
             seq_len=train.seq_len,
             seed=train.seed,
             vocab_size=config.model.vocab_size,
@@ -181,7 +152,7 @@ class Run:
             self.start = newest
             self.samples = self.checkpoints.samples(newest, self.dataset.fingerprint)
             launch.check_unfinished(out_dir, newest, train.steps)
-        launch.print_header(self.trainer, self.dataset.description, emit)
+        launch.print_header(self.trainer, self.dataset, emit)
         if self.start < train.steps:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
@@ -190,9 +161,10 @@ class Run:
             self.trainer, self.checkpoints, newest, weights, self.advice
         )
         fresh = self.start == 0
-        self.step_program = launch.compile_step(self.trainer, out_dir, fresh, emit, self.advice)
+        self.step_program, self.canary = launch.compile_step(
+            self.trainer, out_dir, fresh, emit, self.advice
+        )
         self.evaluate = self.trainer.eval_step()
-        self.measure_fp8 = None
         if not resume and self.rank == 0:  # a new run writes nothing before this point
             stack.enter_context(lock_directory(out_dir))
             command_line.check_free(out_dir)
@@ -201,8 +173,11 @@ class Run:
         except OSError as e:
             raise InputError(f"cannot write to {out_dir}: {e.strerror}") from e
 
-    def loop(self, stop: StopSignals | processes.StopTogether) -> int:
-        """Trains to the last step or a signal; returns the exit status."""
+    def loop(self, stop: StopSignals | processes.StopTogether, again: bool) -> int | None:
+        """Trains to the last step or a signal; returns the exit status, None to roll back.
+
+        again: whether this run has rolled back to its first step, which it does only once.
+        """
         batches = self.dataset.train_batches(
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
@@ -217,10 +192,18 @@ class Run:
                 return 128 + received
             self._print_summary()
             return 0
-        except RunError:
+        except RunError as e:
             with contextlib.suppress(RunError):
                 self.checkpoints.close()  # waits for a save in progress
-            raise
+            if not isinstance(e, Corruption):
+                raise
+            stuck = again and (self.checkpoints.on_disk() or 0) == self.start
+            if stuck or self.config.train.on_corruption == "stop":
+                advice = "continue with --resume, on other devices if it happens again"
+                raise RunError(f"{e}; {advice}") from e
+            self.log.message(f"{e}; going on from the newest checkpoint")
+            del self.state  # frees the memory for it
+            return None
         finally:
             batches.close()
             self.log.close()
@@ -229,7 +212,7 @@ class Run:
         self, batches: Iterator[dict], stop: StopSignals | processes.StopTogether
     ) -> tuple[int, int | None]:
         """Takes all steps, or until a signal; returns (last step, signal or None)."""
-        from jaxllm.train.profiling import StepTrace
+        from jaxllm.train.profiling import StepClock, StepTrace
 
         steps = self.config.train.steps
         if self.start == steps:
@@ -241,7 +224,10 @@ class Run:
                 with clock.stopped():
                     trace.start()
             batch = self.trainer.put_batch(next(batches))
-            self.state, metrics = self.step_program(self.state, batch)
+            if self.canary is not None and step % self.config.train.verify_every == 0:
+                self.state, metrics = self.canary.take(step, self.state, batch)
+            else:
+                self.state, metrics = self.step_program(self.state, batch)
             clock.started(step, metrics)
             # Read only once per step: a later signal takes effect after the next step.  The last
             # step ignores it.
@@ -250,8 +236,6 @@ class Run:
                 with clock.stopped():
                     if trace.ends(step):
                         self.log.message(trace.stop())
-                    if self._reports_fp8(step):
-                        self._report_fp8(step, batch)
                     self._evaluate_sample_save(step, stopping=received is not None)
             if received is not None:
                 return step, received
@@ -263,19 +247,7 @@ class Run:
     def _pauses_after(self, step: int) -> bool:
         train = self.config.train
         every = (train.eval_every, self.config.sample.every, train.checkpoint_every)
-        return self._reports_fp8(step) or any(self._due(step, e) for e in every)
-
-    def _reports_fp8(self, step: int) -> bool:
-        every = self.config.train.fp8_report_every
-        return every > 0 and step % every == 0
-
-    def _report_fp8(self, step: int, batch: dict) -> None:
-        """Logs what fp8 loses of the tensors of the next step on this batch."""
-        from jaxllm.train import fp8
-
-        self.measure_fp8 = self.measure_fp8 or fp8.measurement(self.trainer)
-        if shares := self.measure_fp8(self.state.params, batch):
-            self.log.fp8(step, fp8.worst(shares))
+        return any(self._due(step, e) for e in every)
 
     def _evaluate_sample_save(self, step: int, stopping: bool) -> None:
         """Evaluates, samples and saves as due after a step; if the run stops, only saves."""
@@ -319,8 +291,10 @@ class Run:
             self.log.message(summarize_run(self.out_dir, self.config.sample.prompt))
 
     def _record(self, step: int, values: dict[str, float], seconds: float) -> None:
-        """Logs a finished step; raises RunError after too many skipped updates."""
+        """Logs a finished step; raises RunError for corruption or too many skipped updates."""
         train = self.config.train
+        if self.canary is not None:
+            self.canary.check(step)
         loss, lr, norm, skips = (values[k] for k in ("loss", "lr", "grad_norm", "skips"))
         if skips or self._due(step, train.log_every):
             self.log.train(step, loss, lr, norm, seconds, int(skips))
@@ -404,9 +378,16 @@ class Run:
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(
-                    self.trainer.graph, self.state.params, prompt, config, rows=rows, ends=ends
+                    self.trainer.graph,
+                    self.state.params,
+                    prompt,
+                    config,
+                    sample=step,
+                    rows=rows,
+                    ends=ends,
                 )
         except RunError as e:
             self.log.message(f"no sample: {e}")
             return
-        self.log.sample(step, config.prompt + tokenizer.decode(tokens))
+        known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
+        self.log.sample(step, config.prompt + tokenizer.decode(prompt + tokens)[known:])

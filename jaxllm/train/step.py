@@ -20,7 +20,8 @@ from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.train import guard
-from jaxllm.train.optim import global_norm, learning_rate, make_optimizer
+from jaxllm.train.optim import at_step, global_norm, learning_rate, make_optimizer
+from jaxllm.weights.checksums import device_checksums
 
 
 class TrainState(NamedTuple):
@@ -37,6 +38,14 @@ class TrainState(NamedTuple):
     def saved(self) -> "TrainState":
         """The part for a checkpoint: all but the copies, which `Trainer.with_copies` remakes."""
         return self._replace(copies=())
+
+
+class Checked(NamedTuple):
+    """The arrays of a step that its checksums cover, in the order in which a fault spreads."""
+
+    before: TrainState
+    gradient: nnx.State
+    after: TrainState  # without copies
 
 
 def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef:
@@ -200,13 +209,29 @@ class Trainer:
         After tracing, `pallas_kernels.dispatch.explain()` describes how the ops run;
         `.lower().compile()` gives the program of the whole run.
         """
-        step = jax.jit(
-            self._train_step,
-            donate_argnums=0,
-            out_shardings=(self.state_shardings, NamedSharding(self.mesh, sharding.P())),
-        )
+        return self._trace(self._train_step)
+
+    def trace_verified_step(self) -> jax.stages.Traced:
+        """Traces (state, batch, seen) -> (state, metrics, checksums), which donates the state.
+
+        seen: `device_checksums` of `Checked`; the state changes only if the result has the same.
+        """
+        table = (self.mesh.size, len(jax.tree.leaves(self.checked())), 2)
+        whole = NamedSharding(self.mesh, sharding.P())
+        seen = jax.ShapeDtypeStruct(table, jnp.uint32, sharding=whole)
+        return self._trace(self._verified_step, seen)
+
+    def _trace(self, step: Callable, *seen: jax.ShapeDtypeStruct) -> jax.stages.Traced:
+        whole = NamedSharding(self.mesh, sharding.P())
+        results = (self.state_shardings, whole, *(x.sharding for x in seen))
+        step = jax.jit(step, donate_argnums=0, out_shardings=results)
         with jax.set_mesh(self.mesh):
-            return step.trace(self.abstract_state(), self.abstract_batch())
+            return step.trace(self.abstract_state(), self.abstract_batch(), *seen)
+
+    def checked(self) -> Checked:
+        """Shapes, dtypes and shardings of what the checksums of a step cover."""
+        state = self.abstract_state()
+        return Checked(state, state.params, state.saved())
 
     def eval_step(self, graph: nnx.GraphDef | None = None) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
@@ -249,6 +274,28 @@ class Trainer:
         return [{name: rows[i] for name, rows in halves.items()} for i in range(2)]
 
     def _train_step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        good, new, metrics = self._updated(state, *self._gradients(state, batch))
+        return self._accepted(good, new, state), metrics
+
+    def _verified_step(
+        self, state: TrainState, batch: dict, seen: jax.Array
+    ) -> tuple[TrainState, dict, jax.Array]:
+        loss, grads = self._gradients(state, batch)
+        shardings = [x.sharding for x in jax.tree.leaves(self.checked())]
+        # The barrier separates this update from the one below.  XLA would otherwise compute one
+        # update and hold the whole new state until `same` is known; now it holds one array of it.
+        apart = jax.lax.optimization_barrier((state, loss, grads))
+        checked = Checked(state, grads, self._updated(*apart)[1].saved())
+        sums = device_checksums(jax.tree.leaves(checked), shardings)
+        good, new, metrics = self._updated(state, loss, grads)
+        same = (sums == seen).all()
+        # Only the copies change otherwise: they are cast anew from the old parameters.
+        step, watch = guard.select(same, (new.step, new.watch), (state.step, state.watch))
+        new = new._replace(step=step, watch=watch)
+        return self._accepted(good & same, new, state), metrics, sums
+
+    def _gradients(self, state: TrainState, batch: dict) -> tuple[jax.Array, nnx.State]:
+        """The loss, and its gradients in the dtypes of the working parameters, or sums in fp32."""
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
 
         def mean_loss(params, part):  # this part's share of the mean over the batch
@@ -263,27 +310,39 @@ class Trainer:
         working = self._gathered(self.working(state))
         parts = self.config.train.grad_accum
         if parts == 1:
-            loss, grads = grad(working, batch)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        else:
-            split = self._in_parts(batch, parts)
+            return grad(working, batch)
+        split = self._in_parts(batch, parts)
 
-            def add(sums, part):
-                return jax.tree.map(jnp.add, sums, grad(working, part)), None
+        def add(sums, part):
+            return jax.tree.map(jnp.add, sums, grad(working, part)), None
 
-            zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-            (loss, grads), _ = jax.lax.scan(add, zero, split)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
+        return jax.lax.scan(add, zero, split)[0]
+
+    def _updated(
+        self, state: TrainState, loss: jax.Array, grads: nnx.State
+    ) -> tuple[jax.Array, TrainState, dict]:
+        """(whether to accept the update, the state with it but without copies, the metrics)."""
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        opt_state = at_step(state.opt_state, state.step)
+        updates, opt_state = self.optimizer.update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norm = global_norm(grads)
         good, watch = guard.check_update(state.watch, loss, norm, self.config.train.skip_spikes)
-        params, opt_state = guard.select(good, (params, opt_state), (state.params, state.opt_state))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "lr": jnp.asarray(self.schedule(state.step), jnp.float32),
             "skips": watch.skips,
         }
+        # pyrefly: ignore[bad-argument-type]
+        return good, TrainState(state.step + 1, params, opt_state, watch), metrics
+
+    def _accepted(self, good: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+        """The new state, with the old parameters and moments unless `good`, and with copies."""
+        params, opt_state = guard.select(
+            good, (new.params, new.opt_state), (old.params, old.opt_state)
+        )
         # The copies are cast before they are gathered, which halves the bytes.
         copies = self._make_copies(self._scattered(params))
-        return TrainState(state.step + 1, params, opt_state, watch, copies), metrics
+        return new._replace(params=params, opt_state=opt_state, copies=copies)

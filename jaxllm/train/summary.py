@@ -29,7 +29,8 @@ def summarize_run(out_dir: Path, prompt: str) -> str:
         if validation := run.points("val_loss"):
             line += f", validation {validation[-1][1]:.4f}"
         lines.append(line)
-        tokens = last * run.about.get("tokens_per_step", 0)
+        steps = max(row["step"] for row in run.rows)  # the last one may have no loss
+        tokens = steps * run.about.get("tokens_per_step", 0)
         line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
         if speeds := [speed for _, speed in run.points("tokens_per_second")]:
             line += f", {median(speeds):,.0f} tokens/s in the median step"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.data.cache import digest
 
@@ -27,6 +28,23 @@ def first_mismatch(arrays: dict[str, Any], checksums: dict[str, str]) -> str | N
     """Name of the first array that does not match its checksum, or None."""
     found = array_checksums({name: x for name, x in arrays.items() if name in checksums})
     return next((name for name in found if found[name] != checksums[name]), None)
+
+
+def device_checksums(arrays: list[jax.Array], shardings: list[NamedSharding]) -> jax.Array:
+    """(devices, arrays, 2) uint32: both sums of each device's own part of every array.
+
+    Traceable; the devices are in the order of the mesh.
+    """
+    mesh = shardings[0].mesh
+    each = lambda *parts: jnp.stack([s for x in parts for s in _sums(x)]).reshape(1, -1, 2)
+    table = jax.shard_map(
+        each,
+        mesh=mesh,
+        in_specs=tuple(sharding.spec for sharding in shardings),
+        out_specs=PartitionSpec(mesh.axis_names),
+        check_vma=False,
+    )(*arrays)
+    return lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
 
 
 def with_digest(page: dict[str, Any]) -> dict[str, Any]:

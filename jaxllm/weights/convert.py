@@ -160,8 +160,8 @@ def _new_folder(out: Path) -> Iterator[Path]:
 def _from_huggingface(weights, folder: Path, out: Path) -> None:
     from jaxllm.weights.pretrained import write_checkpoint
 
-    _copy_companions(weights.folder, folder)
-    config = _config_to_train(weights, init_from=out, tokenizer=out / "tokenizer.json")
+    tokenizer = out / "tokenizer.json" if _copy_text(weights, folder) else None
+    config = _config_to_train(weights, init_from=out, tokenizer=tokenizer)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     about = {
         "config": config.model_dump(),
@@ -172,10 +172,10 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
     write_checkpoint(folder / "checkpoints", weights, about)
 
 
-def _config_to_train(weights, init_from: Path, tokenizer: Path):
+def _config_to_train(weights, init_from: Path, tokenizer: Path | None):
     """The configuration of a run that trains on from the weights of a Hugging Face folder.
 
-    tokenizer: the path that the folder's tokenizer.json will have, if there is one.
+    tokenizer: the path that the folder's tokenizer.json will have.
     """
     from jaxllm.config import Config, OptimizerConfig, TrainConfig
 
@@ -185,8 +185,7 @@ def _config_to_train(weights, init_from: Path, tokenizer: Path):
         train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
         optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=20),
     )
-    has_one = (weights.folder / "tokenizer.json").exists()
-    data = config.data.model_copy(update={"tokenizer": str(tokenizer) if has_one else None})
+    data = config.data.model_copy(update={"tokenizer": tokenizer and str(tokenizer)})
     return config.model_copy(update={"data": data})
 
 
@@ -196,14 +195,15 @@ def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> int:
     from jaxllm.weights.places import places
     from jaxllm.weights.pretrained import RunWeights
 
+    copied = _copy_text(weights, folder)
     if isinstance(weights, RunWeights):
         config, step = weights.run, weights.step
         read = lambda name: weights.read((name,))[name]
     else:
-        config, step = _config_to_train(weights, weights.folder, out / "tokenizer.json"), 0
+        tokenizer = out / "tokenizer.json" if copied else None
+        config, step = _config_to_train(weights, weights.folder, tokenizer), 0
         holders = {name: place for place in places(weights.config) for name in place.ours}
         read = lambda name: weights.read(holders[name])[name]
-    _copy_companions(weights.folder, folder)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     about = {"step": step, "packed_from": str(weights.folder)}
     return write_packed(folder, weights.config, packing, read, about)
@@ -212,23 +212,18 @@ def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> int:
 def _to_huggingface(weights, folder: Path, dtype: str) -> None:
     import json
 
+    from jaxllm.text.files import copy_companions, take_ids
     from jaxllm.weights.huggingface import write_tensors
     from jaxllm.weights.huggingface_config import config_json
     from jaxllm.weights.places import places
 
     config = weights.config
     page = config_json(config, dtype)
-    _copy_companions(weights.folder, folder)
-    given = weights.run.data.tokenizer
-    if not (folder / "tokenizer.json").exists() and given and Path(given).is_file():
-        shutil.copyfile(given, folder / "tokenizer.json")
-    if (folder / "tokenizer.json").exists():
-        if not (folder / "tokenizer_config.json").exists():
-            (folder / "tokenizer_config.json").write_text(
-                json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
-            )
+    if tokenizer := _tokenizer(weights):
+        page |= tokenizer.export_to(folder)
     else:
-        print("no tokenizer.json: the run has none (data.tokenizer); copy it there by hand")
+        copy_companions(weights.folder, folder)
+        page |= take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
         (place.name, place.to_theirs(config, weights.read(place.ours))) for place in places(config)
@@ -236,9 +231,34 @@ def _to_huggingface(weights, folder: Path, dtype: str) -> None:
     write_tensors(folder, config, dtype, tensors)
 
 
-def _copy_companions(source: Path, target: Path) -> None:
-    from jaxllm.weights.huggingface import COMPANIONS
+def _copy_text(weights, target: Path) -> bool:
+    """Copies what a folder says about its text; returns whether it has a tokenizer that is read."""
+    from jaxllm.text.files import copy_companions
 
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    if tokenizer := _tokenizer(weights):
+        tokenizer.copy_to(target)
+    else:
+        copy_companions(weights.folder, target)
+    return tokenizer is not None
+
+
+def _tokenizer(weights):
+    """The tokenizer of a run or a folder; None, said on the screen, without one that is read."""
+    from jaxllm.text import Tokenizer
+
+    run = getattr(weights, "run", None)
+    given = run and run.data.tokenizer
+    path = weights.folder
+    if not (path / "tokenizer.json").exists() and given and Path(given).expanduser().exists():
+        path = Path(given)
+    try:
+        if path == weights.folder and not Tokenizer.present(path):
+            raise InputError(f"{path} has no tokenizer.json; copy it there by hand")
+        tokenizer = Tokenizer(path, end_token=run and run.data.end_token)
+    except InputError as error:
+        if (weights.folder / "tokenizer.json").exists():
+            raise
+        print(f"no tokenizer is written: {error}")
+        return None
+    tokenizer.check(weights.config.vocab_size)
+    return tokenizer

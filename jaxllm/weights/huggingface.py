@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,20 @@ from safetensors import SafetensorError, safe_open
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import InputError
-from jaxllm.weights.huggingface_config import Page, model_config, read_json, validated
+from jaxllm.weights import meta
+from jaxllm.weights.huggingface_config import KINDS, model_config, read_json
 from jaxllm.weights.places import Place, places, tied
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TAGS = {"float32": "F32", "bfloat16": "BF16", "int32": "I32"}  # numpy's names and safetensors'
 SHARD_BYTES = 5 * 10**9  # largest file; the Hub and its tools expect several files above it
-INDEX = "model.safetensors.index.json"
-# Files of the tokenizer and of generation that are copied with the weights.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-)
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 _READABLE = ("F32", "F16", "BF16")
 # Tensors that are not parameters: masks and frequencies that older versions stored.
 _BUFFERS = re.compile(
-    r"transformer\.h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-    r"|rope\.freqs"
+    r"transformer\.h\.\d+\.attn\.(masked_)?bias|(.+\.)?rope\.freqs"
+    r"|(.+\.)?rotary_emb\.((original_)?inv_freq|cos_cached|sin_cached)"
 )
 
 
@@ -45,24 +41,30 @@ class HuggingFaceWeights:
     """The weights in a folder, checked against its configuration on opening.
 
     config: the configuration of our model.
-    Also reads a folder with Meta's params.json and tensor names (`_META`) in safetensors.
+    Also reads a folder with Meta's params.json and tensor names (meta.py) in safetensors.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files, self._stored = _open_files(folder)
-        if (folder / "config.json").is_file():
-            self.config = model_config(read_json(folder / "config.json"), folder / "config.json")
-            self._interleaved = False
-            bare = self.config.type == "gpt2" and "wte.weight" in self._stored
-            if bare:  # OpenAI's own files name the tensors of the model without its head
-                self._rename(lambda n: n if n == "lm_head.weight" else f"transformer.{n}")
-        else:
-            path = folder / "params.json"
+        page, params = folder / "config.json", folder / "params.json"
+        theirs = any((folder / name).is_file() for name in (SINGLE, INDEX))
+        self._interleaved = params.is_file() and not (page.is_file() and theirs)
+        if (folder / "adapter_config.json").is_file():
+            raise InputError(
+                f"{folder} holds an adapter (adapter_config.json), which is not supported; merge it"
+                " into its model first"
+            )
+        self._files, self._stored = _open_files(folder, self._interleaved)
+        if self._interleaved:
             shapes = {name: self._slice(name).get_shape() for name in self._stored}
-            self.config = _meta_config(read_json(path), path, shapes)
-            self._interleaved = True
-            self._rename(_meta_name)
+            self.config = meta.model_config(read_json(params), params, shapes)
+            self._rename(meta.tensor_name)
+        else:
+            self.config = model_config(content := read_json(page), page)
+            prefix = KINDS[content["model_type"]].prefix
+            bare = lambda name: name.removeprefix(prefix)
+            # A folder without the head, such as OpenAI's own, leaves out the prefix.
+            self._rename(lambda n: bare(n) if bare(n) == HEAD else prefix + bare(n))
         self._check()
 
     def read(self, place: Place) -> dict[str, np.ndarray]:
@@ -102,47 +104,68 @@ class HuggingFaceWeights:
         self._stored = renamed
 
     def _check(self) -> None:
-        config = self.config
-        if config.n_layers > len(self._stored):  # avoids making a huge list of names
+        """Raises InputError unless the folder has exactly the tensors of its configuration."""
+        if self.config.n_layers > len(self._stored):  # avoids making a huge list of names
             raise InputError(
-                f"{self.folder} declares {config.n_layers} layers, but holds only"
+                f"{self.folder} declares {self.config.n_layers} layers, but holds only"
                 f" {len(self._stored)} tensors"
             )
-        wanted = {place.name: place.shape(config) for place in places(config)}
-        for name, shape in wanted.items():
-            if name not in self._stored:
+        if HEAD in self._stored and tied(self.config) and not self._head_is_embedding():
+            if self.config.type != "llama3":
                 raise InputError(
-                    f"{self.folder} lacks the tensor {name}, which a {config.type} of"
-                    f" {config.n_layers} layers has"
+                    f"{self.folder} holds the tensor {HEAD}, which differs from the embedding; a"
+                    f" {self.config.type} has no head of its own: with tie_word_embeddings=true"
+                    " remove the tensor"
                 )
-            found = self._slice(name)
-            if tuple(found.get_shape()) != shape:
+            _note(
+                f"{self.folder}: {HEAD} differs from the embedding, so tie_word_embeddings is false"
+            )
+            self.config = self.config.model_copy(update={"tie_embeddings": False})
+        wanted = {place.name: place.shape(self.config) for place in places(self.config)}
+        shapes = {name: tuple(self._slice(name).get_shape()) for name in self._stored}
+        missing = [f"{n} {list(wanted[n])}" for n in wanted if n not in shapes]
+        extra = [
+            f"{self._stored[n][1]!r} {list(shapes[n])}"
+            for n in sorted(shapes.keys() - wanted.keys())
+            if not _BUFFERS.fullmatch(n) and not (n == HEAD and tied(self.config))
+        ]
+        odd = [
+            f"{n} of shape {list(shapes[n])} instead of {list(wanted[n])}"
+            for n in wanted
+            if shapes.get(n, wanted[n]) != wanted[n]
+        ]
+        wrong = (("lacks", missing), ("has no place for", extra), ("holds", odd))
+        if found := [f"{verb} {_several(names)}" for verb, names in wrong if names]:
+            head = "; tie_word_embeddings=true uses the embedding as the head"
+            raise InputError(
+                f"{self.folder} is no {self.config.type} of {self.config.n_layers} layers as its"
+                f" configuration says: it {', '.join(found)}"
+                + head
+                * any(name.startswith(HEAD) for name in missing)
+            )
+        for name in wanted:
+            if (dtype := self._slice(name).get_dtype()) not in _READABLE:
                 raise InputError(
-                    f"{self.folder}: {name} has shape {list(found.get_shape())}; the configuration"
-                    f" requires {list(shape)}"
-                )
-            if found.get_dtype() not in _READABLE:
-                raise InputError(
-                    f"{self.folder}: {name} is {found.get_dtype()}, not one of"
-                    f" {', '.join(_READABLE)}"
-                )
-        for name in sorted(self._stored.keys() - wanted.keys()):
-            if _BUFFERS.fullmatch(name):
-                continue
-            if not (name == "lm_head.weight" and tied(config) and self._head_is_embedding()):
-                raise InputError(
-                    f"{self.folder} holds the tensor {name!r}, which a {config.type} of"
-                    f" {config.n_layers} layers does not have"
+                    f"{self.folder}: {name} is {dtype}, not one of {', '.join(_READABLE)}"
                 )
 
     def _head_is_embedding(self) -> bool:
-        head = self._slice("lm_head.weight")
+        head = self._slice(HEAD)
         table = self._slice(places(self.config)[0].name)
         if head.get_shape() != table.get_shape() or head.get_dtype() != table.get_dtype():
             return False
         rows = self.config.vocab_size
         parts = [slice(i, min(i + 4096, rows)) for i in range(0, rows, 4096)]  # some MB at a time
         return all(np.array_equal(head[part], table[part]) for part in parts)
+
+
+def _several(names: list[str]) -> str:
+    """The first three names, and the number of others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def check_finite(x: np.ndarray, name: str) -> None:
@@ -158,22 +181,33 @@ def pickle_in(folder: Path) -> str:
     return f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
 
 
-def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
+    """(the files that transformers, or with `meta` Meta, reads; {tensor: file} of the index)."""
+    parts = sorted(p.name for p in folder.glob("consolidated*.safetensors")) if meta else []
+    if not parts and (folder / SINGLE).is_file():
+        parts = [SINGLE]
+        if (folder / INDEX).is_file():
+            _note(f"{folder}: {SINGLE} is read, not {INDEX} beside it, as by transformers")
+    if parts:
+        return parts, {}
+    if not (folder / INDEX).is_file():
+        others = sorted(p.name for p in folder.glob("*.safetensors"))
+        held = f"; {others[0]} is neither" if others else pickle_in(folder)
+        raise InputError(f"{folder} holds no {SINGLE} and no {INDEX}{held}")
+    listed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+        raise InputError(f"{folder / INDEX} has no weight_map of file names")
+    for name in listed.values():
+        if Path(name).name != name:
+            raise InputError(f"{folder / INDEX} names {name!r}, which is not in its folder")
+    if not listed:
+        raise InputError(f"{folder / INDEX} lists no tensor")
+    return sorted(set(listed.values())), listed
+
+
+def _open_files(folder: Path, meta: bool) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     """({file: handle}, {tensor: (file, name in the file)}) of the safetensors in a folder."""
-    if (folder / INDEX).is_file():
-        listed = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
-            raise InputError(f"{folder / INDEX} has no weight_map of file names")
-        names = sorted(set(listed.values()))
-        for name in names:
-            if Path(name).name != name:
-                raise InputError(f"{folder / INDEX} names {name!r}, which is not in its folder")
-    elif (folder / "model.safetensors").is_file():
-        listed, names = {}, ["model.safetensors"]
-    else:
-        listed, names = {}, sorted(p.name for p in folder.glob("consolidated*.safetensors"))
-    if not names:
-        raise InputError(f"{folder} holds no model.safetensors and no {INDEX}{pickle_in(folder)}")
+    names, listed = _weight_files(folder, meta)
     files, stored = {}, {}
     for name in names:
         try:
@@ -181,7 +215,9 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]
             files[name] = safe_open(folder / name, "numpy").__enter__()
             found = list(files[name].keys())
         except (SafetensorError, OSError) as e:
-            raise InputError(f"{folder}: {name!r} cannot be read as safetensors: {e}") from e
+            pointer = (folder / name).is_file() and (folder / name).stat().st_size < 1000
+            fix = "; if it is a pointer of Git LFS, run git lfs pull" if pointer else ""
+            raise InputError(f"{folder}: {name!r} cannot be read as safetensors: {e}{fix}") from e
         for tensor in found:
             if tensor in stored:
                 raise InputError(
@@ -193,65 +229,6 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]
         if stored.get(tensor, ("",))[0] != name:
             raise InputError(f"{folder / INDEX} puts {tensor!r} into {name!r}, where it is not")
     return files, stored
-
-
-# Meta's tensor names of Llama, in the folders with params.json.
-_META = {
-    r"tok_embeddings\.weight": "model.embed_tokens.weight",
-    r"norm\.weight": "model.norm.weight",
-    r"output\.weight": "lm_head.weight",
-    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
-    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
-    r"layers\.(\d+)\.attention\.w([qkvo])\.weight": r"model.layers.\1.self_attn.\2_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
-}
-
-
-def _meta_name(name: str) -> str:
-    for pattern, new in _META.items():
-        if found := re.fullmatch(pattern, name):
-            return found.expand(new)
-    return name  # refused later, by this name
-
-
-def _meta_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]]) -> ModelConfig:
-    """The configuration in Meta's params.json; the tensors' shapes give the widths that it lacks.
-
-    The file does not distinguish the RoPE scaling of Llama 3.1 (factor 8) from that of 3.2 (32).
-    """
-    keys = Page(page, path)
-    for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
-        if name not in shapes:
-            raise InputError(f"{path.parent} lacks the tensor {name}")
-    scaling = None
-    if page.get("use_scaled_rope"):
-        if page.get("rope_scaling_factor") is None:
-            raise InputError(
-                f"{path} has use_scaled_rope but no factor; add rope_scaling_factor to it"
-                " (8 for Llama 3.1, 32 for 3.2), or use the folder with a config.json"
-            )
-        scaling = dict(factor=page["rope_scaling_factor"])
-    return validated(
-        dict(
-            type="llama3",
-            vocab_size=shapes["tok_embeddings.weight"][0],
-            n_layers=keys.need("n_layers"),
-            n_heads=keys.need("n_heads"),
-            n_kv_heads=keys.get("n_kv_heads", page["n_heads"]),
-            d_model=keys.need("dim"),
-            d_head=keys.get("head_dim", None),
-            d_ff=shapes["layers.0.feed_forward.w1.weight"][0],
-            max_seq_len=keys.get("max_seq_len", 131072 if scaling else 8192),
-            rope_theta=keys.get("rope_theta", 10000.0),
-            rope_scaling=scaling,
-            tie_embeddings="output.weight" not in shapes,
-            norm_eps=keys.get("norm_eps", 1e-5),
-        ),
-        path,
-        {"n_layers": "n_layers", "d_model": "dim", "d_head": "head_dim"},
-    )
 
 
 def write_tensors(

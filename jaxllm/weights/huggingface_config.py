@@ -1,6 +1,7 @@
 """Reads and writes config.json, the model configuration of a Hugging Face folder.
 
-A setting that our models do not support is refused by name.
+A setting is applied or refused by name.  A key that nothing here reads is refused, too, unless its
+value turns it off (null, false, 0, empty) or `_HARMLESS` says that it does not affect the result.
 """
 
 import json
@@ -20,22 +21,49 @@ NEEDED = object()  # the "default" of a required key
 class _Kind(NamedTuple):
     """How a type of Hugging Face model maps to ours.
 
+    prefix: what its tensors' names begin with, which a folder without the head may leave out.
     fixed: {their key: values that our model supports}; the first is their default.
     keys: {our setting: (their key, their default)}.
+    aliases: {another name of a key: the key}.
     """
 
     ours: str
     architecture: str
+    prefix: str
     fixed: dict[str, tuple]
     keys: dict[str, tuple[str, Any]]
+    aliases: dict[str, str] = {}
 
 
+_LLAMA = _Kind(
+    "llama3",
+    "LlamaForCausalLM",
+    "model.",
+    {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
+    {
+        "vocab_size": ("vocab_size", NEEDED),
+        "n_layers": ("num_hidden_layers", NEEDED),
+        "n_heads": ("num_attention_heads", NEEDED),
+        "n_kv_heads": ("num_key_value_heads", None),
+        "d_model": ("hidden_size", NEEDED),
+        "d_head": ("head_dim", None),
+        "d_ff": ("intermediate_size", NEEDED),
+        "max_seq_len": ("max_position_embeddings", 2048),
+        "rope_theta": ("rope_theta", 10000.0),
+        "tie_embeddings": ("tie_word_embeddings", False),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+    },
+)
 KINDS = {
     "gpt2": _Kind(
         "gpt2",
         "GPT2LMHeadModel",
+        "transformer.",
         {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "activation_function": (
+                *("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast"),
+                "gelu_accurate",
+            ),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
@@ -50,28 +78,27 @@ KINDS = {
             "max_seq_len": ("n_positions", NEEDED),
             "norm_eps": ("layer_norm_epsilon", 1e-5),
         },
-    ),
-    "llama": _Kind(
-        "llama3",
-        "LlamaForCausalLM",
-        {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
         {
-            "vocab_size": ("vocab_size", NEEDED),
-            "n_layers": ("num_hidden_layers", NEEDED),
-            "n_heads": ("num_attention_heads", NEEDED),
-            "n_kv_heads": ("num_key_value_heads", None),
-            "d_model": ("hidden_size", NEEDED),
-            "d_head": ("head_dim", None),
-            "d_ff": ("intermediate_size", NEEDED),
-            "max_seq_len": ("max_position_embeddings", 2048),
-            "rope_theta": ("rope_theta", 10000.0),
-            "tie_embeddings": ("tie_word_embeddings", False),
-            "norm_eps": ("rms_norm_eps", 1e-6),
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+        },
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA._replace(
+        architecture="MistralForCausalLM",
+        keys=_LLAMA.keys
+        | {
+            "n_kv_heads": ("num_key_value_heads", 8),
+            "max_seq_len": ("max_position_embeddings", 131072),
+            "window": ("sliding_window", 4096),
         },
     ),
     "xlstm": _Kind(
         "vlstm",
         "xLSTMForCausalLM",
+        "backbone.",
         {
             "use_bias": (False,),
             "tie_word_embeddings": (False,),
@@ -82,17 +109,35 @@ KINDS = {
         },
         {
             "vocab_size": ("vocab_size", NEEDED),
-            "n_layers": ("num_hidden_layers", None),
+            "n_layers": ("num_hidden_layers", NEEDED),
             "n_heads": ("num_heads", NEEDED),
-            "d_model": ("hidden_size", None),
+            "d_model": ("hidden_size", NEEDED),
             "max_seq_len": ("max_seq_len", 8192),  # any length works; xLSTM 7B was trained on 8192
             "gate_soft_cap": ("gate_soft_cap", 15.0),
             "logit_soft_cap": ("output_logit_soft_cap", 30.0),
             "norm_eps": ("norm_eps", 1e-6),
             "chunk_size": ("chunk_size", 64),
         },
+        {"num_blocks": "num_hidden_layers", "embedding_dim": "hidden_size"},
     ),
 }
+# Keys that do not affect the result: where the file comes from, dtypes, dropout, special tokens,
+# settings of generation, other heads, kernels.
+_HARMLESS = re.compile(
+    r"_?name_or_path|_commit_hash|transformers_version|transformers\.js_config|unsloth_\w+|model_type"
+    r"|architectures|auto_map|torch_dtype|dtype|use_bfloat16|torchscript|is_llama_config|is_decoder"
+    r"|use_cache|gradient_checkpointing|pretraining_tp|chunk_size_feed_forward|tf_legacy_loss"
+    r"|(\w+_)?initializer_range|\w*dropout\w*|\w+_pdrop|n_ctx|max_sequence_length|model_max_length"
+    r"|_?attn_implementation\w*|reorder_and_upcast_attn|tokenizer_class|prefix|\w+_token_ids?"
+    r"|output_(attentions|hidden_states|scores|past)|return_dict(_in_generate)?"
+    r"|(max|min)_length|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty"
+    r"|temperature|top_[kp]|typical_p|(repetition|length)_penalty|num_return_sequences"
+    r"|(encoder_)?no_repeat_ngram_size|remove_invalid_values"
+    r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|summary_\w+"
+    r"|norm_reduction_force_float32|(chunkwise|sequence|step)_kernel|mode|return_last_states"
+    r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|forward_backend_name"
+    r"|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert"
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,17 +158,19 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
         raise InputError(f"{path}: model_type={name!r} is not one of {', '.join(KINDS)}")
     if page.get("quantization_config"):
         raise InputError(f"{path}: quantization_config: quantized weights are not supported")
-    kind, keys = KINDS[name], Page(page, path)
+    kind = KINDS[name]
+    keys = Page(page, path, kind.aliases)
     for key, allowed in kind.fixed.items():
         keys.only(key, *allowed)
     fields = {
         ours: keys.need(key) if default is NEEDED else keys.get(key, default)
         for ours, (key, default) in kind.keys.items()
     }
-    if name == "llama":
+    if kind.ours == "llama3":
         fields |= _llama(keys, fields)
     if name == "xlstm":
         fields |= _xlstm(keys, fields)
+    keys.refuse_rest()
     theirs = {ours: key for ours, (key, _) in kind.keys.items()}
     return validated({"type": kind.ours} | fields, path, theirs)
 
@@ -147,17 +194,30 @@ def validated(fields: dict[str, Any], path: Path, theirs: dict[str, str]) -> Mod
 
 
 class Page:
-    """The keys of a configuration file, with errors that name them."""
+    """The keys of a configuration file, with errors that name them.
 
-    def __init__(self, page: dict[str, Any], path: Path):
-        self.page, self.path = page, path
+    aliases: {another name of a key: the key}.
+    """
+
+    def __init__(
+        self, page: dict[str, Any], path: Path | str, aliases: dict[str, str] | None = None
+    ):
+        self.page, self.path, self._known = dict(page), path, set(aliases or ())
+        for alias, key in (aliases or {}).items():
+            value = page.get(alias)
+            if value is None:
+                continue
+            if page.get(key) not in (None, value):
+                raise InputError(f"{path}: {alias}={value!r} differs from {key}={page[key]!r}")
+            self.page[key] = value
 
     def need(self, key: str):
-        if self.page.get(key) is None:
+        if self.get(key, None) is None:
             raise InputError(f"{self.path} lacks {key}")
         return self.page[key]
 
     def get(self, key: str, default):
+        self._known.add(key)
         value = self.page.get(key)
         return default if value is None else value
 
@@ -175,39 +235,64 @@ class Page:
                 f"{self.path}: {key}={self.page[key]!r} is not supported; only {names}"
             )
 
+    def refuse_rest(self) -> None:
+        """Raises InputError for a key that was not read and that may affect the result."""
+        for key, value in self.page.items():
+            if key in self._known or _HARMLESS.fullmatch(key):
+                continue
+            if value not in (None, False, "", [], {}):
+                raise InputError(
+                    f"{self.path}: {key}={value!r:.100} is not supported; if it does not affect the"
+                    " model's result, remove it"
+                )
+
 
 def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
-    rope = page.get("rope_scaling", {}) or page.get("rope_parameters", {})  # transformers 4 and 5
+    # The names of transformers 4 and 5, which prefers the older one.
+    old, new = page.get("rope_scaling", {}), page.get("rope_parameters", {})
+    rope = old or new
     if not isinstance(rope, dict):
         raise InputError(f"{page.path}: rope_scaling={rope!r} is not an object with keys")
-    rope = Page(rope, page.path)
-    rope.only("partial_rotary_factor", 1.0)
-    if rope.page.get("rope_type") is None and rope.page.get("type") is not None:
-        rope.page["rope_type"] = rope.page["type"]
+    rope = Page(rope, f"{page.path}: rope_scaling")
+    for where in (page, rope):
+        where.only("partial_rotary_factor", 1.0)
+    keys = ("low_freq_factor", "high_freq_factor", "factor")
+    length = "original_max_position_embeddings"
+    given = {key: rope.get(key, None) for key in (*keys, length)}
+    rope.page["rope_type"] = rope.get("rope_type", rope.get("type", None))
+    if rope.page["rope_type"] is None and given["factor"] not in (None, 1):
+        raise InputError(
+            f"{page.path}: rope_scaling has factor={given['factor']!r}, but no rope_type"
+        )
     rope.only("rope_type", "default", "llama3")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaled = rope.page.get("rope_type") == "llama3"
-    return dict(
-        n_kv_heads=page.get("num_key_value_heads", fields["n_heads"]),
-        rope_theta=rope.get("rope_theta", fields["rope_theta"]),
-        rope_scaling={key: rope.need(key) for key in keys} if scaled else None,
-    )
+    scaling = None
+    if rope.page["rope_type"] == "llama3":
+        scaling = {key: rope.need(key) for key in keys}
+        scaling[length] = page.get(length, given[length] or fields["max_seq_len"])
+    theta = rope.get("rope_theta", fields["rope_theta"])
+    rope.refuse_rest()
+    found = dict(rope_theta=theta, rope_scaling=scaling)
+    if (
+        page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None
+    ):  # null, or Llama's default
+        found["n_kv_heads"] = fields["n_heads"]
+    if page.page.get("sliding_window", 0) is None:  # Mistral's default is a window
+        found["window"] = None
+    return found
 
 
 def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
+    page.get("eps", None)
     if page.page.get("eps") and page.number("eps") > 1e-5:  # ours is exact, as for eps = 0
         raise InputError(f"{page.path}: eps={page.page['eps']} is not supported; at most 1e-05")
-    d_model = page.get("hidden_size", page.page.get("embedding_dim"))
+    page.get("head_dim", None)  # transformers does not read it
+    d_model = fields["d_model"]
     if not isinstance(d_model, int):
         raise InputError(f"{page.path}: hidden_size={d_model!r} is not a whole number")
     multiple = page.number("ffn_round_up_to_multiple_of", 64)
     wanted = d_model * page.number("ffn_proj_factor", 2.667)
     d_ff = int((wanted + multiple - 1) // multiple * multiple)
-    return dict(
-        n_layers=page.get("num_hidden_layers", page.page.get("num_blocks")),
-        d_model=d_model,
-        d_ff=None if d_ff == round_up(int(2.667 * d_model), 64) else d_ff,
-    )
+    return dict(d_ff=None if d_ff == round_up(int(2.667 * d_model), 64) else d_ff)
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -220,24 +305,26 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         raise InputError(
             f"model.type={config.type}: transformers has no such model, so it cannot be converted"
         )
-    name, kind = kinds[0]
+    # A window as long as the longest text has no effect.
+    window = None
+    if config.type != "vlstm" and (config.window or 0) < config.max_seq_len:
+        window = config.window
+    name, kind = kinds[-1] if window and config.type == "llama3" else kinds[0]
     if config.d_model % config.n_heads:
         raise InputError(
             f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
             " transformers does not support such a Llama, so it cannot be converted"
         )
     if config.type != "vlstm":
-        # A window as long as the longest text has no effect.
-        window = None if (config.window or 0) >= config.max_seq_len else config.window
         for key, value in (("window", window), ("softcap", config.softcap)):
-            if value is not None:
+            if value is not None and key not in kind.keys:
                 raise InputError(
                     f"model.{key}={value}: transformers has no {key} in a {config.type} model, so"
                     " it cannot be converted"
                 )
     page = {"model_type": name, "architectures": [kind.architecture], "torch_dtype": dtype}
     # The defaults of transformers may be outside this vocabulary.
-    page |= {"bos_token_id": None, "eos_token_id": None}
+    page |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     page |= {key: allowed[0] for key, allowed in kind.fixed.items()}
     page |= {key: getattr(config, ours) for ours, (key, _) in kind.keys.items()}
     page["tie_word_embeddings"] = tied(config)

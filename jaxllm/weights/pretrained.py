@@ -130,12 +130,12 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     step: of a run's checkpoint (None: the newest); other weights ignore it.
     """
     directory = Path(directory).expanduser()
-    if any((directory / name).is_file() for name in ("config.json", "params.json")):
-        return HuggingFaceWeights(directory)
     if (directory / PAGE).is_file():
         return PackedWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
         return RunWeights(directory, step)
+    if any((directory / name).is_file() for name in ("config.json", "params.json")):
+        return HuggingFaceWeights(directory)
     check_exists(directory)
     for run in list(directory.absolute().parents)[:2]:
         inside = directory.absolute().is_relative_to(run / "checkpoints")
@@ -161,11 +161,12 @@ def check_weights(weights: Weights, config: Config) -> None:
                 f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
                 f" {weights.folder}; change it, or remove model.init_from"
             )
-    tokenizer = weights.folder / "tokenizer.json"
-    if tokenizer.exists() and config.data.tokenizer is None and config.data.source != "shards":
+    own = weights.folder / "tokenizer.json"
+    if config.data.tokenizer is None and config.data.source != "shards":
+        fix = own if own.exists() else "the tokenizer.json that encoded their data"
         raise InputError(
             f"data.tokenizer is null: a new tokenizer would not match the weights in"
-            f" {weights.folder}; set data.tokenizer {tokenizer}"
+            f" {weights.folder}; set data.tokenizer {fix}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rung 5: the kernels that ship, pallas_kernels/flash_attention/backward.py.
+"""Rung 5: the kernels that ship, pallas_kernels/flash_attention/op.py.
 
 backward_dq.py and backward_dkv.py are rung 4 with more hands.  A block has two or three warpgroups
 of 64 rows each, so a tile that streams serves up to 192 rows, and the ring has three or four
@@ -15,7 +15,7 @@ Measured: 757 us.
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.backward import backward
+from pallas_kernels.flash_attention.op import backward
 from pallas_kernels.flash_attention.schedule import Call, stat_rows
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from learn.ladder import COPY, CYCLES, SMS, Ladder, normal
-from pallas_kernels.norms.layer_norm import layer_norm_reference
+from pallas_kernels.norms.norm import layer_norm_reference
 
 L2 = 5.5e6  # bytes a microsecond of the L2 cache
 LATENCY = 0.6  # microseconds of a load from memory

@@ -1,4 +1,4 @@
-"""Rung 7: the kernel that ships, pallas_kernels/norms/forward.py.
+"""Rung 7: the kernel that ships, pallas_kernels/norms/kernels.py.
 
 It is one program with what the rungs have found, and it chooses by the width of a row (the table
 `_TILES` in pallas_kernels/norms/tiles.py, each line with the measurement that chose it):

@@ -8,7 +8,7 @@ from jax import lax
 
 from learn.ladder import COPY, SMS, Ladder, normal
 from learn.layer_norm import LATENCY, loads
-from pallas_kernels.norms.layer_norm import layer_norm_reference
+from pallas_kernels.norms.norm import layer_norm_reference
 
 
 def inputs(sizes):

@@ -1,4 +1,4 @@
-"""Rung 6: the kernel that ships, pallas_kernels/norms/backward.py.
+"""Rung 6: the kernel that ships, pallas_kernels/norms/kernels.py.
 
 `_backward_tiles` there is rung 5.  Beyond it: rows of more than 1024 columns are shared by four
 warps, and of more than 4096 columns by two warpgroups, as in rung 6 of layer norm; there the two

@@ -25,11 +25,11 @@ _BLOCK = 4096  # 128 threads x 4 vectors of 8
 
 def why_not(**arrays) -> str | None:
     """Why the kernel cannot take these arrays, or None."""
-    for name, x in arrays.items():
-        if x.size >= 2**31:
-            return f"{name} has {x.size} elements, more than 2147483647"
+    # Whole blocks are counted, not their elements.
+    sizes = {f"{name}.size": x.size for name, x in arrays.items() if x.size % _BLOCK}
     return (
-        mosaic.mixed_dtypes(**arrays)
+        mosaic.too_many(**sizes)
+        or mosaic.mixed_dtypes(**arrays)
         or mosaic.unsupported_dtype(**arrays)
         or mosaic.empty(**arrays)
     )
@@ -68,13 +68,14 @@ def elementwise(tile, *arrays, name, outputs=1):
     whole, rest = divmod(x.size, _BLOCK)
     # Kernels do not check bounds, so the elements after the last whole block go through padded
     # arrays, and their results are inserted afterwards: only the remainder is copied.
-    flat = [a.reshape(-1) for a in arrays]
+    shape = (x.size,) if rest else (whole, _BLOCK)
+    flat = [a.reshape(shape) for a in arrays]
     ends = [mosaic.pad_axis(a[whole * _BLOCK :], 0, _BLOCK) for a in flat] if rest else []
-    like = lambda size: [jax.ShapeDtypeStruct((size,), x.dtype)] * outputs
+    like = lambda *shape: [jax.ShapeDtypeStruct(shape, x.dtype)] * outputs
     results, end_results = mosaic.kernel(
         functools.partial(_body, tile, whole),
         name=name,
-        out_type=[like(x.size), like(_BLOCK) if rest else []],
+        out_type=[like(*shape), like(_BLOCK) if rest else []],
         grid=(whole + bool(rest),),
         grid_names=("block",),
         # approx_math computes exp in two instructions, not seven; 16-bit results hide its error.
@@ -88,12 +89,12 @@ def elementwise(tile, *arrays, name, outputs=1):
 def _body(tile, whole, sources, end_sources, targets, end_targets):
     """A block computes a whole block of the arrays, or the remainder."""
     i = lax.axis_index("block")
-    in_arrays = lambda: _compute(tile, sources, targets, pl.ds(i * _BLOCK, _BLOCK))
     if not end_sources:
-        in_arrays()
+        _compute(tile, sources, targets, i)
         return
     if whole:
-        pl.when(i < whole)(in_arrays)
+        here = pl.ds(i * _BLOCK, _BLOCK)
+        pl.when(i < whole)(lambda: _compute(tile, sources, targets, here))
     pl.when(i == whole)(lambda: _compute(tile, end_sources, end_targets, pl.ds(0, _BLOCK)))
 
 

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.bench import generation
 from pallas_kernels.bench.case import A, Case, shapes
+from pallas_kernels.packed import Packed
 
 _NORMS = shapes("N C", (32768, 768), (16384, 4096), (8192, 8192), (4096, 1600))
 _GATED = shapes("N C", (8192, 14336), (32768, 3072))
-_X, _WIDE, _W = A("N C"), A("N F"), A("C", "float32")
+_X, _W = A("N C"), A("C", "float32")
+_GATE, _BIAS = {"gate": A("C F")}, {"bias": A("F", "float32")}
 _GATES = {"i": A("B T NH", "float32"), "f": A("B T NH", "float32")}  # of the vLSTM
 
 
@@ -17,12 +19,6 @@ def _cudnn(q, k, v, *, causal, window=None):
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=causal, local_window_size=local, implementation="cudnn"
     )
-
-
-def _cudnn_qkv(qkv, bias=None, *, n_heads):
-    qkv = qkv if bias is None else qkv + bias.astype(qkv.dtype)
-    n_kv = (qkv.shape[2] - n_heads) // 2
-    return _cudnn(*jnp.split(qkv, (n_heads, n_heads + n_kv), axis=2), causal=True)
 
 
 def _norm(op: str, bias: bool, add: bool) -> Case:
@@ -36,36 +32,24 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
         {"N": 128, "C": 1024},
         reads=("x", "weight"),
         writes=writes,
+        variant="residual" if add else "",
         gpu="sm_90",
     )
 
 
-def _linear(op: str, arrays: dict[str, A], *sizes) -> Case:
-    """An activation of arrays (N, F) with the matmul after it."""
+def _mlp(variant: str, arrays: dict[str, A], matmuls: int, *sizes, fp8: bool = False) -> Case:
     return Case(
-        op,
-        arrays | {"weight": A("F C")},
-        shapes("N F C", *sizes),
-        {"N": 128, "F": 256, "C": 64},
-        reads=(*arrays, "weight"),
-        flops=lambda n: 2 * n["N"] * n["F"] * n["C"],
-        backward=2,
-        gpu="sm_90a",
-    )
-
-
-def _mlp(op: str, arrays: dict[str, A], *sizes) -> Case:
-    """A feed-forward layer: x (N, C), weights (C, F), a bias perhaps, and down (F, C)."""
-    weights = sum(x.axes == "C F" for x in arrays.values())
-    return Case(
-        op,
-        {"x": _X, **arrays, "down": A("F C")},
+        "mlp",
+        {"x": A("N C"), "up": A("C F"), "down": A("F C"), **arrays},
         shapes("N C F", *sizes),
-        {"N": 128, "C": 64, "F": 256},
-        reads=("x", *arrays, "down"),
-        flops=lambda n: 2 * (weights + 1) * n["N"] * n["C"] * n["F"],
+        {"N": 128, "C": 64, "F": 192 if fp8 else 256},
+        reads=("x", "up", "down", *arrays),
+        variant=f"{variant}, fp8" if fp8 else variant,
+        options={"precision": "fp8"} if fp8 else {},
+        flops=lambda n: 2 * matmuls * n["N"] * n["C"] * n["F"],
         backward=2,
-        gpu="sm_90a",
+        rate=1 + fp8,
+        gpu="sm_89" if fp8 else "sm_90a",
     )
 
 
@@ -92,18 +76,22 @@ def attention(variant, sizes, *, pairs=None, xla=False, packed=False, **options)
     )
 
 
-def _attention_qkv(variant: str, arrays: dict[str, A], *sizes) -> Case:
-    """12 heads each of q, k and v."""
+def _attention_packed(*sizes) -> Case:
+    """q, k and v with the same heads, in one array."""
+
+    def parts(q):
+        return q.reshape(*q.shape[:2], 3, 12, -1)
+
     return Case(
-        "attention_qkv",
-        {"qkv": A("B T P D"), **arrays},
-        shapes("B T P D", *sizes),
+        "attention",
+        {"q": A("B T P")},
+        shapes("B T P", *sizes),
         {"B": 1, "T": 384},
-        options={"n_heads": 12},
-        variant=variant,
-        flops=lambda n: 2 * n["B"] * n["T"] ** 2 * 12 * n["D"],
-        cudnn=_cudnn_qkv,
+        variant="packed",
+        flops=lambda n: 2 * n["B"] * n["T"] ** 2 * n["P"] // 3,
+        cudnn=lambda q: _cudnn(*(parts(q)[:, :, i] for i in range(3)), causal=True),
         gpu="sm_90a",
+        pack=lambda q: {"q": Packed(q, ((12, q.shape[2] // 36),) * 3)},
     )
 
 
@@ -170,21 +158,6 @@ _FP8_LINEAR = Case(
 )
 
 
-def _fp8_mlp(variant: str, arrays: dict[str, A], matmuls: int, *sizes) -> Case:
-    return Case(
-        "fp8_mlp",
-        {"x": A("N C"), "up": A("C F"), "down": A("F C"), **arrays},
-        shapes("N C F", *sizes),
-        {"N": 128, "C": 64, "F": 192},
-        reads=("x", "up", "down", *arrays),
-        variant=variant,
-        flops=lambda n: 2 * matmuls * n["N"] * n["C"] * n["F"],
-        backward=2,
-        rate=2,
-        gpu="sm_89",
-    )
-
-
 def _head(variant: str, **fields) -> Case:
     return Case(
         "linear_cross_entropy",
@@ -217,26 +190,21 @@ _UP = _UP_DOWN[0], (256, 4096, 14336)
 CASES = (
     _norm("layer_norm", bias=True, add=False),
     _norm("rms_norm", bias=False, add=False),
-    _norm("add_layer_norm", bias=True, add=True),
-    _norm("add_rms_norm", bias=False, add=True),
+    _norm("layer_norm", bias=True, add=True),
+    _norm("rms_norm", bias=False, add=True),
     Case(
-        "gated_layer_norm",
+        "layer_norm",
         {"x": A("B T H D"), "gate": A("B T H D"), "weight": A("H D", "float32")},
         shapes("B T H D", (32, 1024, 6, 128), (8, 4096, 8, 512)),
         {"B": 1, "T": 64},
         reads=("x", "gate", "weight"),
+        variant="gate",
         gpu="sm_90",
     ),
     Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),
     Case("swiglu", {"gate": _X, "up": _X}, _GATED, {"N": 64, "C": 1024}, reads=("gate", "up")),
-    _linear("swiglu_linear", {"gate": _WIDE, "up": _WIDE}, (32768, 2048, 768), (8192, 8192, 2048)),
-    _mlp(
-        "swiglu_mlp",
-        {"gate": A("C F"), "up": A("C F")},
-        *((32768, 768, 2048), (8192, 2048, 8192), (8192, 4096, 14336)),
-    ),
-    _mlp("gelu_mlp", {"up": A("C F"), "bias": A("F", "float32")}, (32768, 768, 3072)),
-    _linear("gelu_linear", {"x": _WIDE, "bias": A("F", "float32")}, (32768, 3072, 768)),
+    _mlp("swiglu", _GATE, 3, (32768, 768, 2048), (8192, 2048, 8192), (8192, 4096, 14336)),
+    _mlp("gelu", _BIAS, 2, (32768, 768, 3072)),
     Case(
         "rope",
         {"q": A("B T H D"), "k": A("B T K D"), "positions": A("T", "int32", "arange")},
@@ -271,13 +239,12 @@ CASES = (
         window=1024,
     ),
     attention(
-        "packed",
+        "documents",
         shapes("B T H K D L", (1, 16384, 16, 16, 128, 2048), (4, 4096, 32, 8, 128, 1000)),
         pairs=lambda n: n["T"] * n["L"] / 2,
         packed=True,
     ),
-    _attention_qkv("", {}, (32, 1024, 36, 64)),
-    _attention_qkv("bias", {"bias": A("P D", "float32")}, (32, 1024, 36, 64), (4, 2048, 36, 128)),
+    _attention_packed((32, 1024, 2304), (4, 2048, 4608)),
     generation.decode("", *_LLAMA_8B, (32, 1024, 12, 12, 64)),
     generation.decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     vlstm(shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
@@ -288,8 +255,8 @@ CASES = (
     _vlstm_qkvo((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
     generation.vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
-    _fp8_mlp("swiglu", {"gate": A("C F")}, 3, (8192, 2048, 8192), (8192, 4096, 14336)),
-    _fp8_mlp("gelu", {"bias": A("F", "float32")}, 2, (32768, 768, 3072)),
+    _mlp("swiglu", _GATE, 3, (8192, 2048, 8192), (8192, 4096, 14336), fp8=True),
+    _mlp("gelu", _BIAS, 2, (32768, 768, 3072), fp8=True),
     _QUANTIZE_FP8,
     generation.row((768, 3072), (3072, 768), (2048, 2048)),
     generation.packed_row("q, k and v", (4, 1, 1), (4096, 6144)),

@@ -139,7 +139,9 @@ def wall_ms(f: Callable, *args, calls: int) -> float:
 
 def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.stages.Compiled]:
     """Compiles a program for each direction; with keep, backward gets what "saved" returns."""
-    compiled = lambda f, *args: jax.jit(f).lower(*args).compile()
+    # Without it XLA does not find the matmuls of fp8 (float8/linear.py).
+    options = {"xla_gpu_enable_triton_gemm": False} if case.gpu == "sm_89" else None
+    compiled = lambda f, *args: jax.jit(f).lower(*args).compile(options)
     dy = jax.eval_shape(op, *inputs)
 
     def written(gradients):  # without shared gradients, which XLA would copy
@@ -280,7 +282,7 @@ def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:
     """The decision about how the op runs on this device."""
     dispatch.reset()
     jax.eval_shape(public(case), *structs(case, sizes))
-    op = case.op.partition("_qkv")[0]  # attention_qkv runs what attention does
+    op = case.op.partition("_qkv")[0]  # vlstm_qkv runs what vlstm does
     return next(d for d in dispatch.decisions() if d.op == op)
 
 
@@ -307,9 +309,8 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    # By default these run on cuDNN or XLA where their kernels have their general form.
-    general = case.op.startswith(("attention", "vlstm")) and dispatch.general_form("mosaic")
-    if decision.supported or general:
+    # By default attention runs on cuDNN where its kernels have their general form.
+    if decision.supported or dispatch.general_form("mosaic"):
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)

@@ -17,12 +17,9 @@ _ROWS = shapes(
 _SIZES = {
     "layer_norm": _ROWS,
     "rms_norm": _ROWS[2:8:2],
-    "add_layer_norm": _ROWS[3:10:2],
-    "add_rms_norm": _ROWS[2:10:2],
     "gelu": _ROWS[2:8],
     "swiglu": _ROWS[3:9:2],
-    "swiglu_linear": shapes("N F C", (777, 1000, 500), (8192, 2816, 1000)),
-    "gelu_linear": shapes("N F C", (5001, 3000, 768)),
+    "mlp": shapes("N C F", (777, 500, 1000), (8192, 1000, 2816)),
     "rope": shapes(
         "B T H K D",
         (3, 333, 5, 1, 80),

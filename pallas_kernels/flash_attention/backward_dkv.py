@@ -1,4 +1,4 @@
-"""Attention backward on Hopper, second kernel: dK and dV (the formulas are in backward.py).
+"""Attention backward on Hopper, second kernel: dK and dV (the formulas are in op.py).
 
 A block owns keys and streams the tiles of queries that see them, head after head of the group, so
 the gradient of a kv head sums inside the block.  S and dP are computed transposed: P^T and dS^T are
@@ -10,14 +10,12 @@ then already where a wgmma takes them, in registers.
     dO, -delta ring [n] [n+1] [n+2] [ ]  -- do_full -->                  dK += dS^T Q
              <---------------------------- free --         warpgroup 1:  the same
 
-What a warpgroup computes in a step depends on the registers that it has for it: of 64 queries
-(backward_dkv_alone.py), at a head dimension of 64 of 128 queries (backward_dkv_halves.py), and at
-256 only one of dK and dV, while another warpgroup sums the other (backward_dkv_pair.py).
+keys.py has the copies.  What a warpgroup computes in a step depends on the registers that it has
+for it: of 64 queries (`add_both`), at a head dimension of 64 of 128 queries (`add_halves`), and at
+256 only one of dK and dV, while another warpgroup sums the other (`add_dv`, `add_dk`).
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +24,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import column_sums
 from pallas_kernels.flash_attention.keys import (
+    Inputs,
     Item,
     Ring,
     Step,
-    Stream,
+    Worker,
     ahead,
+    begin,
+    in_halves,
     item_of,
+    load,
+    load_kv,
+    load_later,
     pairs_up,
+    pass_by,
+    release,
     runs_on,
+    scratch,
     sets,
-    stream_of,
     with_steps,
 )
 from pallas_kernels.flash_attention.masks import logits, same_segment, visible
@@ -53,7 +58,7 @@ from pallas_kernels.flash_attention.schedule import (
     with_spans,
     work_items,
 )
-from pallas_kernels.mosaic import COL, ROW, ROWS, along
+from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 
 
 def tiles(head_dim: int, group: int) -> Tiles:
@@ -63,169 +68,6 @@ def tiles(head_dim: int, group: int) -> Tiles:
     if head_dim <= 96:
         return Tiles(2, 64, 3, True, 16)
     return Tiles(2, 64, 4 if head_dim <= 128 else 2, False, 32)
-
-
-class Inputs(NamedTuple):
-    """References to global memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    lse2: Any  # log-sum-exp in base 2
-    do: Any
-    minus_delta: Any
-    plan: Any  # None where the hardware hands out the items
-    segments: Any  # Segments, or None
-    joint: Any  # where both results go, or None
-    sums: Any  # where their partial sums go, or None
-
-
-def scratch(s: Schedule, sums: bool) -> dict:
-    """Shared memory and barriers of a block, see the picture."""
-    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    own, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
-    buffers = dict(
-        k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
-        v=s.buffer(own, ROWS),
-        q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
-        do=s.buffer(s.stages, s.columns),
-        lse2=stat,
-        minus_delta=stat,
-        k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
-        v_bars=plgpu.Barrier(num_barriers=own),
-        q_full=ring(num_arrivals=2 + s.packed),
-        do_full=ring(num_arrivals=2),
-        free=ring(num_arrivals=s.wgs),
-    )
-    if s.packed:
-        buffers["k_ids"] = plgpu.SMEM((own, ROWS), jnp.int32)
-        buffers["q_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
-    if pairs_up(s):  # P^T, on its way from one warpgroup to the other
-        swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
-        buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
-        buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
-    if s.items.persistent:  # otherwise dV and dK leave through the buffers of K and V
-        buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)
-    if sums:
-        buffers["ones"] = column_sums.ones_buffers(s)
-    return buffers
-
-
-class Worker(NamedTuple):
-    """One warpgroup of a block."""
-
-    schedule: Schedule
-    inputs: Inputs
-    dk_ref: Any
-    dv_ref: Any
-    smem: Any  # what `scratch` lists, by name
-    rings: tuple[Ring, Ring]
-    wg: Any
-    set: Any  # which 64 of the block's keys it works on
-    differentiate: Callable  # (w, i): sums and stores dK and dV of an item, or its share of them
-
-
-# Load: K and V of a warpgroup, and the tiles of Q and dO.
-
-
-def load_kv(w: Worker, item, side):
-    s, smem = w.schedule, w.smem
-    key0, (batch, kv_head) = s.items.where(item)
-    rows = pl.ds(key0 + w.set * ROWS, ROWS)
-    at = side * sets(s) + w.set
-    k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
-    v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
-    plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
-    plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
-    if s.packed:
-        ids = w.inputs.segments.k_ids.at[batch, rows]
-        plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
-
-
-def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
-    """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
-    s = w.schedule
-    if s.group > 1:  # no division, which would take longer than the copies
-        ends = [heads * stream.steps for heads in range(1, ahead(s) + 1)]
-        over = sum((r >= end).astype(jnp.int32) for end in ends)
-        g, r = g + over, r - over * stream.steps
-    slot, at = s.slot(n), pl.ds((stream.base + r) * s.columns, s.columns)
-    pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))
-    bar = ring.full.at[slot]
-    tile = ring.ref.at[stream.batch, at, stream.head + g]
-    plgpu.copy_gmem_to_smem(tile, ring.smem.at[slot], bar)
-    stats = ring.stats_ref.at[stream.batch, stream.head + g, at]
-    plgpu.copy_gmem_to_smem(stats, ring.stats_smem.at[slot], bar)
-    if ring.ids_ref is not None:
-        plgpu.copy_gmem_to_smem(ring.ids_ref.at[stream.batch, at], ring.ids_smem.at[slot], bar)
-
-
-def load_one(w: Worker, ring: Ring, step: Step, i, stream: Stream, following):
-    past = i - w.schedule.group * stream.steps
-
-    def send_following():
-        coming = stream_of(w.schedule, w.inputs.segments, w.wg, following)
-        in_it = past < w.schedule.group * coming.steps
-        pl.when(in_it)(lambda: send(w, ring, step.n, 0, past, coming))
-
-    pl.when(past < 0)(lambda: send(w, ring, step.n, step.g, step.r, stream))
-    if following is not None:
-        pl.when((past >= 0) & (following >= 0))(send_following)
-
-
-def load(w: Worker, step: Step, i, stream: Stream, following):
-    """Loads the tiles of a step, the i-th of its item.
-
-    It may lie up to `ahead` tiles past its head's last one; after those of the item's last head
-    come those of the next item.  Two warps load, one Q and one dO; only they wait until all
-    warpgroups have left the buffers.
-    """
-
-    def by_warp(warp):
-        for ring in w.rings:
-            pl.when((warp == ring.warp) & (w.wg == ring.wg))(
-                lambda ring=ring: load_one(w, ring, step, i, stream, following)
-            )
-
-    plgpu.warp_map(by_warp)
-
-
-def load_later(w: Worker, i: Item, g, r):
-    """Loads what must be on its way after step r of head g."""
-    # Without the barriers the compiler would compute indices ahead, and hold them in registers.
-    g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
-    nth = g * i.stream.steps + r + ahead(w.schedule)
-    step = Step(i.n0 + nth, g, r + ahead(w.schedule))
-    load(w, step, nth, i.stream, i.following)
-
-
-def begin(w: Worker, item):
-    """Loads what the first item of a block needs at once."""
-    pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
-    stream = stream_of(w.schedule, w.inputs.segments, w.wg, item)
-    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream, None))
-
-
-# Hand buffers back.
-
-
-def release(w: Worker, n):
-    """This warpgroup has read the tiles of step n."""
-    plgpu.commit_smem()  # plain loads have read the statistics
-    plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
-
-
-def pass_by(w: Worker, i: Item, g, low, high):
-    """Steps in which other warpgroups of the block work, and this one sees nothing."""
-
-    @pl.loop(low, high)
-    def _(r):
-        n = i.step(g, r).n
-        load_later(w, i, g, r)
-        slot = w.schedule.slot(n)
-        plgpu.barrier_wait(w.smem.q_full.at[slot])
-        plgpu.barrier_wait(w.smem.do_full.at[slot])
-        plgpu.barrier_arrive(w.smem.free.at[slot])
 
 
 # Compute P and dS, and add to dV and dK.
@@ -329,12 +171,181 @@ def store_dv(w: Worker, i: Item, dv):
     store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
 
 
-def store_sums(w: Worker, i: Item):
-    """Stores the sums of the rows of dK and dV, which are in their buffers."""
-    at = jnp.minimum(w.set, i.at)  # w.set, but the compiler may not know it, as in `own`
-    heads = w.schedule.k_first + i.kv_head, w.schedule.v_first + i.kv_head
-    tiles = [smem.at[at] for smem in buffers(w)]
-    column_sums.store(w.inputs.sums, w.smem.ones.at[at], tiles, i.batch, i.k0, heads)
+# ---- 64 keys of its own, steps of 64 queries: D = 96 and 128 -------------------------------------
+
+
+def sum_own_keys(w: Worker, i: Item, add):
+    """Sums dK and dV; add: what a step adds, as `add_both`."""
+
+    def both(dk_acc, dv_acc):
+        k_ids = wait_for_k(w, i)
+        plgpu.barrier_wait(w.smem.v_bars.at[i.at])
+        all_heads(w, i, functools.partial(add, w, i, k_ids, dk_acc, dv_acc))
+        dk, dv = dk_acc[...], dv_acc[...]
+        plgpu.wait_smem_to_gmem(0)  # the block before has left
+        store_dk(w, i, dk)
+        store_dv(w, i, dv)
+
+    acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
+    pl.run_scoped(both, acc, acc)
+
+
+def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, _):
+    """Adds P^T dO to dV and dS^T Q to dK."""
+    s, smem = w.schedule, w.smem
+    here = own(w, i, step)
+
+    def add(s_acc, dp_acc):
+        # Issue S^T = K Q^T and dP^T = V dO^T.
+        across(s_acc, smem.k.at[here], smem.q.at[slot])
+        plgpu.barrier_wait(smem.do_full.at[slot])
+        across(dp_acc, smem.v.at[here], smem.do.at[slot])
+        load_later(w, i, step.g, step.r)
+        # Compute P under dP, accumulate dV.
+        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
+        plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
+        # Compute dS under dV, accumulate dK.
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+        ds = p * (dp + column(w, smem.minus_delta, slot))
+        ds = (ds if slope is None else ds * slope).astype(s.dtype)
+        plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
+        plgpu.wgmma_wait(0)
+        release(w, step.n)
+
+    acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
+    pl.run_scoped(add, acc, acc)
+
+
+# ---- steps of 128 queries, in two halves a and b: D = 64 -----------------------------------------
+#
+#    tensor core    S of both, dP a |       | dV a     | dP b, dK a | dV b     | dK b, the next S
+#    warpgroup                      | P a   | dS a     | P b        | dS b     |
+#
+# wgmma reads both operands of S from shared memory.  For 64 queries that takes as long as it
+# multiplies, for 128 three quarters of it, so S of both halves is one wgmma, and b waits in
+# registers.  A step instead of two also halves what a step takes besides: barriers, indices and
+# copies.  Wider heads leave no registers for b.
+
+
+def add_halves(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
+    """Adds P^T dO to dV and dS^T Q to dK."""
+    s, smem = w.schedule, w.smem
+    here = own(w, i, step)
+    halves = [pl.ds(side * ROWS, ROWS) for side in range(2)]
+    q, do = ([ref.at[slot, rows] for rows in halves] for ref in (smem.q, smem.do))
+    acc = plgpu.ACC((ROWS, ROWS), jnp.float32)
+
+    def to_dv(scores, side):
+        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked, side)
+        plgpu.wgmma(dv_acc, p.astype(s.dtype), do[side])
+        return p, slope
+
+    def gradient(p, slope, dp):
+        ds = p * dp
+        return (ds if slope is None else ds * slope).astype(s.dtype)
+
+    def first(s_acc, dp_acc):
+        plgpu.barrier_wait(smem.do_full.at[slot])
+        dp_acc[...] = column(w, smem.minus_delta, slot, 0)
+        across(s_acc, smem.k.at[here], smem.q.at[slot])
+        across(dp_acc, smem.v.at[here], do[0])
+        load_later(w, i, step.g, step.r)
+        scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        if not begins:
+            release(w, step.n - 1)
+        p, slope = to_dv(scores[:, :ROWS], 0)
+        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
+        pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
+
+    def second(ds, scores, dp_acc):
+        dp_acc[...] = column(w, smem.minus_delta, slot, 1)
+        across(dp_acc, smem.v.at[here], do[1])
+        plgpu.wgmma(dk_acc, ds, q[0])
+        p, slope = to_dv(scores, 1)
+        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2))
+        plgpu.wgmma(dk_acc, ds, q[1])
+
+    pl.run_scoped(first, plgpu.ACC((ROWS, s.columns), jnp.float32), acc)
+
+
+# ---- two warpgroups for the same 64 keys: D = 256 ------------------------------------------------
+#
+# Each has registers for one of dK and dV.  P^T goes from one to the other through shared memory, in
+# float32; no matmul is done twice.
+#
+#    warpgroup 0:  S^T = K Q^T, P^T, dV += P^T dO   -- p_full -->   warpgroup 1:  dP^T = V dO^T,
+#                                                  <-- p_free --                  dS^T, dK += dS^T Q
+
+
+def sum_dv(w: Worker, i: Item, dv_acc):
+    k_ids = wait_for_k(w, i)
+    all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
+    store_dv(w, i, dv_acc[...])
+
+
+def sum_dk(w: Worker, i: Item, dk_acc):
+    plgpu.barrier_wait(w.smem.v_bars.at[i.at])
+    all_heads(w, i, functools.partial(add_dk, w, i, dk_acc))
+    store_dk(w, i, dk_acc[...])
+
+
+def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
+    """Hands P over, and adds P^T dO to dV."""
+    s, smem = w.schedule, w.smem
+
+    def add(s_acc):
+        # Compute P.
+        across(s_acc, smem.k.at[i.at], smem.q.at[slot])
+        scores = s_acc[...]
+        if not begins:
+            release(w, step.n - 1)
+        p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
+        # Hand it over.
+        plgpu.barrier_wait(smem.p_free)
+        smem.p[...] = p if slope is None else p * slope
+        plgpu.barrier_arrive(smem.p_full)
+        # Accumulate dV, under the next step.
+        plgpu.barrier_wait(smem.do_full.at[slot])
+        plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
+
+    pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
+
+
+def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
+    """Takes P, and adds dS^T Q to dK; the mask is in P."""
+    s, smem = w.schedule, w.smem
+
+    def add(dp_acc):
+        # Compute dP.
+        plgpu.barrier_wait(smem.do_full.at[slot])
+        across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
+        dp = dp_acc[...]
+        if not begins:
+            release(w, step.n - 1)
+        load_later(w, i, step.g, step.r)
+        # Take P, compute dS.
+        plgpu.barrier_wait(smem.p_full)
+        p = plgpu.load(smem.p, layout=WGMMA)
+        ds = (p * (dp + column(w, smem.minus_delta, slot))).astype(s.dtype)
+        plgpu.barrier_arrive(smem.p_free)
+        # Accumulate dK, under the next step.
+        plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
+
+    pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
+
+
+# ---- an item, and the kernel --------------------------------------------------------------------
+
+
+def differentiate(w: Worker, i: Item):
+    """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
+    if not pairs_up(w.schedule):
+        sum_own_keys(w, i, add_halves if in_halves(w.schedule) else add_both)
+        return
+    acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
+    pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(sum_dv, w, i), acc))
+    pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))
 
 
 def one_item(w: Worker, item, following, side, n0):
@@ -351,7 +362,7 @@ def one_item(w: Worker, item, following, side, n0):
         )
     i = with_steps(s, segments, i)
 
-    pl.when(i.k0 < keys)(lambda: w.differentiate(w, i))
+    pl.when(i.k0 < keys)(lambda: differentiate(w, i))
     if mosaic.cdiv(keys, s.block) * s.block - keys >= ROWS:
 
         @pl.when(i.k0 >= keys)  # nothing but padding
@@ -363,7 +374,7 @@ def one_item(w: Worker, item, following, side, n0):
     return n0 + total
 
 
-def body(work, s: Schedule, inputs: Inputs, *refs):
+def body(s: Schedule, inputs: Inputs, *refs):
     *results, smem = refs
     dk_ref, dv_ref = results or (inputs.joint, inputs.joint)
     pair = pairs_up(s)
@@ -376,24 +387,21 @@ def body(work, s: Schedule, inputs: Inputs, *refs):
         inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, smem.do_full,
         last if pair else 0, warp=1,
     )  # fmt: skip
-    w = Worker(s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg, work)
-    if inputs.sums is not None:
-        column_sums.fill(smem.ones.at[wg])
+    w = Worker(s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg)
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(one_item, w))
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("work", "call", "heads"))
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
 def backward_dkv(
-    work: Callable, q, k, v, lse2, dout, minus_delta, segments, joint=None, sums=None, *,
+    q, k, v, lse2, dout, minus_delta, segments, joint=None, *,
     call: Call, heads: Heads | None = None,
 ):  # fmt: skip
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there.
 
-    work(w, item): what a warpgroup does with an item.  lse2, minus_delta: from the dQ kernel.
-    sums: a ref for the partial sums of dk and dv (column_sums.py), or None.
+    lse2, minus_delta: from the dQ kernel.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, group = segments is not None, q.shape[2] // k.shape[2]
@@ -405,8 +413,7 @@ def backward_dkv(
         lse2 = lse2.at[:, :, written:].set(1e30)
         minus_delta = minus_delta.at[:, :, written:].set(0)
     segments = with_spans(s, segments)
-    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, segments, joint, sums)
+    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, segments, joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
-    run = functools.partial(body, work)
-    return launch(s, "attention_backward_dkv", run, inputs, out_type, scratch(s, sums is not None))
+    return launch(s, "attention_backward_dkv", body, inputs, out_type, scratch(s))

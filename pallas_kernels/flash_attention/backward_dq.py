@@ -1,4 +1,4 @@
-"""Attention backward on Hopper, first kernel: dQ and delta (the formulas are in backward.py).
+"""Attention backward on Hopper, first kernel: dQ and delta (the formulas are in op.py).
 
 A block owns queries and streams the keys that they see, from the diagonal downwards.
 
@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import column_sums
 from pallas_kernels.flash_attention.masks import logits, same_segment
 from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
 from pallas_kernels.flash_attention.schedule import (
@@ -85,7 +84,7 @@ def v_slot(s: Schedule, n):
     return lax.rem(n, jnp.int32(ahead(s)))
 
 
-def scratch(s: Schedule, has_dlse: bool, sums: bool) -> dict:
+def scratch(s: Schedule, has_dlse: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     buffers = dict(
@@ -106,8 +105,6 @@ def scratch(s: Schedule, has_dlse: bool, sums: bool) -> dict:
         buffers["o"] = s.buffer(s.wgs, ROWS)
     if s.items.persistent:  # otherwise dQ leaves through the buffer of dO
         buffers["dq"] = s.buffer(s.wgs, ROWS)
-    if sums:
-        buffers["ones"] = column_sums.ones_buffers(s)
     return buffers
 
 
@@ -118,7 +115,6 @@ class Worker(NamedTuple):
     inputs: Inputs
     dq_ref: Any
     stat_refs: Any  # lse in base 2, and -delta
-    sums_ref: Any  # partial sums of dQ, or None
     smem: Any  # what `scratch` lists, by name
     wg: Any
     o: Any  # its buffer of O
@@ -356,10 +352,6 @@ def store(w: Worker, i: Item, dq):
     smem[w.wg] = (dq * w.schedule.scale).astype(w.schedule.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.at[w.wg], w.dq_ref.at[i.batch, i.rows, i.head])
-    if w.sums_ref is not None:
-        at = jnp.minimum(w.wg, i.at)  # w.wg, but the compiler may not know it, as in `step`
-        ones, tiles = w.smem.ones.at[at], [smem.at[at]]
-        column_sums.store(w.sums_ref, ones, tiles, i.batch, i.q0, [i.head])
 
 
 def differentiate(w: Worker, item, following, side, n0):
@@ -392,27 +384,20 @@ def differentiate(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: Inputs, dq_ref, lse2_ref, minus_delta_ref, *refs):
-    *sums, smem = refs
+def body(s: Schedule, inputs: Inputs, dq_ref, lse2_ref, minus_delta_ref, smem):
     wg = lax.axis_index("wg")
     # Without a buffer of its own O comes through slots of K and V that are not in use yet.
     o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
-    sums_ref = sums[0] if sums else None
-    w = Worker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), sums_ref, smem, wg, o)
-    if sums:
-        column_sums.fill(smem.ones.at[wg])
+    w = Worker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), smem, wg, o)
     work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "heads", "sums"))
-def backward_dq(
-    q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None, sums=False
-):
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
+def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
     """(dq like q, lse in base 2, -delta); with `heads` the others of dq are undefined.
 
     The last two are (B, H, stat_rows(T)) fp32.
-    sums: also returns the partial sums of dq (column_sums.py).
     """
     packed = segments is not None
     tile = tiles(q.shape[-1], packed)
@@ -421,9 +406,8 @@ def backward_dq(
     inputs = Inputs(q, k, v, out, lse, dout, s.items.table, dlse, segments)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]
-    out_type += [column_sums.partial_sums(q)] if sums else []
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
     return launch(
-        s, "attention_backward_dq", body, inputs, out_type, scratch(s, dlse is not None, sums),
+        s, "attention_backward_dq", body, inputs, out_type, scratch(s, dlse is not None),
         reduction_scratch_bytes=0,
     )  # fmt: skip

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.flash_attention import general_decode
 from pallas_kernels.flash_attention.decode_plan import (
     FP8,
@@ -44,18 +45,19 @@ from pallas_kernels.flash_attention.decode_plan import (
     share_of,
     weights_of,
 )
-from pallas_kernels.flash_attention.op import check, gpu_for, masked_reference, scale_of
+from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
+from pallas_kernels.float8.quantize import saturated
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+from pallas_kernels.options import checked
 from pallas_kernels.rotary import RopeScaling, cos_sin, rope_reference
 
-_LARGEST = float(jnp.finfo(FP8).max)
 
-
+@checked
 def decode_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
-    lengths: Int[Array, " B"],
+    lengths: Integer[ids.Ids, " B"],
     *,
     new: tuple[Float[Array, "B 1 K D"], Float[Array, "B 1 K D"]] | None = None,
     k_scale: Float[Array, "B K"] | None = None,
@@ -75,7 +77,7 @@ def decode_attention(
     new: key and value of the only position (T = 1), which the kernel also writes to slot
         lengths - 1 (lengths are 1 to S), in place where the cache is donated.  The result is then
         (y, k, v) with the updated cache.  For a float8 cache XLA divides them by their scales,
-        clips them to +-448, and writes them.
+        clips them to +-448 (infinities become NaN), and writes them.
     k_scale, v_scale: multiply k and v, for float8; default 1.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a position sees, including its own.
@@ -90,42 +92,38 @@ def decode_attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
+    lengths = ids.saturated("lengths", lengths)
     _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap)
-    if theta is not None and new is None:
-        raise ValueError(f"theta={theta} needs new=, the key that RoPE turns")
-    options = dict(scale=scale, window=window, softcap=softcap)
-    general = dispatch.general_form(implementation, rival=False)
-    reason, gpu = why_not(q, k, v, new=new, **options, general=general), gpu_for(general)
-    kernel = dispatch.use_kernel("decode_attention", implementation, reason, gpu, general=general)
-    form = (_general if general else _kernel) if kernel else _in_jnp
-    options, table = (scale_of(scale, q), window, softcap), None
+    if theta is not None and (new is None or q.shape[3] % 2):
+        raise ValueError(
+            f"theta={theta} needs new=, the key that RoPE turns, and an even D, not {q.shape[3]}"
+        )
+    if window is not None and window >= k.shape[1]:
+        window = None  # the window holds every key
+    arrays = q, k, v, lengths, new, k_scale, v_scale
+    options = dict(scale=scale, window=window, softcap=softcap, theta=theta, scaling=scaling)
+    return dispatch.run("decode_attention", FORMS, implementation, *arrays, **options)
+
+
+def decode_attention_reference(
+    q, k, v, lengths, *, new=None, k_scale=None, v_scale=None, **options
+):
+    """The formulas in jnp, rounded where the kernel rounds."""
+    options = dict(scale=None, window=None, softcap=None, theta=None, scaling=None) | options
+    return _in_form(q, k, v, lengths, new, k_scale, v_scale, form=_in_jnp, **options)
+
+
+def _in_form(
+    q, k, v, lengths, new, k_scale, v_scale, *, form, scale, window, softcap, theta, scaling
+):
+    """The op; form: what attends to the cache."""
+    table = None
     if theta is not None and form is _kernel and k.dtype != FP8:
         table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
     elif theta is not None:
         q, new = _turned(q, new, lengths, theta, scaling)
+    options = scale_of(scale, q), window, softcap
     return _decode(form, *options, q, k, v, lengths, new, table, k_scale, v_scale)
-
-
-def decode_attention_reference(
-    q,
-    k,
-    v,
-    lengths,
-    *,
-    new=None,
-    k_scale=None,
-    v_scale=None,
-    scale=None,
-    window=None,
-    softcap=None,
-    theta=None,
-    scaling=None,
-):
-    """The formulas in jnp, rounded where the kernel rounds."""
-    options = (scale_of(scale, q), window, softcap)
-    if theta is not None:
-        q, new = _turned(q, new, lengths, theta, scaling)
-    return _decode(_in_jnp, *options, q, k, v, lengths, new, None, k_scale, v_scale)
 
 
 def _turned(q, new, lengths, theta, scaling):
@@ -134,9 +132,7 @@ def _turned(q, new, lengths, theta, scaling):
     return q, (key, new[1])
 
 
-def why_not(
-    q, k, v, *, new=None, scale=None, window=None, softcap=None, general=False
-) -> str | None:
+def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options) -> str | None:
     """Why the kernel, or its general form, does not support this call, or None."""
     t, group = q.shape[1], q.shape[2] // k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -161,7 +157,6 @@ def why_not(
 def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
     """Raises ValueError for arrays or options that contradict each other."""
     check(q, k, v, True, window, softcap)
-    mosaic.check_integers(lengths=lengths)
     (batch, _, kv, _), have = k.shape, k.dtype
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
@@ -209,7 +204,7 @@ def _stored(x, scale, dtype):
         return x.astype(dtype)
     x = x.astype(mosaic.stat_dtype(x.dtype))
     x = x if scale is None else x / scale[..., None]
-    return jnp.clip(x, -_LARGEST, _LARGEST).astype(dtype)  # larger numbers would become NaN
+    return saturated(x, dtype)
 
 
 def _append(k, v, new, lengths):
@@ -277,7 +272,7 @@ def _kernel(q, k, v, lengths, new, table, scale, window, softcap):
         # A row is in one warp, so its maximum and sum need no shared memory.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )
-    arrays, cache = (q, lengths.astype(jnp.int32), new, table), []
+    arrays, cache = (q, lengths, new, table), []
     if new is None:
         o, lse = kernel([k, v], *arrays)
     else:
@@ -431,3 +426,15 @@ def _step(b: _Block, o_acc, tile, carry):
     if not p.fp8:
         _leave(b, "v", tile)
     return m_new, l * alpha + jnp.sum(e, axis=1)
+
+
+FORMS = (
+    Form("hopper", functools.partial(_in_form, form=_kernel), "sm_90a", why_not),
+    Form(
+        "general",
+        functools.partial(_in_form, form=_general),
+        "sm_80",
+        functools.partial(why_not, general=True),
+    ),
+    Form("xla", functools.partial(_in_form, form=_in_jnp)),
+)

@@ -1,6 +1,6 @@
 """Attention backward for every NVIDIA GPU since Ampere, second kernel: dK and dV.
 
-The formulas are in backward.py.  A block owns keys of one kv head and streams the tiles of queries
+The formulas are in op.py.  A block owns keys of one kv head and streams the tiles of queries
 that see them, head after head of the group, so that the sums stay inside the block.  S and dP are
 computed transposed: P^T and dS^T then lie in registers where mma wants its left operand.
 

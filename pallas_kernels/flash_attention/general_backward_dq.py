@@ -1,6 +1,6 @@
 """Attention backward for every NVIDIA GPU since Ampere, first kernel: dQ and delta.
 
-The formulas are in backward.py.  A block owns queries of one head and streams the keys that they
+The formulas are in op.py.  A block owns queries of one head and streams the keys that they
 see, from the diagonal downwards:
 
     wait for V_n    K_n on its way      dP = dO V_n^T

@@ -67,7 +67,7 @@ def attend(q, k, v, lengths, scale, window, softcap):
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-    )(q, k, v, lengths.astype(jnp.int32))
+    )(q, k, v, lengths)
     o = o[:, :, :, :rows, :d]
     y = o[:, 0] if p.splits == 1 else merge(o, lse[:, :, :, :rows])
     y = y.reshape(b, kv, t, p.group, d).swapaxes(1, 2)

@@ -6,13 +6,19 @@ warpgroup sees some of them:
 
     0         first                 unmasked     edge            last        steps
     | others see | masked, if causal | seen whole | masked: window | others see |
+
+This file has the numbers of a step and all copies: of K and V, and of the tiles of Q and dO.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.schedule import Schedule
 from pallas_kernels.mosaic import ROWS
 
@@ -130,3 +136,165 @@ def with_steps(s: Schedule, segments, i: Item) -> Item:
     if visits.window is not None or s.packed:
         edge = jnp.clip(whole[1] - base, unmasked, last)
     return i._replace(first=first, last=last, unmasked=unmasked, edge=edge)
+
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """References to global memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    lse2: Any  # log-sum-exp in base 2
+    do: Any
+    minus_delta: Any
+    plan: Any  # None where the hardware hands out the items
+    segments: Any  # Segments, or None
+    joint: Any  # where both results go, or None
+
+
+def scratch(s: Schedule) -> dict:
+    """Shared memory and barriers of a block, see the picture."""
+    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    own, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
+    buffers = dict(
+        k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
+        v=s.buffer(own, ROWS),
+        q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
+        do=s.buffer(s.stages, s.columns),
+        lse2=stat,
+        minus_delta=stat,
+        k_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
+        v_bars=plgpu.Barrier(num_barriers=own),
+        q_full=ring(num_arrivals=2 + s.packed),
+        do_full=ring(num_arrivals=2),
+        free=ring(num_arrivals=s.wgs),
+    )
+    if s.packed:
+        buffers["k_ids"] = plgpu.SMEM((own, ROWS), jnp.int32)
+        buffers["q_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
+    if pairs_up(s):  # P^T, on its way from one warpgroup to the other
+        swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
+        buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
+        buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
+    if s.items.persistent:  # otherwise dV and dK leave through the buffers of K and V
+        buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)
+    return buffers
+
+
+class Worker(NamedTuple):
+    """One warpgroup of a block."""
+
+    schedule: Schedule
+    inputs: Inputs
+    dk_ref: Any
+    dv_ref: Any
+    smem: Any  # what `scratch` lists, by name
+    rings: tuple[Ring, Ring]
+    wg: Any
+    set: Any  # which 64 of the block's keys it works on
+
+
+# Load: K and V of a warpgroup, and the tiles of Q and dO.
+
+
+def load_kv(w: Worker, item, side):
+    s, smem = w.schedule, w.smem
+    key0, (batch, kv_head) = s.items.where(item)
+    rows = pl.ds(key0 + w.set * ROWS, ROWS)
+    at = side * sets(s) + w.set
+    k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
+    v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
+    plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
+    plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
+    if s.packed:
+        ids = w.inputs.segments.k_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
+
+
+def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
+    """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
+    s = w.schedule
+    if s.group > 1:  # no division, which would take longer than the copies
+        ends = [heads * stream.steps for heads in range(1, ahead(s) + 1)]
+        over = sum((r >= end).astype(jnp.int32) for end in ends)
+        g, r = g + over, r - over * stream.steps
+    slot, at = s.slot(n), pl.ds((stream.base + r) * s.columns, s.columns)
+    pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))
+    bar = ring.full.at[slot]
+    tile = ring.ref.at[stream.batch, at, stream.head + g]
+    plgpu.copy_gmem_to_smem(tile, ring.smem.at[slot], bar)
+    stats = ring.stats_ref.at[stream.batch, stream.head + g, at]
+    plgpu.copy_gmem_to_smem(stats, ring.stats_smem.at[slot], bar)
+    if ring.ids_ref is not None:
+        plgpu.copy_gmem_to_smem(ring.ids_ref.at[stream.batch, at], ring.ids_smem.at[slot], bar)
+
+
+def load_one(w: Worker, ring: Ring, step: Step, i, stream: Stream, following):
+    past = i - w.schedule.group * stream.steps
+
+    def send_following():
+        coming = stream_of(w.schedule, w.inputs.segments, w.wg, following)
+        in_it = past < w.schedule.group * coming.steps
+        pl.when(in_it)(lambda: send(w, ring, step.n, 0, past, coming))
+
+    pl.when(past < 0)(lambda: send(w, ring, step.n, step.g, step.r, stream))
+    if following is not None:
+        pl.when((past >= 0) & (following >= 0))(send_following)
+
+
+def load(w: Worker, step: Step, i, stream: Stream, following):
+    """Loads the tiles of a step, the i-th of its item.
+
+    It may lie up to `ahead` tiles past its head's last one; after those of the item's last head
+    come those of the next item.  Two warps load, one Q and one dO; only they wait until all
+    warpgroups have left the buffers.
+    """
+
+    def by_warp(warp):
+        for ring in w.rings:
+            pl.when((warp == ring.warp) & (w.wg == ring.wg))(
+                lambda ring=ring: load_one(w, ring, step, i, stream, following)
+            )
+
+    plgpu.warp_map(by_warp)
+
+
+def load_later(w: Worker, i: Item, g, r):
+    """Loads what must be on its way after step r of head g."""
+    # Without the barriers the compiler would compute indices ahead, and hold them in registers.
+    g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
+    nth = g * i.stream.steps + r + ahead(w.schedule)
+    step = Step(i.n0 + nth, g, r + ahead(w.schedule))
+    load(w, step, nth, i.stream, i.following)
+
+
+def begin(w: Worker, item):
+    """Loads what the first item of a block needs at once."""
+    pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
+    stream = stream_of(w.schedule, w.inputs.segments, w.wg, item)
+    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream, None))
+
+
+# Hand buffers back.
+
+
+def release(w: Worker, n):
+    """This warpgroup has read the tiles of step n."""
+    plgpu.commit_smem()  # plain loads have read the statistics
+    plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
+
+
+def pass_by(w: Worker, i: Item, g, low, high):
+    """Steps in which other warpgroups of the block work, and this one sees nothing."""
+
+    @pl.loop(low, high)
+    def _(r):
+        n = i.step(g, r).n
+        load_later(w, i, g, r)
+        slot = w.schedule.slot(n)
+        plgpu.barrier_wait(w.smem.q_full.at[slot])
+        plgpu.barrier_wait(w.smem.do_full.at[slot])
+        plgpu.barrier_arrive(w.smem.free.at[slot])

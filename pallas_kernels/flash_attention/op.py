@@ -4,41 +4,56 @@
 
 Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023 (GQA).  Query head
 h reads kv head h // (H / K).  The forward pass saves only the log-sum-exp of each row, from which
-the backward pass recomputes P (Dao et al. 2022, "FlashAttention").
+the backward pass recomputes P (Dao et al. 2022, "FlashAttention").  With P = exp(scale S - lse),
 
-This file has the op, its jnp reference, its `custom_vjp`, and cuDNN as the fallback; qkv.py has the
-op for q, k and v in one array.  The kernels are in forward.py and, called by backward.py, in
-backward_dq.py and backward_dkv.py.  masks.py defines what a query sees, schedule.py assigns work to
-blocks; queries.py has the steps of a block of queries (forward, dQ), keys.py those of a block of
-keys (dK and dV).  These kernels are for Hopper; general_forward.py, general_backward_dq.py and
-general_backward_dkv.py are for every NVIDIA GPU since Ampere, and general.py has what they share.
+    delta = rowsum(dO * O) - dlse        dP = dO V^T              dS = P * (dP - delta)
+    dQ = scale dS K                      dK = scale dS^T Q        dV = P^T dO
+
+The dQ kernel owns queries and streams keys, the dK/dV kernel owns keys and streams queries: seven
+matmuls where one fused kernel would do five, but no sum crosses blocks, so every run gives the same
+result bit for bit.  docs/attention.md has what the fused kernel took.
+
+This file has the op, its forms, its jnp reference and its `custom_vjp`.  The kernels for Hopper are
+in forward.py, backward_dq.py and backward_dkv.py; masks.py defines what a query sees, schedule.py
+assigns work to blocks, queries.py and keys.py number the steps of a block.  The kernels for every
+NVIDIA GPU since Ampere are in general_forward.py, general_backward_dq.py and
+general_backward_dkv.py; general.py has what they share.
 """
 
 import functools
 import math
-import os
-import re
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
-from pallas_kernels.flash_attention import general_forward
-from pallas_kernels.flash_attention.backward import backward
+from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.dispatch import Form
+from pallas_kernels.flash_attention import (
+    general_backward_dkv,
+    general_backward_dq,
+    general_forward,
+)
+from pallas_kernels.flash_attention.backward_dkv import backward_dkv
+from pallas_kernels.flash_attention.backward_dq import backward_dq
 from pallas_kernels.flash_attention.forward import forward
-from pallas_kernels.flash_attention.schedule import Call
+from pallas_kernels.flash_attention.masks import some_rows_see_nothing
+from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
+from pallas_kernels.mosaic import ROWS
+from pallas_kernels.options import checked
+from pallas_kernels.packed import Packed
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
-Segments = Int[Array, "B S"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+_DETERMINISTIC = "xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"
+Segments = Integer[ids.Ids, "B S"] | tuple[Integer[ids.Ids, "B T"], Integer[ids.Ids, "B S"]]
 
 
+@checked
 def attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
+    q: Float[Array, "B T H D"] | Packed,
+    k: Float[Array, "B S K D"] | None = None,
+    v: Float[Array, "B S K D"] | None = None,
     *,
     causal: bool = True,
     scale: float | None = None,
@@ -50,6 +65,8 @@ def attention(
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
     """Attention of q to k and v, in q's dtype; logits, softmax and sums in float32.
 
+    q: or a `Packed` of q, k and v, which the kernels read in place where T is a multiple of 8 and
+        D one of 64, 96, 128 and 256; otherwise it is split in copies.
     causal: masks later keys.  Needs T <= S; the last query has the position of the last key.
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a query sees, including its own (needs causal).
@@ -63,60 +80,46 @@ def attention(
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
-    check(q, k, v, causal, window, softcap, segment_ids)
-    options = dict(causal=causal, scale=scale, window=window, softcap=softcap)
-    reason = why_not(q, k, v, segment_ids=segment_ids, **options)
-    more = dict(segment_ids=segment_ids, return_lse=return_lse)
-    by_cudnn = cudnn_why_not(q, k, v, **more, **options) is None
-    general = dispatch.general_form(implementation, by_cudnn)
-    fallback = "cudnn" if by_cudnn else "xla"
-    slower = why_slower(q, k) if by_cudnn and not general else None
-    if not use_kernel(implementation, reason, general, fallback, slower):
-        if implementation is None and by_cudnn:
-            return _cudnn(q, k, v, causal, scale, window)
-        return attention_reference(q, k, v, **more, **options)
-    t, s = q.shape[1], k.shape[1]
-    if window is not None and window >= s:
+    if isinstance(q, Packed):
+        if k is not None or v is not None:
+            raise ValueError("q is packed with k and v: pass neither")
+        q.check("q", "k", "v")
+    elif k is None or v is None:
+        raise ValueError("k and v are missing: pass them, or q as Packed")
+    operands = q if isinstance(q, Packed) else (q, k, v)
+    of_q, of_k, of_v = _shapes(operands)
+    check(of_q, of_k, of_v, causal, window, softcap, segment_ids)
+    if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
     if segment_ids is not None:
-        segment_ids = _pair(segment_ids, t, s)
-    call = call_of(q, s, general, causal, scale, window, softcap)
-    padded = (_pad(x, general) for x in (q, k, v))
-    out, lse = _attention(*padded, segment_ids, call, return_lse)
-    out, lse = out[:, :t, :, : q.shape[-1]], lse[:, :, :t]
-    return (out, lse) if return_lse else out
-
-
-def use_kernel(
-    implementation: dispatch.Implementation | None,
-    reason: str | None,
-    general: bool,
-    fallback: Literal["cudnn", "xla"] = "xla",
-    slower: str | None = None,
-) -> bool:
-    """dispatch.use_kernel for attention; general: in the form for every GPU since Ampere."""
-    gpu = gpu_for(general)
-    return dispatch.use_kernel(
-        "attention", implementation, reason, gpu, fallback, slower, general=general
+        q_ids, k_ids = ids.segments(*_pair(segment_ids, of_q.shape[1], of_k.shape[1]))
+        segment_ids = q_ids, k_ids
+    return dispatch.run(
+        "attention",
+        FORMS,
+        implementation,
+        operands,
+        segment_ids,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        return_lse=return_lse,
     )
 
 
-def call_of(q, keys: int, general: bool, causal: bool, scale, window, softcap) -> Call:
-    """The Call of q, or of an array that holds q, k and v, to this number of keys."""
-    tight = general and mosaic.is_tight()
-    return Call(
-        (q.shape[1], keys), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
-        general, tight,
-    )  # fmt: skip
+def _shapes(operands):
+    """q, k and v, or their shapes."""
+    return operands.shapes() if isinstance(operands, Packed) else operands
 
 
-def gpu_for(general: bool) -> dispatch.Gpu:
-    """What the kernels need."""
-    return "sm_80" if general else "sm_90a"
+def _split(operands):
+    return operands.split() if isinstance(operands, Packed) else operands
 
 
-def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None):
-    """Why the kernel does not support this call, or None."""
+def why_not(operands, segment_ids=None, *, scale=None, softcap=None, **options) -> str | None:
+    """Why the kernels do not support this call, or None."""
+    q, k, v = _shapes(operands)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
     if not q.dtype == k.dtype == v.dtype:
@@ -129,13 +132,11 @@ def why_not(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, 
 
 
 def cudnn_why_not(
-    q, k, v, *, causal=True, scale=None, window=None, segment_ids=None, softcap=None,
+    operands, segment_ids=None, *, causal=True, scale=None, window=None, softcap=None,
     return_lse=False,
-):  # fmt: skip
-    """Why cuDNN's flash attention cannot replace the kernel, or None.
-
-    On other NVIDIA GPUs and for unsupported calls it avoids the T x S matrices of the jnp form.
-    """
+) -> str | None:  # fmt: skip
+    """Why cuDNN's flash attention cannot replace the kernels, or None."""
+    q, k, v = _shapes(operands)
     if lack := dispatch.device_lacks("sm_80"):
         return lack
     widest = 128 if dispatch.device_lacks("sm_90") else 256
@@ -147,13 +148,18 @@ def cudnn_why_not(
         return f"T={q.shape[1]} is not S={k.shape[1]} (cuDNN does not align the last query and key)"
     if segment_ids is not None or softcap is not None or return_lse:
         return "cuDNN has no segment_ids, softcap or return_lse"
+    if scale_of(scale, q) <= 0:
+        return f"scale={scale} is not positive: cuDNN multiplies -inf of masked logits by it"
+    for name, x in (("q", q), ("k and v", k)):
+        if x.size >= 2**31:
+            return f"{name} have {x.size} elements: cuDNN's gradients are wrong from 2^31 on"
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 2:  # JAX raises NotImplementedError, but only for a gradient
             return f"{name}={size} is odd, for which JAX has no cuDNN gradient"
     return mosaic.empty(q=q, k=k)
 
 
-def why_slower(q, k) -> str | None:
+def why_slower(operands, segment_ids=None, **options) -> str | None:
     """Why cuDNN is faster than the kernels (they would pad q, k and v in copies), or None.
 
     Padded, the kernels ran at 0.52 to 0.87 of cuDNN's speed forward (docs/attention.md has the
@@ -161,8 +167,11 @@ def why_slower(q, k) -> str | None:
     These shapes have not been measured that way, so the kernels, which are always deterministic,
     run.
     """
-    if _deterministic_requested():
+    if any(map(dispatch.xla_flag, _DETERMINISTIC)):
         return None
+    if cudnn_why_not(operands, segment_ids, **options):
+        return None
+    q, k, _ = _shapes(operands)
     for name, size in (("T", q.shape[1]), ("S", k.shape[1])):
         if size % 8:
             return f"the kernel would pad {name}={size} to a multiple of 8"
@@ -171,13 +180,7 @@ def why_slower(q, k) -> str | None:
     return f"the kernel would pad D={d} to {width}" if width > d else None
 
 
-def _deterministic_requested() -> bool:
-    flag = r"--xla_gpu_(?:exclude_non)?deterministic_ops(=\S*)?(?!\S)"
-    values = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
-    return any(value.lower() in ("", "=true", "=1") for value in values)
-
-
-def _cudnn(q, k, v, causal, scale, window):
+def _cudnn(q, k, v, *, causal, scale, window):
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -204,8 +207,6 @@ def check(q, k, v, causal, window, softcap, segment_ids=None):
         raise ValueError(f"T={t} is more than S={s} keys: pass causal=False or fewer queries")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
-    if window is not None and window != int(window):
-        raise ValueError(f"window={window} is not a whole number of keys")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
     if segment_ids is not None:
@@ -218,14 +219,16 @@ def _check_segments(segment_ids, b, t, s):
         if t > s:
             raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
         segment_ids, need = (segment_ids,), ((b, s),)
-    if (have := tuple(ids.shape for ids in segment_ids)) != need:
+    if (have := tuple(x.shape for x in segment_ids)) != need:
         raise ValueError(f"segment_ids have shapes {have}, not {need}")
-    for ids in segment_ids:
-        mosaic.check_integers(segment_ids=ids)
 
 
 def scale_of(scale, q) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    """The factor of the logits; raises ValueError if it is not finite."""
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} is not a finite number")
+    return scale
 
 
 def _pair(segment_ids, t, s):
@@ -335,30 +338,94 @@ masked_reference.defvjp(_reference_forward, _reference_backward)
 # ---- kernels ---------------------------------------------------------------------------------
 
 
-def forward_of(call: Call):
-    """The forward kernel for a call."""
-    return general_forward.forward if call.general else forward
+def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_lse, general: bool):
+    """The op by the kernels, in the general form or in Hopper's."""
+    q, k, _ = _shapes(operands)
+    t, s, d = q.shape[1], k.shape[1], q.shape[3]
+    call = Call(
+        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
+        general, general and mosaic.is_tight(),
+    )  # fmt: skip
+    fits = d % 8 == 0 if general else t % 8 == 0 and d in WIDTHS
+    if isinstance(operands, Packed) and fits:
+        heads = Heads(*(heads for heads, _ in operands.parts[:2]))
+        arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
+    else:
+        heads, arrays = None, tuple(_pad(x, general) for x in _split(operands))
+    out, lse = _attention(arrays, segment_ids, call, heads, return_lse)
+    out = out if heads else out[:, :t, :, :d]
+    return (out, lse[:, :, :t]) if return_lse else out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q, k, v, segments, call, with_lse):
-    return forward_of(call)(q, k, v, segments, call=call)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _attention(arrays, segments, call, heads, with_lse):
+    """(O, lse).  arrays: (q, k, v), or with `heads` the only array, which holds all three."""
+    return _attention_forward(arrays, segments, call, heads, with_lse)[0]
 
 
-def _attention_forward(q, k, v, segments, call, with_lse):
-    results = _attention(q, k, v, segments, call, with_lse)
+def _attention_forward(arrays, segments, call, heads, with_lse):
+    q, k, v = arrays if heads is None else arrays * 3
+    forward_of = general_forward.forward if call.general else forward
+    results = forward_of(q, k, v, segments, call=call, heads=heads)
     # A jax.checkpoint policy can save these by name and so avoid a second forward pass.
     out, lse = (checkpoint_name(x, "attention") for x in results)
-    return (out, lse), (q, k, v, segments, out, lse)
+    return (out, lse), (arrays, segments, out, lse)
 
 
-def _attention_backward(call, with_lse, saved, cotangents):
-    q, k, v, segments, out, lse = saved
+def _attention_backward(call, heads, with_lse, saved, cotangents):
+    arrays, segments, out, lse = saved
     dout, dlse = cotangents
     if not with_lse:
         dlse = None  # it is zero, so the kernels need not read it
-    grads = backward(q, k, v, out, lse, dout, dlse, segments, call=call)
-    return *grads, None
+    q, k, v = arrays if heads is None else arrays * 3
+    return backward(q, k, v, out, lse, dout, dlse, segments, call=call, heads=heads), None
+
+
+def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads=None):
+    """(dq, dk, dv), or with `heads`, where q, k and v are one array, its only gradient.
+
+    lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
+    """
+    if segments is not None:
+        segments = pad_segments(segments, call.lengths)
+    rows = 2 * ROWS if call.general else ROWS
+    if some_rows_see_nothing(call.window, segments is not None, rows):
+        # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.
+        blind = lse == -jnp.inf
+        lse = jnp.where(blind, 1e30, lse)
+        dlse = None if dlse is None else jnp.where(blind, 0, dlse)
+    first, last = backward_dq, backward_dkv
+    if call.general:
+        first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
+    options = dict(call=call, heads=heads)
+    # The statistics that the second kernel reads: lse in base 2 and -delta, or lse and delta.
+    dq, lse, delta = first(q, k, v, out, lse, dout, dlse, segments, **options)
+    others = q, k, v, lse, dout, delta, segments
+    if heads is None:
+        return dq, *last(*others, **options)
+    # No copy: the second kernel writes its own heads of dq.
+    return (mosaic.in_place(lambda ref, *x: last(*x, ref, **options), dq, *others),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+# Only an H100 has run the general form, so cuDNN stands before it.
+FORMS = (
+    Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not, why_slower),
+    Form(
+        "cudnn",
+        lambda operands, segment_ids, *, causal, scale, window, **options: _cudnn(
+            *_split(operands), causal=causal, scale=scale, window=window
+        ),
+        "sm_80",
+        cudnn_why_not,
+    ),
+    Form("general", functools.partial(_kernels, general=True), "sm_80", why_not),
+    Form(
+        "xla",
+        lambda operands, segment_ids, **options: attention_reference(
+            *_split(operands), segment_ids=segment_ids, **options
+        ),
+    ),
+)

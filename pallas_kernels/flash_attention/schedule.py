@@ -191,9 +191,9 @@ def stat_rows(t: int) -> int:
 
 
 def pad_segments(segments, lengths):
-    """Ids of queries and keys as the kernels copy them: int32, whole tiles of every kernel."""
+    """Ids of queries and keys as the kernels copy them: whole tiles of every kernel."""
     return tuple(
-        mosaic.pad_axis(ids[:, :n].astype(jnp.int32), 1, stat_rows(1))
+        mosaic.pad_axis(ids[:, :n], 1, stat_rows(1))
         for ids, n in zip(segments, lengths, strict=True)
     )
 
@@ -232,7 +232,7 @@ def share_out(
 
 def section_pairs(pairs: int, pair_bytes: int, section: int) -> int:
     """Of how many pairs a section of that many MiB consists; all sections are about as long."""
-    fit = max(1, (section << 20) // pair_bytes)
+    fit = max(1, (section << 20) // max(1, pair_bytes))
     return mosaic.cdiv(pairs, mosaic.cdiv(pairs, fit))
 
 

@@ -24,7 +24,6 @@ dtype, which changes no power of 2; on a CPU it converts the operands to it, too
 
 import functools
 import logging
-import os
 
 import jax
 import jax.numpy as jnp
@@ -37,24 +36,23 @@ from pallas_kernels.float8.quantize import (
     Cast,
     cast,
     cast_and_sum,
-    lost,
     not_a_multiple,
 )
+from pallas_kernels.options import checked
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
-_FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 log = logging.getLogger("pallas_kernels")
 
 
+@checked
 def fp8_linear(
     x: Float[Array, "*rows K"],
     weight: Float[Array, "K N"],
     bias: Float[Array, " N"] | None = None,
     *,
     row_norm: Float[Array, ""] | None = None,
-    probe: Float[Array, "3 3"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
     """x @ weight + bias with fp8 operands, in x's dtype; the same for both gradients.
@@ -64,8 +62,6 @@ def fp8_linear(
     bias: added in x's dtype; the kernel that casts dy also sums its gradient, in float32.
     row_norm: if known, a number that the Euclidean norm of no row of x exceeds (as after a norm);
     x's scale then takes it instead of max |x|, which saves a pass over x.  Larger values saturate.
-    probe: any array; its gradient is not one, but for x, weight and dy the shares of values that
-    the cast brought to fp8's limit and of those that it rounded to 0, and their number (`lost`).
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole; with
@@ -80,21 +76,30 @@ def fp8_linear(
     mosaic.stat_dtype(x.dtype)  # refuses integers, to which the weight would be rounded
     reason = why_not(x, weight)
     if reason and implementation != "mosaic":
-        dispatch.record(dispatch.Decision("fp8_linear", "xla", f"{x.dtype}, not fp8: {reason}"))
+        dispatch.record(
+            dispatch.Decision("fp8_linear", "xla", "unsupported", f"{x.dtype}, not fp8: {reason}")
+        )
         return _plus(jnp.matmul(x, weight.astype(x.dtype)), bias)
     reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
     kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
     warn_of_flags()
-    row_norm = None if row_norm is None else lax.stop_gradient(row_norm)
-    return _linear(x, weight, bias, row_norm, probe, kernel)
+    row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
+    return _linear(x, weight, bias, row_norm, kernel)
 
 
 @functools.cache  # once
 def warn_of_flags() -> None:
-    if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
-        log.warning(
-            "fp8 matmuls run in bfloat16, slowly: set XLA_FLAGS=%s before JAX starts", _FLAG
-        )
+    """Warns on a GPU if XLA will not find the fp8 matmuls."""
+    if (
+        jax.default_backend() != "gpu"
+        or dispatch.xla_flag(flag := "xla_gpu_enable_triton_gemm") is False
+    ):
+        return
+    log.warning(
+        "fp8 matmuls run in bfloat16, up to 5 times slower: set XLA_FLAGS=--%s=false in the"
+        " environment before JAX starts",
+        flag,
+    )
 
 
 def fp8_linear_reference(x, weight, bias=None):
@@ -149,21 +154,20 @@ def _rounded_gradient(_, dy):
 _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear(x, weight, bias, row_norm, probe, kernel):
-    return _linear_forward(x, weight, bias, row_norm, probe, kernel)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear(x, weight, bias, row_norm, kernel):
+    return _linear_forward(x, weight, bias, row_norm, kernel)[0]
 
 
-def _linear_forward(x, weight, bias, row_norm, probe, kernel):
+def _linear_forward(x, weight, bias, row_norm, kernel):
     x8, w8 = cast(x, FORWARD, kernel, row_norm), cast(weight, FORWARD, kernel)
-    shares = None if probe is None else (lost(x, x8), lost(weight, w8))
     like = weight[:0], None if bias is None else bias[:0]
     y = _plus(times(x8, w8, x.dtype), bias)
-    return y, (kept_input(x8), kept_weight(w8), like, shares)
+    return y, (kept_input(x8), kept_weight(w8), like)
 
 
 def _linear_backward(kernel, saved, dy):
-    x8, w8, (like_weight, like_bias), shares = saved
+    x8, w8, (like_weight, like_bias) = saved
     dbias = None
     if like_bias is None:
         dy8 = cast(dy, BACKWARD, kernel)
@@ -171,8 +175,7 @@ def _linear_backward(kernel, saved, dy):
         dy8, dbias = cast_and_sum(dy, BACKWARD, kernel)
         dbias = dbias.astype(like_bias.dtype)
     dx, dw = times_weight(dy8, w8, dy.dtype), weight_gradient(x8, dy8, like_weight.dtype)
-    d_probe = None if shares is None else jnp.stack([*shares, lost(dy, dy8)])
-    return dx, dw, dbias, None, d_probe  # row_norm has no gradient
+    return dx, dw, dbias, None  # row_norm has no gradient
 
 
 # ---- the three products, of casts --------------------------------------------------------------

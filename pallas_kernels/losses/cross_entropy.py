@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.options import checked
 
 # Loads of 8 elements that a thread has in flight.  4 reach 0.92 to 1.04 of a copy's bandwidth on an
 # H100; 2 or 8 are up to 4% slower (docs/performance.md).
@@ -28,9 +29,10 @@ _UNROLL = 4
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the initial maximum; finite, as -inf - -inf is NaN
 
 
+@checked
 def cross_entropy(
     logits: Float[Array, "*batch vocab"],
-    labels: Int[Array, "*batch"],
+    labels: Integer[ids.Ids, "*batch"],
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,
@@ -49,7 +51,7 @@ def cross_entropy(
         raise ValueError("logits has shape (), but needs the vocabulary axis")
     v = logits.shape[-1]
     vocab_size = v if vocab_size is None else vocab_size
-    mosaic.check_integers(labels=labels)
+    labels, ignore_index = ids.labels(labels, ignore_index)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {labels.shape}, but logits {logits.shape} need {logits.shape[:-1]}"
@@ -61,7 +63,7 @@ def cross_entropy(
     if not dispatch.use_kernel("cross_entropy", implementation, reason, slower=slower):
         return cross_entropy_reference(logits, labels, **options)
     rows = logits.reshape(-1, v)
-    loss = _cross_entropy(rows, labels.reshape(-1).astype(jnp.int32), vocab_size, ignore_index)
+    loss = _cross_entropy(rows, labels.reshape(-1), vocab_size, ignore_index)
     return loss.reshape(labels.shape)
 
 
@@ -81,7 +83,11 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
 
 def why_not(logits) -> str | None:
     """Why the kernel does not support this call, or None."""
-    return mosaic.unsupported_dtype(logits=logits) or mosaic.empty(logits=logits)
+    return (
+        mosaic.unsupported_dtype(logits=logits)
+        or mosaic.empty(logits=logits)
+        or mosaic.too_many(rows=logits.size // logits.shape[-1])
+    )
 
 
 def why_slower(labels) -> str | None:

@@ -13,7 +13,6 @@ The sum over a row must be known before, which takes one more pass over the logi
 """
 
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.float8.linear import BACKWARD, FORWARD
 from pallas_kernels.float8.quantize import (
@@ -22,7 +21,6 @@ from pallas_kernels.float8.quantize import (
     cast,
     cast_results,
     column_numbers,
-    lost,
     not_a_multiple,
 )
 from pallas_kernels.losses.kernels import capped
@@ -61,23 +59,3 @@ def gradient(z, labels, log_sum, valid, softcap) -> Cast:
     name = "linear_cross_entropy_gradient_fp8"
     one = [jnp.float32(1)]
     return cast_results(tile, [z], one, BACKWARD, rows=rows, name=name, approx=True)[0][0]
-
-
-def gradient_reference(z, labels, log_sum, valid, softcap):
-    """dz in float32, by XLA: what `gradient` rounds."""
-    x, slope = z.astype(jnp.float32), 1.0
-    if softcap is not None:
-        tanh = jnp.tanh(x / softcap)
-        x, slope = softcap * tanh, 1 - tanh * tanh
-    column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    dz = jnp.exp(x - log_sum[:, None]) - (column == labels[:, None])
-    return jnp.where(column < valid, dz * slope, 0)
-
-
-def probe_gradient(chunks, weight, w: Cast):
-    """The shares of x, weight (C, V) and dz, (3, 3), from those of x and dz of chunks (`lost`)."""
-    each = jnp.stack([jnp.stack(pair) for pair in chunks])
-    counts = each[..., 2:]
-    shares = (each[..., :2] * counts).sum(0) / counts.sum(0)
-    of_x, of_dz = jnp.concatenate([shares, counts.sum(0)], axis=1)
-    return jnp.stack([of_x, lost(weight, w), of_dz])

@@ -22,12 +22,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.float8.linear import (
     FORWARD,
-    fp8_linear,
     fp8_linear_reference,
     times,
     times_weight,
@@ -35,10 +34,10 @@ from pallas_kernels.float8.linear import (
     weight_gradient,
 )
 from pallas_kernels.float8.quantize import TILE, cast
-from pallas_kernels.float8.quantize import lost as lost_of
 from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
 from pallas_kernels.losses.kernels import logits_kernel
+from pallas_kernels.options import checked
 
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
 # tokens of GPT-2 take the same time within 2%; with 2048 instead of 4096 a step of Llama 1B takes
@@ -57,10 +56,11 @@ class _Options(NamedTuple):
     chunk: int  # tokens
 
 
+@checked
 def linear_cross_entropy(
     x: Float[Array, "*batch C"],
     weight: Float[Array, "_ _"],
-    labels: Int[Array, "*batch"],
+    labels: Integer[ids.Ids, "*batch"],
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,
@@ -70,7 +70,6 @@ def linear_cross_entropy(
     scale: Float[Array, ""] | float = 1.0,
     vocab_axis: str | None = None,
     fp8: bool = False,
-    probe: Float[Array, "3 3"] | None = None,
     chunk: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, ""]:
@@ -90,18 +89,18 @@ def linear_cross_entropy(
     fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
-    probe: its gradient is what the casts lose, as in `fp8_linear`; dy is that of the logits.
     chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support.
     """
     v, c, vocab_size = _check(
-        x, weight, labels, vocab_size, transposed, reduction, vocab_axis, softcap, scale, chunk
+        x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk
     )
+    labels, ignore_index = ids.labels(labels, ignore_index)
     if fp8 and (reason := fp8_head.why_not(x)):
         why = f"{x.dtype}, not fp8: {reason}"
-        dispatch.record(dispatch.Decision("linear_cross_entropy", "mosaic", why))
+        dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
         fp8 = False
     options = dict(
         vocab_size=vocab_size,
@@ -115,17 +114,17 @@ def linear_cross_entropy(
     gpu = "sm_89" if fp8 else "sm_80"
     if not dispatch.use_kernel("linear_cross_entropy", implementation, reason, gpu):
         return linear_cross_entropy_reference(
-            x, weight, labels, reduction=reduction, scale=scale, probe=probe, **options
+            x, weight, labels, reduction=reduction, scale=scale, **options
         )
     if fp8:
         warn_of_flags()
-    rows, labels = x.reshape(-1, c), labels.reshape(-1).astype(jnp.int32)
+    rows, labels = x.reshape(-1, c), labels.reshape(-1)
     chunk = _chunk(rows, weight, v, fp8, chunk)
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
     inside, after = (jnp.float32(1), scale) if x.dtype == jnp.float16 else (scale, 1)
     o = _Options(**options, chunk=chunk)
-    loss = _linear_cross_entropy(rows, weight, labels, inside, probe if fp8 else None, o)
+    loss = _linear_cross_entropy(rows, weight, labels, inside, o)
     return _reduce(loss, labels, ignore_index, reduction) * after
 
 
@@ -140,11 +139,10 @@ def _chunk(x, weight, v: int, fp8: bool, asked: int | None) -> int:
 
 
 def _check(
-    x, weight, labels, vocab_size, transposed, reduction, vocab_axis, softcap, scale, chunk
+    x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk
 ) -> tuple[int, int, int]:
     """V and C of the weight, and the vocabulary's size; raises ValueError if a value is wrong."""
     mosaic.check_axes("C V" if transposed else "V C", weight=weight)
-    mosaic.check_integers(labels=labels)
     v, c = weight.shape[::-1] if transposed else weight.shape
     parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
     vocab_size = v * parts if vocab_size is None else vocab_size
@@ -159,8 +157,6 @@ def _check(
         raise ValueError(f"softcap={softcap} is not positive")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk} is not at least 1 token")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} is not one of mean, sum")
     if jnp.shape(scale):
         raise ValueError(f"scale has shape {jnp.shape(scale)}, but must be one number")
     return v, c, vocab_size
@@ -179,13 +175,9 @@ def linear_cross_entropy_reference(
     scale=1.0,
     vocab_axis=None,
     fp8=False,
-    probe=None,
 ):
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
-    if fp8 and probe is not None:
-        matrix = (weight if transposed else weight.T).astype(x.dtype)
-        z = fp8_linear(x, matrix, probe=probe, implementation="xla")
-    elif fp8:
+    if fp8:
         z = fp8_linear_reference(x, weight if transposed else weight.T)
     else:
         z = _logits(x, weight.astype(x.dtype), transposed)
@@ -266,19 +258,14 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[An
     return loss, (jnp.concatenate(dx), dw)
 
 
-def _run_fp8(
-    x, weight, labels, scale, o: _Options, differentiate: bool, measure: bool
-) -> tuple[Any, Any, Any]:
-    """`_run` with fp8 operands, and what the casts lose if `measure`; see fp8_head.py.
-
-    `scale` multiplies the products and not dz.
-    """
+def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[Any, Any]:
+    """`_run` with fp8 operands, see fp8_head.py; `scale` multiplies the products and not dz."""
     v = weight.shape[1] if o.transposed else weight.shape[0]
     padded = mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
     w8 = fp8_head.cast_weight(padded, o.transposed)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
     known = mask_by_label(jnp.float32(1), labels, o.vocab_size, o.ignore_index)
-    loss, dx, dw, lost = jnp.float32(0), [], None, []
+    loss, dx, dw = jnp.float32(0), [], None
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_chunk = of(x)
@@ -292,22 +279,15 @@ def _run_fp8(
             # No gradient where the label is ignored (known is 0), NaN where it is wrong.
             log_sum = jnp.where(of(known) == 0, jnp.inf, (top + jnp.log(total)) * of(known))
             dz8 = fp8_head.gradient(z, of(local), log_sum, valid, o.softcap)
-            if measure:
-                exact = fp8_head.gradient_reference(z, of(local), log_sum, valid, o.softcap)
-                lost.append((lost_of(x_chunk, x8), lost_of(exact, dz8)))
             dx.append(times_weight(dz8, w8, x.dtype))
             # In float32 here, so any factor is exact.
             dz8 = dz8._replace(inverse=dz8.inverse * scale)
             more = weight_gradient(*((x8, dz8) if o.transposed else (dz8, x8)), jnp.float32)
             dw = more if dw is None else dw + more
     if dw is None:  # nor dx
-        return loss * scale, None, None
+        return loss * scale, None
     dw = dw[:, :v] if o.transposed else dw[:v]
-    gradients = (jnp.concatenate(dx) * scale).astype(x.dtype), dw
-    shares = None
-    if measure:
-        shares = fp8_head.probe_gradient(lost, padded if o.transposed else padded.T, w8)
-    return loss * scale, gradients, shares
+    return loss * scale, ((jnp.concatenate(dx) * scale).astype(x.dtype), dw)
 
 
 def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[Any, Any]:
@@ -343,27 +323,21 @@ def _loss(top, total, picked, o: _Options):
     return jnp.log(total) - (picked - top)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear_cross_entropy(x, weight, labels, scale, probe, o):
-    if o.fp8:
-        return _run_fp8(x, weight, labels, scale, o, False, False)[0]
-    return _run(x, weight, labels, scale, o, False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear_cross_entropy(x, weight, labels, scale, o):
+    return (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, o, False)[0]
 
 
-def _forward(x, weight, labels, scale, probe, o):
-    if o.fp8:
-        measure = probe is not None
-        loss, gradients, shares = _run_fp8(x, weight, labels, scale, o, True, measure)
-    else:
-        (loss, gradients), shares = _run(x, weight, labels, scale, o, True), None
-    return loss, (gradients, shares, jnp.zeros((), weight.dtype))
+def _forward(x, weight, labels, scale, o):
+    loss, gradients = (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, o, True)
+    return loss, (gradients, jnp.zeros((), weight.dtype))
 
 
 def _backward(o, saved, g):
-    (dx, dw), shares, like = saved
+    (dx, dw), like = saved
     # All devices of the axis hold the same loss, and each got a share of its gradient.
     g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
-    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None, None, shares
+    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None, None
 
 
 _linear_cross_entropy.defvjp(_forward, _backward)

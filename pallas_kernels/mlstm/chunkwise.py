@@ -74,7 +74,7 @@ def chunkwise(
     # The kernels do not differentiate m; these factors are 1, with the gradients of e^m and e^-m.
     hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
-        c, n, m = (x.astype(wide) for x in initial_state)
+        c, n, m = reference._state(initial_state, q, v)
         scale = jnp.exp(m - hold(m))
         c = mosaic.pad_axis(mosaic.pad_axis(c, 2, 64), 3, 64)
         first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]

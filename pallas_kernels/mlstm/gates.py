@@ -5,17 +5,14 @@ Axes: B batch, T time, H heads, N chunks, L positions of a chunk.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mlstm.reference import CLOSED
+from pallas_kernels.mlstm.reference import CLOSED, floor
 from pallas_kernels.mosaic import LOG2E
-
-FLOOR = 0.9 * math.log(jnp.finfo(jnp.float32).tiny)  # minimum of m, which keeps e^-m finite
 
 
 class Gates(NamedTuple):
@@ -69,7 +66,7 @@ def gates(i, lf, m, starts, size: int) -> Gates:
     m_after, decay = lax.optimization_barrier((m_after, decay))
 
     from_state = b + jnp.where(continues, before(m_after)[..., None], 0)
-    m = jnp.maximum(jnp.maximum(from_state, top), FLOOR)
+    m = jnp.maximum(jnp.maximum(from_state, top), floor(i.dtype))
     a = jnp.where(in_last, after + i, -jnp.inf)
     return Gates(
         row=(b - m) * LOG2E,

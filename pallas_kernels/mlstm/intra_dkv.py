@@ -287,5 +287,5 @@ def backward_dkv(
         thread_name="wg",
         # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(Inputs(q, k, v, dh, chunk_states, joint, jnp.arange(s.size), given))
+    )(Inputs(q, k, v, dh, chunk_states, joint, jnp.arange(s.size, dtype=jnp.int32), given))
     return stats if joint is not None else (*(heads.array for heads in out), *stats)

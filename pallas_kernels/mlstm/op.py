@@ -12,15 +12,17 @@ initial and final states.
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.mlstm import chunkwise, reference, step
+from pallas_kernels.options import checked
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
 
 
+@checked
 def vlstm(
     q: Float[Array, "B T NH DQK"],
     k: Float[Array, "B T NH DQK"],
@@ -30,7 +32,7 @@ def vlstm(
     *,
     gate: Gate = "exp",
     normalize: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[ids.Ids, "B T"] | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     eps: float = 0.0,
@@ -59,7 +61,8 @@ def vlstm(
     implementation="mosaic" for a call that the kernels do not support.
     """
     mosaic.check_axes("B T NH DQK", q=q)
-    check(q, k, v, i, f, gate, initial_state, segment_ids, chunk_size)
+    segment_ids = ids.documents(segment_ids)
+    check(q, k, v, i, f, initial_state, segment_ids, chunk_size)
     options = dict(
         gate=gate,
         normalize=normalize,
@@ -75,6 +78,7 @@ def vlstm(
     return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
 
 
+@checked
 def vlstm_step(
     q: Float[Array, "B NH DQK"],
     k: Float[Array, "B NH DQK"],
@@ -95,7 +99,7 @@ def vlstm_step(
     Raises as `vlstm`.
     """
     mosaic.check_axes("B NH DQK", q=q)
-    check(q, k, v, i, f, gate, state)
+    check(q, k, v, i, f, state)
     reason, slower = step.why_not(q, v, eps=eps), step.why_slower(q, v)
     if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
         return step.advance(gate, normalize, q, k, v, i, f, state)
@@ -114,10 +118,8 @@ def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
     return mosaic.empty(q=q, v=v)
 
 
-def check(q, k, v, i, f, gate, state=None, segment_ids=None, chunk_size=None):
+def check(q, k, v, i, f, state=None, segment_ids=None, chunk_size=None):
     """Raises ValueError for shapes, dtypes and options that do not match."""
-    if gate not in ("exp", "sigmoid"):
-        raise ValueError(f"gate={gate!r} is not one of exp, sigmoid")
     if not (q.shape == k.shape and q.shape[:-1] == v.shape[:-1] == i.shape == f.shape):
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape}, i {i.shape} and f {f.shape} do not match: v"
@@ -133,6 +135,5 @@ def check(q, k, v, i, f, gate, state=None, segment_ids=None, chunk_size=None):
     if segment_ids is not None:
         if segment_ids.shape != q.shape[:2]:
             raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
-        mosaic.check_integers(segment_ids=segment_ids)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")

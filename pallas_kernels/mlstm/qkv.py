@@ -4,9 +4,9 @@
     (q | k | v | o) = qkvo,   y = sigmoid(o) layer_norm(vlstm(q, k, v, i, f), weight)
 
 One matmul can then compute all of them, and its backward pass takes two matmuls instead of six or
-eight.  Splitting the array for `vlstm` and `gated_layer_norm` would copy it.  Here the kernels
-index its columns, and those of the backward pass write into one gradient: the norm's makes it, with
-the columns of o, and those that compute dq, dk and dv write theirs into it.
+eight.  Splitting the array for `vlstm` and `layer_norm` would copy it.  Here the kernels index its
+columns, and those of the backward pass write into one gradient: the norm's makes it, with the
+columns of o, and those that compute dq, dk and dv write theirs into it.
 """
 
 import functools
@@ -15,16 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.mlstm import chunkwise, reference
 from pallas_kernels.mlstm.op import Gate, check, vlstm, why_not
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms import tiles
-from pallas_kernels.norms.layer_norm import NORM, gated_layer_norm, gated_why_not
+from pallas_kernels.norms.norm import LAYER, layer_norm
+from pallas_kernels.options import checked
 
 
+@checked
 def vlstm_qkv(
     qkv: Float[Array, "B T P"],
     i: Float[Array, "B T NH"],
@@ -33,7 +35,7 @@ def vlstm_qkv(
     *,
     gate: Gate = "exp",
     normalize: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[ids.Ids, "B T"] | None = None,
     eps: float = 0.0,
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -47,9 +49,10 @@ def vlstm_qkv(
     Raises ValueError for columns that do not add up, and what `vlstm` raises.
     """
     dv, heads = _value_width(i, f, dqk, 1, qkv=qkv), i.shape[2]
+    segment_ids = ids.documents(segment_ids)
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     others: dict[str, Any] = dict(eps=eps, chunk_size=chunk_size, implementation=implementation)
-    form = _form(qkv, i, f, dqk, dv, gate=gate, segment_ids=segment_ids, **others)
+    form = _form(qkv, i, f, dqk, dv, segment_ids=segment_ids, **others)
     if form is None:
         q, k, v = _parts(qkv, heads, dqk, dqk, dv)
         # pyrefly: ignore[bad-return]
@@ -58,6 +61,7 @@ def vlstm_qkv(
     return _in_one_array(qkv, i, f, None, dqk=dqk, dv=dv, form=form, **options)
 
 
+@checked
 def vlstm_qkvo(
     qkvo: Float[Array, "B T P"],
     i: Float[Array, "B T NH"],
@@ -67,7 +71,7 @@ def vlstm_qkvo(
     *,
     gate: Gate = "exp",
     normalize: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[ids.Ids, "B T"] | None = None,
     norm_eps: float = 1e-6,
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -77,27 +81,30 @@ def vlstm_qkvo(
     qkvo: has P = NH (2 dqk + 2 DV) columns: the heads of q, k, v and o, as in `vlstm_qkv`.
     weight: of the norm of each head, which has no bias; norm_eps: its eps.
     Everything else is as in `vlstm`, with eps = 0.  h is rounded to qkvo's dtype, and the norm
-    computes as `gated_layer_norm`.  The kernels take qkvo as it is where `vlstm_qkv` takes qkv so,
+    computes as `layer_norm`.  The kernels take qkvo as it is where `vlstm_qkv` takes qkv so,
     if DV divides 2 NH dqk; else it is split in copies.
-    Raises ValueError for columns that do not add up, and what `vlstm` and `gated_layer_norm` raise.
+    Raises ValueError for columns that do not add up, and what `vlstm` and `layer_norm` raise.
     """
     dv, heads = _value_width(i, f, dqk, 2, qkvo=qkvo), i.shape[2]
     if weight.shape != (heads, dv):
         raise ValueError(f"weight has shape {weight.shape}, not (NH, DV) = {(heads, dv)}")
+    segment_ids = ids.documents(segment_ids)
     options: dict[str, Any] = dict(gate=gate, normalize=normalize, segment_ids=segment_ids)
     others: dict[str, Any] = dict(chunk_size=chunk_size, implementation=implementation)
-    form = _form(qkvo, i, f, dqk, dv, gate=gate, segment_ids=segment_ids, eps=0.0, **others)
-    general = tiles.general_form(implementation)
+    form = _form(qkvo, i, f, dqk, dv, segment_ids=segment_ids, eps=0.0, **others)
+    general = dispatch.general_form(implementation, rival=False, gpu="sm_90")
     h = jax.ShapeDtypeStruct((*i.shape, dv), qkvo.dtype)
-    split = gated_why_not(h, h, weight, eps=norm_eps, general=general) or 2 * heads * dqk % dv
+    gated = h, weight, None, None, None, h
+    split = tiles.why_not(*gated, kind=LAYER, eps=norm_eps, general=general) or 2 * heads * dqk % dv
     if form is None or split:
         q, k, v, o = _parts(qkvo, heads, dqk, dqk, dv, dv)
         h = vlstm(q, k, v, i, f, **options, **others)
         # pyrefly: ignore[bad-argument-type]
-        return gated_layer_norm(h, o, weight, eps=norm_eps, implementation=implementation)
+        # pyrefly: ignore[bad-return]
+        return layer_norm(h, weight, gate=o, eps=norm_eps, implementation=implementation)
     _record(form, implementation)
     # A GPU that supports the vLSTM's kernels also supports the norm's.
-    tiles.use_kernel("gated_layer_norm", implementation, None, h, general)
+    dispatch.use_kernel("layer_norm", implementation, None, "sm_90", general=general)
     options |= dict(norm=(norm_eps, general))
     return _in_one_array(qkvo, i, f, weight, dqk=dqk, dv=dv, form=form, **options)
 
@@ -116,7 +123,7 @@ def _value_width(i, f, dqk: int, count: int, **array) -> int:
     return dv
 
 
-def _form(x, i, f, dqk, dv, *, gate, segment_ids, eps, chunk_size, implementation):
+def _form(x, i, f, dqk, dv, *, segment_ids, eps, chunk_size, implementation):
     """The form of the kernels that take q, k and v as columns of x, None if x must be split.
 
     Raises what `vlstm` raises.
@@ -125,10 +132,10 @@ def _form(x, i, f, dqk, dv, *, gate, segment_ids, eps, chunk_size, implementatio
     form = chunkwise.GENERAL if general else chunkwise.HOPPER
     of = lambda width: jax.ShapeDtypeStruct((*x.shape[:2], i.shape[2], width), x.dtype)
     shapes = of(dqk), of(dqk), of(dv), i, f
-    check(*shapes, gate, segment_ids=segment_ids, chunk_size=chunk_size)
+    check(*shapes, segment_ids=segment_ids, chunk_size=chunk_size)
     padded = dqk % 64 or dv % 64 or x.shape[1] % form.rows
     runs = dispatch.decide("vlstm", implementation, None, _gpu(form)).runs
-    return None if padded or why_not(*shapes, eps=eps) or runs != "mosaic" else form
+    return None if padded or why_not(*shapes, eps=eps) or runs == "xla" else form
 
 
 def _record(form: chunkwise.Form, implementation):
@@ -144,7 +151,9 @@ def _parts(x, heads: int, *widths: int) -> list[jax.Array]:
     """The heads of each of these widths."""
     ends = itertools.accumulate(heads * width for width in widths[:-1])
     parts = jnp.split(x, list(ends), axis=2)
-    return [part.reshape(*x.shape[:2], heads, -1) for part in parts]
+    return [
+        part.reshape(*x.shape[:2], heads, width) for part, width in zip(parts, widths, strict=True)
+    ]
 
 
 @functools.partial(
@@ -173,7 +182,7 @@ def _gated_cell(qkvo, i, lf, m, starts, weight, call, norm):
 def _gated_forward(qkvo, i, lf, m, starts, weight, call, norm):
     eps, general = norm
     (h, _), saved = chunkwise.cell_forward((qkvo,), i, lf, None, m, starts, call)
-    (y, _), stats = norms.forward(NORM, eps, general, h, None, weight, None, qkvo)
+    (y, _), stats = norms.forward(LAYER, eps, general, h, None, weight, None, qkvo)
     return y, (saved, h, stats, weight)
 
 
@@ -182,7 +191,7 @@ def _gated_backward(call, norm, kept, dy):
     (qkvo,), *_ = saved
     # joint: the gradient of qkvo, with the columns of o alone.
     dh, dweight, _, _, joint = norms.backward(
-        NORM, general, h, stats, dy, None, weight, None, None, qkvo
+        LAYER, general, h, stats, dy, None, weight, None, None, qkvo
     )
     (d,), di, dlf, _, dm, _ = chunkwise.cell_backward(call, saved, (dh, None), joint)
     return d, di, dlf, dm, None, dweight

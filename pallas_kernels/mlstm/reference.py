@@ -21,7 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
 
-CLOSED = -1e30  # logarithm of a closed input gate; finite, so that inf - inf cannot occur
+CLOSED = -1e30  # logarithm of a closed gate or of an empty state; inf - inf cannot occur with it
+
+
+def floor(stat) -> float:
+    """The least m of a row, which keeps e^-m finite; h does not depend on m."""
+    return 0.9 * math.log(jnp.finfo(stat).tiny)
 
 
 def recurrent(
@@ -60,11 +65,11 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     c, n, m_old = (x.astype(stat) for x in state)
     q, k, v = (x.astype(stat) for x in (q, k, v))
     i, lf = _log_gates(i, f, gate, stat)
-    m = jnp.maximum(lf + m_old, i)
+    m = jnp.maximum(jnp.maximum(lf + m_old, i), floor(stat))
     forget, admit = jnp.exp(lf + m_old - m)[..., None], jnp.exp(i - m)[..., None]
     c = forget[..., None] * c + (admit * k)[..., None] * v[..., None, :]
     n = forget * n + admit * k
-    q = q * q.shape[-1] ** -0.5
+    q = q * max(q.shape[-1], 1) ** -0.5
     scale = _row_scale(jnp.sum(q * n, -1), m, gate, normalize, eps)
     h = scale[..., None] * jnp.sum(q[..., None] * c, -2)
     return _round(h, dtype), (c, n, m)
@@ -79,7 +84,7 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
     seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
     log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
     m = jnp.max(log_d, -1)
-    p = q.shape[-1] ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
+    p = max(q.shape[-1], 1) ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     scale = _row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
     return _round(jnp.swapaxes(_matmul(dtype, scale[..., None] * p, v), 1, 2), dtype)
 
@@ -151,8 +156,8 @@ def _in_chunks(q, k, v, i, f, state, *, size, gate, normalize, eps, segment_ids)
     # Compute the rows from the carried state and the chunk's own positions.
     carried = b + jnp.where(continues, m_before[..., None], 0)
     m = jnp.maximum(carried, jnp.max(log_d, -1))
-    m = jnp.maximum(m, 0.9 * math.log(jnp.finfo(stat).tiny))  # keeps e^-m finite
-    q = q * q.shape[-1] ** -0.5
+    m = jnp.maximum(m, floor(stat))
+    q = q * max(q.shape[-1], 1) ** -0.5
     p = _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
     w = jnp.exp(jnp.where(continues, carried - m, -jnp.inf))
     l = jnp.sum(p, -1) + w * jnp.sum(q * n[..., None, :], -1)
@@ -212,7 +217,7 @@ def _chunk_size(dqk, dv):
     With it the states (K V / L numbers for each position) need as much memory as two L x L matrices
     (2 L): 64 for heads of 64 and 128, 256 for 256 and 512.
     """
-    return min(max(2 ** round(math.log2(dqk * dv / 2) / 2), 64), 256)
+    return min(max(2 ** round(math.log2(max(dqk * dv, 1) / 2) / 2), 64), 256)
 
 
 def _sums_between(lf):
@@ -259,7 +264,19 @@ def _row_scale(l, m, gate, normalize, eps):
     one = jnp.maximum(jnp.exp(-m), jnp.finfo(m.dtype).tiny)  # 1 on the true scale; never 0
     if gate == "sigmoid":
         eps = eps * one  # the definition of this gate has no stabiliser
-    return 1 / (jnp.where(jnp.abs(l) > one, jnp.abs(l), one) + eps)
+    return _reciprocal(jnp.where(jnp.abs(l) > one, jnp.abs(l), one) + eps)
+
+
+@jax.custom_jvp
+def _reciprocal(x):
+    """1 / x, whose gradient squares no 1 / x: beyond 1e19 that would overflow, times 0 even NaN."""
+    return 1 / x
+
+
+@_reciprocal.defjvp
+def _reciprocal_jvp(primals, tangents):
+    y = _reciprocal(*primals)
+    return y, -(y * (y * tangents[0]))
 
 
 def _log_gates(i, f, gate, stat):
@@ -269,10 +286,11 @@ def _log_gates(i, f, gate, stat):
 
 
 def _state(state, q, v):
-    """The given state in the statistics' dtype, or zeros."""
+    """The given state in the statistics' dtype, with a finite m, or zeros."""
     stat = mosaic.stat_dtype(q.dtype)
     if state is not None:
-        return tuple(x.astype(stat) for x in state)
+        c, n, m = (x.astype(stat) for x in state)
+        return c, n, jnp.maximum(m, CLOSED)
     batch, _, heads, dqk = q.shape
     shapes = ((batch, heads, dqk, v.shape[-1]), (batch, heads, dqk), (batch, heads))
     return tuple(jnp.zeros(shape, stat) for shape in shapes)

@@ -1,6 +1,6 @@
 """The kernel of vlstm_step: one position of the recurrence, in generation.
 
-    m' = max(lf + m, i)       a = exp(lf + m - m')     b = exp(i - m')
+    m' = max(lf + m, i, -78)  a = exp(lf + m - m')     b = exp(i - m')
     C' = a C + (b k) v^T      n' = a n + b k           h = C'^T q / max(|q . n'|, exp(-m'))
 
 with q scaled by DQK^-1/2.  The state C is read and written once, in place, and only its bytes take
@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.inter_chunk import narrow
+from pallas_kernels.mlstm.reference import floor
 
 _COLUMNS = 32  # of a block: 128 bytes of each row
 _ROWS = 16  # of a tile: a warp has four rows, a lane 16 bytes of one
@@ -104,7 +105,7 @@ def _body(gate, normalize, c_ref, q_ref, k_ref, v_ref, i_ref, f_ref, n_ref, m_re
     number = lambda ref: ref[batch, head].astype(jnp.float32)
     i, lf = number(i_ref), _log_sigmoid(number(f_ref)) + number(m_ref)
     i = _log_sigmoid(i) if gate == "sigmoid" else i
-    m = jnp.maximum(lf, i)
+    m = jnp.maximum(jnp.maximum(lf, i), floor(jnp.float32))
     forget, admitted = jnp.exp(lf - m), jnp.exp(i - m) * k
     n = forget * n + admitted
     c = forget * c + along_k(admitted) * along_v(v)

@@ -3,7 +3,7 @@
 They read every row once, compute one or two means over it, and write a row of the same width.  The
 backward kernels also sum over all rows for dweight and dbias.  They are bound by memory, so they
 must keep enough copies in flight: blocks are persistent, each takes every `programs`-th tile of
-rows, and `stream` (ring.py) moves several tiles through shared memory at once (tiling: tiles.py):
+rows, and `stream` moves several tiles through shared memory at once (tiling: tiles.py):
 
     slot 0   | tile i                 wait for bars[0], compute in place, copy back |
     slot 1   | tile i + programs      arriving on bars[1]                           |
@@ -24,34 +24,485 @@ Weights have one row (C,) for all heads or one for each of H heads; a program ha
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.norms.backward import backward
-from pallas_kernels.norms.forward import Norm, forward
+from pallas_kernels import ampere, mosaic
+from pallas_kernels.activations.elementwise import sigmoid
+from pallas_kernels.norms.tiles import (
+    LINES,
+    Ring,
+    Tiling,
+    choose_tiling,
+    fetch_weights,
+    ring_types,
+    stream,
+)
+
+_SUM_COLS = 32  # columns of a block that sums over the programs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def norm(kind: Norm, eps, general, x, residual, weight, bias, x_bias=None, gate=None):
-    """(y, s): y = n weight + bias for the rows of x (then s is None) or of s = x + residual.
+class Norm(NamedTuple):
+    """A norm of the rows of x, as functions of register arrays.
 
-    general: in the general form.  x_bias needs a residual: s = (x + x_bias) + residual.
-    gate: multiplies y by its sigmoid; without a bias and for C up to 1024.
+    statistics(tiling, mean, x, eps): from x(chunk), one number for each line; mean(f) has the row
+    means of f(chunk), of which it takes `most` at once, and is called twice at most.
+    normalise(tiling, x, *statistics): n.
+    differentiate(tiling, n, g, means, *statistics): dx from g = weight dy and the row means of
+    averaged(n, g).
     """
-    return _save(kind, eps, general, x, residual, weight, bias, x_bias, gate)[0]
+
+    name: str
+    statistics: Callable
+    normalise: Callable
+    averaged: Callable
+    differentiate: Callable
+    count: int  # number of statistics
+    most: int  # means at once
 
 
-def _save(kind, eps, general, x, residual, weight, bias, x_bias, gate):
-    if x_bias is not None:
-        x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
-    (y, s), stats = forward(kind, eps, general, x, residual, weight, bias, gate)
-    return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
+# ---- forward -----------------------------------------------------------------------------------
 
 
-def _gradients(kind, _, general, saved, cotangents):
-    (dy, ds), (x, stats, *others) = cotangents, saved
-    dx, *gradients = backward(kind, general, x, stats, dy, ds, *others)
-    return dx.astype(dy.dtype), None if ds is None else dx, *gradients
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
+def forward(kind, eps, general, x, residual, weight, bias, gate):
+    """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
+
+    With a gate y is multiplied by sigmoid(gate).  The gate may be the last heads of a wider array,
+    which is read in place.
+    Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
+    """
+    shape = x.shape
+    name = name_of(kind, "forward", residual, gate, general)
+    x, residual, gate, weight, bias = flatten(x, (weight, bias), (x, residual, gate))
+    streams, weights = given(x=x, residual=residual, gate=gate), given(weight=weight, bias=bias)
+    t = choose_tiling("forward", general, x.shape, streams, weights)
+    like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
+    stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, t.height), jnp.float32)
+    y, s, stats = launch(
+        functools.partial(_forward_tiles if t.slots else _forward_tile, kind, eps, t),
+        name,
+        t,
+        [like(x), None if residual is None else like(residual), (stat,) * kind.count],
+        (ring_types(t, streams, weights) if t.slots else {})
+        | dict(means_smem=means_type(t, 2 * t.groups * kind.most)),
+        gate,
+    )(*jax.tree.map(t.view, (x, residual, gate, weight, bias)))
+    y, s = jax.tree.map(lambda a: t.unview(a).reshape(shape), (y, s))
+    return (y, s), stats
 
 
-norm.defvjp(_save, _gradients)
+def _forward_tile(
+    kind, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
+    stat_refs, *, means_smem,
+):  # fmt: skip
+    """A block without TMA normalises one tile from global memory to global memory."""
+    tile, head = lax.axis_index("program"), lax.axis_index("head")
+    rows_of = lambda ref: ref.at[*t.place(ref, tile)]
+    source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
+    result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
+    weights = {k: ref.at[head] for k, ref in given(weight=weight_ref, bias=bias_ref).items()}
+    _normalise(kind, eps, t, tile, source, result, weights, stat_refs, means_smem.at[0])
+
+
+def _forward_tiles(
+    kind, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
+    stat_refs, *, bars, weight_bar, means_smem, **smem,
+):  # fmt: skip
+    """A persistent block overwrites each of its tiles with the result in shared memory."""
+    streams, weights = (
+        given(x=x_ref, residual=residual_ref, gate=gate_ref),
+        given(weight=weight_ref, bias=bias_ref),
+    )
+    ring = Ring(streams, weights, given(x=y_ref, residual=s_ref), smem, bars, weight_bar)
+    fetch_weights(t, ring)
+    part = lax.axis_index("part")
+
+    def step(slot, tile, carry):
+        rows = {k: smem[k].at[part, slot] for k in streams}
+        of_part = {k: smem[k].at[part] for k in weights}
+        _normalise(kind, eps, t, tile, rows, rows, of_part, stat_refs, means_smem.at[slot])
+        return carry
+
+    stream(t, ring, step, 0)
+
+
+def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, means_smem):
+    """Normalises a tile from the refs in `source` to those in `result`, which may be the same."""
+    places = iter(range(0, means_smem.shape[0], kind.most))
+
+    def mean(f):
+        """Row means of f(chunk), or of each array of a tuple."""
+        parts = [jax.tree.map(lambda x, c=c: t.once(x, c), f(c)) for c in t.chunks]
+        total, tree = jax.tree.flatten(
+            functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+        )
+        return tree.unflatten(row_means(t, total, means_smem.at[pl.ds(next(places), kind.most)]))
+
+    def load(group):
+        each = lambda ref: [mosaic.load(t.lines(ref, group, c), t.layout) for c in t.chunks]
+        return {k: each(ref) for k, ref in source.items()}
+
+    # Without slots no copy runs ahead, and no load passes a store: all loads come first.
+    loaded = None if t.slots else [load(group) for group in range(t.groups)]
+    for group in range(t.groups):
+        at = lambda refs, k, c, group=group: t.lines(refs[k], group, c)
+        rows = loaded[group] if loaded else load(group)
+
+        # Add the residual to x.
+        data = rows["x"]
+        for c, r in enumerate(rows.get("residual", ())):
+            s = (data[c] + r).astype(source["residual"].dtype)  # y is the norm of the rounded s
+            mosaic.store(at(result, "residual", c), s)
+            data[c] = s.astype(jnp.float32)
+
+        # Compute and save the statistics.
+        stats = kind.statistics(t, mean, data.__getitem__, eps)
+        for ref, value in zip(stat_refs, stats, strict=True):
+            mosaic.store(ref.at[lax.axis_index("head"), tile * t.groups + group], value)
+
+        # Normalise and store.
+        for c in t.chunks:
+            y = kind.normalise(t, data[c], *stats)
+            y = y * t.weight(weights["weight"], c) if "weight" in weights else y
+            y = y + t.weight(weights["bias"], c) if "bias" in weights else y
+            y = y * sigmoid(rows["gate"][c]) if "gate" in rows else y
+            mosaic.store(at(result, "x", c), y)
+
+
+# ---- both directions ---------------------------------------------------------------------------
+
+
+def means_type(t: Tiling, count: int):
+    """Each slot has its own, so that a warp that is a step ahead overwrites nothing."""
+    return plgpu.SMEM((t.slots or 2, count, t.parts, LINES), jnp.float32)
+
+
+def row_means(t: Tiling, arrays, means_smem, means_bar: Any = None):
+    """The row means of register arrays; the warps of a wide row synchronise once for all of them.
+
+    means_smem: (number of arrays or more, parts, LINES).
+    """
+    sums = [jnp.sum(x, axis=1) for x in arrays]
+    if t.wide:
+        for i, x in enumerate(sums):
+            mosaic.store(means_smem.at[i, lax.axis_index("part")], x)
+        ampere.meet()
+        if t.parts > 1:
+            plgpu.barrier_arrive(means_bar)
+            plgpu.barrier_wait(means_bar)
+        warps = [(part, warp) for part in range(t.parts) for warp in range(LINES)]
+        sums = [t.every_line(sum(means_smem[i, *at] for at in warps)) for i in range(len(sums))]
+    return [x / t.cols for x in sums]
+
+
+def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
+    return mosaic.kernel(
+        body,
+        name=name,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        **mosaic.grid(program=t.programs, head=t.heads),
+        num_threads=t.parts,
+        thread_name="part",
+        # A barrier at every load and store is too slow.  A lane overwrites only what it has read
+        # itself; commit_smem, barrier_wait and the reductions synchronise warps and copies.
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,
+            # The exp of the sigmoid in two instructions; 16-bit results hide its error.
+            approx_math=gate is not None and gate.dtype.itemsize == 2,
+        ),
+    )
+
+
+def name_of(kind, direction, add, gate, general):
+    fused = ("" if add is None else "add_") + ("" if gate is None else "gated_")
+    return f"{'general_' if general else ''}{fused}{kind.name}_{direction}"
+
+
+def flatten(x, weights, arrays) -> tuple[Any, ...]:
+    """Reshapes `arrays` to (rows, heads, cols) and `weights` to (heads, cols).
+
+    All arrays have x's shape; only a gate may have more heads.
+    """
+    heads = next((w.shape[0] for w in weights if w is not None and w.ndim == 2), 1)
+    rows, cols = x.size // (heads * x.shape[-1]), x.shape[-1]
+    arrays = [a if a is None else a.reshape(rows, -1, cols) for a in arrays]
+    return *arrays, *(w if w is None else w.reshape(heads, cols) for w in weights)
+
+
+def given(**arrays):
+    return {k: a for k, a in arrays.items() if a is not None}
+
+
+# ---- backward ----------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
+    """Gradients of `forward` in one pass over memory and a small one over the programs' sums.
+
+    With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
+    dx + ds over the rows, which would cost XLA another pass over memory.
+    Returns dx (+ ds) in x's dtype; the gradients of weight, bias, x_bias and gate in theirs (or
+    None).  A gate needs a forward pass without a bias.  If it is a part of a wider array, its
+    gradient stands where it stands in an array like that, whose other columns are undefined.
+    """
+    name = name_of(kind, "backward", ds, gate, general)
+    shapes = x.shape, None if gate is None else gate.shape
+    original = given(weight=weight, bias=bias, x_bias=x_bias)
+    x, dy, ds, gate, *params = flatten(x, (weight, bias, x_bias), (x, dy, ds, gate))
+    weight, bias, x_bias = params
+    streams, weights = given(x=x, dy=dy, ds=ds, gate=gate), given(weight=weight)
+    summed = given(weight=weight, bias=bias, x_bias=x_bias)
+    t = choose_tiling("backward", general, x.shape, streams, weights)
+    stats = tuple(_as_tiled(t, a) for a in stats)
+    sums = (t.heads, t.programs + -t.programs % LINES, t.parts * t.blocks, t.block)
+    n_means = t.groups * len(kind.averaged(1.0, 1.0))
+    x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
+    like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
+    dx, dgate, sums = launch(
+        functools.partial(_backward_tiles if t.slots else _backward_rows, kind, t, tuple(summed)),
+        name,
+        t,
+        [
+            like(x),
+            like(gate),
+            (jax.ShapeDtypeStruct(sums, jnp.float32),) * len(summed),
+        ],
+        (ring_types(t, streams, weights) if t.slots else {})
+        | dict(
+            lines_smem=plgpu.SMEM(t.shape, jnp.float32),
+            means_smem=means_type(t, n_means),
+            means_bar=plgpu.Barrier(num_arrivals=t.parts),
+        ),
+        gate,
+    )(x, dy, ds, gate, weight, tuple(stats))
+    dweights = dict(zip(summed, _sum_programs(name, t, summed, sums), strict=True))
+    dweights = {k: a.reshape(original[k].shape) for k, a in dweights.items()}
+    unview = lambda a, shape: None if a is None else t.unview(a).reshape(shape)
+    dx, dgate = map(unview, (dx, dgate), shapes)
+    return dx, *map(dweights.get, ("weight", "bias", "x_bias")), dgate
+
+
+def _backward_tiles(
+    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
+    dx_ref, dgate_ref, sum_refs, *, bars, weight_bar, lines_smem, means_smem, means_bar, **smem,
+):  # fmt: skip
+    """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
+    streams = given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref)
+    weights, results = given(weight=weight_ref), given(x=dx_ref, gate=dgate_ref)
+    ring = Ring(streams, weights, results, smem, bars, weight_bar)
+    fetch_weights(t, ring)
+    program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
+
+    def step(slot, tile, carry):
+        stats, totals = carry
+        # Load the next tile's statistics now: they do not come by TMA.
+        ahead = _load_stats(t, stat_refs, jnp.minimum(tile + t.programs, t.tiles - 1))
+        rows = {k: smem[k].at[part, slot] for k in streams}
+        weight = smem["weight"].at[part] if weights else None
+        now = _Tile(kind, t, rows, rows["x"], rows.get("gate"), weight, stats)
+        _differentiate(now, totals, means_smem.at[slot], means_bar)
+        return ahead, totals
+
+    carry = _load_stats(t, stat_refs, program), {k: t.zeros() for k in summed}
+    _, totals = stream(t, ring, step, carry)
+    for k, ref in zip(summed, sum_refs, strict=True):
+        _store_sums(t, totals[k], lines_smem, ref.at[head, program])
+
+
+def _backward_rows(
+    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
+    dx_ref, dgate_ref, sum_refs, *, lines_smem, means_smem, means_bar,
+):  # fmt: skip
+    """The same in the general form: the rows of the next tile are on their way to registers."""
+    program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
+    blocks = pl.ds(part * t.blocks, t.blocks) if t.parts > 1 else slice(None)
+    weight = None if weight_ref is None else weight_ref.at[head, blocks]
+    window = lambda ref, tile: ref.at[*t.place(ref, tile), blocks]
+
+    def fetch(tile):
+        rows = {
+            k: [[t.raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
+            for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref).items()
+        }
+        return rows, _load_stats(t, stat_refs, tile)
+
+    def step(i, carry):
+        tile = program + i * t.programs
+        if t.ahead:
+            (rows, stats), totals = carry
+            ahead = fetch(jnp.minimum(tile + t.programs, t.tiles - 1))
+        else:
+            ahead, totals = carry
+            rows, stats = fetch(tile)
+        dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
+        now = _Tile(kind, t, rows, dx, dgate, weight, stats)
+        _differentiate(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))], means_bar)
+        return ahead, totals
+
+    steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
+    first = fetch(program) if t.ahead else ()
+    _, totals = lax.fori_loop(0, steps, step, (first, {k: t.zeros() for k in summed}))
+    for k, ref in zip(summed, sum_refs, strict=True):
+        _store_sums(t, totals[k], lines_smem, ref.at[head, program])
+
+
+def _as_tiled(t: Tiling, stat):
+    """A statistic of the forward pass in sets of rows of this tiling."""
+    stat = stat.reshape(t.heads, -1)
+    # If these tiles are larger than the forward pass's, the rows past the last have no statistics.
+    # Zeros keep n finite there.
+    need = t.tiles * t.tile * (LINES if t.wide and not t.narrow_forward else 1)
+    stat = jnp.pad(stat, ((0, 0), (0, max(need - stat.shape[1], 0))))
+    return mosaic.pad_axis(stat, 1, t.height).reshape(t.heads, -1, t.height)
+
+
+def _load_stats(t: Tiling, refs, tile):
+    """The statistics of each set of rows of a tile."""
+    head = lax.axis_index("head")
+
+    def load(ref, group):
+        i = tile * t.groups + group
+        if t.wide and t.narrow_forward:
+            return t.every_line(ref[head, i // LINES, i % LINES])
+        return mosaic.load(ref.at[head, i], t.layout.reduce(1))
+
+    return [[load(ref, g) for ref in refs] for g in range(t.groups)]
+
+
+class _Tile(NamedTuple):
+    """A tile of the backward pass."""
+
+    kind: Norm
+    t: Tiling
+    rows: dict[str, Any]  # x, dy, perhaps ds, gate: in shared memory or, as lists, in registers
+    dx: Any  # in shared memory, where it overwrites x, or global
+    dgate: Any  # likewise, or None
+    weight: Any  # or None
+    stats: list  # for each set of rows, in registers
+
+    def load(self, k, group, c):
+        if not self.t.slots:
+            return self.rows[k][group][c].astype(jnp.float32)
+        return mosaic.load(self.t.lines(self.rows[k], group, c), self.t.layout)
+
+    @property
+    def keeps_operands(self) -> bool:
+        """As of the tiling; with a gate always, because the sigmoid takes longest."""
+        return self.t.keeps_operands or self.dgate is not None
+
+    def operands(self, group, c):
+        """n, g and dy of a chunk; with a gate dy is that of the norm, and dgate is written."""
+        n = self.kind.normalise(self.t, self.load("x", group, c), *self.stats[group])
+        g = dy = self.load("dy", group, c)
+        gate = None if self.dgate is None else sigmoid(self.load("gate", group, c))
+        if gate is not None:
+            g = dy = dy * gate
+        if self.weight is not None:
+            g = dy * self.t.weight(self.weight, c)
+        if gate is not None:
+            mosaic.store(self.t.lines(self.dgate, group, c), g * n * (1 - gate))
+        return n, g, dy
+
+
+def _differentiate(now: _Tile, totals, means_smem, means_bar):
+    """Writes dx of a tile and adds its rows to the sums."""
+    kept, averaged = _first_pass(now, totals)
+    means = iter(row_means(now.t, [x for g in averaged for x in g], means_smem, means_bar))
+    means = [[next(means) for _ in group] for group in averaged]
+    _second_pass(now, kept, means, totals)
+
+
+def _first_pass(now: _Tile, totals):
+    """(n and g of each chunk if the tiling keeps them, the terms of the row means)."""
+    kept, averaged = {}, []
+    for group in range(now.t.groups):
+        terms = []
+        for c in now.t.chunks:
+            n, g, dy = now.operands(group, c)
+            if now.keeps_operands:
+                _add(totals, c, n, dy)
+                kept[group, c] = n, g
+            terms.append([now.t.once(x, c) for x in now.kind.averaged(n, g)])
+        averaged.append([functools.reduce(jnp.add, x) for x in zip(*terms, strict=True)])
+    return kept, averaged
+
+
+def _second_pass(now: _Tile, kept, means, totals):
+    """Writes dx."""
+    for group in range(now.t.groups):
+        for c in now.t.chunks:
+            if now.keeps_operands:
+                n, g = kept[group, c]
+            else:
+                n, g, dy = now.operands(group, c)
+                _add(totals, c, n, dy)
+            dx = now.kind.differentiate(now.t, n, g, means[group], *now.stats[group])
+            if "ds" in now.rows:
+                dx = dx + now.load("ds", group, c)
+            if "x_bias" in totals:
+                totals["x_bias"][c] += dx
+            mosaic.store(now.t.lines(now.dx, group, c), dx)
+        if not now.t.wide and not now.t.slots:
+            # Without it ptxas -c for 8.x takes 185 registers at C = 128, not 80.
+            ampere.meet()
+
+
+def _add(totals, c, n, dy):
+    """Adds a chunk of rows to the sums for dweight and dbias, if they are needed."""
+    if "weight" in totals:
+        totals["weight"][c] += dy * n
+    if "bias" in totals:
+        totals["bias"][c] += dy
+
+
+def _store_sums(t: Tiling, total, lines_smem, ref):
+    """Writes the sums over this program's rows to ref (blocks, block)."""
+    for c in t.chunks:
+        if t.wide:
+            first = lax.axis_index("part") * t.blocks + t.first_block(c)
+            mosaic.store(ref.at[pl.ds(first, LINES)], total[c])
+            continue
+        mosaic.store(lines_smem, total[c])  # the lines are different rows
+        ampere.meet()
+        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(t.height))
+        ampere.meet()
+        mosaic.store(ref.at[c], value)
+
+
+def _sum_programs(name, t: Tiling, summed, sums):
+    """Sums (heads, programs, blocks, block) over the programs, always in the same order."""
+    if not sums:
+        return []
+    n, cols = sums[0].shape[1], t.parts * t.blocks * t.block
+    out = mosaic.kernel(
+        functools.partial(_sum_columns, t),
+        name=f"{name}_sum",
+        out_type=[tuple(jax.ShapeDtypeStruct((t.heads, cols), w.dtype) for w in summed.values())],
+        **mosaic.grid(column=cols // _SUM_COLS, head=t.heads, which=len(sums)),
+    )([a.reshape(t.heads, n, cols) for a in sums])
+    return [a[:, : t.cols] for a in out[0]]
+
+
+def _sum_columns(t: Tiling, sources, targets):
+    """A block sums some columns of one array over the programs."""
+    shape, layout = (sources[0].shape[1], _SUM_COLS), mosaic.warp_rows(1)
+    which, head = lax.axis_index("which"), lax.axis_index("head")
+    columns = pl.ds(lax.axis_index("column") * _SUM_COLS, _SUM_COLS)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+
+        @pl.when(which == i)
+        def _(source=source, target=target):
+            # All loads are in flight at once, because only latency matters here.
+            values = mosaic.load(source.at[head, :, columns], layout)
+            values = jnp.where(row < t.programs, values, 0.0)  # the other rows were never written
+            mosaic.store(target.at[head, columns], jnp.sum(values, axis=0))

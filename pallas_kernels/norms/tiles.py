@@ -15,18 +15,20 @@ warpgroups share the widest rows, and each takes a *part* of the columns.  All o
 same.  For rows and columns past the edges TMA reads zeros and writes nothing.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import mosaic
 
 LINES = 4  # lines of a register array: the warps of a warpgroup
 SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU
 MAX_COLS = 8192
+MAX_GATED_COLS = 1024
 
 _SMEM = 220 * 1024  # of 227 KB; barriers and reductions use the rest
 
@@ -208,23 +210,25 @@ class Tiling(NamedTuple):
         return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
 
-def why_not(
-    x, weight, bias, residual=None, x_bias=None, *, eps, general: bool = False
-) -> str | None:
+def why_not(x, weight, bias, residual, x_bias, gate, *, kind, eps, general: bool) -> str | None:
     """Why the kernels do not support this call, or None."""
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
-    if reason := mosaic.unsupported_dtype(**arrays):
+    if reason := mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x):
         return reason
-    if reason := mosaic.empty(x=x):
+    c, most = x.shape[-1], MAX_COLS
+    if reason := mosaic.too_many(rows=x.size // c):
         return reason
-    if x.shape[-1] > MAX_COLS:
-        return f"C={x.shape[-1]} is more than {MAX_COLS}"
+    if gate is not None:
+        if reason := mosaic.mixed_dtypes(x=x, gate=gate):
+            return reason
+        most = MAX_GATED_COLS
+    if c > most:
+        return f"C={c} is more than {most}"
     s = x if residual is None else residual
     streams = x.dtype.itemsize + s.dtype.itemsize * (1 if residual is None else 2)
     row = 2 * streams + (0 if weight is None else weight.dtype.itemsize)
-    shared = row * (x.shape[-1] + -x.shape[-1] % 1024)
-    if not general and shared > _SMEM and x.shape[-1] > 4096:
-        return f"two rows of C={x.shape[-1]} exceed shared memory in the backward pass"
+    if not general and c > 4096 and row * (c + -c % 1024) > _SMEM:
+        return f"two rows of C={c} exceed shared memory in the backward pass"
     if eps <= 0:
         return f"eps={eps} is not positive"
     if residual is not None and residual.dtype != jnp.promote_types(x.dtype, residual.dtype):
@@ -232,18 +236,7 @@ def why_not(
     return None
 
 
-def general_form(implementation: dispatch.Implementation | None) -> bool:
-    """Whether the norms run in their general form."""
-    return dispatch.general_form(implementation, rival=False, gpu="sm_90")
-
-
-def use_kernel(op: str, implementation, reason: str | None, x, general: bool) -> bool:
-    """dispatch.use_kernel for a norm."""
-    gpu, slower = "sm_80" if general else "sm_90", why_slower(x, general)
-    return dispatch.use_kernel(op, implementation, reason, gpu, slower=slower, general=general)
-
-
-def why_slower(x, general: bool) -> str | None:
+def why_slower(x, *arrays, general: bool, **options) -> str | None:
     """Why XLA's form is faster than the kernels (they would copy the rows to pad them), or None.
 
     Speed of the kernels relative to XLA, layer and RMS norm, alone and with a residual, H100, JAX
@@ -268,27 +261,7 @@ def _multiple(cols: int, general: bool) -> int:
     return 64 if cols <= 4096 else 1024
 
 
-def check_shapes(x, weight, bias, residual=None, x_bias=None):
-    """Raises ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
-    if not x.ndim:
-        raise ValueError("x has shape (), but needs the axis C that is normalised")
-    weights = {"weight": weight, "bias": bias, "x_bias": x_bias}
-    weights = {name: w for name, w in weights.items() if w is not None}
-    for name, w in weights.items():
-        if w.shape != x.shape[x.ndim - w.ndim :]:
-            raise ValueError(f"{name} has shape {w.shape}, not the last axes of x {x.shape}")
-        if w.ndim not in (1, 2):
-            raise ValueError(f"{name} has {w.ndim} axes, not 1 or 2")
-    if len({w.ndim for w in weights.values()}) > 1:
-        shapes = ", ".join(f"{name} {w.shape}" for name, w in weights.items())
-        raise ValueError(f"{shapes}: all must be (C,) or all (H, C)")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"residual has shape {residual.shape} but x has {x.shape}; they must match"
-        )
-
-
-def choose_general_tiling(direction, shape, dtype) -> Tiling:
+def _general_tiling(direction, shape, dtype) -> Tiling:
     """The tiling of the general form."""
     rows, heads, cols = shape
     width = cols + -cols % _multiple(cols, True)
@@ -309,15 +282,21 @@ def choose_general_tiling(direction, shape, dtype) -> Tiling:
     tiles = programs = mosaic.cdiv(rows, tile)
     if per_sm:
         programs = min(tiles, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
-    narrow = direction == "backward" and not choose_general_tiling("forward", shape, dtype).wide
+    narrow = direction == "backward" and not _general_tiling("forward", shape, dtype).wide
     t = Tiling(
         rows, heads, cols, width, block, blocks, wide, tile, 0, programs, parts, ahead, narrow
     )
     return _side_by_side(t, dtype)
 
 
-def choose_tiling(direction, shape, streams, weights) -> Tiling:
+def choose_tiling(direction, general: bool, shape, streams, weights) -> Tiling:
     """The tiling for `streams` (rows, heads, cols), read row by row, and their `weights`."""
+    if general:
+        return _general_tiling(direction, shape, streams["x"].dtype)
+    return _hopper_tiling(direction, shape, streams, weights)
+
+
+def _hopper_tiling(direction, shape, streams, weights) -> Tiling:
     rows, heads, cols = shape
     gated = "gated " if "gate" in streams else ""
     lines = (t for t in _TILES[gated + direction] if t[0] >= cols)
@@ -374,3 +353,90 @@ def _side_by_side(t: Tiling, dtype) -> Tiling:
         while 2 * n * t.block * dtype.itemsize <= 512 and t.tile % (2 * n * LINES) == 0:
             n *= 2
     return t._replace(side_by_side=n)
+
+
+# ---- the ring of tiles in shared memory ----------------------------------------------------------
+
+
+class Ring(NamedTuple):
+    """The arrays of a persistent block and their shared-memory buffers, under the same names."""
+
+    streams: dict[str, Any]  # (rows, heads, blocks, block), read tile by tile
+    weights: dict[str, Any]  # (heads, blocks, block)
+    results: dict[str, Any]  # written from the buffer of the stream with the same name
+    smem: dict[str, Any]
+    bars: Any  # one for each slot; its streams arrive on it
+    weight_bar: Any
+
+
+def ring_types(t: Tiling, streams, weights) -> dict:
+    """Scratch types of a ring; every part has its own buffers and barriers."""
+    tiles = (t.parts, t.slots, t.tile, t.blocks, t.block)
+    smem = {k: plgpu.SMEM(tiles, a.dtype) for k, a in streams.items()}
+    smem |= {k: plgpu.SMEM((t.parts, *tiles[3:]), a.dtype) for k, a in weights.items()}
+    return smem | dict(
+        bars=plgpu.Barrier(num_arrivals=len(streams), num_barriers=t.parts * t.slots),
+        weight_bar=plgpu.Barrier(num_arrivals=max(len(weights), 1), num_barriers=t.parts),
+    )
+
+
+def fetch_weights(t: Tiling, ring: Ring):
+    """Starts the copies of this head's row of every weight."""
+    part = lax.axis_index("part")
+    for k, ref in ring.weights.items():
+        window = ref.at[lax.axis_index("head"), *_part_columns(t)]
+        plgpu.copy_gmem_to_smem(window, ring.smem[k].at[part], ring.weight_bar.at[part])
+
+
+def _part_columns(t: Tiling):
+    """The slices of this part's columns: of blocks, and within a block.
+
+    Their start is a variable because JAX 0.12 rejects slices that are statically too wide.
+    """
+    zero = lax.rem(lax.axis_index("head"), jnp.int32(1))
+    return pl.ds(lax.axis_index("part") * t.blocks + zero, t.blocks), pl.ds(zero, t.block)
+
+
+def stream(t: Tiling, ring: Ring, step, carry):
+    """Runs carry = step(slot, tile, carry) for every tile of this program; returns the last carry.
+
+    Streams are copied to their buffers slots - 1 tiles ahead of the step.  After the step the
+    results are copied back from the same buffers.
+    """
+    program, part = lax.axis_index("program"), lax.axis_index("part")
+    steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
+    slot_of = lambda i: lax.rem(i, jnp.int32(t.slots))
+    tile_of = lambda i: program + i * t.programs
+    window = lambda ref, i: ref.at[*t.place(ref, tile_of(i)), *_part_columns(t)]
+    bar_of = lambda i: ring.bars.at[part * t.slots + slot_of(i)]
+
+    def fetch(i):
+        for k, ref in ring.streams.items():
+            slot = ring.smem[k].at[part, slot_of(i)]
+            plgpu.copy_gmem_to_smem(window(ref, i), slot, bar_of(i))
+
+    # Fill all slots but one.
+    for i in range(t.slots - 1):
+        pl.when(i < steps)(functools.partial(fetch, jnp.int32(i)))
+    if ring.weights:
+        plgpu.barrier_wait(ring.weight_bar.at[part])  # after the rows' copies have started
+
+    def body(i, carry):
+        slot = slot_of(i)
+        plgpu.barrier_wait(bar_of(i))
+        carry = step(slot, tile_of(i), carry)
+        plgpu.commit_smem()
+        for k, ref in ring.results.items():
+            plgpu.copy_smem_to_gmem(ring.smem[k].at[part, slot], window(ref, i))
+
+        @pl.when(i + (t.slots - 1) < steps)
+        def _():
+            # The next tile replaces the previous step's results; this step's may still be copied.
+            plgpu.wait_smem_to_gmem(len(ring.results), wait_read_only=True)
+            fetch(i + (t.slots - 1))
+
+        return carry
+
+    carry = lax.fori_loop(0, steps, body, carry)
+    plgpu.wait_smem_to_gmem(0)
+    return carry

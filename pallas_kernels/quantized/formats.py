@@ -50,6 +50,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic
+from pallas_kernels.options import checked
 
 Format = Literal["int", "fp8", "2:4"]
 COLUMNS, LANES, WORDS = 16, 32, 4  # n and lanes of a tile, and words of a lane
@@ -191,6 +192,7 @@ class PlainWeight:
             )
 
 
+@checked
 def quantize(
     w: Float[Array, "K N"],
     *,
@@ -213,6 +215,7 @@ def quantize(
     return _quantize(w, bits, group, symmetric, format)
 
 
+@checked
 def dequantize(weight: QuantizedWeight | PlainWeight, dtype=jnp.float32) -> Float[Array, "K N"]:
     """w' = level s + offset, computed in float32 (float64 for it) and rounded to dtype."""
     check_packed(weight)

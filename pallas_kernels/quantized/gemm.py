@@ -35,7 +35,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, tile
+from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
 
 _N = 64  # rows of a wgmma, the columns of four tiles
 _TILES = _N // COLUMNS
@@ -127,10 +127,7 @@ def sums(x, weight: QuantizedWeight):
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _product(x, words, scales, offsets, bias, activation, out, p: Plan):
-    if p.format == "2:4":  # the order of k in a block (unpack.py)
-        x = mosaic.pad_axis(x, 1, _BLOCK).reshape(x.shape[0], -1, 16, 4).swapaxes(2, 3)
-        x = x.reshape(x.shape[0], -1)
-    x = mosaic.pad_axis(mosaic.pad_axis(x, 1, _BLOCK), 0, 8)
+    x = mosaic.pad_axis(right_operand(x, p.format), 0, 8)
     tiles = words.shape[0]
     by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
     own = lambda shape, dtype: plgpu.SMEM((_WGS * p.slots, _TILES, *shape), dtype)

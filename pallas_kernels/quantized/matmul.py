@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, tile
+from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
 
 MAX_ROWS = 64
 _N = 64  # rows of a wgmma, the columns of four tiles
@@ -102,10 +102,7 @@ def product(x, weight: QuantizedWeight):
 
 @functools.partial(jax.jit, static_argnums=4)
 def _product(x, words, scales, offsets, p: Plan):
-    if p.format == "2:4":  # the order of k in a block (unpack.py)
-        x = mosaic.pad_axis(x, 1, _BLOCK).reshape(x.shape[0], -1, 16, 4).swapaxes(2, 3)
-        x = x.reshape(x.shape[0], -1)
-    x = mosaic.pad_axis(x, 1, _BLOCK)
+    x = right_operand(x, p.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
     tiles, slots = words.shape[0], p.wgs * p.stages

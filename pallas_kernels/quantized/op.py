@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemm, gemv, matmul, plain
 from pallas_kernels.quantized.formats import (
     PlainWeight,
@@ -43,6 +44,7 @@ _ACTIVATIONS = {
 }
 
 
+@checked
 def quantized_linear(
     x: Float[Array, "*rows K"],
     weight: QuantizedWeight | PlainWeight,
@@ -63,7 +65,7 @@ def quantized_linear(
     Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
-    _check(x, weight, bias, activation)
+    _check(x, weight, bias)
     reason = why_not(x, weight)
     if isinstance(weight, PlainWeight):
         implementation = implementation or "xla"
@@ -98,7 +100,7 @@ def why_not(x, weight) -> str | None:
     return mosaic.empty(x=x)
 
 
-def _check(x, weight, bias, activation):
+def _check(x, weight, bias):
     """Raises ValueError for arrays that do not fit."""
     check_packed(weight)
     k, n = weight.shape
@@ -106,8 +108,6 @@ def _check(x, weight, bias, activation):
         raise ValueError(f"x has shape {x.shape}, but the weight needs (..., {k})")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias has shape {bias.shape}, but the weight needs ({n},)")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is not None, gelu or silu")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -24,6 +24,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA, warp_rows
 from pallas_kernels.quantized import formats
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format
@@ -55,6 +56,19 @@ def tile(words, scales, offsets, block: int, bits: int, format: Format):
     result = plgpu.ShapeDtypeStruct((64, 16 * PLANES), jnp.dtype(jnp.bfloat16), layout=WGMMA)
     code = _Tile(block, bits, format)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
+
+
+def right_operand(x, format: Format):
+    """x (M, K) with its k in the order of `tile`, padded to whole blocks of 64, two at least.
+
+    K takes whole steps of a weight, 128 k at least, and a copy past the end of an array with a
+    single block would read this block again.
+    """
+    across = 16 * PLANES
+    if format == "2:4":
+        x = mosaic.pad_axis(x, 1, across).reshape(len(x), -1, 16, 4).swapaxes(2, 3)
+        x = x.reshape(len(x), -1)
+    return mosaic.pad_axis(x, 1, across if x.shape[1] > across else 2 * across)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,26 +1,13 @@
-import json
 import os
 
-import numpy as np
 import pytest
-import yaml
-from training_runs import TINY
+from training_runs import write_tiny
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The path of a tiny configuration with a tiny corpus."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rng = np.random.default_rng(0)
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "rat", "run"]
-    for i in range(8):
-        text = " ".join(rng.choice(words, 3000))
-        (folder / f"{i}.txt").write_text(text)
-    content = json.loads(json.dumps(TINY))
-    content["data"].update(path=str(folder / "*.txt"), cache_dir=str(folder / "cache"))
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -149,10 +149,11 @@ def main() -> dict:
     return results
 
 
-if __name__ == "__main__":
-    FOLDER, CONFIG, EVERY = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] == ["every"]
+def prepare(folder: Path) -> None:
+    """Imports everything, for forks that keep their output in `folder` and share compilations."""
+    global FOLDER, processes
+    FOLDER = folder
     os.chdir(REPO)
-    os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(FOLDER / "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ.setdefault("NPROC", "16")  # with two threads, two devices could wait for each other
@@ -163,4 +164,10 @@ if __name__ == "__main__":
         importlib.import_module(f"jaxllm.{name}")
     processes = importlib.import_module("jaxllm.train.processes")
     processes.HEARTBEAT = 4  # so that a dead process is noticed soon
+
+
+if __name__ == "__main__":
+    CONFIG, EVERY = sys.argv[2], sys.argv[3:] == ["every"]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    prepare(Path(sys.argv[1]))
     print(json.dumps(main()))

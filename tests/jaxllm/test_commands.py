@@ -143,7 +143,7 @@ AS_OLD = "import runpy, sys; sys.version_info = (3, 11, 7, 'final', 0); sys.argv
     [
         (["-c", AS_OLD + "runpy.run_path('train.py', run_name='__main__')"], "is 3.11.7; put `uv"),
         (["-c", AS_OLD + "runpy.run_module('jaxllm.generate', run_name='__main__')"], "is 3.11.7"),
-        (["-S", "train.py", "--config", "llama3_small"], "lacks jax, jaxlib, flax and 12 more"),
+        (["-S", "train.py", "--config", "llama3_small"], "lacks jax, jaxlib, flax and 14 more"),
         (
             ["-S", "-m", "jaxllm", "train"],
             f"install '{REPO}' (with an NVIDIA GPU '{REPO}[cuda13]')",

@@ -1,6 +1,10 @@
+import gzip
+import json
+import os
 import re
 import shutil
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +13,8 @@ import pytest
 from jaxllm.data import corpus, open_dataset
 from jaxllm.data.loader import Tokens
 from jaxllm.data.shards import ShardWriter
-from jaxllm.data.tokenizer import train_tokenizer
 from jaxllm.errors import InputError
+from jaxllm.text import train_tokenizer
 
 T = 4
 
@@ -24,6 +28,8 @@ def config(tmp_path):
         val_path=None,
         text_column="text",
         tokenizer=None,
+        special_tokens="text",
+        end_token=None,
         tokenizer_vocab_size=300,
         cache_dir=str(tmp_path / "cache"),
         shuffle=True,
@@ -144,7 +150,7 @@ def test_prefetching_changes_nothing(tmp_path, config):
 
 
 def test_one_window_is_enough(tmp_path, config):
-    data = counting(tmp_path, config, sizes=(5,), val=5)
+    data = counting(tmp_path, config, sizes=(5,), val=6)
     assert take(data.train_batches(2, 0, 1), 2) == [[0, 0], [0, 0]]
     assert take(data.val_batches(2, 0, 1, 9), 9) == [[0, 0]]
 
@@ -318,20 +324,61 @@ def test_separate_validation_text(tmp_path, config, capsys):
     config.val_path = corpus_of(tmp_path / "val", ["held out text\n"])
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert data.tokenizer.decode(data.val.read(0, data.val_tokens)[1:]) == "held out text\n"
-    assert list(data.train.read(0, data.train_tokens)).count(data.tokenizer.end_of_text) == 60
+    assert list(data.train.read(0, data.train_tokens)).count(data.tokenizer.separator) == 60
     assert re.findall("encoding.*", capsys.readouterr().err) == [
         "encoding the training text (once)",
         "encoding the validation text (once)",
     ]
 
 
-def test_text_that_is_also_the_validation_text_is_encoded_once(tmp_path, config, capsys):
-    config.path = config.val_path = corpus_of(tmp_path / "text", DOCUMENTS)
+@pytest.mark.parametrize("name", ["the file", "a folder", "a link", "a copy", "an archive"])
+def test_validation_text_is_not_trained_on(tmp_path, config, name):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    file, elsewhere = tmp_path / "text/007.txt", tmp_path / "elsewhere/x.txt"
+    elsewhere.parent.mkdir()
+    val = {"the file": file, "a folder": elsewhere.parent}.get(name, elsewhere)
+    if name == "a link":
+        elsewhere.symlink_to(os.path.relpath(file, elsewhere.parent))
+    elif name == "an archive":
+        elsewhere.write_bytes(gzip.compress(file.read_bytes()))
+    elif val is not file:
+        elsewhere.write_bytes(file.read_bytes())
+    config.val_path = os.path.relpath(val)
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
-    train, val = (x.read(0, len(x)) for x in (data.train, data.val))
-    np.testing.assert_array_equal(train, val)
-    assert list(val).count(data.tokenizer.end_of_text) == 60
-    assert re.findall("encoding.*", capsys.readouterr().err) == ["encoding the text (once)"]
+    train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
+    assert val == "<|endoftext|>" + DOCUMENTS[7]
+    assert train == "".join("<|endoftext|>" + x for x in DOCUMENTS if x != DOCUMENTS[7])
+    said = "60 files (1 also in data.val_path, so not trained on) and, for validation, 1 files, "
+    assert said in data.description
+
+
+def test_validation_shards_are_not_trained_on(tmp_path, config):
+    for i in range(3):
+        write_shard(tmp_path / f"s/{i}.bin", np.arange(100 * i, 100 * i + 50))
+    config.source, config.path = "shards", f"{tmp_path}/s/*.bin"
+    config.val_path = str(tmp_path / "s/1.bin")
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+    assert data.train.read(0, 100).tolist() == [*range(50), *range(200, 250)]
+    assert data.val.read(0, 50).tolist() == [*range(100, 150)]
+    config.val_path = config.path
+    with pytest.raises(InputError, match=r"has no file besides those of data\.val_path"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+
+
+@pytest.mark.parametrize("source", ["text", "shards"])
+def test_without_training_only_the_validation_data_is_read(tmp_path, config, source, capsys):
+    config.source = source
+    config.path = config.val_path = corpus_of(tmp_path / "text", ["abc"])
+    if source == "shards":
+        config.path = config.val_path = str(write_shard(tmp_path / "a.bin", [1, 2]))
+    data = open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
+    assert (data.train_tokens, data.val_tokens) == (0, 2)
+    assert "encoding the training text" not in capsys.readouterr().err
+    write_shard(tmp_path / "a.bin", [1])
+    config.source = "shards"
+    config.path = config.val_path = str(tmp_path / "a.bin")
+    with pytest.raises(InputError, match="has 1 tokens, fewer than the 2"):
+        open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "31.txt"])  # the hash of the second name holds it out
@@ -371,8 +418,19 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, config):
     train_tokenizer(DOCUMENTS, 300, tmp_path / "tokenizer.json")
     config.path = corpus_of(tmp_path / "text", DOCUMENTS)
     config.tokenizer = str(tmp_path / "tokenizer.json")
-    with pytest.raises(InputError, match=r"has 300 entries, more than model\.vocab_size=299"):
-        open_dataset(config, seq_len=T, seed=0, vocab_size=299)
+    with pytest.raises(InputError, match=r"has 300 entries, more than the model's 270 \(model"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=270)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=300)
+    assert data.vocab_size == 300
+    largest = max(tokens.read(0, len(tokens)).max() for tokens in (data.train, data.val))
+    with pytest.raises(InputError, match=rf"\(id {largest}\), which is beyond the"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=int(largest))
+    # A few tokens may be beyond the model if no text has them.
+    page = json.loads(Path(config.tokenizer).read_text())
+    more = page["added_tokens"][0] | {"id": 300, "content": "<|more|>", "special": False}
+    Path(config.tokenizer).write_text(
+        json.dumps(page | {"added_tokens": [*page["added_tokens"], more]})
+    )
     assert open_dataset(config, seq_len=T, seed=0, vocab_size=300).vocab_size == 300
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.data import cache, corpus, open_dataset, prepare, sources
 from jaxllm.data.__main__ import main
 from jaxllm.data.shards import open_shard
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
+from jaxllm.text import Tokenizer, train_tokenizer
 
 DOCUMENTS = [f"document {i} says hello\nand {i * i}\n" for i in range(60)]
 
@@ -53,7 +53,7 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     assert sizes.count(60) == len(sizes) - 2  # all but the last of each split are full
 
     config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
+        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
         cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
     )  # fmt: skip
     dataset = open_dataset(config, seq_len=8, seed=0, vocab_size=300)
@@ -92,7 +92,7 @@ def test_a_single_document_gives_no_validation_shard_and_still_trains(data, caps
     assert all(name.startswith("train") for name in contents(data / "out"))
     assert "without data.val_path, training holds out" in capsys.readouterr().out
     config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
+        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
         cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
     )  # fmt: skip
     assert open_dataset(config, seq_len=8, seed=0, vocab_size=300).val_tokens > 8
@@ -201,7 +201,7 @@ def test_an_incomplete_folder_does_not_open(data, monkeypatch):
         with pytest.raises(Killed):
             main(command(data))
     config = SimpleNamespace(
-        source="shards", path=str(data / "out"), val_path=None, tokenizer=None,
+        source="shards", path=str(data / "out"), val_path=None, tokenizer=None, end_token=None,
         cache_dir=str(data / "cache"), shuffle=True, pack="stream", prefetch=0,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"out is incomplete: run its `prepare` command again"):

@@ -17,13 +17,13 @@ from jaxllm.config import Config, DataConfig, MeshConfig, OptimizerConfig, Train
 from jaxllm.data import open_dataset
 from jaxllm.data.loader import documents
 from jaxllm.data.shards import ShardWriter
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
 from jaxllm.infer.decode import load_model, open_run
 from jaxllm.models import MODELS
 from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
+from jaxllm.text import Tokenizer, train_tokenizer
 from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
@@ -44,7 +44,7 @@ def data(tmp_path):
             writer.append(np.append(END, text).astype(np.uint32))
         writer.close()
     train_tokenizer(["a text"], 257, tmp_path / "tokenizer.json")
-    assert Tokenizer(tmp_path / "tokenizer.json").end_of_text == END
+    assert Tokenizer(tmp_path / "tokenizer.json").separator == END
     return DataConfig(
         source="shards",
         path=str(tmp_path / "train"),
@@ -177,9 +177,10 @@ def test_a_packed_step_runs_on_the_kernels(name, data):
     dispatch.reset()
     Trainer(config.model_copy(update=dict(model=model)), make_mesh(config.mesh)).trace_train_step()
     mixing = "vlstm" if name == "vlstm" else "attention"
-    assert {(mixing, "mosaic"), ("encoder", "mosaic")} <= {
-        (decision.op, decision.runs) for decision in dispatch.decisions()
-    }
+    ran = {decision.op: decision.runs for decision in dispatch.decisions()}
+    kernels = ("hopper", "general")
+    assert ran[mixing] in kernels
+    assert ran["encoder"] in kernels
 
 
 def test_without_packing_a_batch_has_only_tokens_and_labels(data):
@@ -208,12 +209,12 @@ def test_evaluation_packs_like_the_run(tmp_path, capsys):
             tokenizer=str(tokenizer.path),
             cache_dir=str(tmp_path),
         )
-        val = open_dataset(again, seq_len=T, seed=0, vocab_size=None).val
+        val = open_dataset(again, seq_len=T, seed=0, vocab_size=None, training=False).val
         stream = val.read(0, len(val))
-        assert (stream == tokenizer.end_of_text).sum() == 5
+        assert (stream == tokenizer.separator).sum() == 5
         rows = [stream[i : i + T + 1] for i in range(0, len(stream) - 1, T)]
         tokens, labels = separate_documents(
-            [row[:-1] for row in rows], [row[1:] for row in rows], 24, tokenizer.end_of_text
+            [row[:-1] for row in rows], [row[1:] for row in rows], 24, tokenizer.separator
         )
         graph, params = load_model(open_run(run), make_mesh(MeshConfig(), jax.devices()[:1]))
         loss = jax.jit(lambda params: nnx.merge(graph, params).loss(tokens, labels))(params)

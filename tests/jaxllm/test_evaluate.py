@@ -1,5 +1,6 @@
 """Compares evaluation and generation of a run with Hugging Face's (fixtures/evaluation)."""
 
+import codecs
 import json
 import math
 import re
@@ -12,8 +13,13 @@ import tokenizers
 from evaluation_run import EXPECTED, TEXTS, run_of
 from tokenizers import models, processors
 
-from jaxllm.data.tokenizer import Tokenizer
+from jaxllm import config as configs
+from jaxllm.data.shards import ShardWriter
+from jaxllm.errors import InputError
 from jaxllm.infer import evaluate, generate
+from jaxllm.infer.decode import open_run
+from jaxllm.infer.scoring import Scorer
+from jaxllm.text import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +39,8 @@ def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
     command = f"""--checkpoint {runs[name]} --data.source text --data.path {TEXTS / "text.txt"}
         --data.cache_dir {tmp_path} --batch_size 4"""
     assert evaluate.main(command.split()) == 0
-    loss, perplexity, count = re.search(
-        r"step 0: loss ([\d.]+) nats a token, perplexity ([\d.]+), ([\d,]+) tokens",
+    loss, perplexity, count, bits = re.search(
+        r"step 0: loss ([\d.]+) nats a token, perplexity ([\d.]+), ([\d,]+) tokens, ([\d.]+) bits",
         capsys.readouterr().out,
     ).groups()
     expected = EXPECTED[name]
@@ -42,6 +48,57 @@ def test_loss_of_a_text_equals_hugging_face(runs, name, tmp_path, capsys):
     assert int(count) % 32  # the last window is partial
     assert float(loss) == pytest.approx(expected["loss"], abs=6e-5)  # four digits are printed
     assert float(perplexity) == pytest.approx(math.exp(expected["loss"]), abs=6e-3)
+    a_byte = expected["loss"] * expected["tokens"] / (TEXTS / "text.txt").stat().st_size
+    assert float(bits) == pytest.approx(a_byte / math.log(2), abs=2e-4)
+
+
+def test_loss_of_short_texts(runs, tmp_path, capsys):
+    """Windows of 32: a text of one partial window, of exactly one, and of two."""
+    ids = Tokenizer(runs["gpt2"] / "tokenizer.json").encode((TEXTS / "text.txt").read_text("utf-8"))
+
+    def loss(count):
+        writer = ShardWriter(tmp_path / f"{count}.bin", 1000)
+        writer.append(np.array(ids[:count]))
+        writer.close()
+        path = tmp_path / f"{count}.bin"
+        command = f"--checkpoint {runs['gpt2']} --data.source shards --data.path {path}"
+        status = evaluate.main([*command.split(), f"--data.cache_dir={tmp_path}"])
+        out, err = capsys.readouterr()
+        if status:
+            return err
+        found = re.search(r"loss ([\d.]+) .*, (\d+) tokens", out)
+        return float(found[1]), int(found[2])
+
+    (one, a), (short, b), (window, c), (more, d) = map(loss, (2, 20, 33, 34))
+    assert (a, b, c, d) == (1, 19, 32, 33)
+    scorer = Scorer(open_run(runs["gpt2"]), 4)
+    scores = scorer([(ids[:2], 1), (ids[:20], 19), (ids[:33], 32), (ids[32:34], 1)])
+    expected = [-score for score, _ in scores]
+    expected[3] += expected[2]
+    np.testing.assert_allclose([one, 19 * short, 32 * window, 33 * more], expected, atol=2e-3)
+    assert "has 1 tokens, fewer than the 2" in loss(1)
+    assert loss(1).count("\n") == 1
+
+
+def test_byte_order_marks_and_encodings_of_files_that_commands_read(tmp_path):
+    shipped = next(configs.CONFIG_DIR.glob("*.yaml")).read_bytes()
+    readers = {
+        b"the cat\r\na mat\n": generate._lines,
+        (TEXTS / "hellaswag.jsonl").read_bytes(): evaluate.read_hellaswag,
+        shipped: lambda path: configs.load(str(path)),
+    }
+    path = tmp_path / "file.yaml"
+    for content, read in readers.items():
+        path.write_bytes(content)
+        expected = read(path)
+        path.write_bytes(codecs.BOM_UTF8 + content)
+        assert read(path) == expected
+        path.write_bytes(content.decode().encode("utf-16"))
+        with pytest.raises(InputError, match=r"it is UTF-16, not UTF-8: convert it"):
+            read(path)
+        path.write_bytes(b"\n# \xff" + content)
+        with pytest.raises(InputError, match="line 2 is not UTF-8 text: invalid start byte"):
+            read(path)
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
@@ -92,6 +149,18 @@ def test_generate_writes_every_prompt_and_sample_and_reports_the_speed(
     assert texts[1:] == [capsys.readouterr().out] * 3 + [texts[4]] * 3
 
 
+def test_a_sample_does_not_depend_on_the_batch(runs, capsys):
+    def texts(seed, samples, size):
+        command = f"""--checkpoint {runs["gpt2"]} --prompt the --tokens 6 --temperature 1
+            --seed {seed} --samples {samples} --batch_size {size}"""
+        assert generate.main(command.split()) == 0
+        return re.split(r"--- prompt ., sample .\n", capsys.readouterr().out)[1:]
+
+    first = texts(0, 5, 2)
+    assert texts(0, 4, 4) == first[:4]
+    assert not set(first) & set(texts(1, 5, 2))
+
+
 def test_llama_3_tokens_before_and_after_a_text_are_respected(runs, capsys, tmp_path, monkeypatch):
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
     library = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("eht")}, []))
@@ -102,7 +171,11 @@ def test_llama_3_tokens_before_and_after_a_text_are_respected(runs, capsys, tmp_
     shutil.copytree(runs["gpt2"], tmp_path / "run")
     library.save(str(tmp_path / "run" / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path / "run" / "tokenizer.json")
-    assert (tokenizer.prefix, tokenizer.ends) == ([3], {3, 4, 5})
+    assert (tokenizer.begin, tokenizer.ends) == ([3], {3})  # no file names the others
+    page = '{"eos_token": "<|eot_id|>"}'
+    (tmp_path / "run" / "tokenizer_config.json").write_text(page)
+    (tmp_path / "run" / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert Tokenizer(tmp_path / "run").ends == {4, 5}
     assert tokenizer.encode("the") == [2, 1, 0]
     seen = []
 
@@ -113,7 +186,7 @@ def test_llama_3_tokens_before_and_after_a_text_are_respected(runs, capsys, tmp_
     monkeypatch.setattr("jaxllm.infer.decode.stream_tokens", stream)
     assert generate.main(f"--checkpoint {tmp_path / 'run'} --prompt the --tokens 4".split()) == 0
     assert seen == [[3, 2, 1, 0]]
-    assert capsys.readouterr().out == "thet\n"
+    assert capsys.readouterr().out == "the t\n"  # without a decoder, spaces join tokens
 
 
 def test_a_prompt_that_is_too_long_is_refused(runs, capsys):
@@ -154,8 +227,8 @@ def test_out_of_memory_is_reported(runs, capsys, monkeypatch):
 
     monkeypatch.setattr("jaxllm.infer.decode.load_model", full)
     assert generate.main(f"--checkpoint {runs['gpt2']} --prompt the --tokens 9".split()) == 1
-    assert capsys.readouterr().err == (
-        "error: the device is out of memory; lower --batch_size or --tokens\n"
+    assert capsys.readouterr().err.endswith(
+        "\nerror: the device is out of memory; lower --batch_size or --tokens\n"
     )
 
 

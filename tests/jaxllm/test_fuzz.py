@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jaxllm.config import CONFIG_DIR, Config, command_line, load
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
-from jaxllm.data.tokenizer import Tokenizer, train_tokenizer
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer, train_tokenizer
 from jaxllm.train import report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import read_metrics

@@ -92,8 +92,8 @@ def test_the_task_in_the_documentation_runs(tmp_path, capsys, monkeypatch):
 def test_unknown_generation_settings_are_refused():
     from jaxllm.infer.harness import _sampling
 
-    config, stops, top_p = _sampling({"until": "x", "do_sample": False, "temperature": 0.7}, 3)
-    assert (config.tokens, config.temperature, config.seed, stops, top_p) == (256, 0, 3, ["x"], 1)
-    assert _sampling({"max_new_tokens": 5, "temperature": 0.7}, 0)[0].temperature == 0.7
+    config, stops, top_p = _sampling({"until": "x", "do_sample": False, "temperature": 0.7})
+    assert (config.tokens, config.temperature, stops, top_p) == (256, 0, ["x"], 1)
+    assert _sampling({"max_new_tokens": 5, "temperature": 0.7})[0].temperature == 0.7
     with pytest.raises(InputError, match="num_beams is not supported"):
-        _sampling({"num_beams": 4}, 0)
+        _sampling({"num_beams": 4})

@@ -76,7 +76,7 @@ def test_a_full_disk_does_not_stop_a_run(tiny, tmp_path, capsys, monkeypatch):
     more = ["--train.steps", "12", "--train.checkpoint_every", "2", "--train.eval_every", "4"]
     more += ["--sample.tokens", "0"]
     # The run resumes without a checkpoint, as if the first process was killed early.
-    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
     shutil.copy(tiny, tmp_path / "x" / "config.yaml")
     (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "lo')
     status = train.main(["--resume", "--out_dir", str(tmp_path / "x"), *more])

@@ -282,6 +282,27 @@ def test_segments_give_the_logits_of_separate_texts():
     np.testing.assert_allclose(packed, alone, atol=1e-5 * np.abs(alone).max())
 
 
+@all_models
+def test_ids_of_any_integer_dtype(kind):
+    """As a shard has them (uint16), and from numpy (int64)."""
+    model = create(tiny(kind, vocab_size=300))
+    inputs = dict(
+        tokens=np.array([[7, 256, 299, 3, 200, 1]]),
+        labels=np.array([[256, 299, 3, 200, 1, 7]]),
+        positions=np.array([[0, 1, 2, 0, 1, 2]]),
+        segment_ids=np.array([[1, 1, 1, 0, 0, 0]]),
+    )
+    expected = model.loss(**jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), inputs))
+    for dtype in ("uint16", "int64"):
+        narrow = {name: x.astype(dtype) for name, x in inputs.items()}
+        narrow["positions"] = inputs["positions"].astype("uint8" if dtype == "uint16" else dtype)
+        assert model.loss(**narrow) == expected
+        if dtype == "uint16":
+            assert model.loss(**jax.tree.map(jnp.asarray, narrow)) == expected
+    far = inputs["segment_ids"] * 2**32 + 1  # int64 ids that are equal in 32 bits
+    assert model.loss(**(inputs | dict(segment_ids=far))) == expected
+
+
 def test_weights_of_another_shape_are_refused():
     model = create(tiny("llama3"))
     arrays = {path: np.asarray(p[...]) for path, p in named_params(model).items()}

@@ -285,7 +285,7 @@ def test_a_run_and_its_hugging_face_folder_give_the_same_file(square, tmp_path, 
     a, b = (tmp_path / f"{name}-packed" / "packed.safetensors" for name in ("theirs", "run"))
     assert a.read_bytes() == b.read_bytes()
     assert {p.name for p in a.parent.iterdir()} == {
-        *("config.yaml", "tokenizer.json", "packed.json", "packed.safetensors")
+        *("config.yaml", "tokenizer.json", "token_ids.json", "packed.json", "packed.safetensors")
     }
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from jaxllm.data.shards import check_shard
 from jaxllm.data.sources import Source
-from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.weights.pretrained import open_weights
 

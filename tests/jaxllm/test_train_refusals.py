@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 from training_runs import REPO, error_of
 
 from jaxllm import config as configs
+from jaxllm.config import command_line
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         ),
         (
             ["--config", "llama3_small", "--data.tokenizer", "/nothing"],
-            "data.tokenizer=/nothing is",
+            "data.tokenizer=/nothing does not exist",
         ),
         (
             ["--config", "llama3_small", "--model.init_from", "/nothing"],
@@ -46,9 +48,14 @@ pytestmark = pytest.mark.usefixtures("same_environment")
         (["--config", "llama3_small", "--model.compute_dtype", "float16"], "inference only"),
         (["--config", "llama3_small", "--model.residual_dtype", "float16"], "train in bfloat16"),
         (["--config", "llama3_small", "--profile.steps", "4:4"], "the end must exceed the first"),
-        (["--config", "llama3_small", "--out_dir", "train.py"], "out_dir train.py is a file"),
+        (["--config", "llama3_small", "--out_dir", "train.py"], "train.py is a file; name another"),
         (["--config", "llama3_small", "--out_dir", "train.py/x"], "train.py is a file; name anot"),
         (["--config", "llama3_small", "--out_dir", ""], "--out_dir is empty"),
+        (["--config", "llama3_small", "--out_dir", 300 * "x"], "created: File name too long; name"),
+        (["--resume", "--out_dir", 300 * "x"], "cannot be created: File name too long; name"),
+        (["--config", 300 * "x"], "no configuration xxx"),
+        (["--config", "configs"], "configuration configs is a folder; name a YAML file in it"),
+        (["--config", "llama3_small", "--restart"], "--restart needs --resume"),
     ],
 )
 def test_bad_command_lines_are_refused(words, message, capsys, monkeypatch):
@@ -61,9 +68,56 @@ def test_bad_command_lines_are_refused(words, message, capsys, monkeypatch):
 )
 def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
+    (tmp_path / "checkpoints").mkdir()
     message = error_of(capsys, "--resume", "--out_dir", tmp_path, f"--{key}", value)
     assert f"{key}=" in message
     assert "of the run in" in message
+
+
+def test_a_broken_link_cannot_hold_a_run(capsys, tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    message = error_of(capsys, "--config", "llama3_small", "--out_dir", tmp_path / "run")
+    assert f"it is a symbolic link to {tmp_path / 'gone'}, which does not exist" in message
+
+
+def test_a_copy_without_checkpoints_begins_again_only_with_restart(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
+    words = ["--resume", "--out_dir", str(tmp_path)]
+    assert "has no checkpoints to resume from; copy" in error_of(capsys, *words)
+    assert command_line.read([*words, "--restart"]).resume
+
+
+def test_a_run_stores_absolute_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    given = {"data.source": "text", "data.path": "a/*.txt", "data.val_path": "~/b"}
+    given |= {"data.tokenizer": "t.json", "data.cache_dir": "c", "model.init_from": "../w"}
+    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    config = command_line.read(["--config", "llama3_small", *words]).config
+    assert (config.data.path, config.data.val_path) == (f"{tmp_path}/a/*.txt", "/home/me/b")
+    assert (config.data.tokenizer, config.data.cache_dir) == (f"{tmp_path}/t.json", f"{tmp_path}/c")
+    assert config.model.init_from == str(tmp_path.parent / "w")
+
+
+def test_a_configuration_comes_from_standard_input(tmp_path):
+    code = "import sys; from jaxllm.config import command_line as c; a = c.read(sys.argv[1:]);"
+    code += "print(a.config.train.steps, a.out_dir)"
+    for name in ("-", "/dev/stdin"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--config", name],
+            input=configs.load("gpt2_small", {"train.steps": "7"}).to_yaml(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.startswith("7 runs/stdin-")
+
+
+def test_a_quoted_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = command_line.Parser()
+    parser.add_argument("--out", type=Path)
+    assert parser.parse_args(["--out=~/x"]).out == Path("/home/me/x")
 
 
 WRONG_PATHS = """
@@ -80,6 +134,7 @@ convert /nothing OUT --quantize int4
 
 def test_wrong_paths_are_reported_before_jax_is_imported(tmp_path):
     (tmp_path / "config.yaml").write_text(configs.load("gpt2_small").to_yaml())
+    (tmp_path / "tokenizer.json").touch()
     lines = WRONG_PATHS.strip().replace("RUN", str(tmp_path)).splitlines()
     code = (
         "import sys\nfrom jaxllm.commands import main\n"

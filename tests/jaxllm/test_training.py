@@ -22,6 +22,7 @@ from jaxllm.infer import decode
 from jaxllm.models.language_model import IGNORE
 from jaxllm.sharding import make_mesh
 from jaxllm.train import guard
+from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.metrics import RunLog, peak_memory, read_metrics
 from jaxllm.train.step import Trainer
 
@@ -139,6 +140,16 @@ class Poisoned(Trainer):
         return loss * factor + slope - 1, count
 
 
+def assert_applied(lr, before, after, config):
+    """The final norm's weight moved at the rate `lr`."""
+    weight = lambda tree: np.asarray(tree["norm"]["weight"][...], np.float64)
+    adam = next(s for s in after.opt_state[1] if isinstance(s, optax.ScaleByAdamState))
+    mean = weight(adam.mu) / (1 - config.b1 ** int(adam.count))
+    square = weight(adam.nu) / (1 - config.b2 ** int(adam.count))
+    moved, wanted = weight(before.params) - weight(after.params), mean / (square**0.5 + config.eps)
+    np.testing.assert_allclose(moved, lr * wanted, rtol=1e-2, atol=1e-5)
+
+
 def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
     plain = make(GPT2Config(**SHAPE, **FP32, kernels="xla"), skip_spikes=4.0)
     t = Poisoned(plain.config, plain.mesh)
@@ -156,6 +167,8 @@ def test_an_update_that_is_not_finite_or_a_spike_is_skipped_and_counted():
         state, metrics = step(state, t.put_batch(batch))
         loss = float(metrics["loss"])
         skips.append(int(metrics["skips"]))
+        if not skips[-1]:
+            assert_applied(float(metrics["lr"]), before, state, t.config.optimizer)
         same = jax.tree.map(np.array_equal, before[1:3], state[1:3])
         assert all(jax.tree.leaves(same)) == bool(skips[-1]), first
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
@@ -256,6 +269,20 @@ def test_a_command_above_the_progress_bar_can_be_copied(tmp_path, monkeypatch):
     assert command in terminal.getvalue()
 
 
+def test_a_step_takes_over_the_memory_of_a_restored_state(tmp_path):
+    t = make(GPT2Config(**SHAPE))
+    memory = lambda state: {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    checkpoints.save(1, t.init().saved(), {}, None)
+    checkpoints.close()
+    saved = Checkpoints(tmp_path / "checkpoints", 1).restore(1, t.abstract_state().saved())
+    state = t.with_copies(saved)
+    before = memory(state)
+    after, _ = t.trace_train_step().lower().compile()(state, t.put_batch(random_batch()))
+    assert memory(after) == before
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
 def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     def log(start):
         return RunLog(tmp_path, 10, start, tokens=100, flops=1e9, peak=1e12)
@@ -275,4 +302,5 @@ def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert rows[2]["mfu"] == pytest.approx(0.1)
     assert rows[3]["loss"] is None
+    assert [r["tokens"] for r in rows] == [100, 200, 300, 400]
     assert (tmp_path / "loss.png").stat().st_size > 1000

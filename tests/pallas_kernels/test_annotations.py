@@ -20,14 +20,16 @@ def test_ops_keep_what_their_annotations_promise(case):
     call(case, arrays(case, small(case, case.sizes[0])))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.op + c.variant)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.variant != "packed"], ids=lambda c: c.op + c.variant
+)
 def test_annotations_name_the_dtypes(case):
     first, *others = arrays(case, small(case, case.sizes[0]))
     with pytest.raises(TypeCheckError):
         call(case, [first.astype(bool), *others])
 
 
-EXACT = ("quantize_fp8", "add_layer_norm", "add_rms_norm")  # round nothing to integers
+EXACT = ("quantize_fp8",)  # round nothing to integers
 
 
 @pytest.mark.parametrize(

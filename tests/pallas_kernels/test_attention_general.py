@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_checks import ON_GPU, check_op, kernels_run_here, names_in, normal
 
-from pallas_kernels import ampere, attention, attention_qkv, dispatch, mosaic
+from pallas_kernels import Packed, ampere, attention, dispatch, mosaic, rope
 from pallas_kernels.flash_attention import (
     general,
     general_backward_dkv,
@@ -75,17 +75,22 @@ def test_it_matches_float64(shape, dtype, options):
 def test_one_array_of_q_k_and_v_matches_float64(shape, heads, theta):
     (b, t, d), (h, kv) = shape, heads
     ids = jnp.broadcast_to(jnp.arange(t) // 20, (b, t))
-    op = lambda qkv, implementation="xla": attention_qkv(
-        qkv, h, theta=theta, segment_ids=ids, implementation=implementation
-    )
-    rope = ("rope_forward", "rope_backward") if theta else ()
-    check_op(op, op, normal(0, (b, t, h + 2 * kv, d), FP16), kernels=KERNELS + rope)
+
+    def op(qkv, implementation="xla"):
+        packed = Packed(qkv, ((h, d), (kv, d), (kv, d)))
+        if theta:
+            positions = jnp.arange(t)
+            packed = rope(packed, None, positions, theta=theta, implementation=implementation)
+        return attention(packed, segment_ids=ids, implementation=implementation)
+
+    kernels = KERNELS + (("rope_forward", "rope_backward") if theta else ())
+    check_op(op, op, normal(0, (b, t, (h + 2 * kv) * d), FP16), kernels=kernels)
 
 
 @pytest.mark.parametrize(("t", "d", "split"), [(33, 40, False), (33, 36, True)])
 def test_lengths_and_head_dimensions_that_need_no_copy(t, d, split):
-    f = functools.partial(attention_qkv, n_heads=2, implementation="mosaic")
-    program = jax.make_jaxpr(f)(jnp.zeros((1, t, 4, d), BF16))
+    f = lambda x: attention(Packed(x, ((2, d), (1, d), (1, d))), implementation="mosaic")
+    program = jax.make_jaxpr(f)(jnp.zeros((1, t, 4 * d), BF16))
     assert "general_attention_forward" in names_in(str(program))
     assert ("slice" in {e.primitive.name for e in program.eqns}) == split
 
@@ -96,31 +101,32 @@ def test_lengths_and_head_dimensions_that_need_no_copy(t, d, split):
 def test_explain_names_the_form():
     q = jnp.zeros((1, 16, 1, 64), BF16)
     jax.eval_shape(functools.partial(attention, implementation="mosaic"), q, q, q)
-    assert "mosaic  asked for, in the general form (1 call traced)" in dispatch.explain()
+    assert "attention  general  asked for (1 call traced)" in dispatch.explain()
 
 
 @pytest.mark.parametrize(
     ("lacks", "asked", "softcap", "runs", "why"),
     [
-        ((), None, None, "mosaic", "supported"),
-        ((), "mosaic", None, "mosaic", "asked for"),
+        ((), None, None, "hopper", "supported"),
+        ((), "mosaic", None, "hopper", "asked for"),
         # Nobody has timed the general form beside cuDNN on such a GPU.
         (("sm_90a",), None, None, "cudnn", "older"),
-        (("sm_90a",), None, 30.0, "mosaic", "supported, in the general form"),
-        (("sm_90a",), "mosaic", None, "mosaic", "asked for, in the general form"),
+        (("sm_90a",), None, 30.0, "general", "supported"),
+        (("sm_90a",), "mosaic", None, "general", "asked for"),
         (("sm_90a",), "xla", 30.0, "xla", "asked for"),
         (("sm_80", "sm_90a"), None, None, "xla", "older"),
-        (("sm_80", "sm_90a"), "mosaic", None, "mosaic", "asked for"),  # a CPU interprets Hopper's
+        (("sm_80", "sm_90a"), "mosaic", None, "hopper", "asked for"),  # a CPU interprets it
     ],
 )
 def test_other_gpus_take_it_in_place_of_xla(lacks, asked, softcap, runs, why, monkeypatch):
     monkeypatch.delenv("JAXLLM_KERNELS")
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: "older" if gpu in lacks else None)
-    monkeypatch.setattr(op, "_cudnn", lambda q, *_: q)
+    monkeypatch.setattr(op, "_cudnn", lambda q, *_, **options: q)
     q = jnp.zeros((1, 16, 1, 64), BF16)
     call = lambda q: attention(q, q, q, softcap=softcap, implementation=asked)  # a new function
     jax.eval_shape(call, q)
-    assert dispatch.decisions() == [("attention", runs, why)]
+    (decision,) = dispatch.decisions()
+    assert (decision.runs, decision.why) == (runs, why)
 
 
 def test_another_name_of_a_form_is_an_error(monkeypatch):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import attention_qkv, dispatch, encoder, gelu
-from pallas_kernels.dispatch import Decision, use_kernel
+from pallas_kernels import Packed, attention, dispatch, encoder, gelu, rope
+from pallas_kernels.dispatch import Decision, Form, Refusal
 
 _compiler = dispatch.compiler  # tests replace it
 
@@ -39,19 +39,38 @@ def incapable(monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: f"no {gpu} here")
 
 
+def use_kernel(op, implementation, reason, gpu="sm_80", fallback="xla", slower=None):
+    """Runs an op of one kernel and a fallback; whether the kernel ran."""
+    kernel = Form(
+        "hopper" if gpu.startswith("sm_90") else "general",
+        call=lambda: True,
+        gpu=gpu,
+        why_not=lambda: reason,
+        why_slower=lambda: slower,
+    )
+    return dispatch.run(op, (kernel, Form(fallback, lambda: False)), implementation)
+
+
+def packed_attention(x, **options):
+    """Of an array (B, T, 3, D), with RoPE."""
+    packed = Packed(x.reshape(*x.shape[:2], -1), ((1, x.shape[3]),) * 3)
+    packed = rope(packed, None, jnp.arange(x.shape[1]), theta=1e4, **options)
+    return attention(packed, softcap=5.0, **options)
+
+
 def test_auto_takes_the_kernel_where_it_is_supported(capable):
     assert use_kernel("op", None, None)
-    assert dispatch.decisions() == [Decision("op", "mosaic", "supported")]
+    assert dispatch.decisions() == [Decision("op", "general", "fits", "supported")]
 
 
 def test_auto_takes_xla_with_the_ops_reason(capable):
     assert not use_kernel("op", None, "D=7 is odd")
-    assert dispatch.decisions() == [Decision("op", "xla", "D=7 is odd")]
+    assert dispatch.decisions() == [Decision("op", "xla", "unsupported", "D=7 is odd")]
 
 
 def test_auto_takes_xla_where_the_device_lacks_something(incapable):
     assert not use_kernel("op", None, None, "sm_90")
-    assert dispatch.decisions() == [Decision("op", "xla", "no sm_90 here")]
+    assert dispatch.decisions() == [Decision("op", "xla", "device", "no sm_90 here")]
 
 
 def test_auto_takes_what_is_faster(capable):
@@ -59,9 +78,9 @@ def test_auto_takes_what_is_faster(capable):
     assert not use_kernel("op", None, None, fallback="cudnn", slower="D=7 is padded")
     assert not use_kernel("op", None, "D=7 is odd", slower="D=7 is padded")
     assert dispatch.decisions() == [
-        Decision("op", "xla", "faster, as D=7 is padded"),
-        Decision("op", "cudnn", "faster, as D=7 is padded"),
-        Decision("op", "xla", "D=7 is odd"),
+        Decision("op", "xla", "slower", "faster, as D=7 is padded"),
+        Decision("op", "cudnn", "slower", "faster, as D=7 is padded"),
+        Decision("op", "xla", "unsupported", "D=7 is odd"),
     ]
     assert [d.supported for d in dispatch.decisions()] == [True, True, False]
 
@@ -72,18 +91,58 @@ def test_general_kernels_leave_no_place_to_those_for_hopper(capable, monkeypatch
     assert use_kernel("op", "mosaic", None, "sm_90a")
     assert not use_kernel("other", None, None, "sm_90a")
     assert dispatch.decisions()[-1] == Decision(
-        "other", "xla", "JAXLLM_KERNELS=general, and this kernel is for sm_90a"
+        "other", "xla", "setting", "JAXLLM_KERNELS=general, and this form is for hopper"
     )
+
+
+FORMS = (
+    Form("hopper", lambda x: "hopper", "sm_90a", lambda x: "x is odd" if x % 2 else None),
+    Form("cudnn", lambda x: "cudnn", "sm_80", lambda x: "x is 3" if x == 3 else None),
+    Form("general", lambda x: "general", "sm_80", lambda x: "x is 5" if x >= 5 else None),
+    Form("xla", lambda x: "xla"),
+)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "asked", "x", "runs", "refused"),
+    [
+        ((), None, 2, "hopper", []),
+        ((), None, 1, "cudnn", ["hopper"]),
+        ((), None, 3, "general", ["hopper", "cudnn"]),
+        (("sm_90a",), None, 2, "cudnn", ["hopper"]),
+        (("sm_90a",), None, 3, "general", ["hopper", "cudnn"]),
+        (("sm_90a",), "mosaic", 2, "general", ["hopper", "cudnn"]),
+        (("sm_80", "sm_90a"), None, 2, "xla", ["hopper", "cudnn", "general"]),
+        (("sm_80", "sm_90a"), "mosaic", 2, "hopper", []),  # a CPU interprets it
+        ((), "xla", 2, "xla", []),
+    ],
+)
+def test_the_first_form_that_fits_runs(monkeypatch, lacks, asked, x, runs, refused):
+    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: f"no {gpu}" if gpu in lacks else None)
+    assert dispatch.run("op", FORMS, asked, x) == runs
+    form, decision, others = dispatch.choose("op", FORMS, asked, x)
+    assert (form.runs, decision.runs, [o.runs for o in others]) == (runs, runs, refused)
+
+
+def test_the_reason_is_about_the_call_where_one_is(monkeypatch):
+    monkeypatch.setattr(
+        dispatch, "device_lacks", lambda gpu: "an A100" if gpu == "sm_90a" else None
+    )
+    forms = (FORMS[0], *FORMS[2:])
+    assert dispatch.choose("op", forms, None, 5)[1] == ("op", "xla", "unsupported", "x is 5")
+    with pytest.raises(NotImplementedError, match="for this call: an A100; x is 5$"):
+        dispatch.choose("op", forms, "mosaic", 5)
+    assert Refusal("hopper", "device", "an A100") in dispatch.choose("op", forms, None, 5)[2]
 
 
 def test_where_no_kernel_can_run_none_is_slower(incapable):
     assert not use_kernel("op", None, None, "sm_90", slower="D=7 is padded")
-    assert dispatch.decisions() == [Decision("op", "xla", "no sm_90 here")]
+    assert dispatch.decisions() == [Decision("op", "xla", "device", "no sm_90 here")]
 
 
 def test_mosaic_never_asks_the_device_nor_for_speed(incapable):
     assert use_kernel("op", "mosaic", None, slower="D=7 is padded")
-    assert dispatch.decisions() == [Decision("op", "mosaic", "asked for")]
+    assert dispatch.decisions() == [Decision("op", "general", "asked", "asked for")]
 
 
 def test_mosaic_raises_the_ops_reason_and_records_nothing():
@@ -95,7 +154,7 @@ def test_mosaic_raises_the_ops_reason_and_records_nothing():
 def test_xla_is_taken_when_asked_for(capable, caplog):
     with caplog.at_level(logging.INFO, "pallas_kernels"):
         assert not use_kernel("op", "xla", None)
-    assert dispatch.decisions() == [Decision("op", "xla", "asked for")]
+    assert dispatch.decisions() == [Decision("op", "xla", "asked", "asked for")]
     assert not caplog.records
 
 
@@ -135,9 +194,9 @@ def test_explain_counts_what_was_traced_not_what_was_called(capable):
     jax.eval_shape(lambda x: gelu(gelu(x)), jnp.ones((65, 4)))
     use_kernel("attention", None, "D=7 is odd")
     assert dispatch.explain().splitlines()[:3] == [
-        "gelu       xla     asked for (1 call traced)",
-        "gelu       mosaic  supported (2 calls traced)",
-        "attention  xla     D=7 is odd (1 call traced)",
+        "gelu       xla      asked for (1 call traced)",
+        "gelu       general  supported (2 calls traced)",
+        "attention  xla      D=7 is odd (1 call traced)",
     ]
 
 
@@ -174,7 +233,7 @@ def test_unrecorded_decisions_are_taken_but_neither_recorded_nor_logged(capable,
 def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
-    assert dispatch.device_lacks.__wrapped__(gpu) == lacks
+    assert dispatch._device_lacks.__wrapped__(gpu) == lacks
 
 
 @pytest.mark.parametrize(("gpu", "lacks"), [("sm_80", False), ("sm_89", False), ("sm_90", True)])
@@ -183,12 +242,12 @@ def test_a_gpu_with_little_shared_memory(monkeypatch, gpu, lacks):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     why = "the GPU has 99 KB of shared memory for a block, the kernel needs 227"
-    assert dispatch.device_lacks.__wrapped__(gpu) == (why if lacks else None)
+    assert dispatch._device_lacks.__wrapped__(gpu) == (why if lacks else None)
 
 
 def test_a_cpu_lacks_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert dispatch.device_lacks.__wrapped__("sm_80") == "the platform is cpu, not gpu"
+    assert dispatch._device_lacks.__wrapped__("sm_80") == "the platform is cpu, not gpu"
 
 
 def on_gpu_compiled_by(monkeypatch, name, cuda, jax_version=(0, 11, 2)):
@@ -280,7 +339,7 @@ def test_a_compiler_that_is_not_found_is_no_error(capable, caplog, monkeypatch):
     ("op", "names"),
     [
         (lambda x, **o: gelu(x, **o), {"gelu"}),
-        (lambda x, **o: attention_qkv(x, 1, theta=1e4, softcap=5.0, **o), {"rope", "attention"}),
+        (lambda x, **o: packed_attention(x, **o), {"rope", "attention"}),
         # shard_map once took one device's part of the table's gradient for the whole.
         (lambda x, **o: encoder(jnp.zeros((2, 8), int), x.reshape(-1, 64), None, **o), {"encoder"}),
     ],
@@ -298,9 +357,9 @@ def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, name
                     jax.eval_shape(f, x)
                 continue
             jax.eval_shape(f, x)
-            runs = "xla" if check or asked == "xla" else "mosaic"
             assert {d.op for d in dispatch.decisions()} == names
-            assert {d.runs for d in dispatch.decisions()} == {runs}
+            xla = check or asked == "xla"
+            assert all((d.runs == "xla") == xla for d in dispatch.decisions())
 
 
 @pytest.mark.parametrize("asked", [None, "mosaic"])
@@ -343,3 +402,26 @@ def test_the_extra_installs_what_is_known_to_be_fast():
     (major, minor), (_, last) = dispatch._CUDA
     for package, line in zip(("nvidia-nvjitlink", "nvidia-cuda-nvcc"), extra[1:], strict=True):
         assert line.startswith(f"{package}>={major}.{minor},<{major}.{last + 1};")
+
+
+@pytest.mark.parametrize("default", ["cpu", jax.devices("cpu")[0]], ids=["platform", "device"])
+def test_a_call_by_default_on_the_cpu_runs_no_kernel(monkeypatch, default):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "_device_lacks", lambda gpu: None)
+    assert dispatch.device_lacks("sm_80") is None
+    with jax.default_device(default):
+        assert dispatch.device_lacks("sm_80") == "jax_default_device is the cpu"
+        assert dispatch.run("op", FORMS[2:], None, 2) == "xla"
+
+
+def test_a_call_with_arrays_on_the_cpu_runs_no_kernel(capable, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "compiler", lambda: None)
+    forms = (Form("general", lambda x: 2 * x, "sm_80"), Form("xla", lambda x: x))
+    x = jax.device_put(1.0, jax.devices("cpu")[0])
+    assert dispatch.run("op", forms, None, x) == 1
+    assert dispatch.decisions()[0].why == "the arrays are on the cpu"
+    assert jax.grad(lambda x: dispatch.run("op", forms, None, x))(x) == 1
+    with pytest.raises(NotImplementedError, match="the arrays are on the cpu"):
+        dispatch.run("op", forms, "mosaic", x)
+    assert dispatch.run("op", forms, None, jnp.ones(())) == 2  # goes where jit runs

@@ -7,22 +7,17 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
-    add_layer_norm,
-    add_rms_norm,
+    Packed,
     attention,
-    attention_qkv,
     cross_entropy,
     dispatch,
     encoder,
     gelu,
-    gelu_linear,
-    gelu_mlp,
     layer_norm,
+    mlp,
     rms_norm,
     rope,
     swiglu,
-    swiglu_linear,
-    swiglu_mlp,
     vlstm,
 )
 from pallas_kernels.bench import run
@@ -45,15 +40,11 @@ def capable(monkeypatch):
 
 ARRAYS = {  # shapes that the kernels of these ops do not support
     "gelu": (gelu, [(128, 192), (192,)]),
-    "gelu_mlp": (gelu_mlp, [(128, 64), (64, 704), (704,), (704, 64)]),
-    "gelu_linear": (gelu_linear, [(128, 704), (704,), (704, 64)]),
+    "mlp": (lambda x, up, down: mlp(x, up, down, gate=up), [(0, 64), (64, 704), (704, 64)]),
     "swiglu": (swiglu, [(0, 128), (0, 128)]),
-    "swiglu_linear": (swiglu_linear, [(128, 704), (128, 704), (704, 64)]),
-    "swiglu_mlp": (swiglu_mlp, [(128, 64), *[(64, 704)] * 2, (704, 64)]),
     "layer_norm": (layer_norm, [(2, 9000)]),
-    "add_rms_norm": (add_rms_norm, [(2, 9000), (2, 9000)]),
     "attention": (attention, [(1, 8, 1, 260)] * 3),
-    "attention_qkv": (lambda x: attention_qkv(x, 1), [(1, 9, 3, 260)]),
+    "packed": (lambda x: attention(Packed(x, ((1, 260),) * 3)), [(1, 9, 3 * 260)]),
     "vlstm": (vlstm, [*[(1, 8, 1, 8)] * 3, *[(1, 8, 1)] * 2]),
 }
 
@@ -64,7 +55,7 @@ def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platfo
     device = SimpleNamespace(compute_capability="7.5", core_count=40)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(dispatch, "device_lacks", dispatch.device_lacks.__wrapped__)
+    dispatch._device_lacks.cache_clear()
     f, shapes = ARRAYS[op]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     jax.eval_shape(lambda *arrays: f(*arrays), *arrays)  # a new function, so that JAX traces it
@@ -75,13 +66,18 @@ def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platfo
 
 
 def test_every_case_names_the_gpu_that_its_op_needs(monkeypatch):
-    asked, decide = [], dispatch.decide
+    asked, decide, choose = [], dispatch.decide, dispatch.choose
 
-    def record(op, implementation, reason, gpu, *rest):
+    def record(op, implementation, reason, gpu="sm_80", *rest, **named):
         asked.append(gpu)
-        return decide(op, implementation, reason, gpu, *rest)
+        return decide(op, implementation, reason, gpu, *rest, **named)
+
+    def record_form(op, forms, *call, **options):
+        asked.append(forms[0].gpu)
+        return choose(op, forms, *call, **options)
 
     monkeypatch.setattr(dispatch, "decide", record)
+    monkeypatch.setattr(dispatch, "choose", record_form)
     for case in CASES:
         asked.clear()
         jax.eval_shape(run.public(case), *run.structs(case, case.sizes[0]))
@@ -94,8 +90,9 @@ SIZES = [(case, sizes) for case in CASES for sizes in case.sizes]
 @pytest.mark.parametrize(("case", "sizes"), SIZES, ids=lambda x: getattr(x, "op", None))
 def test_the_sizes_of_models_run_on_their_kernels(capable, case, sizes):
     jax.eval_shape(run.public(case), *run.structs(case, sizes))
-    assert {d.why for d in dispatch.decisions() if d.runs == "mosaic"} <= {"supported"}
-    others = {d.why for d in dispatch.decisions() if d.runs != "mosaic"}
+    kernels = [d for d in dispatch.decisions() if d.runs not in ("cudnn", "xla")]
+    assert {d.why for d in kernels} <= {"supported"}
+    others = {d.why for d in dispatch.decisions() if d not in kernels}
     assert others <= {
         "forward, bf16 with a bias: cuBLASLt fuses it with the matmul before",
         "faster, as XLA fuses the step of a small state with its neighbours",
@@ -115,8 +112,8 @@ def rows(n, c):
         (layer_norm, rows(8, 72), None),
         (rms_norm, rows(8, 4160), "the kernel would pad C=4160 to a multiple of 1024"),
         (rms_norm, rows(8, 5120), None),
-        (add_layer_norm, [(8, 260)] * 2, "the kernel would pad C=260 to a multiple of 64"),
-        (add_rms_norm, [(8, 3)] * 2, "the kernel would pad C=3 to a multiple of 8"),
+        (layer_norm, rows(8, 260), "the kernel would pad C=260 to a multiple of 64"),
+        (rms_norm, rows(8, 3), "the kernel would pad C=3 to a multiple of 8"),
         (cross_entropy, [(5, 8, 300)], "40 rows, of one block each, are fewer than 41"),
         (cross_entropy, [(41, 300)], None),
         (rope, [(1, 128, 1, 80)], "tiles of 8 pairs, for D=80, are smaller than 16 pairs"),
@@ -140,8 +137,24 @@ def test_which_shapes_xla_is_faster_for(capable, op, shapes, why):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     jax.eval_shape(call, *arrays)
     (decision,) = dispatch.decisions()
-    expected = ("xla", f"faster, as {why}") if why else ("mosaic", "supported")
-    assert decision == (op.__name__, *expected)
+    assert (decision.op, decision.runs == "xla") == (op.__name__, bool(why))
+    assert decision.why == (f"faster, as {why}" if why else "supported")
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "why"),
+    [
+        ((1, 100, 2, 64), 0.0, "scale=0.0 is not positive"),  # it gives NaN
+        ((1, 128, 2, 64), -1.0, "scale=-1.0 is not positive"),
+        ((2**14, 2, 2**10, 64), None, "q have 2147483648 elements"),  # wrong gradients
+    ],
+)
+def test_where_cudnn_is_wrong_it_does_not_run(capable, shape, scale, why):
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert attention_op.cudnn_why_not((q, q, q), scale=scale).startswith(why)
+    if scale is not None:
+        jax.eval_shape(lambda q: attention(q, q, q, scale=scale), q)
+        assert [decision.runs for decision in dispatch.decisions()] == ["xla"]
 
 
 @pytest.mark.parametrize(
@@ -165,9 +178,9 @@ def test_which_shapes_xla_is_faster_for(capable, op, shapes, why):
 def test_which_shapes_cudnn_is_faster_for(capable, monkeypatch, shape, options, flags, why):
     b, t, s, d = shape
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(attention_op, "_cudnn", lambda q, *_: q)
+    monkeypatch.setattr(attention_op, "_cudnn", lambda q, *_, **options: q)
     q, k = (jax.ShapeDtypeStruct((b, n, 2, d), jnp.bfloat16) for n in (t, s))
     jax.eval_shape(lambda q, k: attention(q, k, k, **options), q, k)
     (decision,) = dispatch.decisions()
-    assert (decision.op, decision.runs) == ("attention", "cudnn" if why else "mosaic")
+    assert (decision.op, decision.runs == "cudnn") == ("attention", bool(why))
     assert decision.why.startswith(f"faster, as {why}" if why else "supported")

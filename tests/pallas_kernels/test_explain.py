@@ -26,7 +26,7 @@ def test_without_a_gpu_it_is_the_plan_for_an_h100():
     dispatch.reset()
     found = explain("layer_norm", *NORM)
     forward, both = found.parts
-    assert found.decision == ("layer_norm", "mosaic", "supported")
+    assert found.decision == ("layer_norm", "hopper", "fits", "supported")
     assert [kernel.name for kernel in forward.kernels] == ["layer_norm_forward"]
     assert {"layer_norm_forward", "layer_norm_backward"} <= {k.name for k in both.kernels}
     assert forward.bytes == 2 * 1024 * 4096 * 2 + 2 * 4096 * 4
@@ -118,7 +118,7 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
         (["rms_norm", "N=0"], "N=0 is not AXIS=N"),
         (
             ["attention", "--variant", "half"],
-            "--variant half is not one of full, packed, window 1024",
+            "--variant half is not one of documents, full, packed, window 1024",
         ),
     ):
         with pytest.raises(SystemExit):
@@ -132,7 +132,7 @@ def test_the_command_explains_and_refuses(capsys, tmp_path):
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert why in err
-    with pytest.raises(ValueError, match="op='tanh' is not one of add_layer_norm"):
+    with pytest.raises(ValueError, match="op='tanh' is not one of attention"):
         explain("tanh", NORM[0])
     with pytest.raises(ValueError, match="measure=True needs a GPU, and the platform is cpu"):
         explain("layer_norm", *NORM, measure=True)

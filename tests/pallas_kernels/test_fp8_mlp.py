@@ -1,4 +1,4 @@
-"""fp8_mlp against float64: no worse than fp8_linear with the activation between, and its bounds."""
+"""mlp in fp8: no worse than fp8_linear with the activation between, and its bounds hold."""
 
 import functools
 
@@ -9,14 +9,15 @@ import pytest
 from cases import slow
 from kernel_checks import check_op, kernels_run_here, normal
 
-from pallas_kernels import dispatch, fp8_mlp
-from pallas_kernels.activations import gelu, swiglu
-from pallas_kernels.float8 import mlp
-from pallas_kernels.float8.mlp import fp8_mlp_reference
+from pallas_kernels import dispatch
+from pallas_kernels.activations import activation, feed_forward
+from pallas_kernels.activations.feed_forward import mlp, mlp_reference
 from pallas_kernels.float8.quantize import norms
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 KINDS = ["swiglu", "gelu"]
+fp8_mlp = functools.partial(mlp, precision="fp8")
+fp8_mlp_reference = functools.partial(mlp_reference, precision="fp8")
 KERNELS = {
     "swiglu": ["fp8_maximum", "quantize_fp8", "swiglu_maxima", "swiglu_fp8", "swiglu_backward_fp8"],
     "gelu": ["quantize_fp8", "gelu_fp8", "gelu_backward_fp8"],
@@ -84,7 +85,7 @@ def test_a_bound_of_x_may_be_given(kind):
 def test_no_value_passes_its_bound(kind, spread, monkeypatch):
     """Also where few rows and columns are much larger than the others: nothing saturates."""
     seen = []
-    real = mlp.cast_results
+    real = feed_forward.cast_results
 
     def checked(tile, sources, largest, dtype, **options):
         exact = tile(*(a.astype(F32) for a in sources))
@@ -93,7 +94,7 @@ def test_no_value_passes_its_bound(kind, spread, monkeypatch):
         )
         return real(tile, sources, largest, dtype, **options)
 
-    monkeypatch.setattr(mlp, "cast_results", checked)
+    monkeypatch.setattr(feed_forward, "cast_results", checked)
     x, up, down, other = arrays(kind)
     x *= jnp.exp(spread * normal(5, (2, 64, 1))).astype(BF16)
     down *= jnp.exp(spread / 2 * normal(6, (128, 1))).astype(BF16)
@@ -112,11 +113,11 @@ def test_no_value_passes_its_bound(kind, spread, monkeypatch):
         assert largest <= bound <= 2 ** (16 if spread else 10) * largest
 
 
-@pytest.mark.parametrize("tile", [gelu.backward_tile, swiglu.backward_tile])
+@pytest.mark.parametrize("tile", [activation.gelu_backward_tile, activation.swiglu_backward_tile])
 def test_the_slopes_are_bounds(tile):
     z = jnp.linspace(-30, 30, 100_001)
-    rest = (jnp.ones_like(z),) if tile is gelu.backward_tile else (jnp.ones_like(z),) * 2
-    limit = mlp._SLOPE if tile is gelu.backward_tile else 1.1
+    rest = (jnp.ones_like(z),) if tile is activation.gelu_backward_tile else (jnp.ones_like(z),) * 2
+    limit = feed_forward._SLOPE if tile is activation.gelu_backward_tile else 1.1
     assert limit - 0.002 < abs(tile(z, *rest)[0]).max() < limit
 
 
@@ -149,28 +150,6 @@ def test_a_value_that_is_not_finite_makes_its_products_nan(kind, where, value):
         assert all(np.isnan(g).all() for g in gradients[:3])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_probes_tell_what_the_kernels_lose(kind):
-    """As much as the casts by fp8_linear do, which take each tensor's own maximum."""
-    x, *others = arrays(kind)
-    zeros = (jnp.zeros((3, 3)),) * (3 if kind == "swiglu" else 2)
-
-    def shares(implementation):
-        run = lambda probes: of(fp8_mlp, kind)(
-            x, *others, probes=probes, implementation=implementation
-        )
-        (found,) = jax.vjp(run, zeros)[1](normal(8, x.shape, BF16))
-        return np.stack(found)
-
-    expected = shares("xla")
-    with kernels_run_here():
-        actual = shares("mosaic")
-    assert actual.shape == (len(zeros), 3, 3)
-    assert (actual[..., 0] <= expected[..., 0] + 1e-3).all()  # saturated
-    np.testing.assert_allclose(actual[..., 1], expected[..., 1], atol=0.02)  # rounded to 0
-    np.testing.assert_array_equal(actual[..., 2], expected[..., 2])
-
-
 def test_other_calls_run_in_parts_and_say_why():
     dispatch.reset()
     x, up, down, gate = arrays("swiglu", (32, 64))
@@ -186,9 +165,25 @@ def test_other_calls_run_in_parts_and_say_why():
 
 def test_wrong_arguments_are_errors():
     x, up, down, gate = arrays("swiglu")
-    with pytest.raises(ValueError, match="either gate .SwiGLU. or bias .GELU."):
-        fp8_mlp(x, up, down)
+    with pytest.raises(ValueError, match="a gate .SwiGLU. or a bias .GELU., not both"):
+        fp8_mlp(x, up, down, gate=gate, bias=jnp.zeros(128))
     with pytest.raises(ValueError, match=r"\(64, 128\), \(64, 128\)"):
         fp8_mlp(x, up, up, gate=gate)
     with pytest.raises(ValueError, match=r"bias has shape \(64,\), not \(128,\)"):
         fp8_mlp(x, up, down, bias=jnp.zeros(64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_beyond_row_norm_saturates_unless_it_is_not_finite(kind):
+    x, *others = arrays(kind, (64, 64), 64)
+    x = x.at[2, 1].set(1e30)
+    bad = x.at[0, 1].set(jnp.inf).at[1, 1].set(jnp.nan)
+    run = lambda x, implementation: jax.jit(
+        functools.partial(of(fp8_mlp, kind), row_norm=2, implementation=implementation)
+    )(x, *others)
+    both = [(run(x, "xla"), run(bad, "xla"))]
+    with kernels_run_here():
+        both.append((run(x, "mosaic"), run(bad, "mosaic")))
+    for finite, not_finite in both:
+        assert jnp.isfinite(finite).all()
+        assert jnp.isnan(not_finite[:2]).all()

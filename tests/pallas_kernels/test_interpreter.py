@@ -73,6 +73,26 @@ def test_a_copy_past_a_single_tile_lands_on_it():
         np.testing.assert_array_equal(jax.jit(call)(x, y), y)
 
 
+def _copy_second(x_ref, out_ref, *, smem, bar):
+    """Copies the second member of x, of which there may be only one."""
+    plgpu.copy_gmem_to_smem(x_ref.at[lax.axis_index("block") + 1], smem, bar)
+    plgpu.barrier_wait(bar)
+    out_ref[...] = smem[...]
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_copy_past_an_axis_of_length_one_lands_on_it(members):
+    x = normal(0, (members, 128))
+    call = mosaic.kernel(
+        _copy_second,
+        out_type=jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+        scratch_types=dict(smem=plgpu.SMEM(x.shape[1:], x.dtype), bar=plgpu.Barrier()),
+        **mosaic.grid(block=1),
+    )
+    with kernels_run_here():
+        np.testing.assert_array_equal(jax.jit(call)(x), x[-1])
+
+
 def test_a_barrier_hands_over():
     x = normal(0, (128,))
     np.testing.assert_array_equal(_handed_over(x, True), x)

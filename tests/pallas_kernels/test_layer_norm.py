@@ -5,16 +5,18 @@ import pytest
 from cases import slow
 from kernel_checks import ON_GPU, check_op, kernels_run_here, normal
 
-from pallas_kernels.norms.layer_norm import (
-    add_layer_norm,
-    add_layer_norm_reference,
-    layer_norm,
-    layer_norm_reference,
-)
+from pallas_kernels.norms.norm import layer_norm, layer_norm_reference
 
 KERNELS = ("layer_norm_forward", "layer_norm_backward", "layer_norm_backward_sum")
 ADD_KERNELS = tuple(f"add_{name}" for name in KERNELS)
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+def add(op):
+    """The op with the residual, and perhaps a bias before it, among its arrays."""
+    return lambda x, residual, weight=None, bias=None, x_bias=None, **options: op(
+        x, weight, bias, residual=residual, x_bias=x_bias, **options
+    )
 
 
 def parameters(*shape, dtype=f32):
@@ -51,6 +53,12 @@ def test_a_large_offset_does_not_hurt_the_variance(one_block):
     check_op(layer_norm, layer_norm_reference, x, *parameters(256), kernels=KERNELS)
 
 
+def test_rows_whose_variance_is_infinite():
+    """Their norm is the bias, as in float32's formula, and not NaN."""
+    x = normal(0, (4, 128), scale=1e30)
+    check_op(layer_norm, layer_norm_reference, x, *parameters(128), kernels=KERNELS)
+
+
 @pytest.mark.parametrize(
     ("which", "shape"),
     [("weight", (5, 128)), slow("bias", (3, 7)), slow("neither", (5, 40))],
@@ -83,10 +91,10 @@ def test_parameters_for_each_head(one_block):
     ("shape", "dtype", "residual"),
     [((2, 2, 768), bf16, bf16), slow((3, 1280), bf16, f32), slow((3, 40), f32, f32)],
 )
-def test_add_layer_norm_matches_float64(shape, dtype, residual):
+def test_layer_norm_with_a_residual_matches_float64(shape, dtype, residual):
     check_op(
-        add_layer_norm,
-        add_layer_norm_reference,
+        add(layer_norm),
+        add(layer_norm_reference),
         normal(0, shape, dtype),
         normal(3, shape, residual),
         *parameters(shape[-1]),
@@ -99,8 +107,8 @@ def test_add_layer_norm_matches_float64(shape, dtype, residual):
 )
 def test_a_bias_before_the_residual(one_block, shape, dtype, residual):
     check_op(
-        add_layer_norm,
-        add_layer_norm_reference,
+        add(layer_norm),
+        add(layer_norm_reference),
         normal(0, shape, dtype),
         normal(3, shape, residual),
         *parameters(shape[-1]),
@@ -116,15 +124,19 @@ def test_refusals_and_errors_name_the_reason():
     with pytest.raises(NotImplementedError, match="C=8200 is more than 8192"):
         layer_norm(jnp.ones((2, 8200)), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="residual is bfloat16, narrower than x"):
-        add_layer_norm(x, x.astype(bf16), implementation="mosaic")
+        layer_norm(x, residual=x.astype(bf16), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="x_bias is int32, not float32, bfloat16 or"):
-        add_layer_norm(x, x, x_bias=jnp.ones(64, jnp.int32), implementation="mosaic")
+        layer_norm(x, residual=x, x_bias=jnp.ones(64, jnp.int32), implementation="mosaic")
     with pytest.raises(ValueError, match=r"x_bias has shape \(32,\), not the last axes"):
-        add_layer_norm(x, x, x_bias=jnp.ones(32))
+        layer_norm(x, residual=x, x_bias=jnp.ones(32))
     with pytest.raises(ValueError, match=r"weight \(64,\), x_bias \(4, 64\): all must be"):
-        add_layer_norm(x, x, jnp.ones(64), x_bias=x)
+        layer_norm(x, jnp.ones(64), residual=x, x_bias=x)
     with pytest.raises(ValueError, match=r"weight has shape \(32,\), not the last axes"):
         layer_norm(x, jnp.ones(32))
+    with pytest.raises(ValueError, match="x_bias needs a residual"):
+        layer_norm(x, x_bias=jnp.ones(64))
+    with pytest.raises(ValueError, match="a gate excludes bias and residual"):
+        layer_norm(x, gate=x, residual=x)
 
 
 def test_reference_matches_its_definition():

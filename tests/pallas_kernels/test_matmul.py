@@ -1,4 +1,4 @@
-"""The kernels of swiglu_mlp, and of the backward passes of swiglu_linear and gelu_linear."""
+"""The kernels of mlp."""
 
 import functools
 
@@ -10,55 +10,40 @@ from cases import slow
 from kernel_checks import check_op, kernels_run_here, names_in, normal
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.activations import feed_forward
 from pallas_kernels.activations.activated_matmul import activated_matmul
-from pallas_kernels.activations.gelu import derivative_tile as gelu_tile
-from pallas_kernels.activations.gelu import (
-    gelu_linear,
-    gelu_linear_reference,
-    gelu_mlp,
-    gelu_mlp_reference,
+from pallas_kernels.activations.activation import (
+    gelu_derivative_tile,
     gelu_reference,
-)
-from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue, times
-from pallas_kernels.activations.swiglu import derivative_tile as swiglu_tile
-from pallas_kernels.activations.swiglu import (
-    swiglu_linear,
-    swiglu_linear_reference,
-    swiglu_mlp,
-    swiglu_mlp_reference,
+    swiglu_derivative_tile,
     swiglu_reference,
 )
+from pallas_kernels.activations.feed_forward import mlp, mlp_reference
+from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue, times
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
-SWIGLU = ("swiglu_forward", "swiglu_linear_backward")
-# In bf16 cuBLASLt fuses the forward pass with the matmul before.
-GELU = {BF16: ("gelu_linear_backward",), FP16: ("gelu_forward", "gelu_linear_backward")}
+
+
+def swiglu_mlp(x, gate, up, down, **options):
+    return mlp(x, up, down, gate=gate, **options)
+
+
+def swiglu_mlp_reference(x, gate, up, down):
+    return mlp_reference(x, up, down, gate=gate)
+
+
+def gelu_mlp(x, up, bias, down, **options):
+    return mlp(x, up, down, bias=bias, **options)
+
+
+def gelu_mlp_reference(x, up, bias, down):
+    return mlp_reference(x, up, down, bias=bias)
 
 
 @pytest.fixture(autouse=True)
 def _few_sms(monkeypatch):
     """Gives each block several tiles, as in a full grid."""
     monkeypatch.setattr(mosaic, "sm_count", lambda: 2)
-
-
-# Nine rows of tiles make the last group smaller.  K = 64 is one step.
-@pytest.mark.parametrize(
-    ("n", "c", "f", "dtype"),
-    [(1152, 64, 128, BF16), slow(384, 192, 256, BF16), slow(128, 448, 128, FP16)],
-)
-def test_swiglu_linear_matches_float64(n, c, f, dtype):
-    gate, up = normal(0, (n, f), dtype, scale=2), normal(1, (n, f), dtype)
-    weight = normal(2, (f, c), dtype, scale=f**-0.5)
-    check_op(swiglu_linear, swiglu_linear_reference, gate, up, weight, kernels=SWIGLU)
-
-
-@pytest.mark.parametrize(
-    ("n", "c", "f", "dtype"), [(384, 192, 256, BF16), slow(256, 64, 384, FP16)]
-)
-def test_gelu_linear_matches_float64(n, c, f, dtype):
-    x, bias = normal(0, (2, n // 2, f), dtype, scale=2), normal(1, (f,))
-    weight = normal(2, (f, c), dtype, scale=f**-0.5)
-    check_op(gelu_linear, gelu_linear_reference, x, bias, weight, kernels=GELU[dtype])
 
 
 # C = 448 is more steps than buffers.
@@ -111,8 +96,8 @@ def test_the_forward_kernels_store_results_and_derivatives():
             np.testing.assert_allclose(got.astype(np.float32), rounded, rtol=2**-7, atol=1e-5)
             assert np.mean(got.astype(np.float32) == rounded) > 0.99
 
-    run((up,), bias, gelu_tile, gelu_reference)
-    run((gate, up), None, swiglu_tile, swiglu_reference)
+    run((up,), bias, gelu_derivative_tile, gelu_reference)
+    run((gate, up), None, swiglu_derivative_tile, swiglu_reference)
 
 
 def test_joint_outputs_are_the_separate_ones_side_by_side():
@@ -129,41 +114,31 @@ def test_joint_outputs_are_the_separate_ones_side_by_side():
 
 @pytest.mark.parametrize("extreme", [1e30, slow(1e4), slow(90.0)])
 def test_extreme_activations_are_finite(extreme):
-    x = jnp.tile(jnp.array([-extreme, extreme, 1, 0], BF16), (128, 32))
-    up, weight = normal(1, x.shape, BF16), normal(2, (128, 64), BF16)
-    check_op(swiglu_linear, swiglu_linear_reference, x, up, weight, kernels=SWIGLU)
+    x, gate, up, down = mlp_arrays(128, 128, 128, BF16)
+    gate = jnp.diag(jnp.tile(jnp.array([-extreme, extreme, 1, 0], BF16), 32))
+    kernels = ("swiglu_mlp_forward", "swiglu_mlp_backward")
+    check_op(swiglu_mlp, swiglu_mlp_reference, x, gate, up, down, kernels=kernels)
 
 
-@pytest.mark.parametrize(
-    ("rows", "c", "f", "dtype", "reason"),
-    [
-        (
-            128,
-            64,
-            128,
-            "float32",
-            "weight is float32, inputs are float32, not bfloat16 or float16",
-        ),
-        (192, 64, 128, "bfloat16", "rows=192 is not a positive multiple of 128"),
-        (128, 64, 192, "bfloat16", "F=192 is not a positive multiple of 128"),
-        (128, 96, 128, "bfloat16", "C=96 is not a positive multiple of 64"),
-    ],
-)
-def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypatch):
-    x, bias, weight = normal(0, (rows, f), dtype), jnp.ones(f), normal(2, (f, c), dtype)
-    for op, arrays in (swiglu_linear, (x, x, weight)), (gelu_linear, (x, bias, weight)):
-        with pytest.raises(NotImplementedError, match=rf"^{op.__name__} has no .*: {reason}$"):
-            op(*arrays, implementation="mosaic")
-    monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)  # pretends there is a GPU
-    dispatch.reset()
-    run = jax.jit(swiglu_linear).trace(x, x, weight).lower(lowering_platforms=("cuda",))
-    assert "swiglu_forward" in names_in(run.as_text())
-    fused, alone = dispatch.decisions()
-    assert fused == ("swiglu_linear", "xla", reason)
-    assert alone == ("swiglu", "mosaic", "supported")
-    dispatch.reset()
-    y = swiglu_linear(x, x, weight, implementation="xla")
-    np.testing.assert_array_equal(y, swiglu_linear_reference(x, x, weight))
+def test_products_are_kept_where_they_are_asked_for():
+    """The activation's own kernel then runs between XLA's matmuls."""
+    x, gate, up, down = mlp_arrays(128, 64, 128, BF16)
+    op = lambda *a, **o: swiglu_mlp(*a, saves="products", **o)
+    kernels = ("swiglu_forward", "swiglu_backward")
+    check_op(op, swiglu_mlp_reference, x, gate, up, down, kernels=kernels)
+
+
+def test_shapes_and_options_that_do_not_fit_are_errors():
+    x, gate, up, down = mlp_arrays(128, 64, 128, BF16)
+    for options, message in (
+        (dict(gate=gate, bias=jnp.ones(128)), "a gate .SwiGLU. or a bias .GELU., not both"),
+        (dict(bias=jnp.ones(64)), r"bias has shape \(64,\), not \(128,\)"),
+        (dict(gate=down), r"x, up, down and gate .* are not \(\.\.\., C\)"),
+        (dict(precision="int8"), "precision='int8' is not one of fp8"),
+        (dict(saves="all"), "saves='all' is not one of derivatives, products"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mlp(x, up, down, **options)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +150,15 @@ def test_a_call_that_the_kernel_cannot_take(rows, c, f, dtype, reason, monkeypat
         (128, 64, 192, "bfloat16", "F=192 is not a positive multiple of 128"),
     ],
 )
-def test_a_layer_that_the_kernels_cannot_take(n, c, f, dtype, reason):
-    arrays = mlp_arrays(n, c, f, dtype)
-    with pytest.raises(NotImplementedError, match=rf"^swiglu_mlp has no .*: {reason}$"):
-        swiglu_mlp(*arrays, implementation="mosaic")
-    y = swiglu_mlp(*arrays, implementation="xla")
-    np.testing.assert_array_equal(y, swiglu_mlp_reference(*arrays))
+def test_a_layer_that_hoppers_kernels_cannot_take(n, c, f, dtype, reason):
+    x, gate, up, down = mlp_arrays(n, c, f, dtype)
+    options = dict(saves="derivatives", implementation=None)
+    assert feed_forward.why_not(x, up, down, gate, None, **options) == reason
+    run = jax.jit(functools.partial(swiglu_mlp, implementation="mosaic"))
+    text = run.trace(x, gate, up, down).lower(lowering_platforms=("cuda",)).as_text()
+    assert "swiglu_forward" in names_in(text)  # between XLA's matmuls
+    y = swiglu_mlp(x, gate, up, down, implementation="xla")
+    np.testing.assert_array_equal(y, swiglu_mlp_reference(x, gate, up, down))
 
 
 def test_the_products_have_a_name_where_xla_multiplies():
@@ -190,35 +168,22 @@ def test_the_products_have_a_name_where_xla_multiplies():
     assert text.count("name=mlp") == 2
 
 
-@pytest.mark.parametrize(("rows", "runs"), [(2048, "xla"), (8192, "mosaic")])
+@pytest.mark.parametrize(("rows", "runs"), [(2048, "xla"), (8192, "hopper")])
 def test_xla_multiplies_where_the_tiles_are_few(rows, runs, monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
     monkeypatch.setattr(mosaic, "sm_count", lambda: 132)
     of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
     up, down = of(768, 2048), of(2048, 768)
     for op, arrays in (swiglu_mlp, (up, up, down)), (gelu_mlp, (up, of(2048), down)):
+        dispatch.reset()
         text = str(jax.make_jaxpr(op)(of(rows, 768), *arrays))
-        assert (f"{op.__name__}_forward" in text) == (runs == "mosaic")
-
-
-def test_elements_that_the_forward_kernel_cannot_count():
-    x, weight = jax.ShapeDtypeStruct((2**15, 2**16), BF16), jax.ShapeDtypeStruct((2**16, 64), BF16)
-    with pytest.raises(NotImplementedError, match="more than 2147483647"):
-        jax.eval_shape(lambda x, w: swiglu_linear(x, x, w, implementation="mosaic"), x, weight)
+        assert (f"{op.__name__}_forward" in text) == (runs == "hopper")
+        assert dispatch.decisions()[0].runs == runs
 
 
 @pytest.mark.parametrize("wrong", range(4))
 def test_weights_that_do_not_fit_are_an_error(wrong):
     shapes = [(2, 64), (64, 128), (64, 128), (128, 64)]
     shapes[wrong] = (128, 96)
-    with pytest.raises(ValueError, match=r"\(128, 96\).* do not fit"):
+    with pytest.raises(ValueError, match=r"\(128, 96\).* are not \(\.\.\., C\)"):
         swiglu_mlp(*map(jnp.ones, shapes))
-
-
-@pytest.mark.parametrize("f", [64, 256])
-def test_shapes_that_do_not_fit_are_an_error(f):
-    x, bias, weight = jnp.ones((2, 128)), jnp.ones(128), jnp.ones((f, 64))
-    with pytest.raises(ValueError, match=rf"weight \({f}, 64\) do not fit"):
-        swiglu_linear(x, x, weight)
-    with pytest.raises(ValueError, match=rf"weight \({f}, 64\) do not fit"):
-        gelu_linear(x, bias, weight)

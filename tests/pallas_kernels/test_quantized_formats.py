@@ -177,7 +177,7 @@ def test_a_damaged_weight_is_refused_in_one_line(message):
         ((128, 64), dict(format="fp8"), "bits=4 is not 8, the width of format fp8"),
         ((128, 64), dict(group=16), "group=16 is not one of (32, 64, 128, None)"),
         ((128, 64), dict(group=32, format="2:4"), "group=32 is not one of (64, 128, None)"),
-        ((128, 64), dict(format="nf4"), "format='nf4' is not int, fp8 or 2:4"),
+        ((128, 64), dict(format="nf4"), "format='nf4' is not one of int, fp8, 2:4"),
         ((128, 64), dict(bits=8, format="fp8", symmetric=False), "fp8 has no offsets"),
         ((128,), {}, "w is float32 (128,), not floating point of two axes (K, N)"),
     ],

@@ -110,6 +110,19 @@ def test_one_tile_of_columns_for_two_warpgroups():
     check_op(*forms, *arrays, kernels=MANY, differentiable=[])  # no gradient: y leaves the kernel
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "options"),
+    [
+        (2, 64, dict(bits=8)),
+        slow(9, 16, dict(bits=4, symmetric=False)),
+        (65, 64, dict(bits=1)),
+        slow(65, 16, dict(bits=8, format="2:4")),
+    ],
+)
+def test_x_has_fewer_columns_than_a_step_of_the_weight(rows, k, options):
+    check((rows,), k, 72, group=None, **options)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 67])
 def test_the_result_has_the_dtype_that_is_asked_for(rows):
     check((rows,), 256, 64, bias=normal(3, (64,)), wide=True)
@@ -262,7 +275,7 @@ def test_arrays_that_do_not_fit_are_refused(change, message):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="activation='relu' is not None, gelu or silu"):
+    with pytest.raises(ValueError, match="activation='relu' is not one of gelu, silu"):
         quantized_linear(*arrays(), activation="relu")
 
 

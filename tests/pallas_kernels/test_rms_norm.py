@@ -5,12 +5,7 @@ import pytest
 from cases import slow
 from kernel_checks import assert_lowers, check_op, normal
 
-from pallas_kernels.norms.rms_norm import (
-    add_rms_norm,
-    add_rms_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
+from pallas_kernels.norms.norm import rms_norm, rms_norm_reference
 
 KERNELS = ("rms_norm_forward", "rms_norm_backward", "rms_norm_backward_sum")
 ADD_KERNELS = tuple(f"add_{name}" for name in KERNELS)
@@ -33,19 +28,20 @@ def test_weights_for_each_head():
 @pytest.mark.parametrize("offset", [1e-6, slow(1e4)])
 def test_extreme_values(offset):
     x = normal(0, (5, 64), scale=offset, offset=offset)
-    weight, bias = normal(1, (64,)), normal(2, (64,))
-    check_op(rms_norm, rms_norm_reference, x, weight, bias, kernels=KERNELS)
+    check_op(rms_norm, rms_norm_reference, x, normal(1, (64,)), kernels=KERNELS)
 
 
-def test_add_rms_norm_matches_float64():
+def test_rms_norm_with_a_residual_matches_float64():
     x, residual, weight = normal(0, (5, 768), bf16), normal(3, (5, 768), bf16), normal(1, (768,))
-    check_op(add_rms_norm, add_rms_norm_reference, x, residual, weight, kernels=ADD_KERNELS)
+    op = lambda x, residual, weight, **k: rms_norm(x, weight, residual=residual, **k)
+    reference = lambda x, residual, w, **k: rms_norm_reference(x, w, residual=residual, **k)
+    check_op(op, reference, x, residual, weight, kernels=ADD_KERNELS)
 
 
 def test_a_bias_before_the_residual_and_nothing_else():
     x, residual, bias = normal(0, (8, 64)), normal(3, (8, 64)), normal(1, (64,))
-    op = lambda x, residual, x_bias, **k: add_rms_norm(x, residual, x_bias=x_bias, **k)
-    reference = lambda x, residual, b, **k: add_rms_norm_reference(x, residual, x_bias=b, **k)
+    op = lambda x, residual, x_bias, **k: rms_norm(x, residual=residual, x_bias=x_bias, **k)
+    reference = lambda x, r, b, **k: rms_norm_reference(x, residual=r, x_bias=b, **k)
     check_op(op, reference, x, residual, bias, kernels=ADD_KERNELS)
 
 
@@ -58,7 +54,7 @@ def test_reference_matches_its_definition():
 
 
 def test_a_kernel_is_found_by_its_whole_name():
-    x, op = jnp.ones((8, 64)), lambda x: add_rms_norm(x, x, implementation="mosaic")
+    x, op = jnp.ones((8, 64)), lambda x: rms_norm(x, residual=x, implementation="mosaic")
     assert_lowers(op, (x,), ["add_rms_norm_forward"])
     for part in ("rms_norm_forward", "add_rms_norm"):
         with pytest.raises(AssertionError, match="the traced program lacks the kernels"):

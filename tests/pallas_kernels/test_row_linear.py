@@ -127,10 +127,10 @@ BAD = [
     (dict(weights=[jnp.ones((8, 512))]), "weights[0] has shape (8, 512), but x needs (N, 256)"),
     (dict(biases=[jnp.ones(4)]), "biases[0] has shape (4,), but needs (8,)"),
     (dict(biases=[None] * 2), "there are 2 biases for 1 weights"),
-    (dict(activation="relu"), "activation='relu' is not None, gelu or swiglu"),
+    (dict(activation="relu"), "activation='relu' is not one of gelu, swiglu"),
     (dict(activation="swiglu"), "swiglu needs two weights of one shape, not [(8, 256)]"),
     (dict(weights=[]), "weights is empty: row_linear needs at least one"),
-    (dict(norm="rms"), "norm='rms' is not a pallas_kernels.Norm or None"),
+    (dict(norm="rms"), "norm='rms' is not a pallas_kernels.Norm"),
     (dict(norm=Norm(jnp.ones(8))), "the norm's weight has shape (8,), but x needs (256,)"),
     (dict(residual=jnp.ones((1, 4))), "residual has shape (1, 4), but needs (1, 8)"),
     (

@@ -180,7 +180,7 @@ def test_auto_takes_the_kernels_on_hopper_and_says_why_not():
     arrays = inputs(1, 8, 1, 64, 64)
     dispatch.reset()
     jax.eval_shape(functools.partial(vlstm, implementation="mosaic"), *arrays)
-    assert [d[:2] for d in dispatch.decisions()] == [("vlstm", "mosaic")]
+    assert [d[:2] for d in dispatch.decisions()] == [("vlstm", "hopper")]
     for message, changed, options in (
         ("eps=0.1 is not 0", arrays, {"eps": 0.1}),
         ("q is float32, not bfloat16", inputs(1, 8, 1, 64, 64, jnp.float32), {}),

@@ -12,9 +12,9 @@ from cases import slow
 from kernel_checks import ON_GPU, check_op, names_in, normal
 from vlstm_twins import COPIES, assert_same_bits, with_gradients
 
-from pallas_kernels import dispatch, gated_layer_norm, vlstm, vlstm_qkv, vlstm_qkvo
+from pallas_kernels import dispatch, layer_norm, vlstm, vlstm_qkv, vlstm_qkvo
 from pallas_kernels.mlstm import chunkwise
-from pallas_kernels.norms.layer_norm import gated_layer_norm_reference
+from pallas_kernels.norms.norm import layer_norm_reference
 
 NORM = tuple(f"gated_layer_norm_{x}" for x in ("forward", "backward", "backward_sum"))
 CELL = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq")
@@ -41,7 +41,7 @@ def reference(qkvo, i, f, weight, *, dqk, **options):
     q, k, v, o = (x.reshape(*x.shape[:2], heads, -1) for x in parts)
     size = chunkwise.tile_size(dqk, dv)
     h = vlstm(q, k, v, i, f, chunk_size=size, implementation="xla", **options)
-    return gated_layer_norm_reference(h, o, weight, eps=1e-6)
+    return layer_norm_reference(h, weight, gate=o, eps=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_vlstm_qkvo_matches_float64(shape, dtype, options):
 
 
 def on_two(qkvo, i, f, weight, dqk, norm_eps=1e-6, **options):
-    """The same with the kernels of vlstm_qkv and of gated_layer_norm."""
+    """The same with the kernels of vlstm_qkv and of layer_norm with a gate."""
     columns = qkvo.shape[2] - weight.size
     h = vlstm_qkv(qkvo[..., :columns], i, f, dqk, **options)
     o, implementation = qkvo[..., columns:].reshape(h.shape), options["implementation"]
-    return gated_layer_norm(h, o, weight, eps=norm_eps, implementation=implementation)
+    return layer_norm(h, weight, gate=o, eps=norm_eps, implementation=implementation)
 
 
 SMALL = [  # (B, T, NH, DQK, DV), options
@@ -136,8 +136,8 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
     dispatch.reset()
     names = traced_names(jax.eval_shape(lambda: inputs(1, 16, 1, 64, 64)))
-    runs = ("xla", lacks) if lacks else ("mosaic", "supported")
-    assert dispatch.decisions()[:2] == [("vlstm", *runs), ("gated_layer_norm", *runs)]
+    runs = "xla" if lacks else "hopper"
+    assert [d[:2] for d in dispatch.decisions()] == [("vlstm", runs), ("layer_norm", runs)]
     assert names & set(KERNELS) == (set() if lacks else set(KERNELS))
     dispatch.reset()
 

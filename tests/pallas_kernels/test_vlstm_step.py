@@ -79,7 +79,7 @@ def test_what_the_kernel_does_not_support(shape, options, reason):
     assert jax.eval_shape(lambda: run(None))[0].shape == v.shape
 
 
-@pytest.mark.parametrize(("rows", "runs"), [(3, "xla"), (4, "mosaic")])  # 12 and 16 MiB
+@pytest.mark.parametrize(("rows", "runs"), [(3, "xla"), (4, "general")])  # 12 and 16 MiB
 def test_a_small_state_is_left_to_xla(monkeypatch, rows, runs):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
     dispatch.reset()

@@ -1,0 +1,218 @@
+"""Finds the files that a path names, says what it leaves out, and opens compressed files."""
+
+import contextlib
+import glob
+import gzip
+import os
+import stat
+import sysconfig
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxllm.errors import InputError
+
+# The suffixes to look for in a folder; a path to one file or a glob accepts any name.
+_SUFFIXES = {
+    "text": ("",),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (".parquet",),
+    "shards": (".bin",),
+}
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
+# Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
+# packages, and build outputs, which differ from machine to machine.
+_NOT_STDLIB = frozenset(
+    "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
+)
+
+
+class Found(NamedTuple):
+    """The files that a path names.
+
+    files: sorted (name, path); names are relative to the folder, so that a corpus can move.
+    left_out: what the path leaves out, for people: "; left out ...", or empty.
+    """
+
+    files: list[tuple[str, Path]]
+    left_out: str = ""
+
+    def describe(self) -> str:
+        """For people: the number of files, and how many are compressed."""
+        kinds = [kind for _, path in self.files if (kind := _COMPRESSED.get(path.suffix))]
+        text = f"{len(self.files):,} files"
+        if kinds:
+            text += f" ({len(kinds):,} {' and '.join(sorted(set(kinds)))}, decompressed)"
+        return text
+
+
+def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
+    """Returns the files under a file, folder or glob, each once, however many names it has.
+
+    key: the option that holds `path`, for errors. Raises InputError if no file is found.
+    """
+    if not path:
+        raise InputError(f"{key} is missing: a source of {kind} needs a file, a folder or a glob")
+    root = os.path.expanduser(path)
+    try:
+        mode = os.stat(root).st_mode
+    except (OSError, ValueError) as error:
+        if not glob.has_magic(root):
+            raise InputError(f"{key}={path} {_why_missing(root, error)}") from error
+        found = _glob(root)
+        what = "matches no file"
+    else:
+        if stat.S_ISREG(mode):
+            return Found([(os.path.basename(root), Path(root))])
+        if not stat.S_ISDIR(mode):
+            raise InputError(f"{key}={path} is neither a file nor a folder")
+        found = _folder(kind, Path(root))
+        kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind] if suffix)
+        what = f"is a folder without {kinds} files" if kinds else "is a folder without files"
+    if not found.files:
+        raise InputError(f"{key}={path} {what}{found.left_out}")
+    return found
+
+
+def _why_missing(path: str, error: OSError | ValueError) -> str:
+    if os.path.islink(path):
+        return f"is a symbolic link to {os.readlink(path)}, which does not exist"
+    if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
+        return "does not exist"
+    return f"cannot be read: {error.strerror}"
+
+
+def _folder(kind: str, root: Path) -> Found:
+    """The files of a folder, also through symbolic links, but not hidden ones."""
+    reasons: dict[Path, str] = {}
+    unreadable = lambda error: reasons.setdefault(Path(error.filename), "unreadable")
+    paths, visited = [], set()
+    for folder, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
+        here = _identity(folder)
+        if here in visited:  # two links to a folder, or a link to a folder above
+            folders.clear()
+            continue
+        visited.add(here)
+        folders.sort()
+        paths += [Path(folder, name) for name in names]
+    suffixes = _SUFFIXES[kind]
+    if kind in ("text", "jsonl"):
+        suffixes = (*suffixes, *(a + b for a in suffixes for b in _COMPRESSED))
+    for path in paths:
+        if "/." in f"/{path.relative_to(root).as_posix()}":
+            reasons[path] = "hidden"
+        elif not path.name.lower().endswith(suffixes):
+            reasons[path] = f"*{path.suffix}" if path.suffix else "without a suffix"
+    return _choose(paths, root, reasons)
+
+
+def _glob(pattern: str) -> Found:
+    """The files that a pattern matches; a folder that it matches is left out with its files."""
+    matches = [Path(name) for name in glob.glob(pattern, recursive=True)]
+    paths = [path for path in matches if not path.is_dir()]
+    folders = [glob.escape(str(path)) for path in matches if path.is_dir()]
+    inside = {Path(name) for folder in folders for name in glob.glob(f"{folder}/*")}
+    reasons = {path: "in folders that the pattern matches" for path in inside - set(matches)}
+    root = Path(os.path.commonpath([path.parent for path in paths] or ["."]))
+    return _choose([*paths, *reasons], root, reasons)
+
+
+def _choose(paths: list[Path], root: Path, reasons: dict[Path, str]) -> Found:
+    """The paths without a reason to leave them out; the others are counted by their reasons."""
+    files, seen = [], set()
+    for path in sorted(set(paths)):
+        if path in reasons:
+            continue
+        identity = _identity(path)
+        if identity is None or not path.is_file():
+            reasons[path] = "no file (a broken link, a pipe)"
+        elif not os.access(path, os.R_OK):
+            reasons[path] = "unreadable"
+        elif identity in seen:
+            reasons[path] = "a second name of a file"
+        else:
+            seen.add(identity)
+            files.append((os.path.relpath(path, root).replace(os.sep, "/"), path))
+    return Found(sorted(files), _left_out(reasons, root))
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    """What all names of a file or folder share: symbolic and hard links, relative and absolute."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _left_out(reasons: dict[Path, str], root: Path) -> str:
+    groups = defaultdict(list)
+    for path, reason in sorted(reasons.items()):
+        groups[reason].append(path)
+    if not groups:
+        return ""
+    parts = []
+    for reason, paths in sorted(groups.items(), key=lambda group: -len(group[1])):
+        names = [os.path.relpath(path, root) for path in paths]
+        more = ", ..." if len(names) > 1 else ""
+        parts.append(f"{len(paths):,} {reason} ({names[0]}{more})")
+    if len(parts) > 5:
+        parts[5:] = [f"{len(parts) - 5} more kinds"]
+    return f"; left out {len(reasons):,} files ({_bytes(reasons)}): {', '.join(parts)}"
+
+
+def _bytes(paths: Iterable[Path]) -> str:
+    """The size of files together, as people write it."""
+    size = 0.0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def stdlib_files() -> Found:
+    """Returns the standard library's modules, without its tests."""
+    root = sysconfig.get_paths()["stdlib"]
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [x for x in folders if x not in _NOT_STDLIB and not x.startswith("config-")]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                path = Path(folder, name)
+                files.append((path.relative_to(root).as_posix(), path))
+    if not files:
+        raise InputError(
+            f"this Python has no source files of its standard library in {root}: "
+            "set data.source and data.path"
+        )
+    return Found(sorted(files))
+
+
+@contextlib.contextmanager
+def open_bytes(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
+    """Opens a file, yields (its content, the file); decompresses gzip and zstd, by content.
+
+    The file's `tell` says how much was read. Raises InputError if it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.peek(4)[:4]
+            if head.startswith(b"\x1f\x8b"):
+                yield BufferedReader(gzip.GzipFile(fileobj=file)), file
+            # A frame of data, or one that a reader skips, such as pzstd's.
+            elif head == b"\x28\xb5\x2f\xfd" or (head[1:] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
+                import pyarrow
+
+                yield BufferedReader(pyarrow.CompressedInputStream(file, "zstd")), file
+            else:
+                yield file, file
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise InputError(f"cannot read {path}: {reason}") from error

@@ -1,0 +1,192 @@
+"""Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
+
+import functools
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from jaxllm.config import MeshConfig, SampleConfig
+from jaxllm.errors import InputError
+from jaxllm.infer import decode
+from jaxllm.sharding import make_mesh
+from jaxllm.text import Tokenizer
+
+
+class Writer:
+    """A run's model on one device, and its tokenizer.
+
+    float8: whether the cache keeps keys and values in float8.
+    Raises InputError.
+    """
+
+    def __init__(self, checkpoint: Path, step: int | None, float8: bool):
+        weights = decode.open_run(checkpoint, step)
+        if float8 and weights.config.type == "vlstm":
+            raise InputError(
+                "--kv_cache_dtype=float8: a vLSTM keeps a state, not keys and values; leave it out"
+            )
+        self.tokenizer = decode.open_tokenizer(weights)
+        self.most = decode.most_tokens(weights.config)
+        self._weights, self._float8 = weights, float8
+        self._mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        self.speed = Speed(decode.block_size())
+
+    def check(self, ids: Sequence[int], tokens: int) -> None:
+        """Raises InputError if `tokens` cannot follow a prompt."""
+        if not ids:
+            raise InputError("the prompt has no tokens; give at least one character")
+        self.tokenizer.check(self._weights.config.vocab_size, ids)
+        if self.most is not None and len(ids) + tokens > self.most:
+            raise InputError(
+                f"the prompt's {len(ids)} tokens and --tokens={tokens} exceed"
+                f" model.max_seq_len={self.most}; shorten the prompt or lower --tokens"
+            )
+
+    def load(self) -> None:
+        """Loads the weights, as `write` does; raises InputError for a damaged checkpoint."""
+        with jax.set_mesh(self._mesh):
+            self._model  # noqa: B018
+
+    @functools.cached_property
+    def _model(self) -> tuple[nnx.GraphDef, nnx.State]:
+        graph, params = decode.load_model(self._weights, self._mesh)
+        dtype = self._weights.config.compute_dtype
+        return graph, decode.in_compute_dtype(params, dtype, table=False, consume=True)
+
+    def write(
+        self,
+        prompts: list[list[int]],
+        samples: list[tuple[int, int]],
+        texts: list["Text"],
+        config: SampleConfig,
+        top_p: float,
+        *,
+        few_shapes: bool = False,
+    ) -> None:
+        """Adds tokens to `texts`, of which there may be fewer than prompts, until all are done.
+
+        samples, few_shapes: as of `decode.stream_tokens`.
+        """
+        with jax.set_mesh(self._mesh):
+            graph, params = self._model
+            self.speed.begin()
+            stream = decode.stream_tokens(
+                graph,
+                params,
+                prompts,
+                config,
+                samples=samples,
+                top_p=top_p,
+                float8_cache=self._float8,
+                few_shapes=few_shapes,
+            )
+            for tokens in stream:
+                before = sum(text.count for text in texts)
+                for text, token in zip(texts, tokens, strict=False):
+                    text.add(int(token))
+                self.speed.add(sum(text.count for text in texts) - before)
+                if all(text.done for text in texts):
+                    break
+            self.speed.end()
+        for text in texts:
+            text.finish()
+
+
+class Speed:
+    """Counts tokens, and times those after the first block of each batch.
+
+    The first block includes the pass over the prompts and, in the first batch, compilation, so its
+    time is not a measure of speed.
+    """
+
+    def __init__(self, block: int):
+        self.block = block
+        self.tokens, self.seconds = 0, 0.0  # of all blocks
+        self.timed, self.timed_seconds = 0, 0.0  # after the first block
+
+    def begin(self) -> None:
+        """Starts a batch."""
+        self.steps, self.begun, self.clock = 0, time.perf_counter(), None
+
+    def add(self, tokens: int) -> None:
+        """Counts a step: every row has a new token, and `tokens` of them belong to texts."""
+        if self.steps == 1:  # the first block has arrived
+            self.clock = time.perf_counter()
+        if self.steps > self.block:
+            self.timed += tokens
+        self.tokens += tokens
+        self.steps += 1
+
+    def end(self) -> None:
+        """Ends a batch."""
+        now = time.perf_counter()
+        self.seconds += now - self.begun
+        if self.clock is not None:
+            self.timed_seconds += now - self.clock
+
+    def line(self, size: int) -> str:
+        """A line with tokens, time and speed; size: texts at once."""
+        text = f"{self.tokens:,} tokens in {self.seconds:.2f} s, {size} at once"
+        if not self.timed:
+            return f"{text}: too few to separate from the prompts and the compilation"
+        waited = self.seconds - self.timed_seconds
+        return (
+            f"{text}: {waited:.1f} s for prompts and compilation, then"
+            f" {self.timed / self.timed_seconds:,.0f} tokens/s"
+        )
+
+
+class Text:
+    """The text of one row, decoded token by token up to a stop string or a token of `ends`.
+
+    prompt: the ids before it.
+    live: print text as soon as it is certain: whole characters that cannot begin a stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: list[str],
+        ends: Collection[int],
+        live: bool = False,
+    ):
+        self._written = tokenizer.continuation(prompt)
+        self.stops, self.ends, self.live = stops, ends, live
+        self.text, self.printed, self.done = "", 0, False
+        self.count = 0  # tokens, excluding the one that ends the text
+
+    def add(self, token: int) -> None:
+        """Appends a token; does nothing if the text is done."""
+        if self.done:
+            return
+        if token in self.ends:
+            self.done = True
+            return
+        self.count += 1
+        self._written.add(token)
+        self.text = self._written.text
+        found = [at for at in map(self.text.find, self.stops) if at >= 0]
+        if found:
+            self.text, self.done = self.text[: min(found)], True
+            return
+        certain = self.text[: self._written.certain]
+        withheld = max((_overlap(certain, stop) for stop in self.stops), default=0)
+        self._show(len(certain) - withheld)
+
+    def finish(self) -> None:
+        """Prints the text that was withheld."""
+        self._show(len(self.text))
+
+    def _show(self, end: int) -> None:
+        if self.live and end > self.printed:
+            print(self.text[self.printed : end], end="", flush=True)
+            self.printed = end
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Number of characters at the end of `text` that begin `stop`."""
+    return next(n for n in range(len(stop), -1, -1) if text.endswith(stop[:n]))

@@ -1,0 +1,42 @@
+"""Trains a byte-level BPE."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxllm.config import LARGEST_BPE, SMALLEST_BPE
+from jaxllm.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"  # the only special token, so it begins and ends texts
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: Path, *, key: str = "data.tokenizer_vocab_size"
+) -> None:
+    """Trains a byte-level BPE like GPT-2's, which encodes any byte, and saves its tokenizer.json.
+
+    A small text may yield fewer than `vocab_size` entries. The end-of-text token has id 0.
+    key: the option that holds `vocab_size`, for errors.
+    """
+    if not SMALLEST_BPE <= vocab_size <= LARGEST_BPE:
+        raise InputError(
+            f"{key}={vocab_size} is not from {SMALLEST_BPE} (every byte, and the end of text)"
+            f" to {LARGEST_BPE}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    try:  # the library's `save` raises a plain Exception on a full disk
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise

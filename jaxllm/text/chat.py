@@ -1,0 +1,75 @@
+"""Renders a conversation with a folder's chat template, as transformers' apply_chat_template.
+
+A template is untrusted code, so it runs in Jinja2's sandbox.
+"""
+
+import datetime
+import functools
+import json
+import re
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxllm.errors import InputError
+
+_START, _STOP = "\ufdd0", "\ufdd1"  # no characters; they surround what {% generation %} renders
+
+
+class _Generation(Extension):
+    """{% generation %}...{% endgeneration %} marks what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller) -> str:
+        return f"{_START}{caller()}{_STOP}"
+
+
+def _raise(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Unlike Jinja2's own filter, escapes no HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    now = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template, {"raise_exception": _raise, "strftime_now": now})
+
+
+def render(
+    template: str, messages: list[dict[str, Any]], variables: dict[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and the spans in it that the assistant says.
+
+    Raises InputError with what the template complains about.
+    """
+    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    try:
+        marked = _compiled(template).render(messages=messages, documents=None, **variables)
+    except Exception as error:  # whatever the template does
+        raise InputError(f"the chat template refuses the conversation: {error}") from error
+    text, spans = "", []
+    for part in re.split(f"({_START}[^{_STOP}]*{_STOP})", marked):
+        spoken = part.strip(_START + _STOP)
+        if spoken != part:
+            spans.append((len(text), len(text) + len(spoken)))
+        text += spoken
+    return text, spans

@@ -1,0 +1,236 @@
+"""Reads a folder's tokenizer and what the files beside it say about its tokens.
+
+Hugging Face spreads this over several files; where two of them disagree, transformers' order holds.
+A run's folder has the same files, but token_ids.json (`IDS`) in place of config.json.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from jaxllm.errors import InputError
+from jaxllm.files import write_json, write_whole
+
+TOKENIZER = "tokenizer.json"
+IDS = "token_ids.json"  # bos_token_id, eos_token_id and pad_token_id of config.json
+COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+)
+_UNREAD = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json")
+END_OF_TEXT = "<|endoftext|>"  # of GPT-2, whose vocab.json does not say that it is special
+
+
+class Pages:
+    """The JSON files beside a tokenizer; {} for a missing one."""
+
+    def __init__(self, folder: Path, present: bool = True):
+        def read(name: str) -> dict[str, Any]:
+            return read_page(folder / name) if present else {}
+
+        self.tokenizer = read("tokenizer_config.json")
+        self.specials = read("special_tokens_map.json")
+        self.added = read("added_tokens.json")
+        self.generation = read("generation_config.json")
+        config = read("config.json") or read(IDS)
+        self.config = {key: config[key] for key in config if key in _IDS}
+        self.template = _template(folder, self.tokenizer) if present else {}
+
+    def names(self) -> dict[str, str | None]:
+        """{bos_token, eos_token, ...: name}; special_tokens_map.json counts in old folders only."""
+        page = dict(self.tokenizer)
+        if "added_tokens_decoder" not in page:
+            page |= self.specials
+        named = {key: value for key, value in page.items() if key.endswith("_token")}
+        return {
+            key: _name(value)
+            for key, value in named.items()
+            if value is None or isinstance(value, str | dict)
+        }
+
+    def more(self) -> list[str]:
+        """Names of further special tokens."""
+        page = self.tokenizer | self.specials
+        found = page.get("extra_special_tokens") or page.get("additional_special_tokens") or []
+        values = found.values() if isinstance(found, dict) else found
+        return [name for name in map(_name, values) if name]
+
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _name(value: Any) -> str | None:
+    """The name of a token, which may be given as a dictionary of an AddedToken."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def read_page(path: Path) -> dict[str, Any]:
+    """A JSON object, {} without the file; raises InputError."""
+    try:
+        page = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(page, dict):
+        raise InputError(f"{path} is not a JSON object")
+    return page
+
+
+def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
+    """{name: chat template}; files come before entries of tokenizer_config.json."""
+    given = page.get("chat_template") or read_page(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(given, list):
+        given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}
+    given = given if isinstance(given, dict) else {"default": given}
+    found = {str(name): text for name, text in given.items() if isinstance(text, str)}
+    for path in (
+        folder / "chat_template.jinja",
+        *sorted(folder.glob("additional_chat_templates/*.jinja")),
+    ):
+        if path.is_file():
+            name = "default" if path.parent == folder else path.stem
+            found = found | {name: path.read_text(encoding="utf-8")}
+    return found
+
+
+def present(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer, even one that cannot be read."""
+    return any((folder / name).exists() for name in (TOKENIZER, *_UNREAD))
+
+
+def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a tokenizer.json, or of vocab.json and merges.txt.
+
+    Raises InputError.
+    """
+    folder = path.parent
+    if path.name == TOKENIZER and not path.exists() and (folder / "vocab.json").exists():
+        library = _from_merges(folder, pages)
+    elif path.name == TOKENIZER and not path.exists() and present(folder):
+        name = next(name for name in _UNREAD if (folder / name).exists())
+        raise InputError(
+            f'{folder} has {name}, but no tokenizer.json; to write one: python -c "from'
+            f" transformers import AutoTokenizer as A; A.from_pretrained('{folder}')"
+            f".save_pretrained('{folder}')\""
+        )
+    else:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"cannot read tokenizer {path}: {error.strerror}") from error
+        try:
+            library = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises plain Exceptions
+            raise InputError(f"{path} is not a tokenizer.json: {error}") from error
+    library.no_truncation()  # the file may store one, which would cut documents short
+    library.no_padding()
+    try:
+        _add(library, pages)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{folder}: the tokens of tokenizer_config.json, special_tokens_map.json or"
+            f" added_tokens.json cannot be read: {error}"
+        ) from error
+    return library
+
+
+def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
+    """GPT-2's form: bytes as visible characters, and its own regex."""
+    kind = pages.tokenizer.get("tokenizer_class")
+    if kind is None and read_page(folder / "config.json").get("model_type") == "gpt2":
+        kind = "GPT2Tokenizer"
+    if str(kind).removesuffix("Fast") != "GPT2Tokenizer":
+        raise InputError(
+            f"{folder} has no tokenizer.json, and its vocab.json is not known to be a"
+            f" GPT2Tokenizer's (tokenizer_class in tokenizer_config.json: {kind}); if it is, name"
+            " that class there, else write a tokenizer.json with transformers' save_pretrained"
+        )
+    files = folder / "vocab.json", folder / "merges.txt"
+    try:
+        library = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
+    except Exception as error:
+        raise InputError(f"{files[0]} and {files[1].name} cannot be read: {error}") from error
+    first = bool(pages.tokenizer.get("add_prefix_space", False))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=first)
+    library.decoder = decoders.ByteLevel()
+    if library.token_to_id(END_OF_TEXT) is not None:
+        library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    bos = pages.names().get("bos_token", END_OF_TEXT)
+    if pages.tokenizer.get("add_bos_token") and bos and library.token_to_id(bos) is not None:
+        library.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A $B",
+            special_tokens=[(bos, library.token_to_id(bos))],
+        )
+    return library
+
+
+def _add(library: tokenizers.Tokenizer, pages: Pages) -> None:
+    """Adds the tokens that only the files beside the tokenizer have, as transformers does."""
+    known = {token.content for token in library.get_added_tokens_decoder().values()}
+    decoder = pages.tokenizer.get("added_tokens_decoder") or {}
+    new = [
+        AddedToken(**{key: value for key, value in token.items() if key != "__type"})
+        for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))
+        if token["content"] not in known
+    ]
+    known |= {token.content for token in new}
+    named = [name for name in pages.names().values() if name]
+    for name in dict.fromkeys([*sorted(pages.added, key=pages.added.__getitem__)]):
+        if name not in known and name not in named:
+            new.append(AddedToken(name, normalized=True))
+            known.add(name)
+    for name in dict.fromkeys([*named, *pages.more()]):
+        if name not in known:
+            new.append(AddedToken(name, special=True, normalized=False))
+    if new:
+        library.add_tokens(new)
+
+
+def ids(value: Any) -> list[int]:
+    """The ids of eos_token_id: one, a list, or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return [x for x in values if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
+
+
+def copy(path: Path, library: tokenizers.Tokenizer, pages: Pages, target: Path) -> None:
+    """Writes a tokenizer.json and its companions to a folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes() if path.exists() else library.to_str(pretty=True).encode()
+    write_whole(target / TOKENIZER, whole)
+    if path.name == TOKENIZER:
+        copy_companions(path.parent, target)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies what a folder says about its text, but for the tokenizer.json."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            write_whole(target / name, (source / name).read_bytes())
+    for file in source.glob("additional_chat_templates/*.jinja"):
+        (target / file.parent.name).mkdir(exist_ok=True)
+        write_whole(target / file.parent.name / file.name, file.read_bytes())
+    if config := Pages(source).config:
+        write_json(target / IDS, config)
+
+
+def take_ids(folder: Path) -> dict[str, Any]:
+    """The token ids for a config.json in place of token_ids.json, which is removed."""
+    found = read_page(folder / IDS)
+    (folder / IDS).unlink(missing_ok=True)
+    return found

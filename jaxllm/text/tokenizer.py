@@ -1,0 +1,315 @@
+"""What a folder says about its model's text; data, training, inference and conversion ask it."""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import InputError
+from jaxllm.text import files
+from jaxllm.text.chat import render
+
+_TAIL = 16  # last tokens of a prompt on which the text of the next may depend
+_CONTEXT = 16  # characters before a cut that are encoded again with what follows
+AROUND = 512  # characters on each side of a cut that are encoded to test it
+
+
+_UNRELATED = ("post_processor", "truncation", "padding", "version")  # to the ids of a text
+
+
+class Tokenizer:
+    """A tokenizer.json with the files beside it, or a folder of them, as transformers reads them.
+
+    path: a folder or a file.  A file of another name than tokenizer.json has none beside it.
+    end_token: the name of a token that ends documents, the option data.end_token.
+
+    vocab_size: largest id + 1.
+    bos, eos: the tokens that the files name as the first and the last of a text.
+    ends: ids that end a text; empty if nothing names one.
+    begin, finish: the ids around a document in training; `begin` is what a prompt begins with,
+        or else the end of the document before, as in llm.c's shards.
+    special: {name: id} of the special tokens.
+    chat_templates: {name: template}.
+    Raises InputError.
+    """
+
+    def __init__(self, path: str | Path, *, end_token: str | None = None):
+        path = Path(path).expanduser()
+        self.path = path / files.TOKENIZER if path.is_dir() else path
+        self.folder = self.path.parent
+        self._pages = pages = files.Pages(self.folder, self.path.name == files.TOKENIZER)
+        self._library = library = files.open_library(self.path, pages)
+        vocabulary = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        added = library.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        self.chat_templates = pages.template
+        byte = re.compile("<0x[0-9A-F]{2}>")
+        self._bytes = frozenset(i for name, i in vocabulary.items() if byte.fullmatch(name))
+
+        before, after = self._around()
+        only = list(self.special.values()) if len(self.special) == 1 else []
+        self.bos = self._named("bos", before or only)
+        self.eos = self._named("eos", after or only)
+        end = None if end_token is None else vocabulary.get(end_token)
+        if end_token is not None and end is None:
+            raise InputError(f"data.end_token={end_token} is not a token of {self.path}")
+        last = [x for x in (self.eos if end is None else end,) if x is not None]
+        self.begin: list[int] = before or last or [x for x in (self.bos,) if x is not None]
+        self.finish: list[int] = (after or last) if before and last != before else []
+        stated = files.ids(pages.generation.get("eos_token_id"))
+        stated = stated or files.ids(pages.config.get("eos_token_id"))
+        stated = stated or [x for x in (self.eos,) if x is not None] or self.begin[:1]
+        self.ends = frozenset(stated + [x for x in (end,) if x is not None])
+
+    @staticmethod
+    def present(folder: Path) -> bool:
+        """Whether a folder holds a tokenizer, even one that cannot be read."""
+        return files.present(folder)
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text."""
+        plain, whole = (self._library.encode("a", add_special_tokens=x).ids for x in (False, True))
+        more = len(whole) - len(plain)
+        at = next((i for i in range(more + 1) if whole[i : i + len(plain)] == plain), more)
+        return whole[:at], whole[at + len(plain) :]
+
+    def _named(self, kind: str, otherwise: list[int]) -> int | None:
+        """The id of the tokenizer's bos or eos token.
+
+        A name, even null, comes before the ids of config.json, and these before `otherwise`, what
+        the post-processor adds or the only special token.
+        """
+        names = self._pages.names()
+        if f"{kind}_token" in names:
+            name = names[f"{kind}_token"]
+            return None if name is None else self._library.token_to_id(name)
+        found = files.ids(self._pages.config.get(f"{kind}_token_id")) or otherwise
+        return found[0] if found else None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of all on which the ids of a text depend, whatever the file's formatting."""
+        page = json.loads(self._library.to_str())
+        for key in _UNRELATED:
+            page.pop(key, None)
+        return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def separator(self) -> int | None:
+        """The token that begins each document, if any."""
+        return self.begin[0] if self.begin else None
+
+    def describe(self) -> str:
+        """What begins and ends a text, in a line."""
+        name = self._name
+        prefix = self._library.encode("", add_special_tokens=True).ids
+        begins = f"begins with {' '.join(map(name, prefix))}" if prefix else "has no first token"
+        if not self.ends:
+            return (
+                f"text: {begins}; no file beside {self.path} names a token that ends it:"
+                " data.end_token or --stop can"
+            )
+        return f"text: {begins}, ends at {' or '.join(name(i) for i in sorted(self.ends))}"
+
+    def documents(self) -> str:
+        """What stands around a document in training, in a line."""
+        if not self.begin:
+            return (
+                f"documents follow each other without a token between them: no file beside"
+                f" {self.path} names one; set data.end_token"
+            )
+        begin, finish = (" ".join(map(self._name, x)) for x in (self.begin, self.finish))
+        return f"each document begins with {begin}" + f" and ends with {finish}" * bool(finish)
+
+    def _name(self, i: int) -> str:
+        return self._library.id_to_token(i) or f"id {i}"
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text.
+
+        special: whether the names of special tokens in it are these tokens, not plain text.
+        """
+        self._library.encode_special_tokens = not special
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a text with those that the post-processor adds."""
+        self._library.encode_special_tokens = False
+        return self._library.encode(text, add_special_tokens=True).ids
+
+    def encode_parts(
+        self, parts: Sequence[tuple[str, str]], *, special: bool = False
+    ) -> list[np.ndarray]:
+        """The ids of each (text before, text), where it follows the text before; uses all cores."""
+        self._library.encode_special_tokens = not special
+        texts = [before[-_CONTEXT:] + text for before, text in parts]
+        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        skip = [len(self._ids(before[-_CONTEXT:])) if before else 0 for before, _ in parts]
+        return [np.asarray(x.ids[n:], np.uint32) for x, n in zip(found, skip, strict=True)]
+
+    def can_cut(self, left: str, right: str, *, special: bool = False) -> bool:
+        """Whether `encode_parts` gives the ids of left + right, tested on the text at the cut."""
+        self._library.encode_special_tokens = not special
+        left, right = left[-AROUND:], right[:AROUND]
+        context = left[-_CONTEXT:]
+        before, after = self._ids(context), self._ids(context + right)
+        whole = self._ids(left) + after[len(before) :]
+        return after[: len(before)] == before and self._ids(left + right) == whole
+
+    def _ids(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def count_special(self, text: str) -> int:
+        """How many names of special tokens a text has."""
+        return len(self._names.findall(text))
+
+    @functools.cached_property
+    def _names(self) -> re.Pattern:
+        names = sorted(filter(None, self.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def decode(self, ids: Iterable[int], *, special: bool = True) -> str:
+        """The text of ids; special: with the names of special tokens."""
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        answer: bool = True,
+        **variables: Any,
+    ) -> tuple[list[int], list[int]]:
+        """The ids of a conversation by the chat template, and a mask of the assistant's tokens.
+
+        answer: whether the assistant's next message follows (add_generation_prompt).
+        variables: for the template, such as date_string.
+        The mask needs a template with {% generation %}, else it is all 0.  Raises InputError.
+        """
+        templates = self.chat_templates
+        kind = "tool_use" if tools is not None and "tool_use" in templates else "default"
+        if kind not in templates:
+            raise InputError(f"{self.folder} has no chat template; use a prompt without --chat")
+        names = {key: name for key, name in self._pages.names().items() if name is not None}
+        for key, i in (("bos_token", self.bos), ("eos_token", self.eos)):
+            if i is not None:
+                names.setdefault(key, self._name(i))
+        variables = names | {"add_generation_prompt": answer, "tools": tools} | variables
+        text, spans = render(templates[kind], messages, variables)
+        self._library.encode_special_tokens = False
+        found = self._library.encode(text, add_special_tokens=False)
+        spoken = lambda a, b: any(a < end and b > start for start, end in spans)
+        return found.ids, [int(spoken(a, b)) for a, b in found.offsets] if spans else [0] * len(
+            found.ids
+        )
+
+    @property
+    def chat_ends(self) -> frozenset[int]:
+        """The ids that end an answer: `ends`, and the tokenizer's own."""
+        return self.ends | {x for x in (self.eos,) if x is not None}
+
+    def continuation(self, prompt: Sequence[int], *, special: bool = False) -> "Continuation":
+        """Decodes what follows a prompt, token by token."""
+        return Continuation(self, prompt, special)
+
+    def check(self, vocab_size: int, ids: Iterable[int] | None = None) -> None:
+        """Raises InputError if this cannot be the tokenizer of a model of `vocab_size` entries.
+
+        A few tokens may be beyond it, as long as no text has them.  ids: of a text.
+        """
+        if self.vocab_size - vocab_size > vocab_size // 10:
+            raise InputError(
+                f"{self.path} has {self.vocab_size} entries, more than the model's"
+                f" {vocab_size} (model.vocab_size): it belongs to another model"
+            )
+        beyond = max(ids, default=0) if ids is not None else 0
+        if beyond >= vocab_size:
+            raise InputError(
+                f"the text has {self._library.id_to_token(int(beyond))} (id {beyond}), which is"
+                f" beyond the model's {vocab_size} entries: leave it out"
+            )
+
+    def check_same(self, other: "Tokenizer") -> None:
+        """Raises InputError unless ids of the other one mean the same text here.
+
+        This one may have further tokens, such as those that only files beside it name.
+        """
+        mine, theirs = (json.loads(t._library.to_str()) for t in (self, other))
+        for key in ("added_tokens", *_UNRELATED):
+            mine.pop(key, None)
+            theirs.pop(key, None)
+        known, used = (t._library.get_vocab(with_added_tokens=True) for t in (self, other))
+        if mine != theirs or not used.items() <= known.items():
+            raise InputError(
+                f"{other.path} differs from {self.path}: their ids do not mean the same text;"
+                " encode all data with the model's tokenizer"
+            )
+
+    def copy_to(self, folder: Path) -> None:
+        """Writes the tokenizer.json and what belongs to it, for a run."""
+        files.copy(self.path, self._library, self._pages, folder)
+
+    def export_to(self, folder: Path) -> dict[str, Any]:
+        """Writes the files for transformers; returns the token ids for its config.json.
+
+        What the folder said stays as it was.  An end that it did not name, such as data.end_token,
+        is added where transformers looks for ends.
+        """
+        self.copy_to(folder)
+        found, page = files.take_ids(folder), self._pages.generation
+        generates = files.ids(page.get("eos_token_id"))
+        named = generates or files.ids(found.get("eos_token_id"))
+        ends = named + sorted(self.ends - set(named))
+        if ends != named:
+            value = ends[0] if len(ends) == 1 else ends
+            if generates:
+                files.write_json(folder / "generation_config.json", page | {"eos_token_id": value})
+            else:
+                found["eos_token_id"] = value
+        found.setdefault("bos_token_id", self.bos)
+        if not (folder / "tokenizer_config.json").exists():
+            eos = self.eos if self.eos is not None else next(iter(ends), None)
+            tokens = {"bos_token": self.bos, "eos_token": eos}
+            page = {key: self._name(i) for key, i in tokens.items() if i is not None}
+            page |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+            page |= {"clean_up_tokenization_spaces": False}  # else decode would change spaces
+            files.write_json(folder / "tokenizer_config.json", page)
+        return found
+
+
+class Continuation:
+    """The text that follows a prompt: decode(prompt + ids) without decode(prompt).
+
+    text: all of it.  certain: its length that further tokens cannot change.
+    Only the last tokens are decoded again, with those before them, on which spaces depend.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], special: bool = False):
+        self._tokenizer = tokenizer
+        self._hidden = frozenset() if special else frozenset(tokenizer.special.values())
+        self._ids = [i for i in prompt if i not in self._hidden][-_TAIL:]
+        self._known = len(self._ids)  # tokens before `_begins`
+        self._begins = ""
+        self.text, self.certain = "", 0
+
+    def add(self, token: int) -> None:
+        """Appends a token."""
+        if token in self._hidden:
+            return
+        self._ids.append(token)
+        known = self._tokenizer.decode(self._ids[: self._known])
+        self.text = self._begins + self._tokenizer.decode(self._ids)[len(known) :]
+        # Its end may be the first bytes of a character, and bytes that are tokens make one text.
+        if (
+            not self.text.endswith("\N{REPLACEMENT CHARACTER}")
+            and token not in self._tokenizer._bytes
+        ):
+            self._ids, self._begins = self._ids[-_TAIL:], self.text
+            self._known = len(self._ids)
+            self.certain = len(self.text)

@@ -1,0 +1,95 @@
+"""A canary for silent corruption: computes a step twice and compares checksums of its arrays.
+
+Steps are deterministic, so two computations of one step from one state and batch agree in every
+bit.  docs/reliability.md says what this finds and what it cannot find.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxllm.errors import Corruption
+from jaxllm.train.step import Trainer, TrainState
+
+KINDS = {"before": "", "gradient": "the gradient of ", "after": "the new "}
+
+
+class Canary:
+    """Takes steps that are computed twice: both times by one program, which holds one state.
+
+    The first time the program changes no parameter and no moment, because it changes them only if
+    its checksums are those that it is given.  The host does not wait between the two.
+    """
+
+    def __init__(self, trainer: Trainer, program: Callable):
+        """program: compiled from `trainer.trace_verified_step()`."""
+        self.program = program
+        self.devices = list(trainer.mesh.devices.flat)
+        leaves = jax.tree.leaves_with_path(trainer.checked())
+        self.names = [_describe(path) for path, _ in leaves]
+        self.replicas = [self._replicas(leaf) for _, leaf in leaves]
+        shape = (len(self.devices), len(leaves), 2)
+        whole = trainer.state_shardings.step
+        self.unseen = jax.device_put(np.zeros(shape, np.uint32), whole)
+        self.last: tuple[int, jax.Array, jax.Array] | None = None
+
+    def _replicas(self, leaf: jax.ShapeDtypeStruct) -> list[list[int]]:
+        """The devices that hold the same part of an array, as places in the mesh."""
+        indices, groups = leaf.sharding.devices_indices_map(leaf.shape), {}
+        for i, device in enumerate(self.devices):
+            groups.setdefault(str(indices[device]), []).append(i)
+        return list(groups.values())
+
+    def take(self, number: int, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        """Takes step `number`; if its two computations differ, parameters and moments stay."""
+        state, _, first = self.program(state, batch, self.unseen)
+        state, metrics, second = self.program(state, batch, first)
+        self.last = number, first, second
+        return state, metrics
+
+    def check(self, step: int) -> None:
+        """Raises Corruption, with one line, if `step` was computed twice and something differs."""
+        if self.last is None or self.last[0] != step:
+            return
+        (_, *tables), self.last = self.last, None
+        first, second = map(np.asarray, tables)
+        # The last step may have been right once, so replicas are compared as both times saw them.
+        for what, differ in (
+            ("two computations of it differ in", (first != second).any(2)),
+            ("replicas differ in", self._unlike(first) | self._unlike(second)),
+        ):
+            if differ.any():
+                arrays, devices = np.nonzero(differ.any(0))[0], np.nonzero(differ.any(1))[0]
+                raise Corruption(
+                    f"step {step} is corrupted: {what} {self.names[arrays[0]]}"
+                    f"{_more(len(arrays), 'array')} on {self._name(devices[0])}"
+                    f"{_more(len(devices), 'device')}"
+                )
+
+    def _unlike(self, sums: np.ndarray) -> np.ndarray:
+        """(devices, arrays): whether a device's part is unlike most of its replicas."""
+        unlike = np.zeros(sums.shape[:2], bool)
+        for array, groups in enumerate(self.replicas):
+            for group in groups:
+                values = [sums[device, array].tobytes() for device in group]
+                value, count = Counter(values).most_common(1)[0]
+                if count < len(group):  # of two that differ, either may be wrong
+                    most = count * 2 > len(group)
+                    unlike[group, array] = [v != value or not most for v in values]
+        return unlike
+
+    def _name(self, place: int) -> str:
+        device = self.devices[place]
+        process = f" of process {device.process_index}" if jax.process_count() > 1 else ""
+        return f"{device} ({device.device_kind}){process}"
+
+
+def _describe(path: tuple) -> str:
+    part, _, name = jax.tree_util.keystr(path, simple=True, separator=".").partition(".")
+    return KINDS[part] + name.removesuffix(".value")
+
+
+def _more(count: int, noun: str) -> str:
+    return "" if count == 1 else f" and {count - 1} more {noun}{'s' * (count > 2)}"

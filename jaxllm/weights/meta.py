@@ -1,0 +1,111 @@
+"""Reads params.json, the configuration of Meta's and Mistral's own folders, and their tensor names.
+
+The settings follow the rule of huggingface_config: each is applied or refused by name.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config import ModelConfig, round_up
+from jaxllm.errors import InputError
+from jaxllm.weights.huggingface_config import Page, validated
+
+_NAMES = {
+    r"tok_embeddings\.weight": "model.embed_tokens.weight",
+    r"norm\.weight": "model.norm.weight",
+    r"output\.weight": "lm_head.weight",
+    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
+    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
+    r"layers\.(\d+)\.attention\.w([qkvo])\.weight": r"model.layers.\1.self_attn.\2_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
+}
+_EMBEDDING, _GATE = "tok_embeddings.weight", "layers.0.feed_forward.w1.weight"
+
+
+def tensor_name(name: str) -> str:
+    """The Hugging Face name of a tensor, or `name` for an unknown one."""
+    for pattern, new in _NAMES.items():
+        if found := re.fullmatch(pattern, name):
+            return found.expand(new)
+    return name  # refused later, by this name
+
+
+def model_config(page: dict[str, Any], path: Path, shapes: dict[str, list[int]]) -> ModelConfig:
+    """The configuration in params.json; the tensors' shapes give the widths that it lacks.
+
+    The file does not distinguish the RoPE scaling of Llama 3.1 (factor 8) from that of 3.2 (32).
+    """
+    keys = Page(page, path)
+    for name in (_EMBEDDING, _GATE):
+        if len(shapes.get(name, ())) != 2:
+            raise InputError(f"{path.parent} lacks the tensor {name}")
+    vocab_size, d_ff = shapes[_EMBEDDING][0], shapes[_GATE][0]
+    if keys.get("vocab_size", -1) not in (-1, vocab_size):  # Llama 1 and 2 have -1
+        raise InputError(
+            f"{path}: vocab_size={page['vocab_size']!r}, but {_EMBEDDING} has {vocab_size} rows"
+        )
+    _check_width(keys, d_ff)
+    mistral = "hidden_dim" in page
+    window = keys.get("sliding_window", None)
+    theta = keys.get("rope_theta", None)
+    if theta is None and mistral and window is None:
+        raise InputError(f"{path} lacks rope_theta, whose default depends on the version")
+    scaling = _scaling(keys)
+    longest = 131072 if scaling else 32768 if mistral else 8192
+    keys.only("model_type", "transformer")
+    keys.only("causal", True)
+    for key in ("max_batch_size", "vision_chunk_size", "vision_max_num_chunks"):
+        keys.get(key, None)
+    stored = "output.weight" in shapes
+    found = validated(
+        dict(
+            type="llama3",
+            vocab_size=vocab_size,
+            n_layers=keys.need("n_layers"),
+            n_heads=keys.need("n_heads"),
+            n_kv_heads=keys.get("n_kv_heads", page["n_heads"]),
+            d_model=keys.need("dim"),
+            d_head=keys.get("head_dim", None),
+            d_ff=d_ff,
+            max_seq_len=keys.get("max_seq_len", keys.get("max_position_embeddings", longest)),
+            window=window,
+            rope_theta=10000.0 if theta is None else theta,
+            rope_scaling=scaling,
+            tie_embeddings=keys.get("tied_embeddings", not stored),
+            norm_eps=keys.get("norm_eps", 1e-5),
+        ),
+        path,
+        {"n_layers": "n_layers", "d_model": "dim", "d_head": "head_dim"},
+    )
+    keys.refuse_rest()
+    return found
+
+
+def _check_width(keys: Page, d_ff: int) -> None:
+    """Raises InputError if the keys give another feed-forward width than the tensors."""
+    wanted = keys.get("hidden_dim", d_ff)
+    factor, multiple = keys.get("ffn_dim_multiplier", None), keys.get("multiple_of", None)
+    if multiple is not None:
+        width = int(2 * 4 * keys.number("dim") / 3)
+        width = int(width * (1 if factor is None else keys.number("ffn_dim_multiplier")))
+        wanted = round_up(width, int(keys.number("multiple_of")))
+    if wanted != d_ff:
+        raise InputError(
+            f"{keys.path}: its feed-forward width is {wanted}, but {_GATE} has {d_ff} rows"
+        )
+
+
+def _scaling(keys: Page) -> dict[str, float] | None:
+    factor = keys.get("rope_scaling_factor", None)
+    high = keys.get("rope_high_freq_factor", None)
+    if not keys.get("use_scaled_rope", False):
+        return None
+    if factor is None:
+        raise InputError(
+            f"{keys.path} has use_scaled_rope but no factor; add rope_scaling_factor to it"
+            " (8 for Llama 3.1, 32 for 3.2), or use the folder with a config.json"
+        )
+    return dict(factor=factor) | ({} if high is None else dict(high_freq_factor=high))

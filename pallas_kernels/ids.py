@@ -1,0 +1,95 @@
+"""Tokens, labels, lengths, positions and segments of any integer dtype, as the kernels read them.
+
+Every op widens its ids here before it decides how it runs, so that the kernel and the XLA form see
+the same numbers.  Without that, jnp compares and clips in the ids' own dtype, where -100 is the
+uint8 156, and casts numpy's int64 1 + 2^32 to 1.
+"""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Ids = jax.Array | np.ndarray
+_LEAST, _MOST = -(2**31), 2**31 - 1
+
+
+def saturated(name: str, x: Ids) -> jax.Array:
+    """x as int32; numbers that int32 does not hold become its least or its largest number."""
+    x = _checked(name, x)
+    if not _fits(x):
+        clip = np.clip if isinstance(x, np.ndarray) else jnp.clip
+        x = clip(x, max(_LEAST, _range(x)[0]), _MOST)
+    return _int32(x)
+
+
+def labels(x: Ids, ignore_index: int) -> tuple[jax.Array, int]:
+    """(labels as int32, ignore_index): the same labels are ignored, and the same are unknown."""
+    x, ignore_index = _checked("labels", x), operator.index(ignore_index)
+    if _fits(x) and _LEAST <= ignore_index <= _MOST:
+        return _int32(x), ignore_index
+    low, high = _range(x)
+    ignored = x == np.array(ignore_index, x.dtype) if low <= ignore_index <= high else False
+    x = saturated("labels", x)
+    return jnp.where(ignored, -1, jnp.where(x < 0, -2, x)), -1  # no vocabulary has -2 or 2^31 - 1
+
+
+def positions(x: Ids) -> jax.Array:
+    """x as int32, or where int32 might not hold it as float32, from which angles are computed."""
+    x = _checked("positions", x)
+    return _int32(x) if _fits(x) else jnp.asarray(x.astype(np.float32))
+
+
+def segments(*ids: Ids) -> tuple[jax.Array, ...]:
+    """Ids (B, n) as int32, which within a row, over all arrays, compare as the given ids do."""
+    ids = tuple(_checked("segment_ids", x) for x in ids)
+    if all(map(_fits, ids)):
+        return tuple(map(_int32, ids))
+    # Each id becomes the number of different smaller ids in its row.
+    keys = [jnp.concatenate(part, axis=-1) for part in zip(*map(_words, ids), strict=True)]
+    order = jnp.lexsort(keys)
+    keys = [jnp.take_along_axis(key, order, axis=-1) for key in keys]
+    new = jnp.stack([key[..., 1:] != key[..., :-1] for key in keys]).any(0)
+    new = jnp.concatenate([jnp.zeros_like(order[..., :1], bool), new], axis=-1)
+    rank = jnp.cumsum(new, axis=-1, dtype=jnp.int32)
+    rank = jnp.take_along_axis(rank, jnp.argsort(order), axis=-1)
+    ends = np.cumsum([x.shape[-1] for x in ids])[:-1]
+    return tuple(jnp.split(rank, ends, axis=-1))
+
+
+def documents(x: Ids | None) -> jax.Array | None:
+    """`segments` of one array, if it is one."""
+    return None if x is None else segments(x)[0]
+
+
+def _words(x: Ids) -> list[jax.Array]:
+    """x as keys for a sort: its lower and upper 32 bits, and whether it is positive."""
+    negative = x < 0
+    upper = x >> 32 if x.dtype.itemsize == 8 else -negative.astype(np.int32)
+    return [jnp.asarray(part) for part in (x.astype(np.uint32), upper.astype(np.uint32), ~negative)]
+
+
+def _checked(name: str, x: Ids) -> Ids:
+    """x, from numpy as int32 if that holds its numbers.  Raises ValueError for floats."""
+    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
+        raise ValueError(f"{name} is {x.dtype}: cast it to an integer dtype such as int32")
+    if isinstance(x, np.ndarray) and (not x.size or _LEAST <= x.min() <= x.max() <= _MOST):
+        return x.astype(np.int32)
+    return x
+
+
+def _range(x: Ids) -> tuple[int, int]:
+    if x.dtype == bool:
+        return 0, 1
+    info = jnp.iinfo(x.dtype)
+    return int(info.min), int(info.max)
+
+
+def _fits(x: Ids) -> bool:
+    low, high = _range(x)
+    return _LEAST <= low and high <= _MOST
+
+
+def _int32(x: Ids) -> jax.Array:
+    return jnp.asarray(x.astype(np.int32))

@@ -1,0 +1,252 @@
+"""Layer norm and RMS norm over the last axis, alone or fused with what stands around them.
+
+    layer norm   n = (x - mean(x)) r,   r = 1 / sqrt(mean((x - mean(x))^2) + eps)
+    RMS norm     n = x r,               r = 1 / sqrt(mean(x^2) + eps)
+    both         y = n weight + bias
+
+Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4; Zhang and Sennrich 2019, "Root
+Mean Square Layer Normalization", equation 4.  With g = weight dy, and mean(g) only in layer norm:
+
+    dx = r (g - mean(g) - n mean(g n)),   dweight = sum of n dy,   dbias = sum of dy
+
+With a residual x becomes s = x + residual, which is returned as well; x and residual both get the
+gradient dx + ds.  With a gate y becomes sigmoid(gate) n weight.  With s = sigmoid(gate), its
+gradients are those above for s dy in place of dy, and dgate = g n (1 - s) with g = weight s dy.
+
+Everything is computed in float32 and rounded once at the end.  The variance takes two passes over
+the row in registers, so x = 1000 + N(0, 1) stays accurate.  The forward pass saves r, and for layer
+norm the mean in two parts: 12 bytes for each row are cheaper than two more rounds of reductions.
+Each direction reads and writes every element once.
+
+kernels.py has the kernels, which call the functions below; tiles.py decides which rows a block
+takes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.dispatch import Form
+from pallas_kernels.norms import tiles
+from pallas_kernels.norms.kernels import Norm, backward, forward
+from pallas_kernels.options import checked
+
+Weight = Float[Array, "C"] | Float[Array, "H C"] | None
+Rows = Float[Array, "... C"]
+
+
+def _layer_statistics(t, mean, x, eps):
+    average = mean(x)
+    centred = lambda c: t.zero_padding(x(c) - t.broadcast(average), c)
+    # The mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which this pass corrects.
+    error, square = mean(lambda c: (centred(c), jnp.square(centred(c))))
+    # Beyond 1e26 both squares may be infinite: r is then 0, as without the correction.
+    square = jnp.where(square == jnp.inf, square, square - jnp.square(error))
+    r = lax.rsqrt(square + eps)
+    return average, r, -error * r
+
+
+def _layer_normalise(t, x, mean, r, shift):
+    return (x - t.broadcast(mean)) * t.broadcast(r) + t.broadcast(shift)
+
+
+def _layer_averaged(n, g):
+    return g, g * n
+
+
+def _layer_differentiate(t, n, g, means, mean, r, shift):
+    mean_g, mean_gn = means
+    return t.broadcast(r) * g - t.broadcast(r * mean_g) - n * t.broadcast(r * mean_gn)
+
+
+def _rms_statistics(t, mean, x, eps):
+    return (lax.rsqrt(mean(lambda c: jnp.square(x(c))) + eps),)
+
+
+def _rms_normalise(t, x, r):
+    return x * t.broadcast(r)
+
+
+def _rms_averaged(n, g):
+    return (g * n,)
+
+
+def _rms_differentiate(t, n, g, means, r):
+    return t.broadcast(r) * g - n * t.broadcast(r * means[0])
+
+
+LAYER = Norm(
+    "layer_norm",
+    _layer_statistics, _layer_normalise, _layer_averaged, _layer_differentiate,
+    count=3, most=2,
+)  # fmt: skip
+RMS = Norm(
+    "rms_norm", _rms_statistics, _rms_normalise, _rms_averaged, _rms_differentiate, count=1, most=1
+)
+
+
+@checked
+def layer_norm(
+    x: Rows,
+    weight: Weight = None,
+    bias: Weight = None,
+    *,
+    residual: Rows | None = None,
+    x_bias: Weight = None,
+    gate: Rows | None = None,
+    eps: float = 1e-5,
+    implementation: dispatch.Implementation | None = None,
+) -> Rows | tuple[Rows, Rows]:
+    """Normalises the last axis of x to mean 0 and variance 1: n weight + bias, in x's dtype.
+
+    weight, bias: (C,), or (H, C) with a row for each head of x (..., H, C), or None.  Their
+    gradients have their own dtypes.
+    residual: is added to x first, and the result is (y, s) with s = x + residual, rounded to its
+        dtype before it is normalised.  It may be wider than x (a float32 residual stream).
+    x_bias: the bias of the matmul that makes x, shaped like weight; needs a residual.  It is added
+        to x first, rounded to x's dtype; the backward pass sums its gradient in float32.
+    gate: multiplies y by sigmoid(gate); without bias and residual.  The kernel needs x and gate in
+        one dtype and C up to 1024.
+    Raises ValueError for shapes and options that do not fit, NotImplementedError under
+    implementation="mosaic" for a call that the kernels do not support.
+    """
+    return _run(LAYER, implementation, eps, x, weight, bias, residual, x_bias, gate)
+
+
+@checked
+def rms_norm(
+    x: Rows,
+    weight: Weight = None,
+    *,
+    residual: Rows | None = None,
+    x_bias: Weight = None,
+    eps: float = 1e-5,
+    implementation: dispatch.Implementation | None = None,
+) -> Rows | tuple[Rows, Rows]:
+    """Normalises the last axis of x by its root mean square: n weight, in x's dtype.
+
+    Everything else is as in `layer_norm`.
+    """
+    return _run(RMS, implementation, eps, x, weight, None, residual, x_bias, None)
+
+
+def _run(kind, implementation, eps, x, weight, bias, residual, x_bias, gate):
+    _check(x, weight, bias, residual, x_bias, gate)
+    y, s = dispatch.run(
+        kind.name,
+        FORMS,
+        implementation,
+        x,
+        weight,
+        bias,
+        residual,
+        x_bias,
+        gate,
+        kind=kind,
+        eps=eps,
+    )
+    return y if residual is None else (y, s)
+
+
+def layer_norm_reference(
+    x, weight=None, bias=None, *, residual=None, x_bias=None, gate=None, eps=1e-5
+):
+    """The formula in jnp, in float32 (float64 for float64)."""
+    y, s = _reference(x, weight, bias, residual, x_bias, gate, kind=LAYER, eps=eps)
+    return y if residual is None else (y, s)
+
+
+def rms_norm_reference(x, weight=None, *, residual=None, x_bias=None, eps=1e-5):
+    y, s = _reference(x, weight, None, residual, x_bias, None, kind=RMS, eps=eps)
+    return y if residual is None else (y, s)
+
+
+def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
+    s, dtype = x, x.dtype
+    if x_bias is not None:
+        s = s + x_bias.astype(dtype)
+    if residual is not None:
+        # Without the barrier XLA would normalise the sum before it is rounded, unlike the gradient.
+        s = lax.optimization_barrier(s + residual)
+    z = s.astype(mosaic.stat_dtype(s.dtype))
+    if kind is LAYER:
+        z = z - jnp.mean(z, axis=-1, keepdims=True)
+    y = z * lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
+    y = y if weight is None else y * weight.astype(y.dtype)
+    y = y if bias is None else y + bias.astype(y.dtype)
+    y = y if gate is None else y * jax.nn.sigmoid(gate.astype(y.dtype))
+    return y.astype(dtype), s
+
+
+def _kernels(x, weight, bias, residual, x_bias, gate, *, kind, eps, general):
+    return _norm(kind, eps, general, x, residual, weight, bias, x_bias, gate)
+
+
+# Norms use TMA on Hopper, and no wgmma.
+FORMS = (
+    Form(
+        "hopper",
+        functools.partial(_kernels, general=False),
+        "sm_90",
+        functools.partial(tiles.why_not, general=False),
+        functools.partial(tiles.why_slower, general=False),
+    ),
+    Form(
+        "general",
+        functools.partial(_kernels, general=True),
+        "sm_80",
+        functools.partial(tiles.why_not, general=True),
+        functools.partial(tiles.why_slower, general=True),
+    ),
+    Form("xla", _reference),
+)
+
+
+def _check(x, weight, bias, residual, x_bias, gate):
+    """Raises ValueError unless weights and biases are all (C,) or all (H, C) for x (..., H, C)."""
+    if not x.ndim:
+        raise ValueError("x has shape (), but needs the axis C that is normalised")
+    mosaic.stat_dtype(x.dtype)  # raises for integers
+    weights = {"weight": weight, "bias": bias, "x_bias": x_bias}
+    weights = {name: w for name, w in weights.items() if w is not None}
+    for name, w in weights.items():
+        if w.shape != x.shape[x.ndim - w.ndim :]:
+            raise ValueError(f"{name} has shape {w.shape}, not the last axes of x {x.shape}")
+        if w.ndim not in (1, 2):
+            raise ValueError(f"{name} has {w.ndim} axes, not 1 or 2")
+    if len({w.ndim for w in weights.values()}) > 1:
+        shapes = ", ".join(f"{name} {w.shape}" for name, w in weights.items())
+        raise ValueError(f"{shapes}: all must be (C,) or all (H, C)")
+    for name, a in (("residual", residual), ("gate", gate)):
+        if a is not None and a.shape != x.shape:
+            raise ValueError(f"{name} has shape {a.shape} but x has {x.shape}; they must be equal")
+    if x_bias is not None and residual is None:
+        raise ValueError("x_bias needs a residual: without one, add it to x")
+    if gate is not None and (bias is not None or residual is not None):
+        raise ValueError("a gate excludes bias and residual")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _norm(kind, eps, general, x, residual, weight, bias, x_bias, gate):
+    """(y, s); s is None without a residual.  general: in the general form."""
+    return _save(kind, eps, general, x, residual, weight, bias, x_bias, gate)[0]
+
+
+def _save(kind, eps, general, x, residual, weight, bias, x_bias, gate):
+    if x_bias is not None:
+        x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
+    (y, s), stats = forward(kind, eps, general, x, residual, weight, bias, gate)
+    return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
+
+
+def _gradients(kind, _, general, saved, cotangents):
+    (dy, ds), (x, stats, *others) = cotangents, saved
+    dx, *gradients = backward(kind, general, x, stats, dy, ds, *others)
+    return dx.astype(dy.dtype), None if ds is None else dx, *gradients
+
+
+_norm.defvjp(_save, _gradients)

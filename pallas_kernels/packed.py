@@ -1,0 +1,51 @@
+"""Operands that lie side by side in one array, as a matmul with joint weights yields them.
+
+    array (B, T, P)    | q: H heads of D columns | k: K heads of D | v: K heads of D |
+
+One matmul then computes them all, and its backward pass takes two matmuls instead of two for each.
+An op that accepts a `Packed` reads its operands in place and writes their gradients into one array,
+where its kernels can; splitting the array would copy it.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Several operands (B, T, heads, width) side by side in the columns of one array.
+
+    parts: (heads, width) of each operand, in order.
+    """
+
+    array: Float[Array, "B T P"]
+    parts: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
+
+    def check(self, *names: str) -> None:
+        """Raises ValueError unless there is a part for each name and the columns add up."""
+        if len(self.parts) != len(names):
+            raise ValueError(f"packed has {len(self.parts)} parts, not {', '.join(names)}")
+        if any(heads < 1 or width < 1 for heads, width in self.parts):
+            raise ValueError(f"packed has parts {self.parts}: heads and width must be at least 1")
+        if self.array.ndim != 3:
+            raise ValueError(f"packed has an array {self.array.shape}, but needs (B, T, P)")
+        need = sum(heads * width for heads, width in self.parts)
+        if self.array.shape[2] != need:
+            terms = " + ".join(f"{heads} x {width}" for heads, width in self.parts)
+            raise ValueError(f"packed has {self.array.shape[2]} columns, not {terms} = {need}")
+
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The operands' shapes and dtypes."""
+        rows, dtype = self.array.shape[:2], self.array.dtype
+        return [jax.ShapeDtypeStruct((*rows, *part), dtype) for part in self.parts]
+
+    def split(self) -> list[Float[Array, "B T _ _"]]:
+        """The operands, in copies."""
+        ends = itertools.accumulate(heads * width for heads, width in self.parts[:-1])
+        parts = jnp.split(self.array, list(ends), axis=2)
+        return [x.reshape(y.shape) for x, y in zip(parts, self.shapes(), strict=True)]

@@ -1,0 +1,141 @@
+"""jaxllm chat and generate --chat, with a model that says what it is told."""
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from tiny_models import tiny
+
+from jaxllm.infer import chat, decode, generate
+from jaxllm.text import Tokenizer
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "text"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+TOKENIZER = Tokenizer(FOLDER / "llama3")
+EOM, EOT = (TOKENIZER.special[f"<|{name}|>"] for name in ("eom_id", "eot_id"))
+WEIGHTS = dict(folder=FOLDER / "llama3", run=SimpleNamespace(data=SimpleNamespace(end_token=None)))
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """Takes answers, and what to raise after them; seen: the rows of ids it continued."""
+    answers, seen = [], []
+
+    def stream(graph, params, rows, config, **_):
+        seen.extend(rows)
+        said, error = answers.pop(0)
+        ids = TOKENIZER.encode(said)[: config.tokens]
+        yield from np.array([ids] * len(rows)).T
+        if error is not None:
+            raise error
+
+    config = tiny("llama3", vocab_size=TOKENIZER.vocab_size, max_seq_len=400)
+    weights = SimpleNamespace(config=config, **WEIGHTS)
+    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    monkeypatch.setattr(decode, "load_model", lambda *_: (None, None))
+    monkeypatch.setattr(decode, "in_compute_dtype", lambda params, *_, **__: params)
+    monkeypatch.setattr(decode, "stream_tokens", stream)
+    return SimpleNamespace(answers=answers, seen=seen)
+
+
+def ids_of(*messages):
+    roles = ("user", "assistant") * len(messages)
+    turns = [dict(role=r, content=c) for r, c in zip(roles, messages, strict=False)]
+    return TOKENIZER.chat(turns)[0]
+
+
+def test_generate_answers_a_message(model, capsys, tmp_path):
+    model.answers.append(("Hello <|python_tag|>you<|eom_id|> no", None))
+    command = f"--checkpoint {tmp_path} --chat --tokens 99 --prompt".split()
+    assert generate.main([*command, " Hi! "]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello you\n"  # ends at <|eom_id|>; other special tokens are not shown
+    assert model.seen == [ids_of(" Hi! ")]
+    assert "ends at <|end_of_text|> or <|eom_id|> or <|eot_id|>" in err
+
+
+def test_generate_answers_conversations(model, capsys, tmp_path):
+    conversations = [
+        EXPECTED["MESSAGES"],
+        {"messages": EXPECTED["CALLS"], "tools": EXPECTED["TOOLS"], "date_string": "today"},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(x) + "\n\n" for x in conversations))
+    model.answers.append(("Hi<|eot_id|>.", None))
+    command = f"--checkpoint {tmp_path} --chat --tokens 4 --prompts {path}"
+    assert generate.main([*command.split(), "--tokens", "1"]) == 2
+    assert "exceed model.max_seq_len=400" in capsys.readouterr().err
+    path.write_text(json.dumps(conversations[0]) + "\n" + json.dumps(conversations[0][1:]))
+    assert generate.main(command.split()) == 0
+    answer = "--- prompt {}, sample 1\nHi\n"
+    assert capsys.readouterr().out == answer.format(1) + answer.format(2)
+    right = [TOKENIZER.chat(EXPECTED[name])[0] for name in ("MESSAGES", "NO_SYSTEM")]
+    assert model.seen == right
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "conversation 2: not JSON"),
+        ("[]", "conversation 2 is neither a list of messages"),
+        ('{"messages": "x"}', "conversation 2 is neither a list of messages"),
+        ("[3]", "conversation 2 is neither a list of messages"),
+        ('[{"role": "tool"}]', "the chat template refuses the conversation"),
+    ],
+)
+def test_bad_conversations_give_one_line(model, capsys, tmp_path, line, named):
+    (tmp_path / "a.jsonl").write_text('[{"role": "user", "content": "x"}]\n' + line)
+    command = f"--checkpoint {tmp_path} --chat --prompts {tmp_path / 'a.jsonl'}"
+    assert generate.main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert named in err
+
+
+def test_a_chat_remembers_what_was_said(model, capsys, monkeypatch, tmp_path):
+    lines = ["Hi", "", "How?", "/nope", "/reset", "Hi", "/system Be brief.", "Hi", "x" * 400, "So?"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    model.answers += [("Hello<|eot_id|>", None), ("Fine ", KeyboardInterrupt())]
+    model.answers += [("A<|eom_id|>", None), ("B<|eot_id|>", None), ("C<|eot_id|>", None)]
+    assert chat.main(f"--checkpoint {tmp_path} --tokens 99".split()) == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello\nFine \nA\nB\nC\n"
+    brief = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    more = [*brief, {"role": "assistant", "content": "B"}, {"role": "user", "content": "So?"}]
+    assert model.seen == [
+        ids_of("Hi"),
+        ids_of("Hi", "Hello", "How?"),  # Ctrl-C ended the answer
+        ids_of("Hi"),
+        TOKENIZER.chat(brief)[0],
+        TOKENIZER.chat(more)[0],
+    ]
+    assert "unknown command /nope; /reset, /system TEXT" in err
+    assert "tokens fill model.max_seq_len=400; /reset begins a new one" in err
+
+
+def test_a_chat_needs_a_template(model, capsys, monkeypatch, tmp_path):
+    weights = SimpleNamespace(
+        config=tiny("llama3", vocab_size=294), folder=FOLDER / "gpt2", run=WEIGHTS["run"]
+    )
+    monkeypatch.setattr(decode, "open_run", lambda *_: weights)
+    assert chat.main(["--checkpoint", str(tmp_path)]) == 2
+    assert "gpt2 has no chat template" in capsys.readouterr().err
+
+
+def test_a_terminal_has_a_history(monkeypatch):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        ask = chat._line_reader()
+        keys.send_text("one\n")
+        assert ask("> ") == "one"
+        keys.send_text("\x1b[A, two\n")  # the key Up
+        assert ask("> ") == "one, two"
+        keys.send_text("\x04")
+        with pytest.raises(EOFError):
+            ask("> ")

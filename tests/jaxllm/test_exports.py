@@ -1,0 +1,224 @@
+"""What a folder says about its text is kept on the way in and out, and nothing is made up.
+
+transformers 5.24 was asked with `make_folders.py FOLDER` (tests/fixtures): it reads exports of this
+form, generates with them and stops at their ends.
+"""
+
+import json
+import shutil
+
+import pytest
+from huggingface_folders import FIXTURES, PAGES, folder_of, meta_folder
+from safetensors.numpy import load_file
+
+import train
+from jaxllm.data import __main__ as data
+from jaxllm.infer import evaluate
+from jaxllm.text import Tokenizer
+from jaxllm.weights import convert
+
+TOKENIZER = FIXTURES / "evaluation" / "tokenizer.json"
+IDS = dict(bos_token_id=3, eos_token_id=2, pad_token_id=5)
+COMPANIONS = {  # of Hugging Face's folders, old and new; e and <|im_start|> become special
+    "tokenizer_config.json": dict(eos_token="e", pad_token="<|im_start|>", chat_template="{{ m }}"),
+    "special_tokens_map.json": dict(eos_token={"content": "e"}),
+    "added_tokens.json": {"<|endoftext|>": 0},
+    "generation_config.json": dict(bos_token_id=3, eos_token_id=[2, 4], temperature=0.6),
+    "chat_template.json": dict(chat_template="{{ messages }}"),
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/rag.jinja": "{{ messages }}",
+    "vocab.json": {"<|endoftext|>": 0},
+    "merges.txt": "#version: 0.2",
+    "tokenizer.model": "\n\x0e",
+}
+
+
+def write(folder, pages):
+    for name, page in pages.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(page if isinstance(page, str) else json.dumps(page))
+
+
+def kept(folder):
+    """{name: content} of the files about the text, and the token ids in config.json."""
+    files = [p for p in folder.rglob("*") if p.is_file() and "safetensors" not in p.name]
+    content = {str(p.relative_to(folder)): p.read_text() for p in files}
+    page = json.loads(content.pop("config.json"))
+    return content, {key: page[key] for key in IDS if key in page}
+
+
+def converted(source, out, *words):
+    assert convert.main([str(x) for x in (source, out, *words)]) == 0
+    return out
+
+
+def trained(out, *words):
+    """Trains for a step; returns the exit status."""
+    more = """--train.steps 1 --train.batch_size 1 --train.seq_len 16 --train.eval_batches 1
+        --sample.tokens 0"""
+    return train.main([str(x) for x in (*words, *more.split(), "--out_dir", out)])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A Hugging Face folder, `theirs`, its run, `ours`, and text as files and as shards."""
+    parent = tmp_path_factory.mktemp("made")
+    theirs = folder_of(parent / "theirs", "llama3", **IDS)
+    write(theirs, COMPANIONS)
+    shutil.copyfile(TOKENIZER, theirs / "tokenizer.json")
+    converted(theirs, parent / "ours")
+    (parent / "text.txt").write_text("the cat sat on the mat. " * 60)
+    # The same tokenizer in other formatting, and one whose ids differ.
+    page = json.loads(TOKENIZER.read_text())
+    for name, indent in (("same", 1), ("other", None)):
+        write(parent, {f"{name}/tokenizer.json": json.dumps(page, indent=indent)})
+        words = ["prepare", "--source", "text", "--path", parent / "text.txt", "--val_fraction", 0]
+        words += [
+            "--tokenizer",
+            parent / name / "tokenizer.json",
+            "--out",
+            parent / f"{name}_shards",
+        ]
+        assert data.main([str(word) for word in words]) == 0
+        vocabulary = page["model"]["vocab"]
+        vocabulary["a"], vocabulary["t"] = vocabulary["t"], vocabulary["a"]
+    return parent
+
+
+@pytest.mark.parametrize("source", ["text", "shards"])
+def test_nothing_is_lost_from_a_folder_through_training_to_a_folder(source, made, tmp_path, capsys):
+    assert kept(converted(made / "ours", tmp_path / "straight")) == kept(made / "theirs")
+    words = ["--config", made / "ours" / "config.yaml", "--data.source", source, "--data.path"]
+    words += [made / "text.txt"]
+    if source == "shards":  # the tokenizer beside them has no companions
+        words[-1:] = [made / "same_shards", "--data.tokenizer", "null"]
+    assert trained(tmp_path / "run", *words) == 0
+    if source == "shards":
+        resume = ["--resume", "--out_dir", str(tmp_path / "run"), "--train.steps", "2"]
+        assert train.main([*resume, "--data.path", str(made / "other_shards")]) == 2
+        error = capsys.readouterr().err
+        assert f"other_shards/tokenizer.json differs from {tmp_path}/run/tokenizer.json" in error
+        assert train.main(resume) == 0
+    back = converted(tmp_path / "run", tmp_path / "back")
+    assert kept(back) == kept(made / "theirs")
+    packed = converted(made / "ours", tmp_path / "packed", "--quantize", "int8", "--group", "none")
+    assert kept(made / "theirs")[0].items() <= {
+        str(p.relative_to(packed)): p.read_text() for p in packed.rglob("*.j*")
+    }.items() | {(name, x) for name, x in COMPANIONS.items() if isinstance(x, str)}
+    found, right = Tokenizer(packed), Tokenizer(made / "theirs")
+    assert (found.bos, found.eos, found.ends) == (right.bos, right.eos, {2, 4})
+
+
+def test_a_run_of_ours_becomes_a_folder_that_names_its_end(made, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(made / "ours", run)
+    for name in (*COMPANIONS, "token_ids.json"):  # as a run that trained its own tokenizer
+        (run / name).unlink()
+    back = converted(run, tmp_path / "back")
+    page = json.loads((back / "tokenizer_config.json").read_text())
+    end = "<|endoftext|>"
+    assert page == {
+        "bos_token": end,
+        "eos_token": end,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    assert kept(back)[1] == dict(bos_token_id=0, eos_token_id=0, pad_token_id=None)
+    # data.end_token is an end for transformers, too.
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("end_token: null", "end_token: e"))
+    e = Tokenizer(TOKENIZER).encode("e")
+    assert kept(converted(run, tmp_path / "e"))[1]["eos_token_id"] == [0, *e]
+    write(run, {"generation_config.json": dict(eos_token_id=1, top_k=3)})
+    content, ids = kept(converted(run, tmp_path / "list"))
+    assert json.loads(content["generation_config.json"]) == dict(eos_token_id=[1, *e], top_k=3)
+
+
+def test_a_folder_without_a_readable_tokenizer_keeps_its_files(made, tmp_path, capsys):
+    theirs = folder_of(tmp_path / "theirs", "llama3", **IDS)
+    write(theirs, {k: x for k, x in COMPANIONS.items() if k != "tokenizer_config.json"})
+    ours = converted(theirs, tmp_path / "ours")
+    said = capsys.readouterr().out
+    assert "no tokenizer is written" in said
+    assert "save_pretrained" in said
+    assert kept(converted(ours, tmp_path / "back")) == kept(theirs)
+    # No tokenizer is trained beside these weights.
+    text = ["--data.source", "text", "--data.path", str(made / "text.txt")]
+    capsys.readouterr()
+    assert evaluate.main(["--checkpoint", str(ours), *text]) == 2
+    assert "ours has no tokenizer.json" in capsys.readouterr().err
+    assert trained(tmp_path / "run", "--config", ours / "config.yaml", *text) == 2
+    assert "data.tokenizer is null: a new tokenizer would not match" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    meta = meta_folder(tmp_path / "meta", head_dim=8)
+    write(meta, {"tekken.json": "{}"})
+    assert (converted(meta, tmp_path / "tekken") / "tekken.json").exists()
+
+
+def test_gpt2s_vocabulary_and_merges_are_read(made, tmp_path):
+    theirs = folder_of(tmp_path / "theirs", "gpt2")
+    model = json.loads(TOKENIZER.read_text())["model"]
+    merges = [x if isinstance(x, str) else " ".join(x) for x in model["merges"]]
+    write(
+        theirs, {"vocab.json": model["vocab"], "merges.txt": "\n".join(["#version: 0.2", *merges])}
+    )
+    ours = converted(theirs, tmp_path / "ours")
+    found, right = Tokenizer(ours), Tokenizer(TOKENIZER)
+    assert found.encode("the cat") == right.encode("the cat")
+    back = converted(ours, tmp_path / "back")
+    assert {"vocab.json", "merges.txt", "tokenizer.json"} <= set(kept(back)[0])
+
+
+def test_data_of_another_tokenizer_is_refused_by_both_names(made, tmp_path, capsys):
+    shards = ["--data.source", "shards", "--data.path"]
+    config = ["--config", made / "ours" / "config.yaml"]
+    own = ["--data.tokenizer", "null"]
+    init = ["--model.init_from", made / "theirs"]
+    same = made / "same" / "tokenizer.json"
+    other, both = made / "other_shards", made / "*_shards" / "train_*.bin"
+    assert evaluate.main(["--checkpoint", str(made / "ours"), *shards, f"{made}/same_shards"]) == 0
+    capsys.readouterr()
+    names = f"{made}/other_shards/tokenizer.json differs from "
+    for words, second in (
+        ([*config, *shards, other], "ours"),
+        ([*config, *shards, other, *own], "ours"),  # the tokenizer beside the shards
+        ([*config, *shards, other, *own, *init], "theirs"),
+        ([*config, *shards, other, "--data.tokenizer", same], "ours"),
+        ([*config, *shards, made / "same_shards", "--data.val_path", other], "ours"),
+        (["evaluate", *shards, str(other)], "ours"),
+    ):
+        if words[0] == "evaluate":
+            assert evaluate.main(["--checkpoint", str(made / "ours"), *words[1:]]) == 2
+        else:
+            assert trained(tmp_path / "run", *words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{names}{made}/{second}/tokenizer.json" in error, (second, error)
+    assert trained(tmp_path / "run", *config, *shards, both, *own) == 2
+    assert "differs from" in capsys.readouterr().err
+    text = ["--data.source", "text", "--data.path", str(made / "text.txt"), "--data.tokenizer"]
+    changed = str(made / "other" / "tokenizer.json")
+    assert evaluate.main(["--checkpoint", str(made / "ours"), *text, changed]) == 2
+    assert f"other/tokenizer.json differs from {made}/ours" in capsys.readouterr().err
+    assert trained(tmp_path / "run", *config, *text, changed) == 2
+    assert f"other/tokenizer.json differs from {made}/ours" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_may_have_a_few_tokens_beyond_the_model(made, tmp_path, capsys):
+    theirs = folder_of(tmp_path / "theirs", "llama3")
+    page = json.loads(TOKENIZER.read_text())
+    form = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    page["added_tokens"] += [dict(id=67, content="<|im_start|>", **form)]
+    write(theirs, {"tokenizer.json": page})
+    ours = converted(theirs, tmp_path / "ours")
+    text = ["--data.source", "text", "--data.path", str(made / "text.txt")]
+    assert evaluate.main(["--checkpoint", str(ours), *text]) == 0
+    assert len(load_file(theirs / "model.safetensors")["lm_head.weight"]) == 67
+    assert PAGES["llama3"]["vocab_size"] == 67
+    (tmp_path / "names.txt").write_text("the cat <|im_start|> sat " * 20)
+    text[-1] = str(tmp_path / "names.txt")
+    capsys.readouterr()
+    words = ["--checkpoint", str(ours), *text, "--data.special_tokens", "tokens"]
+    assert evaluate.main(words) == 2
+    assert "<|im_start|> (id 67)" in capsys.readouterr().err

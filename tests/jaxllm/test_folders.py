@@ -1,0 +1,231 @@
+"""Hugging Face folders are read as by transformers; each setting is applied or refused."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_folders import (
+    LLAMA,
+    PAGES,
+    SCALING,
+    fixture,
+    folder_of,
+    meta_folder,
+    weights_of,
+)
+from loaded_models import logits
+from safetensors.numpy import save_file
+
+from jaxllm.errors import InputError
+from jaxllm.weights.huggingface_config import config_json, model_config
+from jaxllm.weights.places import places
+from jaxllm.weights.pretrained import open_weights
+
+# Keys of published config.json files (Llama 3.1, SmolLM2, TinyLlama, GPT-2, xLSTM 7B, fine-tunes)
+# that do not affect the result.
+METADATA = dict(
+    _name_or_path="meta-llama/Llama-3.1-8B", architectures=["LlamaForCausalLM"], bos_token_id=1,
+    eos_token_id=[2, 3], pad_token_id=0, initializer_range=0.02, pretraining_tp=2, use_cache=True,
+    torch_dtype="bfloat16", transformers_version="4.43.0", attention_dropout=0.1, attn_pdrop=0.1,
+    is_llama_config=True, rope_interleaved=False, unsloth_fixed=True, task_specific_params={"a": 1},
+    quantization_config=None, summary_type="cls_index", reorder_and_upcast_attn=True,
+)  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+ROTARY = {"rope_type": "llama3", "rope_theta": 500.0} | SCALING
+
+
+def read(name, **page):
+    return model_config(PAGES[name] | page, Path("config.json"))
+
+
+@pytest.mark.parametrize("name", list(PAGES))
+def test_metadata_changes_nothing(name):
+    assert read(name, **METADATA) == read(name)
+
+
+REFUSED = {
+    "llama3": [
+        dict(hidden_act="gelu"), dict(attention_bias=True), dict(mlp_bias=True),
+        dict(rope_scaling=LINEAR), dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        dict(rope_scaling={"factor": 2.0}), dict(rope_scaling={"full_attention": ROTARY}),
+        dict(rope_scaling=ROTARY | {"attention_factor": 0.5}), dict(partial_rotary_factor=0.5),
+        dict(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        dict(sliding_window=16), dict(logit_scale=0.5), dict(num_local_experts=8),
+        dict(attn_logit_softcapping=50.0), dict(layer_types=["sliding_attention"] * 2),
+        dict(per_layer_config={"0": {"mlp_bias": True}}), dict(rope_interleaved=True),
+        dict(quantization_config={"quant_method": "fp8"}), dict(compression_config={"a": 1}),
+        dict(transformers_weights="other.safetensors"), dict(tie_word_embeddings="no"),
+        dict(tie_word_embeddings=None, model_type="qwen2"),
+    ],
+    "gpt2": [
+        dict(activation_function="gelu"), dict(scale_attn_weights=False), dict(n_inner=0),
+        dict(scale_attn_by_inverse_layer_idx=True), dict(add_cross_attention=True),
+        dict(tie_word_embeddings=False), dict(hidden_size=32), dict(rope_scaling=LINEAR),
+    ],
+    "xlstm": [
+        dict(use_bias=True), dict(weight_mode="fused"), dict(qk_dim_factor=1.0), dict(eps=0.1),
+        dict(tie_word_embeddings=True), dict(num_blocks=1), dict(embedding_dim=32),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_setting_that_changes_the_result_is_refused_by_name(name):
+    for page in REFUSED[name]:
+        with pytest.raises(InputError) as caught:
+            read(name, **page)
+        assert any(key in str(caught.value) for key in page), (page, str(caught.value))
+        assert "\n" not in str(caught.value)
+
+
+def test_settings_are_applied_as_by_transformers():
+    plain = LLAMA | dict(rope_theta=500.0)
+    llama = lambda **page: model_config(plain | page, Path("config.json"))
+    scaled = llama(rope_scaling=ROTARY)
+    assert scaled.rope_scaling.model_dump() == SCALING
+    old = {"type" if key == "rope_type" else key: x for key, x in ROTARY.items()}
+    assert llama(rope_scaling=old) == scaled
+    assert llama(rope_parameters=ROTARY) == scaled
+    assert llama(rope_theta=7.0, rope_parameters=ROTARY) == scaled  # the inner one counts
+    assert llama(rope_scaling=ROTARY, rope_parameters=LINEAR) == scaled  # the older name counts
+    length = "original_max_position_embeddings"
+    assert llama(rope_scaling=ROTARY | {length: 40}, **{length: 24}) == scaled  # the outer one
+    without = {key: x for key, x in ROTARY.items() if key != length}
+    assert llama(rope_scaling=without).rope_scaling.original_max_position_embeddings == 48
+    assert llama(rope_scaling={"rope_type": "default", "factor": 2.0}) == llama()
+    assert llama(hidden_act="swish", head_dim=None).head_dim == 4
+    assert llama(num_key_value_heads=None).n_kv_heads == 4
+    gpt2 = {key: x for key, x in PAGES["gpt2"].items() if key != "n_embd"}
+    assert model_config(gpt2 | dict(hidden_size=16), Path("config.json")) == read("gpt2")
+    blocks = dict(num_hidden_layers=None, num_blocks=2, hidden_size=None, embedding_dim=16)
+    assert read("xlstm", **blocks) == read("xlstm")
+
+
+def test_a_mistral_has_a_window(tmp_path):
+    mistral = lambda **page: read("llama3", model_type="mistral", **page)
+    assert mistral().window == 4096
+    assert mistral(sliding_window=None) == read("llama3")
+    assert mistral(num_key_value_heads=None).n_kv_heads == 4
+    folder = folder_of(tmp_path / "hf", "llama3", model_type="mistral", sliding_window=4)
+    stored = fixture("mistral")
+    found = logits(folder, stored["tokens"])
+    np.testing.assert_allclose(found, stored["logits"], rtol=0, atol=2e-5)
+    config = open_weights(folder).config
+    page = config_json(config, "float32")
+    assert (page["architectures"], page["sliding_window"]) == (["MistralForCausalLM"], 4)
+    assert model_config(page, Path("config.json")) == config
+    assert config_json(read("llama3"), "float32")["model_type"] == "llama"
+
+
+META = {  # published forms of params.json, beside the keys of `meta_folder`
+    "Llama 3.1": (dict(vocab_size=67, multiple_of=8, ffn_dim_multiplier=0.5), {}),
+    "Llama 2": (dict(vocab_size=-1, max_seq_len=48, max_batch_size=4), dict(max_seq_len=48)),
+    "Mistral": (dict(hidden_dim=24, vocab_size=67, sliding_window=4), dict(window=4)),
+    "Mistral tied": (dict(hidden_dim=24, tied_embeddings=False, sliding_window=None), {}),
+    "Mistral new": (dict(model_type="transformer", causal=True, max_position_embeddings=9), {}),
+    "scaled": (dict(use_scaled_rope=True, rope_scaling_factor=8), {}),
+}
+META_REFUSED = [
+    dict(vocab_size=66), dict(hidden_dim=32), dict(multiple_of=64), dict(ffn_dim_multiplier=0.5,
+    multiple_of=32), dict(moe={"num_experts": 8}), dict(hidden_dim=24, rope_theta=None),
+    dict(quantization={"qformat_weight": "fp8_e4m3"}), dict(yarn={"factor": 4}), dict(softcap=3.0),
+    dict(lora_args={"rank": 8}), dict(vision_encoder={"a": 1}), dict(use_scaled_rope=True),
+    dict(model_type="mamba"),
+]  # fmt: skip
+
+
+def test_params_json_is_applied_or_refused(tmp_path):
+    for name, (page, expected) in META.items():
+        config = open_weights(meta_folder(tmp_path / name, head_dim=8, **page)).config
+        for key, value in expected.items():
+            assert getattr(config, key) == value, name
+        assert (config.vocab_size, config.d_ff, config.tie_embeddings) == (67, 24, False)
+        assert (config.rope_scaling is not None) == (name == "scaled")
+    for i, page in enumerate(META_REFUSED):
+        folder = meta_folder(tmp_path / str(i), head_dim=8, **page)
+        with pytest.raises(InputError) as caught:
+            open_weights(folder)
+        words = {"multiple_of": "width", "hidden_dim": "width", "rope_theta": "rope_theta"}
+        assert any(words.get(key, key) in str(caught.value) for key in page), str(caught.value)
+
+
+def first_tensor(folder):
+    weights = open_weights(folder)
+    return weights.read(places(weights.config)[0])["embedding.wte"][0, 0]
+
+
+def test_which_files_count(tmp_path, capsys):
+    folder = folder_of(tmp_path / "hf", "llama3")
+    right = weights_of("llama3")["model.embed_tokens.weight"][0, 0]
+    other = {name: x + 1 for name, x in weights_of("llama3").items()}
+    shard, index = "model-00001-of-00001.safetensors", folder / "model.safetensors.index.json"
+    save_file(other, folder / shard)
+    save_file(other, folder / "model.fp16.safetensors")
+    save_file(other, folder / "consolidated.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert first_tensor(folder) == right
+    assert capsys.readouterr().err == ""
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(other, shard)}))
+    assert first_tensor(folder) == right
+    assert "model.safetensors is read, not model.safetensors.index.json" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    assert first_tensor(folder) == right + 1
+    index.unlink()
+    with pytest.raises(InputError, match=r"holds no model\.safetensors and no .*consolidated"):
+        open_weights(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"holds an adapter \(adapter_config\.json\)"):
+        open_weights(folder)
+
+    # Mistral's folders hold its own files beside those for transformers.
+    meta = meta_folder(tmp_path / "meta", head_dim=8)
+    (meta / "config.json").write_text(json.dumps(PAGES["llama3"]))
+    assert first_tensor(meta) == right
+    save_file(other, meta / "model.safetensors")
+    assert first_tensor(meta) == right + 1
+
+    pointer = folder_of(tmp_path / "pointer", "llama3")
+    (pointer / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid")
+    with pytest.raises(InputError, match="git lfs pull"):
+        open_weights(pointer)
+
+
+def test_harmless_tensors_and_missing_prefixes(tmp_path, capsys):
+    buffer = np.ones(4, np.float32)
+    names = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    tensors = weights_of("llama3") | dict.fromkeys(names, buffer)
+    bare = {name.removeprefix("model."): x for name, x in tensors.items()}
+    mixed = tensors | {"norm.weight": tensors["model.norm.weight"]}
+    del mixed["model.norm.weight"]
+    half = {name: x.astype((np.float16, ml_dtypes.bfloat16)[i % 2])
+            for i, (name, x) in enumerate(tensors.items())}  # fmt: skip
+    for i, stored in enumerate((tensors, bare, mixed, half)):
+        weights = open_weights(folder_of(tmp_path / str(i), "llama3", stored))
+        for place in places(weights.config):
+            weights.read(place)
+    tied = folder_of(tmp_path / "tied", "llama3_tied", weights_of("llama3_tied"))
+    assert open_weights(tied).config.tie_embeddings
+    assert capsys.readouterr().err == ""
+    # transformers 5 keeps a stored head that differs from the embedding
+    own = folder_of(tmp_path / "own", "llama3", tie_word_embeddings=True)
+    assert open_weights(own).config == open_weights(tmp_path / "0").config
+    assert "lm_head.weight differs from the embedding" in capsys.readouterr().err
+
+
+def test_wrong_tensors_are_named_in_one_line_with_their_shapes(tmp_path):
+    tensors = weights_of("llama3")
+    layer = "model.layers.0.self_attn."
+    for name in "qkvo":
+        tensors[f"{layer}{name}_proj.bias"] = np.ones(16, np.float32)
+    del tensors["lm_head.weight"], tensors["model.norm.weight"]
+    tensors["model.embed_tokens.weight"] = np.ones((70, 16), np.float32)
+    with pytest.raises(InputError) as caught:
+        open_weights(folder_of(tmp_path / "hf", "llama3", tensors))
+    assert str(caught.value).endswith(
+        "it lacks model.norm.weight [16], lm_head.weight [67, 16], has no place for"
+        f" '{layer}k_proj.bias' [16], '{layer}o_proj.bias' [16], '{layer}q_proj.bias' [16] and 1"
+        " more, holds model.embed_tokens.weight of shape [70, 16] instead of [67, 16];"
+        " tie_word_embeddings=true uses the embedding as the head"
+    )

@@ -1,0 +1,309 @@
+"""Compares jaxllm.text with transformers on the tokenizers of fixtures/text (make_text.py)."""
+
+import contextlib
+import datetime
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
+
+from jaxllm.data.corpus import encode
+from jaxllm.data.sources import Piece
+from jaxllm.errors import InputError
+from jaxllm.text import Tokenizer, chat
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "text"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+HARD = EXPECTED["HARD"]
+FAMILIES = list(EXPECTED["families"])
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    """(tokenizer, expected values) of each family."""
+    return Tokenizer(FOLDER / request.param), EXPECTED["families"][request.param]
+
+
+def test_ids_are_those_of_transformers(family):
+    tokenizer, right = family
+    assert tokenizer.encode(HARD) == right["hard"]
+    texts = [*EXPECTED["ENDS"], right["names"]]
+    assert [tokenizer.prompt(text) for text in texts] == right["prompts"]
+    assert tokenizer.vocab_size > max(right["hard"])
+    plain = tokenizer.encode(right["names"], special=False)
+    if 3 not in plain:  # the pieces of a Unigram include the names
+        assert not set(plain) & set(tokenizer.special.values())
+    assert tokenizer.count_special(right["names"]) >= 2
+
+
+def test_the_streamed_text_continues_the_prompt(family):
+    tokenizer, right = family
+    for prompt, text in zip(right["prompts"], right["continued"], strict=False):
+        stream = tokenizer.continuation(prompt)
+        shown = ""
+        for token in right["hard"]:
+            stream.add(token)
+            assert stream.text.startswith(shown)  # nothing that is certain changes
+            shown = stream.text[: stream.certain]
+            assert shown.count("\ufffd") <= text.count("\ufffd") <= 1  # HARD has one
+        assert stream.text == text
+
+
+def test_beginnings_and_ends_are_those_of_transformers(family):
+    tokenizer, right = family
+    assert (tokenizer.bos, tokenizer.eos) == (right["bos"], right["eos"])
+    assert tokenizer.ends == set(right["ends"])
+    assert tokenizer.describe().count(" or ") == len(right["ends"]) - 1
+    ids = tokenizer.begin + tokenizer.finish
+    assert tokenizer.eos in ids
+    assert tokenizer.begin == tokenizer.prompt("")[:1] or tokenizer.begin == [tokenizer.eos]
+
+
+def test_chats_are_those_of_transformers(family):
+    tokenizer, right = family
+    if "chat" in right:
+        assert tokenizer.chat(EXPECTED["NO_SYSTEM"])[0] == right["chat"]
+    else:
+        with pytest.raises(InputError, match="has no chat template"):
+            tokenizer.chat(EXPECTED["NO_SYSTEM"])
+
+
+@pytest.mark.parametrize("template", EXPECTED["templates"])
+def test_templates_are_rendered_as_by_transformers(template, tmp_path, monkeypatch):
+    today = datetime.datetime(2026, 2, 3)
+    clock = SimpleNamespace(datetime=SimpleNamespace(now=lambda: today))
+    monkeypatch.setattr(chat, "datetime", clock)
+    folder = shutil.copytree(FOLDER / "llama3", tmp_path / "a")
+    # The file comes before tokenizer_config.json.
+    shutil.copy(FOLDER.parent / "chat" / f"{template}.jinja", folder / "chat_template.jinja")
+    tokenizer = Tokenizer(folder)
+    for messages, tools, answer, ids in EXPECTED["templates"][template]:
+        given = EXPECTED["TOOLS"] if tools else None
+        refusal = pytest.raises(InputError, match="the chat template refuses")
+        with contextlib.nullcontext() if ids else refusal:
+            assert tokenizer.chat(EXPECTED[messages], tools=given, answer=answer)[0] == ids
+    mask = tokenizer.chat(EXPECTED["NO_SYSTEM"], answer=False)[1]
+    assert mask == EXPECTED["mask"] if template == "generation" else not any(mask)
+
+
+def built(folder, name="gpt2", added=(), **parts):
+    """The tokenizer of a family with other parts and `added` tokens."""
+    path = shutil.copytree(FOLDER / name, folder / "changed", dirs_exist_ok=True) / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(path))
+    for key, part in parts.items():
+        setattr(library, key, part)
+    library.add_tokens(list(added))
+    library.save(str(path))
+    return path.parent
+
+
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+metaspace = lambda scheme, split=False: dict(
+    name="llama2", normalizer=None, pre_tokenizer=pre_tokenizers.Metaspace("▁", scheme, split)
+)
+KINDS = {name: dict(name=name) for name in FAMILIES} | {
+    "metaspace-first": metaspace("first"),
+    "metaspace-always": metaspace("always"),
+    "metaspace-never": metaspace("never", True),
+    "no-regex": dict(pre_tokenizer=pre_tokenizers.ByteLevel(False, use_regex=False)),
+    "prefix-space": dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "strip": dict(normalizer=normalizers.Strip()),
+    "lowercase": dict(
+        normalizer=normalizers.Sequence([normalizers.Lowercase(), normalizers.NFD()])
+    ),
+    "whitespace": dict(name="unigram", pre_tokenizer=pre_tokenizers.Whitespace()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("special", ["text", "tokens"])
+def test_ids_of_a_cut_document_are_those_of_the_whole(kind, special, tmp_path):
+    """Wherever it was cut to be read; a tokenizer that permits a cut encodes the parts apart."""
+    tokenizer = Tokenizer(built(tmp_path, **KINDS[kind]))
+    name = tokenizer.decode([tokenizer.eos])
+    prose = f"The quick brown fox\njumps over{name} the dog.\nIt's 1234567 x\n\n  {HARD}\n" * 60
+    cuts = sorted(random.Random(0).sample(range(1, len(prose)), 400))
+    parts = [prose[a:b] for a, b in itertools.pairwise([0, *cuts, len(prose)])]
+    pieces = [Piece("a", part, i == 0, i) for i, part in enumerate(parts)]
+    pieces += [Piece("b", " fox", True, 0)]
+    encoded = [part for batch in encode(iter(pieces), tokenizer, special) for part in batch]
+    right = []
+    for text in (prose, " fox"):
+        ids = tokenizer.encode(text, special=special == "tokens")
+        right += [*tokenizer.begin, *ids, *tokenizer.finish]
+    assert [i for part in encoded for i in part.ids] == right
+    assert sum(part.names for part in encoded) == 60
+    assert sum(part.pieces for part in encoded) == len(pieces)
+    # A restart goes on after any part.
+    first = encoded[0].pieces
+    rest = encode(iter(pieces), tokenizer, special, first)
+    ids = [i for batch in rest for part in batch for i in part.ids]
+    assert [*encoded[0].ids, *ids] == right
+    assert len(encoded) > 5 or kind in ("strip", "no-regex", "prefix-space")
+
+
+def folder_of(path, specials=("<a>", "<b>", "<c>", "<d>"), **pages):
+    """A tokenizer.json of GPT-2's bytes and `specials`, and the given files beside it."""
+    path.mkdir()
+    library = tokenizers.Tokenizer.from_file(str(FOLDER / "gpt2" / "tokenizer.json"))
+    library.add_special_tokens(list(specials))
+    page = json.loads(library.to_str())
+    page["added_tokens"] = page["added_tokens"][1:]  # without <|endoftext|>
+    (path / "tokenizer.json").write_text(json.dumps(page), encoding="utf-8")
+    for name, content in pages.items():
+        (path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return Tokenizer(path)
+
+
+TOKEN = {"__type": "AddedToken", "content": "<b>", "lstrip": False}
+ENDINGS = [  # files, and the (bos, eos, ends, what begins and ends a document) of them
+    ({}, (None, None, "", "", "")),
+    ({"generation_config": {"eos_token_id": [0, 2]}}, (None, None, "ac", "", "")),
+    ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": 2}},
+     (None, "c", "b", "c", "")),
+    ({"config": {"eos_token_id": 2, "bos_token_id": 3}}, ("d", "c", "c", "c", "")),
+    ({"token_ids": {"eos_token_id": 2, "bos_token_id": 3}}, ("d", "c", "c", "c", "")),
+    ({"tokenizer_config": {"eos_token": TOKEN}}, (None, "b", "b", "b", "")),
+    ({"tokenizer_config": {"eos_token": TOKEN, "bos_token": None}, "config": {"bos_token_id": 0}},
+     (None, "b", "b", "b", "")),
+    ({"special_tokens_map": {"eos_token": {"content": "<c>"}, "bos_token": "<a>"}},
+     ("a", "c", "c", "c", "")),
+    ({"special_tokens_map": {"eos_token": "<c>"}, "tokenizer_config": {"eos_token": "<a>"}},
+     (None, "c", "c", "c", "")),
+    # Newer folders list all tokens; then special_tokens_map.json is a leftover.
+    ({"special_tokens_map": {"eos_token": "<c>"},
+      "tokenizer_config": {"eos_token": "<a>", "added_tokens_decoder": {"0": TOKEN}}},
+     (None, "a", "a", "a", "")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pages", "right"), ENDINGS)
+def test_beginnings_and_ends_come_from_the_files_in_transformers_order(pages, right, tmp_path):
+    number = lambda letter: None if letter is None else ids[f"<{letter}>"]
+    ids = {f"<{letter}>": 293 + i for i, letter in enumerate("abcd")}
+    text = json.dumps(pages)  # ids here count from <a>
+    pages = json.loads(text, object_hook=lambda page: {
+        key: value if not key.endswith("_id") else [293 + i for i in value]
+        if isinstance(value, list) else 293 + value for key, value in page.items()
+    })  # fmt: skip
+    tokenizer = folder_of(tmp_path / "a", **pages)
+    bos, eos, ends, begin, finish = right
+    assert (tokenizer.bos, tokenizer.eos) == (number(bos), number(eos))
+    assert tokenizer.ends == set(map(number, ends))
+    assert tokenizer.begin == list(map(number, begin))
+    assert tokenizer.finish == list(map(number, finish))
+    assert ("no file" in tokenizer.describe()) == (not ends)
+    # An option adds its token, and documents end there.
+    chosen = Tokenizer(tmp_path / "a", end_token="<d>")
+    assert chosen.ends == tokenizer.ends | {ids["<d>"]}
+    assert chosen.begin == [ids["<d>"]]
+    # A run keeps all of it.
+    tokenizer.copy_to(tmp_path / "run")
+    copy = Tokenizer(tmp_path / "run")
+    assert (copy.bos, copy.eos, copy.ends) == (tokenizer.bos, tokenizer.eos, tokenizer.ends)
+    assert copy.digest == tokenizer.digest
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_tokens_that_only_the_configuration_has_are_added(tmp_path):
+    page = {"pad_token": "<pad>", "eos_token": "<a>", "additional_special_tokens": ["<more>"]}
+    tokenizer = folder_of(tmp_path / "a", tokenizer_config=page)
+    assert tokenizer.encode("x<pad><more>") == [87, 297, 298]
+    assert tokenizer.vocab_size == 299
+    tokenizer.check(297, tokenizer.encode("x<a>"))
+    with pytest.raises(InputError, match=r"the text has <pad> \(id 297\), which is beyond"):
+        tokenizer.check(297, tokenizer.encode("x<pad>"))
+    with pytest.raises(InputError, match="more than the model's 200"):
+        tokenizer.check(200)
+
+
+def test_a_digest_is_of_the_content(tmp_path):
+    tokenizer = Tokenizer(shutil.copytree(FOLDER / "llama3", tmp_path / "a"))
+    path = tmp_path / "a" / "tokenizer.json"
+    page = json.loads(path.read_text(encoding="utf-8"))
+    page["truncation"] = {"max_length": 5, "stride": 0, "strategy": "LongestFirst"}
+    page["truncation"]["direction"] = "Right"
+    page["model"]["merges"] = [" ".join(pair) for pair in page["model"]["merges"]]
+    path.write_text(json.dumps(page, indent=3), encoding="utf-8")
+    again = Tokenizer(path)
+    assert again.digest == tokenizer.digest
+    assert again.encode(HARD) == tokenizer.encode(HARD)
+    path.write_text(json.dumps(page | {"pre_tokenizer": None}), encoding="utf-8")
+    assert Tokenizer(path).digest != tokenizer.digest
+
+
+def test_vocab_json_and_merges_txt_are_read_as_gpt2s(tmp_path):
+    right = Tokenizer(FOLDER / "gpt2")
+    folder = tmp_path / "a"
+    folder.mkdir()
+    model = json.loads(right.path.read_text(encoding="utf-8"))["model"]
+    vocab = model["vocab"] | {"<|endoftext|>": right.eos}
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+    with pytest.raises(InputError, match="not known to be a GPT2Tokenizer's"):
+        Tokenizer(folder)  # as transformers, which needs to know the class
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode(f"{HARD}<|endoftext|>") == right.encode(f"{HARD}<|endoftext|>")
+    assert (tokenizer.ends, tokenizer.eos) == ({right.eos}, right.eos)
+    tokenizer.copy_to(tmp_path / "run")
+    assert Tokenizer(tmp_path / "run").digest == tokenizer.digest
+    change_to = {"tokenizer_class": "Qwen2Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(change_to))
+    with pytest.raises(InputError, match=r"not known to be a GPT2.*: Qwen2Tokenizer\)"):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
+def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
+    assert not Tokenizer.present(tmp_path)
+    (tmp_path / name).write_bytes(b"x")
+    assert Tokenizer.present(tmp_path)
+    with pytest.raises(InputError, match=rf"has {name}, but no tokenizer\.json; to write one: pyt"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("tokenizer_config.json", "{", "cannot be read"),
+        ("generation_config.json", "[1]", "is not a JSON object"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 3}}', "cannot be read"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "cannot be read"),
+        ("special_tokens_map.json", '{"additional_special_tokens": 3}', "cannot be read"),
+        ("chat_template.json", '{"chat_template": 3}', "nothing"),
+        ("added_tokens.json", '{"a": "b", "c": 1}', "added_tokens.json"),
+    ],
+)
+def test_bad_files_are_named(name, content, named, tmp_path):
+    folder = shutil.copytree(FOLDER / "llama2", tmp_path / "a")
+    (folder / name).write_text(content)
+    refusal = pytest.raises(InputError, match=named)
+    with contextlib.nullcontext() if named == "nothing" else refusal:
+        Tokenizer(folder)
+
+
+def test_chat_templates_of_a_list_and_of_files(tmp_path):
+    named = lambda **texts: [{"name": name, "template": text} for name, text in texts.items()]
+    page = {"chat_template": named(default="a{{ eos_token }}", tool_use="b"), "eos_token": "<a>"}
+    tokenizer = folder_of(tmp_path / "a", tokenizer_config=page)
+    messages = [{"role": "user", "content": "x", "name": None}]
+    assert tokenizer.decode(tokenizer.chat(messages)[0]) == "a<a>"
+    assert tokenizer.decode(tokenizer.chat(messages, tools=[])[0]) == "b"
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0] | tojson }}é{{ date }}")
+    text, _ = Tokenizer(tmp_path / "a").chat(messages, date="now")
+    assert tokenizer.decode(text) == '{"role": "user", "content": "x"}énow'
+    tokenizer = folder_of(tmp_path / "b", chat_template={"chat_template": "c"})
+    assert tokenizer.decode(tokenizer.chat(messages)[0]) == "c"
+    bad = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 / 0 }}"
+    for template in bad:
+        (tmp_path / "b" / "chat_template.jinja").write_text(template)
+        with pytest.raises(InputError, match="the chat template refuses"):
+            Tokenizer(tmp_path / "b").chat(messages)

@@ -1,0 +1,110 @@
+"""Options of another type than an op's annotation: converted, or refused in one line."""
+
+import inspect
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import NO_KERNEL
+
+import pallas_kernels as ops
+
+X, KV = jnp.ones((1, 8, 2, 64), jnp.bfloat16), jnp.ones((1, 8, 1, 64), jnp.bfloat16)
+
+
+def attention(x=X, **options):
+    return jax.eval_shape(lambda x: ops.attention(x, KV, KV, implementation="mosaic", **options), x)
+
+
+def decode(**options):
+    call = lambda q: ops.decode_attention(
+        q, KV, KV, jnp.array([8]), implementation="mosaic", **options
+    )
+    return jax.eval_shape(call, X[:, :1])
+
+
+@pytest.mark.parametrize("op", [attention, decode])
+@pytest.mark.parametrize(
+    "kind", [int, float, np.int64, np.uint8, np.float32, np.array, jnp.int32, jnp.bfloat16]
+)
+def test_every_kind_of_number_is_converted(op, kind):
+    op(window=kind(3), softcap=kind(30), scale=kind(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(window=3.5), "window=3.5 is not a whole number of 32 bits"),
+        (dict(window=True), "window=True is not a whole number of 32 bits"),
+        (dict(window=float("inf")), "window=inf is not a whole number of 32 bits"),
+        (dict(window=2**31), "window=2147483648 is not a whole number of 32 bits"),
+        (dict(window="3"), "window='3' is not a Python integer"),
+        (dict(window=[3]), r"window=\[3\] is not a Python integer"),
+        (dict(window=np.array([3])), r"window=array\(\[3\]\) is not a Python integer"),
+        (dict(window=0), "window=0 needs causal=True and at least 1 key"),
+        (dict(softcap=float("nan")), "softcap=nan is not a finite number"),
+        (dict(softcap=1j), "softcap=1j is not a Python number"),
+        (dict(scale=None, softcap=False), "softcap=False is not a finite number"),
+        (dict(causal="False"), "causal='False' is not a Python bool"),
+        (dict(causal=2), "causal=2 is not True or False"),
+        (dict(return_lse=None), "return_lse=None is not a Python bool"),
+    ],
+)
+def test_what_no_option_is(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        attention(**options)
+
+
+@pytest.mark.parametrize("dtype", ["zzz", 3, int, np.complex64])
+def test_a_dtype_that_is_not_floating_is_refused(dtype):
+    with pytest.raises(ValueError, match=r"^dtype=.* is not a (floating point )?dtype"):
+        ops.encoder(jnp.zeros((1, 1), int), jnp.ones((2, 128)), None, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "scale", "causal"])
+def test_a_traced_option_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name} is traced, but an option is static: pass a"):
+        jax.jit(lambda x: ops.attention(X, KV, KV, **{name: x}))(3)
+
+
+def test_a_window_of_all_keys_is_none():
+    assert "window" not in str(decode(window=2**31 - 1))
+
+
+@pytest.mark.parametrize("scaling", [8.0, dict(factor=8.0), (8.0, 1.0, 4.0, 8192)])
+def test_a_scaling_of_another_type_is_refused(scaling):
+    with pytest.raises(ValueError, match=r"is not a pallas_kernels\.RopeScaling$"):
+        ops.rope(X, KV, jnp.arange(8), scaling=scaling)
+
+
+def test_fields_are_converted():
+    numbers = ops.RopeScaling(np.float32(8), jnp.float32(1), np.array(4), np.int64(8192))
+    actual = ops.rope(X, KV, jnp.arange(8), scaling=numbers)
+    for a, e in zip(actual, ops.rope(X, KV, jnp.arange(8), scaling=ops.RopeScaling()), strict=True):
+        np.testing.assert_array_equal(a, e)
+    with pytest.raises(ValueError, match=r"scaling\.factor='8' is not a Python number"):
+        ops.rope(X, KV, jnp.arange(8), scaling=ops.RopeScaling("8"))
+
+
+@pytest.mark.parametrize("name", sorted(set(ops.__all__) - NO_KERNEL | {"quantize"}))
+def test_every_op_checks_its_options(name):
+    """An op with such an option refuses a wrong value before it looks at its arrays."""
+    op = getattr(ops, name)
+    signature = inspect.signature(op)
+    options = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if {int, float, bool} & {parameter.annotation, *typing.get_args(parameter.annotation)}
+        or typing.Literal in map(typing.get_origin, typing.get_args(parameter.annotation))
+    ]
+    options = [o for o in options if (name, o) != ("linear_cross_entropy", "scale")]  # an array
+    assert options
+    required = [
+        p.name for p in signature.parameters.values() if p.default is inspect.Parameter.empty
+    ]
+    for option in options:
+        given = dict.fromkeys(required, 1) | {option: [1]}
+        with pytest.raises(ValueError, match=rf"^{option}=\[1\] is not "):
+            op(**given)
