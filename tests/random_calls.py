@@ -2,7 +2,7 @@
 
 A call is a line of Python.  random_checks.py runs it: `--seed N --call K` draws it again, and
 the line itself may be edited and pasted.  Consecutive calls go through all ops, so any
-`len(DRAWS)` of them contain each op once.
+`len(ORDER)` of them contain each op once.
 
 Sizes are 0, 1, primes, and around the tiles of the kernels: one less, equal, one more, some more.
 """
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import RopeScaling, quantize  # RopeScaling: for calls that are pasted
+from pallas_kernels import Packed, RopeScaling, quantize
 
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 PRIMES = (2, 3, 5, 7, 11, 13)
@@ -223,21 +223,20 @@ def _norm(r: Draw):
 
 def norm(r: Draw):
     x, weight, options = _norm(r)
-    return dict(x=x, weight=weight(0.7), bias=weight(0.5)), options
+    arrays = dict(x=x, weight=weight(0.7))
+    if r.odds(0.5):
+        residual = A(x.shape, r.one(x.dtype, x.dtype, "float32"))
+        arrays |= dict(residual=residual, x_bias=weight(0.5))
+    return arrays, options
 
 
-def add_norm(r: Draw):
-    x, weight, options = _norm(r)
-    residual = A(x.shape, r.one(x.dtype, x.dtype, "float32"))
-    bias = dict(bias=weight(0.5), x_bias=weight(0.5))
-    return dict(x=x, residual=residual, weight=weight(0.7), **bias), options
-
-
-def gated_layer_norm(r: Draw):
-    x, weight, options = _norm(r)
-    return dict(
-        x=x, gate=A(x.shape, x.dtype, "normal", (r.one(1.0, 10.0),)), weight=weight(0.7)
-    ), options
+def layer_norm(r: Draw):
+    arrays, options = norm(r)
+    x, weight = arrays["x"], arrays["weight"]
+    if "residual" not in arrays and r.odds(0.5):
+        gate = A(x.shape, r.one(x.dtype, x.dtype, "float32"), "normal", (r.one(1.0, 10.0),))
+        return arrays | dict(gate=gate), options
+    return arrays | dict(bias=None if weight is None or r.odds(0.5) else weight), options
 
 
 def rope(r: Draw):
@@ -248,8 +247,17 @@ def rope(r: Draw):
     positions = A(r.one((t,), (b, t)), kind, "ids", (0, r.one(t + 1, 2**15, 2**24)))
     scaling = r.maybe(RopeScaling(r.one(8.0, 32.0)), 0.3)
     theta = r.one(10000.0, 500000.0, 100.0)
-    layout = r.one("half", "half", "interleaved")
-    return dict(q=q, k=key, positions=positions), dict(theta=theta, scaling=scaling, layout=layout)
+    options = dict(theta=theta, scaling=scaling, layout=r.one("half", "half", "interleaved"))
+    if r.odds(0.3):
+        q, key = _packed(q, key, key), None
+    return dict(q=q, k=key, positions=positions), options
+
+
+def _packed(*parts: A) -> Packed:
+    """Arrays (B, T, heads, width) side by side in one, of the first one's dtype."""
+    columns = sum(a.shape[2] * a.shape[3] for a in parts)
+    array = dataclasses.replace(parts[0], shape=(*parts[0].shape[:2], columns))
+    return Packed(array, tuple(a.shape[2:] for a in parts))
 
 
 def _attention(r: Draw, t: int, s: int):
@@ -270,26 +278,21 @@ def attention(r: Draw):
     options = _attention(r, t, s) | dict(causal=causal, return_lse=r.odds(0.3))
     options["window"] = options["window"] if causal else None
     segments = r.segments(b, s)
-    if r.odds(0.3):
+    if t > s or r.odds(0.3):
         segments = (dataclasses.replace(segments, shape=(b, t)), segments)
     q = A((b, t, h, d), r.dtype, "normal", (r.one(1.0, 1.0, 10.0),))
     keys = dict(k=A((b, s, k, d), r.dtype), v=r.floats(b, s, k, d, huge=1e3))
     return dict(q=q, **keys, segment_ids=segments if r.odds(0.4) else None), options
 
 
-def attention_qkv(r: Draw):
+def attention_packed(r: Draw):
     r.dtype = r.one(*HALVES)
-    (h, k), b, d = r.heads(), r.one(1, 1, 2), 2 * max(1, _head_width(r) // 2)
-    t = r.one(r.size(64, 128, zero=0), 8 * r.one(1, 3, 8, 9, 16, 17))
-    theta = r.maybe(10000.0)
-    arrays = dict(
-        qkv=A((b, t, h + 2 * k, d), r.dtype),
-        bias=r.maybe(A((h + 2 * k, d), r.weight_dtype())),
-        positions=r.maybe(A(r.one((t,), (b, t)), r.integers(), "ids", (0, 2 * t)), 0.3),
-        segment_ids=r.maybe(r.segments(b, t), 0.4),
-    )
-    scaling = r.maybe(RopeScaling(), 0.2)
-    return arrays, dict(n_heads=h, theta=theta, scaling=scaling, **_attention(r, t, t))
+    (h, k), b, d = r.heads(), r.one(1, 1, 2), _head_width(r)
+    t = r.one(r.size(64, 128), 8 * r.one(1, 3, 8, 9, 16, 17))
+    of = lambda heads: A((b, t, heads, d), r.dtype)
+    options = _attention(r, t, t) | dict(return_lse=r.odds(0.3))
+    segments = r.segments(b, t) if r.odds(0.4) else None
+    return dict(q=_packed(of(h), of(k), of(k)), segment_ids=segments), options
 
 
 def decode_attention(r: Draw):
@@ -335,29 +338,15 @@ def _dense(r: Draw, *shape: int) -> A:
     return A(shape, r.dtype, "normal", (shape[0] ** -0.5 if shape[0] else 1.0,))
 
 
-def swiglu_linear(r: Draw):
+def mlp(r: Draw):
+    if r.odds(0.4):
+        return mlp_fp8(r)
     rows, c, f = _tiles(r)
-    return dict(
-        gate=r.floats(*rows, f, huge=1e3), up=A((*rows, f), r.dtype), weight=_dense(r, f, c)
-    ), {}
-
-
-def gelu_linear(r: Draw):
-    rows, c, f = _tiles(r)
-    x = r.floats(*rows, f, huge=1e3)
-    return dict(x=x, bias=A((f,), r.weight_dtype()), weight=_dense(r, f, c)), {}
-
-
-def swiglu_mlp(r: Draw):
-    rows, c, f = _tiles(r)
-    weights = dict(gate=_dense(r, c, f), up=_dense(r, c, f), down=_dense(r, f, c))
-    return dict(x=A((*rows, c), r.dtype), **weights), {}
-
-
-def gelu_mlp(r: Draw):
-    rows, c, f = _tiles(r)
-    weights = dict(up=_dense(r, c, f), bias=A((f,), r.weight_dtype()), down=_dense(r, f, c))
-    return dict(x=A((*rows, c), r.dtype), **weights), {}
+    gate = _dense(r, c, f) if r.odds(0.5) else None
+    bias = A((f,), r.weight_dtype()) if gate is None and r.odds(0.9) else None
+    weights = dict(up=_dense(r, c, f), down=_dense(r, f, c), gate=gate, bias=bias)
+    x = A((*rows, c), r.dtype, *r.one((), (), ("rows of zeros",)))
+    return dict(x=x, **weights), dict(saves=r.one("derivatives", "derivatives", "products"))
 
 
 def _labels(r: Draw, shape, v: int) -> tuple[A, dict]:
@@ -450,7 +439,7 @@ def vlstm_step(r: Draw):
     return arrays | dict(state=_state(r, b, heads, dqk, dv)), options
 
 
-def _packed(r: Draw, k: int, n: int, plain: bool = False) -> A:
+def _quantized_weight(r: Draw, k: int, n: int, plain: bool = False) -> A:
     """A weight (K, N) of any format that fits K, with few bits."""
     format = "int" if plain else r.one("int", "int", "int", "fp8", "2:4")
     bits = {"int": r.one(8, 4, 2, 1), "fp8": 8, "2:4": r.one(8, 4)}[format]
@@ -467,7 +456,7 @@ def quantized_linear(r: Draw):
     r.dtype = r.one("bfloat16", "bfloat16", "bfloat16", r.dtype)
     k = r.one(64, 128, 192, 320, 512, 4 * r.size(8, 16, zero=0))
     n, rows = r.size(16, 64, 72, zero=0), r.one((1,), r.rows(8), r.rows(64))
-    weight = _packed(r, k, n, plain=r.odds(0.1))
+    weight = _quantized_weight(r, k, n, plain=r.odds(0.1))
     options = dict(activation=r.maybe(r.one("gelu", "silu"), 0.3), dtype=r.maybe("float32", 0.3))
     bias = r.maybe(A((n,), r.weight_dtype()), 0.4)
     return dict(x=r.floats(*rows, k, huge=1e3), weight=weight, bias=bias), options
@@ -479,14 +468,15 @@ def row_linear(r: Draw):
     r.dtype = "bfloat16" if packed else r.dtype
     widths = [4 * r.one(1, 2, 3, 16, 17) for _ in range(r.one(1, 1, 2, 3))]
     widths = [widths[0]] * 2 if activation == "swiglu" else widths
-    kind, like = r.weight_dtype(), _packed(r, k - k % 4 or 4, 4)
+    kind, like = r.weight_dtype(), _quantized_weight(r, k - k % 4 or 4, 4)
     k = like.shape[0] if packed else k
-    weights = [dataclasses.replace(like, shape=(k, n)) if packed else A((n, k), kind, "normal", (k**-0.5,))
-               for n in widths]  # fmt: skip
+    matrix = lambda n: (
+        dataclasses.replace(like, shape=(k, n)) if packed else A((n, k), kind, "normal", (k**-0.5,))
+    )
     single = len(widths) == 1 or activation == "swiglu"
     arrays = dict(
         x=A((*r.one((), (1,), (1, 1)), k), r.dtype),
-        weights=tuple(weights),
+        weights=tuple(matrix(n) for n in widths),
         biases=r.maybe(tuple(r.maybe(A((n,), r.weight_dtype()), 0.7) for n in widths)),
         norm=r.maybe(
             (A((k,), r.weight_dtype(), "normal", (0.2, 1.0)), r.maybe(A((k,), "float32")))
@@ -518,7 +508,7 @@ def fp8_linear(r: Draw):
     ), {}
 
 
-def fp8_mlp(r: Draw):
+def mlp_fp8(r: Draw):
     rows, c, f = _fp8(r)
     kind = r.one(r.dtype, r.dtype, "float32")
     matrix = lambda *shape: A(shape, kind, "normal", (0.1,))
@@ -526,7 +516,7 @@ def fp8_mlp(r: Draw):
     bias = A((f,), r.weight_dtype()) if gate is None else None
     row_norm = r.maybe(A((), "float32", "all", (3.0 * c**0.5 + 3,)), 0.3)
     weights = dict(up=matrix(c, f), down=matrix(f, c), gate=gate, bias=bias)
-    return dict(x=A((*rows, c), r.dtype), **weights, row_norm=row_norm), {}
+    return dict(x=A((*rows, c), r.dtype), **weights, row_norm=row_norm), dict(precision="fp8")
 
 
 def quantize_fp8(r: Draw):
@@ -536,41 +526,35 @@ def quantize_fp8(r: Draw):
 
 
 DRAWS = {
-    "encoder": encoder,
-    "layer_norm": norm,
-    "rms_norm": norm,
-    "add_layer_norm": add_norm,
-    "add_rms_norm": add_norm,
-    "gated_layer_norm": gated_layer_norm,
-    "rope": rope,
-    "attention": attention,
-    "attention_qkv": attention_qkv,
-    "decode_attention": decode_attention,
-    "swiglu": swiglu,
-    "gelu": gelu,
-    "swiglu_linear": swiglu_linear,
-    "gelu_linear": gelu_linear,
-    "swiglu_mlp": swiglu_mlp,
-    "gelu_mlp": gelu_mlp,
-    "cross_entropy": cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy,
-    "vlstm": vlstm,
-    "vlstm_qkv": vlstm_qkv,
-    "vlstm_qkvo": vlstm_qkvo,
-    "vlstm_step": vlstm_step,
-    "quantized_linear": quantized_linear,
-    "row_linear": row_linear,
-    "fp8_linear": fp8_linear,
-    "fp8_mlp": fp8_mlp,
-    "quantize_fp8": quantize_fp8,
+    "encoder": (encoder,),
+    "layer_norm": (layer_norm,),
+    "rms_norm": (norm,),
+    "rope": (rope,),
+    "attention": (attention, attention, attention_packed),
+    "decode_attention": (decode_attention,),
+    "swiglu": (swiglu,),
+    "gelu": (gelu,),
+    "mlp": (mlp,),
+    "cross_entropy": (cross_entropy,),
+    "linear_cross_entropy": (linear_cross_entropy,),
+    "vlstm": (vlstm,),
+    "vlstm_qkv": (vlstm_qkv,),
+    "vlstm_qkvo": (vlstm_qkvo,),
+    "vlstm_step": (vlstm_step,),
+    "quantized_linear": (quantized_linear,),
+    "row_linear": (row_linear,),
+    "fp8_linear": (fp8_linear,),
+    "quantize_fp8": (quantize_fp8,),
 }
+# Ops with more forms than others have more calls.
+ORDER = (*DRAWS, "attention", "vlstm", "mlp", "quantized_linear", "layer_norm")
 
 
 def draw(seed: int, number: int) -> Call:
     """Call `number` of this seed."""
-    op = list(DRAWS)[number % len(DRAWS)]
+    op = ORDER[number % len(ORDER)]
     r = Draw(seed, number)
-    arrays, options = DRAWS[op](r)
+    arrays, options = r.one(*DRAWS[op])(r)
     options = {name: value for name, value in options.items() if value is not None}
     implementation = "mosaic" if r.odds(0.8) else None
     return Call(op, (seed, number), arrays, options, implementation, r.x64)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dequantize
+from pallas_kernels import Packed, dequantize
 from pallas_kernels.quantized.formats import PlainWeight
 
 
@@ -50,22 +50,22 @@ def _affine(n, weight, bias):
     return n if bias is None else n + bias
 
 
-def layer_norm(x, weight=None, bias=None, *, eps):
-    z = x - x.mean(-1, keepdims=True)
-    return _affine(z / jnp.sqrt((z * z).mean(-1, keepdims=True) + eps), weight, bias)
+def layer_norm(x, weight=None, bias=None, residual=None, x_bias=None, gate=None, *, eps):
+    s = _sum(x, residual, x_bias)
+    z = s - s.mean(-1, keepdims=True)
+    y = _affine(z / jnp.sqrt((z * z).mean(-1, keepdims=True) + eps), weight, bias)
+    y = y if gate is None else y * sigmoid_of(gate)
+    return y if residual is None else (y, s)
 
 
-def rms_norm(x, weight=None, bias=None, *, eps):
-    return _affine(x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps), weight, bias)
+def rms_norm(x, weight=None, bias=None, residual=None, x_bias=None, *, eps):
+    s = _sum(x, residual, x_bias)
+    y = _affine(s / jnp.sqrt((s * s).mean(-1, keepdims=True) + eps), weight, bias)
+    return y if residual is None else (y, s)
 
 
-def _add_norm(norm, x, residual, weight=None, bias=None, x_bias=None, *, eps):
-    s = x + residual if x_bias is None else x + x_bias + residual
-    return norm(s, weight, bias, eps=eps), s
-
-
-def gated_layer_norm(x, gate, weight=None, *, eps):
-    return sigmoid_of(gate) * layer_norm(x, weight, eps=eps)
+def _sum(*terms):
+    return functools.reduce(lambda a, b: a if b is None else a + b, terms)
 
 
 def _turn(x, positions, theta, scaling, layout="half"):
@@ -92,7 +92,11 @@ def _turn(x, positions, theta, scaling, layout="half"):
     return jnp.stack(both, axis).reshape(x.shape)
 
 
-def rope(q, k, positions, *, theta, scaling=None, layout="half"):
+def rope(q, k=None, positions=None, *, theta, scaling=None, layout="half"):
+    if isinstance(q, Packed):
+        q, k, v = _parts(q)
+        turned = [_turn(x, positions, theta, scaling, layout) for x in (q, k)]
+        return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in (*turned, v)], 2)
     return tuple(_turn(x, positions, theta, scaling, layout) for x in (q, k))
 
 
@@ -120,17 +124,11 @@ def _visible(t: int, s: int, window, causal=True):
 
 
 def attention(
-    q,
-    k,
-    v,
-    segment_ids=None,
-    *,
-    causal=True,
-    window=None,
-    return_lse=False,
-    scale=None,
-    softcap=None,
-):
+    q, k=None, v=None, segment_ids=None,
+    *, causal=True, window=None, return_lse=False, scale=None, softcap=None,
+):  # fmt: skip
+    if isinstance(q, Packed):
+        q, k, v = _parts(q)
     t, s = q.shape[1], k.shape[1]
     seen = _visible(t, s, window, causal)[None]
     if segment_ids is not None:
@@ -141,31 +139,11 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def attention_qkv(
-    qkv,
-    bias=None,
-    positions=None,
-    segment_ids=None,
-    *,
-    n_heads,
-    theta=None,
-    scaling=None,
-    **options,
-):
-    qkv = qkv if bias is None else qkv + bias
-    kv = (qkv.shape[2] - n_heads) // 2
-    q, k, v = qkv[:, :, :n_heads], qkv[:, :, n_heads:-kv], qkv[:, :, -kv:]
-    if theta is not None:
-        positions = np.arange(qkv.shape[1]) if positions is None else positions
-        q, k = rope(q, k, positions, theta=theta, scaling=scaling)
-    return attention(q, k, v, segment_ids, **options)
-
-
 def decode_attention(
     q, k, v, lengths, new=None, k_scale=None, v_scale=None,
     *, window=None, theta=None, scale=None, softcap=None,
 ):  # fmt: skip
-    (b, t), s = q.shape[:2], k.shape[1]
+    t, s = q.shape[1], k.shape[1]
     lengths = whole(lengths, 0, s)
     if theta is not None:
         q, key = (_turn(x, lengths[:, None] - 1, theta, None) for x in (q, new[0]))
@@ -190,20 +168,8 @@ def gelu(x, bias=None):
     return gelu_of(x if bias is None else x + bias)
 
 
-def swiglu_linear(gate, up, weight):
-    return swiglu(gate, up) @ weight
-
-
-def gelu_linear(x, bias, weight):
-    return gelu(x, bias) @ weight
-
-
-def swiglu_mlp(x, gate, up, down):
-    return swiglu(x @ gate, x @ up) @ down
-
-
-def gelu_mlp(x, up, bias, down):
-    return gelu(x @ up, bias) @ down
+def mlp(x, up, down, gate=None, bias=None, row_norm=None, *, saves=None, precision=None):
+    return (gelu(x @ up, bias) if gate is None else swiglu(x @ gate, x @ up)) @ down
 
 
 def _losses(z, labels, vocab, ignore):
@@ -279,9 +245,14 @@ def vlstm(
     return (h, state) if return_state else h
 
 
+def _parts(packed: Packed) -> list[jax.Array]:
+    ends = np.cumsum([heads * width for heads, width in packed.parts])
+    parts = zip(jnp.split(packed.array, ends[:-1], axis=2), packed.parts, strict=True)
+    return [x.reshape(*x.shape[:2], *part) for x, part in parts]
+
+
 def _columns(x, heads: int, *widths: int):
-    ends = np.cumsum([heads * width for width in widths[:-1]])
-    return [part.reshape(*x.shape[:2], heads, -1) for part in jnp.split(x, ends, axis=2)]
+    return _parts(Packed(x, tuple((heads, width) for width in widths)))
 
 
 def vlstm_qkv(qkv, i, f, segment_ids=None, *, dqk, **options):
@@ -294,7 +265,7 @@ def vlstm_qkvo(qkvo, i, f, weight, segment_ids=None, *, dqk, **options):
     heads, dv = weight.shape
     q, k, v, o = _columns(qkvo, heads, dqk, dqk, dv, dv)
     h = vlstm(q, k, v, i, f, segment_ids, **options)
-    return gated_layer_norm(h, o, weight, eps=1e-6)
+    return layer_norm(h, weight, gate=o, eps=1e-6)
 
 
 def quantized_linear(x, weight, bias=None, *, activation=None, dtype=None):
@@ -322,17 +293,9 @@ def fp8_linear(x, weight, bias=None, row_norm=None):
     return _affine(x @ weight, None, bias)
 
 
-def fp8_mlp(x, up, down, gate=None, bias=None, row_norm=None):
-    return gelu_mlp(x, up, bias, down) if gate is None else swiglu_mlp(x, gate, up, down)
-
-
 def quantize_fp8(x, *, dtype):
     """What the results stand for: both orders are compared with x."""
     return x, jnp.moveaxis(x, -1, 0)
-
-
-add_layer_norm = functools.partial(_add_norm, layer_norm)
-add_rms_norm = functools.partial(_add_norm, rms_norm)
 
 
 def is_rounded(call_arrays) -> bool:
