@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import shutil
+import time
 
 import pytest
 from jaxtyping import install_import_hook
@@ -45,6 +46,15 @@ QUICK_TESTS = (
     "test_a_token_does_not_affect_earlier_outputs",
     "test_a_run_writes_everything_it_promises",
 )
+
+
+def pytest_report_header():
+    return f"RANDOM_SEED={random_seed()} (test_random_calls.py)"
+
+
+def random_seed() -> int:
+    """The seed of the random calls: another one every day."""
+    return int(os.environ.get("RANDOM_SEED", time.strftime("%Y%m%d")))
 
 
 def pytest_collection_modifyitems(items):
