@@ -180,7 +180,7 @@ def findings(said: list[tuple[int | None, str]]) -> tuple[Counter, int | None]:
             r"COMPUTE-SANITIZER|.*SUMMARY|Target application|LEAK", text[1]
         ):
             near = " ".join(line for _, line in said[i : i + 6])
-            kernel = re.search(r"\b(?:at|access at) (?:\S+ in )?([A-Za-z_]\w*)", near)
+            kernel = re.search(r"\b[Aa]t (?:void )?([A-Za-z_][\w:]*)", near)
             what = re.sub(r"0x[0-9a-f]+|\+?0x\w+|\(\d+,\d+,\d+\)", "_", text[1])
             found[call, what[:200], kernel[1] if kernel else ""] += 1
     return found, errors

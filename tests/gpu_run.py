@@ -43,7 +43,8 @@ UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
 SECONDS = {"tests": 420, "random": 270, "compile": 120, "turn": 60, "all": 1110, "slow": 600}
 # These use the CPU wherever they run, or check texts, files and the tests themselves; CI runs them.
 NOT_HERE = [
-    *("test_house.py", "test_readme.py", "test_gpu_run.py", "test_steady_step.py"),
+    *("test_house.py", "test_readme.py", "test_gpu_random.py", "test_gpu_run.py"),
+    "test_steady_step.py",
     "jaxllm/test_commands.py",
     *("jaxllm/test_config.py", "jaxllm/test_context.py", "jaxllm/test_data_loader.py"),
     "jaxllm/test_data_cache.py",
