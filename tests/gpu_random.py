@@ -25,7 +25,10 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 CALLS = 432
 PROCESSES = 14  # each compiles on about one core
-SECONDS = {"call": 120, "sanitized call": 240, "sanitizer": 300, "step": 540}
+SECONDS = {
+    "call": 120, "sanitized call": 240, "sanitizer": 300, "step": 540,
+    "start": 200, "stop": 60,  # of a training run: at most until its first step, and to its end
+}  # fmt: skip
 # The calls that each tool runs, and its processes.  racecheck and synccheck know shared memory and
 # barriers before Hopper's: with TMA and wgmma they may report what is right.
 TOOLS = {"memcheck": (96, 4), "initcheck": (96, 4), "racecheck": (48, 3), "synccheck": (48, 3)}
@@ -289,36 +292,39 @@ START = """--config vlstm_124m --train.batch_size 32 --train.grad_accum 1 --trai
 
 
 def starts(base: dict[str, str], out: Path, count: int, seconds: float, words=START) -> int:
-    """Starts a run `count` times, and stops it `seconds` after its first step; out gets starts.log.
+    """Starts a run `count` times, and stops it after `seconds` and a step; out gets starts.log.
 
     It looks for errors of CUDA that happen once in many starts.
     """
     bad = 0
-    with tempfile.TemporaryDirectory() as folder, (out / "starts.log").open("w+") as log:
+    with tempfile.TemporaryDirectory() as folder, (out / "starts.log").open("w") as log:
         for i in range(count):
-            begin, how = log.tell(), words if i == 0 else ["--resume"]
+            how = words if i == 0 else ["--resume"]
             command = [sys.executable, "train.py", *how, "--out_dir", f"{folder}/run"]
-            process = subprocess.Popen(
-                command, cwd=REPO, env=base, stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGTERM)  # stops after the step and saves
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(120)
-            late = process.poll() is None
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            text = Path(log.name).read_text(errors="replace")[begin:]
-            cuda = re.search(r"CUDA_ERROR\w*|CUDNN_STATUS\w*|^error: .*", text, re.M)
+            status, text = start(command, base, log, seconds)
+            error = re.search(r"CUDA_ERROR\w*|CUDNN_STATUS\w*|^error: .*", text, re.M)
+            bad += bool(error) or status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
             steps = len(re.findall(r"^step ", text, re.M))
-            wrong = late or cuda or process.returncode not in (0, -signal.SIGTERM, 128 + 15)
-            bad += bool(wrong)
-            how = f"exit status {process.returncode}{', did not stop' if late else ''}"
-            how += f", {cuda[0]}" if cuda else ""
-            print(f"start {i + 1}: {steps} lines of steps, {how}", flush=True)
-            log.seek(0, 2)
+            why = f", {error[0]}" if error else ""
+            print(f"start {i + 1}: {steps} lines of steps, exit status {status}{why}", flush=True)
     print(f"{bad} of {count} starts failed: {out / 'starts.log'}")
     return int(bad > 0)
+
+
+def start(command: list[str], env: dict[str, str], log: IO[str], seconds: float) -> tuple[int, str]:
+    """The exit status of a run that is stopped after this time and a step, and what it printed."""
+    begin, clock = Path(log.name).stat().st_size, time.monotonic()
+    text = lambda: Path(log.name).read_bytes()[begin:].decode(errors="replace")
+    process = subprocess.Popen(
+        command, cwd=REPO, env=env, stdout=log, stderr=log, start_new_session=True
+    )
+    while process.poll() is None and time.monotonic() < clock + SECONDS["start"]:
+        if time.monotonic() > clock + seconds and re.search(r"^step ", text(), re.M):
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)  # it stops after the step and saves
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS["stop"])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait(), text()
