@@ -4,9 +4,9 @@ import gc
 import logging
 import os
 import shutil
-import time
 
 import pytest
+from cases import random_seed
 from jaxtyping import install_import_hook
 
 # The interpreter runs each warpgroup of a block in its own thread and needs them all at once: with
@@ -31,10 +31,17 @@ install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
 # The files that take longest, which begin first, so that no process ends alone with one of them.
 LONG_FILES = [
     *("test_attention.py", "test_train.py", "test_processes.py", "test_vlstm_kernels.py"),
+    "test_random_calls.py",
     *("test_vlstm.py", "test_layer_norm.py", "test_readme.py", "test_sharding.py"),
     *("test_models.py", "test_kills_and_full_disks.py", "test_encoder.py", "test_transforms.py"),
     *("test_linear_cross_entropy.py", "test_remat.py", "test_rms_norm.py", "test_training.py"),
-    *("test_quantized_linear.py", "test_learn.py", "test_benchmark.py", "test_split_optimizer.py"),
+    *(
+        "test_random_calls.py",
+        "test_quantized_linear.py",
+        "test_learn.py",
+        "test_benchmark.py",
+        "test_split_optimizer.py",
+    ),
 ]
 
 # `pytest -m quick` runs these files, and the first case of every test with one of these endings.
@@ -48,13 +55,8 @@ QUICK_TESTS = (
 )
 
 
-def pytest_report_header():
-    return f"RANDOM_SEED={random_seed()} (test_random_calls.py)"
-
-
-def random_seed() -> int:
-    """The seed of the random calls: another one every day."""
-    return int(os.environ.get("RANDOM_SEED", time.strftime("%Y%m%d")))
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"RANDOM_SEED={random_seed()} repeats today's random calls")
 
 
 def pytest_collection_modifyitems(items):

@@ -26,6 +26,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from math import inf, nan  # noqa: F401 (for --line)
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,12 +34,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import random_calls
+import random_draws
 import random_truth
 from kernel_checks import FLOOR, ON_GPU, RATIO, kernels_run_here
-from random_calls import A, Call, Packed, RopeScaling, draw  # noqa: F401 (for --line)
+from random_calls import A, Call  # noqa: F401 (for --line)
 
 import pallas_kernels
+from pallas_kernels import Packed, RopeScaling  # noqa: F401 (for --line)
 
 PACKAGE = Path(pallas_kernels.__file__).parent
 NO_GRADIENT = ("decode_attention", "vlstm_step", "row_linear", "quantize_fp8")
@@ -241,17 +243,19 @@ def refused(e: Exception) -> Verdict:
 
 
 @contextlib.contextmanager
-def whole_tracebacks():
-    """JAX leaves its frames in tracebacks, so that `refused` sees who raised."""
+def undisturbed():
+    """No warnings of overflows; JAX leaves its frames in tracebacks, so one sees who raised."""
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
-        yield
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         jax.config.update("jax_traceback_filtering", before)
 
 
-@whole_tracebacks()
+@undisturbed()
 def judge(call: Call) -> Verdict:
     """Runs a call and compares it."""
     given, reference = Arguments(call), form_of(call, "xla")
@@ -384,7 +388,7 @@ def against_reference(actual, xla, truth, error) -> str | None:
 # ---- the command --------------------------------------------------------------------------------
 
 
-@whole_tracebacks()
+@undisturbed()
 def run_only(call: Call) -> Verdict:
     """Runs a call without comparing it."""
     given = Arguments(call)
@@ -413,12 +417,12 @@ def report(say, number: int, call: Call, check) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")))
-    parser.add_argument("--call", type=int, nargs="+", default=range(len(random_calls.ORDER)))
+    parser.add_argument("--call", type=int, nargs="+", default=range(len(random_draws.ORDER)))
     parser.add_argument("--line", help="a call as it was printed")
     parser.add_argument("--json", action="store_true", help="print a line of JSON per message")
     parser.add_argument("--run_only", action="store_true", help="compare nothing")
     a = parser.parse_args(argv)
-    calls = {number: draw(a.seed, number) for number in a.call}
+    calls = {number: random_draws.draw(a.seed, number) for number in a.call}
     if a.line:
         calls = {0: eval(a.line)}  # the user's own line
     wrong = 0

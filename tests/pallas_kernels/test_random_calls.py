@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import random_calls
 import random_checks
-from conftest import random_seed
+from cases import random_seed
 from kernel_checks import NO_KERNEL
-from random_calls import A, Call, Packed, RopeScaling, draw  # noqa: F401 (for eval)
+from random_calls import A, Call
+from random_draws import DRAWS, ORDER, draw
 
 import pallas_kernels
+from pallas_kernels import Packed, RopeScaling  # noqa: F401 (for eval)
 
-ORDER = random_calls.ORDER
 SMALL = 60_000  # elements of a call that an interpreter runs in about two seconds
 SECONDS = 75
 
@@ -49,7 +50,7 @@ def test_the_calls_of_the_day():
 
 
 def test_every_op_is_drawn():
-    assert set(random_calls.DRAWS) == set(pallas_kernels.__all__) - NO_KERNEL
+    assert set(DRAWS) == set(pallas_kernels.__all__) - NO_KERNEL
 
 
 def test_a_line_is_the_call():
