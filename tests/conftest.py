@@ -35,13 +35,7 @@ LONG_FILES = [
     *("test_vlstm.py", "test_layer_norm.py", "test_readme.py", "test_sharding.py"),
     *("test_models.py", "test_kills_and_full_disks.py", "test_encoder.py", "test_transforms.py"),
     *("test_linear_cross_entropy.py", "test_remat.py", "test_rms_norm.py", "test_training.py"),
-    *(
-        "test_random_calls.py",
-        "test_quantized_linear.py",
-        "test_learn.py",
-        "test_benchmark.py",
-        "test_split_optimizer.py",
-    ),
+    *("test_quantized_linear.py", "test_learn.py", "test_benchmark.py", "test_split_optimizer.py"),
 ]
 
 # `pytest -m quick` runs these files, and the first case of every test with one of these endings.
