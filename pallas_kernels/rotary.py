@@ -171,7 +171,7 @@ def _packed_why_not(qkv: Packed, positions, *, layout, **options) -> str | None:
 
 def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
     (h, d), (k, _), _ = qkv.parts
-    x = qkv.array.reshape(*qkv.array.shape[:2], -1, d)
+    x = qkv.array.reshape(*qkv.array.shape[:2], qkv.array.shape[2] // d, d)
     x = _rope_in_place(theta, scaling, h + k, x, positions)
     return dataclasses.replace(qkv, array=x.reshape(qkv.array.shape))
 
@@ -180,7 +180,7 @@ def _packed_in_parts(qkv: Packed, positions, *, rotate, **options):
     """rotate of q and k, which are split and joined again in copies."""
     q, k, v = qkv.split()
     parts = *rotate(q, k, positions, **options), v
-    flat = [x.reshape(*x.shape[:2], -1) for x in parts]
+    flat = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in parts]
     return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
 
 

@@ -39,10 +39,10 @@ def main() -> int:
     length, vocab = config.train.seq_len, config.model.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         out_dir = Path(folder) / "run"
-        tokens = np.random.default_rng(0).integers(0, vocab, 10 * int(batch) * length + 1)
-        for part in ("train", "val"):
+        for seed, part in enumerate(("train", "val")):  # equal files would be refused
             shard = ShardWriter(Path(folder) / f"{part}.bin", vocab)
-            shard.append(tokens)
+            count = 10 * int(batch) * length + 1
+            shard.append(np.random.default_rng(seed).integers(0, vocab, count))
             shard.close()
         words = ["--data.path", f"{folder}/train.bin", "--data.val_path", f"{folder}/val.bin"]
         words += [

@@ -1,12 +1,10 @@
 """Writes texts with a run's model, for jaxllm generate and jaxllm chat."""
 
-import functools
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jax
-from flax import nnx
 
 from jaxllm.config import MeshConfig, SampleConfig
 from jaxllm.errors import InputError
@@ -46,15 +44,11 @@ class Writer:
             )
 
     def load(self) -> None:
-        """Loads the weights, as `write` does; raises InputError for a damaged checkpoint."""
+        """Loads the model, before the first text is written."""
         with jax.set_mesh(self._mesh):
-            self._model  # noqa: B018
-
-    @functools.cached_property
-    def _model(self) -> tuple[nnx.GraphDef, nnx.State]:
-        graph, params = decode.load_model(self._weights, self._mesh)
-        dtype = self._weights.config.compute_dtype
-        return graph, decode.in_compute_dtype(params, dtype, table=False, consume=True)
+            self._graph, params = decode.load_model(self._weights, self._mesh)
+            dtype = self._weights.config.compute_dtype
+            self._params = decode.in_compute_dtype(params, dtype, table=False, consume=True)
 
     def write(
         self,
@@ -71,11 +65,10 @@ class Writer:
         samples, few_shapes: as of `decode.stream_tokens`.
         """
         with jax.set_mesh(self._mesh):
-            graph, params = self._model
             self.speed.begin()
             stream = decode.stream_tokens(
-                graph,
-                params,
+                self._graph,
+                self._params,
                 prompts,
                 config,
                 samples=samples,

@@ -227,8 +227,8 @@ def test_out_of_memory_is_reported(runs, capsys, monkeypatch):
 
     monkeypatch.setattr("jaxllm.infer.decode.load_model", full)
     assert generate.main(f"--checkpoint {runs['gpt2']} --prompt the --tokens 9".split()) == 1
-    assert capsys.readouterr().err.endswith(
-        "\nerror: the device is out of memory; lower --batch_size or --tokens\n"
+    assert capsys.readouterr().err == (
+        "error: the device is out of memory; lower --batch_size or --tokens\n"
     )
 
 

@@ -13,6 +13,7 @@ from huggingface_folders import FIXTURES
 
 from jaxllm.errors import InputError
 from jaxllm.infer import evaluate
+from jaxllm.text import Tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
 # The harness and its dependencies emit deprecation warnings.
@@ -48,6 +49,25 @@ def test_metrics_scores_and_texts_equal_hugging_face(name, tmp_path):
                 assert ours == replies
             else:
                 np.testing.assert_allclose(ours, replies, rtol=1e-5)
+
+
+def test_texts_are_encoded_as_by_the_hf_model():
+    """After bos, else eos; what the post-processor adds comes once."""
+    from jaxllm.infer.harness import RunLM
+
+    def lm(name):
+        found = object.__new__(RunLM)
+        found.tokenizer = Tokenizer(FIXTURES / "text" / name)
+        return found
+
+    llama, qwen, gpt2 = lm("llama2"), lm("qwen2"), lm("gpt2")
+    assert (llama.prefix_token_id, llama.eot_token_id) == (1, 2)  # <s>, </s>
+    end = qwen.tokenizer.special["<|im_end|>"]  # Qwen has no bos token
+    assert (qwen.prefix_token_id, qwen.eot_token_id) == (end, end)
+    assert gpt2.prefix_token_id == gpt2.tokenizer.special["<|endoftext|>"]
+    assert llama.tok_encode("the<s>") == [*llama.tokenizer.prompt("the"), 1]
+    assert llama.tok_encode("<s>the") == llama.tokenizer.encode("<s>the")
+    assert llama.tok_encode("the", add_special_tokens=False) == llama.tokenizer.encode("the")
 
 
 def test_the_command_runs_tasks_from_a_folder(tmp_path, capsys, monkeypatch):

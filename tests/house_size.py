@@ -1,0 +1,62 @@
+"""Counts the size of the code: `python tests/house_size.py [CHECKOUT]`; test_house.py limits it."""
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def lines(paths) -> int:
+    """Lines of all files, with comments and empty lines."""
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def public_names(root: Path) -> dict[str, Path]:
+    """The file of each public name of pallas_kernels."""
+    tree = ast.parse((root / "pallas_kernels" / "__init__.py").read_text())
+    return {
+        alias.asname or alias.name: (root / node.module.replace(".", "/")).with_suffix(".py")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def to_follow(op: str, root: Path) -> set[Path]:
+    """The op's file and what it imports from its folder, at any depth; not the general form."""
+    found, left = set(), [public_names(root)[op]]
+    while left:
+        path = left.pop()
+        if path in found or not path.is_file() or path.name.startswith("general"):
+            continue
+        found.add(path)
+        for x in ast.walk(ast.parse(path.read_text())):
+            if isinstance(x, ast.ImportFrom) and x.module:
+                names = [x.module, *(f"{x.module}.{y.name}" for y in x.names)]
+                parts = [name.split(".") for name in names]
+                left += [
+                    path.parent / f"{p[-1]}.py" for p in parts if p[-2:-1] == [path.parent.name]
+                ]
+    return found
+
+
+def counts(root: Path = ROOT) -> dict[str, int]:
+    """The table of docs/architecture.md."""
+    kernels = [
+        path
+        for path in (root / "pallas_kernels").rglob("*.py")
+        if path.parent.name != "bench" and path.name != "explain.py"
+    ]
+    return {
+        "lines of pallas_kernels without bench and explain": lines(kernels),
+        "lines of jaxllm": lines((root / "jaxllm").rglob("*.py")),
+        "public names of pallas_kernels": len(public_names(root)),
+        "files to follow rms_norm": len(to_follow("rms_norm", root)),
+        "files to follow attention on Hopper": len(to_follow("attention", root)),
+    }
+
+
+if __name__ == "__main__":
+    for name, count in counts(Path(sys.argv[1]) if sys.argv[1:] else ROOT).items():
+        print(f"{count:6} {name}")
