@@ -165,13 +165,13 @@ class Draw:
         huge: a factor with which the op still promises a result; special: values that it accepts.
         """
         dtype = dtype or self.dtype
-        if not self.odds(0.3):
+        if not self.odds(0.4):
             return A(shape, dtype)
         if special and self.odds(0.3):
             return A(shape, dtype, "some", (self.one(*special),))
         narrow = dtype == "float16"
         huge, tiny = (min(huge, 1e3), 1e-4) if narrow else (huge, 1e-12)
-        kind = self.one("offset", "spread", "zeros", "rows of zeros", "huge", "tiny")
+        kind = self.one("offset", "spread", "zeros", "rows of zeros", "huge", "huge", "tiny")
         scale = {"huge": huge, "tiny": tiny}.get(kind)
         return A(shape, dtype, "normal", (scale,)) if scale else A(shape, dtype, kind)
 

@@ -272,14 +272,14 @@ def judge(call: Call) -> Verdict:
     names = named(given, reference, cotangents)
     dtypes = [x.dtype for x in xla]
     own = [errors[_of_leaf(call, coarse)][i] for i in range(len(names))]
-    own[0] = own[0] + _cancelled(given)
+    own = [error + _cancelled(given) for error in own]
     most = max(_largest(t[np.isfinite(t)]) for t in truth)
     if call.op.startswith("vlstm"):  # df is a difference of sums, which the formula cancels
         own = [e + coarse / 8 * most if n == "df" else e for e, n in zip(own, names, strict=True)]
     for i, name in enumerate(names):
-        why = against_truth(
-            xla[i], None if exact is None else exact[i], truth[i], own[i], given.finite
-        )
+        wide_form = None if exact is None else exact[i]
+        error, is_result = own[i] + 1e-12 * most, name.startswith("y")
+        why = against_truth(xla[i], wide_form, truth[i], error, given.finite, is_result)
         if why:
             return Verdict("wrong", "xla", f"{name}: {why}")
     try:
@@ -313,16 +313,17 @@ def _of_leaf(call: Call, coarse: float) -> float:
 
 
 def _cancelled(given: Arguments) -> float:
-    """The rounding of a logit, which is all that is left of the loss of a label that is certain."""
+    """What the rounding of a logit leaves of the loss and the gradients of a certain label."""
     call, arrays = given.call, dict(zip(given.names, given.leaves, strict=True))
     most = lambda name: np.abs(wide(arrays[name]))[np.isfinite(wide(arrays[name]))].max(initial=0)
     if call.op == "cross_entropy":
         return float(np.finfo(np.float32).eps) * most("logits")
     if call.op == "linear_cross_entropy":
-        width = arrays["x"].shape[-1] ** 0.5
-        logit = min(call.options.get("softcap") or math.inf, most("x") * most("weight") * width)
+        x, weight = most("x"), most("weight")
+        logit = x * weight * arrays["x"].shape[-1] ** 0.5
+        logit = min(call.options.get("softcap") or math.inf, logit)
         rows = 1 if call.options["reduction"] == "mean" else arrays["labels"].size
-        return float(np.finfo(np.float32).eps) * logit * rows
+        return float(np.finfo(np.float32).eps) * max(logit, 1) * rows * max(x, weight, 1)
     return 0.0
 
 
@@ -340,11 +341,13 @@ def _largest(x) -> float:
     return float(np.abs(x).max(initial=0))
 
 
-def against_truth(xla, exact, truth, error, finite: bool) -> str | None:
+def against_truth(xla, exact, truth, error, finite: bool, is_result: bool) -> str | None:
     """What is wrong with the XLA form, or None."""
     inside = np.isfinite(truth) & (np.abs(truth) <= float(jnp.finfo(xla.dtype).max) / 2)
     if finite and (bad := inside & ~np.isfinite(wide(xla))).any():
         return f"the XLA form has {bad.sum()} elements that are not finite, where the truth is"
+    if is_result and (bad := ~np.isfinite(truth) & np.isfinite(wide(xla))).any():
+        return f"the XLA form has {bad.sum()} finite elements, where the truth is not finite"
     if exact is None:
         return None
     ok = inside & np.isfinite(exact)

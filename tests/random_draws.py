@@ -266,9 +266,9 @@ def _quantized_weight(r: Draw, k: int, n: int, plain: bool = False) -> A:
 
 def quantized_linear(r: Draw):
     r.dtype = r.one("bfloat16", "bfloat16", "bfloat16", r.dtype)
-    k = r.one(64, 128, 192, 320, 512, 4 * r.size(8, 16, zero=0))
+    k = r.one(32, 64, 64, 128, 192, 320, 512, 4 * r.size(8, 16, zero=0))
     n, rows = r.size(16, 64, 72, zero=0), r.one((1,), r.rows(8), r.rows(64))
-    weight = _quantized_weight(r, k, n, plain=r.odds(0.1))
+    weight = _quantized_weight(r, k, n, plain=r.odds(0.06))
     options = dict(activation=r.maybe(r.one("gelu", "silu"), 0.3), dtype=r.maybe("float32", 0.3))
     bias = r.maybe(A((n,), r.weight_dtype()), 0.4)
     return dict(x=r.floats(*rows, k, huge=1e3), weight=weight, bias=bias), options
@@ -308,9 +308,12 @@ def _fp8(r: Draw) -> tuple[tuple[int, ...], int, int]:
     return r.one((64,), (2, 64), (192,)), r.one(64, 128, 192), r.one(64, 128, 320)
 
 
+_ODD = ("spread",), ("rows of zeros",), ("some", (math.inf,)), ("some", (math.nan,))
+
+
 def fp8_linear(r: Draw):
     rows, k, n = _fp8(r)
-    x = A((*rows, k), r.dtype, *r.one(("normal",), ("normal",), ("spread",), ("rows of zeros",)))
+    x = A((*rows, k), r.dtype, *r.one(("normal",), ("normal",), *_ODD))
     bias = r.maybe(A((n,), r.weight_dtype()))
     row_norm = r.maybe(
         A((), "float32", "all", (x.values == "spread" and 1e5 or 3.0 * k**0.5 + 3,)), 0.4
@@ -328,7 +331,8 @@ def mlp_fp8(r: Draw):
     bias = A((f,), r.weight_dtype()) if gate is None else None
     row_norm = r.maybe(A((), "float32", "all", (3.0 * c**0.5 + 3,)), 0.3)
     weights = dict(up=matrix(c, f), down=matrix(f, c), gate=gate, bias=bias)
-    return dict(x=A((*rows, c), r.dtype), **weights, row_norm=row_norm), dict(precision="fp8")
+    x = A((*rows, c), r.dtype, *r.one(("normal",), ("normal",), *_ODD[1:]))
+    return dict(x=x, **weights, row_norm=row_norm), dict(precision="fp8")
 
 
 def quantize_fp8(r: Draw):

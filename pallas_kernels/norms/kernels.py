@@ -71,16 +71,19 @@ class Norm(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
-def forward(kind, eps, general, x, residual, weight, bias, gate):
+def forward(kind, eps, general, x, residual, weight, bias, gate, x_bias=None):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
+    x_bias: is in x already; the backward pass sums its gradient by heads if it has some, and needs
+    the statistics in this order.
     With a gate y is multiplied by sigmoid(gate).  The gate may be the last heads of a wider array,
     which is read in place.
     Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
     """
     shape = x.shape
     name = name_of(kind, "forward", residual, gate, general)
-    x, residual, gate, weight, bias = flatten(x, (weight, bias), (x, residual, gate))
+    params = weight, bias, x_bias
+    x, residual, gate, weight, bias, _ = flatten(x, params, (x, residual, gate))
     streams, weights = given(x=x, residual=residual, gate=gate), given(weight=weight, bias=bias)
     t = choose_tiling("forward", general, x.shape, streams, weights)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)

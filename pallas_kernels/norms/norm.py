@@ -239,7 +239,7 @@ def _norm(kind, eps, general, x, residual, weight, bias, x_bias, gate):
 def _save(kind, eps, general, x, residual, weight, bias, x_bias, gate):
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
-    (y, s), stats = forward(kind, eps, general, x, residual, weight, bias, gate)
+    (y, s), stats = forward(kind, eps, general, x, residual, weight, bias, gate, x_bias)
     return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
 
 

@@ -117,6 +117,15 @@ def test_a_bias_before_the_residual(one_block, shape, dtype, residual):
     )
 
 
+def test_a_bias_for_each_head_and_no_weight():
+    """The forward pass keeps its statistics in the order in which the backward pass reads them."""
+    x, residual, x_bias = (normal(i, (9, 2, 64)[i // 2 :]) for i in range(3))
+    arrays = x, residual, None, None, x_bias
+    check_op(
+        add(layer_norm), add(layer_norm_reference), *arrays, kernels=["add_layer_norm_backward"]
+    )
+
+
 def test_refusals_and_errors_name_the_reason():
     x = jnp.ones((4, 64))
     with pytest.raises(NotImplementedError, match="weight is int32, not float32, bfloat16 or"):
