@@ -27,6 +27,8 @@ for n in map(int, sys.argv[sys.argv.index("--call") + 1:]):
         sys.exit(1)  # lost its context
 """
 
+END = {0: {"end": 0, "outcome": "right", "form": "mosaic", "why": "", "line": "call 0"}}
+
 # Replaces compute-sanitizer.
 SANITIZER = """#!/bin/sh
 echo "========= COMPUTE-SANITIZER"
@@ -64,7 +66,13 @@ def test_a_call_that_ends_its_process_is_named(calls, monkeypatch):
 def test_calls_without_time_did_not_run(calls):
     counts, failed = gpu_random.run(gpu_run.environment(True), calls, 9, [1, 2], time.monotonic())
     assert counts == {"not run": 2}
-    assert "no call was right in its time" in failed["random --seed 9"]
+    assert "0 calls ran in their time, fewer than 2" in failed["random --seed 9"]
+
+
+def test_too_few_calls_are_a_failure(calls, monkeypatch):
+    monkeypatch.setattr(gpu_random.Share, "run", lambda share, _: share.results.update(END))
+    _, failed = gpu_random.run(gpu_run.environment(True), calls, 9, list(range(432)), 0)
+    assert "1 calls ran in their time, fewer than 400" in failed["random --seed 9"]
 
 
 def test_a_process_that_begins_no_call_is_reported(calls, monkeypatch):
@@ -130,6 +138,12 @@ def test_findings_are_listed_with_their_calls(sanitizer, capsys):
     assert f"- call 6, 1 times: {read}" in page
     assert "- call 3: its process ended with status 0 in this call call 3" in page
     assert "memcheck 6: =========     at rms_norm" in (sanitizer / "sanitize.log").read_text()
+
+
+def test_a_tool_that_ends_no_call_is_a_failure(sanitizer, monkeypatch, capsys):
+    monkeypatch.setitem(gpu_random.SECONDS, "sanitizer", 0)
+    assert gpu_run.main(["--dry", "--sanitize", "--out", str(sanitizer)]) == 1
+    assert capsys.readouterr().out.count("no call ended in its time, so nothing is known") == 2
 
 
 def test_a_missing_sanitizer_is_reported(tmp_path, monkeypatch, capsys):
