@@ -1,4 +1,10 @@
-"""Cases of tests that a plain `pytest` leaves out: `pytest -m slow` runs them, `-m ""` runs all."""
+"""Cases of tests that a plain `pytest` leaves out, and those that it draws.
+
+`pytest -m slow` runs what it leaves out, `-m ""` runs all.
+"""
+
+import os
+import time
 
 import pytest
 
@@ -6,3 +12,8 @@ import pytest
 def slow(*values):
     """A case that repeats at other shapes or models what quicker cases show."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def random_seed() -> int:
+    """The seed of the random calls: another one every day."""
+    return int(os.environ.get("RANDOM_SEED", time.strftime("%Y%m%d")))

@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+from cases import random_seed
 from jaxtyping import install_import_hook
 
 # The interpreter runs each warpgroup of a block in its own thread and needs them all at once: with
@@ -30,6 +31,7 @@ install_import_hook(["jaxllm.layers", "jaxllm.models"], "beartype.beartype")
 # The files that take longest, which begin first, so that no process ends alone with one of them.
 LONG_FILES = [
     *("test_attention.py", "test_train.py", "test_processes.py", "test_vlstm_kernels.py"),
+    "test_random_calls.py",
     *("test_vlstm.py", "test_layer_norm.py", "test_readme.py", "test_sharding.py"),
     *("test_models.py", "test_kills_and_full_disks.py", "test_encoder.py", "test_transforms.py"),
     *("test_linear_cross_entropy.py", "test_remat.py", "test_rms_norm.py", "test_training.py"),
@@ -45,6 +47,10 @@ QUICK_TESTS = (
     "test_a_token_does_not_affect_earlier_outputs",
     "test_a_run_writes_everything_it_promises",
 )
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"RANDOM_SEED={random_seed()} repeats today's random calls")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,11 +1,16 @@
-"""Checks a GPU in a quarter of an hour on 16 cores: `.ci/gpu`.
+"""Checks a GPU in twenty minutes on 16 cores: `.ci/gpu`.
 
-    .ci/gpu                   tests, ops, training steps; compares with the figures in docs/gpu
+    .ci/gpu                   tests, random calls, ops, training steps; compares with docs/gpu
     .ci/gpu --only ops steps  only these parts
     .ci/gpu --save            also stores the figures for this GPU and this JAX
     .ci/gpu --slow            also runs the slow tests, for which it takes up to ten minutes more
+    .ci/gpu --only random --seed 20261125 --call 7    repeats a random call
+    .ci/gpu --sanitize        runs random calls under compute-sanitizer, and nothing else
+    .ci/gpu --sanitize step   runs two steps of vlstm_124m under its memcheck
+    .ci/gpu --starts 50       starts vlstm_124m 50 times for 30 s, with the caches of the first
 
-The tests run natively in as many processes as there are cores.  Then every case of
+The tests run natively in as many processes as there are cores.  The random calls
+(random_checks.py) have another seed every day.  Then every case of
 pallas_kernels.benchmark and four training steps are measured: many processes compile them in
 parallel, and when all are done, time them one after another.  A figure that is worse than the
 stored one by more than 5%, twice, is a regression.  Exit status: 0: passed, 1: a regression or a
@@ -27,16 +32,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gpu_figures
+import gpu_random
 import gpu_worker
 
 REPO = Path(__file__).resolve().parents[1]
 FIGURES = REPO / "docs" / "gpu"
+PARTS = ["tests", "random", "ops", "steps"]
 UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
 # A part that exceeds its limit is stopped, and the others continue; "turn": one process's timing.
-SECONDS = {"tests": 420, "compile": 120, "turn": 60, "all": 840, "slow": 600}
+SECONDS = {"tests": 420, "random": 270, "compile": 120, "turn": 60, "all": 1110, "slow": 600}
 # These use the CPU wherever they run, or check texts, files and the tests themselves; CI runs them.
 NOT_HERE = [
-    *("test_house.py", "test_readme.py", "test_gpu_run.py", "test_steady_step.py"),
+    *("test_house.py", "test_readme.py", "test_gpu_random.py", "test_gpu_run.py"),
+    "test_steady_step.py",
     "jaxllm/test_commands.py",
     *("jaxllm/test_config.py", "jaxllm/test_context.py", "jaxllm/test_data_loader.py"),
     "jaxllm/test_data_cache.py",
@@ -44,7 +52,7 @@ NOT_HERE = [
     *("jaxllm/test_fuzz.py", "jaxllm/test_harness.py", "jaxllm/test_pickles.py"),
     *("jaxllm/test_predict.py", "jaxllm/test_processes.py", "jaxllm/test_report.py"),
     *("jaxllm/test_sharding.py", "jaxllm/test_split_optimizer.py", "jaxllm/test_tracker.py"),
-    "pallas_kernels/test_dispatch_shapes.py",
+    *("pallas_kernels/test_dispatch_shapes.py", "pallas_kernels/test_random_calls.py"),
 ]
 PROCESSES = 12  # compile in parallel; each takes 0.5 GiB of the GPU and about one core
 
@@ -211,13 +219,29 @@ def shares(measured: list[str]) -> list[list[str]]:
     return [ops[i::n] for i in range(n)] + [[name] for name in steps] or [[]]
 
 
+def look_for_faults(a: argparse.Namespace, out: Path) -> int:
+    """What --sanitize and --starts run."""
+    env = {"CUDA_VISIBLE_DEVICES": "0"} | environment(a.dry)
+    if a.starts:
+        return gpu_random.starts(env, out, a.starts, seconds=30)
+    if a.sanitize == "calls":
+        return gpu_random.sanitize(env, out, a.seed, a.call)
+    step = next(name for name, (config, _) in gpu_worker.steps().items() if config == "vlstm_124m")
+    return gpu_random.sanitize_step(env, out, step, a.dry)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=".ci/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=("tests", "ops", "steps"), metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART")
     parser.add_argument("--slow", action="store_true", help="also run the slow tests")
     parser.add_argument("--save", action="store_true", help="store the figures in docs/gpu")
+    parser.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")), metavar="N",
+                        help="of the random calls; default: the date, as in 20261125")  # fmt: skip
+    parser.add_argument("--call", type=int, nargs="+", metavar="K", help="only these random calls")
+    parser.add_argument("--sanitize", nargs="?", const="calls", choices=("calls", "step"))
+    parser.add_argument("--starts", type=int, metavar="N", help="start a training run N times")
     parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "gpu", metavar="DIR")
     parser.add_argument("--dry", action="store_true", help="run a little of everything on the CPU")
     a = parser.parse_args(argv)
@@ -227,13 +251,22 @@ def main(argv: list[str] | None = None) -> int:
     if a.dry and a.save:
         print("error: --dry measures nothing to --save; drop one of them", file=sys.stderr)
         return 2
-    parts, out = a.only or ["tests", "ops", "steps"], a.out.resolve()
+    parts, out = a.only or PARTS, a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    if a.sanitize or a.starts:
+        return look_for_faults(a, out)
     tests, failed, start = None, {}, time.monotonic()
     if "tests" in parts:
         print(f"tests: {out / 'tests.log'}", flush=True)
         tests, failed = run_tests(out / "tests.log", a.dry, a.slow)
         print(f"{tests}", *failed, sep="\n  ", flush=True)
+    if "random" in parts:
+        calls = a.call or list(range(3 if a.dry else gpu_random.CALLS))
+        print(f"random: {len(calls)} calls of --seed {a.seed}: {out / 'random.jsonl'}", flush=True)
+        until = time.monotonic() + SECONDS["random"]
+        counts, wrong = gpu_random.run(environment(a.dry), out, a.seed, calls, until)
+        print(f"{counts}", *(f"{k}: {why}" for k, why in wrong.items()), sep="\n  ", flush=True)
+        failed |= wrong
     measured = names(parts, a.dry)
     work = shares(measured)
     print(f"{len(work)} processes compile: {out / 'measure.log'}", flush=True)
