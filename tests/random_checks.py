@@ -272,16 +272,13 @@ def judge(call: Call) -> Verdict:
     names = named(given, reference, cotangents)
     dtypes = [x.dtype for x in xla]
     own = [errors[_of_leaf(call, coarse)][i] for i in range(len(names))]
-    own = [error + _cancelled(given) for error in own]
-    most = max(_largest(t[np.isfinite(t)]) for t in truth)
-    if call.op.startswith("vlstm"):  # df is a difference of sums, which the formula cancels
-        own = [e + coarse / 8 * most if n == "df" else e for e, n in zip(own, names, strict=True)]
     for i, name in enumerate(names):
         wide_form = None if exact is None else exact[i]
-        error, is_result = own[i] + 1e-12 * most, name.startswith("y")
-        why = against_truth(xla[i], wide_form, truth[i], error, given.finite, is_result)
+        is_result = name.startswith("y")
+        why = against_truth(xla[i], wide_form, truth[i], own[i], given.finite, is_result)
         if why:
             return Verdict("wrong", "xla", f"{name}: {why}")
+    lost = _cancelled(given, names, truth, coarse)
     try:
         form, (first, second) = actual(call, given, cotangents)
     except Exception as e:
@@ -294,7 +291,7 @@ def judge(call: Call) -> Verdict:
         elif first[i].tobytes() != second[i].tobytes():
             why = f"two runs differ in {int((first[i] != second[i]).sum())} elements"
         else:
-            why = against_reference(first[i], xla[i], truth[i], own[i])
+            why = against_reference(first[i], xla[i], truth[i], own[i] + lost[i])
         if why:
             return Verdict("wrong", form, f"{name}: {why}")
     return Verdict("right", form)
@@ -312,18 +309,34 @@ def _of_leaf(call: Call, coarse: float) -> float:
     return float(np.finfo(np.float32).eps) if norm or call.op in IN_FLOAT32 else coarse
 
 
-def _cancelled(given: Arguments) -> float:
-    """What the rounding of a logit leaves of the loss and the gradients of a certain label."""
+def _cancelled(given: Arguments, names, truth, coarse: float) -> list[float]:
+    """Errors of results and gradients that are small differences of larger numbers."""
+    call, lost = given.call, []
+    most = lambda kind: max(
+        (_largest(t[np.isfinite(t)]) for t, n in zip(truth, names, strict=True) if n[0] == kind),
+        default=0.0,
+    )
+    largest = {kind: most(kind) for kind in "yd"}  # of results, of gradients
+    for name in names:
+        error = 4 * FLOOR * largest[name[0]] + float(np.finfo(np.float32).eps) * _logit(given)
+        if call.op.startswith("vlstm") and name == "df":  # sums of q dq and of k dk
+            error += coarse / 8 * max(largest.values())
+        lost.append(error)
+    return lost
+
+
+def _logit(given: Arguments) -> float:
+    """The largest logit of a loss, whose rounding is all that a label that is certain leaves."""
     call, arrays = given.call, dict(zip(given.names, given.leaves, strict=True))
     most = lambda name: np.abs(wide(arrays[name]))[np.isfinite(wide(arrays[name]))].max(initial=0)
     if call.op == "cross_entropy":
-        return float(np.finfo(np.float32).eps) * most("logits")
+        return float(most("logits"))
     if call.op == "linear_cross_entropy":
         x, weight = most("x"), most("weight")
         logit = x * weight * arrays["x"].shape[-1] ** 0.5
         logit = min(call.options.get("softcap") or math.inf, logit)
         rows = 1 if call.options["reduction"] == "mean" else arrays["labels"].size
-        return float(np.finfo(np.float32).eps) * max(logit, 1) * rows * max(x, weight, 1)
+        return max(logit, 1) * rows * max(x, weight, 1)
     return 0.0
 
 
@@ -354,7 +367,7 @@ def against_truth(xla, exact, truth, error, finite: bool, is_result: bool) -> st
     if finite and not np.array_equal(ok, inside):
         return "the XLA form in float64 is not finite, where the truth is"
     wrong, most = _largest((exact - truth)[ok]), _largest(truth[ok])
-    allowed = 1e-7 * most + 2 * _largest(error[ok & np.isfinite(error)]) + 1e-290
+    allowed = 1e-7 * most + 1e-12 + 2 * _largest(error[ok & np.isfinite(error)]) + 1e-290
     return (
         None if wrong <= allowed else f"the XLA form in float64 is off by {wrong:.3g} of {most:.3g}"
     )
