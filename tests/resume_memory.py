@@ -30,33 +30,30 @@ def peaks(out_dir: Path) -> dict[int, float]:
     return {r["step"]: r["peak_memory_gib"] for r in rows if "peak_memory_gib" in r}
 
 
-def main() -> int:
+def random_run(name: str, batch: str, folder: Path, steps: int) -> list[str]:
+    """Writes random tokens for so many steps; returns what a run of them needs after --config."""
     from jaxllm.config import load
     from jaxllm.data.shards import ShardWriter
 
-    name, batch, overrides = sys.argv[1], sys.argv[2], sys.argv[3:]
     config = load(name)
     length, vocab = config.train.seq_len, config.model.vocab_size
+    for seed, part in enumerate(("train", "val")):  # equal files would be refused
+        shard = ShardWriter(folder / f"{part}.bin", vocab)
+        count = steps * int(batch) * length + 1
+        shard.append(np.random.default_rng(seed).integers(0, vocab, count))
+        shard.close()
+    words = ["--data.source", "shards", "--data.path", f"{folder}/train.bin"]
+    words += ["--data.val_path", f"{folder}/val.bin", "--train.batch_size", batch]
+    words += ["--train.grad_accum", "1", "--train.eval_every", "0", "--train.eval_batches", "1"]
+    return [*words, "--sample.tokens", "0"]
+
+
+def main() -> int:
+    name, batch, overrides = sys.argv[1], sys.argv[2], sys.argv[3:]
     with tempfile.TemporaryDirectory() as folder:
         out_dir = Path(folder) / "run"
-        for seed, part in enumerate(("train", "val")):  # equal files would be refused
-            shard = ShardWriter(Path(folder) / f"{part}.bin", vocab)
-            count = 10 * int(batch) * length + 1
-            shard.append(np.random.default_rng(seed).integers(0, vocab, count))
-            shard.close()
-        words = ["--data.path", f"{folder}/train.bin", "--data.val_path", f"{folder}/val.bin"]
-        words += [
-            "--data.source",
-            "shards",
-            "--train.batch_size",
-            batch,
-            "--train.grad_accum",
-            "1",
-            "--train.steps",
-            "6",
-        ]
-        words += ["--train.eval_every", "0", "--train.eval_batches", "1", "--sample.tokens", "0"]
-        words += ["--train.checkpoint_every", "3", "--out_dir", str(out_dir), *overrides]
+        words = random_run(name, batch, Path(folder), 10) + ["--train.steps", "6", *overrides]
+        words += ["--train.checkpoint_every", "3", "--out_dir", str(out_dir)]
         train = lambda *first: subprocess.run(
             [sys.executable, "train.py", *first, *words], cwd=ROOT, check=True
         )
