@@ -395,7 +395,8 @@ def against_reference(actual, xla, truth, error) -> str | None:
     floor += float(np.finfo(np.float32).tiny)
     for what, norm in (("max", _largest), ("rms", _rms)):
         mine, theirs = norm(a - t), max(norm(x - t), norm(e))
-        if mine > RATIO * theirs + floor:
+        # The reference's error in a few numbers may be small by luck.
+        if mine > (RATIO if t.size >= FEW else 2 * RATIO) * theirs + floor:
             ratio = f"{mine / max(theirs, 1e-300):.3g} x XLA's {theirs:.3g}"
             return f"{what} error {mine:.3g} is {ratio} (largest value {most:.3g})"
     return None

@@ -278,7 +278,8 @@ def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool) -> tupl
         if differentiate:
             # No gradient where the label is ignored (known is 0), NaN where it is wrong.
             log_sum = jnp.where(of(known) == 0, jnp.inf, (top + jnp.log(total)) * of(known))
-            dz8 = fp8_head.gradient(z, of(local), log_sum, valid, o.softcap)
+            target = jnp.where(of(known) == 0, -1, of(local))  # ignore_index may be a class
+            dz8 = fp8_head.gradient(z, target, log_sum, valid, o.softcap)
             dx.append(times_weight(dz8, w8, x.dtype))
             # In float32 here, so any factor is exact.
             dz8 = dz8._replace(inverse=dz8.inverse * scale)

@@ -210,6 +210,22 @@ def test_linear_cross_entropy_of_ignored_and_wrong_labels():
         assert jnp.isnan(dw[:250]).all()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_linear_cross_entropy_where_a_class_is_ignored(fp8):
+    x, weight = normal(0, (64, 64)).astype(jnp.bfloat16), normal(1, (256, 64))
+    labels = jnp.arange(64) % 5
+
+    def run(labels, ignored):
+        options = dict(ignore_index=ignored, fp8=fp8, implementation="mosaic")
+        f = functools.partial(linear_cross_entropy, **options)
+        return jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight, labels)
+
+    with kernels_run_here():
+        class_0 = run(labels, 0)
+        other = run(jnp.where(labels == 0, -100, labels), -100)
+    jax.tree.map(np.testing.assert_array_equal, class_0, other)
+
+
 def test_linear_cross_entropy_of_a_split_vocabulary():
     """Uses a mesh of one, the interpreter's limit; test_sharding.py splits it over four."""
     x, weight, labels = normal(0, (4, 16)), normal(1, (384, 16)), labels_for(4, 300, ignored=[2])
