@@ -43,6 +43,7 @@ import pallas_kernels
 from pallas_kernels import Packed, RopeScaling  # noqa: F401 (for --line)
 
 PACKAGE = Path(pallas_kernels.__file__).parent
+FEW = 16  # elements
 NO_GRADIENT = ("decode_attention", "vlstm_step", "row_linear", "quantize_fp8")
 CONSTANTS = ("row_norm", "weight of quantized_linear")
 # Ops that compute in float32 whatever their dtype, and round once, at the end.
