@@ -24,10 +24,10 @@ LARGEST_BPE = 2**22  # the library allocates all entries at once, and aborts if 
 class DataConfig(Section):
     """Where the text comes from."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "shards"] = Field(
+    source: Literal["stdlib", "text", "jsonl", "parquet", "shards", "chat"] = Field(
         "stdlib",
         description="format of the data; stdlib: the source text of Python's own library, which"
-        " needs no path",
+        " needs no path; chat: conversations in JSON lines and parquet, or prepared",
     )
     path: str | None = Field(None, description="file, folder or glob of the training data")
     val_path: str | None = Field(
@@ -57,7 +57,14 @@ class DataConfig(Section):
     pack: Literal["stream", "documents"] = Field(
         "stream",
         description="stream: sequences cross document boundaries; documents: no token sees another"
-        " document, and positions restart with each document",
+        " document, and positions restart with each document, as with source=chat always",
+    )
+    loss: Literal["assistant", "all"] = Field(
+        "assistant", description="the tokens of a chat that are predicted: the assistant's, or all"
+    )
+    too_long: Literal["cut_end", "cut_start", "leave_out"] = Field(
+        "cut_end",
+        description="what is done with a conversation of more than train.seq_len + 1 tokens",
     )
     shuffle: bool = Field(True, description="draw a new random order of the samples each epoch")
     prefetch: Natural = Field(8, description="number of batches to read ahead; 0: none")
@@ -67,6 +74,11 @@ class DataConfig(Section):
         if self.source != "stdlib" and self.path is None:
             raise ValueError(f"source={self.source} needs data.path")
         return self
+
+    @property
+    def packed(self) -> bool:
+        """Whether batches have segment_ids and positions."""
+        return self.pack == "documents" or self.source == "chat"
 
 
 class TrainConfig(Section):

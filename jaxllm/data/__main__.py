@@ -1,10 +1,11 @@
-"""jaxllm data: `prepare` turns text into shards, `train-tokenizer` trains a BPE."""
+"""jaxllm data: `prepare` turns text into tokens, `train-tokenizer` trains a BPE."""
 
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.data.chat import prepare_chat
 from jaxllm.data.paths import find_files, stdlib_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
@@ -23,9 +24,10 @@ def _parser() -> Parser:
 
     command = commands.add_parser(
         "prepare",
-        help="turn text into llm.c token shards; run it again to continue after an interruption",
+        help="turn text into llm.c token shards, or conversations into tokens with and without"
+        " loss; run it again to continue after an interruption",
     )
-    _add_source(command)
+    _add_source(command, "chat")
     command.add_argument(
         "--tokenizer", required=True, metavar="PATH", help="a tokenizer.json or its folder"
     )
@@ -56,6 +58,12 @@ def _parser() -> Parser:
     command.add_argument(
         "--end_token", metavar="NAME", help="the token between documents (default: the tokenizer's)"
     )
+    command.add_argument(
+        "--loss",
+        choices=["assistant", "all"],
+        default="assistant",
+        help="the tokens of a chat to predict: the assistant's, or all (default: %(default)s)",
+    )
 
     command = commands.add_parser(
         "train-tokenizer", help="train a byte-level BPE on all of the text"
@@ -74,8 +82,9 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_source(command: Parser) -> None:
-    command.add_argument("--source", required=True, choices=["stdlib", "text", "jsonl", "parquet"])
+def _add_source(command: Parser, *more: str) -> None:
+    kinds = ["stdlib", "text", "jsonl", "parquet", *more]
+    command.add_argument("--source", required=True, choices=kinds)
     command.add_argument("--path", help="file, folder or quoted glob; stdlib takes none")
     command.add_argument(
         "--text_column",
@@ -97,6 +106,10 @@ def _run(args: Namespace) -> None:
     found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
     print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
     source = Source(args.source, found.files, args.text_column)
+    if args.source == "chat":
+        for line in prepare_chat(source, Tokenizer(args.tokenizer), args.loss, args.out):
+            print(line)
+        return
     if args.command == "prepare":
         tokenizer = Tokenizer(args.tokenizer, end_token=args.end_token)
         tokens = prepare(

@@ -20,10 +20,17 @@ from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need these, and they are slow to import
+    from collections.abc import Sequence
+
     from grain import DatasetIterator
     from jaxtyping import Int32
 
+    from jaxllm.data.packing import Packed
+
     Batch = dict[str, Int32[np.ndarray, "B T"]]
+
+
+IGNORE = -100  # label without loss, as in models/language_model.py, which imports JAX
 
 
 class Tokens:
@@ -77,18 +84,23 @@ class _Windows:
     """Windows of seq_len + 1 tokens that overlap by one: all tokens but the first are labels.
 
     separator: the token between documents that do not see each other; None: a window is one text.
+    whole: whether a last window that is not full counts; zeros without labels fill it.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, separator: int | None):
+    def __init__(self, tokens: Tokens, seq_len: int, separator: int | None, whole: bool = False):
         self._tokens, self._seq_len, self._separator = tokens, seq_len, separator
+        self._whole = whole
 
     def __len__(self) -> int:
-        return max(0, (len(self._tokens) - 1) // self._seq_len)
+        return max(0, (len(self._tokens) - 1 + self._whole * (self._seq_len - 1)) // self._seq_len)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         start = int(index) * self._seq_len
-        window = self._tokens.read(start, start + self._seq_len + 1)
+        window = self._tokens.read(start, min(start + self._seq_len + 1, len(self._tokens)))
         sample = {"tokens": window[:-1], "labels": window[1:]}
+        if missing := self._seq_len + 1 - len(window):
+            for name, value in (("tokens", 0), ("labels", IGNORE)):
+                sample[name] = np.pad(sample[name], (0, missing), constant_values=value)
         if self._separator is not None:
             sample |= documents(sample["tokens"], self._separator)
         return sample
@@ -118,6 +130,7 @@ class Dataset:
     vocab_size: exclusive upper bound of the ids.
     tokenizer: encodes and decodes text; None for shards without one.
     separator: the token that begins each document with data.pack=documents, else None.
+    train, val: tokens, or conversations that are packed already.
     """
 
     description: str
@@ -125,8 +138,8 @@ class Dataset:
     vocab_size: int
     tokenizer: Tokenizer | None
     separator: int | None
-    train: Tokens
-    val: Tokens
+    train: Tokens | Packed
+    val: Tokens | Packed
     seq_len: int
     seed: int
     shuffle: bool
@@ -134,11 +147,16 @@ class Dataset:
 
     @property
     def train_tokens(self) -> int:
-        return len(self.train)
+        return len(self.train) if isinstance(self.train, Tokens) else self.train.tokens
 
     @property
     def val_tokens(self) -> int:
-        return len(self.val)
+        return len(self.val) if isinstance(self.val, Tokens) else self.val.tokens
+
+    def _samples(self, part: Tokens | Packed, *, whole: bool = False) -> _Windows | Packed:
+        if not isinstance(part, Tokens):
+            return part
+        return _Windows(part, self.seq_len, self.separator, whole)
 
     def train_batches(
         self, batch_size: int, rank: int, world: int, start_sample: int = 0
@@ -152,7 +170,7 @@ class Dataset:
         _check_ranks(batch_size, rank, world)
         import grain
 
-        samples = grain.MapDataset.source(_Windows(self.train, self.seq_len, self.separator))
+        samples = grain.MapDataset.source(self._samples(self.train))
         if self.shuffle:
             samples = samples.seed(self.seed % 2**32).shuffle()
         samples = samples.repeat()
@@ -169,7 +187,7 @@ class Dataset:
         _check_ranks(batch_size, rank, world)
         import grain
 
-        windows = _Windows(self.val, self.seq_len, self.separator)
+        windows = self._samples(self.val)
         batches = max(1, len(windows) // batch_size)
         if max_batches is not None:
             batches = min(batches, max_batches)
@@ -177,6 +195,10 @@ class Dataset:
         order = [i * max(len(windows), count) // count % len(windows) for i in range(count)]
         samples = grain.MapDataset.source(order).map(windows.__getitem__)
         return self._batches(samples, batch_size, 0, rank, world)
+
+    def every_val_label(self) -> Sequence[dict[str, np.ndarray]]:
+        """Samples that have every label of the validation data once."""
+        return self._samples(self.val, whole=True)
 
     def _batches(
         self, samples, batch_size: int, start: int, rank: int, world: int

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxllm.data.cache import cache_folder, digest
+from jaxllm.data.chat import find_encoded
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
 from jaxllm.data.loader import Dataset, Tokens
-from jaxllm.data.paths import Found, find_files, stdlib_files
+from jaxllm.data.paths import PREPARED, Found, find_files, stdlib_files
 from jaxllm.data.shards import check_shard, open_shard
 from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
@@ -35,18 +39,21 @@ def open_dataset(
     """
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
-    opened = _open_shards if config.source == "shards" else _open_text
+    opened = {"shards": _open_shards, "chat": partial(_open_chat, seq_len=seq_len)}
+    opened = opened.get(config.source, _open_text)
     found, val_found = _find(config, only_val)
     train, val, tokenizer, data_vocab_size, fingerprint, what = opened(
         config, found, val_found, cache, vocab_size, only_val
     )
-    if only_val:
+    if config.source == "chat":
+        pass  # whole conversations, packed and split already
+    elif only_val:
         _check_length("data.val_path", val, 2, "to predict one from the other")
     else:
         train, val = _split(train, val, seq_len, given=config.val_path is not None)
         what += f", {len(train):,} training and {len(val):,} validation tokens"
     separator = None
-    if config.pack == "documents":
+    if config.pack == "documents" and config.source != "chat":
         separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
         description=f"{what}, vocabulary {data_vocab_size:,}{found.left_out}{val_found.left_out}",
@@ -202,6 +209,54 @@ def _open_shards(
     trained = len(files) if val_found.files else len(found.files)
     what = f"shards: {_describe(found, val_found, trained)}"
     return train, val, tokenizer, data_vocab_size, digest("shards", digests), what
+
+
+def _open_chat(
+    config: DataConfig,
+    found: Found,
+    val_found: Found,
+    cache: Path,
+    vocab_size: int | None,
+    only_val: bool,
+    *,
+    seq_len: int,
+):
+    sources = [Source("chat", part.files) for part in (found, val_found) if part.files]
+    if val_found.files:
+        sources[0] = sources[0].without(sources[1], cache)
+        if not sources[0].files:
+            raise _nothing_left(config)
+    folders = [source.files[0][1].parent for source in sources if source.files[0][0] == PREPARED]
+    where = config.tokenizer or (folders and folders[0])
+    if not where:
+        raise InputError(
+            "data.source=chat needs a tokenizer with a chat template: set model.init_from or"
+            " data.tokenizer to a folder with both"
+        )
+    tokenizer = Tokenizer(where, end_token=config.end_token)
+    _check(tokenizer, vocab_size)
+    opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
+    _check(tokenizer, vocab_size, [x.page["largest"] for x in opened])
+    if only_val or len(opened) == 2:
+        trained, last = np.full(len(opened[0].ranks), not only_val), opened[-1]
+        parts = [(opened[0], trained), (last, np.ones(len(last.ranks), bool))]
+    elif len(opened[0].ranks) == 1:
+        raise InputError(
+            f"data.path={config.path} has one conversation, and none to hold out for validation:"
+            " name some with data.val_path"
+        )
+    else:
+        held = opened[0].held_out(VAL_FRACTION)
+        parts = [(opened[0], ~held), (opened[0], held)]
+    train, val = (x.packed(chosen, seq_len, config.too_long) for x, chosen in parts)
+    what = f"chat: {_describe(found, val_found, len(sources[0].files))}: "
+    what += ", and ".join(x.describe() for x in opened)
+    for name, part in (("training", train), ("validation", val)):
+        what += f"; {name}: {part.describe(config.too_long)}" if len(part) else ""
+    size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+    content = [x.page["sha256"] for x in opened]
+    fingerprint = digest("chat", content, tokenizer.digest, config.loss, config.too_long, seq_len)
+    return train, val, tokenizer, size, fingerprint, what
 
 
 def _check(

@@ -21,7 +21,9 @@ _SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
     "shards": (".bin",),
+    "chat": (".jsonl", ".ndjson", ".json", ".parquet"),
 }
+PREPARED = "chat.json"  # is in a folder of conversations that `jaxllm data prepare` made
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes of text and JSON lines in a folder
 # Leaves out what is not code to be read: tests, character tables (a fifth of all text), installed
 # packages, and build outputs, which differ from machine to machine.
@@ -69,6 +71,8 @@ def find_files(kind: str, path: str | None, *, key: str = "data.path") -> Found:
             return Found([(os.path.basename(root), Path(root))])
         if not stat.S_ISDIR(mode):
             raise InputError(f"{key}={path} is neither a file nor a folder")
+        if kind == "chat" and (prepared := Path(root, PREPARED)).is_file():
+            return Found([(PREPARED, prepared)])
         found = _folder(kind, Path(root))
         kinds = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[kind] if suffix)
         what = f"is a folder without {kinds} files" if kinds else "is a folder without files"
@@ -99,7 +103,7 @@ def _folder(kind: str, root: Path) -> Found:
         folders.sort()
         paths += [Path(folder, name) for name in names]
     suffixes = _SUFFIXES[kind]
-    if kind in ("text", "jsonl"):
+    if kind in ("text", "jsonl", "chat"):
         suffixes = (*suffixes, *(a + b for a in suffixes for b in _COMPRESSED))
     for path in paths:
         if "/." in f"/{path.relative_to(root).as_posix()}":

@@ -3,8 +3,9 @@
 import codecs
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,15 @@ _BLANK = b" \t\r\n\xef\xbb\xbf"  # blanks, and the bytes of a mark
 
 _PIECE = 1 << 15  # bytes; short pieces encode faster than whole files (CPU caches, even load)
 _LONGEST = 1 << 20  # characters; a piece without a good place to cut is cut here anyway
+
+
+class Record(NamedTuple):
+    """An object of JSON lines, or a row of parquet."""
+
+    document: str  # as of a Piece
+    where: str  # its file and line, for errors
+    values: dict[str, Any]
+    done: int  # as of a Piece
 
 
 class Piece(NamedTuple):
@@ -32,7 +42,7 @@ class Piece(NamedTuple):
 class Source:
     """Documents in files, in a fixed order."""
 
-    kind: str  # "stdlib", "text", "jsonl" or "parquet"
+    kind: str  # "stdlib", "text", "jsonl", "parquet" or "chat"
     files: list[tuple[str, Path]]
     text_column: str = "text"
 
@@ -69,6 +79,20 @@ class Source:
                     yield piece._replace(done=before + piece.done)
             before += path.stat().st_size
 
+    def records(self, columns: Collection[str]) -> Iterator[Record]:
+        """Yields the objects and rows of JSON lines and parquet files, by their content.
+
+        columns: the names to read in parquet, of which a file must have one.
+        """
+        before = 0
+        for name, path in self.files:
+            with open_bytes(path) as (_, file):
+                parquet = file.peek(4)[:4] == b"PAR1"
+            choose = partial(_known_columns, path, columns)
+            for record in _rows(name, path, choose) if parquet else _lines(name, path, None):
+                yield record._replace(done=before + record.done)
+            before += path.stat().st_size
+
     def _text(self, name: str, path: Path) -> Iterator[Piece]:
         errors = "replace" if self.kind == "stdlib" else "strict"
         decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -100,37 +124,13 @@ class Source:
                     return
 
     def _json_lines(self, name: str, path: Path) -> Iterator[Piece]:
-        with open_bytes(path) as (lines, file):
-            for number, line in enumerate(lines, 1):
-                if number == 1:
-                    _check_encoding(path, line)
-                content = line.strip(_BLANK)
-                if number == 1 and content.startswith(b"["):
-                    raise InputError(
-                        f"{path} is a JSON array, not an object per line: convert it (jq -c '.[]')"
-                    )
-                if content:
-                    text = self._json_line(line, f"{path}:{number}")
-                    if text:
-                        yield Piece(f"{name}:{number}", text, True, file.tell())
+        for record in _lines(name, path, self.text_column):
+            if text := self._text_of(record):
+                yield Piece(record.document, text, True, record.done)
 
-    def _json_line(self, line: bytes, where: str) -> str | None:
+    def _text_of(self, record: Record) -> str | None:
         """Returns the text of a line of JSON, or None if it has none, as in parquet."""
-        column = self.text_column
-        try:
-            content = line.decode("utf-8-sig")
-            value = json.loads(content)
-            # The parser takes the last of two values under one name, without a word.
-            if content.count(json.dumps(column, ensure_ascii=False)) > 1:
-                json.loads(content, object_pairs_hook=self._check_unique)
-        except json.JSONDecodeError as error:  # its own text counts lines from here
-            raise InputError(
-                f"{where} is not JSON: {error.msg} at character {error.pos + 1}"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{where} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise InputError(f"{where} is a {type(value).__name__}; every line must be an object")
+        column, value = self.text_column, record.values
         text = value.get(column, 0)
         if text is None:
             return None
@@ -140,42 +140,25 @@ class Source:
                 names = [name for name in value if isinstance(value[name], str)]
                 has = f"its columns of text: {', '.join(names) or 'none'}"
             raise InputError(
-                f"{where} has no text under {column!r} ({has}); name the column of the text with"
-                " text_column"
+                f"{record.where} has no text under {column!r} ({has}); name the column of the text"
+                " with text_column"
             )
         # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
         return text.encode("utf-8", "replace").decode("utf-8")
 
-    def _check_unique(self, pairs: list[tuple[str, Any]]) -> dict:
-        if sum(name == self.text_column for name, _ in pairs) > 1:
-            raise ValueError(f"an object has {self.text_column!r} twice")
-        return dict(pairs)
-
     def _parquet(self, name: str, path: Path) -> Iterator[Piece]:
-        import pyarrow
-        import pyarrow.parquet
+        for record in _rows(name, path, partial(self._check_column, path)):
+            text = record.values[self.text_column]
+            if isinstance(text, bytes):
+                try:
+                    text = text.decode()
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{record.where} is not UTF-8 text: {error}") from error
+            if text:
+                yield Piece(record.document, text, True, record.done)
 
-        column, number = self.text_column, 0
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                self._check_column(path, file.schema_arrow)
-                rows, size = max(1, file.metadata.num_rows), path.stat().st_size
-                batches = file.iter_batches(256, columns=[column])
-                texts = (text for batch in batches for text in batch.column(column).to_pylist())
-                for number, text in enumerate(texts, 1):
-                    if text:
-                        text = text if isinstance(text, str) else text.decode()
-                        yield Piece(f"{name}:{number}", text, True, size * number // rows)
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}: row {number} is not UTF-8 text: {error}") from error
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())
-            if isinstance(error, OSError) and error.errno:  # from the system, not the content
-                raise InputError(f"cannot read {path}: {error.strerror}") from error
-            raise InputError(f"{path} is not a readable parquet file: {reason}") from error
-
-    def _check_column(self, path: Path, schema) -> None:
-        """Raises InputError if a parquet file has not one column of text under `text_column`."""
+    def _check_column(self, path: Path, schema) -> list[str]:
+        """[text_column]; raises InputError unless a parquet file has one column of text there."""
         column = self.text_column
         count = schema.names.count(column)
         if count != 1:
@@ -188,6 +171,81 @@ class Source:
         kind = schema.field(column).type
         if not _is_text(kind):
             raise InputError(f"{path}: column {column!r} is {kind}, not text")
+        return [column]
+
+
+def _known_columns(path: Path, columns: Collection[str], schema) -> list[str]:
+    """Those of `columns` that a parquet file has; raises InputError if it has none."""
+    found = [name for name in schema.names if name in columns]
+    if not found:
+        raise InputError(f"{path} has none of the columns {', '.join(sorted(columns))}")
+    return found
+
+
+def _lines(name: str, path: Path, column: str | None) -> Iterator[Record]:
+    """The objects of a file of JSON lines.
+
+    column: a name that no object may have twice.
+    """
+    with open_bytes(path) as (lines, file):
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                _check_encoding(path, line)
+            content = line.strip(_BLANK)
+            if number == 1 and content.startswith(b"["):
+                raise InputError(
+                    f"{path} is a JSON array, not an object per line: convert it (jq -c '.[]')"
+                )
+            if content:
+                where = f"{path}:{number}"
+                yield Record(f"{name}:{number}", where, _object(line, where, column), file.tell())
+
+
+def _object(line: bytes, where: str, column: str | None) -> dict:
+    try:
+        content = line.decode("utf-8-sig")
+        value = json.loads(content)
+        # The parser takes the last of two values under one name, without a word.
+        if column and content.count(json.dumps(column, ensure_ascii=False)) > 1:
+            json.loads(content, object_pairs_hook=partial(_check_unique, column))
+    except json.JSONDecodeError as error:  # its own text counts lines from here
+        raise InputError(
+            f"{where} is not JSON: {error.msg} at character {error.pos + 1}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is a {type(value).__name__}; every line must be an object")
+    return value
+
+
+def _check_unique(column: str, pairs: list[tuple[str, Any]]) -> dict:
+    if sum(name == column for name, _ in pairs) > 1:
+        raise ValueError(f"an object has {column!r} twice")
+    return dict(pairs)
+
+
+def _rows(name: str, path: Path, choose: Callable[[Any], list[str]]) -> Iterator[Record]:
+    """The rows of a parquet file; choose(schema): the columns to read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = choose(file.schema_arrow)
+            total, size = max(1, file.metadata.num_rows), path.stat().st_size
+            batches = file.iter_batches(256, columns=columns)
+            for number, values in enumerate((x for batch in batches for x in batch.to_pylist()), 1):
+                where = f"{path}: row {number}"
+                yield Record(f"{name}:{number}", where, values, size * number // total)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: row {number} is not UTF-8 text: {error}") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.errno:  # from the system, not the content
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        raise InputError(f"{path} is not a readable parquet file: {reason}") from error
 
 
 def _is_text(kind) -> bool:

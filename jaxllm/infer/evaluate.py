@@ -119,22 +119,20 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
 
     from jaxllm.config import MeshConfig, round_up
     from jaxllm.data import open_dataset
-    from jaxllm.data.loader import documents
     from jaxllm.infer.decode import load_model, open_run
     from jaxllm.models.language_model import IGNORE
     from jaxllm.sharding import make_mesh
 
     weights = open_run(args.checkpoint, args.step)
     config = _configuration(weights.folder, overrides)
-    if config.data.tokenizer is None and config.data.source != "shards":
+    if config.data.tokenizer is None and config.data.source not in ("shards", "chat"):
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
             " weights; copy the tokenizer.json that encoded the model's data there"
         )
-    length = config.train.seq_len
     data = open_dataset(
         config.data,
-        seq_len=length,
+        seq_len=config.train.seq_len,
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
         training=False,
@@ -142,34 +140,29 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     where = config.data.val_path or config.data.path or config.data.source
     print(f"data: {data.val_tokens:,} tokens of {where} ({data.description})", file=sys.stderr)
     mesh = make_mesh(MeshConfig())
-    starts = range(0, len(data.val) - 1, length)
-    size = min(args.batch_size or config.train.batch_size, len(starts))
+    samples = data.every_val_label()
+    size = min(args.batch_size or config.train.batch_size, len(samples))
     size = round_up(size, mesh.size)
     total, count = 0.0, 0
     with jax.set_mesh(mesh):
         graph, params = load_model(weights, mesh)
         loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
-        for n, first in enumerate(range(0, len(starts), size)):
+        for n, first in enumerate(range(0, len(samples), size)):
             if n == args.batches:
                 break
-            tokens = np.zeros((size, length), np.int32)
-            labels = np.full((size, length), IGNORE, np.int32)
-            for row, start in enumerate(starts[first : first + size]):
-                window = data.val.read(start, min(start + length + 1, len(data.val)))
-                tokens[row, : len(window) - 1] = window[:-1]
-                labels[row, : len(window) - 1] = window[1:]
-            batch = {"tokens": tokens, "labels": labels}
-            if data.separator is not None:
-                batch |= documents(tokens, data.separator)
+            rows = [samples[min(first + i, len(samples) - 1)] for i in range(size)]
+            batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            batch["labels"][len(samples) - first :] = IGNORE  # rows to fill the batch
             total += float(loss_sum(params, batch))
-            count += int((labels != IGNORE).sum())
+            count += int((batch["labels"] != IGNORE).sum())
     loss = total / count
     perplexity = math.exp(loss) if loss < 700 else math.inf
     text = (
         f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
         f" {count:,} tokens"
     )
-    if data.tokenizer is not None and (size := _bytes(data.tokenizer, data.val, count)):
+    whole = isinstance(data.val, Tokens)  # a chat has tokens without loss
+    if data.tokenizer is not None and whole and (size := _bytes(data.tokenizer, data.val, count)):
         text += f", {total / math.log(2) / size:.4f} bits a byte"
     return text
 

@@ -190,20 +190,57 @@ class Tokenizer:
         variables: for the template, such as date_string.
         The mask needs a template with {% generation %}, else it is all 0.  Raises InputError.
         """
+        rendered = self.rendered(messages, tools=tools, answer=answer, **variables)
+        ((ids, mask),) = self.encode_rendered([rendered])
+        return ids.tolist(), mask.astype(int).tolist()
+
+    def rendered(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        answer: bool = True,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation and its spans of {% generation %}; options as in `chat`."""
+        options = {"add_generation_prompt": answer, "tools": tools}
+        template = self.chat_template(tools)
+        return render(template, messages, self.chat_names | options | variables)
+
+    def chat_template(self, tools: list[dict[str, Any]] | None = None) -> str:
+        """The template of a conversation with or without tools; raises InputError without one."""
         templates = self.chat_templates
         kind = "tool_use" if tools is not None and "tool_use" in templates else "default"
         if kind not in templates:
-            raise InputError(f"{self.folder} has no chat template; use a prompt without --chat")
+            raise InputError(
+                f"{self.folder} has no chat template: put a chat_template.jinja there, or use a"
+                " prompt without --chat"
+            )
+        return templates[kind]
+
+    def encode_rendered(
+        self, rendered: Sequence[tuple[str, list[tuple[int, int]]]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each (text, spans): the ids, and whether each token overlaps a span; on all cores."""
+        self._library.encode_special_tokens = False
+        found = self._library.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        pairs = []
+        for encoding, (_, spans) in zip(found, rendered, strict=True):
+            begins, ends = np.array(encoding.offsets, int).reshape(-1, 2).T
+            mask = np.zeros(len(begins), bool)
+            for start, end in spans:
+                mask |= (begins < end) & (ends > start)
+            pairs.append((np.array(encoding.ids, np.uint32), mask))
+        return pairs
+
+    @functools.cached_property
+    def chat_names(self) -> dict[str, str]:
+        """The names of tokens that a chat template may ask for, such as bos_token."""
         names = {key: name for key, name in self._pages.names().items() if name is not None}
         for key, i in (("bos_token", self.bos), ("eos_token", self.eos)):
             if i is not None:
                 names.setdefault(key, self._name(i))
-        variables = names | {"add_generation_prompt": answer, "tools": tools} | variables
-        text, spans = render(templates[kind], messages, variables)
-        self._library.encode_special_tokens = False
-        found = self._library.encode(text, add_special_tokens=False)
-        spoken = lambda a, b: any(a < end and b > start for start, end in spans)
-        return found.ids, [int(spoken(a, b)) for a, b in found.offsets]
+        return names
 
     @property
     def chat_ends(self) -> frozenset[int]:

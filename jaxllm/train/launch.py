@@ -57,7 +57,8 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
     folder: of the initial weights or of the run to resume.
     Raises InputError if data.tokenizer is another one.
     """
-    trained = data.tokenizer is None and data.source != "shards"  # on the data, so it is not given
+    # On the data, so it is not given.
+    trained = data.tokenizer is None and data.source not in ("shards", "chat")
     if trained or folder is None or not (folder / "tokenizer.json").exists():
         return data
     own = folder / "tokenizer.json"
@@ -87,7 +88,8 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
     emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
     emit(f"data     {'not opened in a dry run' if data is None else data.description}")
     if data is not None and data.tokenizer is not None:
-        emit(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
+        around = "" if config.data.source == "chat" else f"{data.tokenizer.documents()}; "
+        emit(f"text     {around}{data.tokenizer.describe()}")
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")

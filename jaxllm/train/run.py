@@ -125,6 +125,7 @@ class Run:
         from jaxllm.train.step import Trainer
 
         self.config, self.out_dir, train = config, out_dir, config.train
+        self.chat = config.data.source == "chat"
         self.advice = (
             f"lower train.batch_size={train.batch_size}, raise train.grad_accum, or set"
             " model.remat=block"
@@ -183,6 +184,8 @@ class Run:
             self.config.train.batch_size, *self.trainer.batch_part, start_sample=self.samples
         )
         try:
+            if self.chat and self.start == 0 and not again:
+                self._sample(0)  # to compare with what it learns to say
             step, received = self._take_steps(batches, stop)
             self._finish()
             if received is not None:
@@ -290,7 +293,7 @@ class Run:
         from jaxllm.train.summary import summarize_run
 
         if self.rank == 0:
-            self.log.message(summarize_run(self.out_dir, self.config.sample.prompt))
+            self.log.message(summarize_run(self.out_dir, self.config.sample.prompt, self.chat))
 
     def _record(self, step: int, values: dict[str, float], seconds: float) -> None:
         """Logs a finished step; raises RunError for corruption or too many skipped updates."""
@@ -369,7 +372,8 @@ class Run:
         if tokenizer is None:
             self.log.message("no sample: the data has no tokenizer (data.tokenizer)")
             return
-        prompt = tokenizer.prompt(config.prompt)
+        asked = [{"role": "user", "content": config.prompt}]
+        prompt = tokenizer.chat(asked)[0] if self.chat else tokenizer.prompt(config.prompt)
         if not prompt:
             self.log.message("no sample: sample.prompt is empty")
             return
@@ -377,6 +381,7 @@ class Run:
         rows = mesh.shape["data"] * mesh.shape["fsdp"]
         # A model trained on separate documents cannot continue past the end of one.
         ends = tokenizer.ends if self.dataset.separator is not None else ()
+        ends = tokenizer.chat_ends if self.chat else ends
         try:
             with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(
@@ -390,6 +395,10 @@ class Run:
                 )
         except RunError as e:
             self.log.message(f"no sample: {e}")
+            return
+        if self.chat:
+            answer = tokenizer.decode(tokens, special=False)
+            self.log.sample(step, f"> {config.prompt}\n{answer}")
             return
         known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
         self.log.sample(step, config.prompt + tokenizer.decode(prompt + tokens)[known:])

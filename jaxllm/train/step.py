@@ -171,14 +171,14 @@ class Trainer:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a batch: (B, T) int32 each, sharded over data and fsdp.
 
-        It has tokens and labels, and with data.pack=documents also segment_ids and positions.
+        It has tokens and labels, and with packed data also segment_ids and positions.
         """
         train = self.config.train
         like = jax.ShapeDtypeStruct(
             (train.batch_size, train.seq_len), jnp.int32, sharding=self.batch_sharding
         )
         names = ["tokens", "labels"]
-        if self.config.data.pack == "documents":
+        if self.config.data.packed:
             names += ["segment_ids", "positions"]
         return dict.fromkeys(names, like)
 

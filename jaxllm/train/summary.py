@@ -13,10 +13,10 @@ from jaxllm.train.metrics import seconds_of
 from jaxllm.train.report import LoadedRun
 
 
-def summarize_run(out_dir: Path, prompt: str) -> str:
+def summarize_run(out_dir: Path, prompt: str, chat: bool = False) -> str:
     """The losses, speed and reports of the run in out_dir, and the command that generates text.
 
-    prompt: for that command.
+    prompt: for that command.  chat: whether the model answers messages.
     """
     lines = [f"done: {out_dir}"]
     try:
@@ -38,11 +38,11 @@ def summarize_run(out_dir: Path, prompt: str) -> str:
     pages = [out_dir / name for name in ("loss.png", "report.html")]
     lines.append(f"look at  {', '.join(str(page) for page in pages if page.exists())}")
     if (out_dir / "tokenizer.json").exists():
-        lines.append(f"try it   {generate_command(out_dir, prompt or 'The')}")
+        lines.append(f"try it   {generate_command(out_dir, prompt or 'The', chat)}")
     return "\n".join(lines)
 
 
-def generate_command(out_dir: Path, prompt: str) -> str:
+def generate_command(out_dir: Path, prompt: str, chat: bool = False) -> str:
     """The command that generates text with this run, in the form that started this process."""
     uv, python = "UV" in os.environ, sys.executable  # under `uv run`, `python` may be another one
     if Path(sys.argv[0]).name == "jaxllm":  # the package's console command
@@ -51,5 +51,5 @@ def generate_command(out_dir: Path, prompt: str) -> str:
         known = uv or shutil.which("python") == python
         command = ["python" if known else python, "-m", "jaxllm.generate"]
     before = ["uv", "run"] if uv else []
-    options = ["--checkpoint", str(out_dir.absolute()), "--prompt", prompt]
+    options = ["--checkpoint", str(out_dir.absolute()), *["--chat"] * chat, "--prompt", prompt]
     return shlex.join([*before, *command, *options])

@@ -1,0 +1,85 @@
+"""Packs conversations into rows by best fit."""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+
+import numpy as np
+
+from jaxllm.data.loader import IGNORE, Tokens
+
+
+class Packed:
+    """Rows of whole conversations, each a segment of its own, as a source of samples.
+
+    A conversation of n tokens takes n - 1 places: its last token is only a label.
+    """
+
+    def __init__(self, entries: Tokens, spans: np.ndarray, seq_len: int, cut: int, left_out: int):
+        self._entries, self._spans, self._seq_len = entries, spans, seq_len
+        self.cut, self.left_out = cut, left_out  # numbers of conversations
+        self.tokens = int((spans[:, 1] - spans[:, 0]).sum())
+        self._rows = best_fit((spans[:, 1] - spans[:, 0] - 1).tolist(), seq_len)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        size, row = self._seq_len, self._rows[int(index)]
+        # What no conversation fills is a segment, too, whose tokens have no loss.
+        sample = {
+            "tokens": np.zeros(size, np.int32),
+            "labels": np.full(size, IGNORE, np.int32),
+            "segment_ids": np.full(size, len(row), np.int32),
+            "positions": np.zeros(size, np.int32),
+        }
+        start = 0
+        for segment, i in enumerate(row):
+            entries = self._entries.read(*self._spans[i])
+            ids, stop = entries >> 1, start + len(entries) - 1
+            sample["tokens"][start:stop] = ids[:-1]
+            sample["labels"][start:stop] = np.where(entries[1:] & 1, ids[1:], IGNORE)
+            sample["segment_ids"][start:stop] = segment
+            sample["positions"][start:stop] = np.arange(stop - start)
+            start = stop
+        sample["positions"][start:] = np.arange(size - start)
+        return sample
+
+    def describe(self, too_long: str) -> str:
+        """For people: conversations, rows, and how full these are."""
+        full = (self.tokens - len(self._spans)) / (len(self) * self._seq_len)
+        text = f"{len(self._spans):,} in {len(self):,} rows, {full:.0%} full"
+        size = f"{self._seq_len + 1:,} tokens"
+        if self.cut:
+            side = "end" if too_long == "cut_end" else "beginning"
+            text += f", {self.cut:,} cut at the {side} to {size}"
+        if self.left_out and too_long == "leave_out":
+            return f"{text}, {self.left_out:,} longer than {size} left out"
+        if self.left_out:
+            text += f", {self.left_out:,} left out for having no loss in the {size} kept"
+        return text
+
+
+def best_fit(lengths: list[int], size: int) -> list[list[int]]:
+    """Packs lengths of 1 to `size` into rows, the longest first, each where the least room is left.
+
+    Returns the places of the lengths in each row; equal lengths in their order.
+    """
+    rows: list[list[int]] = []
+    rooms: list[int] = []  # sorted: what some row has left
+    having = defaultdict(list)  # the rows with that room
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[i])
+        if at == len(rooms):
+            row, room = len(rows), size
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = having[room].pop()
+            if not having[room]:
+                del rooms[at]
+        rows[row].append(i)
+        if left := room - lengths[i]:
+            if not having[left]:
+                insort(rooms, left)
+            having[left].append(row)
+    return rows
