@@ -73,9 +73,9 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
             f"is in no known form (it has {', '.join(given) or 'nothing'}): a conversation is"
             " messages, conversations, prompt and completion, or instruction and output"
         )
-    if isinstance(given.get("system"), str) and messages[:1] != []:
-        if messages[0]["role"] != "system":
-            messages, asked = [{"role": "system", "content": given["system"]}, *messages], asked + 1
+    system = given.get("system")
+    if isinstance(system, str) and messages and messages[0]["role"] != "system":
+        messages, asked = [{"role": "system", "content": system}, *messages], asked + (asked > 0)
     return messages, asked
 
 
@@ -297,32 +297,51 @@ class Encoded:
         text = f"the longest conversation has {int(self.lengths.max()):,} tokens"
         return f"{text}; longer for a train.seq_len: {', '.join(longer)}" if longer else text
 
-    def held_out(self, fraction: float) -> np.ndarray:
-        """Whether each conversation is for validation, by its hash: one at least, and not all."""
-        held = self.ranks < fraction
-        if not held.any():
-            held = self.ranks == self.ranks.min()
-        return held if not held.all() else self.ranks < self.ranks.max()
+    def fit(self, seq_len: int, too_long: str) -> None:
+        """Cuts or leaves out the conversations of more than seq_len + 1 tokens.
 
-    def packed(self, chosen: np.ndarray, seq_len: int, too_long: str) -> Packed:
-        """Rows of the chosen conversations.
-
-        too_long: what is done with conversations of more than seq_len + 1 tokens.
+        Raises InputError if this leaves nothing with loss.
         """
-        stops = np.cumsum(self.lengths)
-        spans = np.stack([stops - self.lengths, stops], 1)[chosen]
-        size, kept = seq_len + 1, np.ones(len(spans), bool)
-        longer = np.flatnonzero(spans[:, 1] - spans[:, 0] > size)
-        for i in longer:
-            start, stop = spans[i]
-            spans[i] = (stop - size, stop) if too_long == "cut_start" else (start, start + size)
-            entries = self.entries.read(spans[i, 0] + 1, spans[i, 1])
-            kept[i] = too_long != "leave_out" and (entries & 1).any()
-        if len(spans) and not kept.any():
+        size, stops = seq_len + 1, np.cumsum(self.lengths)
+        self.spans = np.stack([stops - self.lengths, stops], 1)
+        self.kept, self.longer = np.ones(len(stops), bool), self.lengths > size
+        for i in np.flatnonzero(self.longer):
+            start, stop = self.spans[i]
+            start, stop = (stop - size, stop) if too_long == "cut_start" else (start, start + size)
+            self.spans[i] = start, stop
+            has_loss = (self.entries.read(start + 1, stop) & 1).any()
+            self.kept[i] = too_long != "leave_out" and has_loss
+        if not self.kept.any():
             why = "longer than" if too_long == "leave_out" else "without loss in the kept part of"
             raise InputError(
-                f"all {len(spans):,} conversations are {why} train.seq_len + 1 = {size:,} tokens"
+                f"all {len(stops):,} conversations are {why} train.seq_len + 1 = {size:,} tokens"
                 f" (data.too_long={too_long}): raise train.seq_len"
             )
-        cut, left_out = int(kept[longer].sum()), int((~kept).sum())
-        return Packed(self.entries, spans[kept], seq_len, cut, left_out)
+        self.seq_len, self.too_long = seq_len, too_long
+
+    def describe_fit(self) -> str:
+        """For people: how many conversations were cut or left out."""
+        cut, gone = int((self.longer & self.kept).sum()), int((~self.kept).sum())
+        side = "beginning" if self.too_long == "cut_start" else "end"
+        size = f"{self.seq_len + 1:,} tokens"
+        why = f"longer than {size}" * (self.too_long == "leave_out")
+        why = why or f"without loss in the {size} kept"
+        text = f"; {cut:,} cut at the {side} to {size}" if cut else ""
+        return text + (f"; {gone:,} left out, {why}" if gone else "")
+
+    def held_out(self, fraction: float) -> np.ndarray:
+        """Whether each conversation is for validation, by its hash: one at least, and not all.
+
+        Raises InputError if there are no two different conversations.
+        """
+        ranks = self.ranks[self.kept]
+        if ranks.min() == ranks.max():
+            raise InputError(
+                "the data has one conversation, and none to hold out for validation: name some"
+                " with data.val_path"
+            )
+        return self.ranks < min(max(fraction, np.nextafter(ranks.min(), 1)), ranks.max())
+
+    def packed(self, chosen: np.ndarray) -> Packed:
+        """Rows of the chosen conversations, as far as they fit."""
+        return Packed(self.entries, self.spans[chosen & self.kept], self.seq_len)

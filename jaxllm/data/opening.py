@@ -237,22 +237,18 @@ def _open_chat(
     _check(tokenizer, vocab_size)
     opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
     _check(tokenizer, vocab_size, [x.page["largest"] for x in opened])
+    for x in opened:
+        x.fit(seq_len, config.too_long)
     if only_val or len(opened) == 2:
-        trained, last = np.full(len(opened[0].ranks), not only_val), opened[-1]
-        parts = [(opened[0], trained), (last, np.ones(len(last.ranks), bool))]
-    elif len(opened[0].ranks) == 1:
-        raise InputError(
-            f"data.path={config.path} has one conversation, and none to hold out for validation:"
-            " name some with data.val_path"
-        )
+        held = np.full(len(opened[0].ranks), only_val)
+        train, val = opened[0].packed(~held), opened[-1].packed(opened[-1].ranks >= 0)
     else:
         held = opened[0].held_out(VAL_FRACTION)
-        parts = [(opened[0], ~held), (opened[0], held)]
-    train, val = (x.packed(chosen, seq_len, config.too_long) for x, chosen in parts)
+        train, val = opened[0].packed(~held), opened[0].packed(held)
     what = f"chat: {_describe(found, val_found, len(sources[0].files))}: "
-    what += ", and ".join(x.describe() for x in opened)
+    what += ", and ".join(x.describe() + x.describe_fit() for x in opened)
     for name, part in (("training", train), ("validation", val)):
-        what += f"; {name}: {part.describe(config.too_long)}" if len(part) else ""
+        what += f"; {name}: {part.describe()}" if len(part) else ""
     size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     content = [x.page["sha256"] for x in opened]
     fingerprint = digest("chat", content, tokenizer.digest, config.loss, config.too_long, seq_len)

@@ -14,9 +14,9 @@ class Packed:
     A conversation of n tokens takes n - 1 places: its last token is only a label.
     """
 
-    def __init__(self, entries: Tokens, spans: np.ndarray, seq_len: int, cut: int, left_out: int):
+    def __init__(self, entries: Tokens, spans: np.ndarray, seq_len: int):
+        """entries: 2 id + (1 if the token has loss); spans: (n, 2), those of the conversations."""
         self._entries, self._spans, self._seq_len = entries, spans, seq_len
-        self.cut, self.left_out = cut, left_out  # numbers of conversations
         self.tokens = int((spans[:, 1] - spans[:, 0]).sum())
         self._rows = best_fit((spans[:, 1] - spans[:, 0] - 1).tolist(), seq_len)
 
@@ -44,19 +44,10 @@ class Packed:
         sample["positions"][start:] = np.arange(size - start)
         return sample
 
-    def describe(self, too_long: str) -> str:
+    def describe(self) -> str:
         """For people: conversations, rows, and how full these are."""
         full = (self.tokens - len(self._spans)) / (len(self) * self._seq_len)
-        text = f"{len(self._spans):,} in {len(self):,} rows, {full:.0%} full"
-        size = f"{self._seq_len + 1:,} tokens"
-        if self.cut:
-            side = "end" if too_long == "cut_end" else "beginning"
-            text += f", {self.cut:,} cut at the {side} to {size}"
-        if self.left_out and too_long == "leave_out":
-            return f"{text}, {self.left_out:,} longer than {size} left out"
-        if self.left_out:
-            text += f", {self.left_out:,} left out for having no loss in the {size} kept"
-        return text
+        return f"{len(self._spans):,} in {len(self):,} rows, {full:.0%} full"
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:

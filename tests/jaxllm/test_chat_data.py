@@ -1,0 +1,499 @@
+"""Conversations as training data: their forms, ids and masks, rows, loss, and what is refused."""
+
+import gzip
+import itertools
+import json
+import re
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from flax import nnx
+from tiny_models import tiny
+
+from jaxllm.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from jaxllm.data import chat, open_dataset
+from jaxllm.data.__main__ import main
+from jaxllm.data.loader import IGNORE
+from jaxllm.data.packing import best_fit
+from jaxllm.errors import InputError
+from jaxllm.models import language_model
+from jaxllm.sharding import make_mesh
+from jaxllm.text import Tokenizer
+from jaxllm.train.step import Trainer
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "text"
+MASKS = json.loads((FOLDER / "masks.json").read_text(encoding="utf-8"))
+T = 48
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics') }}"
+    "{% endif %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>\n"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+)
+FORGETS = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.revindex < 3 else 'so' }}")
+WORDS = "cat dog fox sat ran the quick brown lazy".split()
+
+
+def with_template(folder, template, name="llama3"):
+    """The folder of a tokenizer with another template; None: with none."""
+    shutil.copytree(FOLDER / name, folder)
+    page = json.loads((folder / "tokenizer_config.json").read_text())
+    page.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(page))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def pair(asked, said):
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+def write(path, lines):
+    path.write_text("".join(f"{json.dumps(x) if isinstance(x, dict) else x}\n" for x in lines))
+    return path
+
+
+def talks(count, seed=0):
+    """Conversations of one to three turns of 1 to 6 words."""
+    rng = np.random.default_rng(seed)
+    words = lambda: " ".join(rng.choice(WORDS, rng.integers(1, 7)))
+    turns = lambda: pair(words(), words())
+    return [{"messages": sum((turns() for _ in range(n)), [])} for n in rng.integers(1, 4, count)]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A configuration for 40 conversations."""
+    with_template(tmp_path / "model", TEMPLATE)
+    write(tmp_path / "a.jsonl", talks(40))
+    return dict(
+        source="chat",
+        path=str(tmp_path / "a.jsonl"),
+        tokenizer=str(tmp_path / "model"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+
+
+def opened(config, seq_len=T, **changes):
+    return open_dataset(DataConfig(**config | changes), seq_len=seq_len, seed=3, vocab_size=None)
+
+
+def rows_of(data):
+    return [data.train[i] for i in range(len(data.train))]
+
+
+def conversations_in(rows):
+    """(ids, labels) of every segment but the padding's, which has no labels."""
+    found = []
+    for row in rows:
+        for segment in np.unique(row["segment_ids"]):
+            at = row["segment_ids"] == segment
+            np.testing.assert_array_equal(row["positions"][at], np.arange(at.sum()))
+            if (row["labels"][at] != IGNORE).any():
+                found.append((tuple(row["tokens"][at]), tuple(row["labels"][at])))
+    return found
+
+
+# Forms, ids and masks
+
+
+def test_four_forms_give_the_same_messages():
+    system = {"role": "system", "content": "S"}
+    right = [system, *pair("Q", "A")]
+    assert chat.conversation({"messages": right, "tools": None}) == (right, 0)
+    said = [("system", "S"), ("human", "Q"), ("gpt", "A")]
+    turns = [{"from": role, "value": text} for role, text in said]
+    assert chat.conversation({"conversations": turns}) == (right, 0)
+    assert chat.conversation({"conversations": turns[1:], "system": "S"}) == (right, 0)
+    for values in (
+        dict(prompt="Q", completion="A", system="S"),
+        dict(prompt=right[:2], completion=right[2:]),
+        dict(prompt=right[:2], completion="A", system="other"),
+    ):
+        assert chat.conversation(values) == (right, 2)
+    told = dict(instruction="Q", input="", output="A", system="S")
+    assert chat.conversation(told) == (right, 0)
+    told = dict(instruction="Do", input="this", output="A")
+    assert chat.conversation(told) == (pair("Do\n\nthis", "A"), 0)
+
+
+@pytest.mark.parametrize("template", MASKS["templates"])
+@pytest.mark.parametrize("family", MASKS["masks"])
+def test_ids_and_masks_are_those_of_transformers(family, template, tmp_path):
+    tokenizer = Tokenizer(with_template(tmp_path / "a", MASKS["templates"][template], family))
+    assert chat.has_marks(tokenizer)
+    for i, tools, ids, mask in MASKS["masks"][family][template]:
+        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
+        if ids is None:
+            with pytest.raises(chat.Refused, match="the chat template refuses"):
+                chat.render(tokenizer, values, "assistant")
+            continue
+        ((mine, spoken),) = tokenizer.encode_rendered([chat.render(tokenizer, values, "assistant")])
+        assert mine.tolist() == ids
+        assert "".join(map(str, spoken.astype(int))) == mask
+        assert 0 < spoken.sum() < len(ids)
+        ((_, spoken),) = tokenizer.encode_rendered([chat.render(tokenizer, values, "all")])
+        assert spoken.all()
+
+
+@pytest.mark.parametrize(
+    ("family", "template"),
+    [("qwen2", "chatml"), ("llama3", "trimmed"), ("unigram", "bare"), ("tekken", "tools")],
+)
+def test_prefixes_give_the_masks_of_the_marks(family, template, tmp_path):
+    """Without its marks, a template gives the same masks."""
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", MASKS["templates"][template])
+    assert "generation" not in text.replace("add_generation_prompt", "")
+    tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
+    assert not chat.has_marks(tokenizer)
+    for i, tools, ids, mask in MASKS["masks"][family][template]:
+        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
+        if ids is not None:
+            rendered = chat.render(tokenizer, values, "assistant")
+            ((mine, spoken),) = tokenizer.encode_rendered([rendered])
+            assert mine.tolist() == ids
+            assert "".join(map(str, spoken.astype(int))) == mask
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MASKS["templates"]["chatml"]])
+def test_a_prompt_has_no_loss_even_where_the_assistant_speaks_in_it(template, tmp_path):
+    tokenizer = Tokenizer(with_template(tmp_path / "a", template))
+    values = dict(prompt=[*pair("Q", "first"), *pair("R", "second")[:1]], completion="third")
+    text, spans = chat.render(tokenizer, values, "assistant")
+    assert [text[a:b] for a, b in spans] == [f"third{tokenizer.decode([])}" + END[template]]
+
+
+END = {TEMPLATE: "<|eot_id|>", MASKS["templates"]["chatml"]: "<|im_end|>"}
+
+
+def test_todays_date_is_not_in_the_ids(tmp_path):
+    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+    tokenizer = Tokenizer(with_template(tmp_path / "a", dated))
+    text, _ = chat.render(tokenizer, {"messages": pair("Q", "A")}, "assistant")
+    assert text.startswith("26 Jul 2024<|start")
+
+
+def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
+    folder, lines = tmp_path / "data", talks(12)
+    folder.mkdir()
+    write(folder / "a.jsonl", lines[:4])
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.write("\n".join(map(json.dumps, lines[4:8])))
+    table = pyarrow.Table.from_pylist([*lines[8:], {"messages": None}][:4])
+    pyarrow.parquet.write_table(table, folder / "c.parquet")
+    (folder / "notes.txt").write_text("left out")
+    data = opened(config, path=str(folder))
+    whole = opened(config, path=str(write(tmp_path / "whole.jsonl", lines)))
+    both = [conversations_in(rows_of(x)) for x in (data, whole)]
+    assert sorted(both[0]) == sorted(both[1])
+    assert "12 conversations" in data.description
+    assert "left out 1 files" in data.description
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "d.parquet")
+    with pytest.raises(InputError, match=r"d\.parquet has none of the columns completion, conv"):
+        opened(config, path=str(folder))
+
+
+# Rows
+
+
+def test_best_fit_wastes_little_and_is_deterministic():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 61, 2000).tolist()
+    rows = best_fit(lengths, 100)
+    assert rows == best_fit(lengths, 100)
+    assert sorted(itertools.chain(*rows)) == list(range(2000))
+    totals = [sum(lengths[i] for i in row) for row in rows]
+    assert max(totals) <= 100
+    assert len(rows) <= 1.01 * sum(lengths) / 100 + 1
+    # 6 leaves room 4 and 7 room 3: 3 goes where it fills the row, not where there is more room.
+    assert best_fit([6, 7, 3, 4], 10) == [[1, 2], [0, 3]]
+    assert best_fit([2, 2, 2], 4) == [[0, 1], [2]]
+    assert best_fit([], 4) == []
+
+
+def test_rows_hold_every_conversation_once_with_its_labels(config):
+    data, tokenizer = opened(config), Tokenizer(config["tokenizer"])
+    held = [data.val[i] for i in range(len(data.val))]
+    assert 0 < len(conversations_in(held)) < 10
+    right = []
+    for record in talks(40):
+        ids, mask = tokenizer.chat(record["messages"], answer=False)
+        assert not any(mask)  # the template has no marks, so the test finds what is said itself
+        ends = [i for i, x in enumerate(ids) if x == tokenizer.special["<|end_header_id|>"]]
+        for nth, begin in enumerate(ends):
+            stop = ids.index(tokenizer.special["<|eot_id|>"], begin)
+            mask[begin + 1 : stop + 1] = [nth % 2] * (stop - begin)
+        ids, mask = ids[: T + 1], mask[: T + 1]
+        labels = [i if spoken else IGNORE for i, spoken in zip(ids, mask, strict=True)]
+        right.append((tuple(ids[:-1]), tuple(labels[1:])))
+    assert sorted(conversations_in([*rows_of(data), *held])) == sorted(right)
+    assert data.train_tokens + data.val_tokens == sum(len(ids) + 1 for ids, _ in right)
+    for row in rows_of(data):
+        assert {x.dtype for x in row.values()} == {np.dtype(np.int32)}
+        assert (np.diff(row["segment_ids"]) >= 0).all()
+
+
+def test_loss_on_all_tokens(config):
+    every, some = opened(config, loss="all"), opened(config)
+    for ids, labels in conversations_in(rows_of(every)):
+        assert labels[:-1] == ids[1:]
+    assert every.fingerprint != some.fingerprint
+    assert "100.0% with loss (all)" in every.description
+
+
+def test_long_conversations_are_cut_or_left_out(config, tmp_path):
+    tokenizer = Tokenizer(config["tokenizer"])
+    messages = pair("cat " * 9, "dog " * 30)
+    path = str(write(tmp_path / "b.jsonl", [{"messages": messages}, *talks(9)]))
+    ids, _ = tokenizer.chat(messages, answer=False)
+    assert len(ids) > T + 1
+    kept = {
+        name: opened(config, path=path, val_path=config["path"], too_long=name)
+        for name in ("cut_end", "cut_start", "leave_out")
+    }
+    found = {name: conversations_in(rows_of(data)) for name, data in kept.items()}
+    assert tuple(ids[:T]) in [x for x, _ in found["cut_end"]]
+    assert tuple(ids[-T - 1 : -1]) in [x for x, _ in found["cut_start"]]
+    assert len(found["leave_out"]) < len(found["cut_end"]) == 10
+    assert re.search(r"\d+ cut at the end to 49 tokens", kept["cut_end"].description)
+    assert re.search(r"\d+ cut at the beginning to 49", kept["cut_start"].description)
+    assert re.search(r"\d+ left out, longer than 49 tokens", kept["leave_out"].description)
+    assert len({data.fingerprint for data in kept.values()}) == 3
+
+
+def test_the_split_is_by_conversation_and_keeps_equal_ones_together(config, tmp_path):
+    lines = talks(200)
+    data = opened(config, path=str(write(tmp_path / "b.jsonl", lines * 2)))
+    train, val = (
+        {ids for ids, _ in conversations_in([part[i] for i in range(len(part))])}
+        for part in (data.train, data.val)
+    )
+    assert not train & val
+    assert 0.02 < len(val) / (len(train) + len(val)) < 0.1
+    two = opened(config, path=str(write(tmp_path / "c.jsonl", talks(2))))
+    assert [len(conversations_in([part[0]])) for part in (two.train, two.val)] == [1, 1]
+
+
+def test_batches_do_not_depend_on_the_number_of_processes_and_resume(config):
+    data, names = opened(config), {"tokens", "labels", "segment_ids", "positions"}
+    whole = list(islice(data.train_batches(4, 0, 1), 9))
+    halves = [list(islice(data.train_batches(4, rank, 2), 9)) for rank in range(2)]
+    resumed = list(islice(opened(config).train_batches(4, 0, 1, 20), 4))
+    for i, batch in enumerate(whole):
+        assert set(batch) == names
+        for name, rows in batch.items():
+            np.testing.assert_array_equal(rows, np.concatenate([h[i][name] for h in halves]))
+            if i >= 5:
+                np.testing.assert_array_equal(rows, resumed[i - 5][name])
+    assert any((a["tokens"] != b["tokens"]).any() for a, b in itertools.pairwise(whole))
+
+
+# Preparation, cache, errors
+
+
+def prepare(config, out, *more):
+    words = ["prepare", "--source=chat", f"--path={config['path']}", f"--out={out}", *more]
+    return main([*words, f"--tokenizer={config['tokenizer']}"])
+
+
+def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp_path, capsys):
+    lines = talks(40)
+    lines[6] = {"messages": [{"role": "user", "content": "?"}]}
+    lines[8] = {"messages": [{"role": "critic", "content": "?"}, *pair("Q", "A")]}
+    write(tmp_path / "a.jsonl", lines)
+    assert prepare(config, tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "38 conversations" in said
+    assert "1 refused, no assistant's turn (a.jsonl:7)" in said
+    assert "refuses the conversation: no critics (a.jsonl:9)" in said
+    assert re.search(r"[\d,]+ tokens, \d\d\.\d% with loss \(the assistant's, by prefixes", said)
+    assert "the longest conversation has" in said
+    page = json.loads((tmp_path / "out/chat.json").read_text())
+    assert page["conversations"] == 38
+    raw, ready = opened(config), opened(config, path=str(tmp_path / "out"), tokenizer=None)
+    assert raw.fingerprint == ready.fingerprint
+    for mine, theirs in zip(rows_of(raw), rows_of(ready), strict=True):
+        for name in mine:
+            np.testing.assert_array_equal(mine[name], theirs[name])
+    assert "no assistant's turn (a.jsonl:7)" in ready.description
+    before = (tmp_path / "out/conversations.chat").stat().st_mtime_ns
+    assert prepare(config, tmp_path / "out") == 0  # done already
+    assert (tmp_path / "out/conversations.chat").stat().st_mtime_ns == before
+    (tmp_path / "out/chat.json").unlink()  # as if it had been killed
+    assert prepare(config, tmp_path / "out") == 0
+    capsys.readouterr()
+    assert prepare(config, tmp_path / "out", "--loss=all") == 2
+    assert "holds other data" in capsys.readouterr().err
+    with pytest.raises(InputError, match="was prepared with --loss assistant, not data.loss=all"):
+        opened(config, path=str(tmp_path / "out"), loss="all")
+    other = with_template(tmp_path / "other", TEMPLATE + " ")
+    with pytest.raises(InputError, match="another tokenizer or chat template than"):
+        opened(config, path=str(tmp_path / "out"), tokenizer=str(other))
+
+
+def test_the_cache_knows_data_template_and_loss(config, tmp_path, monkeypatch):
+    fingerprint = opened(config).fingerprint
+    monkeypatch.setattr(chat, "encode", None)
+    assert opened(config).fingerprint == fingerprint  # from the cache
+    monkeypatch.undo()
+    changed = with_template(tmp_path / "other", TEMPLATE.replace("\n", "\n\n"))
+    assert opened(config, tokenizer=str(changed)).fingerprint != fingerprint
+    write(tmp_path / "a.jsonl", talks(40, seed=1))
+    assert opened(config).fingerprint != fingerprint
+
+
+USER = {"role": "user", "content": "?"}
+LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "changes", "message"),
+    [
+        (["{}", '{"messages": '], {}, r"a\.jsonl:1: is in no known form \(it has nothing\)"),
+        ([talks(1)[0], '{"a": '], {}, r"a\.jsonl:2 is not JSON: Expecting value at character"),
+        ([{"text": "x"}], {}, r"a\.jsonl:1: is in no known form \(it has text\): a conversation"),
+        ([{"messages": "x"}], {}, r"a\.jsonl:1: messages must be a list of messages$"),
+        ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
+        ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),
+        ([{"prompt": 3, "completion": ""}], {}, "prompt must be a list of messages or text"),
+        (
+            [{"messages": [USER]}] * 5,
+            {},
+            r"5 refused, no assistant's turn \(a\.jsonl:1, .*, \.\.\.",
+        ),
+        ([{"messages": [{"role": "critic", "content": ""}]}], {}, "refuses the .*: no critics"),
+        (LONG, {}, "all 3 conversations are without loss in the kept part of train.seq_len"),
+        (LONG, {"too_long": "leave_out"}, r"all 3 .* longer than train\.seq_len \+ 1 = 49"),
+        (talks(1) * 2, {}, "has one conversation, and none to hold out"),
+        ([], {}, "can be used: it is empty"),
+    ],
+)
+def test_bad_conversations_give_one_line(config, tmp_path, lines, changes, message):
+    write(tmp_path / "a.jsonl", lines)
+    with pytest.raises(InputError, match=message) as error:
+        opened(config, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_templates_give_one_line(config, tmp_path):
+    none = with_template(tmp_path / "none", None)
+    with pytest.raises(InputError, match=r"none has no chat template: put a chat_template\.jinja"):
+        opened(config, tokenizer=str(none))
+    with pytest.raises(InputError, match=r"source=chat needs a tokenizer with a chat template"):
+        opened(config, tokenizer=None)
+    forgets = with_template(tmp_path / "forgets", FORGETS)
+    data = opened(config, tokenizer=str(forgets))  # conversations of one turn are used
+    turns = [len(record["messages"]) // 2 for record in talks(40)]
+    assert f"{turns.count(1)} conversations" in data.description
+    assert f"{40 - turns.count(1)} refused, the chat template has no {{% gen" in data.description
+
+
+# Loss and gradients
+
+
+def trainer_of(config, **train):
+    whole = Config(
+        model=tiny("llama3", vocab_size=400, n_layers=2, max_seq_len=T),
+        data=DataConfig(**config),
+        train=TrainConfig(**dict(steps=2, batch_size=8, seq_len=T) | train),
+        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.0, b1=0.5),
+    )
+    return Trainer(whole, make_mesh(whole.mesh, jax.devices()[:1]))
+
+
+def large(params):
+    """Weights with which tokens depend visibly on what they see."""
+    return jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, params)
+
+
+def test_conversations_in_a_row_do_not_see_each_other(config):
+    trainer, data = trainer_of(config), opened(config)
+    params = large(trainer.init().params)
+    row = max(rows_of(data), key=lambda row: row["segment_ids"].max())
+    logits = jax.jit(lambda tokens, **more: nnx.merge(trainer.graph, params)(tokens, **more))
+    more = {name: row[name][None] for name in ("segment_ids", "positions")}
+    packed = logits(row["tokens"][None], **more)[0]
+    for segment in range(row["segment_ids"].max() + 1):
+        at = np.flatnonzero(row["segment_ids"] == segment)
+        alone = np.zeros(T, np.int32)
+        alone[: len(at)] = row["tokens"][at]
+        np.testing.assert_allclose(
+            packed[at], logits(alone[None])[0, : len(at)], rtol=1e-5, atol=1e-5
+        )
+    assert segment > 1
+    mixed = logits(row["tokens"][None])[0]  # the check can fail
+    assert np.abs(mixed - packed).max() > 1e-2
+
+
+def test_a_token_without_loss_matters_only_to_what_attends_to_it(config, tmp_path):
+    """Only the answers that come after it, in its own conversation."""
+    asks = [{"messages": [*pair("cat", "dog ran"), *pair("the quick brown fox sat", "")[:1]]}] * 2
+    path = str(write(tmp_path / "b.jsonl", [*asks, {"messages": pair("quick", "brown lazy")}] * 2))
+    trainer, data = trainer_of(config), opened(config, seq_len=96, path=path)
+    params = large(trainer.init().params)
+    row = next(row for row in rows_of(data) if row["segment_ids"].max() > 1)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, row):
+        return nnx.merge(trainer.graph, params).loss(**{k: v[None] for k, v in row.items()})
+
+    def changed(place, **other):
+        tokens = row["tokens"].copy()
+        tokens[place] = 7
+        return loss(params, row | {"tokens": jnp.asarray(tokens)} | other)
+
+    right, grads = loss(params, row)
+    last = np.flatnonzero(row["labels"][row["segment_ids"] == 0] != IGNORE).max()
+    size = int((row["segment_ids"] == 0).sum())
+    assert last + 2 < size  # a question without an answer ends the conversation
+    for place in (last + 2, size - 1, len(row["tokens"]) - 1):  # the last one fills the row
+        again, same = changed(place)
+        assert float(again) == float(right)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(same), strict=True):
+            np.testing.assert_array_equal(a, b)
+    # A question before an answer: the loss of its own conversation changes, no other's.
+    assert float(changed(1)[0]) != float(right)
+    others = np.where(row["segment_ids"] == 0, IGNORE, row["labels"])
+    assert float(changed(1, labels=others)[0]) == float(loss(params, row | {"labels": others})[0])
+
+
+def test_the_loss_is_the_mean_over_all_tokens_with_loss(config, tmp_path):
+    """Also if the parts of a batch have very different numbers of them."""
+    few = [{"messages": pair("cat " * 10 + str(i), "dog")} for i in range(40)]
+    many = [{"messages": pair(str(i), "ran " * 16)} for i in range(40)]
+    path = str(write(tmp_path / "b.jsonl", few + many))
+    assert IGNORE == language_model.IGNORE
+    whole, parts = (trainer_of(config | {"path": path}, grad_accum=n) for n in (1, 4))
+    rows = sorted(rows_of(opened(config, path=path)), key=lambda r: (r["labels"] != IGNORE).sum())
+    rows = rows[:4] + rows[-4:]
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    counts = (batch["labels"] != IGNORE).sum(1)
+    assert counts.max() > 3 * counts.min()
+    params = large(whole.init().params)
+    graph = whole.graph
+
+    def mean(params, batch):
+        with_loss = (batch["labels"] != IGNORE).sum()
+        return nnx.merge(graph, params).loss(**batch) / with_loss
+
+    right, gradient = jax.value_and_grad(mean)(params, batch)
+    rows = [float(mean(params, {k: v[i : i + 1] for k, v in batch.items()})) for i in range(8)]
+    assert abs(np.mean(rows) - right) > 1e-2  # a mean of means would be another number
+    expected = jax.tree.leaves(gradient)
+    for trainer in (whole, parts):
+        loss, grads = jax.jit(trainer._gradients)(
+            trainer.init(jax.tree.map(jnp.copy, params)), trainer.put_batch(batch)
+        )
+        assert float(loss) == pytest.approx(float(right), rel=1e-6)
+        for mine, theirs in zip(jax.tree.leaves(grads), expected, strict=True):
+            allowed = 1e-5 * np.abs(theirs).max()
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=allowed + 1e-9)
