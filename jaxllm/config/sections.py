@@ -76,6 +76,11 @@ class DataConfig(Section):
         return self
 
     @property
+    def trains_tokenizer(self) -> bool:
+        """Whether a tokenizer is trained on the data, unless the weights have one."""
+        return self.tokenizer is None and self.source not in ("shards", "chat")
+
+    @property
     def packed(self) -> bool:
         """Whether batches have segment_ids and positions."""
         return self.pack == "documents" or self.source == "chat"

@@ -20,8 +20,6 @@ from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer
 
 if TYPE_CHECKING:  # only types need these, and they are slow to import
-    from collections.abc import Sequence
-
     from grain import DatasetIterator
     from jaxtyping import Int32
 
@@ -196,7 +194,7 @@ class Dataset:
         samples = grain.MapDataset.source(order).map(windows.__getitem__)
         return self._batches(samples, batch_size, 0, rank, world)
 
-    def every_val_label(self) -> Sequence[dict[str, np.ndarray]]:
+    def every_val_label(self) -> _Windows | Packed:
         """Samples that have every label of the validation data once."""
         return self._samples(self.val, whole=True)
 

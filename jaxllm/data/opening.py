@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,22 +38,20 @@ def open_dataset(
     """
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
-    opened = {"shards": _open_shards, "chat": partial(_open_chat, seq_len=seq_len)}
-    opened = opened.get(config.source, _open_text)
     found, val_found = _find(config, only_val)
-    train, val, tokenizer, data_vocab_size, fingerprint, what = opened(
-        config, found, val_found, cache, vocab_size, only_val
-    )
+    separator, options = None, (config, found, val_found, cache, vocab_size, only_val)
     if config.source == "chat":
-        pass  # whole conversations, packed and split already
-    elif only_val:
-        _check_length("data.val_path", val, 2, "to predict one from the other")
+        train, val, tokenizer, data_vocab_size, fingerprint, what = _open_chat(*options, seq_len)
     else:
-        train, val = _split(train, val, seq_len, given=config.val_path is not None)
-        what += f", {len(train):,} training and {len(val):,} validation tokens"
-    separator = None
-    if config.pack == "documents" and config.source != "chat":
-        separator = _separator(tokenizer, val if only_val else train)
+        opened = _open_shards if config.source == "shards" else _open_text
+        train, val, tokenizer, data_vocab_size, fingerprint, what = opened(*options)
+        if only_val:
+            _check_length("data.val_path", val, 2, "to predict one from the other")
+        else:
+            train, val = _split(train, val, seq_len, given=config.val_path is not None)
+            what += f", {len(train):,} training and {len(val):,} validation tokens"
+        if config.pack == "documents":
+            separator = _separator(tokenizer, val if only_val else train)
     return Dataset(
         description=f"{what}, vocabulary {data_vocab_size:,}{found.left_out}{val_found.left_out}",
         fingerprint=fingerprint,
@@ -218,7 +215,6 @@ def _open_chat(
     cache: Path,
     vocab_size: int | None,
     only_val: bool,
-    *,
     seq_len: int,
 ):
     sources = [Source("chat", part.files) for part in (found, val_found) if part.files]
@@ -226,9 +222,9 @@ def _open_chat(
         sources[0] = sources[0].without(sources[1], cache)
         if not sources[0].files:
             raise _nothing_left(config)
-    folders = [source.files[0][1].parent for source in sources if source.files[0][0] == PREPARED]
-    where = config.tokenizer or (folders and folders[0])
-    if not where:
+    prepared = [path.parent for x in sources for name, path in x.files if name == PREPARED]
+    where = config.tokenizer or next(iter(prepared), None)
+    if where is None:
         raise InputError(
             "data.source=chat needs a tokenizer with a chat template: set model.init_from or"
             " data.tokenizer to a folder with both"

@@ -125,7 +125,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
 
     weights = open_run(args.checkpoint, args.step)
     config = _configuration(weights.folder, overrides)
-    if config.data.tokenizer is None and config.data.source not in ("shards", "chat"):
+    if config.data.trains_tokenizer:
         raise InputError(
             f"{weights.folder} has no tokenizer.json, and a new tokenizer would not match its"
             " weights; copy the tokenizer.json that encoded the model's data there"
@@ -161,9 +161,9 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
         f"step {weights.step}: loss {loss:.4f} nats a token, perplexity {perplexity:.2f},"
         f" {count:,} tokens"
     )
-    whole = isinstance(data.val, Tokens)  # a chat has tokens without loss
-    if data.tokenizer is not None and whole and (size := _bytes(data.tokenizer, data.val, count)):
-        text += f", {total / math.log(2) / size:.4f} bits a byte"
+    if data.tokenizer is not None and isinstance(data.val, Tokens):  # all have loss
+        if size := _bytes(data.tokenizer, data.val, count):
+            text += f", {total / math.log(2) / size:.4f} bits a byte"
     return text
 
 

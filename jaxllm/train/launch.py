@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig
 from jaxllm.data.loader import Dataset
+from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError, memory_errors
 from jaxllm.files import write_whole
 from jaxllm.models import flops_per_token
@@ -57,9 +58,7 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
     folder: of the initial weights or of the run to resume.
     Raises InputError if data.tokenizer is another one.
     """
-    # On the data, so it is not given.
-    trained = data.tokenizer is None and data.source not in ("shards", "chat")
-    if trained or folder is None or not (folder / "tokenizer.json").exists():
+    if data.trains_tokenizer or folder is None or not (folder / "tokenizer.json").exists():
         return data
     own = folder / "tokenizer.json"
     if data.tokenizer is not None:
@@ -88,7 +87,10 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
     emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
     emit(f"data     {'not opened in a dry run' if data is None else data.description}")
     if data is not None and data.tokenizer is not None:
-        around = "" if config.data.source == "chat" else f"{data.tokenizer.documents()}; "
+        around = f"{data.tokenizer.documents()}; "
+        if isinstance(data.train, Packed):
+            epochs = config.train.steps * config.train.batch_size / len(data.train)
+            around = f"{config.train.steps:,} steps take each conversation {epochs:.3g} times; "
         emit(f"text     {around}{data.tokenizer.describe()}")
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":

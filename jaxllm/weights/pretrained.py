@@ -162,7 +162,7 @@ def check_weights(weights: Weights, config: Config) -> None:
                 f" {weights.folder}; change it, or remove model.init_from"
             )
     own = weights.folder / "tokenizer.json"
-    if config.data.tokenizer is None and config.data.source != "shards":
+    if config.data.trains_tokenizer:
         fix = own if own.exists() else "the tokenizer.json that encoded their data"
         raise InputError(
             f"data.tokenizer is null: a new tokenizer would not match the weights in"
