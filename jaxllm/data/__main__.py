@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from jaxllm.config.command_line import Parser, exit_status
-from jaxllm.data.chat import prepare_chat
+from jaxllm.data.encoded import prepare_chat
 from jaxllm.data.paths import find_files, stdlib_files
 from jaxllm.data.prepare import prepare
 from jaxllm.data.sources import Source
@@ -64,6 +64,11 @@ def _parser() -> Parser:
         default="assistant",
         help="the tokens of a chat to predict: the assistant's, or all (default: %(default)s)",
     )
+    of_text = ("text_column", "shard_tokens", "val_fraction", "special_tokens", "end_token")
+    command.set_defaults(
+        of_text={name: command.get_default(name) for name in of_text},
+        of_chat={"loss": command.get_default("loss")},
+    )
 
     command = commands.add_parser(
         "train-tokenizer", help="train a byte-level BPE on all of the text"
@@ -98,6 +103,10 @@ def _run(args: Namespace) -> None:
     stdlib = args.source == "stdlib"
     if stdlib and args.path is not None:
         raise InputError(f"--path={args.path} is not read with --source=stdlib; omit one of them")
+    if args.command == "prepare":
+        for name, value in (args.of_text if args.source == "chat" else args.of_chat).items():
+            if getattr(args, name) != value:
+                raise InputError(f"--{name} is not for --source={args.source}; omit it")
     if args.path and args.out.resolve().is_relative_to(Path(args.path).resolve()):
         raise InputError(
             f"--out={args.out} is inside --path={args.path}, whose files are read; choose another"

@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from jaxllm.data.cache import cache_folder, digest
-from jaxllm.data.chat import find_encoded
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
+from jaxllm.data.encoded import Fitted, find_encoded
 from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.paths import PREPARED, Found, find_files, stdlib_files
 from jaxllm.data.shards import check_shard, open_shard
@@ -233,16 +231,15 @@ def _open_chat(
     _check(tokenizer, vocab_size)
     opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
     _check(tokenizer, vocab_size, [x.page["largest"] for x in opened])
-    for x in opened:
-        x.fit(seq_len, config.too_long)
-    if only_val or len(opened) == 2:
-        held = np.full(len(opened[0].ranks), only_val)
-        train, val = opened[0].packed(~held), opened[-1].packed(opened[-1].ranks >= 0)
+    fitted = [Fitted(x, seq_len, config.too_long) for x in opened]
+    if only_val:
+        train, val = fitted[0].none(), fitted[0].all()
+    elif len(fitted) == 2:
+        train, val = (x.all() for x in fitted)
     else:
-        held = opened[0].held_out(VAL_FRACTION)
-        train, val = opened[0].packed(~held), opened[0].packed(held)
+        train, val = fitted[0].split(VAL_FRACTION)
     what = f"chat: {_describe(found, val_found, len(sources[0].files))}: "
-    what += ", and ".join(x.describe() + x.describe_fit() for x in opened)
+    what += ", and ".join(x.description for x in fitted)
     for name, part in (("training", train), ("validation", val)):
         what += f"; {name}: {part.describe()}" if len(part) else ""
     size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)

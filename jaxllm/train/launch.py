@@ -86,12 +86,11 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
     config, mesh = trainer.config, trainer.mesh
     emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
     emit(f"data     {'not opened in a dry run' if data is None else data.description}")
-    if data is not None and data.tokenizer is not None:
-        around = f"{data.tokenizer.documents()}; "
-        if isinstance(data.train, Packed):
-            epochs = config.train.steps * config.train.batch_size / len(data.train)
-            around = f"{config.train.steps:,} steps take each conversation {epochs:.3g} times; "
-        emit(f"text     {around}{data.tokenizer.describe()}")
+    if data is not None and isinstance(data.train, Packed):
+        steps, rows = config.train.steps, config.train.batch_size
+        emit(f"epochs   {steps * rows / len(data.train):.3g} ({steps:,} steps of {rows:,} rows)")
+    elif data is not None and data.tokenizer is not None:
+        emit(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")

@@ -18,7 +18,7 @@ from flax import nnx
 from tiny_models import tiny
 
 from jaxllm.config import Config, DataConfig, OptimizerConfig, TrainConfig
-from jaxllm.data import chat, open_dataset
+from jaxllm.data import chat, encoded, open_dataset
 from jaxllm.data.__main__ import main
 from jaxllm.data.loader import IGNORE
 from jaxllm.data.packing import best_fit
@@ -163,12 +163,35 @@ def test_prefixes_give_the_masks_of_the_marks(family, template, tmp_path):
             assert "".join(map(str, spoken.astype(int))) == mask
 
 
+SPACED, TRIMMED = ["First answer {}", "Zwei{}"], ["First answer{}", "Zwei{}"]
+PUBLISHED = {  # what has loss, with {} for the token that ends a turn
+    **dict.fromkeys("generation mistral-v1 mistral qwen2.5 smollm2 zephyr".split(), SPACED),
+    **dict.fromkeys(["llama3.1", "llama3.2"], TRIMMED),
+    "llama2": [" First answer {}", " Zwei {}"],
+    "r1": ["<｜Assistant｜>First answer {}", "<｜Assistant｜>Zwei{}"],
+}
+FAMILIES = {"qwen2.5": "qwen2", "r1": "r1-distill", "smollm2": "smollm2"}
+ENDS = {"qwen2": "<|im_end|>", "r1-distill": "<｜end▁of▁sentence｜>", "smollm2": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("template", PUBLISHED)
+def test_loss_is_on_what_the_assistant_says_in_published_templates(template, tmp_path):
+    """Only R1's heading has loss, because what asks for an answer there is not in an answer."""
+    text = (FOLDER.parent / "chat" / f"{template}.jinja").read_text()
+    family = FAMILIES.get(template, "llama3")
+    tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
+    messages = [*pair("Q one", "First answer "), *pair("R two", "Zwei")]
+    text, spans = chat.render(tokenizer, {"messages": messages}, "assistant")
+    end = ENDS.get(family, "<|eot_id|>")
+    assert [text[a:b] for a, b in spans] == [said.format(end) for said in PUBLISHED[template]]
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, MASKS["templates"]["chatml"]])
 def test_a_prompt_has_no_loss_even_where_the_assistant_speaks_in_it(template, tmp_path):
     tokenizer = Tokenizer(with_template(tmp_path / "a", template))
     values = dict(prompt=[*pair("Q", "first"), *pair("R", "second")[:1]], completion="third")
     text, spans = chat.render(tokenizer, values, "assistant")
-    assert [text[a:b] for a, b in spans] == [f"third{tokenizer.decode([])}" + END[template]]
+    assert [text[a:b] for a, b in spans] == ["third" + END[template]]
 
 
 END = {TEMPLATE: "<|eot_id|>", MASKS["templates"]["chatml"]: "<|im_end|>"}
@@ -332,6 +355,8 @@ def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp
     capsys.readouterr()
     assert prepare(config, tmp_path / "out", "--loss=all") == 2
     assert "holds other data" in capsys.readouterr().err
+    assert prepare(config, tmp_path / "out", "--val_fraction=0.5") == 2
+    assert "--val_fraction is not for --source=chat; omit it" in capsys.readouterr().err
     with pytest.raises(InputError, match="was prepared with --loss assistant, not data.loss=all"):
         opened(config, path=str(tmp_path / "out"), loss="all")
     other = with_template(tmp_path / "other", TEMPLATE + " ")
@@ -341,7 +366,7 @@ def test_a_prepared_folder_is_the_same_data_and_reports_what_went_in(config, tmp
 
 def test_the_cache_knows_data_template_and_loss(config, tmp_path, monkeypatch):
     fingerprint = opened(config).fingerprint
-    monkeypatch.setattr(chat, "encode", None)
+    monkeypatch.setattr(encoded, "encode", None)
     assert opened(config).fingerprint == fingerprint  # from the cache
     monkeypatch.undo()
     changed = with_template(tmp_path / "other", TEMPLATE.replace("\n", "\n\n"))
@@ -372,6 +397,7 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         ([{"messages": [{"role": "critic", "content": ""}]}], {}, "refuses the .*: no critics"),
         (LONG, {}, "all 3 conversations are without loss in the kept part of train.seq_len"),
         (LONG, {"too_long": "leave_out"}, r"all 3 .* longer than train\.seq_len \+ 1 = 49"),
+        ([{"messages": pair("Q", "A"), "tools": "{"}], {}, r"a\.jsonl:1: tools are not JSON"),
         (talks(1) * 2, {}, "has one conversation, and none to hold out"),
         ([], {}, "can be used: it is empty"),
     ],
@@ -381,6 +407,15 @@ def test_bad_conversations_give_one_line(config, tmp_path, lines, changes, messa
     with pytest.raises(InputError, match=message) as error:
         opened(config, **changes)
     assert "\n" not in str(error.value)
+
+
+def test_many_reasons_are_counted(config, tmp_path):
+    lines = [{"messages": [{"role": "critic", "content": str(i)}]} for i in range(9)]
+    write(tmp_path / "a.jsonl", [*lines, *talks(9)])
+    each = TEMPLATE.replace("'no critics'", "'no\\ncritic ' ~ m.content")
+    data = opened(config, tokenizer=str(with_template(tmp_path / "each", each)))
+    assert data.description.count("refuses the conversation: no critic ") == 3
+    assert "; 6 refused for other reasons" in data.description
 
 
 def test_bad_templates_give_one_line(config, tmp_path):
@@ -474,7 +509,7 @@ def test_the_loss_is_the_mean_over_all_tokens_with_loss(config, tmp_path):
     assert IGNORE == language_model.IGNORE
     whole, parts = (trainer_of(config | {"path": path}, grad_accum=n) for n in (1, 4))
     rows = sorted(rows_of(opened(config, path=path)), key=lambda r: (r["labels"] != IGNORE).sum())
-    rows = rows[:4] + rows[-4:]
+    rows = (rows[:2] + rows[-2:]) * 2  # part i of 4 has rows i and i + 4: few or many labels
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     counts = (batch["labels"] != IGNORE).sum(1)
     assert counts.max() > 3 * counts.min()

@@ -1,0 +1,235 @@
+"""Encodes conversations, with a mark of the tokens that have loss, once.
+
+A folder of encoded conversations (in the cache, or from `jaxllm data prepare`) has
+conversations.chat, a shard with the entry 2 id + (1 if the token has loss) for each token,
+index.npz with the length of each conversation and a hash of its text as a number from 0 to 1, by
+which some are held out for validation, and chat.json, which reports what went in.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.data.cache import build_once, cache_folder, digest
+from jaxllm.data.chat import COLUMNS, Refused, has_marks, render, text_key
+from jaxllm.data.corpus import progress_bar
+from jaxllm.data.loader import Tokens
+from jaxllm.data.packing import Packed
+from jaxllm.data.paths import PREPARED
+from jaxllm.data.shards import ShardWriter, open_shard
+from jaxllm.data.sources import Record, Source, hold_out_rank
+from jaxllm.errors import InputError
+from jaxllm.files import lock, write_json
+from jaxllm.text import Tokenizer
+from jaxllm.text.files import read_page
+
+VERSION = 1  # increment it when the same conversations and tokenizer would give other tokens
+_BATCH = 1 << 22  # characters encoded at a time
+_NAMED = 3  # reasons to refuse that a report names, with as many conversations; chat.json has all
+
+
+def encode(source: Source, tokenizer: Tokenizer, loss: str, folder: Path, key: str) -> None:
+    """Writes all conversations of a source to a folder, and last a report with the `key` of both.
+
+    Raises InputError for conversations that cannot be read, and if none has a token with loss.
+    """
+    refused: dict[str, list[str]] = defaultdict(list)
+    lengths, ranks, with_loss, largest = [], [], 0, 0
+    sha = hashlib.sha256()
+    writer = ShardWriter(folder / "conversations.chat", 2 * tokenizer.vocab_size)
+    try:
+        for batch in _rendered(source, tokenizer, loss, refused):
+            pairs = tokenizer.encode_rendered([rendered for _, rendered in batch])
+            for (record, (text, _)), (ids, mask) in zip(batch, pairs, strict=True):
+                if not mask[1:].any():  # nothing predicts the first token
+                    refused["no token with loss"].append(record.document)
+                    continue
+                entries = 2 * ids + mask
+                writer.append(entries)
+                sha.update(entries)
+                lengths.append(len(ids))
+                ranks.append(hold_out_rank(text))
+                with_loss += int(mask.sum())
+                largest = max(largest, int(ids.max()))
+    finally:
+        writer.close()
+    if not lengths:
+        why = "it is empty" if not refused else describe_refused(refused)
+        raise InputError(f"no conversation of {source.files[0][1].parent} can be used: {why}")
+    np.savez(folder / "index.npz", lengths=np.array(lengths), ranks=np.array(ranks))
+    page = dict(conversations=len(lengths), tokens=sum(lengths), with_loss=with_loss, loss=loss)
+    page |= dict(
+        refused=refused, largest=largest, marks=has_marks(tokenizer), sha256=sha.hexdigest()
+    )
+    write_json(folder / PREPARED, page | dict(text=text_key(tokenizer), key=key))
+
+
+def _rendered(
+    source: Source, tokenizer: Tokenizer, loss: str, refused: dict[str, list[str]]
+) -> Iterator[list[tuple[Record, tuple[str, list]]]]:
+    """Yields batches of records with what `render` makes of them; collects the refused ones."""
+    batch, characters = [], 0
+    with progress_bar("encoding the conversations (once)", source.size) as done:
+        for record in source.records(COLUMNS):
+            try:
+                batch.append((record, render(tokenizer, record.values, loss)))
+            except Refused as error:
+                refused[str(error)].append(record.document)
+                continue
+            except InputError as error:
+                raise InputError(f"{record.where}: {error}") from error
+            characters += len(batch[-1][1][0])
+            if characters >= _BATCH:
+                yield batch
+                batch, characters = [], 0
+            done(record.done)
+    if batch:
+        yield batch
+
+
+def describe_refused(refused: dict[str, list[str]]) -> str:
+    """For people: why conversations were refused, and which."""
+    parts, groups = [], sorted(refused.items(), key=lambda group: -len(group[1]))
+    for reason, where in groups[:_NAMED]:
+        more = ", ..." if len(where) > _NAMED else ""
+        parts.append(f"{len(where):,} refused, {reason} ({', '.join(where[:_NAMED])}{more})")
+    if rest := sum(len(where) for _, where in groups[_NAMED:]):
+        parts.append(f"{rest:,} refused for other reasons")
+    return "; ".join(parts)
+
+
+def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> list[str]:
+    """Encodes the conversations of a source into a folder; returns lines about what went in.
+
+    Raises InputError if the folder holds anything else.
+    """
+    key = _key(source, tokenizer, loss, cache_folder(None))
+    try:
+        with lock(out / ".lock", wait=False):
+            page = read_page(out / PREPARED)
+            if page.get("key", key) != key or any(out.glob("*.bin")):
+                raise InputError(f"{out} holds other data: choose another --out or delete it")
+            if not page:
+                tokenizer.copy_to(out)
+                encode(source, tokenizer, loss, out, key)
+    except BlockingIOError as error:
+        raise InputError(f"another process is writing to {out}") from error
+    except OSError as error:
+        raise InputError(f"cannot write to {out}: {error}") from error
+    found = Encoded(out, tokenizer, loss)
+    return [f"{out}: {found.describe()}", found.describe_lengths()]
+
+
+def find_encoded(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> "Encoded":
+    """The conversations of a source, as prepared or, encoded once, from the cache."""
+    (name, path), *_ = source.files
+    if name == PREPARED:
+        return Encoded(path.parent, tokenizer, loss)
+    key = _key(source, tokenizer, loss, cache)
+    build = lambda folder: encode(source, tokenizer, loss, folder, key)
+    return Encoded(build_once(cache / f"chat-{key[:16]}", build), tokenizer, loss)
+
+
+def _key(source: Source, tokenizer: Tokenizer, loss: str, cache: Path) -> str:
+    return digest("chat", VERSION, source.digest(cache), text_key(tokenizer), loss)
+
+
+class Encoded:
+    """The encoded conversations in a folder; raises InputError if they are not as described."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, loss: str):
+        key = text_key(tokenizer)
+        try:
+            self.page = json.loads((folder / PREPARED).read_text())
+            index = np.load(folder / "index.npz")
+            self.lengths, self.ranks = index["lengths"], index["ranks"]
+            made = (self.page["text"], self.page["loss"])
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"{folder} is damaged ({error}); delete it") from error
+        if made[0] != key:
+            raise InputError(
+                f"{folder} was prepared with another tokenizer or chat template than"
+                f" {tokenizer.folder}'s: run jaxllm data prepare again with that one"
+            )
+        if made[1] != loss:
+            raise InputError(f"{folder} was prepared with --loss {made[1]}, not data.loss={loss}")
+        self.entries = Tokens([open_shard(folder / "conversations.chat")[0]])
+        if len(self.entries) != self.lengths.sum():
+            raise InputError(f"{folder} is damaged: its files differ in length; delete it")
+
+    def describe(self) -> str:
+        """For people: what went in."""
+        page = self.page
+        share = page["with_loss"] / page["tokens"]
+        by = "by the template's generation marks" if page["marks"] else "by prefixes of messages"
+        whose = f"the assistant's, {by}" if page["loss"] == "assistant" else "all"
+        text = f"{page['conversations']:,} conversations, {page['tokens']:,} tokens, {share:.1%}"
+        text += f" with loss ({whose})"
+        return f"{text}; {why}" if (why := describe_refused(page["refused"])) else text
+
+    def describe_lengths(self) -> str:
+        """For people: how many conversations are longer than usual values of train.seq_len."""
+        sizes = [2**i for i in range(9, 17) if 2**i < self.lengths.max() - 1]
+        longer = [f"{int((self.lengths > n + 1).sum()):,} than {n:,}" for n in sizes]
+        text = f"the longest conversation has {int(self.lengths.max()):,} tokens"
+        return f"{text}; longer for a train.seq_len: {', '.join(longer)}" if longer else text
+
+
+class Fitted:
+    """The conversations that fit into seq_len + 1 tokens: whole, cut, or left out.
+
+    Raises InputError if none with loss is left.
+    """
+
+    def __init__(self, encoded: Encoded, seq_len: int, too_long: str):
+        size, stops = seq_len + 1, np.cumsum(encoded.lengths)
+        spans = np.stack([stops - encoded.lengths, stops], 1)
+        kept, longer = np.ones(len(stops), bool), encoded.lengths > size
+        for i in np.flatnonzero(longer):
+            start, stop = spans[i]
+            start, stop = (stop - size, stop) if too_long == "cut_start" else (start, start + size)
+            spans[i] = start, stop
+            has_loss = (encoded.entries.read(start + 1, stop) & 1).any()
+            kept[i] = too_long != "leave_out" and has_loss
+        why = "longer than" if too_long == "leave_out" else "without loss in the kept part of"
+        if not kept.any():
+            raise InputError(
+                f"all {len(stops):,} conversations are {why} train.seq_len + 1 = {size:,} tokens"
+                f" (data.too_long={too_long}): raise train.seq_len"
+            )
+        cut, gone = int((longer & kept).sum()), int((~kept).sum())
+        side = "beginning" if too_long == "cut_start" else "end"
+        self.description = encoded.describe()
+        self.description += f"; {cut:,} cut at the {side} to {size:,} tokens" * bool(cut)
+        self.description += f"; {gone:,} left out, {why} {size:,} tokens" * bool(gone)
+        self._entries, self._spans, self._seq_len = encoded.entries, spans[kept], seq_len
+        self._ranks = encoded.ranks[kept]
+
+    def all(self) -> Packed:
+        """Rows of all conversations."""
+        return self._packed(self._ranks >= 0)
+
+    def split(self, fraction: float) -> tuple[Packed, Packed]:
+        """Rows for training and, by the conversations' hashes, for validation: at least one each.
+
+        Raises InputError if there are no two different conversations.
+        """
+        least, most = self._ranks.min(), self._ranks.max()
+        if least == most:
+            raise InputError(
+                "the data has one conversation, and none to hold out for validation: name some"
+                " with data.val_path"
+            )
+        held = self._ranks < min(max(fraction, np.nextafter(least, 1)), most)
+        return self._packed(~held), self._packed(held)
+
+    def none(self) -> Packed:
+        """No rows."""
+        return self._packed(self._ranks < 0)
+
+    def _packed(self, chosen: np.ndarray) -> Packed:
+        return Packed(self._entries, self._spans[chosen], self._seq_len)
