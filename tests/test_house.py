@@ -97,7 +97,7 @@ def test_imports_run_in_one_direction():
 # to the next hundred.
 MOST = {
     "lines of pallas_kernels without bench and explain": 15_900,
-    "lines of jaxllm": 12_510,
+    "lines of jaxllm": 13_170,
     "public names of pallas_kernels": 25,
     "files to follow rms_norm": 3,
     "files to follow attention on Hopper": 8,
