@@ -307,6 +307,10 @@ def _hopper_tiling(direction, shape, streams, weights) -> Tiling:
     width = cols + -cols % _multiple(cols, False)
     if short:
         block = short
+        # Mosaic takes a store of rows as wide as their stride for contiguous and clips no row: it
+        # would write the next head.
+        if any(a.shape[1] * width == block for a in streams.values()):
+            width = block
     else:
         widest = 512 // streams["x"].dtype.itemsize  # each lane loads a vector of 16 bytes
         fill = 1 if cols <= 4096 else LINES * parts

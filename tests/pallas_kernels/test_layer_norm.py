@@ -87,6 +87,11 @@ def test_parameters_for_each_head(one_block):
     check_op(layer_norm, layer_norm_reference, x, *parameters(3, 128, dtype=bf16), kernels=KERNELS)
 
 
+def test_short_rows_as_wide_as_their_stride(one_block):
+    x = normal(0, (32, 2, 32), bf16)  # a slice of 64 columns would look contiguous
+    check_op(layer_norm, layer_norm_reference, x, *parameters(2, 32, dtype=bf16), kernels=KERNELS)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "residual"),
     [((2, 2, 768), bf16, bf16), slow((3, 1280), bf16, f32), slow((3, 40), f32, f32)],
