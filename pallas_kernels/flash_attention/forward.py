@@ -52,6 +52,7 @@ from pallas_kernels.flash_attention.schedule import (
     work_items,
 )
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+from pallas_kernels.pipeline import Ring
 
 LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
@@ -102,23 +103,17 @@ def scratch(s: Schedule) -> dict:
     return buffers
 
 
-class Ring(NamedTuple):
-    """One of the two rings, and who fills it."""
+class Keys(NamedTuple):
+    """K or V, its ring, and which warp fills it."""
 
+    ring: Ring
     ref: Any
     first_head: int
     smem: Any
-    full: Any
-    free: Any
-    stages: int
     ids_ref: Any  # the ids that come along with each tile, or None
     ids_smem: Any
     ahead: int  # how many steps early it loads a tile
-    wg: int
     warp: int
-
-    def slot(self, n):
-        return lax.rem(n, jnp.int32(self.stages))
 
 
 class Worker(NamedTuple):
@@ -129,8 +124,8 @@ class Worker(NamedTuple):
     o_ref: Any
     lse_ref: Any
     smem: Any  # what `scratch` lists, by name
-    k: Ring
-    v: Ring
+    k: Keys
+    v: Keys
     wg: Any
 
 
@@ -171,18 +166,16 @@ def stream_of(w: Worker, item, n0) -> Stream:
     return Stream(batch, head // w.schedule.group, top, end)
 
 
-def send(w: Worker, ring: Ring, n, stream: Stream):
+def send(w: Worker, x: Keys, n, stream: Stream):
     """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
-    slot, keys = ring.slot(n), pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
-    pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-    source = ring.ref.at[stream.batch, keys, ring.first_head + stream.kv_head]
-    plgpu.copy_gmem_to_smem(source, ring.smem.at[slot], ring.full.at[slot])
-    if ring.ids_ref is not None:
-        ids = ring.ids_ref.at[stream.batch, keys]
-        plgpu.copy_gmem_to_smem(ids, ring.ids_smem.at[slot], ring.full.at[slot])
+    keys = pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
+    x.ring.claim(n)
+    x.ring.send(n, x.ref.at[stream.batch, keys, x.first_head + stream.kv_head], x.smem)
+    if x.ids_ref is not None:
+        x.ring.send(n, x.ids_ref.at[stream.batch, keys], x.ids_smem)
 
 
-def load(w: Worker, ring: Ring, n, stream: Stream, following):
+def load(w: Worker, x: Keys, n, stream: Stream, following):
     """Loads the tile of step n, which from the stream's end on is one of the next item.
 
     One warp does so; only it waits until all warpgroups have left the buffer.
@@ -190,29 +183,29 @@ def load(w: Worker, ring: Ring, n, stream: Stream, following):
 
     def send_following():
         coming = stream_of(w, following, stream.end)
-        pl.when(n < coming.end)(lambda: send(w, ring, n, coming))
+        pl.when(n < coming.end)(lambda: send(w, x, n, coming))
 
     def by_warp(warp):
-        @pl.when(warp == ring.warp)
+        @pl.when(warp == x.warp)
         def _():
-            pl.when(n < stream.end)(lambda: send(w, ring, n, stream))
+            pl.when(n < stream.end)(lambda: send(w, x, n, stream))
             if following is not None:
                 pl.when((n >= stream.end) & (following >= 0))(send_following)
 
-    pl.when(w.wg == ring.wg)(lambda: plgpu.warp_map(by_warp))
+    pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
 
 
 def load_from(w: Worker, begin, n0, stream: Stream, following):
     """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
-    for ring in (w.k, w.v):
-        one = functools.partial(load, w, ring, stream=stream, following=following)
-        pl.loop(begin, n0 + ring.ahead)(lambda n, one=one: one(n))
+    for x in (w.k, w.v):
+        one = functools.partial(load, w, x, stream=stream, following=following)
+        pl.loop(begin, n0 + x.ahead)(lambda n, one=one: one(n))
 
 
 def load_later(w: Worker, i: Item, n):
     """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
-    for ring in (w.k, w.v):
-        load(w, ring, n + ring.ahead, i.stream, i.following)
+    for x in (w.k, w.v):
+        load(w, x, n + x.ahead, i.stream, i.following)
 
 
 def begin(w: Worker, item):
@@ -238,23 +231,18 @@ def next_turn(w: Worker):
     plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
 
 
-def release(ring: Ring, n):
-    """This warpgroup has read the tile of step n."""
-    plgpu.barrier_arrive(ring.free.at[ring.slot(n)])
-
-
 def pass_by(w: Worker, i: Item, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
 
     @pl.loop(low, high)
     def _(n):
-        plgpu.barrier_wait(w.k.full.at[w.k.slot(n)])
+        w.k.ring.wait(n)
         my_turn(w)
         next_turn(w)
         load_later(w, i, n)
-        release(w.k, n)
-        plgpu.barrier_wait(w.v.full.at[w.v.slot(n)])
-        release(w.v, n)
+        w.k.ring.release(n)
+        w.v.ring.wait(n)
+        w.v.ring.release(n)
 
 
 # Compute scores and softmax.
@@ -265,7 +253,7 @@ def mask(w: Worker, i: Item, x, n):
     if s.packed:
         stat = functools.partial(plgpu.load, optimized=False)
         q_ids = stat(smem.q_ids.at[i.at], layout=ROW)
-        k_ids = stat(smem.k_ids.at[w.k.slot(n)], layout=COL)
+        k_ids = stat(smem.k_ids.at[w.k.ring.slot(n)], layout=COL)
         x = same_segment(x, q_ids, k_ids)
         plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
     return in_sight(s, i, x, n)
@@ -277,13 +265,13 @@ def scores(w: Worker, i: Item, x, n, masked):
     if s.softcap is not None:
         x = logits(x, s.scale, s.softcap)[0]
     if not s.packed:
-        release(w.k, n)
+        w.k.ring.release(n)
     if masked is True:
         x = mask(w, i, x, n)
     elif masked is not False:
         x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
     if s.packed:
-        release(w.k, n)
+        w.k.ring.release(n)
     return x
 
 
@@ -299,7 +287,7 @@ def softmax(s: Schedule, x, m, l):
 
 def first_step(w: Worker, i: Item):
     """P, the largest and the sum of each row for the first step, which has no O to add to yet."""
-    s, slot = w.schedule, w.k.slot(i.first)
+    s, slot = w.schedule, w.k.ring.slot(i.first)
 
     def issue(s_acc):
         plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
@@ -318,15 +306,15 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     s = w.schedule
     p, m, l = carry
     masked = ((n < i.unmasked) | (n >= i.edge)) if mixes_masks(s) else False
-    slot, before = w.k.slot(n), w.v.slot(n - 1)
+    slot, before = w.k.ring.slot(n), w.v.ring.slot(n - 1)
     # Issue both matmuls.
-    plgpu.barrier_wait(w.smem.k_full.at[slot])
+    w.k.ring.wait(n)
     my_turn(w)
 
     def issue(s_acc):
         here = jnp.minimum(i.at, n + s.sides * s.wgs)  # i.at, but the compiler may not know it
         plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
-        plgpu.barrier_wait(w.smem.v_full.at[before])
+        w.v.ring.wait(n - 1)
         plgpu.wgmma(o_acc, p, w.smem.v.at[before])
         next_turn(w)
         load_later(w, i, n)
@@ -337,7 +325,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
     # Rescale O.
     o = o_acc[...]  # waits for O += P V
-    release(w.v, n - 1)
+    w.v.ring.release(n - 1)
     o_acc[...] = o * along(alpha, o.shape, 0)
     return p, m, l
 
@@ -346,7 +334,7 @@ def accumulate(w: Worker, i: Item, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     # Begin with the first tile.
     plgpu.barrier_wait(w.smem.q_bars.at[i.at])
-    plgpu.barrier_wait(w.smem.k_full.at[w.k.slot(i.first)])
+    w.k.ring.wait(i.first)
     my_turn(w)
     carry = first_step(w, i)
     load_following_q(w, i)
@@ -355,11 +343,9 @@ def accumulate(w: Worker, i: Item, o_acc):
     if w.schedule.packed:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
-    slot = w.v.slot(i.last - 1)
-    plgpu.barrier_wait(w.smem.v_full.at[slot])
-    plgpu.wgmma(o_acc, p, w.smem.v.at[slot])
+    plgpu.wgmma(o_acc, p, w.smem.v.at[w.v.ring.wait(i.last - 1)])
     o = o_acc[...]
-    release(w.v, i.last - 1)
+    w.v.ring.release(i.last - 1)
     if w.schedule.visits.window is not None:
         pass_by(w, i, i.last, i.end)
     return o, m, l
@@ -411,14 +397,10 @@ def attend(w: Worker, item, following, side, n0):
 def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem):
     k_ids, k_ids_smem = (inputs.segments.k_ids, smem.k_ids) if s.packed else (None, None)
     ahead = int(s.width <= 64)  # for values a second step pays where the ring has room for it
-    k = Ring(
-        inputs.k, s.k_first, smem.k, smem.k_full, smem.k_free, s.stages, k_ids, k_ids_smem,
-        ahead=1, wg=0, warp=0,
-    )  # fmt: skip
-    v = Ring(
-        inputs.v, s.v_first, smem.v, smem.v_full, smem.v_free, v_stages(s), None, None,
-        ahead=ahead, wg=s.wgs - 1, warp=1,
-    )  # fmt: skip
+    k_ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
+    v_ring = Ring(v_stages(s), smem.v_full, smem.v_free, loader=s.wgs - 1)
+    k = Keys(k_ring, inputs.k, s.k_first, smem.k, k_ids, k_ids_smem, ahead=1, warp=0)
+    v = Keys(v_ring, inputs.v, s.v_first, smem.v, None, None, ahead=ahead, warp=1)
     w = Worker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
     pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(attend, w))

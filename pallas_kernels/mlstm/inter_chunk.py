@@ -33,6 +33,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.join_spans import join_spans
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
+from pallas_kernels.pipeline import Ring
 
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # layout of a transposed square
 MIN_SPAN = 8  # chunks in a span; with fewer, three kernels take longer than one
@@ -110,6 +111,7 @@ class Worker(NamedTuple):
     steps: Any  # chunks to walk
     mine: Any  # the warpgroup's rows of S
     here: tuple  # the warpgroup's part of S
+    ring: Ring  # the last warpgroup loads what all read; each loads its own columns of X
 
 
 def saturated(x, dtype):
@@ -225,8 +227,9 @@ def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Wor
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
     mine = pl.ds(x_tile * s.size + wg * ROWS, ROWS)
     here = mine, pl.ds(y_tile * s.size, s.size)
+    ring = Ring(STAGES, smem.full, smem.free, wg=wg, loader=s.wgs - 1)
     return Worker(
-        s, inputs, outputs, smem, wg, b, h, span, x_tile, y_tile, start, steps, mine, here
+        s, inputs, outputs, smem, wg, b, h, span, x_tile, y_tile, start, steps, mine, here, ring
     )  # fmt: skip
 
 
@@ -260,10 +263,6 @@ def _chunk_of(w: Worker, n):
     return s.chunks - 1 - w.start - n if s.reverse else w.start + n
 
 
-def _stage_of(n):
-    return lax.rem(n, jnp.int32(STAGES))
-
-
 # Load.
 
 
@@ -274,32 +273,19 @@ def _load_x(w: Worker, n):
     @pl.when(n < w.steps)
     def _():
         rows, part = pl.ds(_chunk_of(w, n) * size, size), w.x_tile * w.schedule.wgs + w.wg
-        source = w.inputs.x.at(w.b, rows, w.h, part)
-        full = w.smem.full.at[_stage_of(n)]
-        plgpu.copy_gmem_to_smem(source, w.smem.x.at[_stage_of(n), w.wg], full)
+        w.ring.send(n, w.inputs.x.at(w.b, rows, w.h, part), w.smem.x, w.wg)
 
 
 def _load_common(w: Worker, n):
     """Loads what all warpgroups read in step n; the last warpgroup calls it."""
-    size, smem = w.schedule.size, w.smem
+    size, chunk = w.schedule.size, _chunk_of(w, n)
 
     @pl.when(n < w.steps)
     def _():
-        chunk, stage = _chunk_of(w, n), _stage_of(n)
-        source = w.inputs.y.at(w.b, pl.ds(chunk * size, size), w.h, w.y_tile)
-        plgpu.copy_gmem_to_smem(source, smem.y.at[stage], smem.full.at[stage])
+        y = w.inputs.y.at(w.b, pl.ds(chunk * size, size), w.h, w.y_tile)
+        w.ring.send(n, y, w.smem.y)
         for place, ref in enumerate((w.inputs.weight, w.inputs.vector)):
-            into = smem.vectors.at[stage, place]
-            plgpu.copy_gmem_to_smem(ref.at[w.b, w.h, chunk], into, smem.full.at[stage])
-
-
-def _refill(w: Worker, n):
-    """Refills what all warpgroups read in the stage of step n, once they have read it."""
-
-    @pl.when(w.wg == w.schedule.wgs - 1)
-    def _():
-        plgpu.barrier_wait(w.smem.free.at[_stage_of(n)])
-        _load_common(w, n + STAGES)
+            w.ring.send(n, ref.at[w.b, w.h, chunk], w.smem.vectors, place)
 
 
 def _load_other(w: Worker, n):
@@ -328,7 +314,7 @@ def _along_chunks(w: Worker, acc):
 
 def _step(w: Worker, acc, n, carry):
     decay, sums = carry
-    smem, chunk, stage = w.smem, _chunk_of(w, n), _stage_of(n)
+    smem, chunk, stage = w.smem, _chunk_of(w, n), w.ring.slot(n)
     # Load the next decay now: from global memory it takes as long as the matmul.
     ahead = w.inputs.decay[w.b, w.h, _chunk_of(w, jnp.minimum(n + 1, w.steps - 1))]
     # Store the state before the chunk.
@@ -339,9 +325,9 @@ def _step(w: Worker, acc, n, carry):
         _multiply_other(w, n, state)
     # Decay the state.
     acc[...] = state * decay
-    pl.when(n > 0)(lambda: _refill(w, n - 1))
+    pl.when(n > 0)(lambda: w.ring.refill(n - 1, functools.partial(_load_common, w)))
     # Load X and scale it.
-    plgpu.barrier_wait(smem.full.at[stage])
+    w.ring.wait(n)
     weight = plgpu.load(smem.vectors.at[stage, 0], layout=ROW, optimized=False)
     x = plgpu.load(smem.x.at[stage, w.wg], layout=WGMMA).astype(jnp.float32)
     smem.scaled[w.wg] = (x * mosaic.along(weight, x.shape, 0)).astype(w.schedule.dtype)
@@ -352,7 +338,7 @@ def _step(w: Worker, acc, n, carry):
     plgpu.commit_smem()  # waits until all four warps have read x and its vectors
     _load_x(w, n + STAGES)
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(smem.free.at[stage])
+    w.ring.release(n)
     return ahead, sums
 
 

@@ -46,6 +46,7 @@ from pallas_kernels.mlstm.intra_weights import (
     sum_rows,
 )
 from pallas_kernels.mosaic import COL, ROWS, WGMMA
+from pallas_kernels.pipeline import Ring
 
 TEAMS = 3  # chunks that a block computes at a time; three teams leave 168 registers to a thread
 STAGES = 2  # of a team; three teams with two stages take 216 of 227 KB of shared memory
@@ -89,6 +90,11 @@ class Worker(NamedTuple):
     team: Any
     first: Any  # the item of its first chunk
 
+    @property
+    def ring(self) -> Ring:
+        slots = self.schedule.slots
+        return Ring(slots, self.smem.full, first=self.team * slots)
+
 
 # Load.
 
@@ -104,26 +110,20 @@ def load_qk(w: Worker, item):
             plgpu.copy_gmem_to_smem(source, into.at[w.team], smem.qk_full.at[w.team])
 
 
-def stage_of(w: Worker, n):
-    """The stage of the n-th tile, counted over all chunks of the team, and its barrier."""
-    stage = mosaic.divide(n, w.schedule.slots)[1]
-    return stage, w.smem.full.at[w.team * w.schedule.slots + stage]
-
-
 def load_stage(w: Worker, n):
+    """Loads the n-th tiles, counted over all chunks of the team."""
     s, smem, inputs = w.schedule, w.smem, w.inputs
     turn, tile = mosaic.divide(n, s.parts)
     item = w.first + turn * (s.blocks * s.teams)
     b, h, chunk = locate(s, item)
-    stage, full = stage_of(w, n)
 
     @pl.when(item < s.items)
     def _():
         rows = nth_square(s, chunk)
         of_state = inputs.states.at[b, h, chunk, nth_square(s, 0), nth_square(s, tile)]
-        plgpu.copy_gmem_to_smem(of_state, smem.states.at[w.team, stage], full)
+        w.ring.send(n, of_state, smem.states.at[w.team])
         for heads, into in ((inputs.v, smem.v), (inputs.dh, smem.dh)):
-            plgpu.copy_gmem_to_smem(heads.at(b, rows, h, tile), into.at[w.team, stage], full)
+            w.ring.send(n, heads.at(b, rows, h, tile), into.at[w.team])
 
 
 # Compute.
@@ -168,9 +168,8 @@ def add_tiles(w: Worker, c: Chunk, weights, scale, n, of_scores, of_states):
 
     @pl.loop(0, s.parts)
     def _(tile):
-        stage, full = stage_of(w, n + tile)
+        stage = w.ring.wait(n + tile)
         v, states, dh = (x.at[w.team, stage] for x in (smem.v, smem.states, smem.dh))
-        plgpu.barrier_wait(full)
         plgpu.wgmma(of_states, v, states.transpose((1, 0)))
         plgpu.wgmma(of_scores, v, dh.transpose((1, 0)))
         through = product(w, smem.k.at[w.team], states) * broadcast_rows(scale, s.size)

@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
+from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
 from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
 
@@ -204,23 +205,30 @@ def _body(p: Plan, activation, *arrays, **scratch):
         _finish(p, refs, total, activation)
 
 
+def _ring(p: Plan, refs: _Refs) -> Ring:
+    """This warpgroup's ring of words and scales; its steps are turns."""
+    return Ring(p.slots, refs.word_bars, first=lax.axis_index("wg") * p.slots, flat=True)
+
+
+def _x_ring(p: Plan, refs: _Refs, wg=0) -> Ring:
+    """The ring of x, which warpgroup 0 fills."""
+    return Ring(p.stages, refs.x_bars, refs.free_bars, wg=wg)
+
+
 def _fetch_words(p: Plan, refs: _Refs, i, turn):
     """Starts the copies of this warpgroup's words and scales of the i-th turn."""
-    slot, tiles = _slot(p, i), pl.ds(_columns() // COLUMNS, _TILES)
+    ring, tiles = _ring(p, refs), pl.ds(_columns() // COLUMNS, _TILES)
     group = pl.ds(turn * p.groups if p.grouped else lax.rem(turn, jnp.int32(1)), p.groups)
-    copy = lambda ref, smem: plgpu.copy_gmem_to_smem(ref, smem.at[slot], refs.word_bars.at[slot])
-    copy(refs.words.at[tiles, pl.ds(turn * p.parts, p.parts)], refs.words_smem)
-    copy(refs.scales.at[tiles, group], refs.scales_smem)
+    ring.send(i, refs.words.at[tiles, pl.ds(turn * p.parts, p.parts)], refs.words_smem)
+    ring.send(i, refs.scales.at[tiles, group], refs.scales_smem)
     if p.asymmetric:
-        copy(refs.offsets.at[tiles, group], refs.offsets_smem)
+        ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
 
 
 def _load_x(p: Plan, refs: _Refs, s, k):
     """Starts the copy of x of step s of the block, whose K begins at k; zeros past M and K."""
-    stage = lax.rem(s, jnp.int32(p.stages))
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
-    x = refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)]
-    plgpu.copy_gmem_to_smem(x, refs.x_smem.at[stage], refs.x_bars.at[stage])
+    _x_ring(p, refs).send(s, refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)], refs.x_smem)
 
 
 def _columns():
@@ -228,14 +236,9 @@ def _columns():
     return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * _N
 
 
-def _slot(p: Plan, i):
-    return lax.axis_index("wg") * p.slots + lax.rem(i, jnp.int32(p.slots))
-
-
 def _multiply(p: Plan, refs: _Refs, i, acc, load):
     """acc += w' x^T of the i-th turn."""
-    slot = _slot(p, i)
-    plgpu.barrier_wait(refs.word_bars.at[slot])
+    slot = _ring(p, refs).wait(i)
     read = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
     row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
     per = p.step // _BLOCK  # blocks of a step of the packed form
@@ -250,26 +253,11 @@ def _multiply(p: Plan, refs: _Refs, i, acc, load):
         offsets = [row(refs.offsets_smem, g) for g in groups if p.asymmetric]
         w = tile(words, scales, offsets, block % per, p.bits, p.format)
         s = i * _BLOCKS + block
-        stage = lax.rem(s, jnp.int32(p.stages))
-        plgpu.barrier_wait(refs.x_bars.at[stage])
-        plgpu.wgmma(acc, w, refs.x_smem.at[stage].transpose((1, 0)))
+        plgpu.wgmma(acc, w, refs.x_smem.at[_x_ring(p, refs).wait(s)].transpose((1, 0)))
         plgpu.wgmma_wait(1)
-        pl.when(s >= 1)(functools.partial(_free, p, refs, s - 1))
-        pl.when(s >= 2)(functools.partial(_refill, p, refs, s - 2, load))
-
-
-def _free(p: Plan, refs: _Refs, s):
-    """This warpgroup has multiplied with x of step s."""
-    plgpu.barrier_arrive(refs.free_bars.at[lax.rem(s, jnp.int32(p.stages))])
-
-
-def _refill(p: Plan, refs: _Refs, s, load):
-    """Warpgroup 0 refills the buffer of step s, which both warpgroups have freed or soon will."""
-
-    @pl.when(lax.axis_index("wg") == 0)
-    def _():
-        plgpu.barrier_wait(refs.free_bars.at[lax.rem(s, jnp.int32(p.stages))])
-        load(s + p.stages)
+        pl.when(s >= 1)(lambda s=s: _x_ring(p, refs).release(s - 1))
+        refill = lambda s=s: _x_ring(p, refs, lax.axis_index("wg")).refill(s - 2, load)
+        pl.when(s >= 2)(refill)
 
 
 def _store_sums(p: Plan, refs: _Refs, total):

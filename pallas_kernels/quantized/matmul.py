@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
+from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
 from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
 
@@ -169,32 +170,31 @@ def _body(p: Plan, *arrays, **scratch):
         pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
 
 
-def _slot(p: Plan, i):
-    return lax.axis_index("wg") * p.stages + lax.rem(i, jnp.int32(p.stages))
+def _ring(p: Plan, refs: _Refs) -> Ring:
+    """The ring of this warpgroup."""
+    return Ring(p.stages, refs.bars, first=lax.axis_index("wg") * p.stages, flat=True)
 
 
 def _fetch(p: Plan, refs: _Refs, i, turn):
     """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
-    slot, zero = _slot(p, i), lax.rem(turn, jnp.int32(1))
+    ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     tiles = pl.ds(lax.axis_index("n") * _TILES, _TILES)
     k = turn * p.span * p.step
     group = pl.ds(lax.div(k, jnp.int32(p.group)), p.groups)
-    copy = lambda ref, smem: plgpu.copy_gmem_to_smem(ref, smem.at[slot], refs.bars.at[slot])
     parts = p.span * p.parts
-    copy(refs.words.at[tiles, pl.ds(turn * parts, parts)], refs.words_smem)
-    copy(refs.scales.at[tiles, group], refs.scales_smem)
+    ring.send(i, refs.words.at[tiles, pl.ds(turn * parts, parts)], refs.words_smem)
+    ring.send(i, refs.scales.at[tiles, group], refs.scales_smem)
     if p.asymmetric:
-        copy(refs.offsets.at[tiles, group], refs.offsets_smem)
+        ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
     # JAX 0.12 rejects slices that are statically too wide, so the first row is a variable.
     for s in range(p.span):
         x = refs.x.at[pl.ds(zero * 8, p.rows), pl.ds(k + s * p.step, p.step)]
-        plgpu.copy_gmem_to_smem(x, refs.x_smem.at[slot, s], refs.bars.at[slot])
+        ring.send(i, x, refs.x_smem, s)
 
 
 def _multiply(p: Plan, refs: _Refs, i, acc):
     """acc += w x^T of this warpgroup's i-th turn."""
-    slot = _slot(p, i)
-    plgpu.barrier_wait(refs.bars.at[slot])
+    slot = _ring(p, refs).wait(i)
     load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
     row = lambda smem, g: load(smem.at[slot, :, g], SCALES)
     per = max(1, p.groups // p.span)  # groups of a step
