@@ -27,7 +27,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.keys import (
     Inputs,
     Item,
-    Ring,
+    Queries,
     Step,
     Worker,
     ahead,
@@ -59,6 +59,7 @@ from pallas_kernels.flash_attention.schedule import (
     work_items,
 )
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
+from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, group: int) -> Tiles:
@@ -115,8 +116,7 @@ def one_head(w: Worker, i: Item, add, g):
 
     def one(r, masked, begins=False):
         step = i.step(g, r)
-        slot = s.slot(step.n)
-        plgpu.barrier_wait(w.smem.q_full.at[slot])
+        slot = w.q.ring.wait(step.n)
         add(step, slot, masked, begins)
 
     pass_by(w, i, g, 0, i.first)
@@ -382,12 +382,11 @@ def body(s: Schedule, inputs: Inputs, *refs):
     q_ids, q_ids_smem = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
     # The last warpgroup loads Q and the first one dO; of a pair the second one loads both.
     last = s.wgs - 1
-    q = Ring(inputs.q, inputs.lse2, q_ids, smem.q, smem.lse2, q_ids_smem, smem.q_full, last, warp=0)
-    do = Ring(
-        inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, smem.do_full,
-        last if pair else 0, warp=1,
-    )  # fmt: skip
-    w = Worker(s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg)
+    ring = functools.partial(Ring, s.stages, free=smem.free)
+    q_ring, do_ring = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pair else 0)
+    q = Queries(q_ring, inputs.q, inputs.lse2, q_ids, smem.q, smem.lse2, q_ids_smem, 0)
+    do = Queries(do_ring, inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, 1)
+    w = Worker(s, inputs, dk_ref, dv_ref, smem, q, do, wg, 0 if pair else wg)
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(one_item, w))

@@ -11,6 +11,8 @@ A block owns queries and streams the keys that they see, from the diagonal downw
 dQ += dS K of a step runs on under the next one, so K has a slot more than V.  The last warpgroup
 also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
 leave a step: it does not wait for the others.
+
+The copies are not those of pipeline.Ring: one `free` guards K and V, whose rings differ in length.
 """
 
 import functools
@@ -24,7 +26,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import logits, same_segment
-from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
+from pallas_kernels.flash_attention.queries import (
+    Item,
+    Stream,
+    in_sight,
+    is_ragged,
+    item_of,
+    stream_of,
+)
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -120,15 +129,6 @@ class Worker(NamedTuple):
     o: Any  # its buffer of O
 
 
-class Stream(NamedTuple):
-    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
-
-    batch: Any
-    head: Any  # of the queries
-    top: Any
-    end: Any
-
-
 class Rows(NamedTuple):
     """What a warpgroup keeps of its rows in registers."""
 
@@ -154,11 +154,6 @@ def load_rows(w: Worker, item, side):
     if s.packed:
         ids = inputs.segments.q_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
-
-
-def stream_of(w: Worker, item, n0) -> Stream:
-    """The Stream of an item whose first step is n0."""
-    return Stream(*tiles_of(w.schedule, w.inputs.segments, item, n0))
 
 
 def send_k(w: Worker, n, stream: Stream):
@@ -192,7 +187,7 @@ def load(w: Worker, i: Item, n, *sends):
             send(w, n, stream)
 
     def send_following():
-        coming = stream_of(w, i.following, i.end)
+        coming = stream_of(w.schedule, w.inputs.segments, i.following, i.end)
         pl.when(n < coming.end)(lambda: send_all(coming))
 
     pl.when(n < i.end)(lambda: send_all(i.stream))
@@ -358,7 +353,6 @@ def differentiate(w: Worker, item, following, side, n0):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
     s = w.schedule
     i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
-    i = i._replace(stream=Stream(i.batch, i.head, i.top, i.end))
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])

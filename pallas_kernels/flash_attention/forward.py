@@ -37,7 +37,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import logits, same_segment, some_rows_see_nothing
-from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
+from pallas_kernels.flash_attention.queries import (
+    Item,
+    Stream,
+    in_sight,
+    is_ragged,
+    item_of,
+    stream_of,
+)
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -129,15 +136,6 @@ class Worker(NamedTuple):
     wg: Any
 
 
-class Stream(NamedTuple):
-    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
-
-    batch: Any
-    kv_head: Any
-    top: Any
-    end: Any
-
-
 def mixes_masks(s: Schedule) -> bool:
     """Whether steps after the first one may need the mask.
 
@@ -160,17 +158,20 @@ def load_q(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
 
 
-def stream_of(w: Worker, item, n0) -> Stream:
-    """The Stream of an item whose first step is n0."""
-    batch, head, top, end = tiles_of(w.schedule, w.inputs.segments, item, n0)
-    return Stream(batch, head // w.schedule.group, top, end)
+def of_keys(w: Worker, stream: Stream) -> Stream:
+    """The Stream of a head of queries as one of its head of keys."""
+    return stream._replace(head=stream.head // w.schedule.group)
+
+
+def stream_of_item(w: Worker, item, n0) -> Stream:
+    return of_keys(w, stream_of(w.schedule, w.inputs.segments, item, n0))
 
 
 def send(w: Worker, x: Keys, n, stream: Stream):
     """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
     keys = pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
     x.ring.claim(n)
-    x.ring.send(n, x.ref.at[stream.batch, keys, x.first_head + stream.kv_head], x.smem)
+    x.ring.send(n, x.ref.at[stream.batch, keys, x.first_head + stream.head], x.smem)
     if x.ids_ref is not None:
         x.ring.send(n, x.ids_ref.at[stream.batch, keys], x.ids_smem)
 
@@ -182,7 +183,7 @@ def load(w: Worker, x: Keys, n, stream: Stream, following):
     """
 
     def send_following():
-        coming = stream_of(w, following, stream.end)
+        coming = stream_of_item(w, following, stream.end)
         pl.when(n < coming.end)(lambda: send(w, x, n, coming))
 
     def by_warp(warp):
@@ -211,7 +212,7 @@ def load_later(w: Worker, i: Item, n):
 def begin(w: Worker, item):
     """Loads what the first item of a block needs at once."""
     load_q(w, item, 0)
-    load_from(w, 0, 0, stream_of(w, item, 0), None)
+    load_from(w, 0, 0, stream_of_item(w, item, 0), None)
 
 
 def load_following_q(w: Worker, i: Item):
@@ -372,7 +373,7 @@ def attend(w: Worker, item, following, side, n0):
     """One block of queries, with the steps from n0 on; returns the step after its last."""
     s = w.schedule
     i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
-    i = i._replace(stream=Stream(i.batch, i.head // s.group, i.top, i.end))
+    i = i._replace(stream=of_keys(w, i.stream))
     if following is not None:  # its tiles may follow at once: this item has few steps
         load_from(w, i.end, n0, i.stream, following)
 

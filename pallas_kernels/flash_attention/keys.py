@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.schedule import Schedule
 from pallas_kernels.mosaic import ROWS
+from pallas_kernels.pipeline import Ring
 
 
 class Stream(NamedTuple):
@@ -32,17 +33,19 @@ class Stream(NamedTuple):
     steps: Any
 
 
-class Ring(NamedTuple):
-    """Tiles of Q or of dO, the statistics that come along, and who loads them."""
+class Queries(NamedTuple):
+    """Tiles of Q or of dO, the statistics that come along, their ring, and the warp that fills it.
 
+    Q and dO share one `free`: a warpgroup leaves both at once.
+    """
+
+    ring: Ring
     ref: Any
     stats_ref: Any
     ids_ref: Any  # None for dO, and without segments
     smem: Any
     stats_smem: Any
     ids_smem: Any
-    full: Any
-    wg: int
     warp: int
 
 
@@ -192,7 +195,8 @@ class Worker(NamedTuple):
     dk_ref: Any
     dv_ref: Any
     smem: Any  # what `scratch` lists, by name
-    rings: tuple[Ring, Ring]
+    q: Queries
+    do: Queries
     wg: Any
     set: Any  # which 64 of the block's keys it works on
 
@@ -214,33 +218,30 @@ def load_kv(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
 
 
-def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
+def send(w: Worker, x: Queries, n, g, r, stream: Stream):
     """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
     s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
         ends = [heads * stream.steps for heads in range(1, ahead(s) + 1)]
         over = sum((r >= end).astype(jnp.int32) for end in ends)
         g, r = g + over, r - over * stream.steps
-    slot, at = s.slot(n), pl.ds((stream.base + r) * s.columns, s.columns)
-    pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))
-    bar = ring.full.at[slot]
-    tile = ring.ref.at[stream.batch, at, stream.head + g]
-    plgpu.copy_gmem_to_smem(tile, ring.smem.at[slot], bar)
-    stats = ring.stats_ref.at[stream.batch, stream.head + g, at]
-    plgpu.copy_gmem_to_smem(stats, ring.stats_smem.at[slot], bar)
-    if ring.ids_ref is not None:
-        plgpu.copy_gmem_to_smem(ring.ids_ref.at[stream.batch, at], ring.ids_smem.at[slot], bar)
+    at = pl.ds((stream.base + r) * s.columns, s.columns)
+    x.ring.claim(n)
+    x.ring.send(n, x.ref.at[stream.batch, at, stream.head + g], x.smem)
+    x.ring.send(n, x.stats_ref.at[stream.batch, stream.head + g, at], x.stats_smem)
+    if x.ids_ref is not None:
+        x.ring.send(n, x.ids_ref.at[stream.batch, at], x.ids_smem)
 
 
-def load_one(w: Worker, ring: Ring, step: Step, i, stream: Stream, following):
+def load_one(w: Worker, x: Queries, step: Step, i, stream: Stream, following):
     past = i - w.schedule.group * stream.steps
 
     def send_following():
         coming = stream_of(w.schedule, w.inputs.segments, w.wg, following)
         in_it = past < w.schedule.group * coming.steps
-        pl.when(in_it)(lambda: send(w, ring, step.n, 0, past, coming))
+        pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
 
-    pl.when(past < 0)(lambda: send(w, ring, step.n, step.g, step.r, stream))
+    pl.when(past < 0)(lambda: send(w, x, step.n, step.g, step.r, stream))
     if following is not None:
         pl.when((past >= 0) & (following >= 0))(send_following)
 
@@ -254,9 +255,9 @@ def load(w: Worker, step: Step, i, stream: Stream, following):
     """
 
     def by_warp(warp):
-        for ring in w.rings:
-            pl.when((warp == ring.warp) & (w.wg == ring.wg))(
-                lambda ring=ring: load_one(w, ring, step, i, stream, following)
+        for x in (w.q, w.do):
+            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(
+                lambda x=x: load_one(w, x, step, i, stream, following)
             )
 
     plgpu.warp_map(by_warp)
@@ -284,7 +285,7 @@ def begin(w: Worker, item):
 def release(w: Worker, n):
     """This warpgroup has read the tiles of step n."""
     plgpu.commit_smem()  # plain loads have read the statistics
-    plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
+    w.q.ring.release(n)
 
 
 def pass_by(w: Worker, i: Item, g, low, high):
@@ -294,7 +295,6 @@ def pass_by(w: Worker, i: Item, g, low, high):
     def _(r):
         n = i.step(g, r).n
         load_later(w, i, g, r)
-        slot = w.schedule.slot(n)
-        plgpu.barrier_wait(w.smem.q_full.at[slot])
-        plgpu.barrier_wait(w.smem.do_full.at[slot])
-        plgpu.barrier_arrive(w.smem.free.at[slot])
+        w.q.ring.wait(n)
+        w.do.ring.wait(n)
+        w.q.ring.release(n)
