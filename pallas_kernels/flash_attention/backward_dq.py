@@ -26,14 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import logits, same_segment
-from pallas_kernels.flash_attention.queries import (
-    Item,
-    Stream,
-    in_sight,
-    is_ragged,
-    item_of,
-    stream_of,
-)
+from pallas_kernels.flash_attention.queries import Item, Stream, in_sight, item_of, stream_of
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -335,7 +328,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     """Walks over the steps that the warpgroup sees, and stores dQ."""
     s = w.schedule
     one = functools.partial(step, w, i, rows, dq_acc)
-    one(i.first, s.visits.causal or is_ragged(s) or s.packed)
+    one(i.first, s.visits.causal or s.ragged or s.packed)
     walk(s, i, i.first + 1, one, crosses=diagonal_crosses_tiles(s))
     store(w, i, dq_acc[...])
 

@@ -36,7 +36,6 @@ from pallas_kernels.flash_attention import general_decode
 from pallas_kernels.flash_attention.decode_plan import (
     FP8,
     KEYS,
-    LOWEST,
     Plan,
     Share,
     capped,
@@ -45,6 +44,7 @@ from pallas_kernels.flash_attention.decode_plan import (
     share_of,
     weights_of,
 )
+from pallas_kernels.flash_attention.masks import LOWEST
 from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
 from pallas_kernels.float8.quantize import saturated
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along

@@ -36,15 +36,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import logits, same_segment, some_rows_see_nothing
-from pallas_kernels.flash_attention.queries import (
-    Item,
-    Stream,
-    in_sight,
-    is_ragged,
-    item_of,
-    stream_of,
+from pallas_kernels.flash_attention.masks import (
+    LOWEST,
+    logits,
+    online_softmax,
+    same_segment,
+    some_rows_see_nothing,
 )
+from pallas_kernels.flash_attention.queries import Item, Stream, in_sight, item_of, stream_of
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -60,8 +59,6 @@ from pallas_kernels.flash_attention.schedule import (
 )
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
-
-LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
 
 def tiles(head_dim: int, packed: bool) -> Tiles:
@@ -278,11 +275,8 @@ def scores(w: Worker, i: Item, x, n, masked):
 
 def softmax(s: Schedule, x, m, l):
     """Scores, the row's largest and its sum so far -> P, both with these scores, O's rescale."""
-    # In base 2: one multiply-add and one exp2 an element.
     factor = s.scale * LOG2E if s.softcap is None else 1.0
-    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    p, m_new, alpha = online_softmax(x, factor, m)
     return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
@@ -298,7 +292,7 @@ def first_step(w: Worker, i: Item):
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
-    masked = s.visits.causal or is_ragged(s) or s.packed
+    masked = s.visits.causal or s.ragged or s.packed
     return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
 
 

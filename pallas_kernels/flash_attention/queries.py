@@ -81,11 +81,6 @@ def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
 def in_sight(s: Schedule, i: Item, x, n):
     """Scores x of step n, with -inf where the query may not see the key, of whatever segment."""
     visits = s.visits
-    k0, keys = (i.stream.top - 1 - n) * s.columns, visits.lengths[1] if is_ragged(s) else None
+    k0, keys = (i.stream.top - 1 - n) * s.columns, visits.lengths[1] if s.ragged else None
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
-
-
-def is_ragged(s: Schedule) -> bool:
-    """Whether the last tile of keys is not full."""
-    return s.visits.lengths[1] % s.columns != 0

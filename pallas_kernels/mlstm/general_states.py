@@ -31,29 +31,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import Inputs, Outputs, in_spans, narrow, spans
+from pallas_kernels.mlstm.inter_chunk import (
+    Inputs,
+    Outputs,
+    Walk,
+    in_spans,
+    narrow,
+    out_types,
+    spans,
+    store_end,
+    walk_of,
+)
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
 SIZE = 64  # positions of a chunk, and edge of all tiles
 STAGES = 2  # chunks whose operands are in shared memory
 AT_ONCE = 2  # blocks of a processor that the number of spans counts on
-
-
-class Schedule(NamedTuple):
-    """The static arguments of a walk and the split of its work."""
-
-    dtype: Any
-    length: int  # T
-    heads: int
-    chunks: int  # of a sequence
-    x_tiles: int  # across X
-    y_tiles: int  # across Y
-    spans: int  # spans of the chunks
-    walked: int  # spans of this walk
-    span: int  # chunks in a span
-    ends: int  # the last spans of this walk whose final states are stored
-    reverse: bool
-    saturate: bool
 
 
 class Scratch(NamedTuple):
@@ -70,7 +63,7 @@ class Scratch(NamedTuple):
 class Worker(NamedTuple):
     """A block and its work."""
 
-    schedule: Schedule
+    schedule: Walk
     inputs: Inputs
     outputs: Outputs
     smem: Scratch
@@ -119,30 +112,18 @@ def states(
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
     """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
-    (batch, heads, chunks), length, dtype = decay.shape, x.array.shape[1], x.array.dtype
+    batch, heads, chunks = decay.shape
     dx, dy = x.tiles * SIZE, y.tiles * SIZE
-    s = Schedule(
-        dtype, length, heads, chunks, x.tiles, y.tiles, spans=parts,
-        walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
-        reverse=reverse, saturate=saturate,
-    )  # fmt: skip
+    s = walk_of(x, y, decay, SIZE, parts, keep, ends, reverse, saturate)
 
     def general_vlstm_states(inputs, outputs, smem):
         _body(s, inputs, outputs, smem)
 
-    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
     squares = (batch * heads * chunks, dx, s.y_tiles, SIZE)
-    out_type = Outputs(
-        before=jax.ShapeDtypeStruct(squares, dtype) if keep else None,
-        s_before=of_head(chunks, dx) if keep else None,
-        last=of_head(ends, dx, dy) if ends else None,
-        s_last=of_head(ends, dx) if ends else None,
-        dots=None if other is None else of_head(chunks, s.y_tiles, dx),
-    )
     flat = lambda z: z.reshape(batch, heads, -1)
     (out,) = mosaic.kernel(
         general_vlstm_states,
-        out_type=(out_type,),
+        out_type=(out_types(s, batch, squares, keep, other is not None),),
         scratch_types=(_scratch(s, other is not None),),
         grid=(batch * heads * s.walked * s.x_tiles * s.y_tiles,),
         grid_names=("block",),
@@ -159,7 +140,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     return out._replace(before=out.before.reshape(batch, heads, chunks, dx, dy))
 
 
-def _scratch(s: Schedule, with_other: bool) -> Scratch:
+def _scratch(s: Walk, with_other: bool) -> Scratch:
     tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
     return Scratch(
@@ -172,7 +153,7 @@ def _scratch(s: Schedule, with_other: bool) -> Scratch:
     )
 
 
-def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+def _worker(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
     block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
     block, x_tile = mosaic.divide(block, s.x_tiles)
     pair, span = mosaic.divide(block, s.walked)
@@ -182,7 +163,7 @@ def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Wor
     return Worker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
 
 
-def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
+def _body(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunk and the state before it.
@@ -195,16 +176,7 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
     # Walk along the span.
     carry = inputs.decay[w.b, w.h, w.chunk(0)], state, sums
     _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
-
-    # Store the state after the last chunk.
-    if s.ends:
-        end = w.span - (s.walked - s.ends)
-
-        @pl.when(end >= 0)
-        def _():
-            mosaic.store(outputs.last.at[w.b, w.h, end, *w.here], state)
-            s_last = outputs.s_last
-            pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
+    store_end(w, state, sums)
 
 
 def _load(w: Worker, n):

@@ -40,15 +40,16 @@ MIN_SPAN = 8  # chunks in a span; with fewer, three kernels take longer than one
 STAGES = 2  # chunks whose operands are in shared memory
 
 
-class Schedule(NamedTuple):
-    """The static arguments of a walk and the split of its work."""
+class Walk(NamedTuple):
+    """The static arguments of a walk, of either form, and the split of its work."""
 
     dtype: Any
+    length: int  # T
     heads: int
     chunks: int  # of a sequence
     size: int  # L
     wgs: int  # warpgroups of a block
-    tiles: int  # of a state
+    x_tiles: int  # across X
     y_tiles: int  # across Y
     spans: int  # spans of the chunks
     walked: int  # spans of this walk
@@ -56,6 +57,11 @@ class Schedule(NamedTuple):
     ends: int  # the last spans of this walk whose final states are stored
     reverse: bool
     saturate: bool
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a state."""
+        return self.x_tiles * self.y_tiles
 
 
 class Inputs(NamedTuple):
@@ -97,7 +103,7 @@ class Scratch(NamedTuple):
 class Worker(NamedTuple):
     """A warpgroup of a block and its work."""
 
-    schedule: Schedule
+    schedule: Walk
     inputs: Inputs
     outputs: Outputs
     smem: Scratch
@@ -169,27 +175,15 @@ def in_spans(walk, decay, first, other, *, parts: int, reverse: bool, last: bool
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
     """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
     batch, heads, chunks, size = weight.shape
-    dx, dy, dtype = x.tiles * size, y.tiles * size, x.array.dtype
-    s = Schedule(
-        dtype, heads, chunks, size, wgs=size // ROWS, tiles=x.tiles * y.tiles, y_tiles=y.tiles,
-        spans=parts, walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
-        reverse=reverse, saturate=saturate,
-    )  # fmt: skip
+    s = walk_of(x, y, decay, size, parts, keep, ends, reverse, saturate)
 
     def vlstm_states(*refs):
         _body(s, *refs)
 
-    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
-    out_type = Outputs(
-        before=jax.ShapeDtypeStruct((batch, heads, chunks, dx, dy), dtype) if keep else None,
-        s_before=of_head(chunks, dx) if keep else None,
-        last=of_head(ends, dx, dy) if ends else None,
-        s_last=of_head(ends, dx) if ends else None,
-        dots=None if other is None else of_head(chunks, y.tiles, dx),
-    )
+    square = (batch, heads, chunks, x.tiles * size, y.tiles * size)
     (out,) = mosaic.kernel(
         vlstm_states,
-        out_type=(out_type,),
+        out_type=(out_types(s, batch, square, keep, other is not None),),
         scratch_types=(_scratch(s, other is not None),),
         grid=(batch * heads * s.walked * s.tiles,),
         grid_names=("block",),
@@ -201,7 +195,30 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     return out
 
 
-def _scratch(s: Schedule, with_other: bool) -> Scratch:
+def walk_of(x: Heads, y: Heads, decay, size, parts, keep, ends, reverse, saturate) -> Walk:
+    """The Walk along all `parts` spans, or without `keep` along `ends` of them."""
+    (_, heads, chunks), (_, length, *_), dtype = decay.shape, x.array.shape, x.array.dtype
+    return Walk(
+        dtype, length, heads, chunks, size, size // ROWS, x.tiles, y.tiles, parts,
+        walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
+        reverse=reverse, saturate=saturate,
+    )  # fmt: skip
+
+
+def out_types(s: Walk, batch: int, before: tuple, keep: bool, with_other: bool) -> Outputs:
+    """The arrays of a walk; before: shape of all S before a chunk."""
+    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), jnp.float32)
+    dx, dy = s.x_tiles * s.size, s.y_tiles * s.size
+    return Outputs(
+        before=jax.ShapeDtypeStruct(before, s.dtype) if keep else None,
+        s_before=of_head(s.chunks, dx) if keep else None,
+        last=of_head(s.ends, dx, dy) if s.ends else None,
+        s_last=of_head(s.ends, dx) if s.ends else None,
+        dots=of_head(s.chunks, s.y_tiles, dx) if with_other else None,
+    )
+
+
+def _scratch(s: Walk, with_other: bool) -> Scratch:
     buffer = lambda *shape: plgpu.SMEM(
         shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
     )
@@ -218,7 +235,7 @@ def _scratch(s: Schedule, with_other: bool) -> Scratch:
     )
 
 
-def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+def _worker(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     pair, span, tile = block // s.tiles // s.walked, block // s.tiles % s.walked, block % s.tiles
     b, h = pair // s.heads, pair % s.heads
@@ -233,7 +250,7 @@ def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Wor
     )  # fmt: skip
 
 
-def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
+def _body(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunks.
@@ -244,7 +261,13 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
     acc = plgpu.ACC((ROWS, s.size), jnp.float32)
     sums, state = pl.run_scoped(functools.partial(_along_chunks, w), acc)
 
-    # Store the state after the last chunk.
+    store_end(w, state, sums)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def store_end(w, state, sums):
+    """Stores the state after the last chunk; w: the worker of either form."""
+    s, outputs = w.schedule, w.outputs
     if s.ends:
         end = w.span - (s.walked - s.ends)
 
@@ -253,8 +276,6 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
             mosaic.store(outputs.last.at[w.b, w.h, end, *w.here], state)
             s_last = outputs.s_last
             pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
-
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _chunk_of(w: Worker, n):
