@@ -71,7 +71,7 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
     return Tiles(2, 64, 2 if packed else 3, False, 16)
 
 
-class Inputs(NamedTuple):
+class ForwardInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -120,11 +120,11 @@ class Keys(NamedTuple):
     warp: int
 
 
-class Worker(NamedTuple):
+class ForwardWorker(NamedTuple):
     """One warpgroup of a block."""
 
     schedule: Schedule
-    inputs: Inputs
+    inputs: ForwardInputs
     o_ref: Any
     lse_ref: Any
     smem: Any  # what `scratch` lists, by name
@@ -144,7 +144,7 @@ def mixes_masks(s: Schedule) -> bool:
 # Load: the rows of Q, and the tiles of K and V.
 
 
-def load_q(w: Worker, item, side):
+def load_q(w: ForwardWorker, item, side):
     s, smem = w.schedule, w.smem
     row, (batch, head) = s.items.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
@@ -155,16 +155,16 @@ def load_q(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
 
 
-def of_keys(w: Worker, stream: Stream) -> Stream:
+def of_keys(w: ForwardWorker, stream: Stream) -> Stream:
     """The Stream of a head of queries as one of its head of keys."""
     return stream._replace(head=stream.head // w.schedule.group)
 
 
-def stream_of_item(w: Worker, item, n0) -> Stream:
+def stream_of_item(w: ForwardWorker, item, n0) -> Stream:
     return of_keys(w, stream_of(w.schedule, w.inputs.segments, item, n0))
 
 
-def send(w: Worker, x: Keys, n, stream: Stream):
+def send(w: ForwardWorker, x: Keys, n, stream: Stream):
     """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
     keys = pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
     x.ring.claim(n)
@@ -173,7 +173,7 @@ def send(w: Worker, x: Keys, n, stream: Stream):
         x.ring.send(n, x.ids_ref.at[stream.batch, keys], x.ids_smem)
 
 
-def load(w: Worker, x: Keys, n, stream: Stream, following):
+def load(w: ForwardWorker, x: Keys, n, stream: Stream, following):
     """Loads the tile of step n, which from the stream's end on is one of the next item.
 
     One warp does so; only it waits until all warpgroups have left the buffer.
@@ -193,26 +193,26 @@ def load(w: Worker, x: Keys, n, stream: Stream, following):
     pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
 
 
-def load_from(w: Worker, begin, n0, stream: Stream, following):
+def load_from(w: ForwardWorker, begin, n0, stream: Stream, following):
     """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
     for x in (w.k, w.v):
         one = functools.partial(load, w, x, stream=stream, following=following)
         pl.loop(begin, n0 + x.ahead)(lambda n, one=one: one(n))
 
 
-def load_later(w: Worker, i: Item, n):
+def load_later(w: ForwardWorker, i: Item, n):
     """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
     for x in (w.k, w.v):
         load(w, x, n + x.ahead, i.stream, i.following)
 
 
-def begin(w: Worker, item):
+def begin(w: ForwardWorker, item):
     """Loads what the first item of a block needs at once."""
     load_q(w, item, 0)
     load_from(w, 0, 0, stream_of_item(w, item, 0), None)
 
 
-def load_following_q(w: Worker, i: Item):
+def load_following_q(w: ForwardWorker, i: Item):
     if i.following is not None:
         plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
         pl.when(i.following >= 0)(lambda: load_q(w, i.following, 1 - i.side))
@@ -221,15 +221,15 @@ def load_following_q(w: Worker, i: Item):
 # Take turns, and hand buffers back.
 
 
-def my_turn(w: Worker):
+def my_turn(w: ForwardWorker):
     plgpu.barrier_wait(w.smem.turn.at[w.wg])
 
 
-def next_turn(w: Worker):
+def next_turn(w: ForwardWorker):
     plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
 
 
-def pass_by(w: Worker, i: Item, low, high):
+def pass_by(w: ForwardWorker, i: Item, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
 
     @pl.loop(low, high)
@@ -246,7 +246,7 @@ def pass_by(w: Worker, i: Item, low, high):
 # Compute scores and softmax.
 
 
-def mask(w: Worker, i: Item, x, n):
+def mask(w: ForwardWorker, i: Item, x, n):
     s, smem = w.schedule, w.smem
     if s.packed:
         stat = functools.partial(plgpu.load, optimized=False)
@@ -257,7 +257,7 @@ def mask(w: Worker, i: Item, x, n):
     return in_sight(s, i, x, n)
 
 
-def scores(w: Worker, i: Item, x, n, masked):
+def scores(w: ForwardWorker, i: Item, x, n, masked):
     """Scores of step n in base 2 before the factor, from Q K^T; the tile of keys is free then."""
     s = w.schedule
     if s.softcap is not None:
@@ -280,7 +280,7 @@ def softmax(s: Schedule, x, m, l):
     return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
-def first_step(w: Worker, i: Item):
+def first_step(w: ForwardWorker, i: Item):
     """P, the largest and the sum of each row for the first step, which has no O to add to yet."""
     s, slot = w.schedule, w.k.ring.slot(i.first)
 
@@ -296,7 +296,7 @@ def first_step(w: Worker, i: Item):
     return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
 
 
-def step(w: Worker, i: Item, o_acc, n, carry):
+def step(w: ForwardWorker, i: Item, o_acc, n, carry):
     """Adds the values of the step before to O under the scores and softmax of step n."""
     s = w.schedule
     p, m, l = carry
@@ -325,7 +325,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     return p, m, l
 
 
-def accumulate(w: Worker, i: Item, o_acc):
+def accumulate(w: ForwardWorker, i: Item, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     # Begin with the first tile.
     plgpu.barrier_wait(w.smem.q_bars.at[i.at])
@@ -349,7 +349,7 @@ def accumulate(w: Worker, i: Item, o_acc):
 # The epilogue divides O by the sums, and stores it and the log-sum-exp.
 
 
-def store(w: Worker, i: Item, o, m, l):
+def store(w: ForwardWorker, i: Item, o, m, l):
     s, smem = w.schedule, w.smem
     inverse = 1 / l
     if some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
@@ -363,7 +363,7 @@ def store(w: Worker, i: Item, o, m, l):
     mosaic.store(w.lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
 
 
-def attend(w: Worker, item, following, side, n0):
+def attend(w: ForwardWorker, item, following, side, n0):
     """One block of queries, with the steps from n0 on; returns the step after its last."""
     s = w.schedule
     i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
@@ -389,14 +389,14 @@ def attend(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem):
+def body(s: Schedule, inputs: ForwardInputs, o_ref, lse_ref, smem):
     k_ids, k_ids_smem = (inputs.segments.k_ids, smem.k_ids) if s.packed else (None, None)
     ahead = int(s.width <= 64)  # for values a second step pays where the ring has room for it
     k_ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
     v_ring = Ring(v_stages(s), smem.v_full, smem.v_free, loader=s.wgs - 1)
     k = Keys(k_ring, inputs.k, s.k_first, smem.k, k_ids, k_ids_smem, ahead=1, warp=0)
     v = Keys(v_ring, inputs.v, s.v_first, smem.v, None, None, ahead=ahead, warp=1)
-    w = Worker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
+    w = ForwardWorker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
     pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
     plgpu.wait_smem_to_gmem(0)
@@ -415,7 +415,7 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     h, tile = q.shape[2] if heads is None else heads.q, tiles(d, packed)
     s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
     ids = pad_segments(segments, call.lengths) if packed else None
-    inputs = Inputs(q, k, v, s.items.table, with_spans(s, ids))
+    inputs = ForwardInputs(q, k, v, s.items.table, with_spans(s, ids))
     out_type = (
         jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
         jax.ShapeDtypeStruct((b, h, stat_rows(call.lengths[0])), jnp.float32),

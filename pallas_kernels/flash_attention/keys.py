@@ -24,7 +24,7 @@ from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
 
 
-class Stream(NamedTuple):
+class QueryStream(NamedTuple):
     """What streams past an item: tiles base ... base + steps - 1 of each head of the group."""
 
     batch: Any
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     r: Any  # the tile of the head; past the last one stand those of the next head
 
 
-class Item(NamedTuple):
+class KeysItem(NamedTuple):
     """A block of keys, as one warpgroup sees it; its steps are n0, n0 + 1, ..."""
 
     batch: Any
@@ -66,7 +66,7 @@ class Item(NamedTuple):
     k0: Any  # the warpgroup's
     at: Any  # its buffer of K and V
     n0: Any
-    stream: Stream
+    stream: QueryStream
     following: Any  # the block's next item, negative or None if there is none
     first: Any = None  # of each head the warpgroup's first step
     last: Any = None  # the one after its last
@@ -109,25 +109,25 @@ def runs_on(s: Schedule) -> bool:
     return in_halves(s) or pairs_up(s)
 
 
-def stream_of(s: Schedule, segments, wg, item) -> Stream:
+def stream_of(s: Schedule, segments, wg, item) -> QueryStream:
     key0, (batch, kv_head) = s.items.where(item)
     low, high = s.visits.seen(key0, key0 + s.block, *s.limits(key0, batch, segments)[0])
     # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
     base = low + lax.rem(wg, jnp.int32(1))
-    return Stream(batch, kv_head * s.group, base, high - low)
+    return QueryStream(batch, kv_head * s.group, base, high - low)
 
 
-def item_of(s: Schedule, segments, wg, nth, item, following, side, n0) -> Item:
-    """The Item without its steps.  nth: which 64 of the block's keys the warpgroup works on."""
+def item_of(s: Schedule, segments, wg, nth, item, following, side, n0) -> KeysItem:
+    """The KeysItem without its steps.  nth: which 64 of the block's keys the warpgroup works on."""
     at = side * sets(s) + nth
     key0, (batch, kv_head) = s.items.where(item)
     k0 = key0 + nth * ROWS
-    return Item(
+    return KeysItem(
         batch, kv_head, key0, k0, at, n0, stream_of(s, segments, wg, item), following
     )  # fmt: skip
 
 
-def with_steps(s: Schedule, segments, i: Item) -> Item:
+def with_steps(s: Schedule, segments, i: KeysItem) -> KeysItem:
     visits, base = s.visits, i.stream.base
     limits, same = s.limits(i.key0, i.batch, segments)
     own = visits.seen(i.k0, i.k0 + ROWS, *limits)
@@ -144,7 +144,7 @@ def with_steps(s: Schedule, segments, i: Item) -> Item:
 # ---- copies -------------------------------------------------------------------------------------
 
 
-class Inputs(NamedTuple):
+class DkvInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -187,11 +187,11 @@ def scratch(s: Schedule) -> dict:
     return buffers
 
 
-class Worker(NamedTuple):
+class DkvWorker(NamedTuple):
     """One warpgroup of a block."""
 
     schedule: Schedule
-    inputs: Inputs
+    inputs: DkvInputs
     dk_ref: Any
     dv_ref: Any
     smem: Any  # what `scratch` lists, by name
@@ -204,7 +204,7 @@ class Worker(NamedTuple):
 # Load: K and V of a warpgroup, and the tiles of Q and dO.
 
 
-def load_kv(w: Worker, item, side):
+def load_kv(w: DkvWorker, item, side):
     s, smem = w.schedule, w.smem
     key0, (batch, kv_head) = s.items.where(item)
     rows = pl.ds(key0 + w.set * ROWS, ROWS)
@@ -218,7 +218,7 @@ def load_kv(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
 
 
-def send(w: Worker, x: Queries, n, g, r, stream: Stream):
+def send(w: DkvWorker, x: Queries, n, g, r, stream: QueryStream):
     """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
     s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
@@ -233,7 +233,7 @@ def send(w: Worker, x: Queries, n, g, r, stream: Stream):
         x.ring.send(n, x.ids_ref.at[stream.batch, at], x.ids_smem)
 
 
-def load_one(w: Worker, x: Queries, step: Step, i, stream: Stream, following):
+def load_one(w: DkvWorker, x: Queries, step: Step, i, stream: QueryStream, following):
     past = i - w.schedule.group * stream.steps
 
     def send_following():
@@ -246,7 +246,7 @@ def load_one(w: Worker, x: Queries, step: Step, i, stream: Stream, following):
         pl.when((past >= 0) & (following >= 0))(send_following)
 
 
-def load(w: Worker, step: Step, i, stream: Stream, following):
+def load(w: DkvWorker, step: Step, i, stream: QueryStream, following):
     """Loads the tiles of a step, the i-th of its item.
 
     It may lie up to `ahead` tiles past its head's last one; the tiles of the next item follow the
@@ -263,7 +263,7 @@ def load(w: Worker, step: Step, i, stream: Stream, following):
     plgpu.warp_map(by_warp)
 
 
-def load_later(w: Worker, i: Item, g, r):
+def load_later(w: DkvWorker, i: KeysItem, g, r):
     """Loads what must be on its way after step r of head g."""
     # Without the barriers the compiler would compute indices ahead, and hold them in registers.
     g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
@@ -272,7 +272,7 @@ def load_later(w: Worker, i: Item, g, r):
     load(w, step, nth, i.stream, i.following)
 
 
-def begin(w: Worker, item):
+def begin(w: DkvWorker, item):
     """Loads what the first item of a block needs at once."""
     pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
     stream = stream_of(w.schedule, w.inputs.segments, w.wg, item)
@@ -282,13 +282,13 @@ def begin(w: Worker, item):
 # Hand buffers back.
 
 
-def release(w: Worker, n):
+def release(w: DkvWorker, n):
     """This warpgroup has read the tiles of step n."""
     plgpu.commit_smem()  # plain loads have read the statistics
     w.q.ring.release(n)
 
 
-def pass_by(w: Worker, i: Item, g, low, high):
+def pass_by(w: DkvWorker, i: KeysItem, g, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
 
     @pl.loop(low, high)

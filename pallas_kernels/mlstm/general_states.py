@@ -32,9 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.inter_chunk import (
-    Inputs,
-    Outputs,
     Walk,
+    WalkInputs,
+    WalkOutputs,
     in_spans,
     narrow,
     out_types,
@@ -49,7 +49,7 @@ STAGES = 2  # chunks whose operands are in shared memory
 AT_ONCE = 2  # blocks of a processor that the number of spans counts on
 
 
-class Scratch(NamedTuple):
+class GeneralWalkScratch(NamedTuple):
     """Shared memory of a block (see the picture); the first axis is the stage."""
 
     x: Any
@@ -60,13 +60,13 @@ class Scratch(NamedTuple):
     out: Any
 
 
-class Worker(NamedTuple):
+class GeneralWalker(NamedTuple):
     """A block and its work."""
 
     schedule: Walk
-    inputs: Inputs
-    outputs: Outputs
-    smem: Scratch
+    inputs: WalkInputs
+    outputs: WalkOutputs
+    smem: GeneralWalkScratch
     b: Any
     h: Any
     span: Any
@@ -111,7 +111,7 @@ def states(
 
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
-    """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
+    """Walks along all spans at once, or without `keep` along all but the last."""
     batch, heads, chunks = decay.shape
     dx, dy = x.tiles * SIZE, y.tiles * SIZE
     s = walk_of(x, y, decay, SIZE, parts, keep, ends, reverse, saturate)
@@ -130,7 +130,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(
-        Inputs(
+        WalkInputs(
             x, y, flat(weight), flat(vector), decay, first,
             None if other is None else other.reshape(squares),
         )
@@ -140,10 +140,10 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     return out._replace(before=out.before.reshape(batch, heads, chunks, dx, dy))
 
 
-def _scratch(s: Walk, with_other: bool) -> Scratch:
+def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
     tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
-    return Scratch(
+    return GeneralWalkScratch(
         x=tiles,
         y=tiles,
         other=tiles if with_other else None,
@@ -153,17 +153,17 @@ def _scratch(s: Walk, with_other: bool) -> Scratch:
     )
 
 
-def _worker(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+def _worker(s: Walk, inputs, outputs, smem: GeneralWalkScratch) -> GeneralWalker:
     block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
     block, x_tile = mosaic.divide(block, s.x_tiles)
     pair, span = mosaic.divide(block, s.walked)
     b, h = mosaic.divide(pair, s.heads)
     start = span * s.span
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-    return Worker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
+    return GeneralWalker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
 
 
-def _body(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch):
+def _body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunk and the state before it.
@@ -179,7 +179,7 @@ def _body(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch):
     store_end(w, state, sums)
 
 
-def _load(w: Worker, n):
+def _load(w: GeneralWalker, n):
     """Starts to copy the operands of step n."""
     s, inputs, smem, stage = w.schedule, w.inputs, w.smem, lax.rem(n, STAGES)
     first = w.chunk(n) * SIZE
@@ -193,7 +193,7 @@ def _load(w: Worker, n):
         ampere.load_rows(inputs.other, smem.other.at[stage], w.item(n), w.y_tile, row, end)
 
 
-def _step(w: Worker, n, carry):
+def _step(w: GeneralWalker, n, carry):
     decay, state, sums = carry
     smem, stage = w.smem, lax.rem(n, STAGES)
     # Load the next decay now: from global memory it takes as long as the matmul.
@@ -217,7 +217,7 @@ def _columns(ref):
     return plgpu.load(ref, layout=COL, optimized=False)
 
 
-def _store_state(w: Worker, n, state, sums):
+def _store_state(w: GeneralWalker, n, state, sums):
     s, out, outputs = w.schedule, w.smem.out, w.outputs
     out[...] = narrow(state, s.dtype, s.saturate)
     ampere.meet()
@@ -229,7 +229,7 @@ def _store_state(w: Worker, n, state, sums):
         mosaic.store(outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine], sums)
 
 
-def _multiply_other(w: Worker, n, state):
+def _multiply_other(w: GeneralWalker, n, state):
     other = plgpu.load(w.smem.other.at[lax.rem(n, STAGES)], layout=WGMMA).astype(jnp.float32)
     dots = w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine]
     mosaic.store(dots, jnp.sum(state * other, axis=1))

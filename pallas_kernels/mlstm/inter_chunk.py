@@ -64,7 +64,7 @@ class Walk(NamedTuple):
         return self.x_tiles * self.y_tiles
 
 
-class Inputs(NamedTuple):
+class WalkInputs(NamedTuple):
     """References to global memory; None if not given."""
 
     x: Heads  # in tiles of 64 columns
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
     other: Any
 
 
-class Outputs(NamedTuple):
+class WalkOutputs(NamedTuple):
     """References to global memory; None if not requested."""
 
     before: Any  # S before each chunk
@@ -86,7 +86,7 @@ class Outputs(NamedTuple):
     dots: Any  # sums of S * other
 
 
-class Scratch(NamedTuple):
+class WalkScratch(NamedTuple):
     """Shared memory and barriers of a block (see the picture)."""
 
     x: Any  # (stages,wgs,L,64)
@@ -100,13 +100,13 @@ class Scratch(NamedTuple):
     other_full: Any  # for each warpgroup
 
 
-class Worker(NamedTuple):
+class Walker(NamedTuple):
     """A warpgroup of a block and its work."""
 
     schedule: Walk
-    inputs: Inputs
-    outputs: Outputs
-    smem: Scratch
+    inputs: WalkInputs
+    outputs: WalkOutputs
+    smem: WalkScratch
     wg: Any
     b: Any
     h: Any
@@ -173,7 +173,7 @@ def in_spans(walk, decay, first, other, *, parts: int, reverse: bool, last: bool
 
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
-    """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
+    """Walks along all spans at once, or without `keep` along all but the last."""
     batch, heads, chunks, size = weight.shape
     s = walk_of(x, y, decay, size, parts, keep, ends, reverse, saturate)
 
@@ -191,7 +191,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         thread_name="wg",
         # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(Inputs(x.cut(s.wgs), y, weight, vector, decay, first, other))
+    )(WalkInputs(x.cut(s.wgs), y, weight, vector, decay, first, other))
     return out
 
 
@@ -205,11 +205,11 @@ def walk_of(x: Heads, y: Heads, decay, size, parts, keep, ends, reverse, saturat
     )  # fmt: skip
 
 
-def out_types(s: Walk, batch: int, before: tuple, keep: bool, with_other: bool) -> Outputs:
+def out_types(s: Walk, batch: int, before: tuple, keep: bool, with_other: bool) -> WalkOutputs:
     """The arrays of a walk; before: shape of all S before a chunk."""
     of_head = lambda *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), jnp.float32)
     dx, dy = s.x_tiles * s.size, s.y_tiles * s.size
-    return Outputs(
+    return WalkOutputs(
         before=jax.ShapeDtypeStruct(before, s.dtype) if keep else None,
         s_before=of_head(s.chunks, dx) if keep else None,
         last=of_head(s.ends, dx, dy) if s.ends else None,
@@ -218,11 +218,11 @@ def out_types(s: Walk, batch: int, before: tuple, keep: bool, with_other: bool) 
     )
 
 
-def _scratch(s: Walk, with_other: bool) -> Scratch:
+def _scratch(s: Walk, with_other: bool) -> WalkScratch:
     buffer = lambda *shape: plgpu.SMEM(
         shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
     )
-    return Scratch(
+    return WalkScratch(
         x=buffer(STAGES, s.wgs, s.size, ROWS),
         y=buffer(STAGES, s.size, s.size),
         vectors=plgpu.SMEM((STAGES, 2, s.size), jnp.float32),
@@ -235,7 +235,7 @@ def _scratch(s: Walk, with_other: bool) -> Scratch:
     )
 
 
-def _worker(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+def _worker(s: Walk, inputs: WalkInputs, outputs: WalkOutputs, smem: WalkScratch) -> Walker:
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     pair, span, tile = block // s.tiles // s.walked, block // s.tiles % s.walked, block % s.tiles
     b, h = pair // s.heads, pair % s.heads
@@ -245,12 +245,12 @@ def _worker(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
     mine = pl.ds(x_tile * s.size + wg * ROWS, ROWS)
     here = mine, pl.ds(y_tile * s.size, s.size)
     ring = Ring(STAGES, smem.full, smem.free, wg=wg, loader=s.wgs - 1)
-    return Worker(
+    return Walker(
         s, inputs, outputs, smem, wg, b, h, span, x_tile, y_tile, start, steps, mine, here, ring
     )  # fmt: skip
 
 
-def _body(s: Walk, inputs: Inputs, outputs: Outputs, smem: Scratch):
+def _body(s: Walk, inputs: WalkInputs, outputs: WalkOutputs, smem: WalkScratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunks.
@@ -278,7 +278,7 @@ def store_end(w, state, sums):
             pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
 
 
-def _chunk_of(w: Worker, n):
+def _chunk_of(w: Walker, n):
     """The chunk of the walk's step n."""
     s = w.schedule
     return s.chunks - 1 - w.start - n if s.reverse else w.start + n
@@ -287,7 +287,7 @@ def _chunk_of(w: Worker, n):
 # Load.
 
 
-def _load_x(w: Worker, n):
+def _load_x(w: Walker, n):
     """Loads the warpgroup's own columns of step n's X."""
     size = w.schedule.size
 
@@ -297,7 +297,7 @@ def _load_x(w: Worker, n):
         w.ring.send(n, w.inputs.x.at(w.b, rows, w.h, part), w.smem.x, w.wg)
 
 
-def _load_common(w: Worker, n):
+def _load_common(w: Walker, n):
     """Loads what all warpgroups read in step n; the last warpgroup calls it."""
     size, chunk = w.schedule.size, _chunk_of(w, n)
 
@@ -309,7 +309,7 @@ def _load_common(w: Worker, n):
             w.ring.send(n, ref.at[w.b, w.h, chunk], w.smem.vectors, place)
 
 
-def _load_other(w: Worker, n):
+def _load_other(w: Walker, n):
     source = w.inputs.other.at[w.b, w.h, _chunk_of(w, n), *w.here]
     plgpu.copy_gmem_to_smem(source, w.smem.other.at[w.wg], w.smem.other_full.at[w.wg])
 
@@ -317,7 +317,7 @@ def _load_other(w: Worker, n):
 # Walk.
 
 
-def _along_chunks(w: Worker, acc):
+def _along_chunks(w: Walker, acc):
     """Walks along the span's chunks; returns the final (s, S)."""
     s, inputs = w.schedule, w.inputs
     acc[...] = mosaic.zeros((ROWS, s.size), WGMMA)
@@ -333,7 +333,7 @@ def _along_chunks(w: Worker, acc):
     return sums, acc[...]
 
 
-def _step(w: Worker, acc, n, carry):
+def _step(w: Walker, acc, n, carry):
     decay, sums = carry
     smem, chunk, stage = w.smem, _chunk_of(w, n), w.ring.slot(n)
     # Load the next decay now: from global memory it takes as long as the matmul.
@@ -363,7 +363,7 @@ def _step(w: Worker, acc, n, carry):
     return ahead, sums
 
 
-def _store_state(w: Worker, chunk, state, sums):
+def _store_state(w: Walker, chunk, state, sums):
     out = w.smem.out
     plgpu.wait_smem_to_gmem(0)  # the copy of the state before must have read the buffer
     out[w.wg] = narrow(state, w.schedule.dtype, w.schedule.saturate)
@@ -375,7 +375,7 @@ def _store_state(w: Worker, chunk, state, sums):
         mosaic.store(w.outputs.s_before.at[w.b, w.h, chunk, w.mine], sums)
 
 
-def _multiply_other(w: Worker, n, state):
+def _multiply_other(w: Walker, n, state):
     plgpu.barrier_wait(w.smem.other_full.at[w.wg])
     other = plgpu.load(w.smem.other.at[w.wg], layout=WGMMA).astype(jnp.float32)
     dot = jnp.sum(state * other, axis=1)
@@ -384,7 +384,7 @@ def _multiply_other(w: Worker, n, state):
     pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
 
 
-def _sum_columns(w: Worker, stage):
+def _sum_columns(w: Walker, stage):
     # Read X again, transposed: a column's sum is then in 4 lanes and not in all warps.
     square = w.smem.x.at[stage, w.wg].transpose((1, 0))
     x = plgpu.load(square, layout=TRANSPOSED).astype(jnp.float32)

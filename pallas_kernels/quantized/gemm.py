@@ -56,7 +56,7 @@ _FINISH = 4000  # of the kernel that adds the sums of splits
 _BYTES = 1500  # a clock, of these sums
 
 
-class Plan(NamedTuple):
+class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
     m: int  # rows of x
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
     splits: int
 
 
-def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> Plan:
+def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> ManyPlan:
     """The plan for M rows of x that should take least time."""
     turns = mosaic.cdiv(weight.steps * weight.step, _TURN)
     sets = mosaic.cdiv(weight.words.shape[0], _TILES * _WGS)
@@ -88,7 +88,7 @@ def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> Pl
     slot = _WGS * _TILES * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
-    return Plan(
+    return ManyPlan(
         m, rows, sets, turns, parts, groups, weight.group is not None, max(weight.step, _BLOCK),
         weight.bits, weight.format, asymmetric, slots, stages, splits,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def sums(x, weight: QuantizedWeight):
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _product(x, words, scales, offsets, bias, activation, out, p: Plan):
+def _product(x, words, scales, offsets, bias, activation, out, p: ManyPlan):
     x = mosaic.pad_axis(right_operand(x, p.format), 0, 8)
     tiles = words.shape[0]
     by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
@@ -157,7 +157,7 @@ def _product(x, words, scales, offsets, bias, activation, out, p: Plan):
     )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x, bias)
 
 
-class _Refs(NamedTuple):
+class _ManyRefs(NamedTuple):
     words: Any
     scales: Any
     offsets: Any
@@ -174,8 +174,8 @@ class _Refs(NamedTuple):
     done_bar: Any
 
 
-def _body(p: Plan, activation, *arrays, **scratch):
-    refs = _Refs(*arrays, **scratch)
+def _body(p: ManyPlan, activation, *arrays, **scratch):
+    refs = _ManyRefs(*arrays, **scratch)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
     count = lax.div((split + 1) * p.turns, jnp.int32(p.splits)) - first
@@ -205,17 +205,17 @@ def _body(p: Plan, activation, *arrays, **scratch):
         _finish(p, refs, total, activation)
 
 
-def _ring(p: Plan, refs: _Refs) -> Ring:
+def _ring(p: ManyPlan, refs: _ManyRefs) -> Ring:
     """This warpgroup's ring of words and scales; its steps are turns."""
     return Ring(p.slots, refs.word_bars, first=lax.axis_index("wg") * p.slots, flat=True)
 
 
-def _x_ring(p: Plan, refs: _Refs, wg=0) -> Ring:
+def _x_ring(p: ManyPlan, refs: _ManyRefs, wg=0) -> Ring:
     """The ring of x, which warpgroup 0 fills."""
     return Ring(p.stages, refs.x_bars, refs.free_bars, wg=wg)
 
 
-def _fetch_words(p: Plan, refs: _Refs, i, turn):
+def _fetch_words(p: ManyPlan, refs: _ManyRefs, i, turn):
     """Starts the copies of this warpgroup's words and scales of the i-th turn."""
     ring, tiles = _ring(p, refs), pl.ds(_columns() // COLUMNS, _TILES)
     group = pl.ds(turn * p.groups if p.grouped else lax.rem(turn, jnp.int32(1)), p.groups)
@@ -225,7 +225,7 @@ def _fetch_words(p: Plan, refs: _Refs, i, turn):
         ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
 
 
-def _load_x(p: Plan, refs: _Refs, s, k):
+def _load_x(p: ManyPlan, refs: _ManyRefs, s, k):
     """Starts the copy of x of step s of the block, whose K begins at k; zeros past M and K."""
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
     _x_ring(p, refs).send(s, refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)], refs.x_smem)
@@ -236,7 +236,7 @@ def _columns():
     return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * _N
 
 
-def _multiply(p: Plan, refs: _Refs, i, acc, load):
+def _multiply(p: ManyPlan, refs: _ManyRefs, i, acc, load):
     """acc += w' x^T of the i-th turn."""
     slot = _ring(p, refs).wait(i)
     read = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
@@ -260,12 +260,12 @@ def _multiply(p: Plan, refs: _Refs, i, acc, load):
         pl.when(s >= 2)(refill)
 
 
-def _store_sums(p: Plan, refs: _Refs, total):
+def _store_sums(p: ManyPlan, refs: _ManyRefs, total):
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
     mosaic.store(refs.out.at[lax.axis_index("split"), pl.ds(_columns(), _N), rows], total)
 
 
-def _finish(p: Plan, refs: _Refs, total, activation):
+def _finish(p: ManyPlan, refs: _ManyRefs, total, activation):
     """Adds the bias, applies the activation, turns the tile round and stores it."""
     plgpu.barrier_arrive(refs.done_bar)
     plgpu.barrier_wait(refs.done_bar)  # both have read x, whose buffers now take y

@@ -48,7 +48,7 @@ _BLOCKS = 2 * 132  # of one wave: two blocks for each SM of an H100
 _MOST_SPLITS = 16
 
 
-class Plan(NamedTuple):
+class FewPlan(NamedTuple):
     """How a product is split; see the picture."""
 
     m: int  # rows of x
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     splits: int
 
 
-def plan(m: int, weight: QuantizedWeight) -> Plan:
+def plan(m: int, weight: QuantizedWeight) -> FewPlan:
     """The plan for M rows of x."""
     rows = next(r for r in (8, 16, 32, 64) if r >= m)
     asymmetric = weight.offsets is not None
@@ -89,7 +89,7 @@ def plan(m: int, weight: QuantizedWeight) -> Plan:
         wgs //= 2
     stages = min(_STAGES, room // wgs)
     splits = max(1, min(_BLOCKS // sets, turns // wgs, _MOST_SPLITS))
-    return Plan(
+    return FewPlan(
         m, rows, sets, turns, span, step, parts, groups, group, weight.bits,
         weight.format, asymmetric, wgs, stages, splits,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def product(x, weight: QuantizedWeight):
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _product(x, words, scales, offsets, p: Plan):
+def _product(x, words, scales, offsets, p: FewPlan):
     x = right_operand(x, p.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
@@ -131,7 +131,7 @@ def _product(x, words, scales, offsets, p: Plan):
     )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x)
 
 
-class _Refs(NamedTuple):
+class _FewRefs(NamedTuple):
     words: Any
     scales: Any
     offsets: Any
@@ -146,8 +146,8 @@ class _Refs(NamedTuple):
     turn_bars: Any
 
 
-def _body(p: Plan, *arrays, **scratch):
-    refs = _Refs(*arrays, **scratch)
+def _body(p: FewPlan, *arrays, **scratch):
+    refs = _FewRefs(*arrays, **scratch)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
     last = lax.div((split + 1) * p.turns, jnp.int32(p.splits))
@@ -170,12 +170,12 @@ def _body(p: Plan, *arrays, **scratch):
         pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
 
 
-def _ring(p: Plan, refs: _Refs) -> Ring:
+def _ring(p: FewPlan, refs: _FewRefs) -> Ring:
     """The ring of this warpgroup."""
     return Ring(p.stages, refs.bars, first=lax.axis_index("wg") * p.stages, flat=True)
 
 
-def _fetch(p: Plan, refs: _Refs, i, turn):
+def _fetch(p: FewPlan, refs: _FewRefs, i, turn):
     """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
     ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     tiles = pl.ds(lax.axis_index("n") * _TILES, _TILES)
@@ -192,7 +192,7 @@ def _fetch(p: Plan, refs: _Refs, i, turn):
         ring.send(i, x, refs.x_smem, s)
 
 
-def _multiply(p: Plan, refs: _Refs, i, acc):
+def _multiply(p: FewPlan, refs: _FewRefs, i, acc):
     """acc += w x^T of this warpgroup's i-th turn."""
     slot = _ring(p, refs).wait(i)
     load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
@@ -216,7 +216,7 @@ def _multiply(p: Plan, refs: _Refs, i, acc):
         plgpu.wgmma_wait(0)
 
 
-def _pass_on(p: Plan, refs: _Refs, w: int, total):
+def _pass_on(p: FewPlan, refs: _FewRefs, w: int, total):
     """Adds the sum of the warpgroups after w, and gives the sum to w - 1, or to memory."""
     if w < p.wgs - 1:
         plgpu.barrier_wait(refs.turn_bars.at[w])
