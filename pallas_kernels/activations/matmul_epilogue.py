@@ -18,7 +18,8 @@ A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpg
 Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
 once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer.  Each
 warpgroup has its own barriers and waits only for its own tiles.  The outputs overwrite the inputs
-in their buffers, where a thread overwrites only what it has read itself.
+in their buffers, where a thread overwrites only what it has read itself.  The chunks do without
+pipeline.Ring: a tile's inputs take a fixed group of slots, found without a product in the index.
 
 wgmma computes b a^T, the product transposed.  A sum over the rows of a is then one along the rows
 of the product, which four neighbouring threads share; along its columns it would cross warps.
