@@ -147,14 +147,13 @@ def _body(s: Schedule, t: _Tiles, tile, x, weights, bias, *outputs, **scratch):
 
 def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
     """Starts the copies of one step of x and of both products' weights of the i-th tile."""
-    stage = s.stage(i, step)
-    bar = refs.step_bars.at[lax.rem(i, jnp.int32(2)) * s.stages + stage]
+    ring, n = s.ring(refs.step_bars, i), i * s.steps + step
     rows = pl.ds(row * refs.tiles.rows, refs.tiles.rows)
     at = pl.ds(step * _STEP, _STEP)
-    plgpu.copy_gmem_to_smem(refs.x.at[rows, at], refs.x_smem.at[stage], bar)
+    ring.send(n, refs.x.at[rows, at], refs.x_smem)
     both = refs.weights[0], refs.weights[-1]
     for ref, columns, smem in zip(both, refs.columns(column), refs.weight_smems, strict=True):
-        plgpu.copy_gmem_to_smem(ref.at[at, columns], smem.at[stage], bar)
+        ring.send(n, ref.at[at, columns], smem)
 
 
 def _start_step(refs: _Refs, stage, *accs):

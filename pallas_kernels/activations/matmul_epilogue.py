@@ -18,7 +18,8 @@ A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpg
 Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
 once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer.  Each
 warpgroup has its own barriers and waits only for its own tiles.  The outputs overwrite the inputs
-in their buffers, where a thread overwrites only what it has read itself.
+in their buffers, where a thread overwrites only what it has read itself.  The chunks do without
+pipeline.Ring: a tile's inputs take a fixed group of slots, found without a product in the index.
 
 wgmma computes b a^T, the product transposed.  A sum over the rows of a is then one along the rows
 of the product, which four neighbouring threads share; along its columns it would cross warps.
@@ -36,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
+from pallas_kernels.pipeline import Ring
 
 _COLUMNS = 128  # of a tile
 _STEP = 64  # of K: 128 bytes, one swizzle
@@ -155,8 +157,9 @@ class Schedule(NamedTuple):
         """Tiles whose inputs fit the buffers."""
         return self.slots // self.chunks
 
-    def stage(self, i, step):
-        return lax.rem(i * self.steps + step, jnp.int32(self.stages))
+    def ring(self, bars, i) -> Ring:
+        """The ring of steps, with the barriers of the warpgroup that computes the i-th tile."""
+        return Ring(self.stages, bars, first=lax.rem(i, jnp.int32(2)) * self.stages)
 
     def slot(self, i, chunk):
         return lax.rem(i, jnp.int32(self.ahead)) * self.chunks + chunk
@@ -235,12 +238,10 @@ def _fill(s: Schedule, refs: _Refs):
 
 def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
     """Starts the copy of one step of a and b of the i-th tile."""
-    stage = s.stage(i, step)
-    bar = refs.step_bars.at[lax.rem(i, jnp.int32(2)) * s.stages + stage]
-    at = pl.ds(step * _STEP, _STEP)
+    ring, n, at = s.ring(refs.step_bars, i), i * s.steps + step, pl.ds(step * _STEP, _STEP)
     rows, columns = refs.rows(row), pl.ds(column * _COLUMNS, _COLUMNS)
-    plgpu.copy_gmem_to_smem(refs.a.at[rows, at], refs.a_smem.at[stage], bar)
-    plgpu.copy_gmem_to_smem(refs.b.at[columns, at], refs.b_smem.at[stage], bar)
+    ring.send(n, refs.a.at[rows, at], refs.a_smem)
+    ring.send(n, refs.b.at[columns, at], refs.b_smem)
 
 
 def _copy_chunk(s: Schedule, refs: _Refs, i, row, column, chunk):
@@ -266,9 +267,8 @@ def multiply(s: Schedule, refs, copy_step, start_step, i, here, *accs):
     after = s.place(i + 1, refs.block, refs.count)
 
     def multiply_step(step):
-        stage = s.stage(i, step)
-        plgpu.barrier_wait(refs.step_bars.at[refs.wg * s.stages + stage])
-        start_step(refs, stage, *accs)
+        ring = Ring(s.stages, refs.step_bars, first=refs.wg * s.stages)
+        start_step(refs, ring.wait(i * s.steps + step), *accs)
 
     def refill(step):  # loads the step that comes `stages` steps later into this step's buffer
         step += s.stages

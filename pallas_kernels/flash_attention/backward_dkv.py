@@ -25,11 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.keys import (
-    Inputs,
-    Item,
-    Ring,
+    DkvInputs,
+    DkvWorker,
+    KeysItem,
+    Queries,
     Step,
-    Worker,
     ahead,
     begin,
     in_halves,
@@ -59,6 +59,7 @@ from pallas_kernels.flash_attention.schedule import (
     work_items,
 )
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
+from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, group: int) -> Tiles:
@@ -78,13 +79,13 @@ def across(acc, rows, tile):
     plgpu.wgmma(acc, rows, tile.transpose((1, 0)))
 
 
-def column(w: Worker, ref, slot, half=0):
+def column(w: DkvWorker, ref, slot, half=0):
     """A statistic of 64 queries, over a tile of S^T.  half: which 64 of a step."""
     stat = plgpu.load(ref.at[slot, pl.ds(half * ROWS, ROWS)], layout=COL, optimized=False)
     return along(stat, (ROWS, ROWS), 1)
 
 
-def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, half=0):
+def probabilities(w: DkvWorker, i: KeysItem, k_ids, scores, step: Step, slot, masked, half=0):
     """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, visits = w.schedule, w.schedule.visits
     x, slope = logits(scores, s.scale, s.softcap)
@@ -100,7 +101,7 @@ def probabilities(w: Worker, i: Item, k_ids, scores, step: Step, slot, masked, h
     return jnp.exp2(x - column(w, w.smem.lse2, slot, half)), slope
 
 
-def own(w: Worker, i: Item, step: Step):
+def own(w: DkvWorker, i: KeysItem, step: Step):
     """The buffer of the warpgroup's keys and values.
 
     The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
@@ -109,14 +110,13 @@ def own(w: Worker, i: Item, step: Step):
     return jnp.minimum(i.at, step.n + w.schedule.sides * sets(w.schedule))
 
 
-def one_head(w: Worker, i: Item, add, g):
+def one_head(w: DkvWorker, i: KeysItem, add, g):
     """Walks over the steps of one query head that the warpgroup sees."""
     s, visits, late = w.schedule, w.schedule.visits, runs_on(w.schedule)
 
     def one(r, masked, begins=False):
         step = i.step(g, r)
-        slot = s.slot(step.n)
-        plgpu.barrier_wait(w.smem.q_full.at[slot])
+        slot = w.q.ring.wait(step.n)
         add(step, slot, masked, begins)
 
     pass_by(w, i, g, 0, i.first)
@@ -131,12 +131,12 @@ def one_head(w: Worker, i: Item, add, g):
         pass_by(w, i, g, i.last, i.stream.steps)
 
 
-def all_heads(w: Worker, i: Item, add):
+def all_heads(w: DkvWorker, i: KeysItem, add):
     """Calls add(step, slot, masked, begins) for the steps of all heads of the group."""
     pl.loop(0, w.schedule.group)(lambda g: one_head(w, i, add, lax.optimization_barrier(g)))
 
 
-def wait_for_k(w: Worker, i: Item):
+def wait_for_k(w: DkvWorker, i: KeysItem):
     """Returns the ids of the keys, None without segments."""
     plgpu.barrier_wait(w.smem.k_bars.at[i.at])
     if w.schedule.packed:
@@ -147,26 +147,26 @@ def wait_for_k(w: Worker, i: Item):
 # The epilogue scales dK, and stores both.
 
 
-def buffers(w: Worker):
+def buffers(w: DkvWorker):
     """Those through which dK and dV leave."""
     smem = w.smem
     # Of two warpgroups that pair up each is the only reader of one of K and V.
     return (smem.dk, smem.dv) if w.schedule.items.persistent else (smem.v, smem.k)
 
 
-def store(w: Worker, x, smem, target):
+def store(w: DkvWorker, x, smem, target):
     plgpu.commit_smem()  # all warps have read what was there
     smem[w.set] = x.astype(w.schedule.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.at[w.set], target)
 
 
-def store_dk(w: Worker, i: Item, dk):
+def store_dk(w: DkvWorker, i: KeysItem, dk):
     s, (smem, _) = w.schedule, buffers(w)
     store(w, dk * s.scale, smem, w.dk_ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head])
 
 
-def store_dv(w: Worker, i: Item, dv):
+def store_dv(w: DkvWorker, i: KeysItem, dv):
     s, (_, smem) = w.schedule, buffers(w)
     store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
 
@@ -174,7 +174,7 @@ def store_dv(w: Worker, i: Item, dv):
 # ---- each warpgroup has 64 keys, steps of 64 queries: D = 96 and 128 -----------------------------
 
 
-def sum_own_keys(w: Worker, i: Item, add):
+def sum_own_keys(w: DkvWorker, i: KeysItem, add):
     """Sums dK and dV; add: what a step adds, as `add_both`."""
 
     def both(dk_acc, dv_acc):
@@ -190,7 +190,7 @@ def sum_own_keys(w: Worker, i: Item, add):
     pl.run_scoped(both, acc, acc)
 
 
-def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, _):
+def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, _):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
     here = own(w, i, step)
@@ -228,7 +228,7 @@ def add_both(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked
 # copies.  Wider heads leave no registers for b.
 
 
-def add_halves(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
+def add_halves(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
     here = own(w, i, step)
@@ -278,19 +278,19 @@ def add_halves(w: Worker, i: Item, k_ids, dk_acc, dv_acc, step: Step, slot, mask
 #                                                  <-- p_free --                  dS^T, dK += dS^T Q
 
 
-def sum_dv(w: Worker, i: Item, dv_acc):
+def sum_dv(w: DkvWorker, i: KeysItem, dv_acc):
     k_ids = wait_for_k(w, i)
     all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
     store_dv(w, i, dv_acc[...])
 
 
-def sum_dk(w: Worker, i: Item, dk_acc):
+def sum_dk(w: DkvWorker, i: KeysItem, dk_acc):
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_dk, w, i, dk_acc))
     store_dk(w, i, dk_acc[...])
 
 
-def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
+def add_dv(w: DkvWorker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begins):
     """Hands P over, and adds P^T dO to dV."""
     s, smem = w.schedule, w.smem
 
@@ -312,7 +312,7 @@ def add_dv(w: Worker, i: Item, k_ids, dv_acc, step: Step, slot, masked, begins):
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
 
 
-def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
+def add_dk(w: DkvWorker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
     """Takes P, and adds dS^T Q to dK; the mask is in P."""
     s, smem = w.schedule, w.smem
 
@@ -338,7 +338,7 @@ def add_dk(w: Worker, i: Item, dk_acc, step: Step, slot, masked, begins):
 # ---- an item, and the kernel --------------------------------------------------------------------
 
 
-def differentiate(w: Worker, i: Item):
+def differentiate(w: DkvWorker, i: KeysItem):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
     if not pairs_up(w.schedule):
         sum_own_keys(w, i, add_halves if in_halves(w.schedule) else add_both)
@@ -348,7 +348,7 @@ def differentiate(w: Worker, i: Item):
     pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))
 
 
-def one_item(w: Worker, item, following, side, n0):
+def one_item(w: DkvWorker, item, following, side, n0):
     """One block of keys; returns the step after its last."""
     s, keys = w.schedule, w.schedule.visits.lengths[1]
     if following is not None:
@@ -374,7 +374,7 @@ def one_item(w: Worker, item, following, side, n0):
     return n0 + total
 
 
-def body(s: Schedule, inputs: Inputs, *refs):
+def body(s: Schedule, inputs: DkvInputs, *refs):
     *results, smem = refs
     dk_ref, dv_ref = results or (inputs.joint, inputs.joint)
     pair = pairs_up(s)
@@ -382,12 +382,11 @@ def body(s: Schedule, inputs: Inputs, *refs):
     q_ids, q_ids_smem = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
     # The last warpgroup loads Q and the first one dO; of a pair the second one loads both.
     last = s.wgs - 1
-    q = Ring(inputs.q, inputs.lse2, q_ids, smem.q, smem.lse2, q_ids_smem, smem.q_full, last, warp=0)
-    do = Ring(
-        inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, smem.do_full,
-        last if pair else 0, warp=1,
-    )  # fmt: skip
-    w = Worker(s, inputs, dk_ref, dv_ref, smem, (q, do), wg, 0 if pair else wg)
+    ring = functools.partial(Ring, s.stages, free=smem.free)
+    q_ring, do_ring = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pair else 0)
+    q = Queries(q_ring, inputs.q, inputs.lse2, q_ids, smem.q, smem.lse2, q_ids_smem, 0)
+    do = Queries(do_ring, inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, 1)
+    w = DkvWorker(s, inputs, dk_ref, dv_ref, smem, q, do, wg, 0 if pair else wg)
     if pair:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(one_item, w))
@@ -413,7 +412,7 @@ def backward_dkv(
         lse2 = lse2.at[:, :, written:].set(1e30)
         minus_delta = minus_delta.at[:, :, written:].set(0)
     segments = with_spans(s, segments)
-    inputs = Inputs(q, k, v, lse2, dout, minus_delta, s.items.table, segments, joint)
+    inputs = DkvInputs(q, k, v, lse2, dout, minus_delta, s.items.table, segments, joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
     return launch(s, "attention_backward_dkv", body, inputs, out_type, scratch(s))

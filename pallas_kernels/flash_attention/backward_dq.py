@@ -11,6 +11,8 @@ A block owns queries and streams the keys that they see, from the diagonal downw
 dQ += dS K of a step runs on under the next one, so K has a slot more than V.  The last warpgroup
 also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
 leave a step: it does not wait for the others.
+
+The copies are not those of pipeline.Ring: one `free` guards K and V, whose rings differ in length.
 """
 
 import functools
@@ -24,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.masks import logits, same_segment
-from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
+from pallas_kernels.flash_attention.queries import Item, Stream, in_sight, item_of, stream_of
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -50,7 +52,7 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
     return Tiles(2, 64, 3 if head_dim <= 128 else 2, False, 0)
 
 
-class Inputs(NamedTuple):
+class DqInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -108,25 +110,16 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
     return buffers
 
 
-class Worker(NamedTuple):
+class DqWorker(NamedTuple):
     """One warpgroup of a block."""
 
     schedule: Schedule
-    inputs: Inputs
+    inputs: DqInputs
     dq_ref: Any
     stat_refs: Any  # lse in base 2, and -delta
     smem: Any  # what `scratch` lists, by name
     wg: Any
     o: Any  # its buffer of O
-
-
-class Stream(NamedTuple):
-    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
-
-    batch: Any
-    head: Any  # of the queries
-    top: Any
-    end: Any
 
 
 class Rows(NamedTuple):
@@ -140,7 +133,7 @@ class Rows(NamedTuple):
 # Load: a warpgroup's rows, and the tiles of K and V.
 
 
-def load_rows(w: Worker, item, side):
+def load_rows(w: DqWorker, item, side):
     s, inputs, smem = w.schedule, w.inputs, w.smem
     row, (batch, head) = s.items.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
@@ -156,12 +149,7 @@ def load_rows(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
 
 
-def stream_of(w: Worker, item, n0) -> Stream:
-    """The Stream of an item whose first step is n0."""
-    return Stream(*tiles_of(w.schedule, w.inputs.segments, item, n0))
-
-
-def send_k(w: Worker, n, stream: Stream):
+def send_k(w: DqWorker, n, stream: Stream):
     s, smem = w.schedule, w.smem
     keys, kv_head = pl.ds((stream.top - 1 - n) * s.columns, s.columns), stream.head // s.group
     slot, k = s.slot(n), w.inputs.k.at[stream.batch, keys, s.k_first + kv_head]
@@ -171,7 +159,7 @@ def send_k(w: Worker, n, stream: Stream):
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[slot], smem.k_full.at[slot])
 
 
-def send_v(w: Worker, n, stream: Stream):
+def send_v(w: DqWorker, n, stream: Stream):
     s, smem = w.schedule, w.smem
     keys, kv_head = pl.ds((stream.top - 1 - n) * s.columns, s.columns), stream.head // s.group
     slot, v = v_slot(s, n), w.inputs.v.at[stream.batch, keys, s.v_first + kv_head]
@@ -181,7 +169,7 @@ def send_v(w: Worker, n, stream: Stream):
 WARPS = {send_k: 0, send_v: 1}  # the warps of the last warpgroup that load K and V
 
 
-def load(w: Worker, i: Item, n, *sends):
+def load(w: DqWorker, i: Item, n, *sends):
     """Loads K or V or both of step n, if there is one: from the stream's end on of the next item.
 
     sends: send_k, send_v or both.
@@ -192,7 +180,7 @@ def load(w: Worker, i: Item, n, *sends):
             send(w, n, stream)
 
     def send_following():
-        coming = stream_of(w, i.following, i.end)
+        coming = stream_of(w.schedule, w.inputs.segments, i.following, i.end)
         pl.when(n < coming.end)(lambda: send_all(coming))
 
     pl.when(n < i.end)(lambda: send_all(i.stream))
@@ -200,7 +188,7 @@ def load(w: Worker, i: Item, n, *sends):
         pl.when((n >= i.end) & (i.following >= 0))(send_following)
 
 
-def refill(w: Worker, i: Item, n, free, *sends):
+def refill(w: DqWorker, i: Item, n, free, *sends):
     """Loads tiles into the slots that all warpgroups leave at step n."""
     s = w.schedule
 
@@ -215,7 +203,7 @@ def refill(w: Worker, i: Item, n, free, *sends):
     pl.when((w.wg == s.wgs - 1) & (n >= 0))(lambda: plgpu.warp_map(by_warp))
 
 
-def load_first(w: Worker, i: Item):
+def load_first(w: DqWorker, i: Item):
     """Loads what the item before has not loaded: it had fewer steps than `ahead`, or is none."""
     s = w.schedule
     begin = jnp.where(i.n0 == 0, 0, i.end - i.n0) if s.items.persistent else 0
@@ -229,7 +217,7 @@ def load_first(w: Worker, i: Item):
             pl.when(step < ahead(s) - 1)(lambda: load(w, i, i.n0 + step, send_v))
 
 
-def load_following(w: Worker, i: Item):
+def load_following(w: DqWorker, i: Item):
     """Loads the next item's rows, and the tile where O was: O and the statistics have been read."""
     s = w.schedule
     if not has_o_buffer(s):
@@ -241,20 +229,20 @@ def load_following(w: Worker, i: Item):
 # Hand buffers back.
 
 
-def release_k(w: Worker, i: Item, n):
+def release_k(w: DqWorker, i: Item, n):
     """dQ += dS K of the step before n is done."""
     if frees_k_apart(w.schedule):
         plgpu.barrier_arrive(w.smem.k_free.at[w.schedule.slot(n)])
         refill(w, i, n, w.smem.k_free, send_k)
 
 
-def refill_free(w: Worker, i: Item, n):
+def refill_free(w: DqWorker, i: Item, n):
     """Loads into the slots that `free` guards."""
     sends = (send_v,) if frees_k_apart(w.schedule) else (send_k, send_v)
     refill(w, i, n, w.smem.free, *sends)
 
 
-def pass_by(w: Worker, i: Item, low, high):
+def pass_by(w: DqWorker, i: Item, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
     s, smem = w.schedule, w.smem
 
@@ -270,7 +258,7 @@ def pass_by(w: Worker, i: Item, low, high):
 # Compute P, dS and dQ.
 
 
-def rows_of(w: Worker, i: Item) -> Rows:
+def rows_of(w: DqWorker, i: Item) -> Rows:
     """Computes delta = rowsum(dO * O) - dlse; stores what the dK/dV kernel reads of the rows."""
     s, smem = w.schedule, w.smem
     stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
@@ -288,7 +276,7 @@ def rows_of(w: Worker, i: Item) -> Rows:
     return Rows(lse2, minus_delta, q_ids)
 
 
-def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
+def probabilities(w: DqWorker, i: Item, rows: Rows, scores, n, masked):
     """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
     s = w.schedule
     x, slope = logits(scores, s.scale, s.softcap)
@@ -300,7 +288,7 @@ def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
 
-def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
+def step(w: DqWorker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
     s, smem = w.schedule, w.smem
     slot, slot_of_v = s.slot(n), v_slot(s, n)
@@ -336,16 +324,16 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     pl.run_scoped(add_dq, acc, acc)
 
 
-def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
+def accumulate(w: DqWorker, i: Item, rows: Rows, dq_acc):
     """Walks over the steps that the warpgroup sees, and stores dQ."""
     s = w.schedule
     one = functools.partial(step, w, i, rows, dq_acc)
-    one(i.first, s.visits.causal or is_ragged(s) or s.packed)
+    one(i.first, s.visits.causal or s.ragged or s.packed)
     walk(s, i, i.first + 1, one, crosses=diagonal_crosses_tiles(s))
     store(w, i, dq_acc[...])
 
 
-def store(w: Worker, i: Item, dq):
+def store(w: DqWorker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
     smem = w.smem.dq if w.schedule.items.persistent else w.smem.do
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
@@ -354,11 +342,10 @@ def store(w: Worker, i: Item, dq):
     plgpu.copy_smem_to_gmem(smem.at[w.wg], w.dq_ref.at[i.batch, i.rows, i.head])
 
 
-def differentiate(w: Worker, item, following, side, n0):
+def differentiate(w: DqWorker, item, following, side, n0):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
     s = w.schedule
     i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
-    i = i._replace(stream=Stream(i.batch, i.head, i.top, i.end))
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
@@ -384,11 +371,11 @@ def differentiate(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: Inputs, dq_ref, lse2_ref, minus_delta_ref, smem):
+def body(s: Schedule, inputs: DqInputs, dq_ref, lse2_ref, minus_delta_ref, smem):
     wg = lax.axis_index("wg")
     # Without a buffer of its own O comes through slots of K and V that are not in use yet.
     o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
-    w = Worker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), smem, wg, o)
+    w = DqWorker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), smem, wg, o)
     work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))
     plgpu.wait_smem_to_gmem(0)
 
@@ -403,7 +390,7 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: H
     tile = tiles(q.shape[-1], packed)
     s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
     segments = with_spans(s, segments)
-    inputs = Inputs(q, k, v, out, lse, dout, s.items.table, dlse, segments)
+    inputs = DqInputs(q, k, v, out, lse, dout, s.items.table, dlse, segments)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.

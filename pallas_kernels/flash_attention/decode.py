@@ -36,7 +36,6 @@ from pallas_kernels.flash_attention import general_decode
 from pallas_kernels.flash_attention.decode_plan import (
     FP8,
     KEYS,
-    LOWEST,
     Plan,
     Share,
     capped,
@@ -45,10 +44,12 @@ from pallas_kernels.flash_attention.decode_plan import (
     share_of,
     weights_of,
 )
+from pallas_kernels.flash_attention.masks import LOWEST
 from pallas_kernels.flash_attention.op import check, masked_reference, scale_of
 from pallas_kernels.float8.quantize import saturated
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 from pallas_kernels.options import checked
+from pallas_kernels.pipeline import Ring
 from pallas_kernels.rotary import RopeScaling, cos_sin, rope_reference
 
 
@@ -352,8 +353,9 @@ def _write_new(b: _Block):
         )
 
 
-def _slot(b: _Block, tile):
-    return lax.rem(tile - b.share.low, jnp.int32(b.p.stages))
+def _ring(b: _Block, name: str) -> Ring:
+    """The ring of K or V; its steps are the block's tiles from share.low on."""
+    return Ring(b.p.stages, b.smem[f"{name}_bars"])
 
 
 def _send(b: _Block, name: str, tile):
@@ -362,16 +364,12 @@ def _send(b: _Block, name: str, tile):
     @pl.when(tile < b.share.high)
     def _():
         source = getattr(b, name).at[b.share.batch, pl.ds(tile * KEYS, KEYS), b.share.head]
-        slot = _slot(b, tile)
-        smem, bars = b.smem[f"{name}_smem"], b.smem[f"{name}_bars"]
-        plgpu.copy_gmem_to_smem(source, smem.at[slot], bars.at[slot])
+        _ring(b, name).send(tile - b.share.low, source, b.smem[f"{name}_smem"])
 
 
 def _receive(b: _Block, name: str, tile):
     """The tile as an operand of wgmma, once it has arrived."""
-    slot = _slot(b, tile)
-    plgpu.barrier_wait(b.smem[f"{name}_bars"].at[slot])
-    arrived = b.smem[f"{name}_smem"].at[slot]
+    arrived = b.smem[f"{name}_smem"].at[_ring(b, name).wait(tile - b.share.low)]
     if not b.p.fp8:
         return arrived
     wide = b.smem["wide_smem"].at["kv".index(name)]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import logits
+from pallas_kernels.flash_attention.masks import LOWEST, logits, online_softmax
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
 
 FP8 = jnp.float8_e4m3fn
@@ -23,7 +23,6 @@ _START = 2  # tiles that would take as long as a block takes to start, and its p
 _WHOLE = 4  # so few tiles take no longer than a second kernel that merges (an estimate)
 _LEAST_SPLITS = 8  # of several rows, whose lengths may differ, if each has so many tiles
 _MOST_SPLITS = 33  # two blocks for each of 132 SMs, of one row with 8 kv heads
-LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
 
 
 class Plan(NamedTuple):
@@ -99,16 +98,9 @@ def capped(p: Plan, x):
 
 
 def weights_of(p: Plan, b: Share, x, tile, m):
-    """(weights, m', alpha) of a tile x = q k^T.
-
-    m, m': the largest logit of each row, in base 2, before this tile and with it.
-    alpha: what multiplies the sums so far.
-    """
+    """`online_softmax` of a tile x = q k^T."""
     x, factor = capped(p, x)
-    x = _masked(p, b, x, tile)
-    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
-    alpha = jnp.exp2(m - m_new)
-    return jnp.exp2(x * factor - along(m_new, x.shape, 0)), m_new, alpha
+    return online_softmax(_masked(p, b, x, tile), factor, m)
 
 
 def _masked(p: Plan, b: Share, x, tile):

@@ -36,8 +36,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import logits, same_segment, some_rows_see_nothing
-from pallas_kernels.flash_attention.queries import Item, in_sight, is_ragged, item_of, tiles_of
+from pallas_kernels.flash_attention.masks import (
+    LOWEST,
+    logits,
+    online_softmax,
+    same_segment,
+    some_rows_see_nothing,
+)
+from pallas_kernels.flash_attention.queries import Item, Stream, in_sight, item_of, stream_of
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -52,8 +58,7 @@ from pallas_kernels.flash_attention.schedule import (
     work_items,
 )
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
-
-LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, packed: bool) -> Tiles:
@@ -66,7 +71,7 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
     return Tiles(2, 64, 2 if packed else 3, False, 16)
 
 
-class Inputs(NamedTuple):
+class ForwardInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -102,45 +107,30 @@ def scratch(s: Schedule) -> dict:
     return buffers
 
 
-class Ring(NamedTuple):
-    """One of the two rings, and who fills it."""
+class Keys(NamedTuple):
+    """K or V, its ring, and which warp fills it."""
 
+    ring: Ring
     ref: Any
     first_head: int
     smem: Any
-    full: Any
-    free: Any
-    stages: int
     ids_ref: Any  # the ids that come along with each tile, or None
     ids_smem: Any
     ahead: int  # how many steps early it loads a tile
-    wg: int
     warp: int
 
-    def slot(self, n):
-        return lax.rem(n, jnp.int32(self.stages))
 
-
-class Worker(NamedTuple):
+class ForwardWorker(NamedTuple):
     """One warpgroup of a block."""
 
     schedule: Schedule
-    inputs: Inputs
+    inputs: ForwardInputs
     o_ref: Any
     lse_ref: Any
     smem: Any  # what `scratch` lists, by name
-    k: Ring
-    v: Ring
+    k: Keys
+    v: Keys
     wg: Any
-
-
-class Stream(NamedTuple):
-    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
-
-    batch: Any
-    kv_head: Any
-    top: Any
-    end: Any
 
 
 def mixes_masks(s: Schedule) -> bool:
@@ -154,7 +144,7 @@ def mixes_masks(s: Schedule) -> bool:
 # Load: the rows of Q, and the tiles of K and V.
 
 
-def load_q(w: Worker, item, side):
+def load_q(w: ForwardWorker, item, side):
     s, smem = w.schedule, w.smem
     row, (batch, head) = s.items.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
@@ -165,63 +155,64 @@ def load_q(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
 
 
-def stream_of(w: Worker, item, n0) -> Stream:
-    """The Stream of an item whose first step is n0."""
-    batch, head, top, end = tiles_of(w.schedule, w.inputs.segments, item, n0)
-    return Stream(batch, head // w.schedule.group, top, end)
+def of_keys(w: ForwardWorker, stream: Stream) -> Stream:
+    """The Stream of a head of queries as one of its head of keys."""
+    return stream._replace(head=stream.head // w.schedule.group)
 
 
-def send(w: Worker, ring: Ring, n, stream: Stream):
+def stream_of_item(w: ForwardWorker, item, n0) -> Stream:
+    return of_keys(w, stream_of(w.schedule, w.inputs.segments, item, n0))
+
+
+def send(w: ForwardWorker, x: Keys, n, stream: Stream):
     """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
-    slot, keys = ring.slot(n), pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
-    pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-    source = ring.ref.at[stream.batch, keys, ring.first_head + stream.kv_head]
-    plgpu.copy_gmem_to_smem(source, ring.smem.at[slot], ring.full.at[slot])
-    if ring.ids_ref is not None:
-        ids = ring.ids_ref.at[stream.batch, keys]
-        plgpu.copy_gmem_to_smem(ids, ring.ids_smem.at[slot], ring.full.at[slot])
+    keys = pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
+    x.ring.claim(n)
+    x.ring.send(n, x.ref.at[stream.batch, keys, x.first_head + stream.head], x.smem)
+    if x.ids_ref is not None:
+        x.ring.send(n, x.ids_ref.at[stream.batch, keys], x.ids_smem)
 
 
-def load(w: Worker, ring: Ring, n, stream: Stream, following):
+def load(w: ForwardWorker, x: Keys, n, stream: Stream, following):
     """Loads the tile of step n, which from the stream's end on is one of the next item.
 
     One warp does so; only it waits until all warpgroups have left the buffer.
     """
 
     def send_following():
-        coming = stream_of(w, following, stream.end)
-        pl.when(n < coming.end)(lambda: send(w, ring, n, coming))
+        coming = stream_of_item(w, following, stream.end)
+        pl.when(n < coming.end)(lambda: send(w, x, n, coming))
 
     def by_warp(warp):
-        @pl.when(warp == ring.warp)
+        @pl.when(warp == x.warp)
         def _():
-            pl.when(n < stream.end)(lambda: send(w, ring, n, stream))
+            pl.when(n < stream.end)(lambda: send(w, x, n, stream))
             if following is not None:
                 pl.when((n >= stream.end) & (following >= 0))(send_following)
 
-    pl.when(w.wg == ring.wg)(lambda: plgpu.warp_map(by_warp))
+    pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
 
 
-def load_from(w: Worker, begin, n0, stream: Stream, following):
+def load_from(w: ForwardWorker, begin, n0, stream: Stream, following):
     """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
-    for ring in (w.k, w.v):
-        one = functools.partial(load, w, ring, stream=stream, following=following)
-        pl.loop(begin, n0 + ring.ahead)(lambda n, one=one: one(n))
+    for x in (w.k, w.v):
+        one = functools.partial(load, w, x, stream=stream, following=following)
+        pl.loop(begin, n0 + x.ahead)(lambda n, one=one: one(n))
 
 
-def load_later(w: Worker, i: Item, n):
+def load_later(w: ForwardWorker, i: Item, n):
     """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
-    for ring in (w.k, w.v):
-        load(w, ring, n + ring.ahead, i.stream, i.following)
+    for x in (w.k, w.v):
+        load(w, x, n + x.ahead, i.stream, i.following)
 
 
-def begin(w: Worker, item):
+def begin(w: ForwardWorker, item):
     """Loads what the first item of a block needs at once."""
     load_q(w, item, 0)
-    load_from(w, 0, 0, stream_of(w, item, 0), None)
+    load_from(w, 0, 0, stream_of_item(w, item, 0), None)
 
 
-def load_following_q(w: Worker, i: Item):
+def load_following_q(w: ForwardWorker, i: Item):
     if i.following is not None:
         plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
         pl.when(i.following >= 0)(lambda: load_q(w, i.following, 1 - i.side))
@@ -230,76 +221,68 @@ def load_following_q(w: Worker, i: Item):
 # Take turns, and hand buffers back.
 
 
-def my_turn(w: Worker):
+def my_turn(w: ForwardWorker):
     plgpu.barrier_wait(w.smem.turn.at[w.wg])
 
 
-def next_turn(w: Worker):
+def next_turn(w: ForwardWorker):
     plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
 
 
-def release(ring: Ring, n):
-    """This warpgroup has read the tile of step n."""
-    plgpu.barrier_arrive(ring.free.at[ring.slot(n)])
-
-
-def pass_by(w: Worker, i: Item, low, high):
+def pass_by(w: ForwardWorker, i: Item, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
 
     @pl.loop(low, high)
     def _(n):
-        plgpu.barrier_wait(w.k.full.at[w.k.slot(n)])
+        w.k.ring.wait(n)
         my_turn(w)
         next_turn(w)
         load_later(w, i, n)
-        release(w.k, n)
-        plgpu.barrier_wait(w.v.full.at[w.v.slot(n)])
-        release(w.v, n)
+        w.k.ring.release(n)
+        w.v.ring.wait(n)
+        w.v.ring.release(n)
 
 
 # Compute scores and softmax.
 
 
-def mask(w: Worker, i: Item, x, n):
+def mask(w: ForwardWorker, i: Item, x, n):
     s, smem = w.schedule, w.smem
     if s.packed:
         stat = functools.partial(plgpu.load, optimized=False)
         q_ids = stat(smem.q_ids.at[i.at], layout=ROW)
-        k_ids = stat(smem.k_ids.at[w.k.slot(n)], layout=COL)
+        k_ids = stat(smem.k_ids.at[w.k.ring.slot(n)], layout=COL)
         x = same_segment(x, q_ids, k_ids)
         plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
     return in_sight(s, i, x, n)
 
 
-def scores(w: Worker, i: Item, x, n, masked):
+def scores(w: ForwardWorker, i: Item, x, n, masked):
     """Scores of step n in base 2 before the factor, from Q K^T; the tile of keys is free then."""
     s = w.schedule
     if s.softcap is not None:
         x = logits(x, s.scale, s.softcap)[0]
     if not s.packed:
-        release(w.k, n)
+        w.k.ring.release(n)
     if masked is True:
         x = mask(w, i, x, n)
     elif masked is not False:
         x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
     if s.packed:
-        release(w.k, n)
+        w.k.ring.release(n)
     return x
 
 
 def softmax(s: Schedule, x, m, l):
     """Scores, the row's largest and its sum so far -> P, both with these scores, O's rescale."""
-    # In base 2: one multiply-add and one exp2 an element.
     factor = s.scale * LOG2E if s.softcap is None else 1.0
-    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    p, m_new, alpha = online_softmax(x, factor, m)
     return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
-def first_step(w: Worker, i: Item):
+def first_step(w: ForwardWorker, i: Item):
     """P, the largest and the sum of each row for the first step, which has no O to add to yet."""
-    s, slot = w.schedule, w.k.slot(i.first)
+    s, slot = w.schedule, w.k.ring.slot(i.first)
 
     def issue(s_acc):
         plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
@@ -309,24 +292,24 @@ def first_step(w: Worker, i: Item):
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
-    masked = s.visits.causal or is_ragged(s) or s.packed
+    masked = s.visits.causal or s.ragged or s.packed
     return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
 
 
-def step(w: Worker, i: Item, o_acc, n, carry):
+def step(w: ForwardWorker, i: Item, o_acc, n, carry):
     """Adds the values of the step before to O under the scores and softmax of step n."""
     s = w.schedule
     p, m, l = carry
     masked = ((n < i.unmasked) | (n >= i.edge)) if mixes_masks(s) else False
-    slot, before = w.k.slot(n), w.v.slot(n - 1)
+    slot, before = w.k.ring.slot(n), w.v.ring.slot(n - 1)
     # Issue both matmuls.
-    plgpu.barrier_wait(w.smem.k_full.at[slot])
+    w.k.ring.wait(n)
     my_turn(w)
 
     def issue(s_acc):
         here = jnp.minimum(i.at, n + s.sides * s.wgs)  # i.at, but the compiler may not know it
         plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
-        plgpu.barrier_wait(w.smem.v_full.at[before])
+        w.v.ring.wait(n - 1)
         plgpu.wgmma(o_acc, p, w.smem.v.at[before])
         next_turn(w)
         load_later(w, i, n)
@@ -337,16 +320,16 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
     # Rescale O.
     o = o_acc[...]  # waits for O += P V
-    release(w.v, n - 1)
+    w.v.ring.release(n - 1)
     o_acc[...] = o * along(alpha, o.shape, 0)
     return p, m, l
 
 
-def accumulate(w: Worker, i: Item, o_acc):
+def accumulate(w: ForwardWorker, i: Item, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     # Begin with the first tile.
     plgpu.barrier_wait(w.smem.q_bars.at[i.at])
-    plgpu.barrier_wait(w.smem.k_full.at[w.k.slot(i.first)])
+    w.k.ring.wait(i.first)
     my_turn(w)
     carry = first_step(w, i)
     load_following_q(w, i)
@@ -355,11 +338,9 @@ def accumulate(w: Worker, i: Item, o_acc):
     if w.schedule.packed:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
-    slot = w.v.slot(i.last - 1)
-    plgpu.barrier_wait(w.smem.v_full.at[slot])
-    plgpu.wgmma(o_acc, p, w.smem.v.at[slot])
+    plgpu.wgmma(o_acc, p, w.smem.v.at[w.v.ring.wait(i.last - 1)])
     o = o_acc[...]
-    release(w.v, i.last - 1)
+    w.v.ring.release(i.last - 1)
     if w.schedule.visits.window is not None:
         pass_by(w, i, i.last, i.end)
     return o, m, l
@@ -368,7 +349,7 @@ def accumulate(w: Worker, i: Item, o_acc):
 # The epilogue divides O by the sums, and stores it and the log-sum-exp.
 
 
-def store(w: Worker, i: Item, o, m, l):
+def store(w: ForwardWorker, i: Item, o, m, l):
     s, smem = w.schedule, w.smem
     inverse = 1 / l
     if some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
@@ -382,11 +363,11 @@ def store(w: Worker, i: Item, o, m, l):
     mosaic.store(w.lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
 
 
-def attend(w: Worker, item, following, side, n0):
+def attend(w: ForwardWorker, item, following, side, n0):
     """One block of queries, with the steps from n0 on; returns the step after its last."""
     s = w.schedule
     i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
-    i = i._replace(stream=Stream(i.batch, i.head // s.group, i.top, i.end))
+    i = i._replace(stream=of_keys(w, i.stream))
     if following is not None:  # its tiles may follow at once: this item has few steps
         load_from(w, i.end, n0, i.stream, following)
 
@@ -408,18 +389,14 @@ def attend(w: Worker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem):
+def body(s: Schedule, inputs: ForwardInputs, o_ref, lse_ref, smem):
     k_ids, k_ids_smem = (inputs.segments.k_ids, smem.k_ids) if s.packed else (None, None)
     ahead = int(s.width <= 64)  # for values a second step pays where the ring has room for it
-    k = Ring(
-        inputs.k, s.k_first, smem.k, smem.k_full, smem.k_free, s.stages, k_ids, k_ids_smem,
-        ahead=1, wg=0, warp=0,
-    )  # fmt: skip
-    v = Ring(
-        inputs.v, s.v_first, smem.v, smem.v_full, smem.v_free, v_stages(s), None, None,
-        ahead=ahead, wg=s.wgs - 1, warp=1,
-    )  # fmt: skip
-    w = Worker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
+    k_ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
+    v_ring = Ring(v_stages(s), smem.v_full, smem.v_free, loader=s.wgs - 1)
+    k = Keys(k_ring, inputs.k, s.k_first, smem.k, k_ids, k_ids_smem, ahead=1, warp=0)
+    v = Keys(v_ring, inputs.v, s.v_first, smem.v, None, None, ahead=ahead, warp=1)
+    w = ForwardWorker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
     pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
     work_items(inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
     plgpu.wait_smem_to_gmem(0)
@@ -438,7 +415,7 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     h, tile = q.shape[2] if heads is None else heads.q, tiles(d, packed)
     s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
     ids = pad_segments(segments, call.lengths) if packed else None
-    inputs = Inputs(q, k, v, s.items.table, with_spans(s, ids))
+    inputs = ForwardInputs(q, k, v, s.items.table, with_spans(s, ids))
     out_type = (
         jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
         jax.ShapeDtypeStruct((b, h, stat_rows(call.lengths[0])), jnp.float32),

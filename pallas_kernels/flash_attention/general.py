@@ -23,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention.masks import Visits, same_segment, visible
-from pallas_kernels.flash_attention.queries import is_ragged
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, share_out
 from pallas_kernels.mosaic import COL, ROW
 
@@ -120,7 +119,7 @@ def _load(w: Worker, ref, first_head, buffer, tile):
 def mask(s: Schedule, b: Block, segments, tile, x):
     """Scores of a tile, with -inf where a query may not see a key; rows are as the Schedule's."""
     visits = s.visits
-    ragged = is_ragged(s) and not visits.by_keys  # keys past the last one are columns
+    ragged = s.ragged and not visits.by_keys  # keys past the last one are columns
     if not (visits.causal or ragged or s.packed):
         return x
     crosses = (tile < b.whole[0]) | (tile >= b.whole[1])

@@ -22,7 +22,6 @@ from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.decode_plan import (
     KEYS,
-    LOWEST,
     Plan,
     Share,
     merge,
@@ -30,6 +29,7 @@ from pallas_kernels.flash_attention.decode_plan import (
     share_of,
     weights_of,
 )
+from pallas_kernels.flash_attention.masks import LOWEST
 from pallas_kernels.mosaic import LOG2E, ROW, ROWS, WGMMA, along
 
 

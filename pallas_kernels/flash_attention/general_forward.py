@@ -21,9 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
-from pallas_kernels.flash_attention.forward import LOWEST
 from pallas_kernels.flash_attention.general import Worker, load_k, load_v
-from pallas_kernels.flash_attention.masks import logits, some_rows_see_nothing
+from pallas_kernels.flash_attention.masks import (
+    LOWEST,
+    logits,
+    online_softmax,
+    some_rows_see_nothing,
+)
 from pallas_kernels.flash_attention.schedule import (
     Call,
     Heads,
@@ -76,11 +80,8 @@ def step(w: Worker, n, carry):
     if s.softcap is not None:
         x = logits(x, s.scale, s.softcap)[0]
     x = general.mask(s, b, w.inputs.segments, tile, x)
-    # Compute the softmax in base 2: one multiply-add and one exp2 an element.
     factor = s.scale * LOG2E if s.softcap is None else 1.0
-    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(x * factor - along(m_new, x.shape, 0))
+    p, m_new, alpha = online_softmax(x, factor, m)
     l = l * alpha + jnp.sum(p, axis=1)
     # Add the values.
     o = ampere.times_rows(o * along(alpha, o.shape, 0), p, smem.v)

@@ -21,9 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention.schedule import Schedule
 from pallas_kernels.mosaic import ROWS
+from pallas_kernels.pipeline import Ring
 
 
-class Stream(NamedTuple):
+class QueryStream(NamedTuple):
     """What streams past an item: tiles base ... base + steps - 1 of each head of the group."""
 
     batch: Any
@@ -32,17 +33,19 @@ class Stream(NamedTuple):
     steps: Any
 
 
-class Ring(NamedTuple):
-    """Tiles of Q or of dO, the statistics that come along, and who loads them."""
+class Queries(NamedTuple):
+    """Tiles of Q or of dO, the statistics that come along, their ring, and the warp that fills it.
 
+    Q and dO share one `free`: a warpgroup leaves both at once.
+    """
+
+    ring: Ring
     ref: Any
     stats_ref: Any
     ids_ref: Any  # None for dO, and without segments
     smem: Any
     stats_smem: Any
     ids_smem: Any
-    full: Any
-    wg: int
     warp: int
 
 
@@ -54,7 +57,7 @@ class Step(NamedTuple):
     r: Any  # the tile of the head; past the last one stand those of the next head
 
 
-class Item(NamedTuple):
+class KeysItem(NamedTuple):
     """A block of keys, as one warpgroup sees it; its steps are n0, n0 + 1, ..."""
 
     batch: Any
@@ -63,7 +66,7 @@ class Item(NamedTuple):
     k0: Any  # the warpgroup's
     at: Any  # its buffer of K and V
     n0: Any
-    stream: Stream
+    stream: QueryStream
     following: Any  # the block's next item, negative or None if there is none
     first: Any = None  # of each head the warpgroup's first step
     last: Any = None  # the one after its last
@@ -106,25 +109,25 @@ def runs_on(s: Schedule) -> bool:
     return in_halves(s) or pairs_up(s)
 
 
-def stream_of(s: Schedule, segments, wg, item) -> Stream:
+def stream_of(s: Schedule, segments, wg, item) -> QueryStream:
     key0, (batch, kv_head) = s.items.where(item)
     low, high = s.visits.seen(key0, key0 + s.block, *s.limits(key0, batch, segments)[0])
     # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
     base = low + lax.rem(wg, jnp.int32(1))
-    return Stream(batch, kv_head * s.group, base, high - low)
+    return QueryStream(batch, kv_head * s.group, base, high - low)
 
 
-def item_of(s: Schedule, segments, wg, nth, item, following, side, n0) -> Item:
-    """The Item without its steps.  nth: which 64 of the block's keys the warpgroup works on."""
+def item_of(s: Schedule, segments, wg, nth, item, following, side, n0) -> KeysItem:
+    """The KeysItem without its steps.  nth: which 64 of the block's keys the warpgroup works on."""
     at = side * sets(s) + nth
     key0, (batch, kv_head) = s.items.where(item)
     k0 = key0 + nth * ROWS
-    return Item(
+    return KeysItem(
         batch, kv_head, key0, k0, at, n0, stream_of(s, segments, wg, item), following
     )  # fmt: skip
 
 
-def with_steps(s: Schedule, segments, i: Item) -> Item:
+def with_steps(s: Schedule, segments, i: KeysItem) -> KeysItem:
     visits, base = s.visits, i.stream.base
     limits, same = s.limits(i.key0, i.batch, segments)
     own = visits.seen(i.k0, i.k0 + ROWS, *limits)
@@ -141,7 +144,7 @@ def with_steps(s: Schedule, segments, i: Item) -> Item:
 # ---- copies -------------------------------------------------------------------------------------
 
 
-class Inputs(NamedTuple):
+class DkvInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -184,15 +187,16 @@ def scratch(s: Schedule) -> dict:
     return buffers
 
 
-class Worker(NamedTuple):
+class DkvWorker(NamedTuple):
     """One warpgroup of a block."""
 
     schedule: Schedule
-    inputs: Inputs
+    inputs: DkvInputs
     dk_ref: Any
     dv_ref: Any
     smem: Any  # what `scratch` lists, by name
-    rings: tuple[Ring, Ring]
+    q: Queries
+    do: Queries
     wg: Any
     set: Any  # which 64 of the block's keys it works on
 
@@ -200,7 +204,7 @@ class Worker(NamedTuple):
 # Load: K and V of a warpgroup, and the tiles of Q and dO.
 
 
-def load_kv(w: Worker, item, side):
+def load_kv(w: DkvWorker, item, side):
     s, smem = w.schedule, w.smem
     key0, (batch, kv_head) = s.items.where(item)
     rows = pl.ds(key0 + w.set * ROWS, ROWS)
@@ -214,38 +218,35 @@ def load_kv(w: Worker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
 
 
-def send(w: Worker, ring: Ring, n, g, r, stream: Stream):
+def send(w: DkvWorker, x: Queries, n, g, r, stream: QueryStream):
     """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
     s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
         ends = [heads * stream.steps for heads in range(1, ahead(s) + 1)]
         over = sum((r >= end).astype(jnp.int32) for end in ends)
         g, r = g + over, r - over * stream.steps
-    slot, at = s.slot(n), pl.ds((stream.base + r) * s.columns, s.columns)
-    pl.when(n >= s.stages)(lambda: plgpu.barrier_wait(w.smem.free.at[slot]))
-    bar = ring.full.at[slot]
-    tile = ring.ref.at[stream.batch, at, stream.head + g]
-    plgpu.copy_gmem_to_smem(tile, ring.smem.at[slot], bar)
-    stats = ring.stats_ref.at[stream.batch, stream.head + g, at]
-    plgpu.copy_gmem_to_smem(stats, ring.stats_smem.at[slot], bar)
-    if ring.ids_ref is not None:
-        plgpu.copy_gmem_to_smem(ring.ids_ref.at[stream.batch, at], ring.ids_smem.at[slot], bar)
+    at = pl.ds((stream.base + r) * s.columns, s.columns)
+    x.ring.claim(n)
+    x.ring.send(n, x.ref.at[stream.batch, at, stream.head + g], x.smem)
+    x.ring.send(n, x.stats_ref.at[stream.batch, stream.head + g, at], x.stats_smem)
+    if x.ids_ref is not None:
+        x.ring.send(n, x.ids_ref.at[stream.batch, at], x.ids_smem)
 
 
-def load_one(w: Worker, ring: Ring, step: Step, i, stream: Stream, following):
+def load_one(w: DkvWorker, x: Queries, step: Step, i, stream: QueryStream, following):
     past = i - w.schedule.group * stream.steps
 
     def send_following():
         coming = stream_of(w.schedule, w.inputs.segments, w.wg, following)
         in_it = past < w.schedule.group * coming.steps
-        pl.when(in_it)(lambda: send(w, ring, step.n, 0, past, coming))
+        pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
 
-    pl.when(past < 0)(lambda: send(w, ring, step.n, step.g, step.r, stream))
+    pl.when(past < 0)(lambda: send(w, x, step.n, step.g, step.r, stream))
     if following is not None:
         pl.when((past >= 0) & (following >= 0))(send_following)
 
 
-def load(w: Worker, step: Step, i, stream: Stream, following):
+def load(w: DkvWorker, step: Step, i, stream: QueryStream, following):
     """Loads the tiles of a step, the i-th of its item.
 
     It may lie up to `ahead` tiles past its head's last one; the tiles of the next item follow the
@@ -254,15 +255,15 @@ def load(w: Worker, step: Step, i, stream: Stream, following):
     """
 
     def by_warp(warp):
-        for ring in w.rings:
-            pl.when((warp == ring.warp) & (w.wg == ring.wg))(
-                lambda ring=ring: load_one(w, ring, step, i, stream, following)
+        for x in (w.q, w.do):
+            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(
+                lambda x=x: load_one(w, x, step, i, stream, following)
             )
 
     plgpu.warp_map(by_warp)
 
 
-def load_later(w: Worker, i: Item, g, r):
+def load_later(w: DkvWorker, i: KeysItem, g, r):
     """Loads what must be on its way after step r of head g."""
     # Without the barriers the compiler would compute indices ahead, and hold them in registers.
     g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
@@ -271,7 +272,7 @@ def load_later(w: Worker, i: Item, g, r):
     load(w, step, nth, i.stream, i.following)
 
 
-def begin(w: Worker, item):
+def begin(w: DkvWorker, item):
     """Loads what the first item of a block needs at once."""
     pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
     stream = stream_of(w.schedule, w.inputs.segments, w.wg, item)
@@ -281,20 +282,19 @@ def begin(w: Worker, item):
 # Hand buffers back.
 
 
-def release(w: Worker, n):
+def release(w: DkvWorker, n):
     """This warpgroup has read the tiles of step n."""
     plgpu.commit_smem()  # plain loads have read the statistics
-    plgpu.barrier_arrive(w.smem.free.at[w.schedule.slot(n)])
+    w.q.ring.release(n)
 
 
-def pass_by(w: Worker, i: Item, g, low, high):
+def pass_by(w: DkvWorker, i: KeysItem, g, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
 
     @pl.loop(low, high)
     def _(r):
         n = i.step(g, r).n
         load_later(w, i, g, r)
-        slot = w.schedule.slot(n)
-        plgpu.barrier_wait(w.smem.q_full.at[slot])
-        plgpu.barrier_wait(w.smem.do_full.at[slot])
-        plgpu.barrier_arrive(w.smem.free.at[slot])
+        w.q.ring.wait(n)
+        w.do.ring.wait(n)
+        w.q.ring.release(n)

@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS
 
+LOWEST = -1e30  # the running maximum before any key: finite, as -inf - (-inf) is no number
+
 
 class Visits(NamedTuple):
     """Which tiles of columns the rows of a kernel visit."""
@@ -142,6 +144,16 @@ def logits(s, scale, softcap):
     # tanh of the hardware is good to 2^-11, which is 0.02 in logits of 50.
     tanh = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2E * scale / softcap)))
     return tanh * (softcap * LOG2E), 1 - tanh * tanh
+
+
+def online_softmax(x, factor, m):
+    """(weights, m', alpha) of logits factor x in base 2: one multiply-add and one exp2 an element.
+
+    m, m': the largest logit of each row before x and with it.  alpha: rescales the sums so far.
+    """
+    m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    alpha = jnp.exp2(m - m_new)
+    return jnp.exp2(x * factor - mosaic.along(m_new, x.shape, 0)), m_new, alpha
 
 
 def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):

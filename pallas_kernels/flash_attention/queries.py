@@ -17,6 +17,15 @@ from pallas_kernels.flash_attention.schedule import Schedule
 from pallas_kernels.mosaic import ROWS
 
 
+class Stream(NamedTuple):
+    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
+
+    batch: Any
+    head: Any  # of the queries; the forward kernel turns it into the head of the keys
+    top: Any
+    end: Any
+
+
 class Item(NamedTuple):
     """A block of queries, as one warpgroup sees it."""
 
@@ -25,26 +34,28 @@ class Item(NamedTuple):
     q0: Any  # the warpgroup's first query
     at: Any  # the warpgroup's buffer
     n0: Any
-    top: Any
-    end: Any
+    stream: Stream
     first: Any
     last: Any
     unmasked: Any
     edge: Any
     following: Any  # the block's next item, negative or None if there is none
     side: Any  # 0 and 1 by turns
-    stream: Any = None  # what the kernel says of the tiles that stream by
+
+    @property
+    def end(self):
+        return self.stream.end
 
     @property
     def rows(self):
         return pl.ds(self.q0, ROWS)
 
 
-def tiles_of(s: Schedule, segments, item, n0):
-    """(batch, head, top, end) of an item whose first step is n0."""
+def stream_of(s: Schedule, segments, item, n0) -> Stream:
+    """The Stream of an item whose first step is n0."""
     row, (batch, head) = s.items.where(item)
     low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, segments)[0])
-    return batch, head, n0 + high, n0 + high - low
+    return Stream(batch, head, n0 + high, n0 + high - low)
 
 
 def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
@@ -62,18 +73,14 @@ def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
     if visits.window is not None or s.packed:
         edge = jnp.clip(top - whole[0], unmasked, last)
     return Item(
-        batch, head, q0, at, n0, top, end, first, last, unmasked, edge, following, side
+        batch, head, q0, at, n0, Stream(batch, head, top, end), first, last, unmasked, edge,
+        following, side,
     )  # fmt: skip
 
 
 def in_sight(s: Schedule, i: Item, x, n):
     """Scores x of step n, with -inf where the query may not see the key, of whatever segment."""
     visits = s.visits
-    k0, keys = (i.top - 1 - n) * s.columns, visits.lengths[1] if is_ragged(s) else None
+    k0, keys = (i.stream.top - 1 - n) * s.columns, visits.lengths[1] if s.ragged else None
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)
-
-
-def is_ragged(s: Schedule) -> bool:
-    """Whether the last tile of keys is not full."""
-    return s.visits.lengths[1] % s.columns != 0

@@ -94,6 +94,11 @@ class Schedule(NamedTuple):
         return self.tile.step
 
     @property
+    def ragged(self) -> bool:
+        """Whether the last tile of keys is not full, where a block owns queries."""
+        return self.visits.lengths[1] % self.columns != 0
+
+    @property
     def stages(self) -> int:
         return self.tile.stages
 

@@ -31,7 +31,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import Inputs, Outputs, in_spans, narrow, spans
+from pallas_kernels.mlstm.inter_chunk import (
+    Walk,
+    WalkInputs,
+    WalkOutputs,
+    in_spans,
+    narrow,
+    out_types,
+    spans,
+    store_end,
+    walk_of,
+)
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
 SIZE = 64  # positions of a chunk, and edge of all tiles
@@ -39,24 +49,7 @@ STAGES = 2  # chunks whose operands are in shared memory
 AT_ONCE = 2  # blocks of a processor that the number of spans counts on
 
 
-class Schedule(NamedTuple):
-    """The static arguments of a walk and the split of its work."""
-
-    dtype: Any
-    length: int  # T
-    heads: int
-    chunks: int  # of a sequence
-    x_tiles: int  # across X
-    y_tiles: int  # across Y
-    spans: int  # spans of the chunks
-    walked: int  # spans of this walk
-    span: int  # chunks in a span
-    ends: int  # the last spans of this walk whose final states are stored
-    reverse: bool
-    saturate: bool
-
-
-class Scratch(NamedTuple):
+class GeneralWalkScratch(NamedTuple):
     """Shared memory of a block (see the picture); the first axis is the stage."""
 
     x: Any
@@ -67,13 +60,13 @@ class Scratch(NamedTuple):
     out: Any
 
 
-class Worker(NamedTuple):
+class GeneralWalker(NamedTuple):
     """A block and its work."""
 
-    schedule: Schedule
-    inputs: Inputs
-    outputs: Outputs
-    smem: Scratch
+    schedule: Walk
+    inputs: WalkInputs
+    outputs: WalkOutputs
+    smem: GeneralWalkScratch
     b: Any
     h: Any
     span: Any
@@ -118,38 +111,26 @@ def states(
 
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
-    """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
-    (batch, heads, chunks), length, dtype = decay.shape, x.array.shape[1], x.array.dtype
+    """Walks along all spans at once, or without `keep` along all but the last."""
+    batch, heads, chunks = decay.shape
     dx, dy = x.tiles * SIZE, y.tiles * SIZE
-    s = Schedule(
-        dtype, length, heads, chunks, x.tiles, y.tiles, spans=parts,
-        walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
-        reverse=reverse, saturate=saturate,
-    )  # fmt: skip
+    s = walk_of(x, y, decay, SIZE, parts, keep, ends, reverse, saturate)
 
     def general_vlstm_states(inputs, outputs, smem):
         _body(s, inputs, outputs, smem)
 
-    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
     squares = (batch * heads * chunks, dx, s.y_tiles, SIZE)
-    out_type = Outputs(
-        before=jax.ShapeDtypeStruct(squares, dtype) if keep else None,
-        s_before=of_head(chunks, dx) if keep else None,
-        last=of_head(ends, dx, dy) if ends else None,
-        s_last=of_head(ends, dx) if ends else None,
-        dots=None if other is None else of_head(chunks, s.y_tiles, dx),
-    )
     flat = lambda z: z.reshape(batch, heads, -1)
     (out,) = mosaic.kernel(
         general_vlstm_states,
-        out_type=(out_type,),
+        out_type=(out_types(s, batch, squares, keep, other is not None),),
         scratch_types=(_scratch(s, other is not None),),
         grid=(batch * heads * s.walked * s.x_tiles * s.y_tiles,),
         grid_names=("block",),
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(
-        Inputs(
+        WalkInputs(
             x, y, flat(weight), flat(vector), decay, first,
             None if other is None else other.reshape(squares),
         )
@@ -159,10 +140,10 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     return out._replace(before=out.before.reshape(batch, heads, chunks, dx, dy))
 
 
-def _scratch(s: Schedule, with_other: bool) -> Scratch:
+def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
     tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
-    return Scratch(
+    return GeneralWalkScratch(
         x=tiles,
         y=tiles,
         other=tiles if with_other else None,
@@ -172,17 +153,17 @@ def _scratch(s: Schedule, with_other: bool) -> Scratch:
     )
 
 
-def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+def _worker(s: Walk, inputs, outputs, smem: GeneralWalkScratch) -> GeneralWalker:
     block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
     block, x_tile = mosaic.divide(block, s.x_tiles)
     pair, span = mosaic.divide(block, s.walked)
     b, h = mosaic.divide(pair, s.heads)
     start = span * s.span
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-    return Worker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
+    return GeneralWalker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
 
 
-def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
+def _body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunk and the state before it.
@@ -195,19 +176,10 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
     # Walk along the span.
     carry = inputs.decay[w.b, w.h, w.chunk(0)], state, sums
     _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
-
-    # Store the state after the last chunk.
-    if s.ends:
-        end = w.span - (s.walked - s.ends)
-
-        @pl.when(end >= 0)
-        def _():
-            mosaic.store(outputs.last.at[w.b, w.h, end, *w.here], state)
-            s_last = outputs.s_last
-            pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
+    store_end(w, state, sums)
 
 
-def _load(w: Worker, n):
+def _load(w: GeneralWalker, n):
     """Starts to copy the operands of step n."""
     s, inputs, smem, stage = w.schedule, w.inputs, w.smem, lax.rem(n, STAGES)
     first = w.chunk(n) * SIZE
@@ -221,7 +193,7 @@ def _load(w: Worker, n):
         ampere.load_rows(inputs.other, smem.other.at[stage], w.item(n), w.y_tile, row, end)
 
 
-def _step(w: Worker, n, carry):
+def _step(w: GeneralWalker, n, carry):
     decay, state, sums = carry
     smem, stage = w.smem, lax.rem(n, STAGES)
     # Load the next decay now: from global memory it takes as long as the matmul.
@@ -245,7 +217,7 @@ def _columns(ref):
     return plgpu.load(ref, layout=COL, optimized=False)
 
 
-def _store_state(w: Worker, n, state, sums):
+def _store_state(w: GeneralWalker, n, state, sums):
     s, out, outputs = w.schedule, w.smem.out, w.outputs
     out[...] = narrow(state, s.dtype, s.saturate)
     ampere.meet()
@@ -257,7 +229,7 @@ def _store_state(w: Worker, n, state, sums):
         mosaic.store(outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine], sums)
 
 
-def _multiply_other(w: Worker, n, state):
+def _multiply_other(w: GeneralWalker, n, state):
     other = plgpu.load(w.smem.other.at[lax.rem(n, STAGES)], layout=WGMMA).astype(jnp.float32)
     dots = w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine]
     mosaic.store(dots, jnp.sum(state * other, axis=1))

@@ -33,21 +33,23 @@ from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.join_spans import join_spans
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
+from pallas_kernels.pipeline import Ring
 
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # layout of a transposed square
 MIN_SPAN = 8  # chunks in a span; with fewer, three kernels take longer than one
 STAGES = 2  # chunks whose operands are in shared memory
 
 
-class Schedule(NamedTuple):
-    """The static arguments of a walk and the split of its work."""
+class Walk(NamedTuple):
+    """The static arguments of a walk, of either form, and the split of its work."""
 
     dtype: Any
+    length: int  # T
     heads: int
     chunks: int  # of a sequence
     size: int  # L
     wgs: int  # warpgroups of a block
-    tiles: int  # of a state
+    x_tiles: int  # across X
     y_tiles: int  # across Y
     spans: int  # spans of the chunks
     walked: int  # spans of this walk
@@ -56,8 +58,13 @@ class Schedule(NamedTuple):
     reverse: bool
     saturate: bool
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of a state."""
+        return self.x_tiles * self.y_tiles
 
-class Inputs(NamedTuple):
+
+class WalkInputs(NamedTuple):
     """References to global memory; None if not given."""
 
     x: Heads  # in tiles of 64 columns
@@ -69,7 +76,7 @@ class Inputs(NamedTuple):
     other: Any
 
 
-class Outputs(NamedTuple):
+class WalkOutputs(NamedTuple):
     """References to global memory; None if not requested."""
 
     before: Any  # S before each chunk
@@ -79,7 +86,7 @@ class Outputs(NamedTuple):
     dots: Any  # sums of S * other
 
 
-class Scratch(NamedTuple):
+class WalkScratch(NamedTuple):
     """Shared memory and barriers of a block (see the picture)."""
 
     x: Any  # (stages,wgs,L,64)
@@ -93,13 +100,13 @@ class Scratch(NamedTuple):
     other_full: Any  # for each warpgroup
 
 
-class Worker(NamedTuple):
+class Walker(NamedTuple):
     """A warpgroup of a block and its work."""
 
-    schedule: Schedule
-    inputs: Inputs
-    outputs: Outputs
-    smem: Scratch
+    schedule: Walk
+    inputs: WalkInputs
+    outputs: WalkOutputs
+    smem: WalkScratch
     wg: Any
     b: Any
     h: Any
@@ -110,6 +117,7 @@ class Worker(NamedTuple):
     steps: Any  # chunks to walk
     mine: Any  # the warpgroup's rows of S
     here: tuple  # the warpgroup's part of S
+    ring: Ring  # the last warpgroup loads what all read; each loads its own columns of X
 
 
 def saturated(x, dtype):
@@ -165,29 +173,17 @@ def in_spans(walk, decay, first, other, *, parts: int, reverse: bool, last: bool
 
 
 def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
-    """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
+    """Walks along all spans at once, or without `keep` along all but the last."""
     batch, heads, chunks, size = weight.shape
-    dx, dy, dtype = x.tiles * size, y.tiles * size, x.array.dtype
-    s = Schedule(
-        dtype, heads, chunks, size, wgs=size // ROWS, tiles=x.tiles * y.tiles, y_tiles=y.tiles,
-        spans=parts, walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
-        reverse=reverse, saturate=saturate,
-    )  # fmt: skip
+    s = walk_of(x, y, decay, size, parts, keep, ends, reverse, saturate)
 
     def vlstm_states(*refs):
         _body(s, *refs)
 
-    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
-    out_type = Outputs(
-        before=jax.ShapeDtypeStruct((batch, heads, chunks, dx, dy), dtype) if keep else None,
-        s_before=of_head(chunks, dx) if keep else None,
-        last=of_head(ends, dx, dy) if ends else None,
-        s_last=of_head(ends, dx) if ends else None,
-        dots=None if other is None else of_head(chunks, y.tiles, dx),
-    )
+    square = (batch, heads, chunks, x.tiles * size, y.tiles * size)
     (out,) = mosaic.kernel(
         vlstm_states,
-        out_type=(out_type,),
+        out_type=(out_types(s, batch, square, keep, other is not None),),
         scratch_types=(_scratch(s, other is not None),),
         grid=(batch * heads * s.walked * s.tiles,),
         grid_names=("block",),
@@ -195,15 +191,38 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         thread_name="wg",
         # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(Inputs(x.cut(s.wgs), y, weight, vector, decay, first, other))
+    )(WalkInputs(x.cut(s.wgs), y, weight, vector, decay, first, other))
     return out
 
 
-def _scratch(s: Schedule, with_other: bool) -> Scratch:
+def walk_of(x: Heads, y: Heads, decay, size, parts, keep, ends, reverse, saturate) -> Walk:
+    """The Walk along all `parts` spans, or without `keep` along `ends` of them."""
+    (_, heads, chunks), (_, length, *_), dtype = decay.shape, x.array.shape, x.array.dtype
+    return Walk(
+        dtype, length, heads, chunks, size, size // ROWS, x.tiles, y.tiles, parts,
+        walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
+        reverse=reverse, saturate=saturate,
+    )  # fmt: skip
+
+
+def out_types(s: Walk, batch: int, before: tuple, keep: bool, with_other: bool) -> WalkOutputs:
+    """The arrays of a walk; before: shape of all S before a chunk."""
+    of_head = lambda *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), jnp.float32)
+    dx, dy = s.x_tiles * s.size, s.y_tiles * s.size
+    return WalkOutputs(
+        before=jax.ShapeDtypeStruct(before, s.dtype) if keep else None,
+        s_before=of_head(s.chunks, dx) if keep else None,
+        last=of_head(s.ends, dx, dy) if s.ends else None,
+        s_last=of_head(s.ends, dx) if s.ends else None,
+        dots=of_head(s.chunks, s.y_tiles, dx) if with_other else None,
+    )
+
+
+def _scratch(s: Walk, with_other: bool) -> WalkScratch:
     buffer = lambda *shape: plgpu.SMEM(
         shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
     )
-    return Scratch(
+    return WalkScratch(
         x=buffer(STAGES, s.wgs, s.size, ROWS),
         y=buffer(STAGES, s.size, s.size),
         vectors=plgpu.SMEM((STAGES, 2, s.size), jnp.float32),
@@ -216,7 +235,7 @@ def _scratch(s: Schedule, with_other: bool) -> Scratch:
     )
 
 
-def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+def _worker(s: Walk, inputs: WalkInputs, outputs: WalkOutputs, smem: WalkScratch) -> Walker:
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     pair, span, tile = block // s.tiles // s.walked, block // s.tiles % s.walked, block % s.tiles
     b, h = pair // s.heads, pair % s.heads
@@ -225,12 +244,13 @@ def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Wor
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
     mine = pl.ds(x_tile * s.size + wg * ROWS, ROWS)
     here = mine, pl.ds(y_tile * s.size, s.size)
-    return Worker(
-        s, inputs, outputs, smem, wg, b, h, span, x_tile, y_tile, start, steps, mine, here
+    ring = Ring(STAGES, smem.full, smem.free, wg=wg, loader=s.wgs - 1)
+    return Walker(
+        s, inputs, outputs, smem, wg, b, h, span, x_tile, y_tile, start, steps, mine, here, ring
     )  # fmt: skip
 
 
-def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
+def _body(s: Walk, inputs: WalkInputs, outputs: WalkOutputs, smem: WalkScratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunks.
@@ -241,7 +261,13 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
     acc = plgpu.ACC((ROWS, s.size), jnp.float32)
     sums, state = pl.run_scoped(functools.partial(_along_chunks, w), acc)
 
-    # Store the state after the last chunk.
+    store_end(w, state, sums)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def store_end(w, state, sums):
+    """Stores the state after the last chunk; w: the worker of either form."""
+    s, outputs = w.schedule, w.outputs
     if s.ends:
         end = w.span - (s.walked - s.ends)
 
@@ -251,58 +277,39 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
             s_last = outputs.s_last
             pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
 
-    plgpu.wait_smem_to_gmem(0)
 
-
-def _chunk_of(w: Worker, n):
+def _chunk_of(w: Walker, n):
     """The chunk of the walk's step n."""
     s = w.schedule
     return s.chunks - 1 - w.start - n if s.reverse else w.start + n
 
 
-def _stage_of(n):
-    return lax.rem(n, jnp.int32(STAGES))
-
-
 # Load.
 
 
-def _load_x(w: Worker, n):
+def _load_x(w: Walker, n):
     """Loads the warpgroup's own columns of step n's X."""
     size = w.schedule.size
 
     @pl.when(n < w.steps)
     def _():
         rows, part = pl.ds(_chunk_of(w, n) * size, size), w.x_tile * w.schedule.wgs + w.wg
-        source = w.inputs.x.at(w.b, rows, w.h, part)
-        full = w.smem.full.at[_stage_of(n)]
-        plgpu.copy_gmem_to_smem(source, w.smem.x.at[_stage_of(n), w.wg], full)
+        w.ring.send(n, w.inputs.x.at(w.b, rows, w.h, part), w.smem.x, w.wg)
 
 
-def _load_common(w: Worker, n):
+def _load_common(w: Walker, n):
     """Loads what all warpgroups read in step n; the last warpgroup calls it."""
-    size, smem = w.schedule.size, w.smem
+    size, chunk = w.schedule.size, _chunk_of(w, n)
 
     @pl.when(n < w.steps)
     def _():
-        chunk, stage = _chunk_of(w, n), _stage_of(n)
-        source = w.inputs.y.at(w.b, pl.ds(chunk * size, size), w.h, w.y_tile)
-        plgpu.copy_gmem_to_smem(source, smem.y.at[stage], smem.full.at[stage])
+        y = w.inputs.y.at(w.b, pl.ds(chunk * size, size), w.h, w.y_tile)
+        w.ring.send(n, y, w.smem.y)
         for place, ref in enumerate((w.inputs.weight, w.inputs.vector)):
-            into = smem.vectors.at[stage, place]
-            plgpu.copy_gmem_to_smem(ref.at[w.b, w.h, chunk], into, smem.full.at[stage])
+            w.ring.send(n, ref.at[w.b, w.h, chunk], w.smem.vectors, place)
 
 
-def _refill(w: Worker, n):
-    """Refills what all warpgroups read in the stage of step n, once they have read it."""
-
-    @pl.when(w.wg == w.schedule.wgs - 1)
-    def _():
-        plgpu.barrier_wait(w.smem.free.at[_stage_of(n)])
-        _load_common(w, n + STAGES)
-
-
-def _load_other(w: Worker, n):
+def _load_other(w: Walker, n):
     source = w.inputs.other.at[w.b, w.h, _chunk_of(w, n), *w.here]
     plgpu.copy_gmem_to_smem(source, w.smem.other.at[w.wg], w.smem.other_full.at[w.wg])
 
@@ -310,7 +317,7 @@ def _load_other(w: Worker, n):
 # Walk.
 
 
-def _along_chunks(w: Worker, acc):
+def _along_chunks(w: Walker, acc):
     """Walks along the span's chunks; returns the final (s, S)."""
     s, inputs = w.schedule, w.inputs
     acc[...] = mosaic.zeros((ROWS, s.size), WGMMA)
@@ -326,9 +333,9 @@ def _along_chunks(w: Worker, acc):
     return sums, acc[...]
 
 
-def _step(w: Worker, acc, n, carry):
+def _step(w: Walker, acc, n, carry):
     decay, sums = carry
-    smem, chunk, stage = w.smem, _chunk_of(w, n), _stage_of(n)
+    smem, chunk, stage = w.smem, _chunk_of(w, n), w.ring.slot(n)
     # Load the next decay now: from global memory it takes as long as the matmul.
     ahead = w.inputs.decay[w.b, w.h, _chunk_of(w, jnp.minimum(n + 1, w.steps - 1))]
     # Store the state before the chunk.
@@ -339,9 +346,9 @@ def _step(w: Worker, acc, n, carry):
         _multiply_other(w, n, state)
     # Decay the state.
     acc[...] = state * decay
-    pl.when(n > 0)(lambda: _refill(w, n - 1))
+    pl.when(n > 0)(lambda: w.ring.refill(n - 1, functools.partial(_load_common, w)))
     # Load X and scale it.
-    plgpu.barrier_wait(smem.full.at[stage])
+    w.ring.wait(n)
     weight = plgpu.load(smem.vectors.at[stage, 0], layout=ROW, optimized=False)
     x = plgpu.load(smem.x.at[stage, w.wg], layout=WGMMA).astype(jnp.float32)
     smem.scaled[w.wg] = (x * mosaic.along(weight, x.shape, 0)).astype(w.schedule.dtype)
@@ -352,11 +359,11 @@ def _step(w: Worker, acc, n, carry):
     plgpu.commit_smem()  # waits until all four warps have read x and its vectors
     _load_x(w, n + STAGES)
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(smem.free.at[stage])
+    w.ring.release(n)
     return ahead, sums
 
 
-def _store_state(w: Worker, chunk, state, sums):
+def _store_state(w: Walker, chunk, state, sums):
     out = w.smem.out
     plgpu.wait_smem_to_gmem(0)  # the copy of the state before must have read the buffer
     out[w.wg] = narrow(state, w.schedule.dtype, w.schedule.saturate)
@@ -368,7 +375,7 @@ def _store_state(w: Worker, chunk, state, sums):
         mosaic.store(w.outputs.s_before.at[w.b, w.h, chunk, w.mine], sums)
 
 
-def _multiply_other(w: Worker, n, state):
+def _multiply_other(w: Walker, n, state):
     plgpu.barrier_wait(w.smem.other_full.at[w.wg])
     other = plgpu.load(w.smem.other.at[w.wg], layout=WGMMA).astype(jnp.float32)
     dot = jnp.sum(state * other, axis=1)
@@ -377,7 +384,7 @@ def _multiply_other(w: Worker, n, state):
     pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
 
 
-def _sum_columns(w: Worker, stage):
+def _sum_columns(w: Walker, stage):
     # Read X again, transposed: a column's sum is then in 4 lanes and not in all warps.
     square = w.smem.x.at[stage, w.wg].transpose((1, 0))
     x = plgpu.load(square, layout=TRANSPOSED).astype(jnp.float32)

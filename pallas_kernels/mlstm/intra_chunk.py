@@ -73,18 +73,13 @@ from pallas_kernels.mlstm.intra_weights import (
     sum_rows,
 )
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
-
-
-def slot_of(w: Worker, n):
-    """The slot of step n, counted over all chunks of the team."""
-    return w.team * w.schedule.slots + mosaic.divide(n, w.schedule.slots)[1]
-
+from pallas_kernels.pipeline import Ring
 
 # Load: the ring, A and Y.
 
 
 def load_square(w: Worker, n):
-    """Starts to load the square of step n."""
+    """Starts to load the square of step n, counted over all chunks of the team."""
     s = w.schedule
     turn, step = mosaic.divide(n, s.steps)
     item = w.first + turn * (s.blocks * s.teams)
@@ -95,21 +90,15 @@ def load_square(w: Worker, n):
         lambda: w.inputs.x.at(b, nth_square(s, chunk), h, j),
         lambda: w.inputs.states.at[b, h, chunk, nth_square(s, i), nth_square(s, j)],
     ]
-    slot = slot_of(w, n)
-    into = w.smem.ring.at[slot], w.smem.full.at[slot]
+    into = w.ring.into(n, w.smem.ring)
     copies = [lambda at=at: plgpu.copy_gmem_to_smem(at(), *into) for at in squares]
     pl.when(item < s.items)(lambda: lax.switch(kind, copies))
 
 
 def release(w: Worker, n):
     """Frees the slot of step n; after its last use a new square is loaded into it."""
-    slot = slot_of(w, n)
-    plgpu.barrier_arrive(w.smem.free.at[slot])
-
-    @pl.when(w.wg == w.schedule.wgs - 1)
-    def _():
-        plgpu.barrier_wait(w.smem.free.at[slot])
-        load_square(w, n + w.schedule.slots)
+    w.ring.release(n)
+    w.ring.refill(n, functools.partial(load_square, w))
 
 
 def load_a(w: Worker, item):
@@ -142,9 +131,7 @@ def load_y(w: Worker, c: Chunk, tile):
 
 def multiply(w: Worker, acc, left, n, transpose=False):
     """acc += left @ the square of step n."""
-    slot = slot_of(w, n)
-    plgpu.barrier_wait(w.smem.full.at[slot])
-    square = w.smem.ring.at[slot]
+    square = w.smem.ring.at[w.ring.wait(n)]
     plgpu.wgmma(acc, left, square.transpose((1, 0)) if transpose else square)
 
 
@@ -341,7 +328,8 @@ def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
     thread = lax.axis_index("wg")
     team, wg = (thread, 0) if s.wgs == 1 else (0, thread)
     first = lax.axis_index("block") * s.teams + team
-    w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, thread, team, wg, first)
+    ring = Ring(s.slots, smem.full, smem.free, team * s.slots, True, wg, s.wgs - 1)
+    w = Worker(s, inputs, inputs.joint or out, stat_refs, smem, thread, team, wg, first, ring)
 
     # Fill the ring.
     load_a(w, first)

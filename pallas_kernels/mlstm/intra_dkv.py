@@ -46,12 +46,13 @@ from pallas_kernels.mlstm.intra_weights import (
     sum_rows,
 )
 from pallas_kernels.mosaic import COL, ROWS, WGMMA
+from pallas_kernels.pipeline import Ring
 
 TEAMS = 3  # chunks that a block computes at a time; three teams leave 168 registers to a thread
 STAGES = 2  # of a team; three teams with two stages take 216 of 227 KB of shared memory
 
 
-class Inputs(NamedTuple):
+class DkvInputs(NamedTuple):
     """References to global memory."""
 
     q: Heads
@@ -64,7 +65,7 @@ class Inputs(NamedTuple):
     vectors: dict[str, Any]  # (B,H,N,L) each; "along", which is dn, (B,H,N,DQK)
 
 
-class Scratch(NamedTuple):
+class DkvScratch(NamedTuple):
     """Shared memory and barriers of a block (see the picture)."""
 
     q: Any  # (teams,L,L)
@@ -77,23 +78,28 @@ class Scratch(NamedTuple):
     full: Any  # for each stage of each team
 
 
-class Worker(NamedTuple):
+class DkvWorker(NamedTuple):
     """A warpgroup of a block, which is a team, and its work."""
 
     schedule: Schedule
-    inputs: Inputs
+    inputs: DkvInputs
     dk: Heads
     dv: Heads
     stat_refs: tuple
-    smem: Scratch
+    smem: DkvScratch
     team: Any
     first: Any  # the item of its first chunk
+
+    @property
+    def ring(self) -> Ring:
+        slots = self.schedule.slots
+        return Ring(slots, self.smem.full, first=self.team * slots)
 
 
 # Load.
 
 
-def load_qk(w: Worker, item):
+def load_qk(w: DkvWorker, item):
     s, smem = w.schedule, w.smem
     b, h, chunk = locate(s, item)
 
@@ -104,32 +110,26 @@ def load_qk(w: Worker, item):
             plgpu.copy_gmem_to_smem(source, into.at[w.team], smem.qk_full.at[w.team])
 
 
-def stage_of(w: Worker, n):
-    """The stage of the n-th tile, counted over all chunks of the team, and its barrier."""
-    stage = mosaic.divide(n, w.schedule.slots)[1]
-    return stage, w.smem.full.at[w.team * w.schedule.slots + stage]
-
-
-def load_stage(w: Worker, n):
+def load_stage(w: DkvWorker, n):
+    """Loads the n-th tiles, counted over all chunks of the team."""
     s, smem, inputs = w.schedule, w.smem, w.inputs
     turn, tile = mosaic.divide(n, s.parts)
     item = w.first + turn * (s.blocks * s.teams)
     b, h, chunk = locate(s, item)
-    stage, full = stage_of(w, n)
 
     @pl.when(item < s.items)
     def _():
         rows = nth_square(s, chunk)
         of_state = inputs.states.at[b, h, chunk, nth_square(s, 0), nth_square(s, tile)]
-        plgpu.copy_gmem_to_smem(of_state, smem.states.at[w.team, stage], full)
+        w.ring.send(n, of_state, smem.states.at[w.team])
         for heads, into in ((inputs.v, smem.v), (inputs.dh, smem.dh)):
-            plgpu.copy_gmem_to_smem(heads.at(b, rows, h, tile), into.at[w.team, stage], full)
+            w.ring.send(n, heads.at(b, rows, h, tile), into.at[w.team])
 
 
 # Compute.
 
 
-def product(w: Worker, left, right, start=None):
+def product(w: DkvWorker, left, right, start=None):
     """(start +) left @ right."""
 
     def run(acc):
@@ -141,12 +141,12 @@ def product(w: Worker, left, right, start=None):
     return pl.run_scoped(run, plgpu.ACC((ROWS, w.schedule.size), jnp.float32))
 
 
-def scores(w: Worker):
+def scores(w: DkvWorker):
     """k q^T.  It is computed twice; keeping it would cost 32 registers."""
     return product(w, w.smem.k.at[w.team], w.smem.q.at[w.team].transpose((1, 0)))
 
 
-def decays_of(w: Worker, c: Chunk):
+def decays_of(w: DkvWorker, c: Chunk):
     """D.  Its columns' positions come from memory: computed, they would stay in 17 registers."""
     size = w.schedule.size
     i = plgpu.broadcasted_iota(jnp.int32, (ROWS, size), 0, layout=WGMMA)
@@ -154,7 +154,7 @@ def decays_of(w: Worker, c: Chunk):
     return decays(w, c._replace(index=0), (i, broadcast_columns(j, size)))
 
 
-def store(w: Worker, c: Chunk, heads: Heads, tile, value):
+def store(w: DkvWorker, c: Chunk, heads: Heads, tile, value):
     """Stores a tile.  All four warps have then done with what they read before."""
     plgpu.wait_smem_to_gmem(0)  # the copy of the tile before must have read the buffer
     w.smem.out[w.team] = value.astype(w.schedule.dtype)
@@ -162,15 +162,14 @@ def store(w: Worker, c: Chunk, heads: Heads, tile, value):
     plgpu.copy_smem_to_gmem(w.smem.out.at[w.team], c.tile(heads, tile))
 
 
-def add_tiles(w: Worker, c: Chunk, weights, scale, n, of_scores, of_states):
+def add_tiles(w: DkvWorker, c: Chunk, weights, scale, n, of_scores, of_states):
     """Stores dv, and adds v dh^T and v dC^T to the accumulators.  n is the team's next tile."""
     s, smem = w.schedule, w.smem
 
     @pl.loop(0, s.parts)
     def _(tile):
-        stage, full = stage_of(w, n + tile)
+        stage = w.ring.wait(n + tile)
         v, states, dh = (x.at[w.team, stage] for x in (smem.v, smem.states, smem.dh))
-        plgpu.barrier_wait(full)
         plgpu.wgmma(of_states, v, states.transpose((1, 0)))
         plgpu.wgmma(of_scores, v, dh.transpose((1, 0)))
         through = product(w, smem.k.at[w.team], states) * broadcast_rows(scale, s.size)
@@ -178,12 +177,12 @@ def add_tiles(w: Worker, c: Chunk, weights, scale, n, of_scores, of_states):
         load_stage(w, n + tile + s.slots)
 
 
-def in_new_registers(w: Worker) -> Worker:
+def in_new_registers(w: DkvWorker) -> DkvWorker:
     """The compiler would otherwise keep the addresses of all buffers throughout the kernel."""
     return w._replace(team=materialize(w.team))
 
 
-def one_chunk(w: Worker, carry):
+def one_chunk(w: DkvWorker, carry):
     s = w.schedule
     item, n0 = carry
     w, n = in_new_registers(w), materialize(n0)
@@ -219,14 +218,14 @@ def one_chunk(w: Worker, carry):
     return item, n0 + s.parts
 
 
-def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
+def body(s: Schedule, inputs: DkvInputs, out, stat_refs, smem: DkvScratch):
     team = lax.axis_index("wg")
     first = lax.axis_index("block") * s.teams + team
     if inputs.joint is None:
         dk, dv = out
     else:
         dk, dv = (replace(x, array=inputs.joint) for x in (inputs.k, inputs.v))
-    w = Worker(s, inputs, dk, dv, stat_refs, smem, team, first)
+    w = DkvWorker(s, inputs, dk, dv, stat_refs, smem, team, first)
     load_qk(w, first)
     pl.loop(0, s.slots)(functools.partial(load_stage, w))
     # Walk over the team's chunks.
@@ -247,11 +246,11 @@ def schedule(v: Heads, row, *, packed, sms) -> Schedule:
     )  # fmt: skip
 
 
-def scratch(s: Schedule) -> Scratch:
+def scratch(s: Schedule) -> DkvScratch:
     swizzled = mosaic.wgmma_tiles(s.size, s.dtype)
     squares = lambda *n: plgpu.SMEM((*n, s.size, s.size), s.dtype, transforms=swizzled)
     once, staged = squares(s.teams), squares(s.teams, s.slots)
-    return Scratch(
+    return DkvScratch(
         q=once, k=once, v=staged, states=staged, dh=staged, out=once,
         qk_full=plgpu.Barrier(num_barriers=s.teams, num_arrivals=2),
         full=plgpu.Barrier(num_barriers=s.teams * s.slots, num_arrivals=3),
@@ -287,5 +286,5 @@ def backward_dkv(
         thread_name="wg",
         # No sum crosses warps, and shared memory is full.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(Inputs(q, k, v, dh, chunk_states, joint, jnp.arange(s.size, dtype=jnp.int32), given))
+    )(DkvInputs(q, k, v, dh, chunk_states, joint, jnp.arange(s.size, dtype=jnp.int32), given))
     return stats if joint is not None else (*(heads.array for heads in out), *stats)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mosaic import ROWS
+from pallas_kernels.pipeline import Ring
 
 SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
 TEAMS = 3  # chunks that a block of 64-row tiles computes at a time; 6% over 2 at DQK = DV = 64
@@ -109,6 +110,7 @@ class Worker(NamedTuple):
     team: Any
     wg: Any  # index among the warpgroups that share a chunk
     first: Any  # the item of its team's first chunk
+    ring: Ring  # of the team
 
 
 class Chunk(NamedTuple):

@@ -37,7 +37,7 @@ from pallas_kernels import ampere, mosaic
 from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.norms.tiles import (
     LINES,
-    Ring,
+    Buffered,
     Tiling,
     choose_tiling,
     fetch_weights,
@@ -123,17 +123,16 @@ def _forward_tiles(
         given(x=x_ref, residual=residual_ref, gate=gate_ref),
         given(weight=weight_ref, bias=bias_ref),
     )
-    ring = Ring(streams, weights, given(x=y_ref, residual=s_ref), smem, bars, weight_bar)
-    fetch_weights(t, ring)
+    arrays = Buffered(streams, weights, given(x=y_ref, residual=s_ref), smem, bars, weight_bar)
+    fetch_weights(t, arrays)
     part = lax.axis_index("part")
 
-    def step(slot, tile, carry):
-        rows = {k: smem[k].at[part, slot] for k in streams}
+    def step(rows, slot, tile, carry):
         of_part = {k: smem[k].at[part] for k in weights}
         _normalise(kind, eps, t, tile, rows, rows, of_part, stat_refs, means_smem.at[slot])
         return carry
 
-    stream(t, ring, step, 0)
+    stream(t, arrays, step, 0)
 
 
 def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, means_smem):
@@ -301,22 +300,21 @@ def _backward_tiles(
     """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
     streams = given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref)
     weights, results = given(weight=weight_ref), given(x=dx_ref, gate=dgate_ref)
-    ring = Ring(streams, weights, results, smem, bars, weight_bar)
-    fetch_weights(t, ring)
+    arrays = Buffered(streams, weights, results, smem, bars, weight_bar)
+    fetch_weights(t, arrays)
     program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
 
-    def step(slot, tile, carry):
+    def step(rows, slot, tile, carry):
         stats, totals = carry
         # Load the next tile's statistics now: they do not come by TMA.
         ahead = _load_stats(t, stat_refs, jnp.minimum(tile + t.programs, t.tiles - 1))
-        rows = {k: smem[k].at[part, slot] for k in streams}
         weight = smem["weight"].at[part] if weights else None
         now = _Tile(kind, t, rows, rows["x"], rows.get("gate"), weight, stats)
         _differentiate(now, totals, means_smem.at[slot], means_bar)
         return ahead, totals
 
     carry = _load_stats(t, stat_refs, program), {k: t.zeros() for k in summed}
-    _, totals = stream(t, ring, step, carry)
+    _, totals = stream(t, arrays, step, carry)
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, program])
 

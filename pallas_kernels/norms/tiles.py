@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
+from pallas_kernels.pipeline import Ring
 
 LINES = 4  # lines of a register array: the warps of a warpgroup
 SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU
@@ -362,7 +363,7 @@ def _side_by_side(t: Tiling, dtype) -> Tiling:
 # ---- the ring of tiles in shared memory ----------------------------------------------------------
 
 
-class Ring(NamedTuple):
+class Buffered(NamedTuple):
     """The arrays of a persistent block and their shared-memory buffers, under the same names."""
 
     streams: dict[str, Any]  # (rows, heads, blocks, block), read tile by tile
@@ -374,7 +375,7 @@ class Ring(NamedTuple):
 
 
 def ring_types(t: Tiling, streams, weights) -> dict:
-    """Scratch types of a ring; every part has its own buffers and barriers."""
+    """Scratch types of these buffers; every part has its own buffers and barriers."""
     tiles = (t.parts, t.slots, t.tile, t.blocks, t.block)
     smem = {k: plgpu.SMEM(tiles, a.dtype) for k, a in streams.items()}
     smem |= {k: plgpu.SMEM((t.parts, *tiles[3:]), a.dtype) for k, a in weights.items()}
@@ -384,12 +385,12 @@ def ring_types(t: Tiling, streams, weights) -> dict:
     )
 
 
-def fetch_weights(t: Tiling, ring: Ring):
+def fetch_weights(t: Tiling, arrays: Buffered):
     """Starts the copies of this head's row of every weight."""
     part = lax.axis_index("part")
-    for k, ref in ring.weights.items():
+    for k, ref in arrays.weights.items():
         window = ref.at[lax.axis_index("head"), *_part_columns(t)]
-        plgpu.copy_gmem_to_smem(window, ring.smem[k].at[part], ring.weight_bar.at[part])
+        plgpu.copy_gmem_to_smem(window, arrays.smem[k].at[part], arrays.weight_bar.at[part])
 
 
 def _part_columns(t: Tiling):
@@ -401,42 +402,40 @@ def _part_columns(t: Tiling):
     return pl.ds(lax.axis_index("part") * t.blocks + zero, t.blocks), pl.ds(zero, t.block)
 
 
-def stream(t: Tiling, ring: Ring, step, carry):
-    """Runs carry = step(slot, tile, carry) for every tile of this program; returns the last carry.
+def stream(t: Tiling, arrays: Buffered, step, carry):
+    """Runs carry = step(rows, slot, tile, carry) for every tile of this program; returns the last.
 
     Streams are copied to their buffers slots - 1 tiles ahead of the step.  After the step the
     results are copied back from the same buffers.
     """
     program, part = lax.axis_index("program"), lax.axis_index("part")
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
-    slot_of = lambda i: lax.rem(i, jnp.int32(t.slots))
+    ring = Ring(t.slots, arrays.bars, first=part * t.slots)
     tile_of = lambda i: program + i * t.programs
     window = lambda ref, i: ref.at[*t.place(ref, tile_of(i)), *_part_columns(t)]
-    bar_of = lambda i: ring.bars.at[part * t.slots + slot_of(i)]
 
     def fetch(i):
-        for k, ref in ring.streams.items():
-            slot = ring.smem[k].at[part, slot_of(i)]
-            plgpu.copy_gmem_to_smem(window(ref, i), slot, bar_of(i))
+        for k, ref in arrays.streams.items():
+            ring.send(i, window(ref, i), arrays.smem[k].at[part])
 
     # Fill all slots but one.
     for i in range(t.slots - 1):
         pl.when(i < steps)(functools.partial(fetch, jnp.int32(i)))
-    if ring.weights:
-        plgpu.barrier_wait(ring.weight_bar.at[part])  # after the rows' copies have started
+    if arrays.weights:
+        plgpu.barrier_wait(arrays.weight_bar.at[part])  # after the rows' copies have started
 
     def body(i, carry):
-        slot = slot_of(i)
-        plgpu.barrier_wait(bar_of(i))
-        carry = step(slot, tile_of(i), carry)
+        slot = ring.wait(i)
+        rows = {k: arrays.smem[k].at[part, slot] for k in arrays.streams}
+        carry = step(rows, slot, tile_of(i), carry)
         plgpu.commit_smem()
-        for k, ref in ring.results.items():
-            plgpu.copy_smem_to_gmem(ring.smem[k].at[part, slot], window(ref, i))
+        for k, ref in arrays.results.items():
+            plgpu.copy_smem_to_gmem(arrays.smem[k].at[part, slot], window(ref, i))
 
         @pl.when(i + (t.slots - 1) < steps)
         def _():
             # The next tile replaces the previous step's results; this step's may still be copied.
-            plgpu.wait_smem_to_gmem(len(ring.results), wait_read_only=True)
+            plgpu.wait_smem_to_gmem(len(arrays.results), wait_read_only=True)
             fetch(i + (t.slots - 1))
 
         return carry

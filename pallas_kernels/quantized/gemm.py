@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
+from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
 from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
 
@@ -55,7 +56,7 @@ _FINISH = 4000  # of the kernel that adds the sums of splits
 _BYTES = 1500  # a clock, of these sums
 
 
-class Plan(NamedTuple):
+class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
     m: int  # rows of x
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
     splits: int
 
 
-def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> Plan:
+def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> ManyPlan:
     """The plan for M rows of x that should take least time."""
     turns = mosaic.cdiv(weight.steps * weight.step, _TURN)
     sets = mosaic.cdiv(weight.words.shape[0], _TILES * _WGS)
@@ -87,7 +88,7 @@ def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> Pl
     slot = _WGS * _TILES * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
-    return Plan(
+    return ManyPlan(
         m, rows, sets, turns, parts, groups, weight.group is not None, max(weight.step, _BLOCK),
         weight.bits, weight.format, asymmetric, slots, stages, splits,
     )  # fmt: skip
@@ -126,7 +127,7 @@ def sums(x, weight: QuantizedWeight):
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _product(x, words, scales, offsets, bias, activation, out, p: Plan):
+def _product(x, words, scales, offsets, bias, activation, out, p: ManyPlan):
     x = mosaic.pad_axis(right_operand(x, p.format), 0, 8)
     tiles = words.shape[0]
     by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
@@ -156,7 +157,7 @@ def _product(x, words, scales, offsets, bias, activation, out, p: Plan):
     )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x, bias)
 
 
-class _Refs(NamedTuple):
+class _ManyRefs(NamedTuple):
     words: Any
     scales: Any
     offsets: Any
@@ -173,8 +174,8 @@ class _Refs(NamedTuple):
     done_bar: Any
 
 
-def _body(p: Plan, activation, *arrays, **scratch):
-    refs = _Refs(*arrays, **scratch)
+def _body(p: ManyPlan, activation, *arrays, **scratch):
+    refs = _ManyRefs(*arrays, **scratch)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
     count = lax.div((split + 1) * p.turns, jnp.int32(p.splits)) - first
@@ -204,23 +205,30 @@ def _body(p: Plan, activation, *arrays, **scratch):
         _finish(p, refs, total, activation)
 
 
-def _fetch_words(p: Plan, refs: _Refs, i, turn):
+def _ring(p: ManyPlan, refs: _ManyRefs) -> Ring:
+    """This warpgroup's ring of words and scales; its steps are turns."""
+    return Ring(p.slots, refs.word_bars, first=lax.axis_index("wg") * p.slots, flat=True)
+
+
+def _x_ring(p: ManyPlan, refs: _ManyRefs, wg=0) -> Ring:
+    """The ring of x, which warpgroup 0 fills."""
+    return Ring(p.stages, refs.x_bars, refs.free_bars, wg=wg)
+
+
+def _fetch_words(p: ManyPlan, refs: _ManyRefs, i, turn):
     """Starts the copies of this warpgroup's words and scales of the i-th turn."""
-    slot, tiles = _slot(p, i), pl.ds(_columns() // COLUMNS, _TILES)
+    ring, tiles = _ring(p, refs), pl.ds(_columns() // COLUMNS, _TILES)
     group = pl.ds(turn * p.groups if p.grouped else lax.rem(turn, jnp.int32(1)), p.groups)
-    copy = lambda ref, smem: plgpu.copy_gmem_to_smem(ref, smem.at[slot], refs.word_bars.at[slot])
-    copy(refs.words.at[tiles, pl.ds(turn * p.parts, p.parts)], refs.words_smem)
-    copy(refs.scales.at[tiles, group], refs.scales_smem)
+    ring.send(i, refs.words.at[tiles, pl.ds(turn * p.parts, p.parts)], refs.words_smem)
+    ring.send(i, refs.scales.at[tiles, group], refs.scales_smem)
     if p.asymmetric:
-        copy(refs.offsets.at[tiles, group], refs.offsets_smem)
+        ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
 
 
-def _load_x(p: Plan, refs: _Refs, s, k):
+def _load_x(p: ManyPlan, refs: _ManyRefs, s, k):
     """Starts the copy of x of step s of the block, whose K begins at k; zeros past M and K."""
-    stage = lax.rem(s, jnp.int32(p.stages))
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
-    x = refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)]
-    plgpu.copy_gmem_to_smem(x, refs.x_smem.at[stage], refs.x_bars.at[stage])
+    _x_ring(p, refs).send(s, refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)], refs.x_smem)
 
 
 def _columns():
@@ -228,14 +236,9 @@ def _columns():
     return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * _N
 
 
-def _slot(p: Plan, i):
-    return lax.axis_index("wg") * p.slots + lax.rem(i, jnp.int32(p.slots))
-
-
-def _multiply(p: Plan, refs: _Refs, i, acc, load):
+def _multiply(p: ManyPlan, refs: _ManyRefs, i, acc, load):
     """acc += w' x^T of the i-th turn."""
-    slot = _slot(p, i)
-    plgpu.barrier_wait(refs.word_bars.at[slot])
+    slot = _ring(p, refs).wait(i)
     read = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
     row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
     per = p.step // _BLOCK  # blocks of a step of the packed form
@@ -250,34 +253,19 @@ def _multiply(p: Plan, refs: _Refs, i, acc, load):
         offsets = [row(refs.offsets_smem, g) for g in groups if p.asymmetric]
         w = tile(words, scales, offsets, block % per, p.bits, p.format)
         s = i * _BLOCKS + block
-        stage = lax.rem(s, jnp.int32(p.stages))
-        plgpu.barrier_wait(refs.x_bars.at[stage])
-        plgpu.wgmma(acc, w, refs.x_smem.at[stage].transpose((1, 0)))
+        plgpu.wgmma(acc, w, refs.x_smem.at[_x_ring(p, refs).wait(s)].transpose((1, 0)))
         plgpu.wgmma_wait(1)
-        pl.when(s >= 1)(functools.partial(_free, p, refs, s - 1))
-        pl.when(s >= 2)(functools.partial(_refill, p, refs, s - 2, load))
+        pl.when(s >= 1)(lambda s=s: _x_ring(p, refs).release(s - 1))
+        refill = lambda s=s: _x_ring(p, refs, lax.axis_index("wg")).refill(s - 2, load)
+        pl.when(s >= 2)(refill)
 
 
-def _free(p: Plan, refs: _Refs, s):
-    """This warpgroup has multiplied with x of step s."""
-    plgpu.barrier_arrive(refs.free_bars.at[lax.rem(s, jnp.int32(p.stages))])
-
-
-def _refill(p: Plan, refs: _Refs, s, load):
-    """Warpgroup 0 refills the buffer of step s, which both warpgroups have freed or soon will."""
-
-    @pl.when(lax.axis_index("wg") == 0)
-    def _():
-        plgpu.barrier_wait(refs.free_bars.at[lax.rem(s, jnp.int32(p.stages))])
-        load(s + p.stages)
-
-
-def _store_sums(p: Plan, refs: _Refs, total):
+def _store_sums(p: ManyPlan, refs: _ManyRefs, total):
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
     mosaic.store(refs.out.at[lax.axis_index("split"), pl.ds(_columns(), _N), rows], total)
 
 
-def _finish(p: Plan, refs: _Refs, total, activation):
+def _finish(p: ManyPlan, refs: _ManyRefs, total, activation):
     """Adds the bias, applies the activation, turns the tile round and stores it."""
     plgpu.barrier_arrive(refs.done_bar)
     plgpu.barrier_wait(refs.done_bar)  # both have read x, whose buffers now take y

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
+from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
 from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
 
@@ -47,7 +48,7 @@ _BLOCKS = 2 * 132  # of one wave: two blocks for each SM of an H100
 _MOST_SPLITS = 16
 
 
-class Plan(NamedTuple):
+class FewPlan(NamedTuple):
     """How a product is split; see the picture."""
 
     m: int  # rows of x
@@ -67,7 +68,7 @@ class Plan(NamedTuple):
     splits: int
 
 
-def plan(m: int, weight: QuantizedWeight) -> Plan:
+def plan(m: int, weight: QuantizedWeight) -> FewPlan:
     """The plan for M rows of x."""
     rows = next(r for r in (8, 16, 32, 64) if r >= m)
     asymmetric = weight.offsets is not None
@@ -88,7 +89,7 @@ def plan(m: int, weight: QuantizedWeight) -> Plan:
         wgs //= 2
     stages = min(_STAGES, room // wgs)
     splits = max(1, min(_BLOCKS // sets, turns // wgs, _MOST_SPLITS))
-    return Plan(
+    return FewPlan(
         m, rows, sets, turns, span, step, parts, groups, group, weight.bits,
         weight.format, asymmetric, wgs, stages, splits,
     )  # fmt: skip
@@ -101,7 +102,7 @@ def product(x, weight: QuantizedWeight):
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _product(x, words, scales, offsets, p: Plan):
+def _product(x, words, scales, offsets, p: FewPlan):
     x = right_operand(x, p.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
@@ -130,7 +131,7 @@ def _product(x, words, scales, offsets, p: Plan):
     )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x)
 
 
-class _Refs(NamedTuple):
+class _FewRefs(NamedTuple):
     words: Any
     scales: Any
     offsets: Any
@@ -145,8 +146,8 @@ class _Refs(NamedTuple):
     turn_bars: Any
 
 
-def _body(p: Plan, *arrays, **scratch):
-    refs = _Refs(*arrays, **scratch)
+def _body(p: FewPlan, *arrays, **scratch):
+    refs = _FewRefs(*arrays, **scratch)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
     last = lax.div((split + 1) * p.turns, jnp.int32(p.splits))
@@ -169,32 +170,31 @@ def _body(p: Plan, *arrays, **scratch):
         pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
 
 
-def _slot(p: Plan, i):
-    return lax.axis_index("wg") * p.stages + lax.rem(i, jnp.int32(p.stages))
+def _ring(p: FewPlan, refs: _FewRefs) -> Ring:
+    """The ring of this warpgroup."""
+    return Ring(p.stages, refs.bars, first=lax.axis_index("wg") * p.stages, flat=True)
 
 
-def _fetch(p: Plan, refs: _Refs, i, turn):
+def _fetch(p: FewPlan, refs: _FewRefs, i, turn):
     """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
-    slot, zero = _slot(p, i), lax.rem(turn, jnp.int32(1))
+    ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     tiles = pl.ds(lax.axis_index("n") * _TILES, _TILES)
     k = turn * p.span * p.step
     group = pl.ds(lax.div(k, jnp.int32(p.group)), p.groups)
-    copy = lambda ref, smem: plgpu.copy_gmem_to_smem(ref, smem.at[slot], refs.bars.at[slot])
     parts = p.span * p.parts
-    copy(refs.words.at[tiles, pl.ds(turn * parts, parts)], refs.words_smem)
-    copy(refs.scales.at[tiles, group], refs.scales_smem)
+    ring.send(i, refs.words.at[tiles, pl.ds(turn * parts, parts)], refs.words_smem)
+    ring.send(i, refs.scales.at[tiles, group], refs.scales_smem)
     if p.asymmetric:
-        copy(refs.offsets.at[tiles, group], refs.offsets_smem)
+        ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
     # JAX 0.12 rejects slices that are statically too wide, so the first row is a variable.
     for s in range(p.span):
         x = refs.x.at[pl.ds(zero * 8, p.rows), pl.ds(k + s * p.step, p.step)]
-        plgpu.copy_gmem_to_smem(x, refs.x_smem.at[slot, s], refs.bars.at[slot])
+        ring.send(i, x, refs.x_smem, s)
 
 
-def _multiply(p: Plan, refs: _Refs, i, acc):
+def _multiply(p: FewPlan, refs: _FewRefs, i, acc):
     """acc += w x^T of this warpgroup's i-th turn."""
-    slot = _slot(p, i)
-    plgpu.barrier_wait(refs.bars.at[slot])
+    slot = _ring(p, refs).wait(i)
     load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
     row = lambda smem, g: load(smem.at[slot, :, g], SCALES)
     per = max(1, p.groups // p.span)  # groups of a step
@@ -216,7 +216,7 @@ def _multiply(p: Plan, refs: _Refs, i, acc):
         plgpu.wgmma_wait(0)
 
 
-def _pass_on(p: Plan, refs: _Refs, w: int, total):
+def _pass_on(p: FewPlan, refs: _FewRefs, w: int, total):
     """Adds the sum of the warpgroups after w, and gives the sum to w - 1, or to memory."""
     if w < p.wgs - 1:
         plgpu.barrier_wait(refs.turn_bars.at[w])
