@@ -198,41 +198,8 @@ def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | No
     return None
 
 
-def use_kernel(
-    op: str,
-    implementation: Implementation | None,
-    reason: str | None,
-    gpu: Gpu = "sm_80",
-    slower: str | None = None,
-    general: bool = False,
-) -> bool:
-    """Whether an op with a kernel and an XLA form runs the kernel; `run` for two such forms.
-
-    reason, slower: why the kernel does not support the call, and why XLA is faster, or None.
-    """
-    return run(op, _two_forms(reason, gpu, slower, general), implementation)
-
-
-def decide(
-    op: str,
-    implementation: Implementation | None,
-    reason: str | None,
-    gpu: Gpu = "sm_80",
-    slower: str | None = None,
-    general: bool = False,
-) -> Decision:
-    """The decision that `use_kernel` would take, neither recorded nor logged."""
-    return choose(op, _two_forms(reason, gpu, slower, general), implementation)[1]
-
-
-def _two_forms(reason, gpu: Gpu, slower, general: bool) -> tuple[Form, Form]:
-    runs: Runs = "general" if general or gpu in _SMALL else "hopper"
-    kernel = Form(runs, lambda: True, gpu, lambda: reason, lambda: slower)
-    return kernel, Form("xla", lambda: False)
-
-
 def record(decision: Decision) -> None:
-    """Records a decision for `explain()`; `use_kernel` calls it."""
+    """Records a decision for `explain()`; `run` calls it."""
     if _recording:
         _decisions[decision] = _decisions.get(decision, 0) + 1
 
@@ -299,21 +266,6 @@ def _device_lacks(gpu: Gpu) -> str | None:
     if gpu not in _SMALL and smem < _SMEM:
         return f"the GPU has {smem // 1024} KB of shared memory for a block, the kernel needs 227"
     return None
-
-
-def general_form(
-    implementation: Implementation | None, rival: bool = True, gpu: Gpu = "sm_90a"
-) -> bool:
-    """Whether ops with two forms of their kernels run the general one; Hopper's on a CPU.
-
-    gpu: what the other form needs.
-    rival: cuDNN runs this call, too.  An H100 is the only GPU that has run the general form, so
-    elsewhere the default takes it only in place of XLA, unless JAXLLM_KERNELS asks for it.
-    """
-    if (asked := _general_asked()) or implementation == "xla":
-        return asked
-    others = device_lacks("sm_80") is None and device_lacks(gpu) is not None
-    return others and (implementation == "mosaic" or not rival)
 
 
 def _general_asked() -> bool:

@@ -1,7 +1,5 @@
 """A small call of every op and of its variants, for two members at a time."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,12 +101,6 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
         BF16,
     ),
-    "quantize_fp8": (  # without a gradient
-        lambda x, **o: ops.quantize_fp8(jax.lax.stop_gradient(x), **o)[2],
-        [(2, 64, 64)],
-        [],
-        BF16,
-    ),
     "quantized_linear": (
         lambda x, **o: ops.quantized_linear(x, ops.quantize(normal(9, (128, 64))), **o),
         [(2, 3, 128)],
@@ -127,14 +119,16 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [],
     ),
     "vlstm": (ops.vlstm, [*[(2, 1, 1, 64, 64)] * 3, *[(2, 1, 1, 64)] * 2], [], BF16),
-    "vlstm_qkv": (
-        functools.partial(ops.vlstm_qkv, dqk=64),
+    "vlstm_packed": (
+        lambda x, i, f, **o: ops.vlstm(ops.Packed(x, ((1, 64),) * 3), None, None, i, f, **o),
         [(2, 1, 64, 192), *[(2, 1, 64, 1)] * 2],
         [],
         BF16,
     ),
-    "vlstm_qkvo": (
-        functools.partial(ops.vlstm_qkvo, dqk=64),
+    "vlstm_gated": (
+        lambda x, i, f, w, **o: ops.vlstm(
+            ops.Packed(x, ((1, 64),) * 4), None, None, i, f, norm_weight=w, **o
+        ),
         [(2, 1, 64, 256), *[(2, 1, 64, 1)] * 2, (2, 1, 64)],
         [],
         BF16,

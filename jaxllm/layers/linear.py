@@ -19,8 +19,9 @@ from jaxllm.sharding import (
     one_device,
     per_device,
 )
-from pallas_kernels import QuantizedWeight, dequantize, fp8_linear, quantized_linear, row_linear
+from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.quantized.formats import dequantize
 from pallas_kernels.single_row import Activation
 from pallas_kernels.single_row import why_not as row_why_not
 from pallas_kernels.single_row import why_slower as row_why_slower
@@ -191,7 +192,8 @@ def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = Fa
         x = jnp.empty(w.shape[0], jnp.bfloat16) if packed else w[0]
     if x.size != x.shape[-1] or not one_device() or layers[0].implementation == "xla":
         return False
-    return row_why_not(x, arrays, norm=norm) is None and row_why_slower(arrays) is None
+    why_not = row_why_not(x, arrays, norm_weight=norm or None)
+    return (why_not or row_why_slower(x, arrays)) is None
 
 
 def _of_row(layer: Linear) -> jax.Array | QuantizedWeight:
@@ -212,7 +214,7 @@ def linear_of_row(
         x,
         [_of_row(layer) for layer in layers],
         [None if layer.bias is None else layer.bias[...] for layer in layers],
-        norm=None if norm is None else norm.of_row(),
+        **({} if norm is None else norm.of_row()),
         activation=activation,
         residual=residual,
         implementation=layers[0].implementation,

@@ -31,6 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.float8.quantize import (
     TILE,
     Cast,
@@ -80,8 +81,10 @@ def fp8_linear(
             dispatch.Decision("fp8_linear", "xla", "unsupported", f"{x.dtype}, not fp8: {reason}")
         )
         return _plus(jnp.matmul(x, weight.astype(x.dtype)), bias)
-    reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
-    kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
+    return dispatch.run("fp8_linear", FORMS, implementation, x, weight, bias, row_norm)
+
+
+def _with_casts(x, weight, bias, row_norm, *, kernel: bool):
     warn_of_flags()
     row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
     return _linear(x, weight, bias, row_norm, kernel)
@@ -120,6 +123,11 @@ def why_not(x, weight) -> str | None:
     if reason := not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
         return reason
     return mosaic.unsupported_dtype(x=x, weight=weight)
+
+
+def _kernels_why_not(x, weight, *others) -> str | None:
+    """Why the kernels cannot cast the operands, or None."""
+    return why_not(x, weight) or not_a_multiple(TILE, **_sizes(x, weight))
 
 
 def _sizes(x, weight) -> dict[str, int]:
@@ -224,3 +232,9 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
+
+# The matmuls are XLA's in both.
+FORMS = (
+    Form("general", functools.partial(_with_casts, kernel=True), "sm_89", _kernels_why_not),
+    Form("xla", functools.partial(_with_casts, kernel=False)),
+)

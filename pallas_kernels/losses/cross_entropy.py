@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 
 # Loads of 8 elements that a thread has in flight.  4 reach 0.92 to 1.04 of a copy's bandwidth on an
@@ -59,12 +60,7 @@ def cross_entropy(
     if not 1 <= vocab_size <= v:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v}], the columns of logits")
     options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
-    reason, slower = why_not(logits), why_slower(labels)
-    if not dispatch.use_kernel("cross_entropy", implementation, reason, slower=slower):
-        return cross_entropy_reference(logits, labels, **options)
-    rows = logits.reshape(-1, v)
-    loss = _cross_entropy(rows, labels.reshape(-1), vocab_size, ignore_index)
-    return loss.reshape(labels.shape)
+    return dispatch.run("cross_entropy", FORMS, implementation, logits, labels, **options)
 
 
 def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-100):
@@ -81,7 +77,7 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
     return mask_by_label(loss, labels, vocab_size, ignore_index)
 
 
-def why_not(logits) -> str | None:
+def why_not(logits, labels, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
     return (
         mosaic.unsupported_dtype(logits=logits)
@@ -90,7 +86,7 @@ def why_not(logits) -> str | None:
     )
 
 
-def why_slower(labels) -> str | None:
+def why_slower(logits, labels, **options) -> str | None:
     """Why XLA's form is faster than the kernel (too few rows, of one block each), or None.
 
     Speed of the kernel relative to XLA, forward / both directions, H100, JAX 0.11.2 (python -m
@@ -277,3 +273,15 @@ def _cross_entropy_backward(vocab_size, ignore_index, saved, dloss):
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _kernels(logits, labels, *, vocab_size, ignore_index):
+    rows = logits.reshape(-1, logits.shape[-1])
+    loss = _cross_entropy(rows, labels.reshape(-1), vocab_size, ignore_index)
+    return loss.reshape(labels.shape)
+
+
+FORMS = (
+    Form("general", _kernels, "sm_80", why_not, why_slower),
+    Form("xla", cross_entropy_reference),
+)

@@ -19,7 +19,7 @@ from pallas_kernels.mlstm.intra_chunk import chunk_outputs
 from pallas_kernels.mlstm.intra_dkv import backward_dkv
 
 
-class Form(NamedTuple):
+class CellForm(NamedTuple):
     """The two kernels, in one of their forms, and what they need."""
 
     states: Callable
@@ -30,8 +30,8 @@ class Form(NamedTuple):
 
 
 # TMA copies groups of 8 rows into wgmma's layout.
-HOPPER = Form(states, chunk_outputs, largest=128, rows=8, backward_dkv=backward_dkv)
-GENERAL = Form(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
+HOPPER = CellForm(states, chunk_outputs, largest=128, rows=8, backward_dkv=backward_dkv)
+GENERAL = CellForm(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
 
 
 class Call(NamedTuple):
@@ -46,10 +46,10 @@ class Call(NamedTuple):
     first: bool  # an initial state is given
     last: bool  # the final state is returned
     sms: int
-    form: Form
+    form: CellForm
 
 
-def tile_size(dqk: int, dv: int, form: Form = HOPPER) -> int:
+def tile_size(dqk: int, dv: int, form: CellForm = HOPPER) -> int:
     """Positions of a chunk and edge of all tiles, for widths padded to multiples of 64."""
     even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
     return min(128, form.largest) if even else 64
@@ -62,7 +62,7 @@ def tile_size(dqk: int, dv: int, form: Form = HOPPER) -> int:
 def chunkwise(
     q, k, v, i, f, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
-    form: Form = HOPPER,
+    form: CellForm = HOPPER,
 ):  # fmt: skip
     """Computes `reference.chunkwise` with the kernels, for eps = 0."""
     length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]

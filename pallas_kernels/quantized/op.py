@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemm, gemv, matmul, plain
 from pallas_kernels.quantized.formats import (
@@ -66,30 +67,29 @@ def quantized_linear(
     implementation="mosaic" for a call that the kernel does not support.
     """
     _check(x, weight, bias)
-    reason = why_not(x, weight)
     if isinstance(weight, PlainWeight):
         implementation = implementation or "xla"
-    gpu = "sm_80" if _row_count(x) == 1 else "sm_90a"
-    takes = dispatch.use_kernel("quantized_linear", implementation, reason, gpu)
-    return _rows(x, weight, bias, activation, dtype, takes)
+    forms = ONE_ROW if _row_count(x) == 1 else FORMS
+    options = dict(activation=activation, dtype=dtype)
+    return dispatch.run("quantized_linear", forms, implementation, x, weight, bias, **options)
 
 
 def quantized_linear_reference(x, weight, bias=None, *, activation=None, dtype=None):
     """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
-    return _rows(x, weight, bias, activation, dtype, False)
+    return _rows(x, weight, bias, activation=activation, dtype=dtype, kernel=False)
 
 
 def _row_count(x) -> int:
     return x.size // max(x.shape[-1], 1)
 
 
-def _rows(x, weight, bias, activation, dtype, kernel):
+def _rows(x, weight, bias, *, activation, dtype, kernel=True):
     dtype = jnp.dtype(dtype or x.dtype)
     y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, activation, dtype, kernel)
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def why_not(x, weight) -> str | None:
+def why_not(x, weight, bias=None, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
     if isinstance(weight, PlainWeight):
         return "the weight is plain, and XLA has cuBLASLt for it"
@@ -171,3 +171,12 @@ def _dense(weight, x):
 
 
 _linear.defvjp(_forward, _backward)
+
+ONE_ROW = (
+    Form("general", _rows, "sm_80", why_not),
+    Form("xla", quantized_linear_reference),
+)
+FORMS = (
+    Form("hopper", _rows, "sm_90a", why_not),
+    Form("xla", quantized_linear_reference),
+)

@@ -27,7 +27,8 @@ from jaxllm.weights import convert
 from jaxllm.weights.huggingface_config import config_json
 from jaxllm.weights.packed import PackedWeights, Packing
 from jaxllm.weights.places import named_params, to_huggingface
-from pallas_kernels import QuantizedWeight, dequantize, quantize
+from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels.quantized.formats import dequantize
 
 # One shape of matrices, so that little is compiled.
 SQUARE = dict(d_model=64, d_ff=64)

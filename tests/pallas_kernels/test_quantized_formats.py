@@ -9,7 +9,8 @@ import pytest
 from kernel_checks import normal
 from safetensors.flax import load_file, save_file
 
-from pallas_kernels import QuantizedWeight, dequantize, quantize
+from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels.quantized.formats import dequantize
 
 FORMATS = [("int", bits) for bits in (8, 4, 2, 1)] + [("fp8", 8), ("2:4", 8), ("2:4", 4)]
 # Expected root mean square errors for N(0, 1) in groups of 128 (with 10% to spare).
