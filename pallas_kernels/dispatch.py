@@ -256,7 +256,7 @@ def _device_lacks(gpu: Gpu) -> str | None:
     try:
         have = float(capability)
     except ValueError:
-        return f"compute capability {capability} is not that of an NVIDIA GPU"
+        return f"compute capability {capability} is not an NVIDIA GPU's"
     need = int(gpu[3:5]) / 10
     if have < need or (gpu == "sm_90a" and have != need):
         exactly = "" if gpu == "sm_90a" else " or newer"
@@ -297,7 +297,7 @@ def compiler() -> Compiler | None:
             major, minor = ctypes.c_uint(), ctypes.c_uint()
             if library.nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
                 return Compiler("nvJitLink", (major.value, minor.value))
-    nvidia = importlib.util.find_spec("nvidia")  # XLA prefers pip's CUDA to that of PATH
+    nvidia = importlib.util.find_spec("nvidia")  # XLA prefers pip's CUDA to PATH's
     places = nvidia.submodule_search_locations if nvidia else None
     found = [str(path) for place in places or () for path in Path(place).glob("*/bin/ptxas")]
     ptxas = found[0] if found else shutil.which("ptxas")

@@ -6,7 +6,7 @@
 
 `explain("attention", q, k, v, causal=False)` does the same for any call; arrays may be
 jax.ShapeDtypeStructs.  Nothing is computed: the call is traced, our kernels are read from the
-traced program (XLA's own are not listed), and bytes and operations are those of the benchmark.
+traced program (XLA's own are not listed), and the benchmark counts bytes and operations.
 Without a GPU it is the plan for an H100.  On a GPU the command also measures the call and the
 ceilings.
 
@@ -166,7 +166,7 @@ class Plan(NamedTuple):
 def explain(op: str, *arrays, measure: bool = False, **options) -> Plan:
     """The plan of a call of `op`, a public op by its name.
 
-    arrays, options: those of the call; an array may be a jax.ShapeDtypeStruct.
+    arrays, options: the call's; an array may be a jax.ShapeDtypeStruct.
     measure: also times the call, with random arrays, and the ceilings; it needs a GPU.
     Raises what the op raises for arguments that it does not take.
     """

@@ -40,7 +40,7 @@ _GROUPS = 4  # groups of heads, each with its own blocks; fewer if H and K are n
 
 
 class RopeScaling(NamedTuple):
-    """Llama 3.1's scaling of long wavelengths; the defaults are those of 3.1 8B.
+    """Llama 3.1's scaling of long wavelengths; the defaults are 3.1 8B's.
 
     Wavelengths up to original_max_position_embeddings / high_freq_factor stay the same, those over
     original_max_position_embeddings / low_freq_factor grow by `factor`, and those between are

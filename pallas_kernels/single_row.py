@@ -6,14 +6,14 @@ A model that generates one row waits for memory, and for its kernels to start.  
 whole branch of a block's half in one kernel, and reads W at memory's speed: each warp requests all
 its bytes of W before it looks at x.  Several matrices may share x (q, k and v).
 
-    block        4 r rows of W, those of one matrix; for swiglu of both
+    block        4 r rows of W, all of one matrix; for swiglu of both
     warpgroup    1 / wgs of K; its four warps have r rows each
     lane         16 bytes of every 512 of a row, all of them in flight at once
 
     W   (4, K / wgs) of bfloat16, r times  -> registers ----------------> sums over a warp
     x   all K, by each warp                -> mean, variance -> norm(x) ---^
 
-Every warp computes the norm again, while its bytes of W are on their way: a kernel of its own would
+Every warp computes the norm again, while its bytes of W are on their way: a separate kernel would
 take longer.  All sums are in float32 and in a fixed order, so two runs are equal bit for bit.
 
 Packed weights (K, N) have the kernel of quantized/gemv.py, with the same parts.

@@ -392,7 +392,7 @@ def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
     else:
         result["not_measured"] = (
             f"times, rates and ceilings, because the platform is {jax.default_backend()}, not gpu"
-            " (the errors are those of the jnp forms)"
+            " (the errors are the jnp forms')"
         )
     known = {}
     chosen = [case for case in cases if not ops or case.op in ops]

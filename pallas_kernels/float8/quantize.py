@@ -207,7 +207,7 @@ def _maxima(x):
 
 
 def _maximum(x_ref, out_ref):
-    """A block takes the maximum of its steps, element by element, and then that of the elements."""
+    """A block takes the maximum of its steps, element by element, and then over the elements."""
     block = lax.axis_index("block")
     layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // x_ref.dtype.itemsize)  # 16-byte loads
     parts = [abs(mosaic.load(x_ref.at[block, i], layout)) for i in range(x_ref.shape[1])]

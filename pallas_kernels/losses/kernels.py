@@ -252,7 +252,7 @@ def _statistics(cut: _Cut, row: _Row):
 
 
 def _meet(group, top, total, tops_smem, totals_smem, bar):
-    """Reduces the statistics of the warps to those of the row, in every thread."""
+    """Reduces the warps' statistics to the row's, in every thread."""
     mosaic.store(tops_smem.at[group], top)
     mosaic.store(totals_smem.at[group], total)
     _wait_for_all(bar)

@@ -5,7 +5,7 @@
     dx = dz W,  dW = dz^T x
 
 The (N, V) logits are the largest array of a training step (3 GB for 32768 tokens of GPT-2), so only
-those of a few thousand tokens exist at a time.  The loss is scalar, so each chunk's gradient is
+a few thousand tokens have logits at a time.  The loss is scalar, so each chunk's gradient is
 known up to a constant factor as soon as its logits are: the forward pass also computes dx and dW
 (three matmuls, none twice), and the backward pass only scales them, as in Liger (Hsu et al. 2024).
 A factor that is known in advance is applied to dz (`scale`); if nothing else follows the loss, the
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     plain gradient of the product; a power of two changes no digit.
     vocab_axis: the mesh axis that splits the vocabulary, inside `shard_map` (check_vma=False).
     weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
-    The loss is that of the whole; the gradient of x is this part's share, which shard_map sums.
+    The loss is the whole vocabulary's; x's gradient is this part's share, which shard_map sums.
     fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.

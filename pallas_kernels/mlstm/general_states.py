@@ -13,7 +13,7 @@ It computes what inter_chunk.py computes, on mma and cp.async (ampere.py):
 
     step n:  wait for chunk n     chunk n + 1 on its way     store S, multiply
 
-Tiles of 64 columns have an axis of their own in global memory: X and Y are (B,T,tiles,64), states
+Tiles of 64 columns are a separate axis in global memory: X and Y are (B,T,tiles,64), states
 and `other` (B H N,DX,y_tiles,64).  X is read transposed (ldmatrix can), and scaled in the registers
 where mma wants its left operand.
 Long sequences are walked in spans, as on Hopper.
@@ -88,7 +88,7 @@ class Worker(NamedTuple):
         return s.chunks - 1 - self.start - n if s.reverse else self.start + n
 
     def item(self, n):
-        """That chunk among those of all sequences and heads."""
+        """The number of that chunk among all sequences' and heads' chunks."""
         s = self.schedule
         return (self.b * s.heads + self.h) * s.chunks + self.chunk(n)
 

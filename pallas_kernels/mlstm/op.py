@@ -132,7 +132,7 @@ def vlstm_step(
 ) -> tuple[Float[Array, "B NH DV"], State]:
     """Returns h for one more position and the state after it, in constant time and memory.
 
-    It computes in float32 (float64 for float64).  The arguments are those of `vlstm`, without T.
+    It computes in float32 (float64 for float64).  The arguments are `vlstm`'s, without T.
     The kernel changes the state's C in place where it is donated; it has no gradient.
     Raises as `vlstm`.
     """
