@@ -26,7 +26,7 @@ IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 def test_every_op_is_here():
     variants = {"encoder_tied", "attention_packed", "decode_attention_new"}
     variants |= {"layer_norm_residual", "layer_norm_gate", "rms_norm_residual"}
-    variants |= {"mlp_gelu", "mlp_fp8"}
+    variants |= {"mlp_gelu", "mlp_fp8", "vlstm_packed", "vlstm_gated"}
     assert set(CASES) - variants == set(ops.__all__) - NO_KERNEL
 
 
