@@ -38,7 +38,7 @@ def load_rows(source, target, batch, head, first, end) -> None:
     source: (B, T, H, D) in global memory, D a multiple of 8.  target: (rows, D or more) in shared
     memory, see `tile`.  Rows from `end` on and columns from D on are filled with zeros.
     """
-    _move(_Load(source.shape, target.shape), source, target, batch, head, first, end)
+    _move(_LoadMatrix(source.shape, target.shape), source, target, batch, head, first, end)
 
 
 def load_line(source, target, batch, head, first) -> None:
@@ -178,7 +178,7 @@ class _Move:
         return global_, shared, found
 
 
-class _Load(_Move):
+class _LoadMatrix(_Move):
     asynchronous = commits = True
 
     def in_numpy(self, array, tile, batch, head, first, end):

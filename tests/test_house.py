@@ -99,6 +99,7 @@ MOST = {
     "lines of pallas_kernels without bench and explain": 15_900,
     "lines of jaxllm": 13_170,
     "public names of pallas_kernels": 20,
+    "class names that pallas_kernels has twice": 12,
     "files to follow rms_norm": 3,
     "files to follow attention on Hopper": 8,
 }

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
-from pallas_kernels.flash_attention.general import Worker, load_k, load_v
+from pallas_kernels.flash_attention.general import GeneralWorker, load_k, load_v
 from pallas_kernels.flash_attention.masks import logits
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, launch, with_spans
 from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
@@ -34,7 +34,7 @@ def tiles(width: int, tight: bool) -> tuple[int, int]:
     return (128, 32) if width <= 128 and not tight else (64, 32)
 
 
-class Inputs(NamedTuple):
+class GeneralDqInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -59,13 +59,13 @@ def scratch(s: Schedule) -> dict:
     )
 
 
-def load_own(w: Worker, ref, buffer):
+def load_own(w: GeneralWorker, ref, buffer):
     """Starts to copy the block's rows of Q, O or dO."""
     b, (t, _) = w.block, w.schedule.visits.lengths
     ampere.load_rows(ref, buffer, b.batch, b.head, b.row, t)
 
 
-def begin(w: Worker, delta_ref):
+def begin(w: GeneralWorker, delta_ref):
     """Loads what comes first; computes delta = rowsum(dO * O) - dlse, and stores it."""
     s, inputs, smem, b = w.schedule, w.inputs, w.smem, w.block
     load_own(w, inputs.o, smem.q)
@@ -85,7 +85,7 @@ def begin(w: Worker, delta_ref):
     load_k(w, b.high - 1)
 
 
-def step(w: Worker, n, dq):
+def step(w: GeneralWorker, n, dq):
     """Adds dS K of the n-th tile of keys to dQ."""
     s, b, smem = w.schedule, w.block, w.smem
     tile = b.high - 1 - n
@@ -104,9 +104,9 @@ def step(w: Worker, n, dq):
     return dq
 
 
-def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem):
+def body(s: Schedule, inputs: GeneralDqInputs, dq_ref, delta_ref, smem):
     b = general.block_of(s, inputs.segments)
-    w = Worker(s, inputs, smem, b)
+    w = GeneralWorker(s, inputs, smem, b)
     begin(w, delta_ref)
     nothing = mosaic.zeros((s.block, s.width), WGMMA)
     dq = lax.fori_loop(0, b.high - b.low, functools.partial(step, w), nothing)
@@ -124,7 +124,7 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: H
     packed = segments is not None
     tile = tiles(general.width_of(q.shape[-1]), general.tight(call, packed))
     s = general.schedule(q, k, *tile, call, heads, packed=packed)
-    inputs = Inputs(q, k, v, out, lse, dout, dlse, with_spans(s, segments))
+    inputs = GeneralDqInputs(q, k, v, out, lse, dout, dlse, with_spans(s, segments))
     out_type = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(lse.shape, jnp.float32),

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.forward import LOWEST
-from pallas_kernels.flash_attention.general import Worker, load_k, load_v
+from pallas_kernels.flash_attention.general import GeneralWorker, load_k, load_v
 from pallas_kernels.flash_attention.masks import logits, some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import (
     Call,
@@ -45,7 +45,7 @@ def tiles(width: int, tight: bool) -> tuple[int, int]:
     return 64, 32
 
 
-class Inputs(NamedTuple):
+class GeneralForwardInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -63,7 +63,7 @@ def scratch(s: Schedule) -> dict:
     )
 
 
-def step(w: Worker, n, carry):
+def step(w: GeneralWorker, n, carry):
     """Adds the n-th tile of keys to O, to the largest logit and to the sum of each row."""
     s, b, smem = w.schedule, w.block, w.smem
     (o, m, l), tile = carry, b.high - 1 - n
@@ -87,7 +87,7 @@ def step(w: Worker, n, carry):
     return o, m_new, l
 
 
-def store(w: Worker, o_ref, lse_ref, o, m, l):
+def store(w: GeneralWorker, o_ref, lse_ref, o, m, l):
     """Divides O by the sums, and stores it and the log-sum-exp."""
     s, b, smem = w.schedule, w.block, w.smem
     inverse = 1 / l
@@ -100,9 +100,9 @@ def store(w: Worker, o_ref, lse_ref, o, m, l):
     mosaic.store(lse_ref.at[b.batch, b.head, b.rows(s)], m * (1 / LOG2E) + jnp.log(l))
 
 
-def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem):
+def body(s: Schedule, inputs: GeneralForwardInputs, o_ref, lse_ref, smem):
     b = general.block_of(s, inputs.segments)
-    w = Worker(s, inputs, smem, b)
+    w = GeneralWorker(s, inputs, smem, b)
     ampere.load_rows(inputs.q, smem.qo, b.batch, b.head, b.row, s.visits.lengths[0])
     load_k(w, b.high - 1)
     row = lambda value: plgpu.layout_cast(jnp.full((s.block,), value, jnp.float32), ROW)
@@ -123,7 +123,7 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     tile = tiles(general.width_of(d), call.tight)
     s = general.schedule(q, k, *tile, call, heads, packed=packed)
     ids = pad_segments(segments, call.lengths) if packed else None
-    inputs = Inputs(q, k, v, with_spans(s, ids))
+    inputs = GeneralForwardInputs(q, k, v, with_spans(s, ids))
     out_type = (
         jax.ShapeDtypeStruct((b, t, h, d), q.dtype),
         jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),

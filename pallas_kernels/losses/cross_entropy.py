@@ -134,7 +134,7 @@ def _column_numbers(start, tile, layout):
     return iota + start
 
 
-class _Cut(NamedTuple):
+class _RowCut(NamedTuple):
     """How a block splits a row of logits of v columns.
 
     | _UNROLL tiles | ... | _UNROLL tiles | rest tiles | done ... vocab_size | padding ... v |
@@ -170,7 +170,7 @@ def _forward(logits, labels, vocab_size, ignore_index):
     logits = mosaic.pad_axis(logits, 1, 128) if logits.shape[1] < 128 else logits
     n = logits.shape[0]
     return mosaic.kernel(
-        functools.partial(_forward_row, _Cut.of(logits, vocab_size), ignore_index),
+        functools.partial(_forward_row, _RowCut.of(logits, vocab_size), ignore_index),
         name="cross_entropy_forward",
         out_type=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
         grid=(n,),
@@ -179,7 +179,7 @@ def _forward(logits, labels, vocab_size, ignore_index):
     )(logits, labels)
 
 
-def _forward_row(c: _Cut, ignore_index, logits_ref, labels_ref, loss_ref, top_ref, total_ref):
+def _forward_row(c: _RowCut, ignore_index, logits_ref, labels_ref, loss_ref, top_ref, total_ref):
     """A block computes an online softmax of its row in each thread, then combines the threads."""
     row = lax.axis_index("row")
     load = lambda start: mosaic.load(logits_ref.at[row, pl.ds(start, c.tile)], c.layout)
@@ -219,7 +219,7 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
     width = logits.shape[1]
     logits = mosaic.pad_axis(logits, 1, 128) if width < 128 else logits
     dlogits = mosaic.kernel(
-        functools.partial(_backward_row, _Cut.of(logits, vocab_size), ignore_index),
+        functools.partial(_backward_row, _RowCut.of(logits, vocab_size), ignore_index),
         name="cross_entropy_backward",
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
         grid=(logits.shape[0],),
@@ -230,7 +230,7 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
 
 
 def _backward_row(
-    c: _Cut, ignore_index, logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref
+    c: _RowCut, ignore_index, logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref
 ):
     """A block computes dz of its row, tile by tile."""
     row = lax.axis_index("row")

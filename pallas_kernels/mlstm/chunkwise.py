@@ -34,7 +34,7 @@ HOPPER = CellForm(states, chunk_outputs, largest=128, rows=8, backward_dkv=backw
 GENERAL = CellForm(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
 
 
-class Call(NamedTuple):
+class CellCall(NamedTuple):
     """The static arguments of a call."""
 
     length: int  # T without padding
@@ -82,7 +82,7 @@ def chunkwise(
     q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64) for x in (q, k, v))
     given = first is not None
     sms = mosaic.sm_count()
-    call = Call(length, dqk, dv, size, normalize, packed, given, return_state, sms, form)
+    call = CellCall(length, dqk, dv, size, normalize, packed, given, return_state, sms, form)
     h, last = cell((q, k, v), i, lf, first, hold(m), starts, call)
     h = h[:, :length, :, :dv]
     if not return_state:
@@ -102,7 +102,7 @@ def cell(arrays, i, lf, first, m, starts, call):
     return cell_forward(arrays, i, lf, first, m, starts, call)[0]
 
 
-def _heads(arrays, heads: int, call: Call) -> list[Heads]:
+def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
     """q, k and v as the kernels see them."""
     if len(arrays) == 3:
         return [Heads.of(x, x.shape[-1], call.size) for x in arrays]
@@ -133,7 +133,7 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
     return (h, last), (arrays, g, c, n, norm, sign)
 
 
-def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: Call):
+def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: CellCall):
     """The gradients (dq, dk, dv) or, if `joint`, (all in dq's array,); two parts of k . dk."""
     options = dict(packed=call.packed, sms=call.sms)
     one_square = k.tiles == 1 and call.size == 64  # wider ones have too many sums for registers

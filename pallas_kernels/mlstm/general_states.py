@@ -39,7 +39,7 @@ STAGES = 2  # chunks whose operands are in shared memory
 AT_ONCE = 2  # blocks of a processor that the number of spans counts on
 
 
-class Schedule(NamedTuple):
+class GeneralStatesSchedule(NamedTuple):
     """The static arguments of a walk and the split of its work."""
 
     dtype: Any
@@ -56,7 +56,7 @@ class Schedule(NamedTuple):
     saturate: bool
 
 
-class Scratch(NamedTuple):
+class GeneralStatesScratch(NamedTuple):
     """Shared memory of a block (see the picture); the first axis is the stage."""
 
     x: Any
@@ -67,13 +67,13 @@ class Scratch(NamedTuple):
     out: Any
 
 
-class Worker(NamedTuple):
+class GeneralStatesWorker(NamedTuple):
     """A block and its work."""
 
-    schedule: Schedule
+    schedule: GeneralStatesSchedule
     inputs: Inputs
     outputs: Outputs
-    smem: Scratch
+    smem: GeneralStatesScratch
     b: Any
     h: Any
     span: Any
@@ -121,7 +121,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
     (batch, heads, chunks), length, dtype = decay.shape, x.array.shape[1], x.array.dtype
     dx, dy = x.tiles * SIZE, y.tiles * SIZE
-    s = Schedule(
+    s = GeneralStatesSchedule(
         dtype, length, heads, chunks, x.tiles, y.tiles, spans=parts,
         walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
         reverse=reverse, saturate=saturate,
@@ -159,10 +159,10 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     return out._replace(before=out.before.reshape(batch, heads, chunks, dx, dy))
 
 
-def _scratch(s: Schedule, with_other: bool) -> Scratch:
+def _scratch(s: GeneralStatesSchedule, with_other: bool) -> GeneralStatesScratch:
     tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
-    return Scratch(
+    return GeneralStatesScratch(
         x=tiles,
         y=tiles,
         other=tiles if with_other else None,
@@ -172,17 +172,19 @@ def _scratch(s: Schedule, with_other: bool) -> Scratch:
     )
 
 
-def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
+def _worker(
+    s: GeneralStatesSchedule, inputs: Inputs, outputs: Outputs, smem: GeneralStatesScratch
+) -> GeneralStatesWorker:
     block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
     block, x_tile = mosaic.divide(block, s.x_tiles)
     pair, span = mosaic.divide(block, s.walked)
     b, h = mosaic.divide(pair, s.heads)
     start = span * s.span
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-    return Worker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
+    return GeneralStatesWorker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
 
 
-def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
+def _body(s: GeneralStatesSchedule, inputs: Inputs, outputs: Outputs, smem: GeneralStatesScratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunk and the state before it.
@@ -207,7 +209,7 @@ def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
             pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
 
 
-def _load(w: Worker, n):
+def _load(w: GeneralStatesWorker, n):
     """Starts to copy the operands of step n."""
     s, inputs, smem, stage = w.schedule, w.inputs, w.smem, lax.rem(n, STAGES)
     first = w.chunk(n) * SIZE
@@ -221,7 +223,7 @@ def _load(w: Worker, n):
         ampere.load_rows(inputs.other, smem.other.at[stage], w.item(n), w.y_tile, row, end)
 
 
-def _step(w: Worker, n, carry):
+def _step(w: GeneralStatesWorker, n, carry):
     decay, state, sums = carry
     smem, stage = w.smem, lax.rem(n, STAGES)
     # Load the next decay now: from global memory it takes as long as the matmul.
@@ -245,7 +247,7 @@ def _columns(ref):
     return plgpu.load(ref, layout=COL, optimized=False)
 
 
-def _store_state(w: Worker, n, state, sums):
+def _store_state(w: GeneralStatesWorker, n, state, sums):
     s, out, outputs = w.schedule, w.smem.out, w.outputs
     out[...] = narrow(state, s.dtype, s.saturate)
     ampere.meet()
@@ -257,7 +259,7 @@ def _store_state(w: Worker, n, state, sums):
         mosaic.store(outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine], sums)
 
 
-def _multiply_other(w: Worker, n, state):
+def _multiply_other(w: GeneralStatesWorker, n, state):
     other = plgpu.load(w.smem.other.at[lax.rem(n, STAGES)], layout=WGMMA).astype(jnp.float32)
     dots = w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine]
     mosaic.store(dots, jnp.sum(state * other, axis=1))

@@ -58,7 +58,7 @@ def _in_one_array(packed, i, f, weight, *, gate, normalize, segment_ids, form, n
     i, lf = reference._log_gates(i, f, gate, jnp.float32)
     size, sms = chunkwise.tile_size(dqk, dv, form), mosaic.sm_count()
     m = jnp.zeros((batch, heads), jnp.float32)
-    call = chunkwise.Call(length, dqk, dv, size, normalize, several, False, False, sms, form)
+    call = chunkwise.CellCall(length, dqk, dv, size, normalize, several, False, False, sms, form)
     if weight is None:
         return chunkwise.cell((packed.array,), i, lf, None, m, starts, call)[0]
     return _gated_cell(packed.array, i, lf, m, starts, weight, call, norm)
