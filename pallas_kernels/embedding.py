@@ -175,8 +175,7 @@ def _forward(tokens, wte, wpe, dtype):
         functools.partial(_gather, loads, blocks),
         name="encoder_forward",
         out_type=jax.ShapeDtypeStruct((b, t, c), dtype),
-        grid=(c // slab * blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=c // slab * blocks),
     )(tokens, wte, wpe)
     return y[..., :width]
 
@@ -269,8 +268,7 @@ def _sum_tiles(runs, dy):
         functools.partial(_sum_tile, _loads(c, dy.dtype, jnp.float32)),
         name="encoder_backward_sums",
         out_type=jax.ShapeDtypeStruct((tiles, c), jnp.float32),
-        grid=(tiles,),
-        grid_names=("block",),
+        **mosaic.grid(block=tiles),
     )(ids, order, dy)
 
 
@@ -304,8 +302,7 @@ def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
         functools.partial(_vocabulary_body, loads, v, positions, table is not None),
         name="encoder_backward_vocabulary",
         out_type=[out] if table is None else [],
-        grid=(positions + blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=positions + blocks),
     )
     if table is None:
         return call(order, ends, dy, sums)[0]

@@ -94,7 +94,7 @@ class Linear(nnx.Module):
     ) -> Float[Array, "... out"]:
         """Computes x W + b with W cast to x's dtype.
 
-        dtype: of the result; None: that of x.
+        dtype: of the result; None: x's.
         add_bias: False leaves the bias to the next op.
         norm: the norm that x is a result of, or None; fp8 takes its bound of x for a scale.
         """
@@ -119,7 +119,7 @@ class Linear(nnx.Module):
     def fp8_matmul(
         self, x: Float[Array, "... in"], weight: Float[Array, "in _"], bias=None, norm=None
     ) -> Float[Array, "... _"]:
-        """x @ weight + bias with fp8 operands; both are this layer's, or those of several."""
+        """x @ weight + bias with fp8 operands; both are this layer's, or several layers'."""
         # On several devices XLA shards the casts; a kernel would see a part of the maximum.
         implementation = self.implementation if one_device() else "xla"
         row_norm = None if norm is None else norm.row_norm()
@@ -250,7 +250,7 @@ def fan_out(x: Float[Array, "..."], n: int) -> tuple[Float[Array, "..."], ...]:
     """Returns x for each of n layers; their gradients are then summed without extra passes.
 
     XLA can fuse the addition of an array into a matmul, but only if the matmul is the left operand.
-    JAX puts the partial sum there, so the third addition would take a pass of its own.
+    JAX puts the partial sum there, so the third addition would take a separate pass.
     """
     return (x,) * n
 

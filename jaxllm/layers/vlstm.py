@@ -24,7 +24,7 @@ from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 
-# (B, T, NH), or side by side those of each device: i and f (B, T, 2 NH); q, k, v, o (B, T, P).
+# (B, T, NH), or side by side on each device: i and f (B, T, 2 NH); q, k, v, o (B, T, P).
 GATES = P(BATCH, "context", "tensor")
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
@@ -137,7 +137,7 @@ class VLSTMLayer(nnx.Module):
         cache: Cache,
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
-        y = norm(x)  # in a kernel of its own: the gates need it, too, and have few columns
+        y = norm(x)  # in a separate kernel: the gates need it, too, and have few columns
         *qkv, o = linear_of_row(y, self.q, self.k, self.v, self.o)
         q, k, v = (a.reshape(1, 1, self.n_heads, -1) for a in qkv)
         i, f = self._gates(y)

@@ -201,8 +201,7 @@ def _maxima(x):
         _maximum,
         name="fp8_maximum",
         out_type=jax.ShapeDtypeStruct((blocks // steps,), jnp.float32),
-        grid=(blocks // steps,),
-        grid_names=("block",),
+        **mosaic.grid(block=blocks // steps),
     )(x.reshape(-1, steps, _STEP))
 
 

@@ -173,8 +173,7 @@ def _forward(logits, labels, vocab_size, ignore_index):
         functools.partial(_forward_row, _RowCut.of(logits, vocab_size), ignore_index),
         name="cross_entropy_forward",
         out_type=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
-        grid=(n,),
-        grid_names=("row",),
+        **mosaic.grid(row=n),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(logits, labels)
 
@@ -222,8 +221,7 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
         functools.partial(_backward_row, _RowCut.of(logits, vocab_size), ignore_index),
         name="cross_entropy_backward",
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        grid=(logits.shape[0],),
-        grid_names=("row",),
+        **mosaic.grid(row=logits.shape[0]),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(logits, labels, top, total, dloss)
     return dlogits[:, :width]

@@ -322,8 +322,7 @@ def chunk_outputs(
             (of_position,) * STATS[mode],
         ),
         scratch_types=(scratch(s, given),),
-        grid=(items,),
-        grid_names=("block",),
+        **mosaic.grid(block=items),
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(

@@ -144,8 +144,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         general_vlstm_states,
         out_type=(out_type,),
         scratch_types=(_scratch(s, other is not None),),
-        grid=(batch * heads * s.walked * s.x_tiles * s.y_tiles,),
-        grid_names=("block",),
+        **mosaic.grid(block=batch * heads * s.walked * s.x_tiles * s.y_tiles),
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(
