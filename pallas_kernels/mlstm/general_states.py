@@ -39,7 +39,7 @@ STAGES = 2  # chunks whose operands are in shared memory
 AT_ONCE = 2  # blocks of a processor that the number of spans counts on
 
 
-class GeneralStatesSchedule(NamedTuple):
+class Schedule(NamedTuple):
     """The static arguments of a walk and the split of its work."""
 
     dtype: Any
@@ -56,7 +56,7 @@ class GeneralStatesSchedule(NamedTuple):
     saturate: bool
 
 
-class GeneralStatesScratch(NamedTuple):
+class Scratch(NamedTuple):
     """Shared memory of a block (see the picture); the first axis is the stage."""
 
     x: Any
@@ -67,13 +67,13 @@ class GeneralStatesScratch(NamedTuple):
     out: Any
 
 
-class GeneralStatesWorker(NamedTuple):
+class Worker(NamedTuple):
     """A block and its work."""
 
-    schedule: GeneralStatesSchedule
+    schedule: Schedule
     inputs: Inputs
     outputs: Outputs
-    smem: GeneralStatesScratch
+    smem: Scratch
     b: Any
     h: Any
     span: Any
@@ -121,7 +121,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     """Walks along all spans at once, or without `keep` along all but the last; returns Outputs."""
     (batch, heads, chunks), length, dtype = decay.shape, x.array.shape[1], x.array.dtype
     dx, dy = x.tiles * SIZE, y.tiles * SIZE
-    s = GeneralStatesSchedule(
+    s = Schedule(
         dtype, length, heads, chunks, x.tiles, y.tiles, spans=parts,
         walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
         reverse=reverse, saturate=saturate,
@@ -158,10 +158,10 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
     return out._replace(before=out.before.reshape(batch, heads, chunks, dx, dy))
 
 
-def _scratch(s: GeneralStatesSchedule, with_other: bool) -> GeneralStatesScratch:
+def _scratch(s: Schedule, with_other: bool) -> Scratch:
     tiles = plgpu.SMEM((STAGES, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype))
     line = plgpu.SMEM((STAGES, SIZE), jnp.float32)
-    return GeneralStatesScratch(
+    return Scratch(
         x=tiles,
         y=tiles,
         other=tiles if with_other else None,
@@ -171,19 +171,17 @@ def _scratch(s: GeneralStatesSchedule, with_other: bool) -> GeneralStatesScratch
     )
 
 
-def _worker(
-    s: GeneralStatesSchedule, inputs: Inputs, outputs: Outputs, smem: GeneralStatesScratch
-) -> GeneralStatesWorker:
+def _worker(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch) -> Worker:
     block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
     block, x_tile = mosaic.divide(block, s.x_tiles)
     pair, span = mosaic.divide(block, s.walked)
     b, h = mosaic.divide(pair, s.heads)
     start = span * s.span
     steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-    return GeneralStatesWorker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
+    return Worker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
 
 
-def _body(s: GeneralStatesSchedule, inputs: Inputs, outputs: Outputs, smem: GeneralStatesScratch):
+def _body(s: Schedule, inputs: Inputs, outputs: Outputs, smem: Scratch):
     w = _worker(s, inputs, outputs, smem)
 
     # Load the first chunk and the state before it.
@@ -208,7 +206,7 @@ def _body(s: GeneralStatesSchedule, inputs: Inputs, outputs: Outputs, smem: Gene
             pl.when(w.y_tile == 0)(lambda: mosaic.store(s_last.at[w.b, w.h, end, w.mine], sums))
 
 
-def _load(w: GeneralStatesWorker, n):
+def _load(w: Worker, n):
     """Starts to copy the operands of step n."""
     s, inputs, smem, stage = w.schedule, w.inputs, w.smem, lax.rem(n, STAGES)
     first = w.chunk(n) * SIZE
@@ -222,7 +220,7 @@ def _load(w: GeneralStatesWorker, n):
         ampere.load_rows(inputs.other, smem.other.at[stage], w.item(n), w.y_tile, row, end)
 
 
-def _step(w: GeneralStatesWorker, n, carry):
+def _step(w: Worker, n, carry):
     decay, state, sums = carry
     smem, stage = w.smem, lax.rem(n, STAGES)
     # Load the next decay now: from global memory it takes as long as the matmul.
@@ -246,7 +244,7 @@ def _columns(ref):
     return plgpu.load(ref, layout=COL, optimized=False)
 
 
-def _store_state(w: GeneralStatesWorker, n, state, sums):
+def _store_state(w: Worker, n, state, sums):
     s, out, outputs = w.schedule, w.smem.out, w.outputs
     out[...] = narrow(state, s.dtype, s.saturate)
     ampere.meet()
@@ -258,7 +256,7 @@ def _store_state(w: GeneralStatesWorker, n, state, sums):
         mosaic.store(outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine], sums)
 
 
-def _multiply_other(w: GeneralStatesWorker, n, state):
+def _multiply_other(w: Worker, n, state):
     other = plgpu.load(w.smem.other.at[lax.rem(n, STAGES)], layout=WGMMA).astype(jnp.float32)
     dots = w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine]
     mosaic.store(dots, jnp.sum(state * other, axis=1))

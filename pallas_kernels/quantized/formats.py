@@ -247,7 +247,7 @@ def _check_format(shape, bits, group, symmetric, format) -> None:
         raise ValueError(f"bits={bits} is not {allowed}, the width of format {format}")
     groups = (64, 128, None) if format == "2:4" else (32, 64, 128, None)
     if group not in groups:
-        raise ValueError(f"group={group} is not one of {groups}, which format {format} has")
+        raise ValueError(f"group={group} is not one of {groups} for format {format}")
     if not symmetric and format != "int":
         raise ValueError(f"format {format} has no offsets: pass symmetric=True")
     multiple = group or (4 if format == "2:4" else 1)

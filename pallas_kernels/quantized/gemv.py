@@ -51,7 +51,7 @@ _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
 _COLUMNS = _TILED(plgpu.Tiling(((COLUMNS,), (1,))), (_Any(4),), (_Any(2), -2), -1)
 
 
-class GemvPlan(NamedTuple):
+class Plan(NamedTuple):
     """How a product is split; see the picture."""
 
     turn: Turn
@@ -76,7 +76,7 @@ class GemvPlan(NamedTuple):
         return mosaic.cdiv(self.turns, self.wgs)
 
 
-def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) -> GemvPlan:
+def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) -> Plan:
     """weights: of equal K and format, of one block each, or for swiglu of the same block."""
     weight, each = weights[0], len(weights) if activation == "swiglu" else 1
     tiles = sum(w.words.shape[0] for w in weights) // each
@@ -88,7 +88,7 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     turn = Turn(weight.step, weight.bits, weight.format, group)
     late = norm is not None and not centered and norm[1] is None
     staged = norm is not None or turns * TURN * weight.step <= _STAGED
-    return GemvPlan(turn, turns, wgs, ahead, each, activation, eps, staged, late, centered)
+    return Plan(turn, turns, wgs, ahead, each, activation, eps, staged, late, centered)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
@@ -126,7 +126,7 @@ def products(
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))  # traced and lowered once for all layers
-def _products(x, parts, norm, residual, dtypes, p: GemvPlan):
+def _products(x, parts, norm, residual, dtypes, p: Plan):
     step, blocks = p.turn.step, [len(part[0][0]) for part in parts]
 
     def by_step(words, scales, offsets, bias):
@@ -181,7 +181,7 @@ class _Weight(NamedTuple):
     bias: Any
 
 
-class _GemvRefs(NamedTuple):
+class _Refs(NamedTuple):
     """The references of a part: the weights that make one result."""
 
     x: Any
@@ -192,15 +192,15 @@ class _GemvRefs(NamedTuple):
     smem: dict
 
 
-def _body(p: GemvPlan, blocks, x, parts, norm, residual, *outs, **smem):
+def _body(p: Plan, blocks, x, parts, norm, residual, *outs, **smem):
     runs = [
-        functools.partial(_part, p, _GemvRefs(x, weights, norm, residual, out, smem))
+        functools.partial(_part, p, _Refs(x, weights, norm, residual, out, smem))
         for weights, out in zip(parts, outs, strict=True)
     ]
     mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
 
 
-def _part(p: GemvPlan, refs: _GemvRefs, n):
+def _part(p: Plan, refs: _Refs, n):
     """Block n of a part."""
     wg = lax.axis_index("wg")
     turn = lambda i: i * p.wgs + wg
@@ -235,11 +235,11 @@ def _load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _existing(p: GemvPlan, turn):
+def _existing(p: Plan, turn):
     return turn if p.even else jnp.minimum(turn, p.turns - 1)
 
 
-def _fetch(p: GemvPlan, weight: _Weight, n, turn):
+def _fetch(p: Plan, weight: _Weight, n, turn):
     """The words, scales and offsets of a turn; past the last turn, the last turn's."""
     turn, parts, t = _existing(p, turn), weight.words.shape[2], p.turn
     steps = pl.ds(turn * TURN, TURN)
@@ -250,7 +250,7 @@ def _fetch(p: GemvPlan, weight: _Weight, n, turn):
     return words, [_load(a.at[n, groups], t.scales_layout) for a in rows]
 
 
-def _multiply(p: GemvPlan, refs: _GemvRefs, turn, fetched, accs):
+def _multiply(p: Plan, refs: _Refs, turn, fetched, accs):
     """accs + the products of a turn; past the last turn accs."""
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
     x = _load((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.turn.x_layout)
@@ -261,7 +261,7 @@ def _multiply(p: GemvPlan, refs: _GemvRefs, turn, fetched, accs):
     return [jnp.where(exists, total, acc) for total, acc in zip(totals, accs, strict=True)]
 
 
-def _bring(p: GemvPlan, refs: _GemvRefs, wg):
+def _bring(p: Plan, refs: _Refs, wg):
     """Writes a warpgroup's share of the turns of x to shared memory.
 
     With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
@@ -276,7 +276,7 @@ def _bring(p: GemvPlan, refs: _GemvRefs, wg):
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
-def _bring_some(p: GemvPlan, refs: _GemvRefs, wg, turns: range) -> list:
+def _bring_some(p: Plan, refs: _Refs, wg, turns: range) -> list:
     """Brings the `turns` of this warpgroup; returns their x^2 for RMS norm, (4, step) each.
 
     All loads come before the stores: the warps of a warpgroup wait for each other at a store.
@@ -302,7 +302,7 @@ def _bring_some(p: GemvPlan, refs: _GemvRefs, wg, turns: range) -> list:
     return squares
 
 
-def _normalize(p: GemvPlan, refs: _GemvRefs):
+def _normalize(p: Plan, refs: _Refs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
     layout = mosaic.warp_rows(p.turn.step // LANES)
     load = lambda ref: _load(ref, layout).astype(jnp.float32)
@@ -326,7 +326,7 @@ def _normalize(p: GemvPlan, refs: _GemvRefs):
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
-def _finish(p: GemvPlan, refs: _GemvRefs, here, biases, residual):
+def _finish(p: Plan, refs: _Refs, here, biases, residual):
     """Adds the sums of the warps in order, then bias, activation and residual; stores."""
     plgpu.barrier_wait(refs.smem["bar"])
     smem = refs.smem["sums_smem"]

@@ -154,7 +154,7 @@ def test_the_largest_call_fits_the_smallest_gpus(mode):
 
 
 def test_two_walks_fit_an_a100():
-    s = general_states.GeneralStatesSchedule(BF16, 64, 1, 1, 8, 8, 1, 1, 1, 1, False, False)
+    s = general_states.Schedule(BF16, 64, 1, 1, 8, 8, 1, 1, 1, 1, False, False)
     assert _bytes(general_states._scratch(s, True)) <= 163 * 1024 // 2 - 1024
 
 
