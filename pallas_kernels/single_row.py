@@ -258,7 +258,7 @@ def _dtypes(x, weights, residual) -> list:
 # ---- kernel ----------------------------------------------------------------------------------
 
 
-class RowPlan(NamedTuple):
+class SingleRowPlan(NamedTuple):
     """How a call is split; see the picture."""
 
     rows: int  # r, of a warp
@@ -294,14 +294,14 @@ def _loads(wgs: int) -> int:
     return _LOADS if wgs <= 4 else _LOADS // 2
 
 
-def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> RowPlan:
+def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> SingleRowPlan:
     """sizes: N of each weight."""
     fit = _warpgroups(k, dtype)
     few = [n for n, loads in fit.items() if loads <= _FEW]
     wgs = few[0] if few else max(fit)
     pairs = wgs == 1 and fit[wgs] * (4 if activation == "swiglu" else 2) <= _LOADS
     rows = 2 if pairs and not any(n % (2 * _LINES) for n in sizes) else 1
-    return RowPlan(rows, wgs, k, eps, centered, activation)
+    return SingleRowPlan(rows, wgs, k, eps, centered, activation)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
@@ -352,7 +352,7 @@ class _RowRefs(NamedTuple):
     smem: dict
 
 
-def _body(p: RowPlan, blocks, x, parts, biases, norm, residual, *outs, **smem):
+def _body(p: SingleRowPlan, blocks, x, parts, biases, norm, residual, *outs, **smem):
     runs = [
         functools.partial(_part, p, _RowRefs(x, weights, own, norm, residual, out, smem))
         for weights, own, out in zip(parts, biases, outs, strict=True)
@@ -360,7 +360,7 @@ def _body(p: RowPlan, blocks, x, parts, biases, norm, residual, *outs, **smem):
     mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
 
 
-def _part(p: RowPlan, refs: _RowRefs, n):
+def _part(p: SingleRowPlan, refs: _RowRefs, n):
     """Block n of a part."""
     first = n * p.lines
     wg = lax.axis_index("wg")
@@ -395,7 +395,7 @@ def _part(p: RowPlan, refs: _RowRefs, n):
         finish([[total(i, j) for j in range(len(refs.weights))] for i in range(p.rows)])
 
 
-def _normed(p: RowPlan, refs: _RowRefs, columns):
+def _normed(p: SingleRowPlan, refs: _RowRefs, columns):
     """norm(x) of some columns, once for each warp: (4, columns) float32."""
     spread = lambda v: plgpu.layout_cast(mosaic.along(v, (_LINES, v.shape[0]), 1), _LAYOUT)
     own = lambda ref: spread(mosaic.load(ref.at[columns], _ALONG_K))
@@ -420,7 +420,7 @@ def _normed(p: RowPlan, refs: _RowRefs, columns):
     return x if bias is None else x + own(bias)
 
 
-def _finish(p: RowPlan, ys, biases, residual):
+def _finish(p: SingleRowPlan, ys, biases, residual):
     """Adds the biases of each matrix, applies the activation and adds the residual."""
     ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
     y = activate(ys[0], p.activation)

@@ -45,7 +45,7 @@ class Block(NamedTuple):
         return pl.ds(self.row, s.block)
 
 
-class GeneralWorker(NamedTuple):
+class Worker(NamedTuple):
     """A block, with what its kernel's functions use."""
 
     schedule: Schedule
@@ -101,17 +101,17 @@ def block_of(s: Schedule, segments) -> Block:
     return Block(batch, head, row, low, high, s.visits.whole(row, row + s.block, *same))
 
 
-def load_k(w: GeneralWorker, tile):
+def load_k(w: Worker, tile):
     """Starts to copy a tile of K for a block of queries."""
     _load(w, w.inputs.k, w.schedule.k_first, w.smem.k, tile)
 
 
-def load_v(w: GeneralWorker, tile):
+def load_v(w: Worker, tile):
     """Starts to copy a tile of V for a block of queries."""
     _load(w, w.inputs.v, w.schedule.v_first, w.smem.v, tile)
 
 
-def _load(w: GeneralWorker, ref, first_head, buffer, tile):
+def _load(w: Worker, ref, first_head, buffer, tile):
     s, b = w.schedule, w.block
     head, first = first_head + b.head // s.group, tile * s.columns
     ampere.load_rows(ref, buffer, b.batch, head, first, s.visits.lengths[1])

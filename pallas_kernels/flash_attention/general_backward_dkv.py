@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
-from pallas_kernels.flash_attention.general import Block, GeneralWorker
+from pallas_kernels.flash_attention.general import Block, Worker
 from pallas_kernels.flash_attention.masks import logits
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, launch, with_spans
 from pallas_kernels.mosaic import COL, LOG2E, WGMMA, along
@@ -86,12 +86,12 @@ def scratch(s: Schedule) -> dict:
     )
 
 
-def load_do(w: GeneralWorker, i: GeneralStep):
+def load_do(w: Worker, i: GeneralStep):
     s, batch = w.schedule, w.block.batch
     ampere.load_rows(w.inputs.do, w.smem.do, batch, i.head, i.tile * s.columns, s.visits.lengths[0])
 
 
-def load_q(w: GeneralWorker, i: GeneralStep):
+def load_q(w: Worker, i: GeneralStep):
     """Starts to copy a tile of Q, and the statistics of its rows."""
     s, inputs, smem, batch = w.schedule, w.inputs, w.smem, w.block.batch
     first = i.tile * s.columns
@@ -100,7 +100,7 @@ def load_q(w: GeneralWorker, i: GeneralStep):
     ampere.load_rows(inputs.q, smem.q, batch, i.head, first, s.visits.lengths[0])
 
 
-def begin(w: GeneralWorker) -> GeneralStep:
+def begin(w: Worker) -> GeneralStep:
     """Loads what comes first; returns the first step."""
     s, b, inputs, smem = w.schedule, w.block, w.inputs, w.smem
     for ref, buffer, first_head in (
@@ -114,7 +114,7 @@ def begin(w: GeneralWorker) -> GeneralStep:
     return first
 
 
-def step(w: GeneralWorker, last, n, carry):
+def step(w: Worker, last, n, carry):
     """Adds P^T dO of the n-th step to dV and dS^T Q to dK."""
     s, b, smem, inputs = w.schedule, w.block, w.smem, w.inputs
     i, (dk, dv) = carry
@@ -138,7 +138,7 @@ def step(w: GeneralWorker, last, n, carry):
     return later, Results(dk, dv)
 
 
-def store(w: GeneralWorker, refs: Results, sums: Results):
+def store(w: Worker, refs: Results, sums: Results):
     """Scales dK, and stores both through the buffers of K and V."""
     s, b, smem = w.schedule, w.block, w.smem
     parts = []
@@ -156,7 +156,7 @@ def store(w: GeneralWorker, refs: Results, sums: Results):
 
 def body(wanted: Results, s: Schedule, inputs: GeneralDkvInputs, *refs):
     *results, smem = refs
-    w = GeneralWorker(s, inputs, smem, general.block_of(s, inputs.segments))
+    w = Worker(s, inputs, smem, general.block_of(s, inputs.segments))
     targets = iter(results or (inputs.joint,) * 2)
     refs = Results(*(next(targets) if wants else None for wants in wanted))
     zeros = mosaic.zeros((s.block, s.width), WGMMA)

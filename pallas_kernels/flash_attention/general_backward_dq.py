@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
-from pallas_kernels.flash_attention.general import GeneralWorker, load_k, load_v
+from pallas_kernels.flash_attention.general import Worker, load_k, load_v
 from pallas_kernels.flash_attention.masks import logits
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, launch, with_spans
 from pallas_kernels.mosaic import LOG2E, ROW, WGMMA, along
@@ -59,13 +59,13 @@ def scratch(s: Schedule) -> dict:
     )
 
 
-def load_own(w: GeneralWorker, ref, buffer):
+def load_own(w: Worker, ref, buffer):
     """Starts to copy the block's rows of Q, O or dO."""
     b, (t, _) = w.block, w.schedule.visits.lengths
     ampere.load_rows(ref, buffer, b.batch, b.head, b.row, t)
 
 
-def begin(w: GeneralWorker, delta_ref):
+def begin(w: Worker, delta_ref):
     """Loads what comes first; computes delta = rowsum(dO * O) - dlse, and stores it."""
     s, inputs, smem, b = w.schedule, w.inputs, w.smem, w.block
     load_own(w, inputs.o, smem.q)
@@ -85,7 +85,7 @@ def begin(w: GeneralWorker, delta_ref):
     load_k(w, b.high - 1)
 
 
-def step(w: GeneralWorker, n, dq):
+def step(w: Worker, n, dq):
     """Adds dS K of the n-th tile of keys to dQ."""
     s, b, smem = w.schedule, w.block, w.smem
     tile = b.high - 1 - n
@@ -106,7 +106,7 @@ def step(w: GeneralWorker, n, dq):
 
 def body(s: Schedule, inputs: GeneralDqInputs, dq_ref, delta_ref, smem):
     b = general.block_of(s, inputs.segments)
-    w = GeneralWorker(s, inputs, smem, b)
+    w = Worker(s, inputs, smem, b)
     begin(w, delta_ref)
     nothing = mosaic.zeros((s.block, s.width), WGMMA)
     dq = lax.fori_loop(0, b.high - b.low, functools.partial(step, w), nothing)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.forward import LOWEST
-from pallas_kernels.flash_attention.general import GeneralWorker, load_k, load_v
+from pallas_kernels.flash_attention.general import Worker, load_k, load_v
 from pallas_kernels.flash_attention.masks import logits, some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import (
     Call,
@@ -63,7 +63,7 @@ def scratch(s: Schedule) -> dict:
     )
 
 
-def step(w: GeneralWorker, n, carry):
+def step(w: Worker, n, carry):
     """Adds the n-th tile of keys to O, to the largest logit and to the sum of each row."""
     s, b, smem = w.schedule, w.block, w.smem
     (o, m, l), tile = carry, b.high - 1 - n
@@ -87,7 +87,7 @@ def step(w: GeneralWorker, n, carry):
     return o, m_new, l
 
 
-def store(w: GeneralWorker, o_ref, lse_ref, o, m, l):
+def store(w: Worker, o_ref, lse_ref, o, m, l):
     """Divides O by the sums, and stores it and the log-sum-exp."""
     s, b, smem = w.schedule, w.block, w.smem
     inverse = 1 / l
@@ -102,7 +102,7 @@ def store(w: GeneralWorker, o_ref, lse_ref, o, m, l):
 
 def body(s: Schedule, inputs: GeneralForwardInputs, o_ref, lse_ref, smem):
     b = general.block_of(s, inputs.segments)
-    w = GeneralWorker(s, inputs, smem, b)
+    w = Worker(s, inputs, smem, b)
     ampere.load_rows(inputs.q, smem.qo, b.batch, b.head, b.row, s.visits.lengths[0])
     load_k(w, b.high - 1)
     row = lambda value: plgpu.layout_cast(jnp.full((s.block,), value, jnp.float32), ROW)

@@ -240,7 +240,7 @@ def _existing(p: Plan, turn):
 
 
 def _fetch(p: Plan, weight: _Weight, n, turn):
-    """The words, scales and offsets of a turn; past the last turn, the last turn's."""
+    """The words, scales and offsets of a turn; past the last turn those of the last one."""
     turn, parts, t = _existing(p, turn), weight.words.shape[2], p.turn
     steps = pl.ds(turn * TURN, TURN)
     words = [load_words(weight.words.at[n, steps, i], parts) for i in range(parts)]
