@@ -71,7 +71,7 @@ def main(argv=None):
 
 
 def run(name, words=None):
-    """Runs a command on its arguments (None: those of this process); returns its exit status."""
+    """Runs a command on its arguments (None: this process's); returns its exit status."""
     lack = _lack()
     if lack:
         return _error(lack)

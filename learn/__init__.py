@@ -7,7 +7,7 @@ from pathlib import Path
 
 # How kernels are interpreted and checked on a CPU is with the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-# The interpreter runs each warpgroup of a block in a thread of its own, and compiles much that runs
+# The interpreter runs each warpgroup of a block in its own thread, and compiles much that runs
 # once.  JAX reads both when it starts.
 os.environ.setdefault("NPROC", "16")
 no_gpu = shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists()

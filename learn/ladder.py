@@ -144,7 +144,7 @@ def example(ladder: Ladder, rung: ModuleType) -> Example:
 
 
 def check(ladder: Ladder, rung: ModuleType, run: Callable) -> Any:
-    """Asserts that a rung's results are as near to float64 as those of XLA; returns them.
+    """Asserts that a rung's results are as near to float64 as XLA's; returns them.
 
     run(function, arguments): runs the rung.
     """

@@ -1,6 +1,6 @@
 """Runs kernels on the CPU and records what every warpgroup does, in its own order.
 
-JAX's interpreter executes each load, store, copy and wait of a kernel in a function of its own; we
+JAX's interpreter executes each load, store, copy and wait of a kernel in a separate function; we
 put a notebook in front of these functions.  They are private to JAX, so this works with the
 versions that the project supports, and nothing outside learn/ uses it.
 """

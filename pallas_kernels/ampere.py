@@ -4,7 +4,7 @@
     ldmatrix    8 x 8 pieces of shared memory into registers, as mma wants them
     mma         16 x 8 += 16 x 16 times 16 x 8 in a warp's registers (plgpu.mma makes many of them)
 
-A block of such a kernel is one warpgroup: 128 threads, which meet at a barrier of their own.
+A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.
 Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the
 copies are written here in Mosaic's own language.  `in_numpy` of each is its specification, which
 the tests' interpreter runs.
@@ -38,7 +38,7 @@ def load_rows(source, target, batch, head, first, end) -> None:
     source: (B, T, H, D) in global memory, D a multiple of 8.  target: (rows, D or more) in shared
     memory, see `tile`.  Rows from `end` on and columns from D on are filled with zeros.
     """
-    _move(_Load(source.shape, target.shape), source, target, batch, head, first, end)
+    _move(_LoadMatrix(source.shape, target.shape), source, target, batch, head, first, end)
 
 
 def load_line(source, target, batch, head, first) -> None:
@@ -178,7 +178,7 @@ class _Move:
         return global_, shared, found
 
 
-class _Load(_Move):
+class _LoadMatrix(_Move):
     asynchronous = commits = True
 
     def in_numpy(self, array, tile, batch, head, first, end):

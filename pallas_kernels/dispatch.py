@@ -198,41 +198,8 @@ def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | No
     return None
 
 
-def use_kernel(
-    op: str,
-    implementation: Implementation | None,
-    reason: str | None,
-    gpu: Gpu = "sm_80",
-    slower: str | None = None,
-    general: bool = False,
-) -> bool:
-    """Whether an op with a kernel and an XLA form runs the kernel; `run` for two such forms.
-
-    reason, slower: why the kernel does not support the call, and why XLA is faster, or None.
-    """
-    return run(op, _two_forms(reason, gpu, slower, general), implementation)
-
-
-def decide(
-    op: str,
-    implementation: Implementation | None,
-    reason: str | None,
-    gpu: Gpu = "sm_80",
-    slower: str | None = None,
-    general: bool = False,
-) -> Decision:
-    """The decision that `use_kernel` would take, neither recorded nor logged."""
-    return choose(op, _two_forms(reason, gpu, slower, general), implementation)[1]
-
-
-def _two_forms(reason, gpu: Gpu, slower, general: bool) -> tuple[Form, Form]:
-    runs: Runs = "general" if general or gpu in _SMALL else "hopper"
-    kernel = Form(runs, lambda: True, gpu, lambda: reason, lambda: slower)
-    return kernel, Form("xla", lambda: False)
-
-
 def record(decision: Decision) -> None:
-    """Records a decision for `explain()`; `use_kernel` calls it."""
+    """Records a decision for `explain()`; `run` calls it."""
     if _recording:
         _decisions[decision] = _decisions.get(decision, 0) + 1
 
@@ -289,7 +256,7 @@ def _device_lacks(gpu: Gpu) -> str | None:
     try:
         have = float(capability)
     except ValueError:
-        return f"compute capability {capability} is not that of an NVIDIA GPU"
+        return f"compute capability {capability} is not an NVIDIA GPU's"
     need = int(gpu[3:5]) / 10
     if have < need or (gpu == "sm_90a" and have != need):
         exactly = "" if gpu == "sm_90a" else " or newer"
@@ -299,21 +266,6 @@ def _device_lacks(gpu: Gpu) -> str | None:
     if gpu not in _SMALL and smem < _SMEM:
         return f"the GPU has {smem // 1024} KB of shared memory for a block, the kernel needs 227"
     return None
-
-
-def general_form(
-    implementation: Implementation | None, rival: bool = True, gpu: Gpu = "sm_90a"
-) -> bool:
-    """Whether ops with two forms of their kernels run the general one; Hopper's on a CPU.
-
-    gpu: what the other form needs.
-    rival: cuDNN runs this call, too.  An H100 is the only GPU that has run the general form, so
-    elsewhere the default takes it only in place of XLA, unless JAXLLM_KERNELS asks for it.
-    """
-    if (asked := _general_asked()) or implementation == "xla":
-        return asked
-    others = device_lacks("sm_80") is None and device_lacks(gpu) is not None
-    return others and (implementation == "mosaic" or not rival)
 
 
 def _general_asked() -> bool:
@@ -345,7 +297,7 @@ def compiler() -> Compiler | None:
             major, minor = ctypes.c_uint(), ctypes.c_uint()
             if library.nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
                 return Compiler("nvJitLink", (major.value, minor.value))
-    nvidia = importlib.util.find_spec("nvidia")  # XLA prefers pip's CUDA to that of PATH
+    nvidia = importlib.util.find_spec("nvidia")  # XLA prefers pip's CUDA to PATH's
     places = nvidia.submodule_search_locations if nvidia else None
     found = [str(path) for place in places or () for path in Path(place).glob("*/bin/ptxas")]
     ptxas = found[0] if found else shutil.which("ptxas")

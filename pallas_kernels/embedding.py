@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 
 # The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take 32 us forward and
@@ -83,10 +84,8 @@ def encoder(
             f"{tokens.shape[1]} tokens exceed the {wpe.shape[0]} positions of wpe: shorten the"
             " sequence or enlarge wpe"
         )
-    reason, slower = why_not(tokens, wte, wpe, dtype), why_slower(tokens)
-    if not dispatch.use_kernel("encoder", implementation, reason, slower=slower):
-        return encoder_reference(tokens, wte, wpe, dtype=dtype, tied=tied)
-    return _encoder(tokens, wte, wpe, dtype, tied)
+    arrays = tokens, wte, wpe
+    return dispatch.run("encoder", FORMS, implementation, *arrays, dtype=dtype, tied=tied)
 
 
 def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
@@ -104,7 +103,7 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
 # For rows of fewer than 128 columns, which the kernels pad, XLA's form is faster (H100, JAX 0.11.2,
 # at 4x1024x100 12 times forward, 4 times backward).  Its backward pass adds with atomics, however,
 # so the kernels run there too, for the same bits in every run.
-def why_not(tokens, wte, wpe, dtype) -> str | None:
+def why_not(tokens, wte, wpe, *, dtype, tied) -> str | None:
     """Why the kernel does not support this call, or None."""
     result = jax.ShapeDtypeStruct((), dtype)
     reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
@@ -112,7 +111,7 @@ def why_not(tokens, wte, wpe, dtype) -> str | None:
     return reason or mosaic.too_many(**{"2 (B T + V)": 2 * (tokens.size + wte.shape[0])})
 
 
-def why_slower(tokens) -> str | None:
+def why_slower(tokens, *arrays, **options) -> str | None:
     """Why XLA's form is faster, or None: generation takes as long as it has kernels."""
     return "XLA fuses the lookups of one position" if tokens.shape[1] == 1 else None
 
@@ -176,8 +175,7 @@ def _forward(tokens, wte, wpe, dtype):
         functools.partial(_gather, loads, blocks),
         name="encoder_forward",
         out_type=jax.ShapeDtypeStruct((b, t, c), dtype),
-        grid=(c // slab * blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=c // slab * blocks),
     )(tokens, wte, wpe)
     return y[..., :width]
 
@@ -270,8 +268,7 @@ def _sum_tiles(runs, dy):
         functools.partial(_sum_tile, _loads(c, dy.dtype, jnp.float32)),
         name="encoder_backward_sums",
         out_type=jax.ShapeDtypeStruct((tiles, c), jnp.float32),
-        grid=(tiles,),
-        grid_names=("block",),
+        **mosaic.grid(block=tiles),
     )(ids, order, dy)
 
 
@@ -305,8 +302,7 @@ def _vocabulary(runs, dy, sums, table, v, dtype, positions, wpe_dtype):
         functools.partial(_vocabulary_body, loads, v, positions, table is not None),
         name="encoder_backward_vocabulary",
         out_type=[out] if table is None else [],
-        grid=(positions + blocks,),
-        grid_names=("block",),
+        **mosaic.grid(block=positions + blocks),
     )
     if table is None:
         return call(order, ends, dy, sums)[0]
@@ -426,3 +422,13 @@ def _encoder_backward(dtype, tied, saved, gradients):
 
 
 _encoder.defvjp(_encoder_forward, _encoder_backward)
+
+
+def _kernels(tokens, wte, wpe, *, dtype, tied):
+    return _encoder(tokens, wte, wpe, dtype, tied)
+
+
+FORMS = (
+    Form("general", _kernels, "sm_80", why_not, why_slower),
+    Form("xla", encoder_reference),
+)

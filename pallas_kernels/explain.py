@@ -6,7 +6,7 @@
 
 `explain("attention", q, k, v, causal=False)` does the same for any call; arrays may be
 jax.ShapeDtypeStructs.  Nothing is computed: the call is traced, our kernels are read from the
-traced program (XLA's own are not listed), and bytes and operations are those of the benchmark.
+traced program (XLA's own are not listed), and the benchmark counts bytes and operations.
 Without a GPU it is the plan for an H100.  On a GPU the command also measures the call and the
 ceilings.
 
@@ -90,7 +90,7 @@ class Part(NamedTuple):
         return sum(kernel.arrays * kernel.launches for kernel in self.kernels)
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """What a call will do; str() is the text, `picture()` an SVG."""
 
     call: str
@@ -163,10 +163,10 @@ class Plan(NamedTuple):
         return _draw(f"{self.call} on {self.device}", rows)
 
 
-def explain(op: str, *arrays, measure: bool = False, **options) -> Plan:
+def explain(op: str, *arrays, measure: bool = False, **options) -> CallPlan:
     """The plan of a call of `op`, a public op by its name.
 
-    arrays, options: those of the call; an array may be a jax.ShapeDtypeStruct.
+    arrays, options: the call's; an array may be a jax.ShapeDtypeStruct.
     measure: also times the call, with random arrays, and the ceilings; it needs a GPU.
     Raises what the op raises for arguments that it does not take.
     """
@@ -176,7 +176,7 @@ def explain(op: str, *arrays, measure: bool = False, **options) -> Plan:
     return plan(*_case(op, bound.arguments), measure)
 
 
-def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> Plan:
+def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> CallPlan:
     """The plan of a case of the benchmark."""
     on_gpu = jax.default_backend() == "gpu"
     if measure and not on_gpu:
@@ -200,7 +200,7 @@ def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> Plan:
     shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in structs)
     extra = "".join(f", {name}={value!r}" for name, value in case.options.items())
     device = jax.devices()[0].device_kind if on_gpu else "an H100 (here is no GPU)"
-    return Plan(f"{case.op}({shown}{extra})", decision, device, mosaic.sm_count(), tops, parts)
+    return CallPlan(f"{case.op}({shown}{extra})", decision, device, mosaic.sm_count(), tops, parts)
 
 
 def _case(op: str, arguments: dict[str, Any]) -> tuple[Case, dict[str, int]]:

@@ -40,7 +40,7 @@ _GROUPS = 4  # groups of heads, each with its own blocks; fewer if H and K are n
 
 
 class RopeScaling(NamedTuple):
-    """Llama 3.1's scaling of long wavelengths; the defaults are those of 3.1 8B.
+    """Llama 3.1's scaling of long wavelengths; the defaults are 3.1 8B's.
 
     Wavelengths up to original_max_position_embeddings / high_freq_factor stay the same, those over
     original_max_position_embeddings / low_freq_factor grow by `factor`, and those between are
@@ -203,7 +203,7 @@ def _check(q, k, positions) -> jax.Array:
     return positions
 
 
-class _Tile(NamedTuple):
+class _PairTile(NamedTuple):
     """A block's tile of one head, and how its 128 threads hold it in registers."""
 
     rows: int  # positions
@@ -220,7 +220,7 @@ class _Tile(NamedTuple):
         return plgpu.broadcasted_iota(jnp.int32, (*self.shape, 2), 2, layout=self.both) == 1
 
 
-def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
+def _tile(pairs: int, itemsize: int, interleaved: bool) -> _PairTile:
     """Puts as many lanes as fit along a head's pairs, and the others along the positions."""
     if interleaved:  # a lane holds one pair: adjacent loads of 4 bytes of bf16
         lanes = math.gcd(pairs, 16)
@@ -231,7 +231,7 @@ def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
             lane_dims=(-3, -2) if lanes > 1 else (-3,),
             vector_dim=-1,
         )
-        return _Tile(4 * rows, lanes, both.reduce((2,)), both)
+        return _PairTile(4 * rows, lanes, both.reduce((2,)), both)
     vec = math.gcd(pairs, 16 // itemsize)  # 16-byte loads, if they divide the width
     lanes = math.gcd(pairs // vec, 16)
     rows, width = 32 // lanes, lanes * vec
@@ -240,7 +240,7 @@ def _tile(pairs: int, itemsize: int, interleaved: bool) -> _Tile:
     else:
         tiling = plgpu.Tiling(((4 * rows, width), (rows, width), (vec,)))
         one = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-    return _Tile(4 * rows, width, one, None)
+    return _PairTile(4 * rows, width, one, None)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward", "in_place"))
@@ -293,7 +293,7 @@ def _body_in_place(body):
 
 
 def _body(
-    tile: _Tile,
+    tile: _PairTile,
     heads,
     groups,
     backward,
@@ -325,7 +325,7 @@ def _body(
 
 
 def _rotate_tile(
-    tile: _Tile,
+    tile: _PairTile,
     heads,
     groups,
     backward,
@@ -362,7 +362,7 @@ def _rotate_tile(
             turn(first + loops * _HEADS_IN_FLIGHT, left)
 
 
-def _rotate_heads(tile: _Tile, x_ref, y_ref, rows, columns, cos, sin, head, count):
+def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, count):
     """Rotates `count` heads from `head` on: loads all, then computes and stores each."""
     pairs = [_load_pairs(tile, x_ref, rows, head + i, columns) for i in range(count)]
     for i, (a, b) in enumerate(pairs):
@@ -370,14 +370,14 @@ def _rotate_heads(tile: _Tile, x_ref, y_ref, rows, columns, cos, sin, head, coun
         _store_pairs(tile, y_ref, rows, head + i, columns, *turned)
 
 
-def _load_pairs(tile: _Tile, ref, rows, head, columns):
+def _load_pairs(tile: _PairTile, ref, rows, head, columns):
     if tile.both is None:
         return [mosaic.load(ref.at[rows, head, j, columns], tile.one) for j in (0, 1)]
     x, odd = mosaic.load(ref.at[rows, head, columns], tile.both), tile.second()
     return jnp.sum(jnp.where(odd, 0, x), 2), jnp.sum(jnp.where(odd, x, 0), 2)
 
 
-def _store_pairs(tile: _Tile, ref, rows, head, columns, a, b):
+def _store_pairs(tile: _PairTile, ref, rows, head, columns, a, b):
     if tile.both is None:
         mosaic.store(ref.at[rows, head, 0, columns], a)
         mosaic.store(ref.at[rows, head, 1, columns], b)

@@ -6,14 +6,14 @@ A model that generates one row waits for memory, and for its kernels to start.  
 whole branch of a block's half in one kernel, and reads W at memory's speed: each warp requests all
 its bytes of W before it looks at x.  Several matrices may share x (q, k and v).
 
-    block        4 r rows of W, those of one matrix; for swiglu of both
+    block        4 r rows of W, all of one matrix; for swiglu of both
     warpgroup    1 / wgs of K; its four warps have r rows each
     lane         16 bytes of every 512 of a row, all of them in flight at once
 
     W   (4, K / wgs) of bfloat16, r times  -> registers ----------------> sums over a warp
     x   all K, by each warp                -> mean, variance -> norm(x) ---^
 
-Every warp computes the norm again, while its bytes of W are on their way: a kernel of its own would
+Every warp computes the norm again, while its bytes of W are on their way: a separate kernel would
 take longer.  All sums are in float32 and in a fixed order, so two runs are equal bit for bit.
 
 Packed weights (K, N) have the kernel of quantized/gemv.py, with the same parts.
@@ -33,6 +33,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations.elementwise import activate
+from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemv
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
@@ -50,22 +51,16 @@ _LARGE = 16 << 20  # bytes of the weights
 _NORMED = 8192  # the largest K of a norm, which each warp has in registers
 
 
-class Norm(NamedTuple):
-    """A norm of x: (x - mean) / sqrt(variance + eps) weight + bias, or RMS norm without a mean."""
-
-    weight: Float[Array, " K"]
-    bias: Float[Array, " K"] | None = None
-    eps: float = 1e-5
-    centered: bool = True  # False: RMS norm
-
-
 @checked
 def row_linear(
     x: Float[Array, "*ones K"],
     weights: Sequence[Float[Array, "_ K"] | QuantizedWeight],
     biases: Sequence[Float[Array, " _"] | None] | None = None,
     *,
-    norm: Norm | None = None,
+    norm_weight: Float[Array, " K"] | None = None,
+    norm_bias: Float[Array, " K"] | None = None,
+    norm_eps: float = 1e-5,
+    centered: bool = True,
     activation: Activation | None = None,
     residual: Float[Array, "*ones N"] | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -75,7 +70,9 @@ def row_linear(
     weights: transposed, (N, K) each, or packed ones of (K, N), whose results have the dtype of x;
         they may differ in N.
     biases: one for each weight, or None.
-    norm: of x, a `Norm` with its weight (K,); None: x as it is.
+    norm_weight, norm_bias, norm_eps: of the norm of x, as in `layer_norm`; without a weight x is
+        multiplied as it is.
+    centered: False: of an RMS norm, which does not subtract the mean.
     activation: None, "gelu" (its tanh form) or "swiglu": silu(x W_0) (x W_1) is the only result.
     residual: added to the only result, which then has its dtype.
 
@@ -85,34 +82,44 @@ def row_linear(
     for a call that the kernel does not support, and for a gradient.
     """
     weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
-    _check(x, weights, biases, norm, activation, residual)
-    reason = why_not(x, weights, norm=norm is not None)
-    slower = why_slower(weights)
-    kernel = dispatch.use_kernel("row_linear", implementation, reason, slower=slower)
-    return _rows(kernel, x, weights, biases, norm, activation, residual)
+    _check(x, weights, biases, norm_weight, norm_bias, activation, residual)
+    return dispatch.run(
+        "row_linear",
+        FORMS,
+        implementation,
+        x,
+        weights,
+        biases,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_eps=norm_eps,
+        centered=centered,
+        activation=activation,
+        residual=residual,
+    )
 
 
-def row_linear_reference(
-    x, weights, biases=None, *, norm=None, activation=None, residual=None
-) -> tuple:
+def row_linear_reference(x, weights, biases=None, **options) -> tuple:
     """The formula in jnp, in float32."""
     weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
-    return _rows(False, x, weights, biases, norm, activation, residual)
+    return _rows(x, weights, biases, **options, kernel=False)
 
 
-def _rows(kernel, x, weights, biases, norm, activation, residual):
-    options = (1e-5, True) if norm is None else (norm.eps, norm.centered)
-    norm = None if norm is None else (norm.weight, norm.bias)
+def _rows(
+    x, weights, biases, *, norm_weight=None, norm_bias=None, norm_eps=1e-5, centered=True,
+    activation=None, residual=None, kernel=True,
+):  # fmt: skip
+    norm = None if norm_weight is None else (norm_weight, norm_bias)
     residual = None if residual is None else residual.reshape(-1)
     arrays = (x.reshape(-1), weights, biases, norm, residual)
     form = (_packed_kernel if _packed(weights) else _kernel) if kernel else _in_jnp
-    ys = _product(form, *options, activation, *arrays)
+    ys = _product(form, norm_eps, centered, activation, *arrays)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
-def why_not(x, weights, *, norm: bool = False) -> str | None:
-    """Why the kernel does not support this call, or None; norm: whether it has one."""
-    k = x.shape[-1]
+def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | None:
+    """Why the kernel does not support this call, or None."""
+    k, norm = x.shape[-1], norm_weight is not None
     if _packed(weights):
         return _packed_why_not(x, weights, norm)
     for name, a in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
@@ -145,7 +152,7 @@ def _packed(weights) -> bool:
     return isinstance(weights[0], QuantizedWeight)
 
 
-def why_slower(weights) -> str | None:
+def why_slower(x, weights, *biases, **options) -> str | None:
     """Why XLA's sums are faster, or None: they read large matrices at more of memory's speed.
 
     On an H100 67 MB take 26 us here and 22 there, where norm and SwiGLU take 4 us more; 34 MB with
@@ -157,7 +164,7 @@ def why_slower(weights) -> str | None:
     return f"XLA reads more than {_LARGE >> 20} MB at more of its speed" if size > _LARGE else None
 
 
-def _check(x, weights, biases, norm, activation, residual):
+def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
     """Raises ValueError for arrays or options that do not fit."""
     if not x.ndim or math.prod(x.shape[:-1]) != 1:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
@@ -182,10 +189,11 @@ def _check(x, weights, biases, norm, activation, residual):
     shapes = {w.shape for w in weights}
     if activation == "swiglu" and (len(weights) != 2 or len(shapes) != 1):
         raise ValueError(f"swiglu needs two weights of one shape, not {sorted(shapes)}")
-    parts = {} if norm is None else {"weight": norm.weight, "bias": norm.bias}
-    for name, a in parts.items():
+    for name, a in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if a is not None and a.shape != (k,):
-            raise ValueError(f"the norm's {name} has shape {a.shape}, but x needs ({k},)")
+            raise ValueError(f"{name} has shape {a.shape}, but x needs ({k},)")
+    if norm_bias is not None and norm_weight is None:
+        raise ValueError("norm_bias needs a norm_weight")
     if residual is None:
         return
     if len(weights) > 1 and activation != "swiglu":
@@ -250,7 +258,7 @@ def _dtypes(x, weights, residual) -> list:
 # ---- kernel ----------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class SingleRowPlan(NamedTuple):
     """How a call is split; see the picture."""
 
     rows: int  # r, of a warp
@@ -286,14 +294,14 @@ def _loads(wgs: int) -> int:
     return _LOADS if wgs <= 4 else _LOADS // 2
 
 
-def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> Plan:
+def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> SingleRowPlan:
     """sizes: N of each weight."""
     fit = _warpgroups(k, dtype)
     few = [n for n, loads in fit.items() if loads <= _FEW]
     wgs = few[0] if few else max(fit)
     pairs = wgs == 1 and fit[wgs] * (4 if activation == "swiglu" else 2) <= _LOADS
     rows = 2 if pairs and not any(n % (2 * _LINES) for n in sizes) else 1
-    return Plan(rows, wgs, k, eps, centered, activation)
+    return SingleRowPlan(rows, wgs, k, eps, centered, activation)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
@@ -332,7 +340,7 @@ def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual
     return tuple(gemv.products(x, weights, biases, dtypes, **options))
 
 
-class _Refs(NamedTuple):
+class _RowRefs(NamedTuple):
     """The references of a part."""
 
     x: Any
@@ -344,15 +352,15 @@ class _Refs(NamedTuple):
     smem: dict
 
 
-def _body(p: Plan, blocks, x, parts, biases, norm, residual, *outs, **smem):
+def _body(p: SingleRowPlan, blocks, x, parts, biases, norm, residual, *outs, **smem):
     runs = [
-        functools.partial(_part, p, _Refs(x, weights, own, norm, residual, out, smem))
+        functools.partial(_part, p, _RowRefs(x, weights, own, norm, residual, out, smem))
         for weights, own, out in zip(parts, biases, outs, strict=True)
     ]
     mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
 
 
-def _part(p: Plan, refs: _Refs, n):
+def _part(p: SingleRowPlan, refs: _RowRefs, n):
     """Block n of a part."""
     first = n * p.lines
     wg = lax.axis_index("wg")
@@ -387,7 +395,7 @@ def _part(p: Plan, refs: _Refs, n):
         finish([[total(i, j) for j in range(len(refs.weights))] for i in range(p.rows)])
 
 
-def _normed(p: Plan, refs: _Refs, columns):
+def _normed(p: SingleRowPlan, refs: _RowRefs, columns):
     """norm(x) of some columns, once for each warp: (4, columns) float32."""
     spread = lambda v: plgpu.layout_cast(mosaic.along(v, (_LINES, v.shape[0]), 1), _LAYOUT)
     own = lambda ref: spread(mosaic.load(ref.at[columns], _ALONG_K))
@@ -412,10 +420,16 @@ def _normed(p: Plan, refs: _Refs, columns):
     return x if bias is None else x + own(bias)
 
 
-def _finish(p: Plan, ys, biases, residual):
+def _finish(p: SingleRowPlan, ys, biases, residual):
     """Adds the biases of each matrix, applies the activation and adds the residual."""
     ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
     y = activate(ys[0], p.activation)
     if p.activation == "swiglu":
         y = y * ys[1]
     return y if residual is None else y + residual
+
+
+FORMS = (
+    Form("general", _rows, "sm_80", why_not, why_slower),
+    Form("xla", row_linear_reference),
+)

@@ -119,10 +119,10 @@ def op_by_op(monkeypatch):
 
     In one program it fuses them as it likes, and float32 rounds them differently in two programs.
     """
-    from pallas_kernels.mlstm import chunkwise, qkv
+    from pallas_kernels.mlstm import chunkwise, one_array
 
     monkeypatch.setattr(chunkwise, "chunkwise", chunkwise.chunkwise.__wrapped__)
-    monkeypatch.setattr(qkv, "_in_one_array", qkv._in_one_array.__wrapped__)
+    monkeypatch.setattr(one_array, "_in_one_array", one_array._in_one_array.__wrapped__)
 
 
 @pytest.fixture

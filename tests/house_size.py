@@ -41,6 +41,13 @@ def to_follow(op: str, root: Path) -> set[Path]:
     return found
 
 
+def shared_class_names(root: Path) -> list[str]:
+    """Names that two or more classes of pallas_kernels have."""
+    texts = (path.read_text() for path in (root / "pallas_kernels").rglob("*.py"))
+    names = [x.name for t in texts for x in ast.parse(t).body if isinstance(x, ast.ClassDef)]
+    return sorted({name for name in names if names.count(name) > 1})
+
+
 def counts(root: Path = ROOT) -> dict[str, int]:
     """The table of docs/architecture.md."""
     kernels = [
@@ -52,6 +59,7 @@ def counts(root: Path = ROOT) -> dict[str, int]:
         "lines of pallas_kernels without bench and explain": lines(kernels),
         "lines of jaxllm": lines((root / "jaxllm").rglob("*.py")),
         "public names of pallas_kernels": len(public_names(root)),
+        "class names that pallas_kernels has twice": len(shared_class_names(root)),
         "files to follow rms_norm": len(to_follow("rms_norm", root)),
         "files to follow attention on Hopper": len(to_follow("attention", root)),
     }

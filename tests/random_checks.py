@@ -44,7 +44,7 @@ from pallas_kernels import Packed, RopeScaling  # noqa: F401 (for --line)
 
 PACKAGE = Path(pallas_kernels.__file__).parent
 FEW = 16  # elements
-NO_GRADIENT = ("decode_attention", "vlstm_step", "row_linear", "quantize_fp8")
+NO_GRADIENT = ("decode_attention", "vlstm_step", "row_linear")
 CONSTANTS = ("row_norm", "weight of quantized_linear")
 # Ops that compute in float32 whatever their dtype, and round once, at the end.
 IN_FLOAT32 = (*("encoder", "rope", "swiglu", "cross_entropy", "vlstm_step"),)
@@ -67,22 +67,16 @@ def form_of(call: Call, implementation: str | None, wide: bool = False):
     """The op as a function of the call's arrays, with comparable results."""
     options = dict(call.options)
     if wide and "dtype" in options:
-        options["dtype"] = jnp.float64 if call.op != "quantize_fp8" else options["dtype"]
+        options["dtype"] = jnp.float64
     op = functools.partial(getattr(pallas_kernels, call.op), implementation=implementation)
 
     def run(**arrays):
-        if call.op == "row_linear":
-            eps, centered = (options.get(key) for key in ("norm_eps", "centered"))
-            if arrays["norm"] is not None:
-                arrays["norm"] = pallas_kernels.Norm(*arrays["norm"], eps, centered)
-            return op(**arrays, activation=options.get("activation"))
-        positional = {"encoder": "wpe", "rope": "k"}.get(call.op, "")  # without a default
-        given = {k: a for k, a in arrays.items() if a is not None or k == positional}
+        # Without a default.
+        needed = {"encoder": ("wpe",), "rope": ("k",), "vlstm": ("k", "v")}.get(call.op, ())
+        given = {k: a for k, a in arrays.items() if a is not None or k in needed}
         y = op(**given, **options)
         if call.op == "vlstm_step" or options.get("return_state"):
             return y[0], random_truth.true_state(y[1])
-        if call.op == "quantize_fp8":
-            return tuple(x.astype(jnp.float32) * y[2] for x in y[:2])
         y = y.array if isinstance(y, Packed) else y
         return jax.tree.map(lambda x: x.astype(jnp.float32) if "float8" in str(x.dtype) else x, y)
 
@@ -186,7 +180,7 @@ def leaves_of(tree) -> list[np.ndarray]:
 
 def in_float64(call: Call, given: Arguments, cotangents):
     """The XLA form with floats of float64, None if it rounds to 8 bits all the same."""
-    if call.op == "quantize_fp8" or random_truth.is_rounded(call.make()):
+    if random_truth.is_rounded(call.make()):
         return None
     leaves = [wide(a) if i in given.floats else a for i, a in enumerate(given.leaves)]
     with jax.enable_x64(True), on_cpu():

@@ -226,20 +226,16 @@ def vlstm(r: Draw):
     return dict(q=q, k=k, v=v, i=i, f=f, segment_ids=segments, initial_state=state), options
 
 
-def vlstm_qkv(r: Draw):
+def vlstm_packed(r: Draw, gated: bool = False):
     b, heads, t, (dqk, dv), i, f, options = _cell(r)
-    qkv = A((b, t, heads * (2 * dqk + dv)), r.dtype)
-    return dict(qkv=qkv, i=i, f=f, segment_ids=r.maybe(r.segments(b, t), 0.3)), options | dict(
-        dqk=dqk
-    )
-
-
-def vlstm_qkvo(r: Draw):
-    b, heads, t, (dqk, dv), i, f, options = _cell(r)
-    qkvo = A((b, t, heads * (2 * dqk + 2 * dv)), r.dtype)
-    weight = A((heads, dv), r.weight_dtype(), "normal", (0.2, 1.0))
+    q = _packed(*(A((b, t, heads, d), r.dtype) for d in (dqk, dqk, dv, dv)[: 3 + gated]))
+    weight = A((heads, dv), r.weight_dtype(), "normal", (0.2, 1.0)) if gated else None
     segments = r.maybe(r.segments(b, t), 0.3)
-    return dict(qkvo=qkvo, i=i, f=f, weight=weight, segment_ids=segments), options | dict(dqk=dqk)
+    return dict(q=q, k=None, v=None, i=i, f=f, norm_weight=weight, segment_ids=segments), options
+
+
+def vlstm_gated(r: Draw):
+    return vlstm_packed(r, gated=True)
 
 
 def vlstm_step(r: Draw):
@@ -291,10 +287,9 @@ def row_linear(r: Draw):
         x=A((*r.one((), (1,), (1, 1)), k), r.dtype),
         weights=tuple(matrix(n) for n in widths),
         biases=r.maybe(tuple(r.maybe(A((n,), r.weight_dtype()), 0.7) for n in widths)),
-        norm=r.maybe(
-            (A((k,), r.weight_dtype(), "normal", (0.2, 1.0)), r.maybe(A((k,), "float32")))
-        ),
+        norm_weight=r.maybe(A((k,), r.weight_dtype(), "normal", (0.2, 1.0))),
     )
+    arrays["norm_bias"] = arrays["norm_weight"] and r.maybe(A((k,), "float32"))
     residual = r.one(r.dtype, "float32")
     arrays["residual"] = (
         A((*arrays["x"].shape[:-1], widths[0]), residual) if single and r.odds(0.5) else None
@@ -336,12 +331,6 @@ def mlp_fp8(r: Draw):
     return dict(x=x, **weights, row_norm=row_norm), dict(precision="fp8")
 
 
-def quantize_fp8(r: Draw):
-    rows, k, _ = _fp8(r)
-    dtype = r.one("float8_e4m3fn", "float8_e5m2")
-    return dict(x=r.floats(*rows, k, huge=1e30)), dict(dtype=dtype)
-
-
 DRAWS = {
     "encoder": (encoder,),
     "layer_norm": (layer_norm,),
@@ -354,17 +343,14 @@ DRAWS = {
     "mlp": (mlp,),
     "cross_entropy": (cross_entropy,),
     "linear_cross_entropy": (linear_cross_entropy,),
-    "vlstm": (vlstm,),
-    "vlstm_qkv": (vlstm_qkv,),
-    "vlstm_qkvo": (vlstm_qkvo,),
+    "vlstm": (vlstm, vlstm_packed, vlstm_gated),
     "vlstm_step": (vlstm_step,),
     "quantized_linear": (quantized_linear,),
     "row_linear": (row_linear,),
     "fp8_linear": (fp8_linear,),
-    "quantize_fp8": (quantize_fp8,),
 }
 # Ops with more forms than others have more calls.
-ORDER = (*DRAWS, "attention", "vlstm", "mlp", "quantized_linear", "layer_norm")
+ORDER = (*DRAWS, "attention", "vlstm", "vlstm", "mlp", "quantized_linear", "layer_norm")
 
 
 def draw(seed: int, number: int) -> Call:

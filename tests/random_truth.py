@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Packed, dequantize
-from pallas_kernels.quantized.formats import PlainWeight
+from pallas_kernels import Packed
+from pallas_kernels.quantized.formats import PlainWeight, dequantize
 
 
 def whole(x, low: int, high: int) -> np.ndarray:
@@ -222,9 +222,10 @@ def true_state(state):
 
 
 def vlstm(
-    q, k, v, i, f, segment_ids=None, initial_state=None,
+    q, k=None, v=None, i=None, f=None, segment_ids=None, initial_state=None, norm_weight=None,
     *, gate, normalize, return_state=False, chunk_size=None,
 ):  # fmt: skip
+    q, k, v, *o = _parts(q) if isinstance(q, Packed) else (q, k, v)
     (b, t, heads, dqk), dv = q.shape, v.shape[-1]
     start = np.zeros((b, t), bool)
     if segment_ids is not None:
@@ -242,6 +243,7 @@ def vlstm(
     along = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, i, f, jnp.asarray(start))]
     state, h = jax.lax.scan(position, state, along)
     h = jnp.moveaxis(h, 0, 1)
+    h = h if norm_weight is None else layer_norm(h, norm_weight, gate=o[0], eps=1e-6)
     return (h, state) if return_state else h
 
 
@@ -251,23 +253,6 @@ def _parts(packed: Packed) -> list[jax.Array]:
     return [x.reshape(*x.shape[:2], *part) for x, part in parts]
 
 
-def _columns(x, heads: int, *widths: int):
-    return _parts(Packed(x, tuple((heads, width) for width in widths)))
-
-
-def vlstm_qkv(qkv, i, f, segment_ids=None, *, dqk, **options):
-    heads = i.shape[2]
-    dv = qkv.shape[2] // heads - 2 * dqk
-    return vlstm(*_columns(qkv, heads, dqk, dqk, dv), i, f, segment_ids, **options)
-
-
-def vlstm_qkvo(qkvo, i, f, weight, segment_ids=None, *, dqk, **options):
-    heads, dv = weight.shape
-    q, k, v, o = _columns(qkvo, heads, dqk, dqk, dv, dv)
-    h = vlstm(q, k, v, i, f, segment_ids, **options)
-    return layer_norm(h, weight, gate=o, eps=1e-6)
-
-
 def quantized_linear(x, weight, bias=None, *, activation=None, dtype=None):
     y = x @ dequantize(weight, jnp.float64)
     y = y if bias is None else y + bias
@@ -275,10 +260,11 @@ def quantized_linear(x, weight, bias=None, *, activation=None, dtype=None):
 
 
 def row_linear(
-    x, weights, biases=None, norm=None, residual=None, *, activation=None, norm_eps, centered
-):
-    if norm is not None:
-        x = (layer_norm if centered else rms_norm)(x, *norm, eps=norm_eps)
+    x, weights, biases=None, norm_weight=None, norm_bias=None, residual=None,
+    *, activation=None, norm_eps, centered,
+):  # fmt: skip
+    if norm_weight is not None:
+        x = (layer_norm if centered else rms_norm)(x, norm_weight, norm_bias, eps=norm_eps)
     matrix = lambda w: w.T if isinstance(w, jax.Array) else dequantize(w, jnp.float64)
     ys = [x @ matrix(w) for w in weights]
     ys = [y if b is None else y + b for y, b in zip(ys, biases or [None] * len(ys), strict=True)]
@@ -291,11 +277,6 @@ def row_linear(
 
 def fp8_linear(x, weight, bias=None, row_norm=None):
     return _affine(x @ weight, None, bias)
-
-
-def quantize_fp8(x, *, dtype):
-    """What the results stand for: both orders are compared with x."""
-    return x, jnp.moveaxis(x, -1, 0)
 
 
 def is_rounded(call_arrays) -> bool:

@@ -98,7 +98,8 @@ def test_imports_run_in_one_direction():
 MOST = {
     "lines of pallas_kernels without bench and explain": 15_900,
     "lines of jaxllm": 13_170,
-    "public names of pallas_kernels": 25,
+    "public names of pallas_kernels": 20,
+    "class names that pallas_kernels has twice": 12,
     "files to follow rms_norm": 3,
     "files to follow attention on Hopper": 8,
 }
@@ -134,7 +135,7 @@ def test_the_readme_lists_every_op():
     }
     table = (ROOT / "README.md").read_text().partition("## The ops")[2].partition("\n## ")[0]
     missing = {op for op in ops if f"`{op}`" not in table}
-    assert missing <= {"Norm", "Packed", "RopeScaling"}  # not ops
+    assert missing <= {"Packed", "RopeScaling"}  # not ops
 
 
 PAGES = [

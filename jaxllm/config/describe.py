@@ -13,7 +13,7 @@ INDENT = 32  # columns before the meaning of an option
 
 
 def columns() -> int:
-    """Width of the help text: that of the terminal, at least 60 and at most 100."""
+    """Width of the help text: the terminal's, at least 60 and at most 100."""
     return max(60, min(100, shutil.get_terminal_size().columns))
 
 

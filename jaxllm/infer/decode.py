@@ -25,7 +25,7 @@ WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes a
 
 
 def open_run(directory: str | Path, step: int | None = None) -> RunWeights | PackedWeights:
-    """Opens packed weights, or those in a run's newest checkpoint or that of `step`.
+    """Opens packed weights, or a run's newest checkpoint or its checkpoint of `step`.
 
     Raises InputError.
     """
@@ -252,9 +252,9 @@ def in_compute_dtype(
     """Casts the matrices to the compute dtype, once for all tokens; transposes Linear's on a GPU.
 
     Each step reads every weight once: 2 bytes in bf16, but 10 to read float32, cast it and read the
-    result.  All other arrays, such as packed weights, are those of `params`: a program that
+    result.  All other arrays, such as packed weights, are taken from `params`: a program that
     returned them would copy them.
-    table: also that of the tokens, if it is the head; lookups take the one of `params`.
+    table: also the embedding, if it is the head; lookups take the one in `params`.
     consume: frees the matrices of `params` that are not in the result, one by one.
     """
     dtype, linear = jnp.dtype(dtype), _matrices(params)

@@ -71,7 +71,7 @@ def _read(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         "--batch_size",
         type=int,
         metavar="N",
-        help="sequences per batch (default: that of the run for the loss, else 16)",
+        help="sequences per batch (default: the run's for the loss, else 16)",
     )
     parser.add_argument(
         "--batches", type=int, metavar="N", help="for the loss: use only the first N batches"

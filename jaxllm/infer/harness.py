@@ -36,7 +36,7 @@ _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 
 class RunLM(TemplateLM):
-    """A run's newest checkpoint, or that of `step`, on all devices.
+    """A run's newest checkpoint, or `step`'s, on all devices.
 
     batch_size: rows at once; rounded up to a multiple of the devices.
     Raises InputError if the checkpoint cannot be read.

@@ -95,7 +95,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T C"], Cache | None]:
         """(y, updated cache); without a cache the same as `__call__`.
 
-        positions: not read for one further token per row, which has that of its slot in the cache.
+        positions: not read for one further token per row: its slot in the cache is its position.
         segment_ids: not supported with a cache.
         """
         B, T, _ = x.shape

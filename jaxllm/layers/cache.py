@@ -13,7 +13,7 @@ class Cache:
     The first call takes the prompts (B, T), padded on the right.  Each later call takes one token
     per row, which follows its row's text: slot n of a row has the row's token n.
 
-    lengths: (B,) int32, tokens of each row's text, with those of the call.
+    lengths: (B,) int32, tokens of each row's text, including the call's.
     size: number of slots for keys and values, at least T; a vLSTM ignores it.
     float8: whether keys and values are kept in float8 (e4m3), divided by a scale of each row and
         head, instead of the dtype of the activations; a vLSTM ignores it.

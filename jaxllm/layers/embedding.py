@@ -114,6 +114,6 @@ class Embedding(nnx.Module):
         return op(tokens, wte, wpe)
 
     def logits(self, x: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
-        """The logits x wte^T of a tied head, in `dtype` or, if None, in that of x."""
+        """The logits x wte^T of a tied head, in `dtype` or, if None, in x's."""
         weight = constrain(self.wte[...].astype(x.dtype), "tensor", None)
         return jnp.matmul(x, weight.T, preferred_element_type=dtype or x.dtype)

@@ -19,8 +19,9 @@ from jaxllm.sharding import (
     one_device,
     per_device,
 )
-from pallas_kernels import QuantizedWeight, dequantize, fp8_linear, quantized_linear, row_linear
+from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.quantized.formats import dequantize
 from pallas_kernels.single_row import Activation
 from pallas_kernels.single_row import why_not as row_why_not
 from pallas_kernels.single_row import why_slower as row_why_slower
@@ -93,7 +94,7 @@ class Linear(nnx.Module):
     ) -> Float[Array, "... out"]:
         """Computes x W + b with W cast to x's dtype.
 
-        dtype: of the result; None: that of x.
+        dtype: of the result; None: x's.
         add_bias: False leaves the bias to the next op.
         norm: the norm that x is a result of, or None; fp8 takes its bound of x for a scale.
         """
@@ -118,7 +119,7 @@ class Linear(nnx.Module):
     def fp8_matmul(
         self, x: Float[Array, "... in"], weight: Float[Array, "in _"], bias=None, norm=None
     ) -> Float[Array, "... _"]:
-        """x @ weight + bias with fp8 operands; both are this layer's, or those of several."""
+        """x @ weight + bias with fp8 operands; both are this layer's, or several layers'."""
         # On several devices XLA shards the casts; a kernel would see a part of the maximum.
         implementation = self.implementation if one_device() else "xla"
         row_norm = None if norm is None else norm.row_norm()
@@ -191,7 +192,8 @@ def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = Fa
         x = jnp.empty(w.shape[0], jnp.bfloat16) if packed else w[0]
     if x.size != x.shape[-1] or not one_device() or layers[0].implementation == "xla":
         return False
-    return row_why_not(x, arrays, norm=norm) is None and row_why_slower(arrays) is None
+    why_not = row_why_not(x, arrays, norm_weight=norm or None)
+    return (why_not or row_why_slower(x, arrays)) is None
 
 
 def _of_row(layer: Linear) -> jax.Array | QuantizedWeight:
@@ -212,7 +214,7 @@ def linear_of_row(
         x,
         [_of_row(layer) for layer in layers],
         [None if layer.bias is None else layer.bias[...] for layer in layers],
-        norm=None if norm is None else norm.of_row(),
+        **({} if norm is None else norm.of_row()),
         activation=activation,
         residual=residual,
         implementation=layers[0].implementation,
@@ -248,7 +250,7 @@ def fan_out(x: Float[Array, "..."], n: int) -> tuple[Float[Array, "..."], ...]:
     """Returns x for each of n layers; their gradients are then summed without extra passes.
 
     XLA can fuse the addition of an array into a matmul, but only if the matmul is the left operand.
-    JAX puts the partial sum there, so the third addition would take a pass of its own.
+    JAX puts the partial sum there, so the third addition would take a separate pass.
     """
     return (x,) * n
 

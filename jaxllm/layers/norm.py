@@ -1,6 +1,7 @@
 """Normalization over the features, optionally fused with the residual addition before it."""
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +11,6 @@ from jaxtyping import Array, Float
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.single_row import Norm
 
 STREAM = P(BATCH, "context", None)  # (B, T, C): every device of the tensor axis holds all of C
 HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
@@ -69,9 +69,10 @@ class LayerNorm(nnx.Module):
         weight, bias = (_constant(p) for p in (self.weight, self.bias))
         return _ROUNDING * (weight.size**0.5 * abs(weight).max() + jnp.sqrt((bias**2).sum()))
 
-    def of_row(self) -> Norm:
-        """This norm as an option of row_linear."""
-        return Norm(self.weight[...], self.bias[...], self.eps)
+    def of_row(self) -> dict[str, Any]:
+        """This norm as options of row_linear."""
+        weight, bias = self.weight[...], self.bias[...]
+        return dict(norm_weight=weight, norm_bias=bias, norm_eps=self.eps)
 
 
 class RMSNorm(nnx.Module):
@@ -123,9 +124,9 @@ class RMSNorm(nnx.Module):
         weight = _constant(self.weight)
         return _ROUNDING * weight.size**0.5 * abs(weight).max()
 
-    def of_row(self) -> Norm:
-        """This norm as an option of row_linear."""
-        return Norm(self.weight[...], None, self.eps, centered=False)
+    def of_row(self) -> dict[str, Any]:
+        """This norm as options of row_linear."""
+        return dict(norm_weight=self.weight[...], norm_eps=self.eps, centered=False)
 
 
 def _constant(parameter: nnx.Param) -> Float[Array, " C"]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,11 +20,11 @@ from jaxllm.layers.linear import (
 )
 from jaxllm.layers.norm import HEADS, HeadLayerNorm, LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, context_size, per_device, split_heads, split_sequence
-from pallas_kernels import vlstm, vlstm_qkv, vlstm_qkvo, vlstm_step
+from pallas_kernels import Packed, vlstm, vlstm_step
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 
-# (B, T, NH), or side by side those of each device: i and f (B, T, 2 NH); q, k, v, o (B, T, P).
+# (B, T, NH), or side by side on each device: i and f (B, T, 2 NH); q, k, v, o (B, T, P).
 GATES = P(BATCH, "context", "tensor")
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
@@ -136,7 +137,7 @@ class VLSTMLayer(nnx.Module):
         cache: Cache,
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
-        y = norm(x)  # in a kernel of its own: the gates need it, too, and have few columns
+        y = norm(x)  # in a separate kernel: the gates need it, too, and have few columns
         *qkv, o = linear_of_row(y, self.q, self.k, self.v, self.o)
         q, k, v = (a.reshape(1, 1, self.n_heads, -1) for a in qkv)
         i, f = self._gates(y)
@@ -156,45 +157,24 @@ class VLSTMLayer(nnx.Module):
         gates = fused_linear(x, self.i, self.f, dtype=jnp.float32)
         return soft_cap(gates, self.gate_soft_cap)
 
-    def _mix_qkvo(self, qkvo, gates, weight, segment_ids):
+    def _mix(self, q, k, v, i, f, **options) -> Any:
+        options |= dict(chunk_size=self.chunk_size, implementation=self.implementation)
+        return vlstm(q, k, v, i, f, **options)
+
+    def _mix_packed(self, x, gates, wide: int, **options):
+        """x: q, k, and `wide` operands of twice their width, v and perhaps o."""
         i, f = jnp.split(gates, 2, axis=-1)
-        return vlstm_qkvo(
-            qkvo,
-            i,
-            f,
-            weight,
-            self.qk_dim,
-            segment_ids=segment_ids,
-            norm_eps=self.norm.eps,
-            chunk_size=self.chunk_size,
-            implementation=self.implementation,
-        )
+        heads, d = i.shape[2], self.qk_dim
+        packed = Packed(x, ((heads, d), (heads, d), *[(heads, 2 * d)] * wide))
+        return self._mix(packed, None, None, i, f, **options)
+
+    def _mix_qkvo(self, qkvo, gates, weight, segment_ids):
+        options = dict(norm_weight=weight, norm_eps=self.norm.eps, segment_ids=segment_ids)
+        return self._mix_packed(qkvo, gates, 2, **options)
 
     def _mix_qkv(self, qkv, gates, segment_ids):
         qkv, gates = map(split_heads, (qkv, gates))
-        i, f = jnp.split(gates, 2, axis=-1)
-        h = vlstm_qkv(
-            qkv,
-            i,
-            f,
-            self.qk_dim,
-            segment_ids=segment_ids,
-            chunk_size=self.chunk_size,
-            implementation=self.implementation,
-        )
-        return split_sequence(h)
-
-    def _mix(self, q, k, v, i, f):
-        return vlstm(
-            q,
-            k,
-            v,
-            i,
-            f,
-            return_state=True,
-            chunk_size=self.chunk_size,
-            implementation=self.implementation,
-        )
+        return split_sequence(self._mix_packed(qkv, gates, 1, segment_ids=segment_ids))
 
     def _mix_with_state(self, q, k, v, i, f, cache):
         """The first call computes the state; each later call advances it by one position."""
@@ -203,7 +183,7 @@ class VLSTMLayer(nnx.Module):
             # Padding must not change the state: its input gate is closed, its forget gate open.
             inside = (jnp.arange(q.shape[1]) < cache.lengths[:, None])[..., None]
             i, f = jnp.where(inside, i, -jnp.inf), jnp.where(inside, f, 100.0)
-            op = per_device(self._mix, sequences, (HEADS, STATE))
+            op = per_device(partial(self._mix, return_state=True), sequences, (HEADS, STATE))
             h, state = op(q, k, v, i, f)
             return h, replace(cache, arrays=state)
 

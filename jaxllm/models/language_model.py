@@ -143,7 +143,7 @@ class LanguageModel(nnx.Module):
     def logits(self, hidden: Float[Array, "... C"], dtype=None) -> Float[Array, "... V"]:
         """Logits over the padded vocabulary; ignore the columns past config.vocab_size.
 
-        dtype: of the logits; None: that of `hidden`.  In bf16 many logits are equal.
+        dtype: of the logits; None: `hidden`'s.  In bf16 many logits are equal.
         """
         head = self.embedding.logits if self.head is None else self.head
         z = head(hidden, dtype)
@@ -246,7 +246,7 @@ def _with_gradients_in_order(params, stream):
 def _gradients_in_order(_, gradients):
     params, stream = gradients
     mesh = jax.sharding.get_abstract_mesh()
-    # Without the constraint, the sums before the barrier would be those of whole parameters.
+    # Without the constraint, the sums before the barrier would be over whole parameters.
     params = jax.lax.with_sharding_constraint(params, shardings(params, mesh))
     return jax.lax.optimization_barrier((params, stream))
 
@@ -259,7 +259,7 @@ def _cudnn_saveable(primitive, *_, **__) -> bool:
 
 
 _either = checkpoint_policies.save_from_both_policies
-# The output of attention and its log-sum-exp, or that of the vLSTM and its normalizer.  Our kernels
+# The output of attention and its log-sum-exp, or the vLSTM's output and normalizer.  Our kernels
 # and the XLA forms name them; cuDNN's attention is one primitive.
 _mixing_saveable = _either(
     checkpoint_policies.save_only_these_names("attention", "vlstm", "fp8_largest"), _cudnn_saveable

@@ -74,7 +74,7 @@ class Checkpoints:
     def samples(self, step: int, fingerprint: str) -> int:
         """Number of samples that the run had taken at `step`: the data position to resume from.
 
-        Raises InputError if the run trained on other data than that of `fingerprint`.
+        Raises InputError if the run trained on data with another fingerprint than `fingerprint`.
         """
         run, saved = self.directory.parent, self.about(step)
         data, samples = saved.get("data_fingerprint"), saved.get("samples")

@@ -110,7 +110,7 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
 def initial_state(
     trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights, advice: str
 ) -> TrainState:
-    """The state to train from: that of the checkpoint of step `restored`, or a new one.
+    """The state to train from: the checkpoint of step `restored`, or a new one.
 
     weights: the result of `open_initial_weights`.  advice: for when memory runs out.
     """
@@ -136,7 +136,7 @@ def compile_step(
         # new compilation may choose differently and change the last bits.
         compiled = out_dir.resolve() / "compiled"
         if config.autotune and config.deterministic and jax.process_count() == 1:
-            # XLA refuses the timings of another version, and ignores those of another GPU.
+            # XLA refuses the timings of another version, and ignores another GPU's.
             name = f"timings-{jax.__version__}-{device.device_kind}.txt".replace(" ", "-")
             timings = compiled / name
         if fresh and jax.process_index() == 0:  # a killed process may leave partial files

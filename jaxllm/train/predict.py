@@ -180,7 +180,7 @@ def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, bool]:
 
 
 def recomputed(model: ModelConfig, seq_len: int) -> float:
-    """The FLOPs that the backward pass computes again, as a part of those of the step.
+    """The FLOPs that the backward pass computes again, as a part of the step's.
 
     Counts the matmuls with weights in the traced gradient, and for remat=block the mixing.
     """

@@ -93,7 +93,7 @@ class Trainer:
         if self.config.mesh.shard_optimizer:
             split = lambda p, s: sharding.split_over_data(s, p.shape)
             of_params = jax.tree.map(split, params, of_params)
-        # jit(optimizer.init) loses the sharding; moments get that of their parameters.
+        # jit(optimizer.init) loses the sharding; moments get their parameters' sharding.
         of_opt_state = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
             self.optimizer,

@@ -5,7 +5,7 @@ safetensors) becomes a run's directory: a checkpoint of the parameters, and a co
 jaxllm train starts from them.  A run's directory becomes a Hugging Face folder.
 
 With --quantize either becomes a folder of packed weights for jaxllm generate and jaxllm evaluate.
-It has the matrices of the blocks in few bits, and with --head that of the head.  The embedding, the
+It has the matrices of the blocks in few bits, and with --head the head's.  The embedding, the
 positions and else the head stay in bfloat16; norms, biases and the two gates of a vLSTM in float32.
 """
 

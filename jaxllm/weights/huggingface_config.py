@@ -295,7 +295,7 @@ def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, the inverse of `model_config`; dtype: that of the weights.
+    """The config.json of a model, the inverse of `model_config`; dtype: the weights'.
 
     Raises InputError for a model that transformers does not support.
     """

@@ -9,7 +9,7 @@
 
 A matrix stays unpacked if it is the embedding or the positions (bfloat16), or one of the vLSTM's
 two gates (float32): a gate has few columns, and its error adds up over the tokens.  The head is
-bfloat16, or has a format of its own; then a tied head gets a matrix of its own, too, and only the
+bfloat16, or has another format; then a tied head gets its own matrix, too, and only the
 lookup reads the embedding.  Norms and biases are float32.  docs/decoding.md defines the formats.
 """
 
@@ -82,7 +82,7 @@ def _name(format: Format, bits: int) -> str:
 
 
 def create_packed(config: ModelConfig, packing: Packing | None) -> LanguageModel:
-    """The model, with a head of its own if that is packed; for nnx.eval_shape."""
+    """The model, with its own head if that is packed; for nnx.eval_shape."""
     model = create(config)
     if packing is not None and packing.head is not None and model.head is None:
         own = Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0))

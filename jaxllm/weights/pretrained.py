@@ -27,7 +27,7 @@ _FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "ch
 
 
 class RunWeights:
-    """The parameters in a checkpoint of a run: the newest, or that of `step`.
+    """The parameters in a checkpoint of a run: the newest, or `step`'s.
 
     Only reads the directory, so the run can continue meanwhile.
     """

@@ -7,7 +7,7 @@ the copies, and one exp for each score instead of two.
     S^T = K Q^T   ->  P^T   ->  p_smem    ->  dV += P^T dO
     dP^T = V dO^T ->  dS^T  ->  ds_smem   ->  dK += dS^T Q
 
-dQ stays a kernel of its own, with S and dP once more: seven matmuls in all.  One kernel for all
+dQ stays a separate kernel, with S and dP once more: seven matmuls in all.  One kernel for all
 three would need only five.  But its blocks would own keys, and each would have a part of every dQ:
 to add the parts up, blocks must wait for each other or add in the order in which they come, which
 changes the last bits from run to run.

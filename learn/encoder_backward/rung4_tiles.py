@@ -1,7 +1,7 @@
 """Rung 4: long runs are split over many blocks, in two kernels.
 
 The sorted places are cut into tiles of 32.  A tile that holds a single token is a piece of a long
-run, and a first kernel adds up each such tile in a block of its own.  The second kernel, a block
+run, and a first kernel adds up each such tile in its own block.  The second kernel, a block
 for each row of the table as before, adds the sums of whole tiles and the places before and after:
 
     sorted tokens   | 3 3 3 3 | 3 3 3 3 | 3 5 5 8 | 8 8 8 8 |       tiles (of 4 here, of 32 there)

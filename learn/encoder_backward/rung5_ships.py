@@ -3,7 +3,7 @@
 It is rung 4, arranged for a table of which most rows are absent from the text or occur once.  A
 block has four rows of dwte, far from each other as the first rows of a vocabulary are the most
 common; it loads the first place of all four together, and stores zeros meanwhile.  The sums of dwpe
-are blocks of the same kernel, so they fill gaps instead of waiting for a start of their own.  The
+are blocks of the same kernel, so they fill gaps instead of waiting for their own start.  The
 runs come from one scatter, not from a count and a cumulative sum, and tokens of a small vocabulary
 are sorted as 16-bit numbers, which halves the passes of the sort.  If the table is also the head's
 weight, the kernel adds to the head's gradient in place, and touches only rows that occur.

@@ -12,7 +12,7 @@ What it adds to the rungs is what a library needs.  Any number of rows and colum
 past the edges and writes nothing there, and `zero_padding` keeps the padding out of the variance.
 The mean in two parts: the mean of x = 1000 + N(0, 1) has a rounding error of 3e-5, which the second
 pass corrects.  Saved statistics for the backward pass.  RMS norm, a residual that is added first,
-and heads with weights of their own, by the same code.  And `unsafe_no_auto_barriers`: by default
+and heads with separate weights, by the same code.  And `unsafe_no_auto_barriers`: by default
 the compiler puts a barrier around every access to shared memory; here each lane overwrites only
 what it has read itself, so most of them can go.
 

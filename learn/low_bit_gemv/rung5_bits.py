@@ -11,7 +11,7 @@ subtraction, a multiply-add, and a quarter of x's conversion.
 Counted: 4.25 instructions, 8.4 us, less than memory's 10 us.  Memory is the limit again.
 
 Measured: 15 us, no gain.  The compiler takes two LOP3 for mask and `or`, as both have a constant,
-so its loop has as many instructions as that of rung 4.
+so its loop has as many instructions as rung 4's.
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Rung 8: the kernel that ships, pallas_kernels/activations/matmul_epilogue.py.
 
 It removes what stops the tensor core in rung 7: both computing warpgroups come to the end of their
-tile at the same time.  Here each of two warpgroups has a tile of its own, and they take turns
+tile at the same time.  Here each of two warpgroups has its own tile, and they take turns
 ("ping-pong"): while one multiplies, the other one does the rest of its tile.
 
     warpgroup 0   | matmul, tile 0 | epilogue 0     | matmul, tile 2 | epilogue 2     | ...

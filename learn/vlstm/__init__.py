@@ -168,7 +168,7 @@ def tensor_core(book, q, k, v, i, f):
 
 
 def linear(book, q, k, v, i, f):
-    """The products are those of chunks of 64 with a state: their number grows with T."""
+    """The products of chunks of 64 with a state: their number grows with T."""
     per_chunk = TILE**2 * (q.shape[-1] + v.shape[-1]) + 2 * TILE * q.shape[-1] * v.shape[-1]
     most = q.shape[0] * q.shape[1] * q.shape[2] // TILE * per_chunk
     if _multiplied(book) > most:

@@ -8,7 +8,7 @@ kernels separate what is serial from what is not:
               v      v      v      v
     outputs   h0     h1     h2     h3      a block for each chunk, all at the same time
 
-`add_chunk` and `output` are those of rung 5.  In `outputs` h takes the place of v in shared memory,
+`add_chunk` and `output` are rung 5's.  In `outputs` h takes the place of v in shared memory,
 from where TMA writes whole lines.  A model in training gains twice, as the backward pass needs the
 same states.
 

@@ -7,7 +7,7 @@ The derivatives are what the backward pass multiplies with.  They take as many b
 products z, gate and up, share most of their arithmetic with h, and leave the backward kernel a
 product instead of a sigmoid.  XLA's matmuls write gate and up, and a third kernel reads them again;
 here one kernel writes all.  cuBLASLt has an epilogue for GELU, during which its tensor core waits.
-This kernel is built as that of matmul_epilogue.py: a persistent block on each SM, whose warpgroups
+The kernel is built like matmul_epilogue.py's: a persistent block on each SM, whose warpgroups
 alternate between the matmul of a tile and the epilogue of their previous one.
 
 A tile has 160 or 192 rows of x and 64 columns of each weight, or 128 of the only one.  wgmma

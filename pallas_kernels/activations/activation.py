@@ -132,18 +132,22 @@ def gelu_forward_tile(x):
     return (x * sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * (x * x))),)
 
 
-def gelu_backward_tile(x, dy):
+def _gelu_parts(x, sigmoid):
+    """sigmoid(2 u) and d(2 u)/dx."""
     xx = jnp.minimum(x * x, _FLAT)
     s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
-    dz = _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx  # d(2 u)/dx
+    return s, _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx
+
+
+def gelu_backward_tile(x, dy):
+    s, dz = _gelu_parts(x, sigmoid)
     return (dy * (s + s * (1 - s) * x * dz),)
 
 
 def gelu_derivative_tile(x):
     """GELU and its derivative."""
-    xx = jnp.minimum(x * x, _FLAT)
-    s = fast_sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
-    y, dz = x * s, _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx
+    s, dz = _gelu_parts(x, fast_sigmoid)
+    y = x * s
     return y, s + y * (1 - s) * dz
 
 

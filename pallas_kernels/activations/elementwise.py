@@ -76,8 +76,7 @@ def elementwise(tile, *arrays, name, outputs=1):
         functools.partial(_body, tile, whole),
         name=name,
         out_type=[like(*shape), like(_BLOCK) if rest else []],
-        grid=(whole + bool(rest),),
-        grid_names=("block",),
+        **mosaic.grid(block=whole + bool(rest)),
         # approx_math computes exp in two instructions, not seven; 16-bit results hide its error.
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
     )(flat, ends)

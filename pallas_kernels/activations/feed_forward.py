@@ -337,8 +337,7 @@ def _maxima(g, u):
         _maxima_of_block,
         name="swiglu_maxima",
         out_type=jax.ShapeDtypeStruct((3, g.size // _STEP), jnp.float32),
-        grid=(g.size // _STEP,),
-        grid_names=("block",),
+        **mosaic.grid(block=g.size // _STEP),
         compiler_params=plgpu.CompilerParams(approx_math=g.dtype.itemsize == 2),
     )(g.reshape(-1, _STEP), u.reshape(-1, _STEP)).max(1)
 

@@ -84,7 +84,7 @@ def linear_backward(inputs, h, weight, dy, tile, **options):
     """Gradients of h @ weight, h = f(*inputs), for the inputs and for weight.
 
     inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f, as in
-    `matmul_with_epilogue`.  joint=True returns those of the inputs side by side in one array.
+    `matmul_with_epilogue`.  joint=True returns the inputs' gradients side by side in one array.
     """
     gradients = matmul_with_epilogue(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
     return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)

@@ -34,7 +34,7 @@ class Case:
     rate: int = 1  # of the tensor cores, relative to bfloat16
     cudnn: Callable | None = None
     xla: bool = True  # False if the XLA form does not fit in memory
-    gpu: Gpu = "sm_80"  # what the kernel needs, as in the op's call of `dispatch.use_kernel`
+    gpu: Gpu = "sm_80"  # what the kernel needs, as the first of the op's forms
     forward_only: bool = False  # where no user needs the backward pass at these sizes
     derive: Callable | None = None  # further axes of the arrays, from the sizes
     pack: Callable | None = None  # the op's arguments from the arrays, where they differ

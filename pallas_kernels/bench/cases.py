@@ -113,36 +113,29 @@ def vlstm(sizes, *, xla=True) -> Case:
     return Case("vlstm", arrays, sizes, small, reads=tuple(arrays), xla=xla, gpu="sm_90a")
 
 
-def _vlstm_joint(op: str, array: str, columns: int, arrays: dict[str, A], *sizes, xla=True) -> Case:
-    """q, k, v and perhaps o in one array of columns * NH * DQK; sizes: (B, T, NH, DQK).
+def _vlstm_packed(*sizes, gated: bool = False, xla=True) -> Case:
+    """q, k, v and perhaps o in one array; DV is 2 DQK; sizes: (B, T, NH, DQK)."""
+    columns = 6 if gated else 4  # of DQK, for each head
+    weight = {"norm_weight": A("NH DV", "float32")} if gated else {}
+    arrays = {"q": A("B T P"), **_GATES, **weight}
 
-    DV is 2 DQK.
-    """
-    arrays = {array: A("B T P"), **_GATES, **arrays}
-
-    def pack(**named):
-        return named | {"dqk": named[array].shape[2] // (columns * named["i"].shape[2])}
+    def pack(q, i, **others):
+        heads, dqk = i.shape[2], q.shape[2] // (columns * i.shape[2])
+        parts = ((heads, dqk),) * 2 + ((heads, 2 * dqk),) * (2 if gated else 1)
+        return {"q": Packed(q, parts), "k": None, "v": None, "i": i, **others}
 
     return Case(
-        op,
+        "vlstm",
         arrays,
         shapes("B T NH DQK", *sizes),
         {"B": 1, "T": 304, "NH": 1},
         reads=tuple(arrays),
+        variant="packed, gated" if gated else "packed",
         derive=lambda n: {"P": columns * n["NH"] * n["DQK"], "DV": 2 * n["DQK"]},
         pack=pack,
         xla=xla,
         gpu="sm_90a",
     )
-
-
-def _vlstm_qkv(*sizes, **fields) -> Case:
-    return _vlstm_joint("vlstm_qkv", "qkv", 4, {}, *sizes, **fields)
-
-
-def _vlstm_qkvo(*sizes, **fields) -> Case:
-    weight = {"weight": A("NH DV", "float32")}
-    return _vlstm_joint("vlstm_qkvo", "qkvo", 6, weight, *sizes, **fields)
 
 
 _FP8_LINEAR = Case(
@@ -170,16 +163,6 @@ def _head(variant: str, **fields) -> Case:
         backward=2,
         **fields,
     )
-
-
-_QUANTIZE_FP8 = Case(
-    "quantize_fp8",
-    {"x": A("M K")},
-    shapes("M K", (32768, 3072), (8192, 14336), (768, 3072)),
-    {"M": 128, "K": 192},
-    gpu="sm_89",
-    forward_only=True,
-)
 
 
 _ATTENTION = "B T H K D"
@@ -249,15 +232,14 @@ CASES = (
     generation.decode("float8 cache", *_LLAMA_8B[:3], cache="float8_e4m3fn"),
     vlstm(shapes(_VLSTM, (16, 1024, 12, 64, 64), (32, 1024, 6, 64, 128))),
     vlstm(shapes(_VLSTM, (16, 2048, 4, 128, 256), (8, 8192, 8, 256, 512)), xla=False),
-    _vlstm_qkv((32, 1024, 6, 64)),
-    _vlstm_qkv((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
-    _vlstm_qkvo((32, 1024, 6, 64)),
-    _vlstm_qkvo((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
+    _vlstm_packed((32, 1024, 6, 64)),
+    _vlstm_packed((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False),
+    _vlstm_packed((32, 1024, 6, 64), gated=True),
+    _vlstm_packed((16, 2048, 4, 128), (8, 8192, 8, 256), xla=False, gated=True),
     generation.vlstm_step((1, 8, 256, 512), (16, 8, 256, 512), (16, 6, 64, 128)),
     _FP8_LINEAR,
     _mlp("swiglu", _GATE, 3, (8192, 2048, 8192), (8192, 4096, 14336), fp8=True),
     _mlp("gelu", _BIAS, 2, (32768, 768, 3072), fp8=True),
-    _QUANTIZE_FP8,
     generation.row((768, 3072), (3072, 768), (2048, 2048)),
     generation.packed_row("q, k and v", (4, 1, 1), (4096, 6144)),
     generation.packed_row("gate and up", (1, 1), (4096, 28672), activation="swiglu"),

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.bench.case import A, Case, shapes
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.single_row import Norm
 
 _WORDS = {"words": A("C S P L W", "int32", "uniform V"), "scales": A("C G R H")}
 
@@ -80,14 +79,14 @@ def packed_row(variant: str, shares: tuple[int, ...], *sizes, activation=None) -
             some = slice(first, first + share * len(words) // sum(shares))
             shape, first = (x.shape[-1], (some.stop - first) * COLUMNS), some.stop
             weights += [QuantizedWeight(words[some], scales[some], None, shape, 4, 128, "int")]
-        return {"x": x, "weights": weights, "norm": Norm(norm, centered=False)}
+        return {"x": x, "weights": weights, "norm_weight": norm}
 
     return Case(
         "row_linear",
         {"x": A("M K"), "norm": A("K", "float32"), **_WORDS},
         shapes("M K N", *((1, *size) for size in sizes)),
         {"K": 512, "N": COLUMNS * sum(shares)},
-        options={"activation": activation},
+        options={"activation": activation, "centered": False},
         variant=f"int4, {variant}",
         forward_only=True,
         derive=lambda n: _packed_axes(n, 64, 1, 128),

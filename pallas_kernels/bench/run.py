@@ -282,8 +282,19 @@ def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:
     """The decision about how the op runs on this device."""
     dispatch.reset()
     jax.eval_shape(public(case), *structs(case, sizes))
-    op = case.op.partition("_qkv")[0]  # vlstm_qkv runs what vlstm does
-    return next(d for d in dispatch.decisions() if d.op == op)
+    return next(d for d in dispatch.decisions() if d.op == case.op)
+
+
+def has_kernel(case: Case, sizes: dict[str, int]) -> bool:
+    """Whether a kernel of ours runs on this GPU, even if something else does by default."""
+    if dispatch.device_lacks("sm_80"):
+        return False
+    with dispatch.unrecorded():
+        try:
+            jax.eval_shape(public(case, implementation="mosaic"), *structs(case, sizes))
+        except NotImplementedError:
+            return False
+    return True
 
 
 def _line(e: Exception) -> str:
@@ -309,8 +320,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
     """
     decision = decided(case, sizes)
     ops = {"xla": on_xla(case)}
-    # By default attention runs on cuDNN where its kernels have their general form.
-    if decision.supported or dispatch.general_form("mosaic"):
+    if decision.supported or has_kernel(case, sizes):
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)
@@ -382,7 +392,7 @@ def run(ops, out: Path, cases: Sequence[Case] = CASES) -> dict:
     else:
         result["not_measured"] = (
             f"times, rates and ceilings, because the platform is {jax.default_backend()}, not gpu"
-            " (the errors are those of the jnp forms)"
+            " (the errors are the jnp forms')"
         )
     known = {}
     chosen = [case for case in cases if not ops or case.op in ops]

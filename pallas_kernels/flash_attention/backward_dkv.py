@@ -94,7 +94,7 @@ def probabilities(w: DkvWorker, i: KeysItem, k_ids, scores, step: Step, slot, ma
         q_ids = plgpu.load(ids, layout=COL, optimized=False)
         x = same_segment(x, k_ids, q_ids)
     if masked:
-        # Without the barrier the compiler would hold the positions, which are those of all heads.
+        # The positions are the same for all heads; without the barrier the compiler keeps them.
         tile = lax.optimization_barrier(i.stream.base + step.r)
         q0 = tile * s.columns + half * ROWS + visits.offset
         x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)

@@ -77,7 +77,7 @@ def frees_k_apart(s: Schedule) -> bool:
 
 
 def has_o_buffer(s: Schedule) -> bool:
-    """Whether O has a buffer of its own, and not slots that K and V fill later."""
+    """Whether O has its own buffer, and not slots that K and V fill later."""
     return s.width <= 128
 
 
@@ -373,7 +373,7 @@ def differentiate(w: DqWorker, item, following, side, n0):
 
 def body(s: Schedule, inputs: DqInputs, dq_ref, lse2_ref, minus_delta_ref, smem):
     wg = lax.axis_index("wg")
-    # Without a buffer of its own O comes through slots of K and V that are not in use yet.
+    # Without its own buffer, O comes through slots of K and V that are not in use yet.
     o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
     w = DqWorker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), smem, wg, o)
     work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))

@@ -2,7 +2,7 @@
 
     x = scale q k^T (softcap: c tanh(x / c)), P = softmax(x over the keys seen), O = P V
 
-Each byte of the cache serves few queries, so the speed is that of memory.  The T H/K queries that
+Each byte of the cache serves few queries, so memory limits the speed.  The T H/K queries that
 share a kv head are the rows of one wgmma, and a row's keys are split over many blocks, each with
 its own softmax; their merge by the log-sum-exp is exact.  "Flash decoding": Dao et al. 2023;
 grouped heads: Ainslie et al. 2023.
@@ -73,7 +73,7 @@ def decode_attention(
     """Attention of the last T positions of each row to its cache, in q's dtype.
 
     k, v: the cache, in q's dtype or in float8_e4m3fn.  Slots from lengths on must be finite.
-    lengths: keys of each row, at most S, those of the T positions included.  Position t of T is at
+    lengths: keys of each row, at most S, including the T positions'.  Position t of T is at
         slot lengths - T + t and sees the slots up to its own.
     new: key and value of the only position (T = 1), which the kernel also writes to slot
         lengths - 1 (lengths are 1 to S), in place where the cache is donated.  The result is then

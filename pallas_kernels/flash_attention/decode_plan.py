@@ -123,8 +123,8 @@ def _mask(p: Plan, b: Share, x, tile):
 
 
 def merge(o, lse):
-    """The softmax over all keys from those of the splits (axis 1), in one kernel of XLA."""
-    # As a number of each row, XLA would take the maximum in a kernel of its own; so it must be one
+    """The softmax over all keys from the splits' (axis 1), in one kernel of XLA."""
+    # As a number of each row, XLA would take the maximum in a separate kernel; so it must be one
     # of each element, which o * 0 makes of it (XLA does not drop it: o might be infinite).
     lse = lse[..., None] + o * 0
     o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse))

@@ -176,7 +176,7 @@ def send(w: ForwardWorker, x: Keys, n, stream: Stream):
 def load(w: ForwardWorker, x: Keys, n, stream: Stream, following):
     """Loads the tile of step n, which from the stream's end on is one of the next item.
 
-    One warp does so; only it waits until all warpgroups have left the buffer.
+    One warp loads; only it waits until all warpgroups have left the buffer.
     """
 
     def send_following():
@@ -354,8 +354,8 @@ def store(w: ForwardWorker, i: Item, o, m, l):
     inverse = 1 / l
     if some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
         inverse = jnp.where(l > 0, inverse, 0)
-    # O leaves through the buffer of its own queries: another one would not fit beside those of the
-    # next queries at D = 128, and at D = 64 it gains less than 1%.
+    # O leaves through its queries' buffer: another buffer would not fit beside the next queries'
+    # at D = 128, and at D = 64 it gains less than 1%.
     plgpu.commit_smem()  # all warps have multiplied with the queries
     smem.qo[i.at] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
     plgpu.commit_smem()

@@ -3,8 +3,8 @@
 A block is one warpgroup of 128 threads.  It owns 64 or 128 rows (of queries; in the dK/dV kernel of
 keys) of one head.  The tiles of columns that they see stream by through shared memory, from which
 every matmul takes its operands (ampere.py).  Two blocks run on a processor at a time where shared
-memory allows it: one's softmax runs under the other's matmuls.  The arrangement is that of
-FlashAttention-2 (Dao 2023).  What a block sees (masks.py) and which block works on what
+memory allows it: one's softmax runs under the other's matmuls.  The arrangement is
+FlashAttention-2's (Dao 2023).  What a block sees (masks.py) and which block works on what
 (schedule.py) is as on Hopper; every block has one item, and the hardware hands them out.
 
 The tables `tiles` are sized by the 255 registers of a thread and by 99 KB of shared memory.  128

@@ -39,7 +39,7 @@ def tiles(width: int, tight: bool) -> tuple[int, int]:
     return 64, 16
 
 
-class Inputs(NamedTuple):
+class GeneralDkvInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -59,7 +59,7 @@ class Results(NamedTuple):
     dv: Any
 
 
-class Step(NamedTuple):
+class GeneralStep(NamedTuple):
     """One step: a tile of queries of one head."""
 
     head: Any
@@ -67,9 +67,9 @@ class Step(NamedTuple):
 
     def following(self, b: Block, group: int):
         if group == 1:
-            return Step(self.head, self.tile + 1)
+            return GeneralStep(self.head, self.tile + 1)
         same = self.tile + 1 < b.high
-        return Step(
+        return GeneralStep(
             jnp.where(same, self.head, self.head + 1), jnp.where(same, self.tile + 1, b.low)
         )
 
@@ -86,12 +86,12 @@ def scratch(s: Schedule) -> dict:
     )
 
 
-def load_do(w: Worker, i: Step):
+def load_do(w: Worker, i: GeneralStep):
     s, batch = w.schedule, w.block.batch
     ampere.load_rows(w.inputs.do, w.smem.do, batch, i.head, i.tile * s.columns, s.visits.lengths[0])
 
 
-def load_q(w: Worker, i: Step):
+def load_q(w: Worker, i: GeneralStep):
     """Starts to copy a tile of Q, and the statistics of its rows."""
     s, inputs, smem, batch = w.schedule, w.inputs, w.smem, w.block.batch
     first = i.tile * s.columns
@@ -100,7 +100,7 @@ def load_q(w: Worker, i: Step):
     ampere.load_rows(inputs.q, smem.q, batch, i.head, first, s.visits.lengths[0])
 
 
-def begin(w: Worker) -> Step:
+def begin(w: Worker) -> GeneralStep:
     """Loads what comes first; returns the first step."""
     s, b, inputs, smem = w.schedule, w.block, w.inputs, w.smem
     for ref, buffer, first_head in (
@@ -108,7 +108,7 @@ def begin(w: Worker) -> Step:
         (inputs.v, smem.v, s.v_first),
     ):
         ampere.load_rows(ref, buffer, b.batch, first_head + b.head, b.row, s.visits.lengths[1])
-    first = Step(b.head * s.group, b.low)
+    first = GeneralStep(b.head * s.group, b.low)
     load_do(w, first)
     load_q(w, first)
     return first
@@ -154,7 +154,7 @@ def store(w: Worker, refs: Results, sums: Results):
         ampere.store_rows(buffer, ref, b.batch, head, b.row, s.visits.lengths[1])
 
 
-def body(wanted: Results, s: Schedule, inputs: Inputs, *refs):
+def body(wanted: Results, s: Schedule, inputs: GeneralDkvInputs, *refs):
     *results, smem = refs
     w = Worker(s, inputs, smem, general.block_of(s, inputs.segments))
     targets = iter(results or (inputs.joint,) * 2)
@@ -174,7 +174,7 @@ def backward_dkv(
     packed, width = segments is not None, general.width_of(q.shape[-1])
     tile = tiles(width, general.tight(call, packed))
     s = general.schedule(q, k, *tile, call, heads, packed=packed, by_keys=True)
-    inputs = Inputs(q, k, v, lse, dout, delta, with_spans(s, segments), joint)
+    inputs = GeneralDkvInputs(q, k, v, lse, dout, delta, with_spans(s, segments), joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
 
     def run(**wanted):

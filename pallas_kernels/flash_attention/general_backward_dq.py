@@ -34,7 +34,7 @@ def tiles(width: int, tight: bool) -> tuple[int, int]:
     return (128, 32) if width <= 128 and not tight else (64, 32)
 
 
-class Inputs(NamedTuple):
+class GeneralDqInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -104,7 +104,7 @@ def step(w: Worker, n, dq):
     return dq
 
 
-def body(s: Schedule, inputs: Inputs, dq_ref, delta_ref, smem):
+def body(s: Schedule, inputs: GeneralDqInputs, dq_ref, delta_ref, smem):
     b = general.block_of(s, inputs.segments)
     w = Worker(s, inputs, smem, b)
     begin(w, delta_ref)
@@ -124,7 +124,7 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: H
     packed = segments is not None
     tile = tiles(general.width_of(q.shape[-1]), general.tight(call, packed))
     s = general.schedule(q, k, *tile, call, heads, packed=packed)
-    inputs = Inputs(q, k, v, out, lse, dout, dlse, with_spans(s, segments))
+    inputs = GeneralDqInputs(q, k, v, out, lse, dout, dlse, with_spans(s, segments))
     out_type = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(lse.shape, jnp.float32),

@@ -33,7 +33,7 @@ from pallas_kernels.flash_attention.masks import LOWEST
 from pallas_kernels.mosaic import LOG2E, ROW, ROWS, WGMMA, along
 
 
-class _Block(NamedTuple):
+class _GeneralBlock(NamedTuple):
     """What a block works on, and its references."""
 
     p: Plan
@@ -76,7 +76,7 @@ def attend(q, k, v, lengths, scale, window, softcap):
 
 def _body(p: Plan, rows, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, *, q_smem, **smem):
     share = share_of(p, lengths_ref)
-    b = _Block(p, share, k_ref, v_ref, **smem)
+    b = _GeneralBlock(p, share, k_ref, v_ref, **smem)
     ampere.load_rows(q_ref, q_smem, share.batch, share.head, 0, rows)
     pl.when(share.low < share.high)(lambda: _load(b, k_ref, b.k_smem, share.low))
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
@@ -89,12 +89,12 @@ def _body(p: Plan, rows, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, *, q_
     mosaic.store(lse_ref.at[at], m * (1 / LOG2E) + jnp.log(l))
 
 
-def _load(b: _Block, ref, buffer, tile):
+def _load(b: _GeneralBlock, ref, buffer, tile):
     """Starts to copy a tile; past S it is filled with zeros."""
     ampere.load_rows(ref, buffer, b.share.batch, b.share.head, tile * KEYS, b.p.keys)
 
 
-def _step(b: _Block, q_smem, tile, carry):
+def _step(b: _GeneralBlock, q_smem, tile, carry):
     """Adds a tile of keys to O, to the largest logit and to the sum of each row."""
     p, (o, m, l) = b.p, carry
     ampere.wait()  # for K

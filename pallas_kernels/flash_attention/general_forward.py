@@ -49,7 +49,7 @@ def tiles(width: int, tight: bool) -> tuple[int, int]:
     return 64, 32
 
 
-class Inputs(NamedTuple):
+class GeneralForwardInputs(NamedTuple):
     """References to global memory."""
 
     q: Any
@@ -101,7 +101,7 @@ def store(w: Worker, o_ref, lse_ref, o, m, l):
     mosaic.store(lse_ref.at[b.batch, b.head, b.rows(s)], m * (1 / LOG2E) + jnp.log(l))
 
 
-def body(s: Schedule, inputs: Inputs, o_ref, lse_ref, smem):
+def body(s: Schedule, inputs: GeneralForwardInputs, o_ref, lse_ref, smem):
     b = general.block_of(s, inputs.segments)
     w = Worker(s, inputs, smem, b)
     ampere.load_rows(inputs.q, smem.qo, b.batch, b.head, b.row, s.visits.lengths[0])
@@ -124,7 +124,7 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     tile = tiles(general.width_of(d), call.tight)
     s = general.schedule(q, k, *tile, call, heads, packed=packed)
     ids = pad_segments(segments, call.lengths) if packed else None
-    inputs = Inputs(q, k, v, with_spans(s, ids))
+    inputs = GeneralForwardInputs(q, k, v, with_spans(s, ids))
     out_type = (
         jax.ShapeDtypeStruct((b, t, h, d), q.dtype),
         jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),

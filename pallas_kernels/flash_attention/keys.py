@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
     n: Any  # counted over all items of the block
     g: Any  # the head of the group
-    r: Any  # the tile of the head; past the last one stand those of the next head
+    r: Any  # the tile of the head; past the last one come the next head's
 
 
 class KeysItem(NamedTuple):

@@ -71,7 +71,7 @@ def attention(
     scale: multiplies the logits; default 1 / sqrt(D).
     window: maximum number of keys that a query sees, including its own (needs causal).
     segment_ids: ids (B, S) of the keys, which the queries share at their positions, or a pair (ids
-        of the queries, ids of the keys).  A query sees only keys of its own segment.
+        of the queries, ids of the keys).  A query sees only its segment's keys.
     softcap: caps logits to softcap * tanh(logits / softcap); at most 100 for the kernel.
     return_lse: also returns the natural log of the sum of exp(logits), float32, differentiable.
 

@@ -64,7 +64,7 @@ class Heads(NamedTuple):
     """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
 
     q: int  # H, which come first
-    kv: int  # K, first those of k, then those of v
+    kv: int  # K; the heads of k come next, then the heads of v
 
 
 class Schedule(NamedTuple):

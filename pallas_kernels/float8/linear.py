@@ -4,17 +4,17 @@
 
 Q4(a) is a rounded to e4m3 (3 bits of mantissa, up to 448), Q5(a) to e5m2 (2 bits, up to 57344),
 after a multiplication by a power of 2 that brings max |a| close to the limit, and which the product
-divides out again (quantize.py).  It is that of the tensor at hand and not of earlier steps, so a
-run has no further state.
+divides out again (quantize.py).  The power comes from the tensor at hand, not from earlier steps,
+so a run has no further state.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 
 The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
-cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once.  XLA 0.12
-does so only with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets: otherwise it
-widens the operands and multiplies in bfloat16, in twice the time.  Hopper's
-tensor core reads both operands along the contracted axis, so each array is needed in the order that
-it has and transposed: y takes x and w^T, dx takes dy and w, dw takes x^T and dy^T.  One pass writes
-both orders.  The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
+cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once. XLA 0.12
+finds the call only with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets:
+otherwise it widens the operands and multiplies in bfloat16, in twice the time. Hopper's tensor core
+reads both operands along the contracted axis, so each array is needed in the order that it has and
+transposed: y takes x and w^T, dx takes dy and w, dw takes x^T and dy^T. One pass writes both
+orders. The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
 
 With the default precision XLA lets cuBLASLt add in the tensor core's own registers, about 14 bits;
 HIGHEST turns off this "fast accumulation", and sums are added up in float32 every few steps.  The
@@ -31,6 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.float8.quantize import (
     TILE,
     Cast,
@@ -80,8 +81,10 @@ def fp8_linear(
             dispatch.Decision("fp8_linear", "xla", "unsupported", f"{x.dtype}, not fp8: {reason}")
         )
         return _plus(jnp.matmul(x, weight.astype(x.dtype)), bias)
-    reason = reason or not_a_multiple(TILE, **_sizes(x, weight))
-    kernel = dispatch.use_kernel("fp8_linear", implementation, reason, "sm_89")
+    return dispatch.run("fp8_linear", FORMS, implementation, x, weight, bias, row_norm)
+
+
+def _with_casts(x, weight, bias, row_norm, *, kernel: bool):
     warn_of_flags()
     row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
     return _linear(x, weight, bias, row_norm, kernel)
@@ -120,6 +123,11 @@ def why_not(x, weight) -> str | None:
     if reason := not_a_multiple(_MULTIPLE, **_sizes(x, weight)):
         return reason
     return mosaic.unsupported_dtype(x=x, weight=weight)
+
+
+def _kernels_why_not(x, weight, *others) -> str | None:
+    """Why the kernels cannot cast the operands, or None."""
+    return why_not(x, weight) or not_a_multiple(TILE, **_sizes(x, weight))
 
 
 def _sizes(x, weight) -> dict[str, int]:
@@ -224,3 +232,9 @@ def _product(a, a_scale, b, b_scale, *, axes, dtype, precision=None):
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
+
+# The matmuls are XLA's in both.
+FORMS = (
+    Form("general", functools.partial(_with_casts, kernel=True), "sm_89", _kernels_why_not),
+    Form("xla", functools.partial(_with_casts, kernel=False)),
+)

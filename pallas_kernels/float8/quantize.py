@@ -34,8 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import ampere, dispatch, mosaic
-from pallas_kernels.options import checked
+from pallas_kernels import ampere, mosaic
 
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 TILE = 64  # rows and columns of a block
@@ -57,47 +56,6 @@ class Cast(NamedTuple):
     inverse: Any  # 1 / s, float32
 
 
-@checked
-def quantize_fp8(
-    x: Float[Array, "*rows K"],
-    *,
-    dtype=jnp.float8_e4m3fn,
-    implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "*rows K"], Float[Array, "..."], Float[Array, ""]]:
-    """(values, transposed, 1 / s): x in fp8, (*rows, K) and (K, *rows), and the float32 1 / s.
-
-    dtype: float8_e4m3fn or float8_e5m2.
-    The kernels need fp32, bf16 or fp16 and multiples of 64 for K and the number of rows.  Both
-    forms are equal bit for bit.  It has no gradient.
-    An infinity or a NaN in x makes 1 / s infinite, and so every product with it NaN.
-    Raises ValueError for another dtype and for a scalar x, NotImplementedError for a gradient, and
-    under implementation="mosaic" for a call that the kernels do not support.
-    """
-    if x.ndim == 0:
-        raise ValueError("x has shape (), but needs at least one axis")
-    if jnp.dtype(dtype) not in LARGEST:
-        raise ValueError(f"dtype={jnp.dtype(dtype)} is not float8_e4m3fn or float8_e5m2")
-    kernel = dispatch.use_kernel("quantize_fp8", implementation, why_not(x), "sm_89")
-    return _without_gradient(x, jnp.dtype(dtype), kernel)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _without_gradient(x, dtype, kernel):
-    return cast(x, dtype, kernel)
-
-
-def _no_gradient(*_):
-    raise NotImplementedError("quantize_fp8 has no gradient: fp8_linear has")
-
-
-_without_gradient.defvjp(_no_gradient, _no_gradient)
-
-
-def quantize_fp8_reference(x, *, dtype=jnp.float8_e4m3fn):
-    """The formula in jnp, in float32."""
-    return _cast_to(x, dtype, _largest(x))
-
-
 def _cast_to(x, dtype, largest):
     scale, inverse = _scale(largest, dtype)
     values = saturated(x.astype(jnp.float32) * scale, dtype)
@@ -115,7 +73,11 @@ def saturated(x, dtype):
 
 
 def cast(x, dtype, kernel: bool, largest=None) -> Cast:
-    """The op, by the kernels or by XLA; largest: max |x| if it is known, or a bound of it."""
+    """x in fp8, in both orders, by the kernels or by XLA; both are equal bit for bit.
+
+    largest: max |x| if it is known, or a bound of it.  An infinity or a NaN in x makes 1 / s
+    infinite, and so every product with it NaN.
+    """
     if largest is None:
         largest = named(_largest(_maxima(x) if kernel else x))
     if kernel:
@@ -131,12 +93,6 @@ def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:
         (result,), (total,) = cast_results(lambda x: (x,), [x], [largest], dtype, sums=True)
         return result, total
     return cast(x, dtype, kernel), x.reshape(-1, x.shape[-1]).astype(jnp.float32).sum(0)
-
-
-def why_not(x) -> str | None:
-    """Why the kernels do not support this call, or None."""
-    rows = x.size // max(x.shape[-1], 1)
-    return not_a_multiple(TILE, rows=rows, K=x.shape[-1]) or mosaic.unsupported_dtype(x=x)
 
 
 def not_a_multiple(n: int, **sizes: int) -> str | None:
@@ -245,13 +201,12 @@ def _maxima(x):
         _maximum,
         name="fp8_maximum",
         out_type=jax.ShapeDtypeStruct((blocks // steps,), jnp.float32),
-        grid=(blocks // steps,),
-        grid_names=("block",),
+        **mosaic.grid(block=blocks // steps),
     )(x.reshape(-1, steps, _STEP))
 
 
 def _maximum(x_ref, out_ref):
-    """A block takes the maximum of its steps, element by element, and then that of the elements."""
+    """A block takes the maximum of its steps, element by element, and then over the elements."""
     block = lax.axis_index("block")
     layout = plgpu.Layout.WG_STRIDED((_STEP,), 16 // x_ref.dtype.itemsize)  # 16-byte loads
     parts = [abs(mosaic.load(x_ref.at[block, i], layout)) for i in range(x_ref.shape[1])]

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 
 # Loads of 8 elements that a thread has in flight.  4 reach 0.92 to 1.04 of a copy's bandwidth on an
@@ -59,12 +60,7 @@ def cross_entropy(
     if not 1 <= vocab_size <= v:
         raise ValueError(f"vocab_size={vocab_size} is not in [1, {v}], the columns of logits")
     options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
-    reason, slower = why_not(logits), why_slower(labels)
-    if not dispatch.use_kernel("cross_entropy", implementation, reason, slower=slower):
-        return cross_entropy_reference(logits, labels, **options)
-    rows = logits.reshape(-1, v)
-    loss = _cross_entropy(rows, labels.reshape(-1), vocab_size, ignore_index)
-    return loss.reshape(labels.shape)
+    return dispatch.run("cross_entropy", FORMS, implementation, logits, labels, **options)
 
 
 def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-100):
@@ -81,7 +77,7 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
     return mask_by_label(loss, labels, vocab_size, ignore_index)
 
 
-def why_not(logits) -> str | None:
+def why_not(logits, labels, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
     return (
         mosaic.unsupported_dtype(logits=logits)
@@ -90,7 +86,7 @@ def why_not(logits) -> str | None:
     )
 
 
-def why_slower(labels) -> str | None:
+def why_slower(logits, labels, **options) -> str | None:
     """Why XLA's form is faster than the kernel (too few rows, of one block each), or None.
 
     Speed of the kernel relative to XLA, forward / both directions, H100, JAX 0.11.2 (python -m
@@ -138,7 +134,7 @@ def _column_numbers(start, tile, layout):
     return iota + start
 
 
-class _Cut(NamedTuple):
+class _RowCut(NamedTuple):
     """How a block splits a row of logits of v columns.
 
     | _UNROLL tiles | ... | _UNROLL tiles | rest tiles | done ... vocab_size | padding ... v |
@@ -174,16 +170,15 @@ def _forward(logits, labels, vocab_size, ignore_index):
     logits = mosaic.pad_axis(logits, 1, 128) if logits.shape[1] < 128 else logits
     n = logits.shape[0]
     return mosaic.kernel(
-        functools.partial(_forward_row, _Cut.of(logits, vocab_size), ignore_index),
+        functools.partial(_forward_row, _RowCut.of(logits, vocab_size), ignore_index),
         name="cross_entropy_forward",
         out_type=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
-        grid=(n,),
-        grid_names=("row",),
+        **mosaic.grid(row=n),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(logits, labels)
 
 
-def _forward_row(c: _Cut, ignore_index, logits_ref, labels_ref, loss_ref, top_ref, total_ref):
+def _forward_row(c: _RowCut, ignore_index, logits_ref, labels_ref, loss_ref, top_ref, total_ref):
     """A block computes an online softmax of its row in each thread, then combines the threads."""
     row = lax.axis_index("row")
     load = lambda start: mosaic.load(logits_ref.at[row, pl.ds(start, c.tile)], c.layout)
@@ -223,18 +218,17 @@ def _backward(logits, labels, top, total, dloss, vocab_size, ignore_index):
     width = logits.shape[1]
     logits = mosaic.pad_axis(logits, 1, 128) if width < 128 else logits
     dlogits = mosaic.kernel(
-        functools.partial(_backward_row, _Cut.of(logits, vocab_size), ignore_index),
+        functools.partial(_backward_row, _RowCut.of(logits, vocab_size), ignore_index),
         name="cross_entropy_backward",
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        grid=(logits.shape[0],),
-        grid_names=("row",),
+        **mosaic.grid(row=logits.shape[0]),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(logits, labels, top, total, dloss)
     return dlogits[:, :width]
 
 
 def _backward_row(
-    c: _Cut, ignore_index, logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref
+    c: _RowCut, ignore_index, logits_ref, labels_ref, top_ref, total_ref, dloss_ref, dlogits_ref
 ):
     """A block computes dz of its row, tile by tile."""
     row = lax.axis_index("row")
@@ -277,3 +271,15 @@ def _cross_entropy_backward(vocab_size, ignore_index, saved, dloss):
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _kernels(logits, labels, *, vocab_size, ignore_index):
+    rows = logits.reshape(-1, logits.shape[-1])
+    loss = _cross_entropy(rows, labels.reshape(-1), vocab_size, ignore_index)
+    return loss.reshape(labels.shape)
+
+
+FORMS = (
+    Form("general", _kernels, "sm_80", why_not, why_slower),
+    Form("xla", cross_entropy_reference),
+)

@@ -1,9 +1,9 @@
-"""What linear_cross_entropy with fp8 operands casts: W, and in a kernel of its own dz.
+"""The casts of linear_cross_entropy with fp8 operands: W, and in a separate kernel dz.
 
     z = Q4(x) Q4(W)^T              dz = exp(z - log_sum) - [v = label]
     dx = Q5(dz) Q4(W)              dW = Q5(dz)^T Q4(x)
 
-Q4 and Q5 round to e4m3 and e5m2; the products are those of fp8_linear (float8/linear.py).  The
+Q4 and Q5 round to e4m3 and e5m2; the products are fp8_linear's (float8/linear.py).  The
 logits' gradient needs no maximum: without the loss's factor it lies in [-1, 1].  The factor
 multiplies the products instead, so dz = -1 is exact, and the label's share has no error that is the
 same for all tokens.  e5m2 holds probabilities down to 2^-31.

@@ -56,8 +56,7 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
         functools.partial(_body, cut, real, write),
         name=f"linear_cross_entropy_{'gradient' if given else 'statistics'}{both}",
         out_type=[] if given else [jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
-        grid=(n,),
-        grid_names=("row",),
+        **mosaic.grid(row=n),
         num_threads=_GROUPS,
         thread_name="group",
         scratch_types=({} if given else dict(tops_smem=lines, totals_smem=lines, meet_bar=bar))
@@ -252,7 +251,7 @@ def _statistics(cut: _Cut, row: _Row):
 
 
 def _meet(group, top, total, tops_smem, totals_smem, bar):
-    """Reduces the statistics of the warps to those of the row, in every thread."""
+    """Reduces the warps' statistics to the row's, in every thread."""
     mosaic.store(tops_smem.at[group], top)
     mosaic.store(totals_smem.at[group], total)
     _wait_for_all(bar)

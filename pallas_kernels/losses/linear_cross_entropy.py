@@ -5,7 +5,7 @@
     dx = dz W,  dW = dz^T x
 
 The (N, V) logits are the largest array of a training step (3 GB for 32768 tokens of GPT-2), so only
-those of a few thousand tokens exist at a time.  The loss is scalar, so each chunk's gradient is
+a few thousand tokens have logits at a time.  The loss is scalar, so each chunk's gradient is
 known up to a constant factor as soon as its logits are: the forward pass also computes dx and dW
 (three matmuls, none twice), and the backward pass only scales them, as in Liger (Hsu et al. 2024).
 A factor that is known in advance is applied to dz (`scale`); if nothing else follows the loss, the
@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.float8.linear import (
     FORWARD,
     fp8_linear_reference,
@@ -85,7 +86,7 @@ def linear_cross_entropy(
     plain gradient of the product; a power of two changes no digit.
     vocab_axis: the mesh axis that splits the vocabulary, inside `shard_map` (check_vma=False).
     weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
-    The loss is that of the whole; the gradient of x is this part's share, which shard_map sums.
+    The loss is the whole vocabulary's; x's gradient is this part's share, which shard_map sums.
     fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
@@ -94,7 +95,7 @@ def linear_cross_entropy(
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support.
     """
-    v, c, vocab_size = _check(
+    vocab_size = _check(
         x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk
     )
     labels, ignore_index = ids.labels(labels, ignore_index)
@@ -102,46 +103,50 @@ def linear_cross_entropy(
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
         fp8 = False
-    options = dict(
+    return dispatch.run(
+        "linear_cross_entropy",
+        FP8 if fp8 else FORMS,
+        implementation,
+        x,
+        weight,
+        labels,
         vocab_size=vocab_size,
         ignore_index=ignore_index,
         softcap=softcap,
         transposed=transposed,
+        reduction=reduction,
+        scale=scale,
         vocab_axis=vocab_axis,
         fp8=fp8,
+        chunk=chunk,
     )
-    reason = why_not(x, weight, softcap)
-    gpu = "sm_89" if fp8 else "sm_80"
-    if not dispatch.use_kernel("linear_cross_entropy", implementation, reason, gpu):
-        return linear_cross_entropy_reference(
-            x, weight, labels, reduction=reduction, scale=scale, **options
-        )
-    if fp8:
+
+
+def _kernels(x, weight, labels, *, reduction, scale, chunk, **options):
+    """The op by the kernels."""
+    if options["fp8"]:
         warn_of_flags()
-    rows, labels = x.reshape(-1, c), labels.reshape(-1)
-    chunk = _chunk(rows, weight, v, fp8, chunk)
+    rows, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
     inside, after = (jnp.float32(1), scale) if x.dtype == jnp.float16 else (scale, 1)
-    o = _Options(**options, chunk=chunk)
+    o = _Options(**options, chunk=_chunk(rows, weight, chunk, **options))
     loss = _linear_cross_entropy(rows, weight, labels, inside, o)
-    return _reduce(loss, labels, ignore_index, reduction) * after
+    return _reduce(loss, labels, o.ignore_index, reduction) * after
 
 
-def _chunk(x, weight, v: int, fp8: bool, asked: int | None) -> int:
+def _chunk(x, weight, asked: int | None, *, fp8, transposed, **options) -> int:
     """Tokens whose logits exist at a time."""
     if asked is not None:
         return mosaic.cdiv(asked, TILE) * TILE if fp8 else asked
-    n = x.shape[0]
+    n, v = x.shape[0], weight.shape[1 if transposed else 0]
     copies = 4 if weight.dtype == x.dtype else x.dtype.itemsize  # float32 dW, or bf16 W
     most = max(_LEAST_TOKENS, (_BYTES - weight.size * copies) // (v * x.dtype.itemsize))
     return mosaic.cdiv(n, 128 * mosaic.cdiv(n, most)) * 128  # chunks of equal size
 
 
-def _check(
-    x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk
-) -> tuple[int, int, int]:
-    """V and C of the weight, and the vocabulary's size; raises ValueError if a value is wrong."""
+def _check(x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk) -> int:
+    """The vocabulary's size; raises ValueError if a value is wrong."""
     mosaic.check_axes("C V" if transposed else "V C", weight=weight)
     v, c = weight.shape[::-1] if transposed else weight.shape
     parts = 1 if vocab_axis is None else lax.axis_size(vocab_axis)
@@ -159,7 +164,7 @@ def _check(
         raise ValueError(f"chunk={chunk} is not at least 1 token")
     if jnp.shape(scale):
         raise ValueError(f"scale has shape {jnp.shape(scale)}, but must be one number")
-    return v, c, vocab_size
+    return vocab_size
 
 
 def linear_cross_entropy_reference(
@@ -175,6 +180,7 @@ def linear_cross_entropy_reference(
     scale=1.0,
     vocab_axis=None,
     fp8=False,
+    chunk=None,
 ):
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
     if fp8:
@@ -200,7 +206,7 @@ def linear_cross_entropy_reference(
     return _reduce(loss.sum(), labels, ignore_index, reduction) * scale
 
 
-def why_not(x, weight, softcap=None) -> str | None:
+def why_not(x, weight, labels, *, softcap, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
     return (
         mosaic.lossy_softcap(softcap)
@@ -342,3 +348,12 @@ def _backward(o, saved, g):
 
 
 _linear_cross_entropy.defvjp(_forward, _backward)
+
+FORMS = (
+    Form("general", _kernels, "sm_80", why_not),
+    Form("xla", linear_cross_entropy_reference),
+)
+FP8 = (
+    Form("general", _kernels, "sm_89", why_not),
+    Form("xla", linear_cross_entropy_reference),
+)

@@ -19,7 +19,7 @@ from pallas_kernels.mlstm.intra_chunk import chunk_outputs
 from pallas_kernels.mlstm.intra_dkv import backward_dkv
 
 
-class Form(NamedTuple):
+class CellForm(NamedTuple):
     """The two kernels, in one of their forms, and what they need."""
 
     states: Callable
@@ -30,11 +30,11 @@ class Form(NamedTuple):
 
 
 # TMA copies groups of 8 rows into wgmma's layout.
-HOPPER = Form(states, chunk_outputs, largest=128, rows=8, backward_dkv=backward_dkv)
-GENERAL = Form(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
+HOPPER = CellForm(states, chunk_outputs, largest=128, rows=8, backward_dkv=backward_dkv)
+GENERAL = CellForm(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
 
 
-class Call(NamedTuple):
+class CellCall(NamedTuple):
     """The static arguments of a call."""
 
     length: int  # T without padding
@@ -46,10 +46,10 @@ class Call(NamedTuple):
     first: bool  # an initial state is given
     last: bool  # the final state is returned
     sms: int
-    form: Form
+    form: CellForm
 
 
-def tile_size(dqk: int, dv: int, form: Form = HOPPER) -> int:
+def tile_size(dqk: int, dv: int, form: CellForm = HOPPER) -> int:
     """Positions of a chunk and edge of all tiles, for widths padded to multiples of 64."""
     even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
     return min(128, form.largest) if even else 64
@@ -62,7 +62,7 @@ def tile_size(dqk: int, dv: int, form: Form = HOPPER) -> int:
 def chunkwise(
     q, k, v, i, f, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
-    form: Form = HOPPER,
+    form: CellForm = HOPPER,
 ):  # fmt: skip
     """Computes `reference.chunkwise` with the kernels, for eps = 0."""
     length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]
@@ -82,7 +82,7 @@ def chunkwise(
     q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64) for x in (q, k, v))
     given = first is not None
     sms = mosaic.sm_count()
-    call = Call(length, dqk, dv, size, normalize, packed, given, return_state, sms, form)
+    call = CellCall(length, dqk, dv, size, normalize, packed, given, return_state, sms, form)
     h, last = cell((q, k, v), i, lf, first, hold(m), starts, call)
     h = h[:, :length, :, :dv]
     if not return_state:
@@ -102,7 +102,7 @@ def cell(arrays, i, lf, first, m, starts, call):
     return cell_forward(arrays, i, lf, first, m, starts, call)[0]
 
 
-def _heads(arrays, heads: int, call: Call) -> list[Heads]:
+def _heads(arrays, heads: int, call: CellCall) -> list[Heads]:
     """q, k and v as the kernels see them."""
     if len(arrays) == 3:
         return [Heads.of(x, x.shape[-1], call.size) for x in arrays]
@@ -133,7 +133,7 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
     return (h, last), (arrays, g, c, n, norm, sign)
 
 
-def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: Call):
+def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: CellCall):
     """The gradients (dq, dk, dv) or, if `joint`, (all in dq's array,); two parts of k . dk."""
     options = dict(packed=call.packed, sms=call.sms)
     one_square = k.tiles == 1 and call.size == 64  # wider ones have too many sums for registers

@@ -1,6 +1,6 @@
 """The gates of the mLSTM kernels: all that is one number for each position or chunk, in plain jnp.
 
-The formulas are those of `reference.chunkwise`, in float32 and without gradients of m.
+The formulas come from `reference.chunkwise`, in float32 and without gradients of m.
 Axes: B batch, T time, H heads, N chunks, L positions of a chunk.
 """
 
@@ -82,7 +82,7 @@ def gates(i, lf, m, starts, size: int) -> Gates:
 
 
 def forget_gradient(db, dg, start, in_last):
-    """Gradient of lf (B,H,N,L) from those of b (B,H,N,L) and of the chunks' g (B,H,N)."""
+    """Gradient of lf (B,H,N,L) from the gradients of b (B,H,N,L) and of the chunks' g (B,H,N)."""
     if start is None:
         return _suffix_sums(db) + dg[..., None]
     position = jnp.arange(db.shape[-1])
@@ -120,11 +120,11 @@ def _within(lf, i, *began):
     of each chunk (b, top, where the latest document started), (B,H,N).
     b: sum of log forget gates since the start of the chunk or document.  It is no difference of
     running sums, so a closed gate in one document costs the next no precision.
-    top: the largest logarithm of D in a row; in the last row also that of `admit`.
+    top: the largest logarithm of D in a row; in the last row also of `admit`.
     after: sum of log forget gates after a position.  b[-1] - b would have the rounding error of a
     large b.
 
-    The scan has two steps, of L / 4 terms and of 4.  The first is a kernel of its own; XLA fuses
+    The scan has two steps, of L / 4 terms and of 4.  The first is a separate kernel; XLA fuses
     the second into each kernel that uses it, which it does only for so few terms.
     """
     length = lf.shape[-1]

@@ -61,7 +61,7 @@ B, X, STATES, Y = range(4)  # kinds of squares
 ORDER = 128  # squares that the list in shared memory has room for
 
 
-class Scratch(NamedTuple):
+class GeneralOutputsScratch(NamedTuple):
     """Shared memory of a block (see the picture)."""
 
     order: Any  # (ORDER,): kind, row and column of each square, in 8, 8 and 16 bits
@@ -70,14 +70,14 @@ class Scratch(NamedTuple):
     vectors: dict[str, Any]
 
 
-class Worker(NamedTuple):
+class GeneralOutputsWorker(NamedTuple):
     """A block and its work; its vectors are those in shared memory."""
 
     schedule: Schedule
     inputs: Inputs
     out: Heads
     stat_refs: tuple
-    smem: Scratch
+    smem: GeneralOutputsScratch
     chunk: Chunk
 
 
@@ -99,7 +99,7 @@ def load_order(s: Schedule) -> list[tuple[int, int, int]]:
 # Load.
 
 
-def load(w: Worker, n):
+def load(w: GeneralOutputsWorker, n):
     """Starts to load the n-th square; past the last one zeros, which `wait` counts as well."""
     s, c, inputs = w.schedule, w.chunk, w.inputs
     steps = len(load_order(s))
@@ -122,14 +122,14 @@ def load(w: Worker, n):
     )
 
 
-def square(w: Worker, n):
+def square(w: GeneralOutputsWorker, n):
     """The n-th square.  All threads have done then with the one before it."""
     ampere.wait(SLOTS - 2)
     load(w, n + SLOTS - 1)
     return w.smem.ring.at[lax.rem(n, SLOTS)]
 
 
-def begin(w: Worker, vectors, order_ref):
+def begin(w: GeneralOutputsWorker, vectors, order_ref):
     """Loads what comes first."""
     s, c, smem = w.schedule, w.chunk, w.smem
     words = plgpu.Layout.WG_STRIDED((ORDER,), vec_size=1)
@@ -148,7 +148,7 @@ def begin(w: Worker, vectors, order_ref):
 # Multiply.
 
 
-def a_times(w: Worker, n, transpose):
+def a_times(w: GeneralOutputsWorker, n, transpose):
     """A times `parts` squares, from the n-th on."""
 
     def one(part, acc):
@@ -159,7 +159,7 @@ def a_times(w: Worker, n, transpose):
     return lax.fori_loop(0, w.schedule.parts, one, mosaic.zeros((SIZE, SIZE), WGMMA))
 
 
-def y_times_x(w: Worker, n):
+def y_times_x(w: GeneralOutputsWorker, n):
     """Y X^T."""
 
     def one(tile, acc):
@@ -169,11 +169,11 @@ def y_times_x(w: Worker, n):
     return lax.fori_loop(0, w.schedule.tiles, one, mosaic.zeros((SIZE, SIZE), WGMMA))
 
 
-def sums_with_y(w: Worker, z, n):
+def sums_with_y(w: GeneralOutputsWorker, z, n):
     return sum_rows(z * plgpu.load(square(w, n), layout=WGMMA).astype(jnp.float32))
 
 
-def finish(w: Worker, tile, out, weights, n):
+def finish(w: GeneralOutputsWorker, tile, out, weights, n):
     """Stores a tile of out + W X."""
     s, c, x = w.schedule, w.chunk, square(w, n)
     out = ampere.times_rows(out, weights, x)
@@ -183,7 +183,7 @@ def finish(w: Worker, tile, out, weights, n):
     ampere.store_rows(x, w.out.array, c.b, w.out.tile(c.h, tile), c.row0, s.length)
 
 
-def finish_all(w: Worker, weights, scale, n):
+def finish_all(w: GeneralOutputsWorker, weights, scale, n):
     s = w.schedule
 
     @pl.loop(0, s.tiles)
@@ -196,7 +196,7 @@ def finish_all(w: Worker, weights, scale, n):
 # Each mode has a function of the scores A B^T.  n is the next square.
 
 
-def forward(w: Worker, ab, n):
+def forward(w: GeneralOutputsWorker, ab, n):
     s, c = w.schedule, w.chunk
     # Weight the scores by their decays.
     weights, scale, norm = ab * decays(w, c), load_rows(w, c, "scale"), load_rows(w, c, "one")
@@ -216,12 +216,12 @@ def forward(w: Worker, ab, n):
     finish_all(w, ampere.as_left(weights, s.dtype), scale * norm, n)
 
 
-def backward_dv(w: Worker, ab, n):
+def backward_dv(w: GeneralOutputsWorker, ab, n):
     weights = ampere.as_left(ab * decays(w, w.chunk), w.schedule.dtype)
     finish_all(w, weights, load_rows(w, w.chunk, "scale"), n)
 
 
-def backward_dk(w: Worker, ab, n):
+def backward_dk(w: GeneralOutputsWorker, ab, n):
     s, c = w.schedule, w.chunk
     # Weight the scores by their decays.
     weights = (ab + load_tile(w, c, "shift")) * decays(w, c)
@@ -242,7 +242,7 @@ def backward_dk(w: Worker, ab, n):
     store_stats(w, c, inside, outside)
 
 
-def backward_dq(w: Worker, ab, n):
+def backward_dq(w: GeneralOutputsWorker, ab, n):
     """Computes dq.  W needs the shift, to which the state contributes."""
     s, c = w.schedule, w.chunk
     # Weight the scores by their decays.
@@ -269,24 +269,26 @@ def backward_dq(w: Worker, ab, n):
 MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
 
 
-def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
+def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: GeneralOutputsScratch):
     item = lax.axis_index("block")
     b, h, index = locate(s, item)
     c = Chunk(item, b, h, index, index * SIZE, pl.ds(0, SIZE), ())
     out = inputs.joint or out
-    w = Worker(s, inputs._replace(vectors=smem.vectors), out, stat_refs, smem, c)
+    w = GeneralOutputsWorker(s, inputs._replace(vectors=smem.vectors), out, stat_refs, smem, c)
     begin(w, inputs.vectors, inputs.order)
     # Compute the scores A B^T and continue with the mode's function.
     MODES[s.mode](w, a_times(w, 0, True), s.parts)
     ampere.wait()  # the zeros past the last square may still be under way
 
 
-def scratch(s: Schedule, vectors) -> Scratch:
+def scratch(s: Schedule, vectors) -> GeneralOutputsScratch:
     squares = lambda n: plgpu.SMEM(
         (n, SIZE, SIZE), s.dtype, transforms=mosaic.wgmma_tiles(SIZE, s.dtype)
     )
     lines = {name: plgpu.SMEM((x.shape[-1] // s.chunks,), x.dtype) for name, x in vectors.items()}
-    return Scratch(plgpu.SMEM((ORDER,), jnp.int32), squares(s.parts), squares(SLOTS), lines)
+    return GeneralOutputsScratch(
+        plgpu.SMEM((ORDER,), jnp.int32), squares(s.parts), squares(SLOTS), lines
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "normalize", "packed", "sms"))
@@ -320,8 +322,7 @@ def chunk_outputs(
             (of_position,) * STATS[mode],
         ),
         scratch_types=(scratch(s, given),),
-        grid=(items,),
-        grid_names=("block",),
+        **mosaic.grid(block=items),
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(

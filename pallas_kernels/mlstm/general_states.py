@@ -13,7 +13,7 @@ It computes what inter_chunk.py computes, on mma and cp.async (ampere.py):
 
     step n:  wait for chunk n     chunk n + 1 on its way     store S, multiply
 
-Tiles of 64 columns have an axis of their own in global memory: X and Y are (B,T,tiles,64), states
+Tiles of 64 columns are a separate axis in global memory: X and Y are (B,T,tiles,64), states
 and `other` (B H N,DX,y_tiles,64).  X is read transposed (ldmatrix can), and scaled in the registers
 where mma wants its left operand.
 Long sequences are walked in spans, as on Hopper.
@@ -81,7 +81,7 @@ class GeneralWalker(NamedTuple):
         return s.chunks - 1 - self.start - n if s.reverse else self.start + n
 
     def item(self, n):
-        """That chunk among those of all sequences and heads."""
+        """The number of that chunk among all sequences' and heads' chunks."""
         s = self.schedule
         return (self.b * s.heads + self.h) * s.chunks + self.chunk(n)
 
@@ -125,8 +125,7 @@ def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate
         general_vlstm_states,
         out_type=(out_types(s, batch, squares, keep, other is not None),),
         scratch_types=(_scratch(s, other is not None),),
-        grid=(batch * heads * s.walked * s.x_tiles * s.y_tiles,),
-        grid_names=("block",),
+        **mosaic.grid(block=batch * heads * s.walked * s.x_tiles * s.y_tiles),
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(

@@ -30,7 +30,7 @@ dP * P, which give the gates' gradients, use W before it is rounded.
 Where q and k are one square of 64 wide, intra_dkv.py computes dk and dv in one kernel.
 
 All operands are loaded as squares of edge L.  The computing warpgroups also load; after the last
-square of a chunk they load those of the team's next chunk.
+square of a chunk they load the team's next chunk.
 """
 
 import collections

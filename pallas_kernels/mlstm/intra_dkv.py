@@ -60,7 +60,7 @@ class DkvInputs(NamedTuple):
     v: Heads
     dh: Heads
     states: Any  # dC
-    joint: Any  # where dk and dv go, beside each other; None: to arrays of their own
+    joint: Any  # where dk and dv go, beside each other; None: to separate arrays
     positions: Any  # in a chunk, (L,) int32
     vectors: dict[str, Any]  # (B,H,N,L) each; "along", which is dn, (B,H,N,DQK)
 
@@ -238,7 +238,7 @@ def schedule(v: Heads, row, *, packed, sms) -> Schedule:
     """row: a vector, (B,H,N,L)."""
     batch, heads, chunks, size = row.shape
     items = batch * heads * chunks
-    # The vectors are those of dk; dv's are among them.
+    # The vectors that dk needs; dv's are among them.
     return Schedule(
         "dk", True, packed, v.array.dtype, v.array.shape[1], heads, chunks, items, size,
         parts=v.tiles, tiles=1, wgs=1, teams=TEAMS, slots=STAGES,
@@ -264,7 +264,7 @@ def backward_dkv(
 ):  # fmt: skip
     """Computes dk and dv, then the two parts of k . dk (`intra_chunk.chunk_outputs`, mode "dk").
 
-    q and k are one tile of 64 wide.  chunk_states: dC.  vectors: those of mode "dk".
+    q and k are one tile of 64 wide.  chunk_states: dC.  vectors: as in mode "dk".
     dk and dv are shaped like the arrays of k and v and stand where these stand, or in `joint`, a
     reference to an array of that shape; they are then not returned.
     """

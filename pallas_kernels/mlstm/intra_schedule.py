@@ -80,7 +80,7 @@ class Inputs(NamedTuple):
     x: Heads
     states: Any
     y: Any  # Heads; None unless transposes_state
-    joint: Any  # Heads where the result goes; None: to an array of its own
+    joint: Any  # Heads where the result goes; None: to a separate array
     vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
 
 

@@ -67,7 +67,7 @@ def positions(w, c: Chunk):
 def decays(w, c: Chunk, at=None):
     """Computes D of the warpgroup's rows; keeping it would cost 64 registers.
 
-    at: positions of the rows and columns, if they are not those of `positions`.
+    at: positions of the rows and columns, if not `positions`.
     """
     s = w.schedule
     i, j = at or positions(w, c)

@@ -7,16 +7,24 @@ C and n are stored as C e^-m and n e^-m, so that no exponential overflows.  Beck
 "xLSTM: Extended Long Short-Term Memory", equations 19 to 27; the chunkwise form is from Beck et al.
 2025, "Tiled Flash Linear Attention".  The gradients are exact: they include the normaliser and the
 initial and final states.
+
+With a `norm_weight` the output gate and the norm of each head follow, as in an xLSTM block:
+
+    y_t = sigmoid(o_t) layer_norm(h_t) norm_weight
 """
 
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
-from pallas_kernels.mlstm import chunkwise, reference, step
+from pallas_kernels.dispatch import Form
+from pallas_kernels.mlstm import chunkwise, one_array, reference, step
+from pallas_kernels.norms.norm import layer_norm
 from pallas_kernels.options import checked
+from pallas_kernels.packed import Packed
 
 State = tuple[Float[Array, "B NH DQK DV"], Float[Array, "B NH DQK"], Float[Array, "B NH"]]
 Gate = Literal["exp", "sigmoid"]
@@ -24,9 +32,9 @@ Gate = Literal["exp", "sigmoid"]
 
 @checked
 def vlstm(
-    q: Float[Array, "B T NH DQK"],
-    k: Float[Array, "B T NH DQK"],
-    v: Float[Array, "B T NH DV"],
+    q: Float[Array, "B T NH DQK"] | Packed,
+    k: Float[Array, "B T NH DQK"] | None,
+    v: Float[Array, "B T NH DV"] | None,
     i: Float[Array, "B T NH"],
     f: Float[Array, "B T NH"],
     *,
@@ -35,12 +43,17 @@ def vlstm(
     segment_ids: Integer[ids.Ids, "B T"] | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
+    norm_weight: Float[Array, "NH DV"] | None = None,
+    norm_eps: float = 1e-6,
     eps: float = 0.0,
     chunk_size: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "B T NH DV"] | tuple[Float[Array, "B T NH DV"], State]:
     """Returns h for every position, in q's dtype, and with return_state the final state.
 
+    q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
+        and DV in multiples of 64, on Hopper T in multiples of 8, and without states; otherwise it
+        is split in copies.
     i, f: pre-activations of the input gate and the forget gate; finite, but i may be -inf, which
         closes the input gate.
     gate: whether the input gate is exp(i) or sigmoid(i).
@@ -48,6 +61,9 @@ def vlstm(
     segment_ids: the state is reset to zero where the id changes.  The initial state belongs to the
         first segment, the final state to the last.
     initial_state: (C, n, m), float32, which represents (C e^m, n e^m); default zero.
+    norm_weight: returns sigmoid(o) layer_norm(h, norm_weight, eps=norm_eps) in place of h, where o
+        is a fourth part of the `Packed`.  h is rounded to q's dtype, and the norm computes as
+        `layer_norm`.  In place DV must divide 2 NH DQK.
     eps: added to the stabilised denominator max(|l|, e^-m); 0 makes values and gradients exact.
     chunk_size: positions in a chunk of the XLA form (default: 64 to 256, by DQK and DV).  Larger
         chunks need more time and memory for their matrices and less for the states between them;
@@ -60,22 +76,44 @@ def vlstm(
     Raises ValueError for shapes, gate or chunk_size, NotImplementedError under
     implementation="mosaic" for a call that the kernels do not support.
     """
-    mosaic.check_axes("B T NH DQK", q=q)
+    operands = q if isinstance(q, Packed) else (q, k, v)
+    if isinstance(q, Packed):
+        if k is not None or v is not None:
+            raise ValueError("q is packed with k and v: pass k=None and v=None")
+        q.check("q", "k", "v", *(() if norm_weight is None else ("o",)))
+    elif k is None or v is None:
+        raise ValueError("k and v are missing: pass them, or q as Packed")
+    elif norm_weight is not None:
+        raise ValueError("norm_weight needs a Packed of q, k, v and o")
+    of_q, of_k, of_v, *of_o = _shapes(operands)
     segment_ids = ids.documents(segment_ids)
-    check(q, k, v, i, f, initial_state, segment_ids, chunk_size)
-    options = dict(
+    mosaic.check_axes("B T NH DQK", q=of_q)
+    check(of_q, of_k, of_v, i, f, initial_state, segment_ids, chunk_size)
+    if norm_weight is not None:
+        _check_norm(norm_weight, of_v, *of_o)
+    return dispatch.run(
+        "vlstm",
+        FORMS,
+        implementation,
+        operands,
+        i,
+        f,
+        norm_weight,
         gate=gate,
         normalize=normalize,
         segment_ids=segment_ids,
         initial_state=initial_state,
         return_state=return_state,
+        norm_eps=norm_eps,
+        eps=eps,
+        chunk_size=chunk_size,
+        implementation=implementation,  # of the norm, where it is an op by itself
     )
-    general = dispatch.general_form(implementation, rival=False)
-    reason, gpu = why_not(q, k, v, i, f, eps=eps), "sm_80" if general else "sm_90a"
-    if dispatch.use_kernel("vlstm", implementation, reason, gpu, general=general):
-        form = chunkwise.GENERAL if general else chunkwise.HOPPER
-        return chunkwise.chunkwise(q, k, v, i, f, form=form, **options)
-    return reference.chunkwise(q, k, v, i, f, eps=eps, chunk_size=chunk_size, **options)
+
+
+def _shapes(operands):
+    """q, k, v and perhaps o, or their shapes."""
+    return operands.shapes() if isinstance(operands, Packed) else operands
 
 
 @checked
@@ -94,20 +132,57 @@ def vlstm_step(
 ) -> tuple[Float[Array, "B NH DV"], State]:
     """Returns h for one more position and the state after it, in constant time and memory.
 
-    It computes in float32 (float64 for float64).  The arguments are those of `vlstm`, without T.
+    It computes in float32 (float64 for float64).  The arguments are `vlstm`'s, without T.
     The kernel changes the state's C in place where it is donated; it has no gradient.
     Raises as `vlstm`.
     """
     mosaic.check_axes("B NH DQK", q=q)
     check(q, k, v, i, f, state)
-    reason, slower = step.why_not(q, v, eps=eps), step.why_slower(q, v)
-    if dispatch.use_kernel("vlstm_step", implementation, reason, slower=slower):
-        return step.advance(gate, normalize, q, k, v, i, f, state)
-    return reference.step(q, k, v, i, f, state, gate=gate, normalize=normalize, eps=eps)
+    arrays, options = (q, k, v, i, f, state), dict(gate=gate, normalize=normalize, eps=eps)
+    return dispatch.run("vlstm_step", STEP, implementation, *arrays, **options)
 
 
-def why_not(q, k, v, i, f, *, eps=0.0) -> str | None:
+def _kernels(
+    operands, i, f, norm_weight, *, form, initial_state, return_state, norm_eps, eps, chunk_size,
+    implementation, **options,
+):  # fmt: skip
+    """The op by the kernels of this form."""
+    states = return_state or initial_state is not None
+    if isinstance(operands, Packed) and not states and one_array.fits(operands, form):
+        norm = None
+        if norm_weight is not None:
+            norm = one_array.norm_form(operands, norm_weight, norm_eps, implementation)
+        if norm_weight is None or norm is not None:
+            arrays = operands, i, f, norm_weight
+            return one_array._in_one_array(*arrays, form=form, norm=norm, **options)
+    cell = functools.partial(chunkwise.chunkwise, form=form, initial_state=initial_state)
+    return _in_parts(
+        cell, operands, i, f, norm_weight, norm_eps, implementation, return_state, options
+    )
+
+
+def _in_jnp(
+    operands, i, f, norm_weight, *, return_state, norm_eps, implementation, **options
+):  # fmt: skip
+    arrays = operands, i, f, norm_weight
+    return _in_parts(reference.chunkwise, *arrays, norm_eps, implementation, return_state, options)
+
+
+def _in_parts(cell, operands, i, f, norm_weight, norm_eps, implementation, return_state, options):
+    """The cell of q, k and v apart, and the norm by its own op."""
+    q, k, v, *o = operands.split() if isinstance(operands, Packed) else operands
+    result = cell(q, k, v, i, f, return_state=return_state, **options)
+    if norm_weight is None:
+        return result
+    h, *state = result if return_state else (result,)
+    options = dict(eps=norm_eps, implementation=implementation)
+    y = layer_norm(h, norm_weight, gate=o[0], **options)
+    return (y, *state) if return_state else y
+
+
+def why_not(operands, *arrays, eps=0.0, **options) -> str | None:
     """Why the kernels do not support this call, or None."""
+    q, _, v, *_ = _shapes(operands)
     if eps != 0:
         return f"eps={eps} is not 0, and h is independent of the stabiliser only at 0"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -137,3 +212,21 @@ def check(q, k, v, i, f, state=None, segment_ids=None, chunk_size=None):
             raise ValueError(f"segment_ids have shape {segment_ids.shape}, not {q.shape[:2]}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} is not at least 1")
+
+
+def _check_norm(weight, v, o):
+    if o.shape != v.shape:
+        raise ValueError(f"o has shape {o.shape} but v {v.shape}: they must be equal")
+    if weight.shape != v.shape[2:]:
+        raise ValueError(f"norm_weight has shape {weight.shape}, not (NH, DV) = {v.shape[2:]}")
+
+
+FORMS = (
+    Form("hopper", functools.partial(_kernels, form=chunkwise.HOPPER), "sm_90a", why_not),
+    Form("general", functools.partial(_kernels, form=chunkwise.GENERAL), "sm_80", why_not),
+    Form("xla", _in_jnp),
+)
+STEP = (
+    Form("general", step.advance, "sm_80", step.why_not, step.why_slower),
+    Form("xla", reference.step),
+)

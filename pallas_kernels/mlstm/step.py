@@ -38,7 +38,7 @@ _LARGEST = 256  # DQK; a thread holds DQK / 4 numbers of C
 _SMALL = 16 << 20  # bytes of C
 
 
-def why_not(q, v, *, eps: float) -> str | None:
+def why_not(q, k, v, i, f, state, *, eps: float, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
     if eps != 0:
         return f"eps={eps} is not 0"
@@ -52,7 +52,7 @@ def why_not(q, v, *, eps: float) -> str | None:
     return mosaic.empty(q=q, v=v)
 
 
-def why_slower(q, v) -> str | None:
+def why_slower(q, k, v, *others, **options) -> str | None:
     """Why XLA's form is faster in a loop over tokens, or None.
 
     By itself the kernel takes half of XLA's time for a small state, too (3.3 and 6.3 us for 3 MB on
@@ -63,10 +63,14 @@ def why_slower(q, v) -> str | None:
     return "XLA fuses the step of a small state with its neighbours" if size < _SMALL else None
 
 
+def advance(q, k, v, i, f, state, *, gate, normalize, eps):
+    """(h, (C, n, m)), as `reference.step`."""
+    return _advance(gate, normalize, q, k, v, i, f, state)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def advance(gate: str, normalize: bool, q, k, v, i, f, state):
-    """(h, (C, n, m)), as `reference.step`."""
+def _advance(gate: str, normalize: bool, q, k, v, i, f, state):
     c, n, m = (x.astype(jnp.float32) for x in state)
     (b, heads, dqk), dv = q.shape, v.shape[-1]
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -88,7 +92,7 @@ def _no_gradient(*_):
     raise NotImplementedError("vlstm_step's kernel has no gradient: implementation='xla' has one")
 
 
-advance.defvjp(_no_gradient, _no_gradient)
+_advance.defvjp(_no_gradient, _no_gradient)
 
 
 def _body(gate, normalize, c_ref, q_ref, k_ref, v_ref, i_ref, f_ref, n_ref, m_ref, *outs):

@@ -331,7 +331,7 @@ def _hopper_tiling(direction, shape, streams, weights) -> Tiling:
     tile = max(tile, least)
     tile = _grow(tile, wide, blocks * block)
     while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
-        # Narrow tiles keep their rows, because those of the backward pass must not have more.
+        # Narrow tiles keep their rows, because the backward pass must not have more rows.
         if tile > least and (wide or per_sm <= 2):
             tile //= 2
         else:

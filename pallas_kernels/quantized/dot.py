@@ -178,7 +178,7 @@ def _fours(x) -> list:
 
 
 def _places(eights) -> list:
-    """The same from the four words of two fours each: those of c = 2 j, and of c = 2 j + 8."""
+    """The same from the four words of two fours each: c = 2 j first, then c = 2 j + 8."""
     planes = []
     for block in range(0, len(eights), 2):
         for m in range(4):

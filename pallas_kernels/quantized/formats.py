@@ -145,7 +145,7 @@ class QuantizedWeight:
         header = [int(number) for number in np.ravel(arrays.get("header", []))]
         formats = get_args(Format)
         if len(header) != 7 or header[0] != _MAGIC or header[5] not in range(len(formats)):
-            raise ValueError(f"the header {header} is not that of a quantised weight")
+            raise ValueError(f"the header {header} is not a quantised weight's")
         _, k, n, bits, group, kind, checksum = header
         names = ["words", "scales", *(["offsets"] if "offsets" in arrays else [])]
         if missing := [name for name in names if name not in arrays]:
@@ -247,7 +247,7 @@ def _check_format(shape, bits, group, symmetric, format) -> None:
         raise ValueError(f"bits={bits} is not {allowed}, the width of format {format}")
     groups = (64, 128, None) if format == "2:4" else (32, 64, 128, None)
     if group not in groups:
-        raise ValueError(f"group={group} is not one of {groups}, those of format {format}")
+        raise ValueError(f"group={group} is not one of {groups} for format {format}")
     if not symmetric and format != "int":
         raise ValueError(f"format {format} has no offsets: pass symmetric=True")
     multiple = group or (4 if format == "2:4" else 1)

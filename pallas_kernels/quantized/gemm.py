@@ -10,7 +10,7 @@ of x its columns.  Here the tensor core is the limit, so it must never wait for 
     x (rows, 64)    of a step, 64 k    ring of `stages` buffers that both read     x_bars, free_bars
 
     step s    words -> registers -> w' of s      while the tensor core multiplies s - 1
-              start the wgmma of s; wait for that of s - 1, which frees its buffer of x
+              start the wgmma of s; wait for the wgmma of s - 1, which frees its buffer
               warpgroup 0 refills the buffer of s - 2, once both warpgroups have freed it
 
 A warpgroup has at most two wgmmas in flight, whose w' take 32 registers.  A step of 256 rows takes

@@ -2,8 +2,8 @@
 
     y = activation(x w' + bias),   w' = level s + offset (formats.py),   dx = dy w'^T
 
-Few rows of x read the whole weight, so the speed is that of memory, and a weight of 4 bits takes a
-quarter of the time of bfloat16.  The kernels, gemv.py for one row, matmul.py for 2 to 64 and
+Few rows of x read the whole weight, so memory limits the speed, and 4 bits take a quarter of
+the time of bfloat16.  The kernels, gemv.py for one row, matmul.py for 2 to 64 and
 gemm.py for more, unpack words in registers and multiply on the tensor core; w' never exists in
 memory.  XLA writes w' and reads it again, which is nine times the bytes for 4 bits.
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemm, gemv, matmul, plain
 from pallas_kernels.quantized.formats import (
@@ -57,39 +58,38 @@ def quantized_linear(
     """activation(x w' + bias), with sums, bias and activation in float32.
 
     activation: None, "gelu" (its tanh form) or "silu".
-    dtype: of the result; None: that of x.  float32 keeps apart logits that are equal in bfloat16.
+    dtype: of the result; None: x's.  float32 keeps apart logits that are equal in bfloat16.
     weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
-    kernel, and its gradient is that of x not quantised.
+    kernel, and its gradient ignores that rounding of x.
     The kernel needs bfloat16 and at most 4096 rows, and for more than one row a Hopper GPU.
     Gradients go to x and bias.
     Raises ValueError for shapes that do not fit or a damaged weight, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
     """
     _check(x, weight, bias)
-    reason = why_not(x, weight)
     if isinstance(weight, PlainWeight):
         implementation = implementation or "xla"
-    gpu = "sm_80" if _row_count(x) == 1 else "sm_90a"
-    takes = dispatch.use_kernel("quantized_linear", implementation, reason, gpu)
-    return _rows(x, weight, bias, activation, dtype, takes)
+    forms = ONE_ROW if _row_count(x) == 1 else FORMS
+    options = dict(activation=activation, dtype=dtype)
+    return dispatch.run("quantized_linear", forms, implementation, x, weight, bias, **options)
 
 
 def quantized_linear_reference(x, weight, bias=None, *, activation=None, dtype=None):
     """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
-    return _rows(x, weight, bias, activation, dtype, False)
+    return _rows(x, weight, bias, activation=activation, dtype=dtype, kernel=False)
 
 
 def _row_count(x) -> int:
     return x.size // max(x.shape[-1], 1)
 
 
-def _rows(x, weight, bias, activation, dtype, kernel):
+def _rows(x, weight, bias, *, activation, dtype, kernel=True):
     dtype = jnp.dtype(dtype or x.dtype)
     y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, activation, dtype, kernel)
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def why_not(x, weight) -> str | None:
+def why_not(x, weight, bias=None, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
     if isinstance(weight, PlainWeight):
         return "the weight is plain, and XLA has cuBLASLt for it"
@@ -122,7 +122,7 @@ def _linear(x, weight, bias, activation, dtype, kernel: bool):
 
 
 def _sums(x, weight, dtype, kernel: bool):
-    """x w' in float32 (float64 for float64); dtype: that of the result."""
+    """x w' in float32 (float64 for float64); dtype: the result's."""
     wide = mosaic.stat_dtype(x.dtype)
     if isinstance(weight, PlainWeight):
         return plain.product(x, weight, dtype)
@@ -159,10 +159,10 @@ def _backward(activation, dtype, kernel, saved, dz):
 
 
 def _dense(weight, x):
-    """w' in x's dtype, not before x is known: XLA for GPUs would make those of all layers at once.
+    """w' in x's dtype, made to depend on x; otherwise XLA dequantizes every layer up front.
 
-    It joins equal work that is independent, and first removes optimization barriers.  So the words
-    depend on x, by a zero that XLA does not see through.
+    XLA merges equal, independent work, after it has removed optimization barriers.  So the words
+    depend on x through a zero that XLA cannot see through.
     """
     if isinstance(weight, QuantizedWeight) and x.size:
         zero = jnp.minimum((x.reshape(-1)[0] != 0).astype(jnp.int32), 0)
@@ -171,3 +171,12 @@ def _dense(weight, x):
 
 
 _linear.defvjp(_forward, _backward)
+
+ONE_ROW = (
+    Form("general", _rows, "sm_80", why_not),
+    Form("xla", quantized_linear_reference),
+)
+FORMS = (
+    Form("hopper", _rows, "sm_90a", why_not),
+    Form("xla", quantized_linear_reference),
+)

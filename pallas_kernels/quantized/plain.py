@@ -6,7 +6,7 @@
 Many rows take as long as the tensor core multiplies, and it multiplies 8 bits twice as fast as
 bfloat16.  XLA quantises the rows in two small kernels, multiplies by cuBLASLt or by Triton,
 whichever it times faster, and scales the sums in the kernel that adds the bias.  The sums of int8
-are exact, in int32; those of fp8 have the result's dtype, and an H100 adds about 14 bits of them.
+are exact, in int32; fp8 sums have the result's dtype, and an H100 adds about 14 bits of them.
 
     |x - codes t|   at most t / 2 (int8), or 2^-4 |x| + 2^-10 t (fp8), and float32's rounding
 

@@ -32,8 +32,8 @@ from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format
 PLANES = 4  # planes of a block: 64 of k, 128 bytes of bfloat16, one swizzle
 _HALVES = 0x00010001  # of a register
 
-LANE_WORDS = warp_rows(WORDS)  # (4, 128) words: those of a step and tile in each warp
-# (4, 16 i) scales of i groups: those of a tile in each warp, of n = r and r + 8 in a register.
+LANE_WORDS = warp_rows(WORDS)  # (4, 128) words: each warp has one step and tile
+# (4, 16 i) scales of i groups: each warp has one tile, a register n = r and r + 8.
 SCALES = plgpu.Layout.TILED(
     plgpu.Tiling(((4, COLUMNS), (2,))),
     warp_dims=(-3,),
@@ -45,7 +45,7 @@ SCALES = plgpu.Layout.TILED(
 def tile(words, scales, offsets, block: int, bits: int, format: Format):
     """Block `block` of 64 k of a step and 64 n: level s + offset as bfloat16.
 
-    words: register arrays (4, 128), the parts of the step, or for 8 bits those of two steps.
+    words: register arrays (4, 128), the parts of the step, or for 8 bits of two steps.
     scales, offsets: register arrays (4, 16) bfloat16 of groups of equal length that share the
     block's k; no offsets for symmetric weights.
     In 2:4 column 16 m + c of the result belongs to k = 64 block + 4 c + m.
@@ -128,7 +128,7 @@ def operands(words, planes: range, bits: int, format: Format) -> list:
     """The levels of some planes: for each plane four registers, the pairs.
 
     words: for each part of a step a lane's four words.
-    In 2:4 plane 4 p + m has place m of the fours of block p; `planes` are those of whole blocks.
+    In 2:4 plane 4 p + m has place m of the fours of block p; `planes` are whole blocks'.
     """
     if format == "2:4":
         blocks = range(planes.start // 4, planes.stop // 4)

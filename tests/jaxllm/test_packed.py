@@ -27,7 +27,8 @@ from jaxllm.weights import convert
 from jaxllm.weights.huggingface_config import config_json
 from jaxllm.weights.packed import PackedWeights, Packing
 from jaxllm.weights.places import named_params, to_huggingface
-from pallas_kernels import QuantizedWeight, dequantize, quantize
+from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels.quantized.formats import dequantize
 
 # One shape of matrices, so that little is compiled.
 SQUARE = dict(d_model=64, d_ff=64)
@@ -303,7 +304,7 @@ def test_bad_options_are_refused(square, packed, tmp_path, capsys):
         ("--quantize int4 --group 48", "48"),
         ("--quantize int4 --group 128", "K=64, N=64: K is not a multiple of the group, 128"),
         ("--quantize int4", "the group, 128; choose --group 64, 32 or none"),
-        ("--quantize 2:4-int4 --group 32", "those of format 2:4; choose --group 64 or none"),
+        ("--quantize 2:4-int4 --group 32", "for format 2:4; choose --group 64 or none"),
         ("--quantize 2:4-int4 --group 32", "group=32"),
         ("--quantize fp8 --asymmetric --group 64", "fp8 has no offsets: leave out --asymmetric"),
         ("--group 32", "--group needs --quantize"),

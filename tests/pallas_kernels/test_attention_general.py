@@ -132,7 +132,7 @@ def test_other_gpus_take_it_in_place_of_xla(lacks, asked, softcap, runs, why, mo
 def test_another_name_of_a_form_is_an_error(monkeypatch):
     monkeypatch.setenv("JAXLLM_KERNELS", "ampere")
     with pytest.raises(ValueError, match="JAXLLM_KERNELS=ampere is not general: set that, or"):
-        dispatch.general_form(None)
+        attention(*[jnp.zeros((1, 16, 1, 64), BF16)] * 3)
 
 
 # ---- what the kernels take for granted -------------------------------------------------------

@@ -226,8 +226,8 @@ def test_unrecorded_decisions_are_taken_but_neither_recorded_nor_logged(capable,
         ("8.6", "sm_89", "the GPU has compute capability 8.6, the kernel needs 8.9 or newer"),
         ("8.9", "sm_90", "the GPU has compute capability 8.9, the kernel needs 9.0 or newer"),
         ("7.5", "sm_80", "the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
-        ("gfx942", "sm_80", "compute capability gfx942 is not that of an NVIDIA GPU"),
-        (None, "sm_80", "compute capability None is not that of an NVIDIA GPU"),
+        ("gfx942", "sm_80", "compute capability gfx942 is not an NVIDIA GPU's"),
+        (None, "sm_80", "compute capability None is not an NVIDIA GPU's"),
     ],
 )
 def test_what_a_gpu_lacks(monkeypatch, capability, gpu, lacks):

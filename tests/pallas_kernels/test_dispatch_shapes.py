@@ -66,17 +66,12 @@ def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platfo
 
 
 def test_every_case_names_the_gpu_that_its_op_needs(monkeypatch):
-    asked, decide, choose = [], dispatch.decide, dispatch.choose
-
-    def record(op, implementation, reason, gpu="sm_80", *rest, **named):
-        asked.append(gpu)
-        return decide(op, implementation, reason, gpu, *rest, **named)
+    asked, choose = [], dispatch.choose
 
     def record_form(op, forms, *call, **options):
         asked.append(forms[0].gpu)
         return choose(op, forms, *call, **options)
 
-    monkeypatch.setattr(dispatch, "decide", record)
     monkeypatch.setattr(dispatch, "choose", record_form)
     for case in CASES:
         asked.clear()

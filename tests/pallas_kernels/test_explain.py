@@ -155,6 +155,6 @@ def test_a_rehearsal_leaves_ops_as_they_were():
     before = dispatch.device_lacks
     with dispatch.rehearsal():
         assert dispatch.device_lacks("sm_90a") is None
-        dispatch.use_kernel("op", None, None)
+        dispatch.run("op", (dispatch.Form("xla", lambda: None),), None)
     assert dispatch.device_lacks is before
     assert not any(decision.op == "op" for decision in dispatch.decisions())

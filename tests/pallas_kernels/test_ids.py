@@ -99,16 +99,20 @@ def test_floats_are_refused():
 # ---- the ops -----------------------------------------------------------------------------------
 
 
+def _packed(x, parts: int):
+    return ops.Packed(jnp.concatenate([x[:, :, 0]] * parts, 2), ((1, 64),) * parts)
+
+
 def _segmented(x, implementation):
     q, gates = normal(0, (1, 8, 1, 64), BF16), normal(1, (1, 8, 1))
     options = dict(segment_ids=x[None], implementation=implementation)
     return (
         ops.attention(q, q, q, **options),
-        ops.attention(ops.Packed(jnp.concatenate([q[:, :, 0]] * 3, 2), ((1, 64),) * 3), **options),
+        ops.attention(_packed(q, 3), **options),
         ops.vlstm(q, q, q, gates, gates, **options),
-        ops.vlstm_qkv(jnp.concatenate([q[:, :, 0]] * 3, 2), gates, gates, 64, **options),
-        ops.vlstm_qkvo(
-            jnp.concatenate([q[:, :, 0]] * 4, 2), gates, gates, normal(2, (1, 64)), 64, **options
+        ops.vlstm(_packed(q, 3), None, None, gates, gates, **options),
+        ops.vlstm(
+            _packed(q, 4), None, None, gates, gates, norm_weight=normal(2, (1, 64)), **options
         ),
     )
 

@@ -1,4 +1,4 @@
-"""quantize_fp8: the kernels against the jnp form, bit for bit, and that against NumPy."""
+"""Casts to fp8: the kernels against the jnp form, bit for bit, and the jnp form against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,7 @@ import pytest
 from cases import slow
 from kernel_checks import assert_lowers, kernels_run_here, normal
 
-from pallas_kernels import quantize_fp8
-from pallas_kernels.float8.quantize import quantize_fp8_reference
+from pallas_kernels.float8.quantize import cast
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -24,12 +23,12 @@ def both(x, dtype):
     """The bits of the kernels' results and of the jnp form's."""
 
     def run(x):
-        return quantize_fp8(x, dtype=dtype, implementation="mosaic")
+        return cast(x, dtype, True)
 
     assert_lowers(run, (x,), KERNELS)
     with kernels_run_here():
         mine = bits(jax.jit(run)(x))
-    return mine, bits(jax.jit(lambda x: quantize_fp8_reference(x, dtype=dtype))(x))
+    return mine, bits(jax.jit(lambda x: cast(x, dtype, False))(x))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_the_kernels_equal_the_jnp_form_at_extreme_values(special):
 def test_the_jnp_form_rounds_to_the_nearest_value(dtype):
     """Against a search through all values of the format."""
     x = np.asarray(normal(0, (32, 48)) * jnp.exp(4 * normal(1, (32, 48))))
-    values, transposed, inverse = quantize_fp8_reference(jnp.asarray(x), dtype=dtype)
+    values, transposed, inverse = cast(jnp.asarray(x), dtype, False)
     info = jnp.finfo(dtype)
     scale = 2.0 ** np.floor(np.log2(float(info.max) / np.abs(x).max()))
     assert inverse == 1 / scale
@@ -82,32 +81,6 @@ def test_the_jnp_form_rounds_to_the_nearest_value(dtype):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("largest", [1.75, 1.7500001, 1.0, 1.9999999, 2.0, 3.5, 3.5000002, 448.0])
 def test_the_scale_is_the_largest_power_of_2_that_fits(dtype, largest):
-    *_, inverse = quantize_fp8_reference(jnp.full((1, 1), largest, F32), dtype=dtype)
+    *_, inverse = cast(jnp.full((1, 1), largest, F32), dtype, False)
     limit, scaled = float(jnp.finfo(dtype).max), float(np.float32(largest)) / float(inverse)
     assert scaled <= limit < 2 * scaled
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "why"),
-    [
-        ((100, 64), F32, "rows=100 is not a positive multiple of 64"),
-        ((64, 16), BF16, "K=16 is not a positive multiple of 64"),
-        ((0, 64), BF16, "rows=0 is not a positive multiple of 64"),
-        ((64, 64), jnp.int32, "x is int32, not float32, bfloat16 or float16"),
-    ],
-)
-def test_the_kernel_says_what_it_does_not_support(shape, dtype, why):
-    with pytest.raises(NotImplementedError, match=why):
-        quantize_fp8(jnp.zeros(shape, dtype), implementation="mosaic")
-
-
-def test_wrong_arguments_are_errors():
-    with pytest.raises(ValueError, match="dtype=int8 is not a floating point dtype"):
-        quantize_fp8(jnp.zeros((64, 64)), dtype=jnp.int8)
-    with pytest.raises(ValueError, match="at least one axis"):
-        quantize_fp8(jnp.float32(1))
-
-
-def test_there_is_no_gradient():
-    with pytest.raises(NotImplementedError, match="quantize_fp8 has no gradient: fp8_linear has"):
-        jax.grad(lambda x: quantize_fp8(x)[2])(jnp.ones((64, 64)))

@@ -9,7 +9,8 @@ import pytest
 from kernel_checks import normal
 from safetensors.flax import load_file, save_file
 
-from pallas_kernels import QuantizedWeight, dequantize, quantize
+from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels.quantized.formats import dequantize
 
 FORMATS = [("int", bits) for bits in (8, 4, 2, 1)] + [("fp8", 8), ("2:4", 8), ("2:4", 4)]
 # Expected root mean square errors for N(0, 1) in groups of 128 (with 10% to spare).
@@ -153,7 +154,7 @@ def test_a_saved_weight_comes_back(tmp_path, format, bits):
 DAMAGE = {
     "has no scales": lambda a: a.pop("scales"),
     "is damaged: its checksum is": lambda a: a["words"].reshape(-1).__setitem__(3, 1),
-    "is not that of a quantised weight": lambda a: a.update(header=a["header"][:3]),
+    "is not a quantised weight's": lambda a: a.update(header=a["header"][:3]),
     r"bits=3 is not 8 or 4 or 2 or 1": lambda a: a["header"].__setitem__(3, 3),
     r"words of a \(512, 64\) weight is int32": lambda a: a["header"].__setitem__(1, 512),
 }

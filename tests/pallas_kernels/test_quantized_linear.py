@@ -16,8 +16,9 @@ from kernel_checks import (
     normal,
 )
 
-from pallas_kernels import dequantize, dispatch, mosaic, quantize, quantized_linear
+from pallas_kernels import dispatch, mosaic, quantize, quantized_linear
 from pallas_kernels.quantized import gemm, gemv, op
+from pallas_kernels.quantized.formats import dequantize
 from pallas_kernels.quantized.matmul import plan
 from pallas_kernels.quantized.op import quantized_linear_reference
 

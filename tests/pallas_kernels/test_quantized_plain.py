@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from kernel_checks import ON_GPU, normal
 
-from pallas_kernels import dequantize, quantize, quantized_linear
-from pallas_kernels.quantized.formats import PlainWeight
+from pallas_kernels import quantize, quantized_linear
+from pallas_kernels.quantized.formats import PlainWeight, dequantize
 from pallas_kernels.quantized.plain import quantize_rows
 
 FORMATS = ["int", "fp8"]

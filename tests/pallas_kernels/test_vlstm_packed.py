@@ -11,7 +11,7 @@ from cases import slow
 from kernel_checks import ON_GPU, names_in, normal
 from vlstm_twins import COPIES, assert_same_bits, with_gradients
 
-from pallas_kernels import dispatch, vlstm, vlstm_qkv
+from pallas_kernels import Packed, dispatch, vlstm
 
 KERNELS = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq", "vlstm_backward_dkv")
 GENERAL = tuple(
@@ -23,10 +23,17 @@ FOUR = {"segment_ids": jnp.asarray(vlstm_twins.FOUR)}
 pytestmark = pytest.mark.usefixtures("one_team")
 
 
+def packed(qkv, heads, dqk):
+    dv = qkv.shape[2] // heads - 2 * dqk
+    return Packed(qkv, ((heads, dqk), (heads, dqk), (heads, dv)))
+
+
+def on_one(qkv, i, f, dqk, **options):
+    return vlstm(packed(qkv, i.shape[2], dqk), None, None, i, f, **options)
+
+
 def on_parts(qkv, i, f, dqk, **options):
-    heads = i.shape[2]
-    parts = jnp.split(qkv, (heads * dqk, 2 * heads * dqk), axis=2)
-    return vlstm(*(x.reshape(*x.shape[:2], heads, -1) for x in parts), i, f, **options)
+    return vlstm(*packed(qkv, i.shape[2], dqk).split(), i, f, **options)
 
 
 def inputs(b, t, heads, dqk, dv, dtype=jnp.bfloat16):
@@ -50,7 +57,7 @@ LARGE = [
 def assert_equal_to_parts(shape, options):
     (b, t, heads, dqk, dv), options = shape, options | {"implementation": "mosaic"}
     arrays, dh = inputs(*shape), normal(7, (b, t, heads, dv), jnp.bfloat16)
-    assert_same_bits(vlstm_qkv, on_parts, arrays, dh, dqk=dqk, **options)
+    assert_same_bits(on_one, on_parts, arrays, dh, dqk=dqk, **options)
 
 
 @pytest.mark.parametrize(("shape", "options"), SMALL + LARGE * ON_GPU)
@@ -68,7 +75,7 @@ def test_nothing_is_copied_around_the_kernels(form, t, request):
     if form:
         request.getfixturevalue("general_kernels")
     arrays, dh = inputs(1, t, 2, 64, 128), jnp.zeros((1, t, 2, 128), jnp.bfloat16)
-    run = with_gradients(vlstm_qkv, dqk=64, implementation="mosaic")
+    run = with_gradients(on_one, dqk=64, implementation="mosaic")
     text = jax.jit(run).trace(arrays, dh).lower(lowering_platforms=("cuda",)).as_text()
     assert set(GENERAL if form else KERNELS) <= names_in(text)
     # TMA copies groups of 8 positions; the general form does without.
@@ -79,7 +86,7 @@ def test_it_splits_what_the_kernels_do_not_take():
     options = {"eps": 1e-6, "chunk_size": 8, "segment_ids": jnp.arange(20)[None] // 9}
     arrays, dh = inputs(1, 20, 3, 16, 32), normal(7, (1, 20, 3, 32), jnp.bfloat16)
     actual, expected = (
-        jax.jit(with_gradients(op, dqk=16, **options))(arrays, dh) for op in (vlstm_qkv, on_parts)
+        jax.jit(with_gradients(op, dqk=16, **options))(arrays, dh) for op in (on_one, on_parts)
     )
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
@@ -89,7 +96,7 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: lacks)
     dispatch.reset()
     arrays = jax.eval_shape(lambda: inputs(1, 16, 1, 64, 64))
-    traced = jax.jit(lambda *a: vlstm_qkv(*a, dqk=64)).trace(*arrays)
+    traced = jax.jit(lambda *a: on_one(*a, dqk=64)).trace(*arrays)
     names = names_in(traced.lower(lowering_platforms=("cuda",)).as_text())
     assert [d[:2] for d in dispatch.decisions()] == [("vlstm", "xla" if lacks else "hopper")]
     assert ("vlstm_forward" in names) == (not lacks)
@@ -99,9 +106,9 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
 @pytest.mark.parametrize(
     ("message", "shape", "options"),
     [
-        ("qkv has 250 columns, not NH=2 times 2 dqk=64 plus DV > 0", (1, 8, 250), {}),
-        ("qkv has 385 columns, not NH=2 times", (1, 8, 385), {}),
-        ("needs 3 axes: B T P", (1, 8, 6, 64), {}),
+        ("packed has parts .*: heads and width must be at least 1", (1, 8, 250), {}),
+        ("packed has 385 columns, not 2 x 64", (1, 8, 385), {}),
+        (r"packed has an array \(1, 8, 384, 1\), but needs \(B, T, P\)", (1, 8, 384, 1), {}),
         ("do not match", (1, 9, 384), {}),
         ("do not match", (1, 16, 384), {"implementation": "mosaic"}),
         (r"segment_ids have shape \(8,\)", (1, 8, 384), {"segment_ids": jnp.zeros(8, int)}),
@@ -111,18 +118,34 @@ def test_what_is_decided_is_what_runs(monkeypatch, lacks):
 )
 def test_errors(message, shape, options):
     with pytest.raises(ValueError, match=message):
-        vlstm_qkv(jnp.zeros(shape), *[jnp.zeros((1, 8, 2))] * 2, dqk=64, **options)
+        on_one(jnp.zeros(shape), *[jnp.zeros((1, 8, 2))] * 2, dqk=64, **options)
+
+
+def test_what_is_packed_is_said_once():
+    gates, q = [jnp.zeros((1, 8, 1))] * 2, jnp.zeros((1, 8, 1, 64))
+    with pytest.raises(ValueError, match="q is packed with k and v: pass k=None and v=None"):
+        vlstm(packed(jnp.zeros((1, 8, 192)), 1, 64), q, q, *gates)
+    with pytest.raises(ValueError, match="k and v are missing"):
+        vlstm(q, None, None, *gates)
+    with pytest.raises(ValueError, match="packed has 3 parts, not q, k, v, o"):
+        on_one(jnp.zeros((1, 8, 192)), *gates, 64, norm_weight=jnp.ones((1, 64)))
+
+
+def test_states_go_in_and_out():
+    shape = (1, 20, 2, 16, 32)
+    state = tuple(vlstm_twins.inputs(*shape, state=True)[5:])
+    options = dict(dqk=16, initial_state=state, return_state=True)
+    actual, expected = (op(*inputs(*shape), **options) for op in (on_one, on_parts))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_what_the_kernels_do_not_support_is_an_error():
     with pytest.raises(NotImplementedError, match="q is float32, not bfloat16 or float16"):
-        vlstm_qkv(
-            jnp.zeros((1, 8, 192)), *[jnp.zeros((1, 8, 1))] * 2, dqk=64, implementation="mosaic"
-        )
+        on_one(jnp.zeros((1, 8, 192)), *[jnp.zeros((1, 8, 1))] * 2, 64, implementation="mosaic")
 
 
 def test_checkpoint_runs_the_kernels_that_write_in_place_again():
     arrays = inputs(1, 64, 1, 64, 64)
-    op = jax.checkpoint(lambda *a: vlstm_qkv(*a, dqk=64, implementation="mosaic").sum())
+    op = jax.checkpoint(lambda *a: on_one(*a, dqk=64, implementation="mosaic").sum())
     text = jax.jit(jax.grad(op)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert set(KERNELS) <= names_in(text)

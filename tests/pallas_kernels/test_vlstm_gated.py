@@ -12,7 +12,7 @@ from cases import slow
 from kernel_checks import ON_GPU, check_op, names_in, normal
 from vlstm_twins import COPIES, assert_same_bits, with_gradients
 
-from pallas_kernels import dispatch, layer_norm, vlstm, vlstm_qkv, vlstm_qkvo
+from pallas_kernels import Packed, dispatch, layer_norm, vlstm
 from pallas_kernels.mlstm import chunkwise
 from pallas_kernels.norms.norm import layer_norm_reference
 
@@ -31,6 +31,12 @@ def inputs(b, t, heads, dqk, dv, dtype=jnp.bfloat16):
     parts.append(normal(5, (b, t, heads, dv), dtype, scale=2.0))
     qkvo = jnp.concatenate([x.reshape(b, t, -1) for x in parts], 2)
     return qkvo, i, f, normal(6, (heads, dv), offset=1.0)
+
+
+def gated(qkvo, i, f, weight, dqk, **options):
+    heads, dv = weight.shape
+    packed = Packed(qkvo, ((heads, dqk), (heads, dqk), (heads, dv), (heads, dv)))
+    return vlstm(packed, None, None, i, f, norm_weight=weight, **options)
 
 
 def reference(qkvo, i, f, weight, *, dqk, **options):
@@ -52,17 +58,16 @@ def reference(qkvo, i, f, weight, *, dqk, **options):
         slow((1, 136, 1, 128, 256), jnp.bfloat16, {}),
     ],
 )
-def test_vlstm_qkvo_matches_float64(shape, dtype, options):
+def test_vlstm_matches_float64(shape, dtype, options):
     kernels = KERNELS if shape[3] == 64 else (*CELL, *NORM)
-    check_op(
-        vlstm_qkvo, reference, *inputs(*shape, dtype), dqk=shape[3], kernels=kernels, **options
-    )
+    check_op(gated, reference, *inputs(*shape, dtype), dqk=shape[3], kernels=kernels, **options)
 
 
 def on_two(qkvo, i, f, weight, dqk, norm_eps=1e-6, **options):
-    """The same with the kernels of vlstm_qkv and of layer_norm with a gate."""
-    columns = qkvo.shape[2] - weight.size
-    h = vlstm_qkv(qkvo[..., :columns], i, f, dqk, **options)
+    """The same with the kernels of vlstm on q, k and v and of layer_norm with a gate."""
+    (heads, dv), columns = weight.shape, qkvo.shape[2] - weight.size
+    qkv = Packed(qkvo[..., :columns], ((heads, dqk), (heads, dqk), (heads, dv)))
+    h = vlstm(qkv, None, None, i, f, **options)
     o, implementation = qkvo[..., columns:].reshape(h.shape), options["implementation"]
     return layer_norm(h, weight, gate=o, eps=norm_eps, implementation=implementation)
 
@@ -86,7 +91,7 @@ def assert_equal_to_two_ops(shape, options):
     b, t, heads, dqk, dv = shape
     options = dict(dqk=dqk, implementation="mosaic") | options
     arrays, dy = inputs(*shape), normal(7, (b, t, heads, dv), jnp.bfloat16)
-    assert_same_bits(vlstm_qkvo, on_two, arrays, dy, **options)
+    assert_same_bits(gated, on_two, arrays, dy, **options)
 
 
 @pytest.mark.parametrize(("shape", "options"), SMALL + LARGE * ON_GPU)
@@ -104,7 +109,7 @@ def test_nothing_is_copied_around_the_kernels(form, t, request):
     if form:
         request.getfixturevalue("general_kernels")
     arrays, dy = inputs(1, t, 2, 64, 128), jnp.zeros((1, t, 2, 128), jnp.bfloat16)
-    run = with_gradients(vlstm_qkvo, dqk=64, implementation="mosaic")
+    run = with_gradients(gated, dqk=64, implementation="mosaic")
     text = jax.jit(run).trace(arrays, dy).lower(lowering_platforms=("cuda",)).as_text()
     assert set(GENERAL if form else KERNELS) <= names_in(text)
     # TMA copies groups of 8 positions.
@@ -119,13 +124,13 @@ def test_it_splits_what_the_kernels_do_not_take(heads):
     arrays, dy = inputs(1, 20, heads, dqk, dv), normal(7, (1, 20, heads, dv), jnp.bfloat16)
     options |= dict(dqk=dqk, implementation=None)  # on a GPU both have kernels, with padding
     actual, expected = (
-        jax.jit(with_gradients(op, **options))(arrays, dy) for op in (vlstm_qkvo, on_two)
+        jax.jit(with_gradients(op, **options))(arrays, dy) for op in (gated, on_two)
     )
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def traced_names(arrays, wrap=lambda op: op, **options):
-    op = wrap(functools.partial(vlstm_qkvo, dqk=64, **options))
+    op = wrap(functools.partial(gated, dqk=64, **options))
     loss = lambda *a: op(*a).astype(jnp.float32).sum()
     traced = jax.jit(jax.grad(loss, (0, 3))).trace(*arrays)
     return names_in(traced.lower(lowering_platforms=("cuda",)).as_text())
@@ -150,10 +155,7 @@ def test_a_gate_that_begins_elsewhere_has_the_kernels_of_both_ops():
 @pytest.mark.parametrize(
     ("message", "shape", "weight", "options"),
     [
-        ("qkvo has 250 columns, not NH=2 times 2 dqk=64 plus 2 DV > 0", (1, 8, 250), (2, 64), {}),
-        ("qkvo has 514 columns, not NH=2 times", (1, 8, 514), (2, 64), {}),
-        ("needs 3 axes: B T P", (1, 8, 8, 64), (2, 64), {}),
-        (r"weight has shape \(2, 32\), not \(NH, DV\) = \(2, 64\)", (1, 8, 512), (2, 32), {}),
+        ("packed has 514 columns, not 2 x 64", (1, 8, 514), (2, 64), {}),
         ("do not match", (1, 16, 512), (2, 64), {"implementation": "mosaic"}),
         (r"segment_ids have shape \(8,\)", (1, 8, 512), (2, 64), {"segment_ids": np.zeros(8, int)}),
         ("gate='tanh' is not one of", (1, 8, 512), (2, 64), {"gate": "tanh"}),
@@ -163,7 +165,27 @@ def test_a_gate_that_begins_elsewhere_has_the_kernels_of_both_ops():
 def test_errors(message, shape, weight, options):
     gates = [jnp.zeros((1, 8, 2))] * 2
     with pytest.raises(ValueError, match=message):
-        vlstm_qkvo(jnp.zeros(shape), *gates, jnp.ones(weight), 64, **options)
+        gated(jnp.zeros(shape), *gates, jnp.ones(weight), 64, **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "parts", "weight"),
+    [
+        (r"norm_weight has shape \(2, 32\), not \(NH, DV\) = \(2, 64\)", [64] * 4, (2, 32)),
+        (r"o has shape \(1, 8, 2, 32\) but v \(1, 8, 2, 64\)", [64] * 3 + [32], (2, 64)),
+        ("norm_weight needs a Packed of q, k, v and o", None, (2, 64)),
+    ],
+)
+def test_a_norm_or_gate_that_does_not_fit_is_an_error(message, parts, weight):
+    q, k, v = jnp.zeros((1, 8, 2, 64)), jnp.zeros((1, 8, 2, 64)), jnp.zeros((1, 8, 2, 64))
+    if parts:
+        q, k, v = (
+            Packed(jnp.zeros((1, 8, 2 * sum(parts))), tuple((2, d) for d in parts)),
+            None,
+            None,
+        )
+    with pytest.raises(ValueError, match=message):
+        vlstm(q, k, v, *[jnp.zeros((1, 8, 2))] * 2, norm_weight=jnp.ones(weight))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +199,7 @@ def test_what_the_kernels_do_not_support_is_an_error(message, dtype, options):
     arrays = inputs(1, 8, 1, 64, 64, dtype)
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(
-            functools.partial(vlstm_qkvo, dqk=64, implementation="mosaic", **options), *arrays
+            functools.partial(gated, dqk=64, implementation="mosaic", **options), *arrays
         )
 
 
