@@ -28,6 +28,19 @@ def cache_folder(cache_dir: str | None) -> Path:
     return Path(base).expanduser() / "jaxllm"
 
 
+def keep_compiled() -> None:
+    """Makes JAX keep compiled programs for GPUs in our cache, and read them at the next start.
+
+    Its keys hold the program, XLA's flags, all versions and the GPU.  JAX's own settings go first:
+    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+    """
+    import jax  # here, as it takes seconds and must not start before XLA's flags are set
+
+    if jax.default_backend() == "gpu" and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder(None) / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 def digest(*parts: Any) -> str:
     """Returns the SHA-256 of JSON-like values as 64 hex digits."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.config import ModelConfig, SampleConfig, round_up
+from jaxllm.data.cache import keep_compiled
 from jaxllm.errors import InputError, RunError
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
@@ -62,6 +63,7 @@ def load_model(
 
     The matrices of Linear are in the compute dtype, to which each of their products casts them.
     """
+    keep_compiled()
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
     packing = weights.packing if isinstance(weights, PackedWeights) else None

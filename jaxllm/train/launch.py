@@ -1,7 +1,10 @@
 """Prepares a run: makes the mesh, opens weights and logs, restores, compiles."""
 
+import hashlib
+import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig
+from jaxllm.data.cache import cache_folder, digest, keep_compiled
 from jaxllm.data.loader import Dataset
 from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError, memory_errors
@@ -133,16 +137,13 @@ def compile_step(
     config, device, timings = trainer.config.train, trainer.mesh.devices.flat[0], None
     if device.platform == "gpu":
         # A resumed process must run the same program.  XLA chooses its matmuls by timing them, so a
-        # new compilation may choose differently and change the last bits.
+        # new compilation may choose differently and change the last bits: the run keeps the times.
         compiled = out_dir.resolve() / "compiled"
         if config.autotune and config.deterministic and jax.process_count() == 1:
-            # XLA refuses the timings of another version, and ignores another GPU's.
-            name = f"timings-{jax.__version__}-{device.device_kind}.txt".replace(" ", "-")
-            timings = compiled / name
-        if fresh and jax.process_index() == 0:  # a killed process may leave partial files
+            timings = compiled / "timings.txt"
+        if fresh and jax.process_index() == 0:
             shutil.rmtree(compiled, ignore_errors=True)
-        jax.config.update("jax_compilation_cache_dir", str(compiled))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        keep_compiled()
     clock = time.perf_counter()
     traced = trace_step(trainer, emit)
     with memory_errors(advice):
@@ -159,10 +160,19 @@ def compile_step(
 def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.stages.Compiled:
     """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
 
-    timings: where they are stored, or will be; None: with XLA's first choice, which is not timed.
+    timings: where the run stores them, or will; None: with XLA's first choice, which is not timed.
+    A new run takes those of an earlier run of the same program from our cache.
     """
     if timings is None:
-        return lowered.compile()
+        return compile_kept(lowered)
+    shared = cache_folder(None) / "timings"
+    device = jax.devices()[0]  # XLA refuses the times of another version, and ignores another GPU's
+    place = jax.__version__, device.client.platform_version, device.device_kind
+    key = digest(lowered.as_text(), os.environ.get("XLA_FLAGS", ""), *place)
+    if not jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        shared = timings.parent
+    elif not timings.exists() and (known := shared / f"{key}.txt").exists():
+        put(timings, known.read_bytes())
     if not timings.exists():
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
         # This compilation only times, and writes the file, under another name until it is whole.
@@ -175,9 +185,36 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
             }
         )
         if not partial.exists():  # there was nothing to choose
-            return lowered.compile()
+            return compile_kept(lowered)
         partial.replace(timings)
-    return lowered.compile({"xla_gpu_load_autotune_results_from": str(timings)})
+        put(shared / f"{key}.txt", timings.read_bytes())
+    # The name is a part of the key of the compiled program, so all runs have the same.
+    times = timings.read_bytes()
+    named = shared / f"{hashlib.sha256(times).hexdigest()}.txt"
+    put(named, times)
+    return compile_kept(lowered, {"xla_gpu_load_autotune_results_from": str(named)})
+
+
+def put(path: Path, content: bytes) -> None:
+    """Writes a file unless it exists."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+
+
+def compile_kept(lowered: jax.stages.Lowered, options: dict | None = None) -> jax.stages.Compiled:
+    """Compiles, or reads the program from the cache, which is emptied if this cannot be read.
+
+    JAX writes into it in place, and never again, so a killed process may leave a part of a program.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Error reading persistent compilation cache")
+        try:
+            return lowered.compile(options)
+        except UserWarning:
+            for program in Path(jax.config.jax_compilation_cache_dir).glob("*-cache"):
+                program.unlink(missing_ok=True)
+    return lowered.compile(options)
 
 
 def trace_step(trainer: Trainer, emit: Callable[[str], None]) -> jax.stages.Traced:

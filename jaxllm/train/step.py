@@ -312,6 +312,10 @@ class Trainer:
         if parts == 1:
             return grad(working, batch)
         split = self._in_parts(batch, parts)
+        # The head has no copy: without this XLA would cast it in each part.
+        cast = lambda p: p.replace(p.get_value().astype(self.config.model.compute_dtype))
+        uncast = lambda p: p.get_metadata().get("copied") is False and self.mesh.size == 1
+        working = jax.tree.map(lambda p: cast(p) if uncast(p) else p, working, is_leaf=_is_variable)
 
         def add(sums, part):
             return jax.tree.map(jnp.add, sums, grad(working, part)), None

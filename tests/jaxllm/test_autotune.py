@@ -2,13 +2,16 @@
 
 import functools
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import training_runs
+from jax.experimental.compilation_cache import compilation_cache
 
+from jaxllm.train import launch
 from jaxllm.train.launch import compile_autotuned
 
 LOAD, DUMP = (
@@ -19,38 +22,90 @@ LOAD, DUMP = (
 class Lowered:
     """Records the options of compilations; writes the timings, as XLA does on a GPU."""
 
-    def __init__(self, choices=True):
+    def __init__(self, choices=True, size=4):
         self.options, self.choices = [], choices
         with jax.default_device(jax.devices("cpu")[0]):  # a GPU would write timings of its own
-            self.program = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4)))
+            self.program = jax.jit(lambda x: x @ x).lower(jnp.ones((size, size)))
 
     def compile(self, options=None):
         self.options.append(options)
         if self.choices and options and (path := options.get(DUMP)):
             with open(path, "w") as f:
                 f.write("timings")
-        return self.program.compile(options)
+        return self.program.compile(None)
+
+    def as_text(self):
+        return self.program.as_text()
 
 
-def test_a_new_run_times_and_a_resumed_one_loads(tmp_path):
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The user's cache, as on a GPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    before = jax.config.jax_compilation_cache_dir
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache" / "compiled"))
+    yield tmp_path / "cache" / "jaxllm"
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def test_a_new_run_times_and_a_resumed_one_loads(tmp_path, cache):
     timings, lowered = tmp_path / "compiled" / "timings.txt", Lowered()
     program = compile_autotuned(lowered, timings)
     first, second = lowered.options
     assert first["xla_gpu_deterministic_ops"] is False
     assert first[DUMP] != str(timings)  # so that a file with this name is whole
-    assert second == {LOAD: str(timings)}
+    loaded = Path(second[LOAD])
+    assert loaded.read_text() == timings.read_text() == "timings"
     assert [path.name for path in timings.parent.iterdir()] == [timings.name]
     assert program(np.ones((4, 4), np.float32))[0, 0] == 4
     resumed = Lowered()
+    shutil.rmtree(cache)
     compile_autotuned(resumed, timings)
     assert resumed.options == [second]
+    assert loaded.exists()
+
+
+def test_another_run_of_the_program_takes_the_same_times_and_paths(tmp_path):
+    first, second, other = Lowered(), Lowered(), Lowered(size=5)
+    compile_autotuned(first, tmp_path / "a" / "timings.txt")
+    compile_autotuned(second, tmp_path / "b" / "timings.txt")
+    assert second.options == first.options[1:]  # so the compiled program is found, too
+    assert (tmp_path / "b" / "timings.txt").read_text() == "timings"
+    compile_autotuned(other, tmp_path / "c" / "timings.txt")
+    assert len(other.options) == 2
+
+
+def test_without_the_cache_each_run_times_its_own(tmp_path):
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        for run in "ab":
+            compile_autotuned(lowered := Lowered(), tmp_path / run / "timings.txt")
+            assert len(lowered.options) == 2
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_part_of_a_program_in_the_cache_is_replaced(tmp_path):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    folder = tmp_path / "cache" / "compiled"
+    Lowered().program.compile()
+    (path,) = folder.glob("*-cache")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    jax.clear_caches()
+    assert launch.compile_kept(Lowered().program)(np.ones((4, 4), np.float32))[0, 0] == 4
+    assert len(path.read_bytes()) > len(whole) // 2
 
 
 def test_a_program_without_choices_has_no_timings(tmp_path):
     lowered = Lowered(choices=False)
     compile_autotuned(lowered, tmp_path / "timings.txt")
     assert lowered.options[1] is None
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.txt"))
 
 
 def test_without_timings_xla_takes_its_first_choice():
@@ -67,7 +122,7 @@ def test_a_resumed_run_repeats_the_bits_of_the_first(program, tiny, tmp_path):
     out_dir, more = tmp_path / "run", ("--train.autotune", "true", "--train.keep_checkpoints", "99")
     first = train(*more)
     assert first.returncode == 0, first.stderr
-    (timings,) = (out_dir / "compiled").glob("timings-*.txt")
+    (timings,) = (out_dir / "compiled").glob("timings.txt")
     whole, stored = training_runs.losses(out_dir), timings.read_bytes()
     for checkpoint in (out_dir / "checkpoints").iterdir():
         if checkpoint.name.isdigit() and int(checkpoint.name) > 20:
