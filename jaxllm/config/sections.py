@@ -149,9 +149,17 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+    """AdamW or Muon, and the learning rates."""
 
-    learning_rate: Positive = Field(description="peak learning rate, reached after the warm-up")
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: Muon for the blocks' matrices, AdamW for all other parameters"
+    )
+    learning_rate: Positive = Field(
+        description="peak learning rate of AdamW, reached after the warm-up"
+    )
+    muon_learning_rate: Positive = Field(
+        0.02, description="peak learning rate of Muon, which takes the same schedule"
+    )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine",
         description="shape of the decay after the warm-up; wsd: constant, then linear at the end",

@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import time
+import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -177,7 +178,8 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
         # XLA times no kernels for a deterministic program, but takes the result of earlier timing.
         # This compilation only times, and writes the file, under another name until it is whole.
         timings.parent.mkdir(parents=True, exist_ok=True)
-        partial = timings.with_name(f"partial-{timings.name}")
+        # Another name each time: a program in the cache would write nothing.
+        partial = timings.with_name(f"partial-{uuid.uuid4().hex}")
         lowered.compile(
             {
                 "xla_gpu_deterministic_ops": False,

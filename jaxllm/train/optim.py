@@ -1,13 +1,19 @@
-"""Clipping by global norm, then AdamW with decoupled weight decay on matrices only, in optax.
+"""Clipping by global norm, then AdamW or Muon in optax, with decoupled weight decay of matrices.
 
-Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
+Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; Jordan et al. 2024, "Muon: An
+optimizer for hidden layers in neural networks".
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxllm.config import OptimizerConfig
+
+_NEWTON = 3.4445, -4.7750, 2.0315  # optax.contrib.muon's
+_BATCH = 2**26  # elements in a batch of matrices: 128 MB in bf16
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -60,8 +66,8 @@ def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clips, then applies AdamW; vectors (norms, biases) are not decayed."""
-    adamw = optax.adamw(
+    """Clips, then applies AdamW, or Muon to the blocks' matrices; vectors are not decayed."""
+    rule = optax.adamw(
         learning_rate(config, steps),
         b1=config.b1,
         b2=config.b2,
@@ -69,6 +75,56 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         weight_decay=config.weight_decay,
         mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
     )
+    if config.name == "muon":
+        rule = optax.partition({"muon": muon(config, steps), "adamw": rule}, _rules)
     if not config.clip_norm:
-        return adamw
-    return optax.chain(clip_by_global_norm(config.clip_norm), adamw)
+        return rule
+    return optax.chain(clip_by_global_norm(config.clip_norm), rule)
+
+
+def _rules(params):
+    """The name of each parameter's rule."""
+    is_muon = lambda path, p: path[0].key == "blocks" and p.ndim == 2
+    return jax.tree.map_with_path(lambda *p: "muon" if is_muon(*p) else "adamw", params)
+
+
+def muon(config: OptimizerConfig, steps: int, dtype=jnp.bfloat16) -> optax.GradientTransformation:
+    """`optax.contrib.muon` of matrices, with Newton-Schulz iterations in `dtype`.
+
+    Each matrix is orthogonalized on its own, so q, k and v are three.
+    """
+    each = lambda tree: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), tree)
+    rate = config.model_copy(update={"learning_rate": config.muon_learning_rate})
+    return optax.chain(
+        # Without steps: the momentum (Nesterov's), divided by its norm.
+        optax.contrib.scale_by_muon(ns_steps=0, weight_dimension_numbers=each),
+        optax.stateless(lambda updates, _: orthogonal(updates, dtype)),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(learning_rate(rate, steps)),
+    )
+
+
+def orthogonal(matrices, dtype):
+    """Matrices (in, out) of norm 1, nearly orthogonalized, times sqrt(max(1, out / in)).
+
+    X = a X + b (X X^T) X + c (X X^T)^2 X, five times, drives singular values to 0.7 to 1.2.  Equal
+    shapes share batched matmuls: one of 768 x 768 would fill a quarter of an H100.
+    """
+    leaves, structure = jax.tree.flatten(matrices)
+    wide = [x.T if x.shape[0] > x.shape[1] else x for x in leaves]
+    groups, results = {}, list(leaves)
+    for i, x in enumerate(wide):
+        groups.setdefault(x.shape, []).append(i)
+    for shape, members in groups.items():
+        count = max(1, _BATCH // math.prod(shape))
+        for at in range(0, len(members), count):
+            some = members[at : at + count]
+            x = jnp.stack([wide[i] for i in some]).astype(dtype)
+            for _ in range(5):
+                square = x @ x.mT
+                x = _NEWTON[0] * x + (_NEWTON[1] * square + _NEWTON[2] * square @ square) @ x
+            for i, y in zip(some, x.astype(jnp.float32), strict=True):
+                rows, columns = leaves[i].shape
+                y = y.T if rows > columns else y
+                results[i] = y * max(1, columns / rows) ** 0.5
+    return jax.tree.unflatten(structure, results)

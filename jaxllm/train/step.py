@@ -60,6 +60,15 @@ def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef
     return nnx.split(abstract, nnx.Param)[0]
 
 
+def _is_variable(node) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _is_masked(node) -> bool:
+    """Whether it stands for a parameter that another rule of the optimizer updates."""
+    return isinstance(node, optax.MaskedNode)
+
+
 class Trainer:
     """Builds the sharded state and the compiled steps of one configuration on one mesh."""
 
@@ -97,10 +106,11 @@ class Trainer:
         of_opt_state = optax.tree.map_params(
             # pyrefly: ignore[bad-argument-type]
             self.optimizer,
-            lambda _, s: s,
+            lambda moment, s: moment if _is_masked(moment) else s,
             jax.eval_shape(self.optimizer.init, params),
             of_params,
             transform_non_params=lambda _: whole,
+            is_leaf=_is_masked,
         )
         of_copies = self._matrices(self.working_shardings)
         # pyrefly: ignore[bad-argument-type]
@@ -312,10 +322,6 @@ class Trainer:
         if parts == 1:
             return grad(working, batch)
         split = self._in_parts(batch, parts)
-        # The head has no copy: without this XLA would cast it in each part.
-        cast = lambda p: p.replace(p.get_value().astype(self.config.model.compute_dtype))
-        uncast = lambda p: p.get_metadata().get("copied") is False and self.mesh.size == 1
-        working = jax.tree.map(lambda p: cast(p) if uncast(p) else p, working, is_leaf=_is_variable)
 
         def add(sums, part):
             return jax.tree.map(jnp.add, sums, grad(working, part)), None
