@@ -11,10 +11,12 @@ command_line.py  the options of `jaxllm train`, and what all commands share
 from jaxllm.config.describe import help_text
 from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message
 from jaxllm.config.model import (
+    FORMATS,
     MODEL_CONFIGS,
     AttentionConfig,
     GPT2Config,
     Llama3Config,
+    Lora,
     ModelConfig,
     VLSTMConfig,
     round_up,
@@ -34,6 +36,7 @@ from jaxllm.errors import InputError
 
 __all__ = [
     "CONFIG_DIR",
+    "FORMATS",
     "LARGEST_BPE",
     "MODEL_CONFIGS",
     "SMALLEST_BPE",
@@ -43,6 +46,7 @@ __all__ = [
     "GPT2Config",
     "InputError",
     "Llama3Config",
+    "Lora",
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",

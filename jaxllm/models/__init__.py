@@ -15,9 +15,9 @@ __all__ = ["GPT2", "MODELS", "VLSTM", "Llama3", "create", "flops_per_token", "ma
 MODELS: dict[str, Callable[..., LanguageModel]] = {"gpt2": GPT2, "llama3": Llama3, "vlstm": VLSTM}
 
 
-def create(config: ModelConfig, *, seed: int = 0) -> LanguageModel:
-    """Creates the configured model with initial weights."""
-    return MODELS[config.type](config, rngs=nnx.Rngs(seed))
+def create(config: ModelConfig, *, seed: int = 0, fp8: str = "none") -> LanguageModel:
+    """Creates the configured model with initial weights; fp8: a value of `train.fp8`."""
+    return MODELS[config.type](config, fp8=fp8, rngs=nnx.Rngs(seed))
 
 
 def matmul_params(model: LanguageModel) -> int:

@@ -20,24 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxllm.config import FORMATS
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
 
 if TYPE_CHECKING:  # imported late, because JAX takes seconds
     from jaxllm.weights.packed import Packing
-    from pallas_kernels.quantized.formats import Format
-
-# {value of --quantize: (format, bits)} of pallas_kernels.quantize
-FORMATS: dict[str, tuple[Format, int]] = {
-    "int8": ("int", 8),
-    "int4": ("int", 4),
-    "int2": ("int", 2),
-    "int1": ("int", 1),
-    "fp8": ("fp8", 8),
-    "2:4-int8": ("2:4", 8),
-    "2:4-int4": ("2:4", 4),
-}
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0: done, 1: write failed, 2: bad input, 130: interrupted."""

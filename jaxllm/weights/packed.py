@@ -26,12 +26,13 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jaxllm import config as configs
-from jaxllm.config import ModelConfig
+from jaxllm.config import FORMATS, ModelConfig
 from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
 from jaxllm.layers import Linear
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
+from jaxllm.sharding import spec_of
 from jaxllm.weights.checksums import array_checksums, first_mismatch, with_digest
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
 from jaxllm.weights.huggingface_config import read_json
@@ -88,6 +89,57 @@ def create_packed(config: ModelConfig, packing: Packing | None) -> LanguageModel
         own = Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0))
         model.head = nnx.data(own)
     return model
+
+
+def base_packing(config: ModelConfig) -> Packing | None:
+    """How `model.quantize` packs the matrices, with the largest group that fits; None: not at all.
+
+    Raises InputError if no group fits.
+    """
+    if getattr(config, "quantize", None) is None:
+        return None
+    found = [Packing(*FORMATS[config.quantize], group, True) for group in (128, 64, 32, None)]
+    params = named_params(nnx.eval_shape(lambda: create(config)))
+    fits = [packing for packing in found if _fits(params, packing)]
+    if not fits:
+        layout(config, found[-1])  # says why
+    return fits[0]
+
+
+def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx.State:
+    """Shapes of a model's weights as they are held where no gradient changes them.
+
+    Matrices are packed, or in the compute dtype (bfloat16 beside packed ones); vectors in float32.
+    """
+
+    def hold(path, variable):
+        own = packing and packing.of(_dotted(path), variable.shape)
+        like = jax.ShapeDtypeStruct(variable.shape, jnp.float32)
+        if own:
+            return variable.replace(jax.eval_shape(own.pack, like))
+        dtype = jnp.bfloat16 if packing else config.compute_dtype
+        return variable.replace(like if len(like.shape) == 1 else like.update(dtype=dtype))
+
+    return jax.tree.map_with_path(hold, base, is_leaf=_is_variable)
+
+
+def frozen_shardings(base: nnx.State, mesh) -> nnx.State:
+    """The shardings of a state that `frozen` describes; packed matrices are replicated."""
+
+    def place(variable):
+        packed = isinstance(variable.get_value(), QuantizedWeight)
+        sharding = jax.NamedSharding(mesh, jax.P() if packed else spec_of(variable))
+        return variable.replace(jax.tree.map(lambda _: sharding, variable.get_value()))
+
+    return jax.tree.map(place, base, is_leaf=_is_variable)
+
+
+def _is_variable(node) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _dotted(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]
