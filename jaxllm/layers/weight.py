@@ -1,7 +1,7 @@
 """The weight objects of a linear layer: each holds a matrix W (in, out) and knows how to multiply.
 
-    y = x W + bias      Dense, Float8, Transposed and LowBits
-    y = ... + s x A B   with an Adapter beside any of them
+y = x W + bias      Dense, Float8, Transposed and LowBits
+y = ... + s x A B   with an Adapter beside any of them
 """
 
 import functools
@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.config import Lora
-from jaxllm.sharding import BATCH, P, constrain, normal, one_device, per_device
+from jaxllm.sharding import BATCH, P, constrain, one_device, per_device
 from pallas_kernels import QuantizedWeight, dequantize, fp8_linear, quantized_linear
 from pallas_kernels.dispatch import Implementation
 
@@ -130,9 +130,7 @@ class Adapter(nnx.Module):
     Initially A is what `draw` returns, and B is zero.  Hu et al. 2021, "LoRA", section 4.1.
     """
 
-    def __init__(
-        self, shape: tuple[int, int], axes: tuple, lora: Lora, *, rngs: nnx.Rngs
-    ):
+    def __init__(self, shape: tuple[int, int], axes: tuple, lora: Lora, *, rngs: nnx.Rngs):
         """axes: mesh axes of the adapted matrix as it is multiplied."""
         self.a = nnx.LoRAParam(draw(rngs.params(), (shape[0], lora.rank)), axes=(axes[0], None))
         self.b = nnx.LoRAParam(jnp.zeros((lora.rank, shape[1])), axes=(None, axes[1]))

@@ -88,6 +88,7 @@ class Trainer:
         if self.lora is not None:
             self.packing = packing or base_packing(config.model)
             self.abstract_params, base = nnx.split_state(self.abstract_params, nnx.LoRAParam, ...)
+            self.abstract_base_params = base
             self.abstract_base = frozen(base, config.model, self.packing)
         self.n_trained = sum(p.size for p in jax.tree.leaves(self.abstract_params))
         self.step_graph = step_graph(config)
@@ -102,6 +103,14 @@ class Trainer:
         # Of the parameters in the forward and backward pass; those in the state may be split more.
         self.working_shardings = sharding.shardings(self.abstract_params, mesh)
         self.state_shardings = self._state_shardings(self.abstract_params)
+
+    def describe(self) -> str:
+        """The model in a few words."""
+        text = f"{self.config.model.type}, {self.n_params:,} parameters"
+        if self.lora is None:
+            return text
+        held = str(self.packing) if self.packing else self.config.model.compute_dtype
+        return f"{text}, of which {self.n_trained:,} in adapters are trained; the others are {held}"
 
     def _make_model(self) -> LanguageModel:
         return create(self.config.model, seed=self.config.train.seed)
@@ -180,6 +189,10 @@ class Trainer:
     def whole(self, params: nnx.State, base: nnx.State | tuple) -> nnx.State:
         """All parameters of the model, for `graph`."""
         return params if isinstance(base, tuple) else nnx.merge_state(params, base)
+
+    def frozen(self, base: nnx.State | tuple) -> nnx.State:
+        """Whatever `step_graph` takes besides the parameters, in shapes: base and dropout keys."""
+        return nnx.merge_state(self.whole(nnx.State({}), base), self.abstract_keys)
 
     def dropout_keys(self, step: jax.Array, part: jax.Array | int) -> nnx.State:
         """The keys of the adapters' dropout, for a part of the batch of a step; often none."""

@@ -33,11 +33,16 @@ from jaxllm.layers import Linear
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
-from jaxllm.weights.checksums import array_checksums, first_mismatch, with_digest
+from jaxllm.weights.checksums import (
+    array_checksums,
+    first_mismatch,
+    joint_checksum,
+    with_digest,
+)
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
 from jaxllm.weights.huggingface_config import read_json
 from jaxllm.weights.places import named_params, tied
-from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels import QuantizedWeight, dequantize, quantize
 from pallas_kernels.quantized.formats import Format
 
 PAGE, ARRAYS = "packed.json", "packed.safetensors"
@@ -61,7 +66,8 @@ class Packing(NamedTuple):
             format, bits = self.head
             # Only int has offsets; asymmetric blocks with a head in fp8 are no contradiction.
             return Packing(format, bits, self.group, self.symmetric or format != "int")
-        if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(GATES):
+        matrix = name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2
+        if matrix and not name.endswith(GATES):
             return self._replace(head=None)
         return None
 
@@ -201,11 +207,14 @@ def write_packed(
     """
     parts = layout(config, packing)
     checksums: dict[str, str] = {}
+    sums: dict[str, str] = {}  # of the parameters before they are packed or rounded
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
             x = read(TABLE).T if name == HEAD and tied(config) else read(name)
             check_finite(x, name)
+            if not (name == HEAD and tied(config)):
+                sums.update(array_checksums({name: x}))
             if (own := packing.of(name, x.shape)) is not None:
                 packed = own.pack(jnp.asarray(x)).to_arrays()
                 yield from ((at, packed[at.removeprefix(f"{name}.")]) for at in part)
@@ -217,6 +226,7 @@ def write_packed(
     flat = {at: kind for part in parts.values() for at, kind in part.items()}
     write_safetensors(folder / ARRAYS, flat, arrays())
     page = {"packing": VERSION, **packing._asdict(), **about, "checksums": checksums}
+    page["source"] = joint_checksum(sums)
     (folder / PAGE).write_text(json.dumps(with_digest(page), indent=1), encoding="utf-8")
     return (folder / ARRAYS).stat().st_size
 
@@ -225,6 +235,7 @@ class PackedWeights:
     """The packed weights in a folder, checked against its config.yaml on opening.
 
     run, config, step: as of the checkpoint that was packed.
+    source: the checksum of its parameters in float32.
     """
 
     def __init__(self, folder: Path):
@@ -244,6 +255,7 @@ class PackedWeights:
         self.packing = Packing(*(page[key] for key in keys), head=head and tuple(head))
         self.step: int = page["step"]
         self._checksums = page["checksums"]
+        self.source: str = page.get("source", page["digest"])
         self._layout = layout(self.config, self.packing)
         try:
             # pyrefly: ignore[missing-attribute]
@@ -261,9 +273,15 @@ class PackedWeights:
         Packed weights are replicated: XLA does not partition the kernel that reads them.  The
         others have the dtype in which they are stored.
         """
-        return {name: self._load(name, leaf.sharding) for name, leaf in abstract.items()}
+        return {name: self.load_one(name, leaf.sharding) for name, leaf in abstract.items()}
 
-    def _load(self, name: str, sharding) -> jax.Array | QuantizedWeight:
+    def param(self, name: str) -> np.ndarray:
+        """The parameter of a dotted path in float32; a packed one is dequantized."""
+        x = self.load_one(name, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        return np.asarray(dequantize(x) if isinstance(x, QuantizedWeight) else x, np.float32)
+
+    def load_one(self, name: str, sharding) -> jax.Array | QuantizedWeight:
+        """One parameter of `load`."""
         part = self._layout[name]
         arrays = {at.removeprefix(f"{name}."): self._file.get_tensor(at) for at in part}
         if name in part:
@@ -277,7 +295,9 @@ class PackedWeights:
         found = Packing(weight.format, weight.bits, weight.group, weight.offsets is None)
         if found != (own := self.packing.of(name, weight.shape)):
             raise self._damaged(f"{name} is {found}, not {own}")
-        return jax.device_put(weight, jax.NamedSharding(sharding.mesh, jax.P()))
+        if isinstance(sharding, jax.NamedSharding):
+            sharding = jax.NamedSharding(sharding.mesh, jax.P())
+        return jax.device_put(weight, sharding)
 
     def _check(self, names: set[str]) -> None:
         """Raises InputError unless the file has exactly the arrays of the configured model."""
