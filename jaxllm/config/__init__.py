@@ -19,6 +19,7 @@ from jaxllm.config.model import (
     Lora,
     ModelConfig,
     VLSTMConfig,
+    evaluated,
     round_up,
 )
 from jaxllm.config.sections import (
@@ -54,6 +55,7 @@ __all__ = [
     "SampleConfig",
     "TrainConfig",
     "VLSTMConfig",
+    "evaluated",
     "help_text",
     "keys",
     "load",

@@ -272,6 +272,13 @@ MODEL_CONFIGS: dict[str, type[_Model]] = {
 }
 
 
+def evaluated(model: ModelConfig) -> ModelConfig:
+    """The model without dropout, which only training has."""
+    if (lora := getattr(model, "lora", None)) is None:
+        return model
+    return model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
+
+
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import Config, ModelConfig, evaluated
 from jaxllm.layers.weight import DropoutKey, draw
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
@@ -63,13 +63,6 @@ def _step_model(config: Config, model: ModelConfig | None = None) -> LanguageMod
     return nnx.eval_shape(lambda: create(model or config.model, fp8=config.train.fp8))
 
 
-def without_dropout(model: ModelConfig) -> ModelConfig:
-    """The model as it is evaluated."""
-    if (lora := getattr(model, "lora", None)) is None:
-        return model
-    return model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
-
-
 class Trainer:
     """Builds the sharded state and the compiled steps of one configuration on one mesh."""
 
@@ -79,7 +72,7 @@ class Trainer:
         self.mesh = mesh
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.schedule = learning_rate(config.optimizer, config.train.steps)
-        model = nnx.eval_shape(lambda: create(without_dropout(config.model)))
+        model = nnx.eval_shape(lambda: create(evaluated(config.model)))
         # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))

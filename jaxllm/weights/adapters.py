@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.config import Config, Lora, ModelConfig
+from jaxllm.config import Config, Lora, ModelConfig, evaluated
 from jaxllm.errors import InputError
 from jaxllm.models import create
 from jaxllm.weights.checksums import array_checksums, joint_checksum
@@ -110,7 +110,7 @@ class AdapterWeights:
         config: of the model, with any kernels.  Raises InputError if the base changed.
         """
         plain = config.model_copy(update={"lora": None, "quantize": None})
-        model = nnx.eval_shape(lambda: create(config if self.packing else plain))
+        model = nnx.eval_shape(lambda: create(evaluated(config) if self.packing else plain))
         graph, adapters, rest = nnx.split(model, nnx.LoRAParam, nnx.Param)
         merge = None if self.packing else self._merged
         base, checksum = load_base(self.base, config, rest, mesh, merge)

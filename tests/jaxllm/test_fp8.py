@@ -148,7 +148,7 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_bfloat16(tmp_path):
         saved = checkpoints.restore(1, other.abstract_state().saved())
         checkpoints.close()
         program = other.trace_train_step().lower().compile()
-        return program(other.with_copies(saved), second)
+        return program(other.complete(saved), second)
 
     again, repeated = resumed("matmuls")
     for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(again), strict=True):

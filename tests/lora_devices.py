@@ -1,0 +1,36 @@
+"""Run by test_lora.py with two forced CPU devices: losses and adapters of three steps, as JSON.
+
+For one device, and for two that divide the batch, the parameters or the heads.
+"""
+
+import json
+
+import jax
+import numpy as np
+from lora_models import batch_of, state_of, trainer_of
+
+LORA = dict(rank=4, dropout=0.25)
+MESHES = {
+    "one": {},
+    "data": dict(data=2),
+    "fsdp": dict(data=1, fsdp=2),
+    "tensor": dict(data=1, tensor=2),
+    "optimizer": dict(data=2, shard_optimizer=True),
+}
+
+
+def run(mesh, quantize):
+    trainer = trainer_of(LORA, mesh=mesh or None, train=dict(grad_accum=2), quantize=quantize)
+    state, batch = state_of(trainer), trainer.put_batch(batch_of())
+    step, losses = trainer.trace_train_step().lower().compile(), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    adapters = np.concatenate([np.ravel(p) for p in jax.tree.leaves(state.params)])
+    return {"losses": losses, "adapters": adapters.tolist()}
+
+
+if __name__ == "__main__":
+    found = {name: run(mesh, None) for name, mesh in MESHES.items()}
+    found |= {f"{name}, packed": run(MESHES[name], "int8") for name in ("one", "data")}
+    print(json.dumps(found))
