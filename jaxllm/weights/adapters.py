@@ -112,7 +112,7 @@ class AdapterWeights:
         plain = config.model_copy(update={"lora": None, "quantize": None})
         model = nnx.eval_shape(lambda: create(evaluated(config) if self.packing else plain))
         graph, adapters, rest = nnx.split(model, nnx.LoRAParam, nnx.Param)
-        merge = None if self.packing else self._merged
+        merge = None if self.packing else lambda name, x: self._merged(name, self._seen(name, x))
         base, checksum = load_base(self.base, config, rest, mesh, merge)
         if self.expected is not None:
             self.expected.check(checksum)
@@ -127,10 +127,16 @@ class AdapterWeights:
         """A parameter of the base in float32, as training saw it."""
         x = self.base.param(name)
         self._sums |= array_checksums({name: x})
-        own = self.packing and self.packing.of(name, x.shape)
-        if own and not isinstance(self.base, PackedWeights):
+        return x if isinstance(self.base, PackedWeights) else self._seen(name, x)
+
+    def _seen(self, name: str, x: np.ndarray) -> np.ndarray:
+        """A float32 parameter, packed or rounded as `frozen` holds it."""
+        if x.ndim == 1:
+            return x
+        if own := self.packing and self.packing.of(name, x.shape):
             return np.asarray(dequantize(own.pack(jnp.asarray(x))))
-        return x
+        dtype = jnp.bfloat16 if self.packing else self.config.compute_dtype
+        return x.astype(dtype).astype(np.float32)
 
     def _merged(self, name: str, x: np.ndarray) -> Any:
         a, b = (self.arrays.get(name.replace(".weight", f".adapter.{part}")) for part in "ab")

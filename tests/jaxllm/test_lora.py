@@ -61,7 +61,7 @@ def test_gradients_are_those_of_float64(targets, model, limit):
         arrays = {name: jnp.float64(x) for name, x in plain_arrays(state).items()}
         adapters = {name: arrays.pop(name) for name in found}
         both = jax.value_and_grad(lambda a: loss_in_float64(arrays | a, batch, config))
-        expected, wanted = both(adapters)
+        expected, wanted = jax.device_get(both(adapters))
     assert len(found) == 2 * config.n_layers * (7 if targets == "all" else len(targets.split(",")))
     np.testing.assert_allclose(loss, expected, rtol=limit / 4)
     for name, g in found.items():
@@ -71,7 +71,8 @@ def test_gradients_are_those_of_float64(targets, model, limit):
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
 def test_the_base_has_no_gradient_and_no_float32_copy(quantize):
-    trainer = trainer_of(dict(rank=4), quantize=quantize, compute_dtype="bfloat16", remat="mlp")
+    model = dict(quantize=quantize, compute_dtype="bfloat16", remat="mlp")
+    trainer = trainer_of(dict(rank=4), train=dict(seq_len=13), **model)
     shapes = {p.shape for p in jax.tree.leaves(trainer.abstract_base_params) if p.ndim == 2}
     shapes |= {shape[::-1] for shape in shapes}
     products = [
@@ -220,9 +221,9 @@ def test_merged_and_unmerged_logits_are_equal(tmp_path, quantize, dtype):
     merged = jax.tree.unflatten(
         jax.tree.structure(shapes), [jnp.asarray(weights.param(n)) for n in named_params(shapes)]
     )
-    close = dict(rtol=0, atol=np.abs(expected).max() * (1e-5 if dtype == "float32" else 0.03))
-    np.testing.assert_allclose(logits(graph, merged, tokens), expected, **close)
-    np.testing.assert_allclose(logits(*load_model(weights, mesh), tokens), expected, **close)
+    for found in (logits(graph, merged, tokens), logits(*load_model(weights, mesh), tokens)):
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < (1e-5 if dtype == "float32" else 0.015)
     if dtype == "float32" and quantize is None:
         np.testing.assert_allclose(expected, fixture("lora")["logits"], atol=1e-4)
 
