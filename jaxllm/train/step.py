@@ -148,10 +148,11 @@ class Trainer:
         base: the frozen weights, with `state_shardings.base`.
         """
         with jax.set_mesh(self.mesh):
-            if params is None:
+            if drawn := params is None:
                 params = self._draw()
-                if self.config.mesh.shard_optimizer:  # `start` can then reuse their buffers
-                    params = jax.device_put(params, self.state_shardings.params)
+            if self.lora is not None or (drawn and self.config.mesh.shard_optimizer):
+                # `start` can then reuse their buffers.
+                params = jax.device_put(params, self.state_shardings.params)
             shardings = self.state_shardings._replace(base=())
             start = jax.jit(self._start, out_shardings=shardings, donate_argnums=0)
             return start(params)._replace(base=base)

@@ -43,17 +43,17 @@ def gradients(trainer, state, batch):
 @pytest.mark.parametrize(
     ("targets", "model", "limit"),
     [
-        *((target, {}, 2e-5) for target in TARGETS),
-        ("all", dict(remat="block"), 2e-5),
-        ("all", dict(quantize="int8"), 2e-5),
-        ("k_proj,down_proj", dict(quantize="int4", remat="mlp"), 2e-5),
+        *((target, {}, 1e-5) for target in TARGETS),
+        ("all", dict(remat="block"), 1e-5),
+        ("all", dict(quantize="int8"), 1e-5),
+        ("k_proj,down_proj", dict(quantize="int4", remat="mlp"), 1e-5),
         # bf16 rounds each activation by up to 2^-9, some twenty times in a row.
-        ("all", dict(compute_dtype="bfloat16", quantize="int4"), 0.04),
-        ("all", dict(compute_dtype="bfloat16"), 0.04),
+        ("all", dict(compute_dtype="bfloat16", quantize="int4"), 0.06),
+        ("all", dict(compute_dtype="bfloat16"), 0.06),
     ],
 )
 def test_gradients_are_those_of_float64(targets, model, limit):
-    trainer = trainer_of(dict(rank=4, targets=targets, rslora=True), **model)
+    trainer = trainer_of(dict(rank=4, alpha=2.0, targets=targets, rslora=True), **model)
     state, batch = state_of(trainer), batch_of()
     loss, found = gradients(trainer, state, batch)
     config = trainer.config.model
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_float64(targets, model, limit):
         both = jax.value_and_grad(lambda a: loss_in_float64(arrays | a, batch, config))
         expected, wanted = jax.device_get(both(adapters))
     assert len(found) == 2 * config.n_layers * (7 if targets == "all" else len(targets.split(",")))
-    np.testing.assert_allclose(loss, expected, rtol=limit / 4)
+    np.testing.assert_allclose(loss, expected, rtol=limit)
     for name, g in found.items():
         error = np.linalg.norm(g - wanted[name]) / np.linalg.norm(wanted[name])
         assert error < limit, (name, error)
@@ -223,7 +223,7 @@ def test_merged_and_unmerged_logits_are_equal(tmp_path, quantize, dtype):
     )
     for found in (logits(graph, merged, tokens), logits(*load_model(weights, mesh), tokens)):
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-        assert error < (1e-5 if dtype == "float32" else 0.015)
+        assert error < (1e-5 if dtype == "float32" else 0.03)  # bf16 rounds the merged matrix
     if dtype == "float32" and quantize is None:
         np.testing.assert_allclose(expected, fixture("lora")["logits"], atol=1e-4)
 
