@@ -20,8 +20,6 @@ def run(mesh, quantize, dropout=0.25):
     lora = dict(rank=4, dropout=dropout)
     options = dict(quantize=quantize, n_layers=1)
     trainer = trainer_of(lora, mesh=mesh or None, train=dict(grad_accum=2), **options)
-        LORA, mesh=mesh or None, train=dict(grad_accum=2), quantize=quantize, n_layers=1
-    )
     state, batch = state_of(trainer), trainer.put_batch(batch_of())
     step, losses = trainer.trace_train_step().lower().compile(), []
     for _ in range(3):

@@ -278,7 +278,10 @@ def test_a_run_becomes_a_folder_of_peft_and_a_merged_model(runs, capsys):
         where = ["--data.source", "text", "--data.path", str(folder / "0.txt")]
         assert evaluate.main(["--checkpoint", str(folder / name), *where]) == 0
         losses[name] = float(capsys.readouterr().out.split("loss ")[1].split()[0])
-        assert generate.main(["--checkpoint", str(folder / name), "--prompt", "the"]) == 0
+        assert (
+            generate.main(["--checkpoint", str(folder / name), "--prompt", "the", "--tokens", "4"])
+            == 0
+        )
     # The merged model has the base as it was trained, in int4; the folder of peft the whole one.
     assert losses["again_run"] == pytest.approx(losses["lora"], rel=2e-3)
     assert losses["packed"] == pytest.approx(losses["lora"], rel=5e-3)
@@ -306,7 +309,12 @@ def test_a_packed_base_is_trained_as_it_is(runs, capsys):
     words = [*words, "--model.init_from", str(packed)]
     assert train.main([*words, "--out_dir", str(folder / "on_packed"), "--train.steps", "1"]) == 0
     assert "the others are int8, groups of 64" in capsys.readouterr().out
-    assert generate.main(["--checkpoint", str(folder / "on_packed"), "--prompt", "the"]) == 0
+    assert (
+        generate.main(
+            ["--checkpoint", str(folder / "on_packed"), "--prompt", "the", "--tokens", "4"]
+        )
+        == 0
+    )
     line = error_of(capsys, *words, "--out_dir", folder / "x", "--model.quantize", "int4")
     assert "holds packed weights (int8, groups of 64); model.quantize=int4 cannot be packed" in line
 
@@ -326,7 +334,12 @@ def test_a_base_that_changed_is_refused(runs, capsys):
         save_file(tensors, folder / "hf" / "model.safetensors")
         line = error_of(capsys, "--resume", "--out_dir", folder / "lora", "--train.steps", "9")
         assert f"the base {folder / 'hf'} changed since the adapters were trained" in line
-        assert generate.main(["--checkpoint", str(folder / "lora"), "--prompt", "the"]) == 2
+        assert (
+            generate.main(
+                ["--checkpoint", str(folder / "lora"), "--prompt", "the", "--tokens", "4"]
+            )
+            == 2
+        )
         assert "changed since the adapters were trained" in capsys.readouterr().err
         assert convert.main([str(folder / "lora"), str(folder / "y"), "--merge"]) == 2
         assert "changed since the adapters were trained" in capsys.readouterr().err
