@@ -49,7 +49,7 @@ def continued() -> dict:
                 checkpoints = Checkpoints(Path(folder), 1)
                 saved = checkpoints.restore(1, other.abstract_state().saved())
                 # Programs that run at the same time on a CPU may wait for each other forever.
-                found[start][end] = loss(end, jax.block_until_ready(other.with_copies(saved)))
+                found[start][end] = loss(end, jax.block_until_ready(other.complete(saved)))
                 checkpoints.close()
     return found
 

@@ -11,12 +11,15 @@ command_line.py  the options of `jaxllm train`, and what all commands share
 from jaxllm.config.describe import help_text
 from jaxllm.config.loading import CONFIG_DIR, keys, load, plain_message
 from jaxllm.config.model import (
+    FORMATS,
     MODEL_CONFIGS,
     AttentionConfig,
     GPT2Config,
     Llama3Config,
+    Lora,
     ModelConfig,
     VLSTMConfig,
+    evaluated,
     round_up,
 )
 from jaxllm.config.sections import (
@@ -34,6 +37,7 @@ from jaxllm.errors import InputError
 
 __all__ = [
     "CONFIG_DIR",
+    "FORMATS",
     "LARGEST_BPE",
     "MODEL_CONFIGS",
     "SMALLEST_BPE",
@@ -43,6 +47,7 @@ __all__ = [
     "GPT2Config",
     "InputError",
     "Llama3Config",
+    "Lora",
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -50,6 +55,7 @@ __all__ = [
     "SampleConfig",
     "TrainConfig",
     "VLSTMConfig",
+    "evaluated",
     "help_text",
     "keys",
     "load",

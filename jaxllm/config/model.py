@@ -1,8 +1,9 @@
 """The model sections of the configuration: the settings of each architecture."""
 
+import re
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -14,6 +15,16 @@ Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
+FORMATS = {  # (format, bits) of pallas_kernels.quantize
+    "int8": ("int", 8),
+    "int4": ("int", 4),
+    "int2": ("int", 2),
+    "int1": ("int", 1),
+    "fp8": ("fp8", 8),
+    "2:4-int8": ("2:4", 8),
+    "2:4-int4": ("2:4", 4),
+}
 
 
 class Section(BaseModel):
@@ -51,6 +62,37 @@ class RopeScaling(Section):
                 f" low_freq_factor={self.low_freq_factor}"
             )
         return self
+
+
+class Lora(Section):
+    """Low-rank adapters beside frozen matrices: y = x W + s x A B (Hu et al. 2021, "LoRA")."""
+
+    rank: Width = Field(16, description="columns of A, and rows of B")
+    alpha: Positive = Field(
+        32.0, description="numerator of the scale s = alpha / rank of an adapter's output"
+    )
+    targets: str = Field(
+        "all", description="the matrices that get an adapter, like q_proj,v_proj; all: every one"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="probability with which training drops an input of A"
+    )
+    rslora: bool = Field(
+        False, description="s = alpha / sqrt(rank), which suits high ranks (Kalajdzievski 2023)"
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _join(cls, value):
+        return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def adapts(self, name: str) -> bool:
+        """Whether the matrix of this name gets an adapter."""
+        return self.targets == "all" or name in re.split(r"\s*,\s*", self.targets.strip())
 
 
 class _Model(Section):
@@ -138,6 +180,14 @@ class Llama3Config(AttentionConfig):
     )
     tie_embeddings: bool = Field(False, description="use the token embedding as the head")
     norm_eps: Positive = Field(1e-5, description="epsilon of the RMS norms")
+    lora: Lora | None = Field(
+        None, description="train low-rank adapters, and freeze all other weights; null: train all"
+    )
+    quantize: Quantized | None = Field(
+        None,
+        description="with lora: pack the frozen matrices of the blocks in this format as they are"
+        " loaded; null: keep them in bfloat16, or as packed as they are",
+    )
 
     @property
     def head_dim(self) -> int:
@@ -154,7 +204,33 @@ class Llama3Config(AttentionConfig):
         divides(self.n_kv_heads, self.n_heads, "n_kv_heads", "n_heads")
         if self.head_dim % 2:
             raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs")
+        if self.lora is not None:
+            self._check_lora(self.lora)
+        elif self.quantize is not None:
+            raise ValueError(
+                f"quantize={self.quantize} needs model.lora, as packed weights cannot be trained"
+            )
         return self
+
+    def _check_lora(self, lora: Lora) -> None:
+        C, F, Q, K = (
+            self.d_model,
+            self.d_ff,
+            *(n * self.head_dim for n in (self.n_heads, self.n_kv_heads)),
+        )
+        widths = dict(q_proj=(C, Q), k_proj=(C, K), v_proj=(C, K), o_proj=(Q, C))
+        widths |= dict(gate_proj=(C, F), up_proj=(C, F), down_proj=(F, C))
+        for name in lora.targets.split(","):
+            if name.strip() not in ("all", *widths):
+                raise ValueError(
+                    f"lora.targets={lora.targets!r} names {name.strip()!r}, which does not exist;"
+                    f" there are {', '.join(widths)}, or all"
+                )
+        for name, (inside, outside) in widths.items():
+            if lora.adapts(name) and lora.rank > (width := min(inside, outside)):
+                raise ValueError(
+                    f"lora.rank={lora.rank} exceeds {width}, the smaller width of {name}; lower it"
+                )
 
 
 class VLSTMConfig(_Model):
@@ -194,6 +270,13 @@ ModelConfig = Annotated[GPT2Config | Llama3Config | VLSTMConfig, Field(discrimin
 MODEL_CONFIGS: dict[str, type[_Model]] = {
     section.model_fields["type"].default: section for section in get_args(get_args(ModelConfig)[0])
 }
+
+
+def evaluated(model: ModelConfig) -> ModelConfig:
+    """The model without dropout, which only training has."""
+    if (lora := getattr(model, "lora", None)) is None:
+        return model
+    return model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -18,15 +18,19 @@ from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import Transposed
 from jaxllm.sharding import constrain, shardings
 from jaxllm.text import Tokenizer
+from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.huggingface import HuggingFaceWeights
 from jaxllm.weights.packed import PackedWeights, create_packed
-from jaxllm.weights.pretrained import RunWeights, load_params, open_weights
+from jaxllm.weights.pretrained import RunWeights, load_params, open_weights, text_folder
 
 WIDTHS = 64  # prompts and caches are padded to multiples of it, so few shapes are compiled
 
 
-def open_run(directory: str | Path, step: int | None = None) -> RunWeights | PackedWeights:
-    """Opens packed weights, or a run's newest checkpoint or its checkpoint of `step`.
+Openable = RunWeights | PackedWeights | AdapterWeights
+
+
+def open_run(directory: str | Path, step: int | None = None) -> Openable:
+    """Opens packed weights, a folder of peft, or a run's newest checkpoint or that of `step`.
 
     Raises InputError.
     """
@@ -44,21 +48,20 @@ def open_run(directory: str | Path, step: int | None = None) -> RunWeights | Pac
     return weights
 
 
-def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
+def open_tokenizer(weights: Openable) -> Tokenizer:
     """Opens the tokenizer in the run's directory; raises InputError."""
-    if not Tokenizer.present(weights.folder):
+    folder = text_folder(weights)
+    if not Tokenizer.present(folder):
         raise InputError(
-            f"{weights.folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
+            f"{folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
             " tokenizer.json that encoded the data there"
         )
-    tokenizer = Tokenizer(weights.folder, end_token=weights.run.data.end_token)
+    tokenizer = Tokenizer(folder, end_token=weights.run and weights.run.data.end_token)
     tokenizer.check(weights.config.vocab_size)
     return tokenizer
 
 
-def load_model(
-    weights: RunWeights | PackedWeights, mesh: jax.sharding.Mesh
-) -> tuple[nnx.GraphDef, nnx.State]:
+def load_model(weights: Openable, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
 
     The matrices of Linear are in the compute dtype, to which each of their products casts them.
@@ -66,6 +69,8 @@ def load_model(
     keep_compiled()
     kernels = "xla" if weights.config.kernels == "xla" else "auto"
     config = weights.config.model_copy(update={"kernels": kernels})
+    if isinstance(weights, AdapterWeights):
+        return weights.load(config, mesh)
     packing = weights.packing if isinstance(weights, PackedWeights) else None
     model = nnx.eval_shape(lambda: create_packed(config, packing))
     graph, params = nnx.split(model, nnx.Param)
@@ -260,6 +265,8 @@ def in_compute_dtype(
     consume: frees the matrices of `params` that are not in the result, one by one.
     """
     dtype, linear = jnp.dtype(dtype), _matrices(params)
+    if jax.tree.leaves(nnx.filter_state(params, nnx.LoRAParam)):
+        linear = set()  # a layer with an adapter takes no transposed matrix, so a copy gains little
     cast = {*linear, "embedding.wte"} if table and "head" not in params else linear
 
     def change(path, x):

@@ -181,6 +181,11 @@ def _configuration(folder: Path, overrides: dict[str, str]) -> Config:
     if "data.source" in overrides or "data.path" in overrides:  # evaluate on all of this data
         path = None if overrides.get("data.source") == "stdlib" else overrides.get("data.path")
         overrides = {"data.path": "null", "data.val_path": path or "null"} | overrides
+    if not (folder / "config.yaml").exists():
+        raise InputError(
+            f"{folder} has no config.yaml, which names the data: use --hellaswag or --tasks, or"
+            " copy there the config.yaml of the run that made it"
+        )
     own = folder / "tokenizer.json"
     given = overrides.get("data.tokenizer")
     if own.exists():

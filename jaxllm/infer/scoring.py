@@ -9,11 +9,9 @@ from flax import nnx
 
 from jaxllm.config import MeshConfig, round_up
 from jaxllm.errors import InputError
-from jaxllm.infer.decode import WIDTHS, load_model, most_tokens
+from jaxllm.infer.decode import WIDTHS, Openable, load_model, most_tokens
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.sharding import make_mesh
-from jaxllm.weights.packed import PackedWeights
-from jaxllm.weights.pretrained import RunWeights
 
 
 class Scorer:
@@ -22,7 +20,7 @@ class Scorer:
     batch_size: rows at once; rounded up to a multiple of the devices, which divide them.
     """
 
-    def __init__(self, weights: RunWeights | PackedWeights, batch_size: int):
+    def __init__(self, weights: Openable, batch_size: int):
         self.most = most_tokens(weights.config)
         self.mesh = make_mesh(MeshConfig())
         self.size = round_up(batch_size, self.mesh.size)

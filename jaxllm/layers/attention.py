@@ -1,5 +1,6 @@
 """Causal self-attention with grouped key and value heads and optional RoPE."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +32,7 @@ class Attention(nnx.Module):
     window: number of keys that a query sees, its own included; None: all up to its own.
     softcap: caps the logits as softcap tanh(logits / softcap); None: no cap.
     out_std: initial standard deviation of the output projection; None: std.
+    linear: makes the layers, like Linear; Llama's names of matrices are passed as `name`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Attention(nnx.Module):
         softcap: float | None = None,
         std: float = 0.02,
         out_std: float | None = None,
+        linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -56,12 +59,12 @@ class Attention(nnx.Module):
         divides(self.n_kv_heads, n_heads, "n_kv_heads", "n_heads")
         self.head_dim = head_dim or d_model // n_heads
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        linear = partial(Linear, bias=bias, implementation=implementation, rngs=rngs)
+        linear = partial(linear, bias=bias, implementation=implementation, rngs=rngs)
         # Separate matrices let the mesh divide the columns of each by heads.
-        self.q = linear(d_model, q, std=std)
-        self.k = linear(d_model, kv, std=std)
-        self.v = linear(d_model, kv, std=std)
-        self.out = linear(q, d_model, axes=ROWS, std=out_std or std)
+        self.q = linear(d_model, q, name="q_proj", std=std)
+        self.k = linear(d_model, kv, name="k_proj", std=std)
+        self.v = linear(d_model, kv, name="v_proj", std=std)
+        self.out = linear(q, d_model, name="o_proj", axes=ROWS, std=out_std or std)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.window, self.softcap, self.implementation = window, softcap, implementation
 

@@ -1,27 +1,27 @@
 """The linear layer y = x W + b, sharded by columns or by rows."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.config import Lora
 from jaxllm.layers.norm import LayerNorm, RMSNorm
-from jaxllm.sharding import (
-    BATCH,
-    SHARDS,
-    P,
-    constrain,
-    context_size,
-    normal,
-    one_device,
-    per_device,
+from jaxllm.layers.weight import (
+    Adapter,
+    Dense,
+    Float8,
+    LowBits,
+    Transposed,
+    Weight,
+    narrow_side_by_side,
 )
-from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear, row_linear
+from jaxllm.sharding import SHARDS, constrain, context_size, normal, one_device
+from pallas_kernels import QuantizedWeight, row_linear
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.quantized.formats import dequantize
 from pallas_kernels.single_row import Activation
 from pallas_kernels.single_row import why_not as row_why_not
 from pallas_kernels.single_row import why_slower as row_why_slower
@@ -32,36 +32,11 @@ COLUMNS = ("fsdp", "tensor")
 ROWS = ("tensor", "fsdp")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Transposed:
-    """A matrix W (in, out), stored as its transpose (out, in) for generation.
-
-    Each output of a single row is then a sum along a row in memory, which XLA computes in one
-    kernel.  For sums along columns it takes two, and the first one writes all products.
-    """
-
-    array: jax.Array
-
-    def times_row(
-        self, x: Float[Array, "... in"], bias: Float[Array, " out"] | None, dtype
-    ) -> Float[Array, "... out"]:
-        """x W + bias of a single row x, summed in float32."""
-        terms = x[..., None, :].astype(jnp.float32) * self.array.astype(jnp.float32)
-        if bias is not None:
-            # The bias is part of the first term, because XLA gives a sum's other operands a kernel
-            # of their own.
-            terms += jnp.where(jnp.arange(x.shape[-1]) == 0, bias[:, None], 0)
-        return terms.sum(-1).astype(dtype)
-
-
 class Linear(nnx.Module):
     """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
 
-    For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
-    Transposed matrix (jaxllm/infer/decode.py).
-
-    fp8: whether the matmul and its gradients take fp8 operands (`use_fp8`).
+    For inference, or where it is frozen, the variable `weight` may hold a QuantizedWeight
+    (jaxllm/weights/packed.py) or a Transposed matrix (jaxllm/infer/decode.py).
     """
 
     def __init__(
@@ -69,80 +44,69 @@ class Linear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
+        name: str = "",
         axes: tuple[str, str] = COLUMNS,
         std: float = 0.02,
         bias: bool = False,
         copied: bool = True,
+        fp8: bool = False,
+        lora: Lora | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """copied: training keeps a copy of the weight in the compute dtype.
+        """name: what `lora.targets` calls the matrix.
 
+        copied: training keeps a copy of the weight in the compute dtype.
+        fp8: whether the matmul and its gradients take fp8 operands, where they can.
+        lora: the settings of adapters, of which the layer gets one if it is a target.
         implementation: of quantized_linear, for a packed weight, and of fp8_linear.
         """
-        weight = normal(rngs.params(), (in_features, out_features), std, axes)
+        shape = (in_features, out_features)
+        weight = normal(rngs.params(), shape, std, axes)
         self.weight = nnx.Param(weight, axes=axes, copied=copied)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
-        self.implementation = implementation
-        self.fp8 = False
+        self.implementation, self.fp8 = implementation, fp8
+        adapts = lora is not None and lora.adapts(name)
+        self.adapter = Adapter(shape, self.gathered, lora, rngs=rngs) if adapts else None
 
     def __call__(
         self, x: Float[Array, "... in"], dtype=None, *, add_bias: bool = True, norm=None
     ) -> Float[Array, "... out"]:
-        """Computes x W + b with W cast to x's dtype.
+        """Computes x W + b with W cast to x's dtype, and adds what the adapter computes.
 
         dtype: of the result; None: x's.
         add_bias: False leaves the bias to the next op.
         norm: the norm that x is a result of, or None; fp8 takes its bound of x for a scale.
         """
-        weight = self.weight.get_value()
         bias = self.bias[...] if add_bias and self.bias is not None else None
-        if isinstance(weight, QuantizedWeight):
-            op = per_device(
-                functools.partial(
-                    quantized_linear, dtype=dtype, implementation=self.implementation
-                ),
-                in_specs=(P(BATCH), P(), P()),
-                out_specs=P(BATCH),
-            )
-            return op(x, weight, bias)
-        if isinstance(weight, Transposed) and x.size == x.shape[-1]:
-            return weight.times_row(x, bias, dtype or x.dtype)
-        if self.fp8 and dtype is None:
-            return self.fp8_matmul(x, self.cast(x), bias, norm)
-        y = jnp.matmul(x, self.cast(x), preferred_element_type=dtype or x.dtype)
-        return self.plus_bias(y) if add_bias else y
-
-    def fp8_matmul(
-        self, x: Float[Array, "... in"], weight: Float[Array, "in _"], bias=None, norm=None
-    ) -> Float[Array, "... _"]:
-        """x @ weight + bias with fp8 operands; both are this layer's, or several layers'."""
-        # On several devices XLA shards the casts; a kernel would see a part of the maximum.
-        implementation = self.implementation if one_device() else "xla"
-        row_norm = None if norm is None else norm.row_norm()
-        return fp8_linear(x, weight, bias, row_norm=row_norm, implementation=implementation)
+        y = self.held.times(x, bias, dtype, norm)
+        if self.adapter is None:
+            return y
+        # The matmul is the left operand, where XLA can fuse the addition into it.
+        return (self.adapter.narrow(x) @ self.adapter.wide(x.dtype)).astype(y.dtype) + y
 
     @property
-    def generates(self) -> bool:
-        """Whether the weight is stored for generation, where this layer best adds its own bias."""
-        return isinstance(self.weight.get_value(), Transposed | QuantizedWeight)
+    def held(self) -> Weight:
+        """The weight as an object that knows how to multiply."""
+        value = self.weight.get_value()
+        if isinstance(value, Transposed):
+            return value
+        if isinstance(value, QuantizedWeight):
+            return LowBits(value, self.implementation)
+        return (Float8 if self.fp8 else Dense)(value, self.gathered, self.implementation)
 
-    def matrix(self, dtype) -> Float[Array, "in out"]:
-        """The weight in `dtype`; a packed one is dequantized."""
-        weight = self.weight.get_value()
-        if isinstance(weight, Transposed):
-            return weight.array.T.astype(dtype)
-        if isinstance(weight, QuantizedWeight):
-            return dequantize(weight, dtype)
-        return weight.astype(dtype)
+    @property
+    def joins(self) -> bool:
+        """Whether a larger op can take the matrix; otherwise this layer best adds its own bias."""
+        return self.adapter is None and self.held.joins
 
-    def cast(self, x: Float[Array, "..."]) -> Float[Array, "in out"]:
-        """The weight in x's dtype."""
-        # The constraint makes fsdp gather the cast weight, and never the activations.
-        return constrain(self.matrix(x.dtype), *self.gathered)
+    @property
+    def row(self) -> jax.Array | QuantizedWeight | None:
+        """The weight as row_linear takes it, or None."""
+        return self.held.row if self.adapter is None else None
 
     def plus_bias(self, y: Float[Array, "... out"]) -> Float[Array, "... out"]:
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
@@ -157,18 +121,31 @@ def fused_linear(
     order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.  The context axis
     divides these parts further, so that `split_heads` gives each device its own three, too.
     """
-    if layers[0].generates:
+    held = layers[0].held
+    if not held.joins:
         return _side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
-    weights = [constrain(layer.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
+    weights = [constrain(layer.held.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
     weight = constrain(_side_by_side(weights), SHARDS, "tensor")
-    weight = constrain(weight, None, "tensor")
     biases = [layer.bias[...] for layer in layers if layer.bias is not None]
-    bias = _side_by_side(biases).astype(dtype or x.dtype) if biases else None
-    if layers[0].fp8 and dtype is None:
-        return layers[0].fp8_matmul(x, weight, bias, norm)
-    y = x @ weight if dtype is None else _matmul(x, weight, dtype)
-    return y if bias is None else y + bias
+    bias = _side_by_side(biases) if biases else None
+    y = replace(held, array=weight, axes=(None, "tensor")).times(x, bias, dtype, norm)
+    adapters = [layer.adapter for layer in layers]
+    if not any(adapters):
+        return y
+    # Side by side, too: the rows of B that belong to a layer are zero in the others' columns.
+    wide = [
+        _side_by_side(
+            [
+                a.wide(x.dtype) if a is own else jnp.zeros((own.b.shape[0], w.shape[1]), x.dtype)
+                for a, w in zip(adapters, weights, strict=True)
+            ]
+        )
+        for own in adapters
+        if own is not None
+    ]
+    narrow = narrow_side_by_side(x, [a for a in adapters if a is not None])
+    return (narrow @ jnp.concatenate(wide)).astype(y.dtype) + y
 
 
 def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
@@ -183,9 +160,9 @@ def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = Fa
 
     x: None for one row in the compute dtype, which is bfloat16 for packed weights.
     """
-    if not all(layer.generates for layer in layers):
+    arrays = [layer.row for layer in layers]
+    if any(w is None for w in arrays):
         return False
-    arrays = [_of_row(layer) for layer in layers]
     if x is None:
         w = arrays[0]
         packed = isinstance(w, QuantizedWeight)
@@ -194,12 +171,6 @@ def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = Fa
         return False
     why_not = row_why_not(x, arrays, norm_weight=norm or None)
     return (why_not or row_why_slower(x, arrays)) is None
-
-
-def _of_row(layer: Linear) -> jax.Array | QuantizedWeight:
-    """The weight as row_linear takes it."""
-    weight = layer.weight.get_value()
-    return weight.array if isinstance(weight, Transposed) else weight
 
 
 def linear_of_row(
@@ -212,37 +183,13 @@ def linear_of_row(
     """activation(layer(norm(x))) + residual of one row x for each layer, in one kernel."""
     return row_linear(
         x,
-        [_of_row(layer) for layer in layers],
+        [layer.row for layer in layers],
         [None if layer.bias is None else layer.bias[...] for layer in layers],
         **({} if norm is None else norm.of_row()),
         activation=activation,
         residual=residual,
         implementation=layers[0].implementation,
     )
-
-
-def use_fp8(module: nnx.Module) -> None:
-    """Makes the matmuls of all linear layers inside a module take fp8 operands, where they can."""
-    for _, layer in nnx.iter_graph(module):
-        if isinstance(layer, Linear):
-            layer.fp8 = True
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x, weight, dtype):
-    """x @ weight in dtype; the incoming gradient is rounded to x's dtype, as in all other layers.
-
-    Otherwise the backward pass would multiply float32 with bf16, and XLA would keep x in float32
-    for it.
-    """
-    return jnp.matmul(x, weight, preferred_element_type=dtype)
-
-
-def _matmul_backward(dtype, operands, dy):
-    return jax.vjp(jnp.matmul, *operands)[1](dy.astype(operands[0].dtype))
-
-
-_matmul.defvjp(lambda x, weight, dtype: (_matmul(x, weight, dtype), (x, weight)), _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

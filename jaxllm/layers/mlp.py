@@ -1,5 +1,6 @@
 """Feed-forward layers: the MLP of GPT-2 and the gated MLP of Llama."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -29,11 +30,12 @@ class MLP(nnx.Module):
         std: float = 0.02,
         out_std: float | None = None,
         saves_products: bool = False,
+        linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         """saves_products: the backward pass keeps the product of `up`, but not GELU of it."""
-        linear = partial(Linear, bias=True, implementation=implementation, rngs=rngs)
+        linear = partial(linear, bias=True, implementation=implementation, rngs=rngs)
         self.up = linear(d_model, d_ff, std=std)
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
         self.saves: Saves = "products" if saves_products else "derivatives"
@@ -51,10 +53,10 @@ class MLP(nnx.Module):
         add_bias: False leaves the bias of `down` to the next op.
         norm: the norm that x is a result of, as for Linear.
         """
-        if one_device() and not self.up.generates:
+        if one_device() and self.up.joins:
             y = _on_one_device(x, self.up, self.down, norm=norm, saves=self.saves)
             return self.down.plus_bias(y) if add_bias else y
-        if self.up.generates or self.up.bias is None:
+        if not self.up.joins or self.up.bias is None:
             hidden = (self.up(x),)
         else:
             # The op adds the bias, because its backward pass yields the bias gradient for free.
@@ -91,14 +93,15 @@ class GatedMLP(nnx.Module):
         std: float = 0.02,
         out_std: float | None = None,
         saves_products: bool = False,
+        linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         """saves_products: the backward pass keeps gate and up, but not the activation's result."""
-        linear = partial(Linear, implementation=implementation, rngs=rngs)
-        self.gate = linear(d_model, d_ff, std=std)
-        self.up = linear(d_model, d_ff, std=std)
-        self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
+        linear = partial(linear, implementation=implementation, rngs=rngs)
+        self.gate = linear(d_model, d_ff, name="gate_proj", std=std)
+        self.up = linear(d_model, d_ff, name="up_proj", std=std)
+        self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS, std=out_std or std)
         self.saves: Saves = "products" if saves_products else "derivatives"
         self.implementation = implementation
 
@@ -106,7 +109,7 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "B T C"], *, norm: LayerNorm | RMSNorm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
-        if one_device() and not self.up.generates:
+        if one_device() and all(w.joins for w in (self.gate, self.up, self.down)):
             return _on_one_device(
                 x, self.up, self.down, gate=self.gate, norm=norm, saves=self.saves
             )
@@ -141,9 +144,9 @@ def _on_one_device(
     """The whole layer in one op, without the bias of `down`."""
     return mlp(
         x,
-        up.cast(x),
-        down.cast(x),
-        gate=None if gate is None else gate.cast(x),
+        up.held.cast(x.dtype),
+        down.held.cast(x.dtype),
+        gate=None if gate is None else gate.held.cast(x.dtype),
         bias=None if up.bias is None else up.bias[...],
         precision="fp8" if up.fp8 else None,
         row_norm=None if norm is None or not up.fp8 else norm.row_norm(),

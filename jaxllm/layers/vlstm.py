@@ -1,5 +1,6 @@
 """The mixing layer of an xLSTM 7B block: projections, capped gates, the vLSTM, an output gate."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,11 +48,12 @@ class VLSTMLayer(nnx.Module):
         chunk_size: int = 64,
         std: float = 0.02,
         out_std: float | None = None,
+        linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         divides(2 * n_heads, d_model, "2 n_heads", "d_model")
-        linear = partial(Linear, implementation=implementation, rngs=rngs)
+        linear = partial(linear, implementation=implementation, rngs=rngs)
         self.q = linear(d_model, d_model // 2, std=std)
         self.k = linear(d_model, d_model // 2, std=std)
         self.v = linear(d_model, d_model, std=std)

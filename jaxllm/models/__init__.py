@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 from flax import nnx
 
 from jaxllm.config import ModelConfig
@@ -15,9 +16,9 @@ __all__ = ["GPT2", "MODELS", "VLSTM", "Llama3", "create", "flops_per_token", "ma
 MODELS: dict[str, Callable[..., LanguageModel]] = {"gpt2": GPT2, "llama3": Llama3, "vlstm": VLSTM}
 
 
-def create(config: ModelConfig, *, seed: int = 0) -> LanguageModel:
-    """Creates the configured model with initial weights."""
-    return MODELS[config.type](config, rngs=nnx.Rngs(seed))
+def create(config: ModelConfig, *, seed: int = 0, fp8: str = "none") -> LanguageModel:
+    """Creates the configured model with initial weights; fp8: a value of `train.fp8`."""
+    return MODELS[config.type](config, fp8=fp8, rngs=nnx.Rngs(seed))
 
 
 def matmul_params(model: LanguageModel) -> int:
@@ -41,7 +42,10 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Floating-point operations per token of training, forward and backward.
 
     6 N for the N parameters in matmuls (2 N forward, 4 N backward), and 3 x the forward matmuls of
-    the sequence mixing.  Recomputation, padding and element-wise work do not count.
+    the sequence mixing; frozen parameters have no gradient, which leaves 4 N.  Recomputation,
+    padding and element-wise work do not count.
     """
     model = nnx.eval_shape(lambda: create(config))
-    return 6 * matmul_params(model) + 3 * model.mixing_flops(seq_len)
+    trained = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
+    frozen = matmul_params(model) - trained if trained else 0
+    return 6 * matmul_params(model) - 2 * frozen + 3 * model.mixing_flops(seq_len)

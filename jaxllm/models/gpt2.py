@@ -14,10 +14,10 @@ from jaxllm.models.stream import Stream, of_row
 class GPT2Block(nnx.Module):
     """s += attention(norm_1(s)); s += mlp(norm_2(s)); when training, the next norms add biases."""
 
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPT2Config, *, fp8: bool, rngs: nnx.Rngs):
         C, implementation = config.d_model, config.implementation
         norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation)
-        weights = block_weights(config, rngs)
+        weights = block_weights(config, rngs, fp8)
         self.norm_1 = LayerNorm(C, **norm)
         self.attention = Attention(
             C,
@@ -40,7 +40,7 @@ class GPT2Block(nnx.Module):
     def __call__(self, stream, positions=None, segment_ids=None, cache=None):
         if (result := of_row(self, self.attention, stream, cache)) is not None:
             return result
-        add_bias = self.mlp.down.generates
+        add_bias = not self.mlp.down.joins
         out_bias, down_bias = (
             None if add_bias or layer.bias is None else layer.bias[...]
             for layer in (self.attention.out, self.mlp.down)
@@ -57,13 +57,14 @@ class GPT2Block(nnx.Module):
 class GPT2(LanguageModel):
     """GPT-2 of any size."""
 
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPT2Config, *, fp8: str = "none", rngs: nnx.Rngs):
         super().__init__(
             config,
             block=GPT2Block,
             norm=LayerNorm,
             max_seq_len=config.max_seq_len,
             tied=True,
+            fp8=fp8,
             rngs=rngs,
         )
 

@@ -34,21 +34,23 @@ STD = 0.02  # initial standard deviation of all weights
 IGNORE = -100  # label that the loss ignores
 
 
-def block_weights(config: ModelConfig, rngs: nnx.Rngs) -> dict:
+def block_weights(config: ModelConfig, rngs: nnx.Rngs, fp8: bool) -> dict:
     """Options that initialize the layers of a block; 2 L branches add up on the residual stream."""
-    return dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), rngs=rngs)
+    linear = partial(Linear, fp8=fp8, lora=getattr(config, "lora", None))
+    return dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), linear=linear, rngs=rngs)
 
 
 class LanguageModel(nnx.Module):
     """A causal language model; a subclass passes its block and norm and defines `mixing_flops`.
 
-    block: class of the blocks, constructed as block(config, rngs=rngs) and called as
+    block: class of the blocks, constructed as block(config, fp8=fp8, rngs=rngs) and called as
         block(stream, positions, segment_ids, cache) -> (stream, cache) with a Stream and a Cache;
         without a cache it returns None for the cache.
     norm: class of the final norm.
     max_seq_len: number of learned positions; None: no learned positions.
     tied: use the token embedding as the head.
     logit_soft_cap: caps the logits as cap tanh(z / cap); None: no cap.
+    fp8: which matmuls of `loss` take fp8 operands, a value of `train.fp8`.
     """
 
     config: Any  # the ModelConfig of the subclass
@@ -63,11 +65,12 @@ class LanguageModel(nnx.Module):
         max_seq_len: int | None = None,
         tied: bool = False,
         logit_soft_cap: float | None = None,
+        fp8: str = "none",
         rngs: nnx.Rngs,
     ):
         width, implementation = config.d_model, config.implementation
         self.config, self.logit_soft_cap = config, logit_soft_cap
-        self.fp8_head = False  # whether the matmuls of `loss` take fp8 operands
+        self.fp8_head = fp8 == "all"
         self.embedding = Embedding(
             config.vocab_size,
             width,
@@ -78,7 +81,8 @@ class LanguageModel(nnx.Module):
             implementation=implementation,
             rngs=rngs,
         )
-        self.blocks = nnx.List([block(config, rngs=rngs) for _ in range(config.n_layers)])
+        make = partial(block, config, fp8=fp8 != "none", rngs=rngs)
+        self.blocks = nnx.List([make() for _ in range(config.n_layers)])
         self.norm = norm(
             width, eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation
         )
@@ -173,7 +177,7 @@ class LanguageModel(nnx.Module):
         if head is None:
             embedded, weight = self.embedding.with_table(tokens, positions)
         else:
-            embedded, weight = self.embedding(tokens, positions), head.matrix(jnp.float32)
+            embedded, weight = self.embedding(tokens, positions), head.held.matrix()
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) * context_size() > 1:

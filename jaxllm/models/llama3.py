@@ -15,11 +15,11 @@ from pallas_kernels import RopeScaling
 class Llama3Block(nnx.Module):
     """s += attention(norm_1(s)); s += mlp(norm_2(s))."""
 
-    def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Llama3Config, *, fp8: bool, rngs: nnx.Rngs):
         C, implementation = config.d_model, config.implementation
         scaling = config.rope_scaling and RopeScaling(**config.rope_scaling.model_dump())
         norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation)
-        weights = block_weights(config, rngs)
+        weights = block_weights(config, rngs, fp8)
         self.norm_1 = RMSNorm(C, **norm)
         self.attention = Attention(
             C,
@@ -56,12 +56,13 @@ class Llama3Block(nnx.Module):
 class Llama3(LanguageModel):
     """Llama 3.1 of any size, and Llama 3.2 with its tied head."""
 
-    def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Llama3Config, *, fp8: str = "none", rngs: nnx.Rngs):
         super().__init__(
             config,
             block=Llama3Block,
             norm=RMSNorm,
             tied=config.tie_embeddings,
+            fp8=fp8,
             rngs=rngs,
         )
 

@@ -14,10 +14,10 @@ from jaxllm.models.stream import Stream, of_row
 class VLSTMBlock(nnx.Module):
     """s += vlstm(norm_1(s)); s += mlp(norm_2(s))."""
 
-    def __init__(self, config: VLSTMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: VLSTMConfig, *, fp8: bool, rngs: nnx.Rngs):
         C, implementation = config.d_model, config.implementation
         norm = dict(eps=config.norm_eps, dtype=config.compute_dtype, implementation=implementation)
-        weights = block_weights(config, rngs)
+        weights = block_weights(config, rngs, fp8)
         self.norm_1 = RMSNorm(C, **norm)
         self.vlstm = VLSTMLayer(
             C,
@@ -49,12 +49,13 @@ class VLSTMBlock(nnx.Module):
 class VLSTM(LanguageModel):
     """xLSTM 7B and smaller models of its architecture, for any sequence length."""
 
-    def __init__(self, config: VLSTMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: VLSTMConfig, *, fp8: str = "none", rngs: nnx.Rngs):
         super().__init__(
             config,
             block=VLSTMBlock,
             norm=RMSNorm,
             logit_soft_cap=config.logit_soft_cap,
+            fp8=fp8,
             rngs=rngs,
         )
 

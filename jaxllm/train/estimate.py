@@ -23,6 +23,7 @@ from jaxllm.errors import InputError
 from jaxllm.models import flops_per_token
 from jaxllm.train.metrics import peak_flops
 from jaxllm.train.step import Trainer, step_graph
+from jaxllm.weights.packed import Packing
 
 GIB = 2**30
 USUAL_MFU = 0.4  # of a well-tuned dense model on one GPU; docs/benchmarks.md has ours
@@ -70,6 +71,7 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
     if trainer.config.mesh.shard_optimizer:  # the parameters without a copy
         gathered = working_memory(trainer) - copies
     return {
+        "frozen": _bytes_of_one_device(state.base),
         "parameters": parameters,
         "moments": _bytes_of_one_device(state.opt_state),
         "gradients": gradients,
@@ -95,15 +97,19 @@ def _bytes_of_one_device(tree: Any, shardings: Any = None) -> int:
     )
 
 
-def check_fits(config: Config, mesh: Mesh) -> None:
+def check_fits(config: Config, mesh: Mesh, packing: Packing | None = None) -> None:
     """Raises InputError if parameters, moments and gradients alone exceed the memory.
+
+    packing: of the frozen weights, if they are packed already.
 
     Extrapolates from models of one and of two layers: thousands would take minutes to trace.
     """
     limit = memory_limit(mesh)
     if limit is None:
         return
-    (params, need), (params_of_two, need_of_two) = (_needs(config, mesh, n) for n in (1, 2))
+    (params, need), (params_of_two, need_of_two) = (
+        _needs(config, mesh, packing, n) for n in (1, 2)
+    )
     more = config.model.n_layers - 1
     params += more * (params_of_two - params)
     need = limit.devices * (need + more * (need_of_two - need))
@@ -115,12 +121,13 @@ def check_fits(config: Config, mesh: Mesh) -> None:
         )
 
 
-def _needs(config: Config, mesh: Mesh, n_layers: int) -> tuple[int, int]:
+def _needs(config: Config, mesh: Mesh, packing: Packing | None, n_layers: int) -> tuple[int, int]:
     """(parameters, bytes per device with their moments and gradients) for n_layers."""
     model = config.model.model_copy(update={"n_layers": n_layers})
-    trainer = Trainer(config.model_copy(update={"model": model}), mesh)
+    trainer = Trainer(config.model_copy(update={"model": model}), mesh, packing)
     parts = state_memory(trainer)
-    return trainer.n_params, parts["parameters"] + parts["moments"] + parts["gradients"]
+    kinds = ("frozen", "parameters", "moments", "gradients")
+    return trainer.n_params, sum(parts[kind] for kind in kinds)
 
 
 def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dict[str, int]:
@@ -130,7 +137,8 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
     model: with other values of remat or kernels than the trainer's.
     """
     model = model or trainer.config.model
-    working = trainer.working(trainer.abstract_state())
+    state = trainer.abstract_state()
+    working, frozen = trainer.working(state), trainer.frozen(state.base)
     train, shape = trainer.config.train, trainer.mesh.shape
     parts = shape["data"] * shape["fsdp"] * train.grad_accum
     # A device has all heads of its part of a sequence, or its part of the heads of all of it.
@@ -139,11 +147,11 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
     )
     batch = dict.fromkeys(trainer.abstract_batch(), like)
     graph = step_graph(trainer.config, model)
-    kept, logits = _kept_by_forward(graph, model, working, batch)
+    kept, logits = _kept_by_forward(graph, model, working, frozen, batch)
     if model.remat != "none":  # the backward pass recomputes one block at a time
         plain = model.model_copy(update={"remat": "none"})
         graph = step_graph(trainer.config, plain)
-        whole = _kept_by_forward(graph, plain, working, batch)[0]
+        whole = _kept_by_forward(graph, plain, working, frozen, batch)[0]
         kept += max(0, whole - kept) // model.n_layers
     if train.fp8 == "all":
         logits *= 2  # their gradient has a byte in each order, and does not overwrite them
@@ -151,15 +159,15 @@ def activation_memory(trainer: Trainer, model: ModelConfig | None = None) -> dic
 
 
 def _kept_by_forward(
-    graph: nnx.GraphDef, model: ModelConfig, working: nnx.State, batch
+    graph: nnx.GraphDef, model: ModelConfig, working: nnx.State, frozen: nnx.State, batch
 ) -> tuple[int, int]:
     """Bytes of (activations, logits) in the traced gradient of the loss on one device."""
 
-    def backward(params, batch):
-        return jax.vjp(lambda params: nnx.merge(graph, params).loss(**batch), params)[1]
+    def backward(params, frozen, batch):
+        return jax.vjp(lambda params: nnx.merge(graph, params, frozen).loss(**batch), params)[1]
 
-    traced = jax.make_jaxpr(backward)(working, batch).jaxpr
-    shapes = {leaf.shape for leaf in jax.tree.leaves(working)}
+    traced = jax.make_jaxpr(backward)(working, frozen, batch).jaxpr
+    shapes = {leaf.shape for leaf in jax.tree.leaves((working, frozen))}
     vocabulary = model.padded_vocab_size
     is_logits = lambda a: a.shape[-1:] == (vocabulary,) and a.ndim > 1 and a.shape not in shapes
     given = set(traced.invars)

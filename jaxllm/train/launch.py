@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig
+from jaxllm.config.command_line import check_exists
 from jaxllm.data.cache import cache_folder, digest, keep_compiled
 from jaxllm.data.loader import Dataset
 from jaxllm.data.packing import Packed
@@ -21,7 +22,7 @@ from jaxllm.errors import InputError, memory_errors
 from jaxllm.files import write_whole
 from jaxllm.models import flops_per_token
 from jaxllm.text import Tokenizer
-from jaxllm.train import report
+from jaxllm.train import estimate, report
 from jaxllm.train.checkpoint import Checkpoints
 from jaxllm.train.estimate import device_name
 from jaxllm.train.metrics import RunLog, SilentLog, peak_flops
@@ -29,7 +30,9 @@ from jaxllm.train.process import check_kernels
 from jaxllm.train.step import Trainer, TrainState
 from jaxllm.train.tracker import Wandb
 from jaxllm.train.verify import Canary
-from jaxllm.weights.pretrained import check_weights, load_params, open_weights
+from jaxllm.weights.adapters import AdapterWeights, Base, load_base
+from jaxllm.weights.packed import PackedWeights
+from jaxllm.weights.pretrained import RunWeights, check_weights, load_params, open_weights
 from pallas_kernels import dispatch
 
 
@@ -45,16 +48,41 @@ def join_devices(config: Config) -> Mesh:
     return mesh
 
 
-def open_initial_weights(config: Config):
+def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest: int | None):
     """Opens the weights of model.init_from, or returns None.
 
+    newest: the step to resume from; then only adapters need them, and take their base as the
+    checkpoint names it.
     Raises InputError if they belong to another model.
     """
     if not config.model.init_from:
         return None
-    weights = open_weights(config.model.init_from)
+    if newest is None:
+        weights = open_weights(config.model.init_from)
+    elif getattr(config.model, "lora", None) is None:
+        return None
+    else:
+        base = Base(**checkpoints.about(newest)["base"])
+        check_exists(Path(base.path), "the adapters' base ")
+        weights = open_weights(base.path, base.step)
     check_weights(weights, config)
     return weights
+
+
+def base_of(weights):
+    """The frozen weights that adapters adapt, of the result of `open_initial_weights`."""
+    return weights.base if isinstance(weights, AdapterWeights) else weights
+
+
+def make_trainer(config: Config, mesh: Mesh, weights) -> Trainer:
+    """The trainer of a model that fits the devices; raises InputError if it does not.
+
+    weights: the result of `open_initial_weights`.
+    """
+    base = base_of(weights)
+    packing = base.packing if isinstance(base, PackedWeights) else None
+    estimate.check_fits(config, mesh, packing)
+    return Trainer(config, mesh, packing)
 
 
 def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
@@ -89,7 +117,7 @@ def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
 def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], None]) -> None:
     """Prints the model, the data, the devices, and how MFU is computed."""
     config, mesh = trainer.config, trainer.mesh
-    emit(f"model    {config.model.type}, {trainer.n_params:,} parameters")
+    emit(f"model    {trainer.describe()}")
     emit(f"data     {'not opened in a dry run' if data is None else data.description}")
     if data is not None and isinstance(data.train, Packed):
         steps, rows = config.train.steps, config.train.batch_size
@@ -114,18 +142,34 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
 
 def initial_state(
     trainer: Trainer, checkpoints: Checkpoints, restored: int | None, weights, advice: str
-) -> TrainState:
-    """The state to train from: the checkpoint of step `restored`, or a new one.
+) -> tuple[TrainState, Base | None]:
+    """(state to train from, what identifies the base of adapters).
 
+    The state is that of the checkpoint of step `restored`, or a new one.
     weights: the result of `open_initial_weights`.  advice: for when memory runs out.
+    Raises InputError if the base is another one than before.
     """
-    if restored is not None:
-        saved = trainer.abstract_state().saved()
-        return trainer.with_copies(checkpoints.restore(restored, saved))
-    if weights is None:
-        return trainer.init()
+    base, identity = (), None
     with memory_errors(advice):
-        return trainer.init(load_params(weights, trainer.abstract_state().params))
+        if trainer.lora is not None:
+            held, model = base_of(weights), trainer.config.model
+            base, checksum = load_base(held, model, trainer.abstract_base_params, trainer.mesh)
+            step = held.step if isinstance(held, RunWeights) else None
+            identity = Base(str(held.folder.absolute()), step, checksum)
+        known = weights.expected if isinstance(weights, AdapterWeights) else None
+        if restored is not None:
+            known = Base(**checkpoints.about(restored)["base"]) if identity else None
+        if known is not None and identity is not None:
+            known.check(identity.checksum)
+        if restored is not None:
+            saved = trainer.abstract_state().saved()
+            return trainer.complete(checkpoints.restore(restored, saved), base), identity
+        params = None
+        if trainer.lora is None and weights is not None:
+            params = load_params(weights, trainer.abstract_state().params)
+        elif isinstance(weights, AdapterWeights):
+            params = weights.adapters(trainer.abstract_params, trainer.mesh)
+        return trainer.init(params, base), identity
 
 
 def compile_step(
@@ -258,9 +302,8 @@ def open_log(
             raise InputError(f"{path} differs from the data's tokenizer; name another out_dir")
         tokenizer.copy_to(out_dir)
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
-    model = f"{config.model.type}, {trainer.n_params:,} parameters"
     device = device_name(trainer.mesh)
-    report.describe(out_dir, model, tokens, device, dispatch.decisions())
+    report.describe(out_dir, trainer.describe(), tokens, device, dispatch.decisions())
     peak = peak_flops(trainer.mesh.devices.flat[0].device_kind)
     tracker = None
     if config.train.tracker == "wandb":

@@ -73,6 +73,8 @@ def parse(text: str) -> tuple[int, str]:
 def predict(config: Config, text: str) -> str:
     """Lines of text on a step of `config` on GPUs like 64xH200; raises InputError."""
     count, kind = parse(text)
+    if getattr(config.model, "lora", None) is not None:
+        raise InputError(f"--dry_run {text} is for training all weights; with model.lora name none")
     mesh = sharding.abstract_mesh(config.mesh, count)
     sharding.check_model(config.model, mesh)
     sharding.check_batch(config.train, mesh)

@@ -97,11 +97,11 @@ def dry_run(config: Config) -> int:
     import jax
 
     from jaxllm.train import estimate, launch
-    from jaxllm.train.step import Trainer
 
     mesh = launch.join_devices(config)
-    estimate.check_fits(config, mesh)
-    trainer = Trainer(config, mesh)
+    adapts = getattr(config.model, "lora", None) is not None
+    weights = launch.open_initial_weights(config, None, None) if adapts else None
+    trainer = launch.make_trainer(config, mesh, weights)
     emit = print_line if jax.process_index() == 0 else lambda text: None
     launch.print_header(trainer, None, emit)
     launch.trace_step(trainer, emit)
@@ -120,9 +120,9 @@ class Run:
         import jax
 
         from jaxllm.data import open_dataset
-        from jaxllm.train import estimate, launch
+        from jaxllm.train import launch
         from jaxllm.train.checkpoint import Checkpoints
-        from jaxllm.train.step import Trainer
+        from jaxllm.weights.pretrained import text_folder
 
         self.config, self.out_dir, train = config, out_dir, config.train
         self.chat = config.data.source == "chat"
@@ -133,16 +133,15 @@ class Run:
         self.mesh = launch.join_devices(config)
         self.world, self.rank = jax.process_count(), jax.process_index()
         emit = print_line if self.rank == 0 else lambda text: None
-        estimate.check_fits(config, self.mesh)
-        self.trainer = Trainer(config, self.mesh)
         if resume and self.rank == 0:  # Checkpoints would delete another process's running save
             stack.enter_context(lock_directory(out_dir))
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
             emit(f"resume   {out_dir} holds no complete checkpoint: starting again")
-        weights = launch.open_initial_weights(config) if newest is None else None
-        origin = (weights and weights.folder) if newest is None else out_dir
+        weights = launch.open_initial_weights(config, self.checkpoints, newest)
+        self.trainer = launch.make_trainer(config, self.mesh, weights)
+        origin = (weights and text_folder(weights)) if newest is None else out_dir
         self.dataset = open_dataset(
             launch.with_models_tokenizer(config.data, origin),
             seq_len=train.seq_len,
@@ -159,7 +158,7 @@ class Run:
             self.checkpoints.check_disk_space(self.trainer.abstract_state().saved())
         if newest is not None:
             emit(f"resume   from the checkpoint of step {newest} in {out_dir}")
-        self.state = launch.initial_state(
+        self.state, self.base = launch.initial_state(
             self.trainer, self.checkpoints, newest, weights, self.advice
         )
         fresh = self.start == 0
@@ -329,7 +328,7 @@ class Run:
         batch = self.trainer.put_batch(next(batches))
         batches.close()
         with jax.set_mesh(self.mesh):
-            layer = first_not_finite(self.trainer.graph, self.state.params, **batch)
+            layer = first_not_finite(self.trainer.graph, self.whole, **batch)
         return (
             f"{text} first not finite: {layer}; lower optimizer.learning_rate, or resume from an"
             " older checkpoint"
@@ -338,6 +337,11 @@ class Run:
     def _samples_at(self, step: int) -> int:
         return self.samples + (step - self.start) * self.config.train.batch_size
 
+    @property
+    def whole(self):
+        """All parameters of the model, for evaluation and samples."""
+        return self.trainer.whole(self.state.params, self.state.base)
+
     def _validate(self, step: int) -> float:
         """Mean validation loss per token, in nats."""
         train = self.config.train
@@ -345,7 +349,7 @@ class Run:
         for batch in self.dataset.val_batches(
             train.batch_size, *self.trainer.batch_part, train.eval_batches
         ):
-            loss, n = self.evaluate(self.state.params, self.trainer.put_batch(batch))
+            loss, n = self.evaluate(self.whole, self.trainer.put_batch(batch))
             total, count = total + float(loss), count + float(n)
         self.log.evaluation(step, total / count)
         return total / count
@@ -356,6 +360,8 @@ class Run:
             "data_fingerprint": self.dataset.fingerprint,
             "samples": self._samples_at(step),
         }
+        if self.base is not None:
+            about["base"] = self.base._asdict()
         if problem := self.checkpoints.save(step, self.state.saved(), about, val_loss):
             self.log.message(problem)
 
@@ -386,7 +392,7 @@ class Run:
             with memory_errors(self.advice), jax.set_mesh(mesh):
                 tokens = generate(
                     self.trainer.graph,
-                    self.state.params,
+                    self.whole,
                     prompt,
                     config,
                     sample=step,

@@ -15,29 +15,31 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
-from jaxllm.config import Config, ModelConfig
-from jaxllm.layers.linear import use_fp8
+from jaxllm.config import Config, ModelConfig, evaluated
+from jaxllm.layers.weight import DropoutKey, draw
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.train import guard
 from jaxllm.train.optim import at_step, global_norm, learning_rate, make_optimizer
 from jaxllm.weights.checksums import device_checksums
+from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
 
 
 class TrainState(NamedTuple):
     """Everything that a step changes; the data position follows from `step`."""
 
     step: jax.Array  # int32, steps done
-    params: nnx.State  # fp32
+    params: nnx.State  # fp32: all, or those of the adapters
     opt_state: optax.OptState
     watch: guard.Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters
     # are in registers; a cast in the next step would read these once more.
     copies: tuple[jax.Array, ...] = ()
+    base: nnx.State | tuple = ()  # the frozen weights that adapters adapt, which no step changes
 
     def saved(self) -> "TrainState":
-        """The part for a checkpoint: all but the copies, which `Trainer.with_copies` remakes."""
-        return self._replace(copies=())
+        """The part for a checkpoint: without copies and base (`Trainer.complete`)."""
+        return self._replace(copies=(), base=())
 
 
 class Checked(NamedTuple):
@@ -45,7 +47,7 @@ class Checked(NamedTuple):
 
     before: TrainState
     gradient: nnx.State
-    after: TrainState  # without copies
+    after: TrainState  # as saved
 
 
 def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef:
@@ -53,11 +55,12 @@ def step_graph(config: Config, model: ModelConfig | None = None) -> nnx.GraphDef
 
     model: with other values of remat or kernels than the configuration's.
     """
-    abstract = nnx.eval_shape(lambda: create(model or config.model))
-    if config.train.fp8 != "none":
-        use_fp8(abstract.blocks)
-    abstract.fp8_head = config.train.fp8 == "all"
-    return nnx.split(abstract, nnx.Param)[0]
+    return nnx.split(_step_model(config, model), nnx.Param, DropoutKey)[0]
+
+
+def _step_model(config: Config, model: ModelConfig | None = None) -> LanguageModel:
+    """The shapes of the model as the train step computes it."""
+    return nnx.eval_shape(lambda: create(model or config.model, fp8=config.train.fp8))
 
 
 def _is_variable(node) -> bool:
@@ -72,16 +75,26 @@ def _is_masked(node) -> bool:
 class Trainer:
     """Builds the sharded state and the compiled steps of one configuration on one mesh."""
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Config, mesh: Mesh, packing: Packing | None = None):
+        """packing: of the frozen weights, if they are packed already."""
         self.config = config
         self.mesh = mesh
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.schedule = learning_rate(config.optimizer, config.train.steps)
-        model = nnx.eval_shape(self._make_model)
+        model = nnx.eval_shape(lambda: create(evaluated(config.model)))
+        # Evaluation and generation take `graph`: they are never in fp8, and drop nothing.
         self.graph, self.abstract_params = nnx.split(model, nnx.Param)
-        # Evaluation and generation take `graph`: they are never in fp8.
-        self.step_graph = step_graph(config)
         self.n_params = sum(p.size for p in jax.tree.leaves(self.abstract_params))
+        self.lora = getattr(config.model, "lora", None)
+        self.abstract_base: nnx.State | tuple = ()
+        if self.lora is not None:
+            self.packing = packing or base_packing(config.model)
+            self.abstract_params, base = nnx.split_state(self.abstract_params, nnx.LoRAParam, ...)
+            self.abstract_base_params = base
+            self.abstract_base = frozen(base, config.model, self.packing)
+        self.n_trained = sum(p.size for p in jax.tree.leaves(self.abstract_params))
+        self.step_graph = step_graph(config)
+        self.abstract_keys = nnx.state(_step_model(config), DropoutKey)
         dtype = jnp.dtype(config.model.compute_dtype)
         is_variable = lambda node: isinstance(node, nnx.Variable)
         self.copied = [  # one flag per parameter
@@ -93,8 +106,28 @@ class Trainer:
         self.working_shardings = sharding.shardings(self.abstract_params, mesh)
         self.state_shardings = self._state_shardings(self.abstract_params)
 
+    def describe(self) -> str:
+        """The model in a few words."""
+        text = f"{self.config.model.type}, {self.n_params:,} parameters"
+        if self.lora is None:
+            return text
+        held = str(self.packing) if self.packing else self.config.model.compute_dtype
+        return f"{text}, of which {self.n_trained:,} in adapters are trained; the others are {held}"
+
     def _make_model(self) -> LanguageModel:
         return create(self.config.model, seed=self.config.train.seed)
+
+    def _draw(self) -> nnx.State:
+        """The initial parameters, drawn from the seed."""
+        if self.lora is None:
+            return nnx.state(self._make_model(), nnx.Param)
+        leaves, structure = jax.tree.flatten(self.abstract_params)
+        # A comes before B, which begins as zero.
+        of_a = [i % 2 == 0 for i in range(len(leaves))]
+        keys = jax.random.split(jax.random.key(self.config.train.seed), len(leaves))
+        pairs = zip(keys, leaves, of_a, strict=True)
+        drawn = [draw(k, p.shape) if is_a else jnp.zeros(p.shape) for k, p, is_a in pairs]
+        return jax.tree.unflatten(structure, drawn)
 
     def _state_shardings(self, params: nnx.State) -> TrainState:
         whole = NamedSharding(self.mesh, sharding.P())
@@ -113,21 +146,26 @@ class Trainer:
             is_leaf=_is_masked,
         )
         of_copies = self._matrices(self.working_shardings)
+        of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
+        watch = guard.Watch(whole, whole)
         # pyrefly: ignore[bad-argument-type]
-        return TrainState(whole, of_params, of_opt_state, guard.Watch(whole, whole), of_copies)
+        return TrainState(whole, of_params, of_opt_state, watch, of_copies, of_base)
 
-    def init(self, params: nnx.State | None = None) -> TrainState:
+    def init(self, params: nnx.State | None = None, base: nnx.State | tuple = ()) -> TrainState:
         """The state before the first step, created with its final sharding.
 
         params: initial weights, whose buffers are donated; None: drawn from the seed.
+        base: the frozen weights, with `state_shardings.base`.
         """
         with jax.set_mesh(self.mesh):
-            if params is None:
-                params = nnx.state(self._make_model(), nnx.Param)
-                if self.config.mesh.shard_optimizer:  # `start` can then reuse their buffers
-                    params = jax.device_put(params, self.state_shardings.params)
-            start = jax.jit(self._start, out_shardings=self.state_shardings, donate_argnums=0)
-            return start(params)
+            if drawn := params is None:
+                params = self._draw()
+            if self.lora is not None or (drawn and self.config.mesh.shard_optimizer):
+                # `start` can then reuse their buffers.
+                params = jax.device_put(params, self.state_shardings.params)
+            shardings = self.state_shardings._replace(base=())
+            start = jax.jit(self._start, out_shardings=shardings, donate_argnums=0)
+            return start(params)._replace(base=base)
 
     def _start(self, params: nnx.State) -> TrainState:
         opt_state = self.optimizer.init(params)
@@ -147,10 +185,25 @@ class Trainer:
             return grads
         return jax.lax.with_sharding_constraint(grads, self.state_shardings.params)
 
-    def with_copies(self, saved: TrainState) -> TrainState:
-        """Completes a restored state with its copies."""
+    def complete(self, saved: TrainState, base: nnx.State | tuple = ()) -> TrainState:
+        """Completes a restored state with its copies and the frozen weights."""
         make = jax.jit(self._make_copies, out_shardings=self.state_shardings.copies)
-        return saved._replace(copies=make(saved.params))
+        return saved._replace(copies=make(saved.params), base=base)
+
+    def whole(self, params: nnx.State, base: nnx.State | tuple) -> nnx.State:
+        """All parameters of the model, for `graph`."""
+        return params if isinstance(base, tuple) else nnx.merge_state(params, base)
+
+    def frozen(self, base: nnx.State | tuple) -> nnx.State:
+        """Whatever `step_graph` takes besides the parameters, in shapes: base and dropout keys."""
+        return nnx.merge_state(self.whole(nnx.State({}), base), self.abstract_keys)
+
+    def dropout_keys(self, step: jax.Array, part: jax.Array | int) -> nnx.State:
+        """The keys of the adapters' dropout, for a part of the batch of a step; often none."""
+        leaves, structure = jax.tree.flatten(self.abstract_keys)
+        key = jax.random.fold_in(jax.random.key(self.config.train.seed), step)
+        keys = jax.random.split(jax.random.fold_in(key, part), max(len(leaves), 1))
+        return jax.tree.unflatten(structure, list(jax.random.key_data(keys))[: len(leaves)])
 
     def _matrices(self, tree) -> tuple:
         """The leaves of the parameters with copies, from a tree like the parameters."""
@@ -172,6 +225,7 @@ class Trainer:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for lowering and restoring."""
         shapes = jax.eval_shape(self._start, self.abstract_params)
+        shapes = shapes._replace(base=self.abstract_base)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             shapes,
@@ -246,6 +300,7 @@ class Trainer:
     def eval_step(self, graph: nnx.GraphDef | None = None) -> Callable:
         """Jitted (params, batch) -> (sum of losses, number of predicted tokens), both fp32.
 
+        params: of the whole model (`whole`).
         graph: as the train step computes it (`step_graph`), perhaps in fp8; None: never in fp8.
         """
         step = jax.jit(functools.partial(self._loss_sum, graph=graph or self.graph))
@@ -308,31 +363,34 @@ class Trainer:
         """The loss, and its gradients in the dtypes of the working parameters, or sums in fp32."""
         count = jnp.maximum((batch["labels"] != IGNORE).sum(), 1).astype(jnp.float32)
 
-        def mean_loss(params, part):  # this part's share of the mean over the batch
-            pieces = self._side_by_side(part)
-            losses = [self._loss_sum(params, piece, 1 / count)[0] for piece in pieces]
+        def mean_loss(params, part, number):  # this part's share of the mean over the batch
+            pieces, losses = self._side_by_side(part), []
+            for i, piece in enumerate(pieces):
+                keys = self.dropout_keys(state.step, number * len(pieces) + i)
+                params_of_piece = nnx.merge_state(self.whole(params, state.base), keys)
+                losses.append(self._loss_sum(params_of_piece, piece, 1 / count)[0])
             return functools.reduce(jnp.add, losses)
 
-        def grad(params, part):
-            loss, grads = jax.value_and_grad(mean_loss)(params, part)
+        def grad(params, part, number):
+            loss, grads = jax.value_and_grad(mean_loss)(params, part, number)
             return loss, self._scattered(grads)
 
         working = self._gathered(self.working(state))
         parts = self.config.train.grad_accum
         if parts == 1:
-            return grad(working, batch)
+            return grad(working, batch, 0)
         split = self._in_parts(batch, parts)
 
         def add(sums, part):
-            return jax.tree.map(jnp.add, sums, grad(working, part)), None
+            return jax.tree.map(jnp.add, sums, grad(working, *part)), None
 
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
-        return jax.lax.scan(add, zero, split)[0]
+        return jax.lax.scan(add, zero, (split, jnp.arange(parts)))[0]
 
     def _updated(
         self, state: TrainState, loss: jax.Array, grads: nnx.State
     ) -> tuple[jax.Array, TrainState, dict]:
-        """(whether to accept the update, the state with it but without copies, the metrics)."""
+        """(whether to accept the update, the saved part of the state with it, the metrics)."""
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         opt_state = at_step(state.opt_state, state.step)
         updates, opt_state = self.optimizer.update(grads, opt_state, state.params)
@@ -349,10 +407,10 @@ class Trainer:
         return good, TrainState(state.step + 1, params, opt_state, watch), metrics
 
     def _accepted(self, good: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-        """The new state, with the old parameters and moments unless `good`, and with copies."""
+        """The new state, completed, with the old parameters and moments unless `good`."""
         params, opt_state = guard.select(
             good, (new.params, new.opt_state), (old.params, old.opt_state)
         )
         # The copies are cast before they are gathered, which halves the bytes.
         copies = self._make_copies(self._scattered(params))
-        return new._replace(params=params, opt_state=opt_state, copies=copies)
+        return new._replace(params=params, opt_state=opt_state, copies=copies, base=old.base)

@@ -24,6 +24,11 @@ def array_checksums(arrays: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def joint_checksum(checksums: dict[str, str]) -> str:
+    """One checksum of all arrays, in whichever order they were read."""
+    return digest(dict(sorted(checksums.items())))[:16]
+
+
 def first_mismatch(arrays: dict[str, Any], checksums: dict[str, str]) -> str | None:
     """Name of the first array that does not match its checksum, or None."""
     found = array_checksums({name: x for name, x in arrays.items() if name in checksums})

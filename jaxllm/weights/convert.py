@@ -20,23 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxllm.config import FORMATS
 from jaxllm.config.command_line import Parser, check_exists, check_writable, exit_status
 from jaxllm.errors import InputError, RunError
 
 if TYPE_CHECKING:  # imported late, because JAX takes seconds
+    from jaxllm.config import ModelConfig
     from jaxllm.weights.packed import Packing
-    from pallas_kernels.quantized.formats import Format
-
-# {value of --quantize: (format, bits)} of pallas_kernels.quantize
-FORMATS: dict[str, tuple[Format, int]] = {
-    "int8": ("int", 8),
-    "int4": ("int", 4),
-    "int2": ("int", 2),
-    "int1": ("int", 1),
-    "fp8": ("fp8", 8),
-    "2:4-int8": ("2:4", 8),
-    "2:4-int4": ("2:4", 4),
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +44,11 @@ def main(argv: list[str] | None = None) -> int:
         "--dtype",
         choices=["float32", "bfloat16"],
         help="dtype of the Hugging Face tensors to write (default: float32, which is lossless)",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="add the adapters of a run with model.lora to its weights (default dtype: bfloat16)",
     )
     parser.add_argument("--quantize", choices=FORMATS, help="pack the weights in this format")
     parser.add_argument(
@@ -75,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         args = parser.parse_args(argv)
         check_exists(args.source)
-        convert(args.source, args.out, args.step, args.dtype, _packing(args))
+        convert(args.source, args.out, args.step, args.dtype, _packing(args), args.merge)
 
     return exit_status(run, interrupted="interrupted: nothing was written")
 
@@ -105,13 +100,16 @@ def convert(
     step: int | None = None,
     dtype: str | None = None,
     packing: Packing | None = None,
+    merge: bool = False,
 ) -> None:
     """Converts a folder into a new one, which is complete or does not exist.
 
     step: only for a run; dtype: only for a run that becomes a Hugging Face folder.
     packing: makes a folder of packed weights.
+    merge: of adapters; without it, a run with model.lora becomes a folder of peft.
     Raises InputError for bad input and if `out` exists, RunError if it cannot be written.
     """
+    from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.packed import PackedWeights
     from jaxllm.weights.pretrained import RunWeights, open_weights
 
@@ -125,7 +123,13 @@ def convert(
             f"{source} holds packed weights ({weights.packing}); convert the run or the folder that"
             " they were made from"
         )
-    if step is not None and not isinstance(weights, RunWeights):
+    of_run = isinstance(weights, RunWeights | AdapterWeights)
+    if merge != isinstance(weights, AdapterWeights) and (merge or packing is not None):
+        wrong = (
+            "--merge is for adapters" if merge else "--quantize takes adapters with --merge only"
+        )
+        raise InputError(f"{wrong} adapters; {source} holds {'none' if merge else 'some'}")
+    if step is not None and not (of_run and weights.run):
         raise InputError(f"--step is for a run's directory; {source} is not one")
     if packing is not None:
         with _new_folder(out) as folder:
@@ -133,9 +137,16 @@ def convert(
         result = (
             f"{packing}, {size / 1e6:,.1f} MB; to use: {_command('generate', '--checkpoint', out)}"
         )
-    elif isinstance(weights, RunWeights):
+    elif isinstance(weights, AdapterWeights) and not merge:
+        if dtype is not None or weights.run is None:
+            what = "--dtype" if dtype else "a folder of peft"
+            raise InputError(f"{what} needs --merge: adapters are written in float32, as of a run")
         with _new_folder(out) as folder:
-            _to_huggingface(weights, folder, dtype or "float32")
+            _to_peft(weights, folder)
+        result = f"the adapters of step {weights.step} as a folder of peft"
+    elif of_run:
+        with _new_folder(out) as folder:
+            _to_huggingface(weights, folder, dtype or ("bfloat16" if merge else "float32"))
         result = f"the checkpoint of step {weights.step} as a Hugging Face folder"
     else:
         if dtype is not None:
@@ -168,7 +179,7 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
     from jaxllm.weights.pretrained import write_checkpoint
 
     tokenizer = out / "tokenizer.json" if _copy_text(weights, folder) else None
-    config = _config_to_train(weights, init_from=out, tokenizer=tokenizer)
+    config = _config_to_train(weights.config, init_from=out, tokenizer=tokenizer)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     about = {
         "config": config.model_dump(),
@@ -179,14 +190,13 @@ def _from_huggingface(weights, folder: Path, out: Path) -> None:
     write_checkpoint(folder / "checkpoints", weights, about)
 
 
-def _config_to_train(weights, init_from: Path, tokenizer: Path | None):
+def _config_to_train(model: ModelConfig, init_from: Path, tokenizer: Path | None):
     """The configuration of a run that trains on from the weights of a Hugging Face folder.
 
     tokenizer: the path that the folder's tokenizer.json will have.
     """
     from jaxllm.config import Config, OptimizerConfig, TrainConfig
 
-    model = weights.config
     config = Config(
         model=model.model_copy(update={"init_from": str(init_from)}),
         train=TrainConfig(steps=1000, batch_size=8, seq_len=min(1024, model.max_seq_len)),
@@ -198,72 +208,86 @@ def _config_to_train(weights, init_from: Path, tokenizer: Path | None):
 
 def _to_packed(weights, folder: Path, out: Path, packing: Packing) -> int:
     """Writes a folder of packed weights; returns the bytes of its arrays."""
+    from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.packed import write_packed
-    from jaxllm.weights.places import places
-    from jaxllm.weights.pretrained import RunWeights
 
     copied = _copy_text(weights, folder)
-    if isinstance(weights, RunWeights):
-        config, step = weights.run, weights.step
-        read = lambda name: weights.read((name,))[name]
-    else:
+    adapts = isinstance(weights, AdapterWeights)
+    model = weights.plain if adapts else weights.config
+    if (run := getattr(weights, "run", None)) is None:
         tokenizer = out / "tokenizer.json" if copied else None
-        config, step = _config_to_train(weights, weights.folder, tokenizer), 0
-        holders = {name: place for place in places(weights.config) for name in place.ours}
-        read = lambda name: weights.read(holders[name])[name]
+        run = _config_to_train(model, weights.folder, tokenizer)
+    config = run.model_copy(update={"model": model}) if adapts else run
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    about = {"step": step, "packed_from": str(weights.folder)}
-    return write_packed(folder, weights.config, packing, read, about)
+    about = {"step": getattr(weights, "step", 0), "packed_from": str(weights.folder)}
+    size = write_packed(folder, model, packing, weights.param, about)
+    if adapts:
+        weights.verify()
+    return size
 
 
 def _to_huggingface(weights, folder: Path, dtype: str) -> None:
     import json
 
     from jaxllm.text.files import copy_companions, take_ids
+    from jaxllm.weights.adapters import AdapterWeights
     from jaxllm.weights.huggingface import write_tensors
     from jaxllm.weights.huggingface_config import config_json
     from jaxllm.weights.places import places
+    from jaxllm.weights.pretrained import text_folder
 
     config = weights.config
     page = config_json(config, dtype)
     if tokenizer := _tokenizer(weights):
         page |= tokenizer.export_to(folder)
     else:
-        copy_companions(weights.folder, folder)
+        copy_companions(text_folder(weights), folder)
         page |= take_ids(folder)
     (folder / "config.json").write_text(json.dumps(page, indent=2), encoding="utf-8")
     tensors = (
         (place.name, place.to_theirs(config, weights.read(place.ours))) for place in places(config)
     )
     write_tensors(folder, config, dtype, tensors)
+    if isinstance(weights, AdapterWeights):
+        weights.verify()
+
+
+def _to_peft(weights, folder: Path) -> None:
+    from jaxllm.weights.adapters import write_peft
+
+    _copy_text(weights, folder)
+    (folder / "config.yaml").write_text(weights.run.to_yaml(), encoding="utf-8")
+    write_peft(weights, folder)
 
 
 def _copy_text(weights, target: Path) -> bool:
     """Copies what a folder says about its text; returns whether it has a tokenizer that is read."""
     from jaxllm.text.files import copy_companions
+    from jaxllm.weights.pretrained import text_folder
 
     if tokenizer := _tokenizer(weights):
         tokenizer.copy_to(target)
     else:
-        copy_companions(weights.folder, target)
+        copy_companions(text_folder(weights), target)
     return tokenizer is not None
 
 
 def _tokenizer(weights):
     """The tokenizer of a run or a folder; None, said on the screen, without one that is read."""
     from jaxllm.text import Tokenizer
+    from jaxllm.weights.pretrained import text_folder
 
     run = getattr(weights, "run", None)
     given = run and run.data.tokenizer
-    path = weights.folder
+    path = folder = text_folder(weights)
     if not (path / "tokenizer.json").exists() and given and Path(given).expanduser().exists():
         path = Path(given)
     try:
-        if path == weights.folder and not Tokenizer.present(path):
+        if path == folder and not Tokenizer.present(path):
             raise InputError(f"{path} has no tokenizer.json; copy it there by hand")
         tokenizer = Tokenizer(path, end_token=run and run.data.end_token)
     except InputError as error:
-        if (weights.folder / "tokenizer.json").exists():
+        if (folder / "tokenizer.json").exists():
             raise
         print(f"no tokenizer is written: {error}")
         return None

@@ -49,11 +49,6 @@ class HuggingFaceWeights:
         page, params = folder / "config.json", folder / "params.json"
         theirs = any((folder / name).is_file() for name in (SINGLE, INDEX))
         self._interleaved = params.is_file() and not (page.is_file() and theirs)
-        if (folder / "adapter_config.json").is_file():
-            raise InputError(
-                f"{folder} holds an adapter (adapter_config.json), which is not supported; merge it"
-                " into its model first"
-            )
         self._files, self._stored = _open_files(folder, self._interleaved)
         if self._interleaved:
             shapes = {name: self._slice(name).get_shape() for name in self._stored}
@@ -77,6 +72,11 @@ class HuggingFaceWeights:
         for x in found.values():
             check_finite(x, f"{self.folder}: {place.name}")
         return found
+
+    def param(self, name: str) -> np.ndarray:
+        """Our parameter of a dotted path, in float32."""
+        holders = {ours: place for place in places(self.config) for ours in place.ours}
+        return self.read(holders[name])[name]
 
     def _read(self, place: Place) -> np.ndarray:
         file, name = self._stored[place.name]
@@ -269,9 +269,13 @@ def write_safetensors(
     path: Path,
     layout: dict[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterable[tuple[str, np.ndarray]],
+    about: dict[str, str] | None = None,
 ) -> None:
-    """Writes a safetensors file of {name: (shape, dtype)}, one array at a time, in this order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    """Writes a safetensors file of {name: (shape, dtype)}, one array at a time, in this order.
+
+    about: further metadata.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
     at = 0
     for name, (shape, dtype) in layout.items():
         end = at + dtype.itemsize * math.prod(shape)

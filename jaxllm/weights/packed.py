@@ -26,17 +26,23 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jaxllm import config as configs
-from jaxllm.config import ModelConfig
+from jaxllm.config import FORMATS, ModelConfig
 from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
 from jaxllm.layers import Linear
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
-from jaxllm.weights.checksums import array_checksums, first_mismatch, with_digest
+from jaxllm.sharding import spec_of
+from jaxllm.weights.checksums import (
+    array_checksums,
+    first_mismatch,
+    joint_checksum,
+    with_digest,
+)
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
 from jaxllm.weights.huggingface_config import read_json
 from jaxllm.weights.places import named_params, tied
-from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels import QuantizedWeight, dequantize, quantize
 from pallas_kernels.quantized.formats import Format
 
 PAGE, ARRAYS = "packed.json", "packed.safetensors"
@@ -60,7 +66,8 @@ class Packing(NamedTuple):
             format, bits = self.head
             # Only int has offsets; asymmetric blocks with a head in fp8 are no contradiction.
             return Packing(format, bits, self.group, self.symmetric or format != "int")
-        if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(GATES):
+        matrix = name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2
+        if matrix and not name.endswith(GATES):
             return self._replace(head=None)
         return None
 
@@ -88,6 +95,57 @@ def create_packed(config: ModelConfig, packing: Packing | None) -> LanguageModel
         own = Linear(config.d_model, config.padded_vocab_size, rngs=nnx.Rngs(0))
         model.head = nnx.data(own)
     return model
+
+
+def base_packing(config: ModelConfig) -> Packing | None:
+    """How `model.quantize` packs the matrices, with the largest group that fits; None: not at all.
+
+    Raises InputError if no group fits.
+    """
+    if getattr(config, "quantize", None) is None:
+        return None
+    found = [Packing(*FORMATS[config.quantize], group, True) for group in (128, 64, 32, None)]
+    params = named_params(nnx.eval_shape(lambda: create(config)))
+    fits = [packing for packing in found if _fits(params, packing)]
+    if not fits:
+        layout(config, found[-1])  # says why
+    return fits[0]
+
+
+def frozen(base: nnx.State, config: ModelConfig, packing: Packing | None) -> nnx.State:
+    """Shapes of a model's weights as they are held where no gradient changes them.
+
+    Matrices are packed, or in the compute dtype (bfloat16 beside packed ones); vectors in float32.
+    """
+
+    def hold(path, variable):
+        own = packing and packing.of(_dotted(path), variable.shape)
+        like = jax.ShapeDtypeStruct(variable.shape, jnp.float32)
+        if own:
+            return variable.replace(jax.eval_shape(own.pack, like))
+        dtype = jnp.bfloat16 if packing else config.compute_dtype
+        return variable.replace(like if len(like.shape) == 1 else like.update(dtype=dtype))
+
+    return jax.tree.map_with_path(hold, base, is_leaf=_is_variable)
+
+
+def frozen_shardings(base: nnx.State, mesh) -> nnx.State:
+    """The shardings of a state that `frozen` describes; packed matrices are replicated."""
+
+    def place(variable):
+        packed = isinstance(variable.get_value(), QuantizedWeight)
+        sharding = jax.NamedSharding(mesh, jax.P() if packed else spec_of(variable))
+        return variable.replace(jax.tree.map(lambda _: sharding, variable.get_value()))
+
+    return jax.tree.map(place, base, is_leaf=_is_variable)
+
+
+def _is_variable(node) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _dotted(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 Layout = dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]
@@ -149,11 +207,14 @@ def write_packed(
     """
     parts = layout(config, packing)
     checksums: dict[str, str] = {}
+    sums: dict[str, str] = {}  # of the parameters before they are packed or rounded
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, part in parts.items():
             x = read(TABLE).T if name == HEAD and tied(config) else read(name)
             check_finite(x, name)
+            if not (name == HEAD and tied(config)):
+                sums.update(array_checksums({name: x}))
             if (own := packing.of(name, x.shape)) is not None:
                 packed = own.pack(jnp.asarray(x)).to_arrays()
                 yield from ((at, packed[at.removeprefix(f"{name}.")]) for at in part)
@@ -165,6 +226,7 @@ def write_packed(
     flat = {at: kind for part in parts.values() for at, kind in part.items()}
     write_safetensors(folder / ARRAYS, flat, arrays())
     page = {"packing": VERSION, **packing._asdict(), **about, "checksums": checksums}
+    page["source"] = joint_checksum(sums)
     (folder / PAGE).write_text(json.dumps(with_digest(page), indent=1), encoding="utf-8")
     return (folder / ARRAYS).stat().st_size
 
@@ -173,6 +235,7 @@ class PackedWeights:
     """The packed weights in a folder, checked against its config.yaml on opening.
 
     run, config, step: as of the checkpoint that was packed.
+    source: the checksum of its parameters in float32.
     """
 
     def __init__(self, folder: Path):
@@ -192,6 +255,7 @@ class PackedWeights:
         self.packing = Packing(*(page[key] for key in keys), head=head and tuple(head))
         self.step: int = page["step"]
         self._checksums = page["checksums"]
+        self.source: str = page.get("source", page["digest"])
         self._layout = layout(self.config, self.packing)
         try:
             # pyrefly: ignore[missing-attribute]
@@ -209,9 +273,15 @@ class PackedWeights:
         Packed weights are replicated: XLA does not partition the kernel that reads them.  The
         others have the dtype in which they are stored.
         """
-        return {name: self._load(name, leaf.sharding) for name, leaf in abstract.items()}
+        return {name: self.load_one(name, leaf.sharding) for name, leaf in abstract.items()}
 
-    def _load(self, name: str, sharding) -> jax.Array | QuantizedWeight:
+    def param(self, name: str) -> np.ndarray:
+        """The parameter of a dotted path in float32; a packed one is dequantized."""
+        x = self.load_one(name, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        return np.asarray(dequantize(x) if isinstance(x, QuantizedWeight) else x, np.float32)
+
+    def load_one(self, name: str, sharding) -> jax.Array | QuantizedWeight:
+        """One parameter of `load`."""
         part = self._layout[name]
         arrays = {at.removeprefix(f"{name}."): self._file.get_tensor(at) for at in part}
         if name in part:
@@ -225,7 +295,9 @@ class PackedWeights:
         found = Packing(weight.format, weight.bits, weight.group, weight.offsets is None)
         if found != (own := self.packing.of(name, weight.shape)):
             raise self._damaged(f"{name} is {found}, not {own}")
-        return jax.device_put(weight, jax.NamedSharding(sharding.mesh, jax.P()))
+        if isinstance(sharding, jax.NamedSharding):
+            sharding = jax.NamedSharding(sharding.mesh, jax.P())
+        return jax.device_put(weight, sharding)
 
     def _check(self, names: set[str]) -> None:
         """Raises InputError unless the file has exactly the arrays of the configured model."""

@@ -17,13 +17,17 @@ from jaxllm.config import Config, ModelConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.errors import InputError, RunError, in_short, out_of_memory, quiet_orbax
 from jaxllm.models import create
+from jaxllm.weights import adapters
+from jaxllm.weights.adapters import AdapterWeights
 from jaxllm.weights.checksums import array_checksums, check_digest, first_mismatch, with_digest
 from jaxllm.weights.huggingface import HuggingFaceWeights, pickle_in
 from jaxllm.weights.packed import PAGE, PackedWeights
 from jaxllm.weights.places import Place, named_params, places
 
 # Settings that do not affect the weights; without learned positions neither does max_seq_len.
-_FREE = {"compute_dtype", "residual_dtype", "kernels", "remat", "init_from", "chunk_size"}
+_FREE = set(
+    """compute_dtype residual_dtype kernels remat init_from chunk_size lora quantize""".split()
+)
 
 
 class RunWeights:
@@ -62,6 +66,10 @@ class RunWeights:
         self._verify(found)
         return {name: found[_stored(name)] for name in names}
 
+    def param(self, name: str) -> np.ndarray:
+        """The parameter of a dotted path, in float32."""
+        return self.read((name,))[name]
+
     def load(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """{our dotted path: array} of all names in `abstract`, with its shardings and dtypes.
 
@@ -83,10 +91,14 @@ class RunWeights:
             check_digest(page)
         except ValueError as e:
             raise self._damaged(str(e)) from e
+        self.about: dict[str, Any] = page
         self._checksums = page.get("checksums", {})
+        lora = getattr(self.config, "lora", None)
         stored = {name: at for name, at in page["arrays"].items() if name.startswith("params.")}
         where = f"checkpoint {self._place}"
         for path, p in named_params(nnx.eval_shape(lambda: create(self.config))).items():
+            if lora is not None and not isinstance(p, nnx.LoRAParam):
+                continue  # the base's
             name, shape = _stored(path), [list(p.shape), "float32"]
             if (found := stored.pop(name, "not in it")) != shape:
                 raise InputError(f"{where}: {name} is {found}; config.yaml requires {shape}")
@@ -121,7 +133,7 @@ class RunWeights:
         return self.folder / "checkpoints" / str(self.step)
 
 
-Weights = HuggingFaceWeights | RunWeights | PackedWeights
+Weights = HuggingFaceWeights | RunWeights | PackedWeights | AdapterWeights
 
 
 def open_weights(directory: str | Path, step: int | None = None) -> Weights:
@@ -133,7 +145,11 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     if (directory / PAGE).is_file():
         return PackedWeights(directory)
     if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
-        return RunWeights(directory, step)
+        run = RunWeights(directory, step)
+        adapts = getattr(run.config, "lora", None) is not None
+        return adapters.of_run(run, open_weights) if adapts else run
+    if (directory / adapters.PAGE).is_file():
+        return adapters.of_peft(directory, open_weights)
     if any((directory / name).is_file() for name in ("config.json", "params.json")):
         return HuggingFaceWeights(directory)
     check_exists(directory)
@@ -149,11 +165,7 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
 
 def check_weights(weights: Weights, config: Config) -> None:
     """Raises InputError unless training can start from the weights with this model and data."""
-    if isinstance(weights, PackedWeights):
-        raise InputError(
-            f"model.init_from={weights.folder} holds packed weights ({weights.packing}), which"
-            " cannot be trained; name the run or the folder that they were made from"
-        )
+    _check_base(weights, config.model)
     ours, theirs = _fixed(config.model), _fixed(weights.config)
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):
@@ -161,13 +173,47 @@ def check_weights(weights: Weights, config: Config) -> None:
                 f"model.{key}={ours.get(key)!r} differs from {theirs.get(key)!r} of the weights in"
                 f" {weights.folder}; change it, or remove model.init_from"
             )
-    own = weights.folder / "tokenizer.json"
+    own = text_folder(weights) / "tokenizer.json"
     if config.data.trains_tokenizer:
         fix = own if own.exists() else "the tokenizer.json that encoded their data"
         raise InputError(
             f"data.tokenizer is null: a new tokenizer would not match the weights in"
             f" {weights.folder}; set data.tokenizer {fix}"
         )
+
+
+def _check_base(weights: Weights, model: ModelConfig) -> None:
+    """Raises InputError if packed weights or adapters are not what the model makes of them."""
+    lora, where = getattr(model, "lora", None), f"model.init_from={weights.folder}"
+    if isinstance(weights, PackedWeights):
+        held = f"{where} holds packed weights ({weights.packing})"
+        if lora is None:
+            raise InputError(
+                f"{held}, which cannot be trained; name the run or the folder that they were made"
+                " from, or set model.lora"
+            )
+        if model.quantize is not None or weights.packing.head is not None:
+            key = "the head" if weights.packing.head else f"model.quantize={model.quantize}"
+            fix = "convert without --head" if weights.packing.head else "leave it out"
+            raise InputError(f"{held}; {key} cannot be packed for training: {fix}")
+    if isinstance(weights, AdapterWeights) and lora is not None:
+        for key in ("rank", "alpha", "targets", "rslora"):
+            ours, theirs = (getattr(x, key) for x in (lora, weights.config.lora))
+            if key == "targets":
+                ours, theirs = (
+                    [n for n in adapters.targets(model) if x.adapts(n)]
+                    for x in (lora, weights.config.lora)
+                )
+            if ours != theirs:
+                raise InputError(
+                    f"model.lora.{key}={ours} differs from {theirs} of the adapters in"
+                    f" {weights.folder}; change it, or merge them first with jaxllm convert --merge"
+                )
+
+
+def text_folder(weights: Weights) -> Path:
+    """The folder with the tokenizer: of adapters, or else of their base."""
+    return weights.text if isinstance(weights, AdapterWeights) else weights.folder
 
 
 def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
@@ -182,6 +228,14 @@ def load_params(weights: Weights, abstract: nnx.State) -> nnx.State:
     }
     if isinstance(weights, RunWeights | PackedWeights):
         arrays = weights.load(leaves)
+    elif isinstance(weights, AdapterWeights):  # merged
+        arrays = {
+            name: jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, weights.read((name,))[name].__getitem__
+            )
+            for name, leaf in leaves.items()
+        }
+        weights.verify()
     else:
         arrays = {
             name: jax.make_array_from_callback(x.shape, leaves[name].sharding, x.__getitem__)

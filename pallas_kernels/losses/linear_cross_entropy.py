@@ -235,8 +235,13 @@ def _local(labels, v, vocab_size, vocab_axis):
     return jnp.where((column >= 0) & (column < valid), column, -1), valid
 
 
-def _run(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[Any, Any]:
-    """`scale` times the sum of all losses, and its gradients dx and dW (float32) or None."""
+def _run(
+    x, weight, labels, scale, o: _Options, differentiate: bool, frozen: bool = False
+) -> tuple[Any, Any]:
+    """`scale` times the sum of all losses, and its gradients dx and dW (float32) or None.
+
+    frozen: the weight needs no gradient, so dW is None.
+    """
     w = weight.astype(x.dtype)
     v = w.shape[1] if o.transposed else w.shape[0]
     w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
@@ -246,7 +251,7 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[An
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_chunk, w_now = of(x), w
-        if dw is not None:  # delays the next logits until the last dz can be freed
+        if dx:  # delays the next logits until the last dz can be freed
             # Without dx, XLA postpones its matmuls on a mesh, to overlap them with the sum of dw
             # over the devices, and keeps all logits until then.
             x_chunk, w_now, dw, dx[-1] = lax.optimization_barrier((x_chunk, w, dw, dx[-1]))
@@ -255,13 +260,13 @@ def _run(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[An
         loss += jnp.where(of(labels) == o.ignore_index, 0, losses).sum()
         if differentiate:
             dx.append(jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype))
+        if differentiate and not frozen:
             pair = (x_chunk, dz) if o.transposed else (dz, x_chunk)
             more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
             dw = more if dw is None else dw + more
-    if dw is None:  # nor dx
-        return loss, None
-    dw = dw[:, :v] if o.transposed else dw[:v]
-    return loss, (jnp.concatenate(dx), dw)
+    if dw is not None:
+        dw = dw[:, :v] if o.transposed else dw[:v]
+    return loss, (jnp.concatenate(dx), dw) if dx else None
 
 
 def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[Any, Any]:
@@ -336,18 +341,23 @@ def _linear_cross_entropy(x, weight, labels, scale, o):
 
 
 def _forward(x, weight, labels, scale, o):
-    loss, gradients = (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, o, True)
-    return loss, (gradients, jnp.zeros((), weight.dtype))
+    arrays = [a.value for a in (x, weight, labels, scale)]
+    if o.fp8:
+        loss, gradients = _run_fp8(*arrays, o, True)
+    else:
+        loss, gradients = _run(*arrays, o, True, frozen=not weight.perturbed)
+    return loss, (gradients, jnp.zeros((), weight.value.dtype))
 
 
 def _backward(o, saved, g):
     (dx, dw), like = saved
     # All devices of the axis hold the same loss, and each got a share of its gradient.
     g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
-    return (dx * g).astype(dx.dtype), (dw * g).astype(like.dtype), None, None
+    dw = None if dw is None else (dw * g).astype(like.dtype)
+    return (dx * g).astype(dx.dtype), dw, None, None
 
 
-_linear_cross_entropy.defvjp(_forward, _backward)
+_linear_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 FORMS = (
     Form("general", _kernels, "sm_80", why_not),

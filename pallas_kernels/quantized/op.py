@@ -146,12 +146,16 @@ def _finish(y, bias, activation, dtype):
 
 
 def _forward(x, weight, bias, activation, dtype, kernel):
+    if activation is None:  # then the gradients need no y, and the kernel may round it itself
+        y = _linear(x, weight, bias, activation, dtype, kernel)
+        return y, (weight, bias, None, x[:0])
     y = _sums(x, weight, dtype, kernel)
     return _finish(y, bias, activation, dtype), (weight, bias, y, x[:0])
 
 
 def _backward(activation, dtype, kernel, saved, dz):
     weight, bias, y, like = saved
+    y = dz.astype(mosaic.stat_dtype(like.dtype)) if y is None else y
     _, pull = jax.vjp(lambda y, bias: _finish(y, bias, activation, dtype), y, bias)
     dy, dbias = pull(dz)
     dy = dy.astype(like.dtype)

@@ -11,7 +11,6 @@ from training_runs import devices_run, final_state, run
 
 from jaxllm.config import Config, OptimizerConfig, TrainConfig
 from jaxllm.errors import InputError
-from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
 from jaxllm.sharding import make_mesh
 from jaxllm.train.checkpoint import Checkpoints
@@ -112,8 +111,7 @@ def test_the_head_is_in_fp8_if_all_is(kind):
 def test_layers_of_other_widths_stay_in_bfloat16_and_say_so():
     dispatch.reset()
     jax.clear_caches()
-    model = nnx.eval_shape(lambda: create(tiny_model("gpt2", d_ff=100)))
-    use_fp8(model.blocks)
+    model = nnx.eval_shape(lambda: create(tiny_model("gpt2", d_ff=100), fp8="matmuls"))
     graph, params = nnx.split(model)
     tokens = jnp.zeros((2, 32), jnp.int32)
     jax.eval_shape(lambda params: nnx.merge(graph, params).loss(tokens, tokens), params)
@@ -150,7 +148,7 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_bfloat16(tmp_path):
         saved = checkpoints.restore(1, other.abstract_state().saved())
         checkpoints.close()
         program = other.trace_train_step().lower().compile()
-        return program(other.with_copies(saved), second)
+        return program(other.complete(saved), second)
 
     again, repeated = resumed("matmuls")
     for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(again), strict=True):

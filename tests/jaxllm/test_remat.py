@@ -12,7 +12,6 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxllm.config import GPT2Config, Llama3Config, VLSTMConfig
-from jaxllm.layers.linear import use_fp8
 from jaxllm.models import create
 from jaxllm.models.language_model import run_block
 from jaxllm.models.stream import Stream
@@ -31,9 +30,7 @@ def make(kind, **options):
 
 def block_of(config, batch=B, fp8=False):
     """(function of (parameters, branch, residual), abstract arguments) of a block after others."""
-    block = nnx.eval_shape(lambda: create(config)).blocks[0]
-    if fp8:
-        use_fp8(block)
+    block = nnx.eval_shape(lambda: create(config, fp8="all" if fp8 else "none")).blocks[0]
     graph, params = nnx.split(block)
     of = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16 if a.ndim == 2 else jnp.float32)
     x = jax.ShapeDtypeStruct((batch, T, C), jnp.bfloat16)

@@ -276,7 +276,7 @@ def test_a_step_takes_over_the_memory_of_a_restored_state(tmp_path):
     checkpoints.save(1, t.init().saved(), {}, None)
     checkpoints.close()
     saved = Checkpoints(tmp_path / "checkpoints", 1).restore(1, t.abstract_state().saved())
-    state = t.with_copies(saved)
+    state = t.complete(saved)
     before = memory(state)
     after, _ = t.trace_train_step().lower().compile()(state, t.put_batch(random_batch()))
     assert memory(after) == before

@@ -75,7 +75,7 @@ def test_a_verified_step_is_the_plain_step(faulty):
     close = lambda a, b: np.allclose(np.float32(a), np.float32(b), rtol=1e-3, atol=1e-5)
     assert all(jax.tree.leaves(jax.tree.map(close, one.params, other.params)))
     broken = other._replace(params=jax.tree.map(lambda p: p * jnp.nan, other.params))
-    _, metrics = canary.take(3, t.with_copies(broken.saved()), t.put_batch(batch()))
+    _, metrics = canary.take(3, t.complete(broken.saved()), t.put_batch(batch()))
     assert (problem(canary, 3), int(metrics["skips"])) == ("", 1)
 
 

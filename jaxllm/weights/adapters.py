@@ -1,0 +1,328 @@
+"""Low-rank adapters and the frozen weights (the base) that they adapt: of a run, or as peft's.
+
+A run with `model.lora` stores only its adapters, and the path, step and checksum of its base.  A
+folder of peft (https://github.com/huggingface/peft) has the same in two files:
+
+    adapter_model.safetensors   base_model.model.MODULE.lora_A.weight (rank, in) and lora_B (out,
+                                rank), with MODULE as in the Hugging Face names of the base
+    adapter_config.json         rank, alpha, targets, and the base as base_model_name_or_path
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+
+from jaxllm.config import Config, Lora, ModelConfig, evaluated
+from jaxllm.errors import InputError
+from jaxllm.models import create
+from jaxllm.weights.checksums import array_checksums, joint_checksum
+from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, write_safetensors
+from jaxllm.weights.huggingface_config import read_json
+from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
+from jaxllm.weights.places import named_params, places
+from pallas_kernels import dequantize
+
+if TYPE_CHECKING:
+    from jaxllm.weights.pretrained import RunWeights
+
+PAGE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
+# What a page of peft may say besides what is read: it changes no result, or is a default.
+_FREE = set(
+    """alora_invocation_tokens auto_mapping base_model_name_or_path inference_mode loftq_config
+    lora_dropout megatron_config megatron_core peft_type peft_version qalora_group_size r revision
+    lora_alpha target_modules task_type use_rslora runtime_config init_lora_weights""".split()
+)
+
+
+class Base(NamedTuple):
+    """What identifies a base: the checksum is that of all its parameters in float32."""
+
+    path: str
+    step: int | None  # of a run
+    checksum: str
+
+    def check(self, checksum: str) -> None:
+        """Raises InputError unless the base that was loaded has this checksum."""
+        if self.checksum != checksum:
+            raise InputError(
+                f"the base {self.path} changed since the adapters were trained (checksum"
+                f" {checksum}, was {self.checksum}); restore it, or train new adapters"
+            )
+
+
+class AdapterWeights:
+    """Adapters with their base.
+
+    config: of the model with the adapters; run: the run's configuration, None for a peft folder.
+    expected: the base that the adapters were trained on, None where a peft folder does not say.
+    text: the folder with the tokenizer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        base: "HuggingFaceWeights | RunWeights | PackedWeights",
+        arrays: dict[str, np.ndarray],
+        *,
+        expected: Base | None,
+        run: Config | None = None,
+        step: int = 0,
+    ):
+        self.folder, self.config, self.base, self.arrays = folder, config, base, arrays
+        self.expected, self.run, self.step = expected, run, step
+        own = (folder / "tokenizer.json").exists()
+        self.text = folder if own else base.folder
+        self.packing = packing_of(base, config)
+        self._sums: dict[str, str] = {}
+
+    @property
+    def plain(self) -> ModelConfig:
+        """The configuration of the model without adapters."""
+        return self.config.model_copy(update={"lora": None, "quantize": None, "init_from": None})
+
+    def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """{our dotted path: float32 array} of merged parameters, as they were trained."""
+        return {name: self.param(name) for name in names}
+
+    def param(self, name: str) -> np.ndarray:
+        """The merged parameter of a dotted path, in float32."""
+        return np.asarray(self._merged(name, self._held(name)))
+
+    def verify(self) -> None:
+        """Raises InputError if the base, all of which was read, is not that of the adapters."""
+        if self.expected is not None:
+            packed = isinstance(self.base, PackedWeights)
+            self.expected.check(self.base.source if packed else joint_checksum(self._sums))
+
+    def load(self, config: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+        """(graph, parameters) of a model for inference.
+
+        Merged where the base is not packed; otherwise with the adapters beside it.
+        config: of the model, with any kernels.  Raises InputError if the base changed.
+        """
+        plain = config.model_copy(update={"lora": None, "quantize": None})
+        model = nnx.eval_shape(lambda: create(evaluated(config) if self.packing else plain))
+        graph, adapters, rest = nnx.split(model, nnx.LoRAParam, nnx.Param)
+        merge = None if self.packing else lambda name, x: self._merged(name, self._seen(name, x))
+        base, checksum = load_base(self.base, config, rest, mesh, merge)
+        if self.expected is not None:
+            self.expected.check(checksum)
+        return graph, nnx.merge_state(self.adapters(adapters, mesh), base)
+
+    def adapters(self, abstract: nnx.State, mesh: Mesh) -> nnx.State:
+        """The adapters with the structure of `abstract`, on the mesh."""
+        whole = jax.NamedSharding(mesh, jax.P())
+        return _by_name(abstract, lambda name, _: jax.device_put(self.arrays[name], whole))
+
+    def _held(self, name: str) -> np.ndarray:
+        """A parameter of the base in float32, as training saw it."""
+        x = self.base.param(name)
+        self._sums |= array_checksums({name: x})
+        return x if isinstance(self.base, PackedWeights) else self._seen(name, x)
+
+    def _seen(self, name: str, x: np.ndarray) -> np.ndarray:
+        """A float32 parameter, packed or rounded as `frozen` holds it."""
+        if x.ndim == 1:
+            return x
+        if own := self.packing and self.packing.of(name, x.shape):
+            return np.asarray(dequantize(own.pack(jnp.asarray(x))))
+        dtype = jnp.bfloat16 if self.packing else self.config.compute_dtype
+        return x.astype(dtype).astype(np.float32)
+
+    def _merged(self, name: str, x: np.ndarray) -> Any:
+        a, b = (self.arrays.get(name.replace(".weight", f".adapter.{part}")) for part in "ab")
+        if a is None or b is None:
+            return x
+        return x + self.config.lora.scale * jnp.matmul(a, b, precision="highest")
+
+
+def packing_of(base, config: ModelConfig):
+    """How the base of a model is packed, or will be; None: not at all."""
+    return base.packing if isinstance(base, PackedWeights) else base_packing(config)
+
+
+def load_base(
+    base, config: ModelConfig, params: nnx.State, mesh: Mesh, merge: Callable | None = None
+) -> tuple[nnx.State, str]:
+    """(the frozen parameters, the base's checksum); read, packed and placed one by one.
+
+    params: shapes of the base's parameters.  merge: changes the float32 array of a name.
+    """
+    packing, sums = packing_of(base, config), {}
+    shapes = frozen(params, config, packing)
+    at = named_params(frozen_shardings(shapes, mesh))
+
+    def put(name: str, variable: nnx.Variable):
+        sharding = at[name].get_value()
+        if isinstance(base, PackedWeights):
+            return base.load_one(name, jax.tree.leaves(sharding)[0])
+        x = base.param(name)
+        sums.update(array_checksums({name: x}))
+        x = x if merge is None else merge(name, x)
+        if own := packing and packing.of(name, x.shape):
+            return jax.device_put(own.pack(jnp.asarray(x)), sharding)
+        x = np.asarray(x, variable.get_value().dtype)
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+    found = _by_name(shapes, put)
+    return found, base.source if isinstance(base, PackedWeights) else joint_checksum(sums)
+
+
+def _by_name(state: nnx.State, value: Callable[[str, nnx.Variable], Any]) -> nnx.State:
+    """The state with value(dotted path, variable) in every variable."""
+    return jax.tree.map_with_path(
+        lambda path, v: v.replace(value(jax.tree_util.keystr(path, simple=True, separator="."), v)),
+        state,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
+
+
+def of_run(run: "RunWeights", open_weights: Callable) -> AdapterWeights:
+    """The adapters of a checkpoint; raises InputError if they or their base are damaged."""
+    expected = Base(**run.about["base"])
+    base = _open_base(run.folder, expected.path, expected.step, open_weights)
+    shapes = _shapes(run.config)
+    arrays = run.read(tuple(shapes))
+    return AdapterWeights(
+        run.folder, run.config, base, arrays, expected=expected, run=run.run, step=run.step
+    )
+
+
+def _open_base(folder: Path, path: str, step: int | None, open_weights: Callable):
+    found = next((p for p in (Path(path).expanduser(), folder / path) if p.is_dir()), None)
+    if found is None:
+        raise InputError(
+            f"{folder} holds adapters of the base {path}, which is no folder here; put it there,"
+            f" or, in a folder of peft, name another as base_model_name_or_path in {PAGE}"
+        )
+    base = open_weights(found, step)
+    if isinstance(base, AdapterWeights):
+        raise InputError(
+            f"{folder} holds adapters of {path}, which holds adapters, too; merge those first:"
+            f" jaxllm convert {path} OUT --merge"
+        )
+    return base
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{our dotted path: shape} of the adapters."""
+    params = named_params(nnx.eval_shape(lambda: create(config)))
+    return {n: p.shape for n, p in params.items() if isinstance(p, nnx.LoRAParam)}
+
+
+def _places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
+    """(peft's name, our dotted path, target) of every adapter array that a block may have."""
+    for place in places(config):
+        if place.form == "transposed" and place.name.startswith("model.layers."):
+            module, (ours,) = place.name.removesuffix(".weight"), place.ours
+            for theirs, part in (("lora_A", "a"), ("lora_B", "b")):
+                path = ours.replace(".weight", f".adapter.{part}")
+                yield f"base_model.model.{module}.{theirs}.weight", path, module.split(".")[-1]
+
+
+def targets(config: ModelConfig) -> list[str]:
+    """The names of all matrices that may have an adapter."""
+    return list(dict.fromkeys(target for _, _, target in _places(config)))
+
+
+def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
+    """The adapters in a folder of peft.
+
+    Raises InputError for what is not supported, and for adapters of another model.
+    """
+    page = read_json(folder / PAGE)
+    where = f"{folder / PAGE}: "
+    for key, value in page.items():
+        known = {"peft_type": "LORA", "bias": "none"}.get(key)
+        if known is not None and value != known:
+            raise InputError(f"{where}{key}={value!r} is not supported; only {known!r} is")
+        plain = key in _FREE or known is not None or value in (None, False, "", [], {})
+        if not plain or (key == "init_lora_weights" and value not in (True, False, "gaussian")):
+            raise InputError(f"{where}{key}={value!r:.100} is not supported")
+    path = page.get("base_model_name_or_path")
+    if not isinstance(path, str):
+        raise InputError(f"{where}base_model_name_or_path={path!r} is not a folder's name")
+    try:
+        # pyrefly: ignore[missing-attribute]
+        file = safe_open(folder / ARRAYS, "numpy").__enter__()
+        stored, about = set(file.keys()), file.metadata() or {}
+    except (SafetensorError, OSError) as e:
+        raise InputError(f"{folder / ARRAYS} cannot be read: {' '.join(str(e).split())}") from e
+    checksum, step = about.get("base_checksum"), about.get("base_step")
+    base = _open_base(folder, path, int(step) if step else None, open_weights)
+    if base.config.type != "llama3":
+        raise InputError(
+            f"{folder}: adapters of a {base.config.type} are not supported, only Llama's"
+        )
+    known = {theirs: (ours, target) for theirs, ours, target in _places(base.config)}
+    adapted = {known[name][1] for name in stored if name in known}
+    wanted = {theirs for theirs, (_, target) in known.items() if target in adapted}
+    if different := sorted(stored ^ wanted) or ([] if stored else ["no tensor at all"]):
+        verb = "lacks" if different[0] in wanted else "holds"
+        raise InputError(
+            f"{folder / ARRAYS} is of another model than {path}: it {verb} {different[0]}"
+        )
+    try:
+        lora = Lora(
+            rank=page["r"],
+            alpha=page["lora_alpha"],
+            targets=sorted(adapted),
+            dropout=page.get("lora_dropout", 0.0),
+            rslora=page.get("use_rslora", False),
+        )
+        # pyrefly: ignore[bad-argument-type]
+        config = type(base.config)(**base.config.model_dump() | dict(lora=lora.model_dump()))
+    except (KeyError, ValueError) as e:
+        raise InputError(f"{where}{' '.join(str(e).split())}") from e
+    arrays, shapes = {}, _shapes(config)
+    for theirs in stored:
+        ours = known[theirs][0]
+        x = file.get_tensor(theirs).T
+        if x.shape != shapes[ours]:
+            raise InputError(
+                f"{folder / ARRAYS} is of another model than {path}: {theirs} is"
+                f" {list(x.T.shape)}, that model needs {list(shapes[ours])[::-1]}"
+            )
+        arrays[ours] = np.array(x, np.float32, order="C")
+        check_finite(arrays[ours], theirs)
+    expected = Base(path, int(step) if step else None, checksum) if checksum else None
+    return AdapterWeights(folder, config, base, arrays, expected=expected)
+
+
+def write_peft(weights: AdapterWeights, folder: Path) -> None:
+    """Writes the adapters as peft stores them, in float32."""
+    lora, base = weights.config.lora, weights.base
+    found = [
+        (theirs, np.ascontiguousarray(weights.arrays[ours].T))
+        for theirs, ours, target in _places(weights.config)
+        if lora.adapts(target)
+    ]
+    about = {}
+    if (known := weights.expected) is not None:
+        about = {"base_checksum": known.checksum}
+        about |= {} if known.step is None else {"base_step": str(known.step)}
+    layout = {name: (x.shape, x.dtype) for name, x in found}
+    write_safetensors(folder / ARRAYS, layout, found, about)
+    page = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base.folder.absolute()),
+        r=lora.rank,
+        lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=[name for name in targets(weights.config) if lora.adapts(name)],
+        use_rslora=lora.rslora,
+        bias="none",
+        fan_in_fan_out=False,
+        inference_mode=True,
+    )
+    (folder / PAGE).write_text(json.dumps(page, indent=2), encoding="utf-8")

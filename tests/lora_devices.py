@@ -1,0 +1,38 @@
+"""Run by test_lora.py with two forced CPU devices: losses and adapters of three steps, as JSON.
+
+For one device, and for two that divide the batch, the parameters or the heads.
+"""
+
+import json
+
+import jax
+import numpy as np
+from lora_models import batch_of, state_of, trainer_of
+
+MESHES = {
+    "one": {},
+    "data": dict(data=2, shard_optimizer=True),
+    "fsdp": dict(data=1, fsdp=2),
+}
+
+
+def run(mesh, quantize, dropout=0.25):
+    lora = dict(rank=4, dropout=dropout)
+    options = dict(quantize=quantize, n_layers=1)
+    trainer = trainer_of(lora, mesh=mesh or None, train=dict(grad_accum=2), **options)
+    state, batch = state_of(trainer), trainer.put_batch(batch_of())
+    step, losses = trainer.trace_train_step().lower().compile(), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    adapters = np.concatenate([np.ravel(p) for p in jax.tree.leaves(state.params)])
+    return {"losses": losses, "adapters": adapters.tolist()}
+
+
+if __name__ == "__main__":
+    found = {name: run(mesh, None) for name, mesh in MESHES.items()}
+    # The tensor axis computes each batch in halves, which have dropout keys of their own.
+    for name, mesh in (("one", {}), ("tensor", dict(data=1, tensor=2))):
+        found[f"{name}, without dropout"] = run(mesh, None, 0.0)
+    found |= {f"{name}, packed": run(MESHES[name], "int8") for name in ("one", "fsdp")}
+    print(json.dumps(found))
