@@ -28,7 +28,7 @@ from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, write_s
 from jaxllm.weights.huggingface_config import read_json
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
 from jaxllm.weights.places import named_params, places
-from pallas_kernels import dequantize
+from pallas_kernels.quantized.formats import dequantize
 
 if TYPE_CHECKING:
     from jaxllm.weights.pretrained import RunWeights

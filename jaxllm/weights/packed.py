@@ -42,8 +42,8 @@ from jaxllm.weights.checksums import (
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
 from jaxllm.weights.huggingface_config import read_json
 from jaxllm.weights.places import named_params, tied
-from pallas_kernels import QuantizedWeight, dequantize, quantize
-from pallas_kernels.quantized.formats import Format
+from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels.quantized.formats import Format, dequantize
 
 PAGE, ARRAYS = "packed.json", "packed.safetensors"
 VERSION = 2  # of the packing; a kernel with another one gets another number
