@@ -1,6 +1,8 @@
 """Makes Hugging Face folders of the fixtures' models, for tests and fixtures/make_scores.py."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,33 @@ def folder_of(folder, name, tensors=None, **page):
     save_file(weights_of(name) if tensors is None else tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(PAGES[name] | page))
     return folder
+
+
+def family_folder(folder, family):
+    """A folder of a family of tokenizers (fixtures/text) with a tiny model of its type."""
+    text = FIXTURES / "text" / family
+    page = json.loads((text / "config.json").read_text())
+    kind = page["model_type"]
+    name = kind if kind in ("gpt2", "mistral", "qwen2") else "tinyllama"
+    page |= {"vocab_size": 512, "model_type": PAGES[name]["model_type"]}
+    page |= {"n_positions": 64} if name == "gpt2" else {"max_position_embeddings": 64}
+    tables = ("wte.weight", "embed_tokens.weight", "lm_head.weight")
+    rows = lambda x, n: np.resize(x, (n, x.shape[1]))
+    tensors = {
+        key: rows(x, 512) if key.endswith(tables) else x for key, x in weights_of(name).items()
+    }
+    tensors = {key: rows(x, 64) if "wpe" in key else x for key, x in tensors.items()}
+    folder_of(folder, name, tensors, **page)
+    for path in text.iterdir():
+        if path.name != "config.json":
+            shutil.copy(path, folder)
+    return folder
+
+
+def text_files(folder):
+    """{name: SHA-256} of the files without tensors."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".safetensors")
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def meta_folder(folder, **page):

@@ -4,7 +4,6 @@ A setting is applied or refused by name.  A key that nothing here reads is refus
 value turns it off (null, false, 0, empty) or `_HARMLESS` says that it does not affect the result.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,17 +158,6 @@ _HARMLESS = re.compile(
     r"|autocast_kernel_dtype|inference_state_dtype|max_inference_chunksize|forward_backend_name"
     r"|add_post_blocks_norm|cell_norm_eps|igate_bias_init_range|force_bos_token_insert"
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; raises InputError for anything else."""
-    try:
-        page = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise InputError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from e
-    if not isinstance(page, dict):
-        raise InputError(f"{path} holds {type(page).__name__}, not an object with keys")
-    return page
 
 
 def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
