@@ -288,8 +288,12 @@ def test_bad_files_are_named(name, content, named, tmp_path):
     refusal = pytest.raises(InputError, match=named)
     with contextlib.nullcontext() if named == "nothing" else refusal:
         Tokenizer(folder)
+
+
+def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
+    folder = shutil.copytree(FOLDER / "llama2", tmp_path / "a")
     (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
-    with pytest.raises(InputError, match=named if named != "nothing" else r"chat_template\.jinja"):
+    with pytest.raises(InputError, match=r"chat_template\.jinja cannot be read as"):
         Tokenizer(folder)
 
 
