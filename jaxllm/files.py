@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxllm.errors import InputError
+
 try:
     import fcntl
 except ImportError:  # Windows: without locks two processes may repeat work; renames stay atomic
@@ -50,6 +52,20 @@ def read_text(path: Path) -> str:
         line = content[: error.start].count(b"\n") + 1
         raise ValueError(f"line {line} is not UTF-8 text: {error.reason}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """Reads a JSON object, {} for a missing file that is optional; raises InputError."""
+    try:
+        page = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        if optional and isinstance(error, FileNotFoundError):
+            return {}
+        why = " ".join(str(error).split())
+        raise InputError(f"{path} cannot be read as JSON: {why}") from error
+    if not isinstance(page, dict):
+        raise InputError(f"{path} holds {type(page).__name__}, not an object with keys")
+    return page
 
 
 def write_whole(path: Path, content: bytes) -> None:

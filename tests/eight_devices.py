@@ -46,7 +46,9 @@ EXACT = dict(kernels="xla", compute_dtype="float32", residual_dtype="float32")
 MODELS = {
     # Without the cap the gradient of the keys' biases is zero.
     "gpt2": lambda **o: GPT2Config(**SHAPE | dict(softcap=5.0, window=11) | o),
-    "llama3": lambda **o: Llama3Config(**SHAPE | dict(n_heads=8, n_kv_heads=4, d_ff=256) | o),
+    "llama3": lambda **o: Llama3Config(
+        **SHAPE | dict(n_heads=8, n_kv_heads=4, d_ff=256, qkv_bias=True, qk_norm=True) | o
+    ),
     "vlstm": lambda **o: VLSTMConfig(**SHAPE | dict(d_ff=256, chunk_size=20) | o),
 }
 ONE = dict(data=1, fsdp=1, context=1, tensor=1)

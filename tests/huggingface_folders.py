@@ -1,6 +1,8 @@
 """Makes Hugging Face folders of the fixtures' models, for tests and fixtures/make_scores.py."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,29 @@ LLAMA = dict(
 SCALING = dict(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
 )
+PUBLISHED = dict(  # config.json of Llama's relatives as published, but for the sizes
+    vocab_size=67, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=16, intermediate_size=24, max_position_embeddings=48, hidden_act="silu",
+    initializer_range=0.02, bos_token_id=1, eos_token_id=2, torch_dtype="bfloat16", use_cache=True,
+    rope_theta=10000.0, rope_scaling=None, tie_word_embeddings=False, attention_dropout=0.0,
+)  # fmt: skip
+OF_LLAMA = dict(
+    model_type="llama", attention_bias=False, mlp_bias=False, pretraining_tp=1, rms_norm_eps=1e-5,
+    head_dim=8,
+)  # fmt: skip
+QWEN = dict(rms_norm_eps=1e-6, max_window_layers=1, use_sliding_window=False)
+RELATIVES = {
+    "mistral": dict(model_type="mistral", rms_norm_eps=1e-6, sliding_window=5),
+    "qwen2": QWEN | dict(model_type="qwen2", sliding_window=48, tie_word_embeddings=True),
+    "qwen3": QWEN | dict(model_type="qwen3", sliding_window=None, head_dim=8, attention_bias=False),
+    "smollm2": OF_LLAMA
+    | dict(is_llama_config=True, rope_interleaved=False, rope_theta=100000)
+    | {"transformers.js_config": {"dtype": "q4"}, "tie_word_embeddings": True},
+    "tinyllama": OF_LLAMA,
+    "r1-distill-llama": OF_LLAMA
+    | dict(rope_theta=500000.0, rope_scaling=SCALING | dict(rope_type="llama3")),
+}
+WEIGHTS = {"smollm2": "llama3_tied", "tinyllama": "llama3", "r1-distill-llama": "llama3"}
 PAGES = {  # the relevant parts of config.json as transformers writes it
     "gpt2": dict(
         model_type="gpt2",
@@ -45,7 +70,7 @@ PAGES = {  # the relevant parts of config.json as transformers writes it
         chunk_size=16,
         eps=0.0,
     ),
-}
+} | {name: PUBLISHED | page for name, page in RELATIVES.items()}
 
 
 def fixture(name):
@@ -53,7 +78,7 @@ def fixture(name):
 
 
 def weights_of(name):
-    stored = fixture(name)
+    stored = fixture(WEIGHTS.get(name, name))
     return {k: v for k, v in stored.items() if f"grad.{k}" in stored}
 
 
@@ -63,6 +88,33 @@ def folder_of(folder, name, tensors=None, **page):
     save_file(weights_of(name) if tensors is None else tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(PAGES[name] | page))
     return folder
+
+
+def family_folder(folder, family):
+    """A folder of a family of tokenizers (fixtures/text) with a tiny model of its type."""
+    text = FIXTURES / "text" / family
+    page = json.loads((text / "config.json").read_text())
+    kind = page["model_type"]
+    name = kind if kind in ("gpt2", "mistral", "qwen2") else "tinyllama"
+    page |= {"vocab_size": 512, "model_type": PAGES[name]["model_type"]}
+    page |= {"n_positions": 64} if name == "gpt2" else {"max_position_embeddings": 64}
+    tables = ("wte.weight", "embed_tokens.weight", "lm_head.weight")
+    rows = lambda x, n: np.resize(x, (n, x.shape[1]))
+    tensors = {
+        key: rows(x, 512) if key.endswith(tables) else x for key, x in weights_of(name).items()
+    }
+    tensors = {key: rows(x, 64) if "wpe" in key else x for key, x in tensors.items()}
+    folder_of(folder, name, tensors, **page)
+    for path in text.iterdir():
+        if path.name != "config.json":
+            shutil.copy(path, folder)
+    return folder
+
+
+def text_files(folder):
+    """{name: SHA-256} of the files without tensors."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".safetensors")
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def meta_folder(folder, **page):

@@ -12,7 +12,8 @@ from jaxllm.sharding import make_mesh
 from jaxllm.train.step import Trainer
 from jaxllm.weights.adapters import load_base
 from jaxllm.weights.places import named_params
-from pallas_kernels import QuantizedWeight, dequantize
+from pallas_kernels import QuantizedWeight
+from pallas_kernels.quantized.formats import dequantize
 
 SHAPE = dict(n_heads=4, n_kv_heads=2, d_model=32, d_ff=96, d_head=16)
 

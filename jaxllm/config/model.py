@@ -174,6 +174,10 @@ class Llama3Config(AttentionConfig):
     n_kv_heads: Width = Field(description="number of key and value heads; must divide n_heads")
     d_ff: Width = Field(description="feed-forward width")
     d_head: Width | None = Field(None, description="head dimension; null: d_model / n_heads")
+    qkv_bias: bool = Field(False, description="biases of the q, k and v projections (Qwen2)")
+    qk_norm: bool = Field(
+        False, description="an RMS norm of every query and key head before RoPE (Qwen3)"
+    )
     rope_theta: Positive = Field(500000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(
         None, description="Llama 3.1's frequency scaling; null: none"

@@ -19,7 +19,7 @@ from jaxllm.layers.linear import (
 )
 from jaxllm.layers.norm import HEADS, LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, per_device, split_heads, split_sequence
-from pallas_kernels import Packed, attention, decode_attention, rope
+from pallas_kernels import Packed, attention, decode_attention, rms_norm, rope
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 
@@ -27,6 +27,8 @@ from pallas_kernels.ids import Ids
 class Attention(nnx.Module):
     """softmax(q k^T / sqrt(D), causal) v on H query heads, H/K of which share a kv head.
 
+    bias: all four projections have biases; qkv_bias: only q, k and v do.
+    qk_norm: epsilon of an RMS norm of every q and k head before RoPE; None: no norm.
     rope_theta: base of the rotary frequencies, in the half-split layout; None: no RoPE.
     rope_scaling: Llama 3.1's scaling of the frequencies, a RopeScaling or None.
     window: number of keys that a query sees, its own included; None: all up to its own.
@@ -43,6 +45,8 @@ class Attention(nnx.Module):
         n_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
+        qkv_bias: bool = False,
+        qk_norm: float | None = None,
         rope_theta: float | None = None,
         rope_scaling=None,
         window: int | None = None,
@@ -59,12 +63,16 @@ class Attention(nnx.Module):
         divides(self.n_kv_heads, n_heads, "n_kv_heads", "n_heads")
         self.head_dim = head_dim or d_model // n_heads
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        linear = partial(linear, bias=bias, implementation=implementation, rngs=rngs)
+        linear = partial(linear, implementation=implementation, rngs=rngs)
+        biases = bias or qkv_bias
         # Separate matrices let the mesh divide the columns of each by heads.
-        self.q = linear(d_model, q, name="q_proj", std=std)
-        self.k = linear(d_model, kv, name="k_proj", std=std)
-        self.v = linear(d_model, kv, name="v_proj", std=std)
-        self.out = linear(q, d_model, name="o_proj", axes=ROWS, std=out_std or std)
+        self.q = linear(d_model, q, name="q_proj", bias=biases, std=std)
+        self.k = linear(d_model, kv, name="k_proj", bias=biases, std=std)
+        self.v = linear(d_model, kv, name="v_proj", bias=biases, std=std)
+        self.out = linear(q, d_model, name="o_proj", axes=ROWS, bias=bias, std=out_std or std)
+        norm = partial(RMSNorm, self.head_dim, implementation=implementation)
+        self.q_norm = None if qk_norm is None else norm(eps=qk_norm)
+        self.k_norm = None if qk_norm is None else norm(eps=qk_norm)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.window, self.softcap, self.implementation = window, softcap, implementation
 
@@ -108,9 +116,9 @@ class Attention(nnx.Module):
             qkv = fused_linear(x, self.q, self.k, self.v, norm=norm)
             qkv = qkv.reshape(B, T, -1, self.head_dim)
             rotary = None if self.rope_theta is None else positions
-            specs = HEADS, _spec(rotary), P(BATCH, None)
+            specs = HEADS, _spec(rotary), P(BATCH, None), P()
             op = per_device(self._attend, in_specs=specs, out_specs=HEADS)
-            y = op(qkv, rotary, segment_ids)
+            y = op(qkv, rotary, segment_ids, self._norm_weights())
         else:
             qkv = [layer(x) for layer in (self.q, self.k, self.v)]
             y, cache = self._generate(qkv, positions, cache)
@@ -128,14 +136,25 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "1 1 C"], Cache]:
         """(x + layer(norm(x)), updated cache) of the next token of a single row."""
         qkv = linear_of_row(x, self.q, self.k, self.v, norm=norm)
-        q, k, v = self._by_head(qkv)
-        y, cache = self._attend_to_cache(q, k, v, cache)
+        y, cache = self._attend_to_cache(*self._by_head(qkv), cache)
         return linear_of_row(y.reshape(1, 1, -1), self.out, residual=x)[0], cache
 
-    def _attend(self, qkv, positions, segment_ids):
+    def _norm_weights(self):
+        """The weights (D,) of q_norm and k_norm, which every device needs; () without them."""
+        return () if self.q_norm is None else (self.q_norm.weight[...], self.k_norm.weight[...])
+
+    def _normed(self, x, weight):
+        """The RMS norm of each head of x."""
+        return rms_norm(x, weight, eps=self.q_norm.eps, implementation=self.implementation)
+
+    def _attend(self, qkv, positions, segment_ids, norms):
         qkv = split_heads(qkv)  # of H + 2 K heads this device's
         b, t, n, d = qkv.shape
         kv = n * self.n_kv_heads // (self.n_heads + 2 * self.n_kv_heads)
+        if norms:
+            q, k, v = jnp.split(qkv, (n - 2 * kv, n - kv), axis=2)
+            q, k = map(self._normed, (q, k), norms)
+            qkv = jnp.concatenate((q, k, v), axis=2)
         packed = Packed(qkv.reshape(b, t, n * d), ((n - 2 * kv, d), (kv, d), (kv, d)))
         if self.rope_theta is not None:
             packed = rope(
@@ -156,7 +175,12 @@ class Attention(nnx.Module):
         return split_sequence(y)  # pyrefly: ignore[bad-argument-type]
 
     def _by_head(self, qkv):
-        return [x.reshape(*x.shape[:2], -1, self.head_dim) for x in qkv]
+        """q, k and v (B, T, heads, D); q and k are normalized if the layer has norms."""
+        q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in qkv)
+        if self.q_norm is not None:
+            op = per_device(self._normed, in_specs=(HEADS, P()), out_specs=HEADS)
+            q, k = map(op, (q, k), self._norm_weights())
+        return q, k, v
 
     def _generate(self, qkv, positions, cache):
         """Attention of the prompts (first call) or of one further token: ((B, T, H, D), cache)."""

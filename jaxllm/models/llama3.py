@@ -1,5 +1,7 @@
 """Llama 3.1: rotary positions, grouped-query attention, SwiGLU, RMS norm, no biases.
 
+Mistral, Qwen2 and Qwen3 are this model with `window`, `qkv_bias` or `qk_norm`.
+
 Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2.
 """
 
@@ -26,6 +28,8 @@ class Llama3Block(nnx.Module):
             config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            qk_norm=config.norm_eps if config.qk_norm else None,
             rope_theta=config.rope_theta,
             rope_scaling=scaling,
             window=config.window,
@@ -54,7 +58,7 @@ class Llama3Block(nnx.Module):
 
 
 class Llama3(LanguageModel):
-    """Llama 3.1 of any size, and Llama 3.2 with its tied head."""
+    """Llama of any size, with a head of its own or a tied one, and its relatives."""
 
     def __init__(self, config: Llama3Config, *, fp8: str = "none", rngs: nnx.Rngs):
         super().__init__(

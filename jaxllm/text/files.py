@@ -4,7 +4,6 @@ Hugging Face spreads this over several files; where two of them disagree, transf
 A run's folder has the same files, but token_ids.json (`IDS`) in place of config.json.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.errors import InputError
-from jaxllm.files import write_json, write_whole
+from jaxllm.files import read_json, write_json, write_whole
 
 TOKENIZER = "tokenizer.json"
 IDS = "token_ids.json"  # bos_token_id, eos_token_id and pad_token_id of config.json
@@ -37,7 +36,7 @@ class Pages:
 
     def __init__(self, folder: Path, present: bool = True):
         def read(name: str) -> dict[str, Any]:
-            return read_page(folder / name) if present else {}
+            return read_json(folder / name, optional=True) if present else {}
 
         self.tokenizer = read("tokenizer_config.json")
         self.specials = read("special_tokens_map.json")
@@ -76,23 +75,10 @@ def _name(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def read_page(path: Path) -> dict[str, Any]:
-    """A JSON object, {} without the file; raises InputError."""
-    try:
-        page = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(page, dict):
-        raise InputError(f"{path} is not a JSON object")
-    return page
-
-
 def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
     """{name: chat template}; files come before entries of tokenizer_config.json."""
     given = page.get("chat_template")
-    given = given or read_page(folder / "chat_template.json").get("chat_template")
+    given = given or read_json(folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(given, list):
         given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}
     given = given if isinstance(given, dict) else {"default": given}
@@ -101,7 +87,10 @@ def _template(folder: Path, page: dict[str, Any]) -> dict[str, str]:
     for path in (folder / "chat_template.jinja", *more):
         if path.is_file():
             name = "default" if path.parent == folder else path.stem
-            found = found | {name: path.read_text(encoding="utf-8")}
+            try:
+                found = found | {name: path.read_text(encoding="utf-8")}
+            except (OSError, ValueError) as error:
+                raise InputError(f"{path} cannot be read as a chat template: {error}") from error
     return found
 
 
@@ -149,7 +138,10 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
 def _from_merges(folder: Path, pages: Pages) -> tokenizers.Tokenizer:
     """GPT-2's form: bytes as visible characters, and its own regex."""
     kind = pages.tokenizer.get("tokenizer_class")
-    if kind is None and read_page(folder / "config.json").get("model_type") == "gpt2":
+    if (
+        kind is None
+        and read_json(folder / "config.json", optional=True).get("model_type") == "gpt2"
+    ):
         kind = "GPT2Tokenizer"
     if str(kind).removesuffix("Fast") != "GPT2Tokenizer":
         raise InputError(
@@ -228,6 +220,6 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def take_ids(folder: Path) -> dict[str, Any]:
     """The token ids for a config.json in place of token_ids.json, which is removed."""
-    found = read_page(folder / IDS)
+    found = read_json(folder / IDS, optional=True)
     (folder / IDS).unlink(missing_ok=True)
     return found

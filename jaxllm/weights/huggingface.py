@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import InputError
+from jaxllm.files import read_json
 from jaxllm.weights import meta
-from jaxllm.weights.huggingface_config import KINDS, model_config, read_json
+from jaxllm.weights.huggingface_config import KINDS, model_config
 from jaxllm.weights.places import Place, places, tied
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

@@ -4,7 +4,6 @@ A setting is applied or refused by name.  A key that nothing here reads is refus
 value turns it off (null, false, 0, empty) or `_HARMLESS` says that it does not affect the result.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ class _Kind(NamedTuple):
     fixed: {their key: values that our model supports}; the first is their default.
     keys: {our setting: (their key, their default)}.
     aliases: {another name of a key: the key}.
+    implied: {our setting: its value in every model of this type}.
     """
 
     ours: str
@@ -33,6 +33,7 @@ class _Kind(NamedTuple):
     fixed: dict[str, tuple]
     keys: dict[str, tuple[str, Any]]
     aliases: dict[str, str] = {}
+    implied: dict[str, Any] = {}
 
 
 _LLAMA = _Kind(
@@ -53,6 +54,18 @@ _LLAMA = _Kind(
         "tie_embeddings": ("tie_word_embeddings", False),
         "norm_eps": ("rms_norm_eps", 1e-6),
     },
+    implied={"qkv_bias": False, "qk_norm": False},
+)
+_QWEN2 = _LLAMA._replace(
+    architecture="Qwen2ForCausalLM",
+    fixed={"hidden_act": ("silu", "swish")},
+    keys=_LLAMA.keys
+    | {
+        "n_kv_heads": ("num_key_value_heads", 32),
+        "max_seq_len": ("max_position_embeddings", 32768),
+        "window": ("sliding_window", 4096),
+    },
+    implied={"qkv_bias": True, "qk_norm": False},
 )
 KINDS = {
     "gpt2": _Kind(
@@ -94,6 +107,13 @@ KINDS = {
             "max_seq_len": ("max_position_embeddings", 131072),
             "window": ("sliding_window", 4096),
         },
+    ),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2._replace(
+        architecture="Qwen3ForCausalLM",
+        fixed=_QWEN2.fixed | {"attention_bias": (False,)},
+        keys=_QWEN2.keys | {"d_head": ("head_dim", 128)},
+        implied={"qkv_bias": False, "qk_norm": True},
     ),
     "xlstm": _Kind(
         "vlstm",
@@ -140,17 +160,6 @@ _HARMLESS = re.compile(
 )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; raises InputError for anything else."""
-    try:
-        page = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise InputError(f"{path} cannot be read as JSON: {' '.join(str(e).split())}") from e
-    if not isinstance(page, dict):
-        raise InputError(f"{path} holds {type(page).__name__}, not an object with keys")
-    return page
-
-
 def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
     """Our configuration of the model in a config.json; path: for errors."""
     name = page.get("model_type")
@@ -167,7 +176,9 @@ def model_config(page: dict[str, Any], path: Path) -> ModelConfig:
         for ours, (key, default) in kind.keys.items()
     }
     if kind.ours == "llama3":
-        fields |= _llama(keys, fields)
+        fields |= kind.implied | _llama(keys, fields)
+    if name.startswith("qwen"):
+        fields |= {"window": _qwen_window(keys, fields)}
     if name == "xlstm":
         fields |= _xlstm(keys, fields)
     keys.refuse_rest()
@@ -275,9 +286,34 @@ def _llama(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
     # null, or Llama's default
     if page.page.get("num_key_value_heads", fields["n_kv_heads"]) is None:
         found["n_kv_heads"] = fields["n_heads"]
-    if page.page.get("sliding_window", 0) is None:  # Mistral's default is a window
+    if page.page.get("sliding_window", 0) is None:  # the default is a window
         found["window"] = None
     return found
+
+
+def _qwen_window(page: Page, fields: dict[str, Any]) -> int | None:
+    """The window of all layers; raises InputError if only some have one."""
+    n_layers = fields["n_layers"]
+    window = fields["window"] if page.get("use_sliding_window", False) else None
+    first = page.get("max_window_layers", 28)  # the layers before it see everything
+    given = page.get("layer_types", None)
+    if not isinstance(n_layers, int) or not isinstance(first, int):
+        raise InputError(f"{page.path}: max_window_layers={first!r} is not a whole number")
+    slides = window is not None and first < n_layers
+    kinds = {"sliding_attention"} if slides else {"full_attention"}
+    if isinstance(given, list):
+        kinds = set(map(str, given[:n_layers]))
+    elif slides and first > 0:
+        kinds |= {"full_attention"}
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"} or window is None:
+        raise InputError(
+            f"{page.path}: a window in some layers only is not supported"
+            f" (use_sliding_window={window is not None}, max_window_layers={first},"
+            f" layer_types={given!r:.80})"
+        )
+    return window
 
 
 def _xlstm(page: Page, fields: dict[str, Any]) -> dict[str, Any]:
@@ -299,17 +335,24 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Raises InputError for a model that transformers does not support.
     """
-    kinds = [(name, kind) for name, kind in KINDS.items() if kind.ours == config.type]
+    kinds = [
+        (name, kind)
+        for name, kind in KINDS.items()
+        if kind.ours == config.type
+        and all(getattr(config, key) == value for key, value in kind.implied.items())
+    ]
     if not kinds:
+        options = "".join(f", {key}=true" for key in _LLAMA.implied if getattr(config, key, False))
         raise InputError(
-            f"model.type={config.type}: transformers has no such model, so it cannot be converted"
+            f"model.type={config.type}{options}: transformers has no such model, so it cannot be"
+            " converted"
         )
     # A window as long as the longest text has no effect.
     window = None
     if config.type != "vlstm" and (config.window or 0) < config.max_seq_len:
         window = config.window
     name, kind = kinds[-1] if window and config.type == "llama3" else kinds[0]
-    if config.d_model % config.n_heads:
+    if config.d_model % config.n_heads and name == "llama":
         raise InputError(
             f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}:"
             " transformers does not support such a Llama, so it cannot be converted"
@@ -331,6 +374,9 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         scaling = config.rope_scaling
         page["head_dim"] = config.head_dim
         page["rope_scaling"] = scaling and dict(rope_type="llama3", **scaling.model_dump())
+        if name.startswith("qwen"):
+            page |= {"sliding_window": window, "use_sliding_window": window is not None}
+            page |= {"max_window_layers": 0 if window else config.n_layers}
     if config.type == "vlstm":
         # transformers rounds factor x d_model up to a multiple of 64.  Other widths are rounded to
         # integers instead, and the 0.25 keeps floating-point error from changing the result.

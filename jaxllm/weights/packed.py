@@ -29,6 +29,7 @@ from jaxllm import config as configs
 from jaxllm.config import FORMATS, ModelConfig
 from jaxllm.data.cache import digest
 from jaxllm.errors import InputError
+from jaxllm.files import read_json
 from jaxllm.layers import Linear
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
@@ -40,7 +41,6 @@ from jaxllm.weights.checksums import (
     with_digest,
 )
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
-from jaxllm.weights.huggingface_config import read_json
 from jaxllm.weights.places import named_params, tied
 from pallas_kernels import QuantizedWeight, quantize
 from pallas_kernels.quantized.formats import Format, dequantize

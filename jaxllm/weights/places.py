@@ -72,6 +72,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         found |= {"3C": 3 * C}
     elif config.type == "llama3":
         found |= dict(Q=H * config.head_dim, K=config.n_kv_heads * config.head_dim)
+        found |= dict(D=config.head_dim)
     elif config.type == "vlstm":
         found |= dict(Q=H * config.qk_dim)
     return found
@@ -87,7 +88,11 @@ def places(config: ModelConfig) -> list[Place]:
         for i in range(config.n_layers)
         for place in block
     ]
-    return [p for p in table if not (tied(config) and p.ours == ("head.weight",))] + found
+    absent = ["head.weight"] * tied(config)
+    if config.type == "llama3":
+        absent += ["q.bias", "k.bias", "v.bias"] * (not config.qkv_bias)
+        absent += ["q_norm.weight", "k_norm.weight"] * (not config.qk_norm)
+    return [p for p in [*table, *found] if not p.ours[0].endswith(tuple(absent))]
 
 
 def tied(config: ModelConfig) -> bool:
@@ -184,6 +189,14 @@ _LLAMA3 = (
                 ("v", "K C", "v"),
                 ("o", "C Q", "out"),
             ]
+        ),
+        *(
+            Place(f"model.layers.{{i}}.self_attn.{x}_proj.bias", dims, (f"attention.{x}.bias",))
+            for x, dims in [("q", "Q"), ("k", "K"), ("v", "K")]
+        ),
+        *(
+            Place(f"model.layers.{{i}}.self_attn.{x}.weight", "D", (f"attention.{x}.weight",))
+            for x in ("q_norm", "k_norm")
         ),
         Place("model.layers.{i}.post_attention_layernorm.weight", "C", ("norm_2.weight",)),
         *(

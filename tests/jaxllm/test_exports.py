@@ -8,7 +8,14 @@ import json
 import shutil
 
 import pytest
-from huggingface_folders import FIXTURES, PAGES, folder_of, meta_folder
+from huggingface_folders import (
+    FIXTURES,
+    PAGES,
+    family_folder,
+    folder_of,
+    meta_folder,
+    text_files,
+)
 from safetensors.numpy import load_file
 
 import train
@@ -57,6 +64,25 @@ def trained(out, *words):
     more = """--train.steps 1 --train.batch_size 1 --train.seq_len 16 --train.eval_batches 1
         --sample.tokens 0"""
     return train.main([str(x) for x in (*words, *more.split(), "--out_dir", out)])
+
+
+EXPORTED = json.loads((FIXTURES / "text" / "exported.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("family", EXPORTED)
+def test_transformers_reads_an_export_as_its_source(family, tmp_path):
+    """The files are those from which transformers read the same as from the source."""
+    source = family_folder(tmp_path / "source", family)
+    out = converted(converted(source, tmp_path / "run"), tmp_path / "out")
+    assert text_files(out) == EXPORTED[family]["files"]
+    assert kept(out)[0] == kept(source)[0]
+    assert kept(out)[1].items() >= kept(source)[1].items()
+    right, tokenizer = EXPORTED[family], Tokenizer(out)
+    assert [tokenizer.bos, tokenizer.eos] == right["tokens"][:2]
+    ends = right["generation"][1]
+    assert tokenizer.ends == set(ends if isinstance(ends, list) else [ends])
+    if family != "llama2":  # docs/inference.md, [1]
+        assert tokenizer.prompt(" fox") == right["prompt"]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from huggingface_folders import (
     LLAMA,
     PAGES,
+    RELATIVES,
     SCALING,
     fixture,
     folder_of,
@@ -57,8 +58,10 @@ REFUSED = {
         dict(per_layer_config={"0": {"mlp_bias": True}}), dict(rope_interleaved=True),
         dict(quantization_config={"quant_method": "fp8"}), dict(compression_config={"a": 1}),
         dict(transformers_weights="other.safetensors"), dict(tie_word_embeddings="no"),
-        dict(tie_word_embeddings=None, model_type="qwen2"),
+        dict(tie_word_embeddings=None, model_type="qwen2_moe"),
     ],
+    "qwen2": [dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), dict(attention_bias=True)],
+    "qwen3": [dict(attention_bias=True), dict(num_experts=8), dict(mlp_bias=True)],
     "gpt2": [
         dict(activation_function="gelu"), dict(scale_attn_weights=False), dict(n_inner=0),
         dict(scale_attn_by_inverse_layer_idx=True), dict(add_cross_attention=True),
@@ -103,20 +106,59 @@ def test_settings_are_applied_as_by_transformers():
     assert read("xlstm", **blocks) == read("xlstm")
 
 
-def test_a_mistral_has_a_window(tmp_path):
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives_of_llama_are_read_and_written(name, tmp_path):
+    stored = fixture("relatives")
+    right = stored[name]
+    found = logits(folder_of(tmp_path / "hf", name), stored["tokens"])
+    np.testing.assert_allclose(found, right, rtol=0, atol=4e-6 * np.abs(right).max())
+    config = read(name)
+    config = config.model_copy(update={"d_head": config.head_dim})
+    page = config_json(config, "float32")
+    assert model_config(page, Path("config.json")) == config
+    same = {"model_type", "sliding_window", "use_sliding_window", "head_dim", "rope_scaling"}
+    same |= {"tie_word_embeddings", "rms_norm_eps", "rope_theta", "num_key_value_heads"}
+    given = {key: x for key, x in PAGES[name].items() if key in same}
+    if "use_sliding_window" in given:
+        given["sliding_window"] = None  # what transformers makes of it
+    assert given.items() <= page.items()
+    assert page["architectures"] == [f"{page['model_type'].title()}ForCausalLM"]
+
+
+def test_a_mistral_has_a_window():
     mistral = lambda **page: read("llama3", model_type="mistral", **page)
     assert mistral().window == 4096
     assert mistral(sliding_window=None) == read("llama3")
     assert mistral(num_key_value_heads=None).n_kv_heads == 4
-    folder = folder_of(tmp_path / "hf", "llama3", model_type="mistral", sliding_window=4)
-    stored = fixture("mistral")
-    found = logits(folder, stored["tokens"])
-    np.testing.assert_allclose(found, stored["logits"], rtol=0, atol=2e-5)
-    config = open_weights(folder).config
-    page = config_json(config, "float32")
-    assert (page["architectures"], page["sliding_window"]) == (["MistralForCausalLM"], 4)
-    assert model_config(page, Path("config.json")) == config
+    assert read("mistral").window == 5
     assert config_json(read("llama3"), "float32")["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_window_of_qwen_holds_in_all_layers_or_is_refused(name):
+    qwen = lambda **page: read(name, **{"sliding_window": 7} | page)
+    layers = lambda *kinds: [f"{kind}_attention" for kind in kinds]
+    assert qwen().window is None
+    assert qwen(layer_types=layers("full", "full"), use_sliding_window=True).window is None
+    assert qwen(max_window_layers=2, use_sliding_window=True).window is None
+    assert qwen(max_window_layers=0).window is None
+    found = qwen(max_window_layers=0, use_sliding_window=True, head_dim=8)
+    assert found.window == 7
+    slides = layers("sliding", "sliding")
+    assert qwen(layer_types=slides, use_sliding_window=True, head_dim=8) == found
+    page = config_json(found, "float32")
+    assert model_config(page, Path("config.json")) == found
+    assert (page["use_sliding_window"], page["max_window_layers"]) == (True, 0)
+    for wrong in (
+        dict(use_sliding_window=True),
+        dict(use_sliding_window=True, layer_types=layers("full", "sliding")),
+        dict(use_sliding_window=False, layer_types=slides),
+    ):
+        with pytest.raises(InputError, match="a window in some layers only is not supported"):
+            qwen(**wrong)
+    both = read(name).model_copy(update=dict(qkv_bias=True, qk_norm=True))
+    with pytest.raises(InputError, match="qkv_bias=true, qk_norm=true: transformers has no such"):
+        config_json(both, "float32")
 
 
 META = {  # published forms of params.json, beside the keys of `meta_folder`

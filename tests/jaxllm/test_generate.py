@@ -25,6 +25,7 @@ from pallas_kernels import dispatch
 SHAPE = dict(vocab_size=250, d_model=64, max_seq_len=160)
 # The window is shorter than prompts and answer, and spans the padding between them.
 NARROW = dict(window=7, softcap=1.5)
+SWITCHED = dict(window=7, qkv_bias=True, qk_norm=True, d_head=16)
 TOKENS = 20  # three calls of 8 on a CPU; the last one is used in part
 
 
@@ -32,7 +33,8 @@ TOKENS = 20  # three calls of 8 on a CPU; the last one is used in part
     ("name", "dtype", "options"),
     [(name, "float32", {}) for name in MODELS]
     + [slow(name, "bfloat16", {}) for name in MODELS]
-    + [slow("gpt2", "float32", NARROW), ("llama3", "float32", NARROW)],
+    + [slow("gpt2", "float32", NARROW), ("llama3", "float32", NARROW)]
+    + [("llama3", "float32", SWITCHED)],
 )
 def test_greedy_rows_of_several_lengths_follow_the_full_forward_pass(name, dtype, options):
     """float32 must agree token for token; in bfloat16, tokens may differ if their logits tie."""

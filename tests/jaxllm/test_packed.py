@@ -164,7 +164,7 @@ def test_generation_and_loss_equal_those_of_the_dequantized_model(
 ):
     """rows: whether the head is transposed, as on a GPU."""
     monkeypatch.setattr(decode, "by_rows", lambda: rows)
-    options = {"llama3": dict(n_kv_heads=2)}.get(kind, {})
+    options = {"llama3": dict(n_kv_heads=2, qkv_bias=bool(head), qk_norm=not head)}.get(kind, {})
     theirs, _ = square if kind == "gpt2" else folder_of(tmp_path / "theirs", kind, **options)
     words = ["--quantize", "int4", "--group", "32", *(["--head", head] if head else [])]
     assert run(theirs, tmp_path / "out", *words) == 0

@@ -27,7 +27,9 @@ def close(actual, expected, largest=0.0):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3_tied", "xlstm"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama3", "llama3_tied", "mistral", "qwen2", "qwen3", "xlstm"]
+)
 def test_logits_loss_and_gradients_equal_hugging_face(name):
     with safe_open(FIXTURES / f"{name}.safetensors", "numpy") as file:
         stored = {key: file.get_tensor(key) for key in file.keys()}

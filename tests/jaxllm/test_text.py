@@ -274,7 +274,7 @@ def test_what_no_library_reads_is_refused_with_the_way_out(name, tmp_path):
     ("name", "content", "named"),
     [
         ("tokenizer_config.json", "{", "cannot be read"),
-        ("generation_config.json", "[1]", "is not a JSON object"),
+        ("generation_config.json", "[1]", "not an object with keys"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 3}}', "cannot be read"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "cannot be read"),
         ("special_tokens_map.json", '{"additional_special_tokens": 3}', "cannot be read"),
@@ -287,6 +287,13 @@ def test_bad_files_are_named(name, content, named, tmp_path):
     (folder / name).write_text(content)
     refusal = pytest.raises(InputError, match=named)
     with contextlib.nullcontext() if named == "nothing" else refusal:
+        Tokenizer(folder)
+
+
+def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
+    folder = shutil.copytree(FOLDER / "llama2", tmp_path / "a")
+    (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja cannot be read as"):
         Tokenizer(folder)
 
 
