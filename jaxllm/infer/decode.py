@@ -56,7 +56,7 @@ def open_tokenizer(weights: RunWeights | PackedWeights) -> Tokenizer:
 
 
 def load_model(
-    weights: RunWeights | PackedWeights, mesh: jax.sharding.Mesh
+    weights: HuggingFaceWeights | RunWeights | PackedWeights, mesh: jax.sharding.Mesh
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
 

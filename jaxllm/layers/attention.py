@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import (
     ROWS,
     Linear,
@@ -23,8 +24,10 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 
 
-class Attention(nnx.Module):
-    """softmax(q k^T / sqrt(D), causal) v on H query heads, H/K of which share a kv head.
+class Attention(Layer):
+    """softmax(q k^T / sqrt(D), causal) v on H query heads; without rope_theta it has no positions.
+
+    H/K query heads share a kv head.
 
     rope_theta: base of the rotary frequencies, in the half-split layout; None: no RoPE.
     rope_scaling: Llama 3.1's scaling of the frequencies, a RopeScaling or None.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.sharding import (
     BATCH,
@@ -54,7 +55,7 @@ class Transposed:
         return terms.sum(-1).astype(dtype)
 
 
-class Linear(nnx.Module):
+class Linear(Layer):
     """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
 
     For inference the variable `weight` may hold a QuantizedWeight (jaxllm/weights/packed.py) or a
@@ -85,7 +86,7 @@ class Linear(nnx.Module):
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
-        self.implementation = implementation
+        self.in_features, self.implementation = in_features, implementation
         self.fp8 = False
 
     def __call__(
@@ -97,6 +98,7 @@ class Linear(nnx.Module):
         add_bias: False leaves the bias to the next op.
         norm: the norm that x is a result of, or None; fp8 takes its bound of x for a scale.
         """
+        self.check(x)
         weight = self.weight.get_value()
         bias = self.bias[...] if add_bias and self.bias is not None else None
         if isinstance(weight, QuantizedWeight):
@@ -123,6 +125,14 @@ class Linear(nnx.Module):
         implementation = self.implementation if one_device() else "xla"
         row_norm = None if norm is None else norm.row_norm()
         return fp8_linear(x, weight, bias, row_norm=row_norm, implementation=implementation)
+
+    def check(self, x: Float[Array, "... in"]) -> None:
+        """Raises ValueError if x has another width than the weight."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has {x.shape[-1]} columns, and this Linear takes {self.in_features}"
+                " (in_features)"
+            )
 
     @property
     def generates(self) -> bool:
@@ -156,6 +166,7 @@ def fused_linear(
     order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.  The context axis
     divides these parts further, so that `split_heads` gives each device its own three, too.
     """
+    layers[0].check(x)
     if layers[0].generates:
         return _side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.

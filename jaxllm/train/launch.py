@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm import sharding
-from jaxllm.config import Config, DataConfig
+from jaxllm.config import Config, DataConfig, SampleConfig
 from jaxllm.data.loader import Dataset
 from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError, memory_errors
@@ -66,6 +66,15 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
     return data.model_copy(update={"tokenizer": str(own)})
 
 
+def prompt_of(config: SampleConfig, data: Dataset) -> str:
+    """What samples continue: sample.prompt, or else the first words of the validation data."""
+    if config.prompt is not None or data.tokenizer is None:
+        return config.prompt or ""
+    ids = data.val.read(0, min(16, len(data.val)))
+    text = data.tokenizer.decode(ids, special=False).partition("\ufffd")[0].strip()
+    return " ".join(text.split()[:3]) or text or "The"
+
+
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     """Raises InputError for a run that has all of its steps and its report.
 
@@ -91,6 +100,12 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
         emit(f"epochs   {steps * rows / len(data.train):.3g} ({steps:,} steps of {rows:,} rows)")
     elif data is not None and data.tokenizer is not None:
         emit(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
+    vocab = config.model.vocab_size
+    if data is not None and 2 * data.vocab_size < vocab:
+        emit(
+            f"         the data has {data.vocab_size:,} of the {vocab:,} ids of model.vocab_size:"
+            " the others cost memory and time, and are never read"
+        )
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")

@@ -27,7 +27,7 @@ def test_a_name_works_with_and_without_yaml():
         ("optimizer.learning_rate", "3e-4", 3e-4),
         ("train.steps", "7", 7),
         ("sample.prompt", "def f(x):", "def f(x):"),
-        ("sample.prompt", "null", "null"),
+        ("sample.prompt", "null", None),
         ("data.shuffle", "false", False),
         ("data.val_path", "null", None),
         ("model.rope_scaling.factor", "32", 32.0),
