@@ -43,7 +43,7 @@ def protect_streams(lossy: bool) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))
         elif stream is not getattr(sys, f"__{name}__"):  # of a test
             continue
         elif lossy or name == "stderr":
@@ -69,7 +69,8 @@ def ended_by_interrupt() -> Iterator[None]:
         while (number := os.read(reader, 1)) not in (b"", b"\0"):
             if number[0] == signal.SIGINT:
                 with contextlib.suppress(OSError):
-                    os.write(2, b"interrupted\n")
+                    show = b"\x1b[?25h" if os.isatty(2) else b""  # the cursor, which a bar hides
+                    os.write(2, show + b"interrupted\n")
                 os._exit(128 + signal.SIGINT)
 
     thread = threading.Thread(target=wait, daemon=True)

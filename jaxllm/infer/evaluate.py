@@ -165,12 +165,12 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
         f" {count:,} tokens"
     )
     if data.tokenizer is not None and isinstance(data.val, Tokens):  # all have loss
-        if size := _bytes(data.tokenizer, data.val, count):
+        if size := text_bytes(data.tokenizer, data.val, count):
             text += f", {total / math.log(2) / size:.4f} bits a byte"
     return text
 
 
-def _bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
+def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     """Bytes of the text of the first `count` predicted tokens, without special tokens."""
     found = 0
     for start in range(1, count + 1, _DECODED):

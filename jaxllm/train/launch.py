@@ -4,16 +4,18 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxllm import sharding
 from jaxllm.config import Config, DataConfig, SampleConfig
-from jaxllm.data.loader import Dataset
+from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError, memory_errors
 from jaxllm.files import write_whole
+from jaxllm.infer.evaluate import text_bytes
 from jaxllm.models import flops_per_token
 from jaxllm.text import Tokenizer
 from jaxllm.train import report
@@ -70,6 +72,8 @@ def prompt_of(config: SampleConfig, data: Dataset) -> str:
     """What samples continue: sample.prompt, or else the first words of the validation data."""
     if config.prompt is not None or data.tokenizer is None:
         return config.prompt or ""
+    if not isinstance(data.val, Tokens):  # conversations
+        return "Hello"
     ids = data.val.read(0, min(16, len(data.val)))
     text = data.tokenizer.decode(ids, special=False).partition("\ufffd")[0].strip()
     return " ".join(text.split()[:3]) or text or "The"
@@ -236,7 +240,12 @@ def open_log(
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
     model = f"{config.model.type}, {trainer.n_params:,} parameters"
     device = device_name(trainer.mesh)
-    report.describe(out_dir, model, tokens, device, dispatch.decisions())
+    about: dict[str, Any] = {"model": model, "tokens_per_step": tokens, "device": device}
+    if (tokenizer := dataset.tokenizer) is not None and isinstance(dataset.val, Tokens):
+        count = min(len(dataset.val) - 1, 1 << 16)
+        each = text_bytes(tokenizer, dataset.val, count) / count
+        about |= {"tokenizer": tokenizer.digest, "bytes_per_token": each}
+    report.describe(out_dir, about, dispatch.decisions())
     peak = peak_flops(trainer.mesh.devices.flat[0].device_kind)
     tracker = None
     if config.train.tracker == "wandb":
