@@ -127,6 +127,21 @@ def test_no_public_name_hides_a_module(package):
         assert not hidden, f"{here}: {hidden}"
 
 
+def test_every_op_is_exported():
+    """The names under which ops ask how they run."""
+    init = (ROOT / "pallas_kernels" / "__init__.py").read_text()
+    exported = set(re.findall(r'"(\w+)"', init.partition("__all__")[2]))
+    seen = set()
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and ast.unparse(node.func)
+            if called in ("dispatch.run", "dispatch.use_kernel", "dispatch.choose"):
+                if isinstance(node.args[0], ast.Constant):
+                    seen.add(node.args[0].value)
+    assert len(seen) > 10
+    assert seen <= exported, f"pallas_kernels/__init__.py lacks {seen - exported}"
+
+
 def test_the_readme_lists_every_op():
     tree = ast.parse((ROOT / "pallas_kernels" / "__init__.py").read_text())
     ops = {
