@@ -73,10 +73,10 @@ def ended_by_interrupt() -> Iterator[None]:
                     os.write(2, show + b"interrupted\n")
                 os._exit(128 + signal.SIGINT)
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
     try:
         yield
     finally:

@@ -56,18 +56,21 @@ def test_a_run_ends_well_without_a_screen(tiny, tmp_path):
     assert list(losses(out_dir)) == [1, 2, 3, 4]
 
 
-def not_ignored():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a shell's foreground
+# As in a shell's foreground; a background ignores SIGINT.
+FOREGROUND = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def test_ctrl_c_at_any_early_moment_is_one_line(tiny, tmp_path):
     """At moments of the imports, of the data's and of XLA's compilation."""
     words = command(tiny, tmp_path / "x", "--train.steps", "100000000")
+    words = [sys.executable, "-c", FOREGROUND, *words]
     pipe = subprocess.PIPE
     for moment in range(6):
-        process = subprocess.Popen(
-            words, cwd=REPO, stdout=pipe, stderr=pipe, text=True, preexec_fn=not_ignored
-        )
+        process = subprocess.Popen(words, cwd=REPO, stdout=pipe, stderr=pipe, text=True)
         while len(os.listdir(f"/proc/{process.pid}/task")) < 2:  # our code has begun
             time.sleep(0.001)
         time.sleep(0.4 * moment)
