@@ -80,7 +80,15 @@ def run(name, words=None):
         return _error(f"JAXLLM_KERNELS={kernels} is not general: set that, or unset it")
     if name == "convert":  # it needs no GPU, whose memory another process may use
         os.environ["JAX_PLATFORMS"] = "cpu"
-    return importlib.import_module(COMMANDS[name][0]).main(words)
+    from jaxllm import terminal
+
+    terminal.protect_streams(lossy=name == "train")
+    with terminal.ended_by_interrupt():
+        command = importlib.import_module(COMMANDS[name][0]).main
+        if name not in ("chat", "convert", "data"):  # those clean up, or go on
+            return command(words)
+    terminal.repeat_swallowed_interrupts()
+    return command(words)
 
 
 def _lack():
@@ -91,6 +99,8 @@ def _lack():
             f"jaxllm needs Python {OLDEST[0]}.{OLDEST[1]} or newer, and {sys.executable} is"
             f" {version}; put `uv run` before the command to fetch one (pip install uv)"
         )
+    if sys.flags.optimize > 1:
+        return "python -OO (PYTHONOPTIMIZE=2) removes the texts of --help; use -O, or neither"
     missing = [name for name, module in NEEDED.items() if not importlib.util.find_spec(module)]
     if not missing:
         return None

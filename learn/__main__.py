@@ -117,9 +117,15 @@ def check(name: str, number: int, path: Path) -> int:
 
     ladder = ladders.find(name)
     pick(ladder, [number])
+    own = {Path(r.__file__): ladders.number(r) for r in ladders.rungs(ladder)}
+    if (other := own.get(path.resolve(), number)) != number:
+        raise SystemExit(
+            f"error: {path} is rung {other}, not an answer to rung {number}: name a file of yours,"
+            f" or write python -m learn check {name} {other} {path}"
+        )
     rung = ladders.load(path, number)
     if not hasattr(rung, name):
-        raise SystemExit(f"error: {path} has no function {name}")
+        raise SystemExit(f"error: {path} has no function {name}, which a rung of {name} needs")
     inputs = ladders.example(ladder, rung).inputs
     complaint = None
     try:
@@ -267,4 +273,10 @@ def known(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except SystemExit as end:  # a line for bad input
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            sys.exit(2)
+        raise

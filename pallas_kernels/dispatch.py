@@ -133,7 +133,29 @@ def run(
     record(decision)
     if form.is_kernel and jax.default_backend() == "gpu":
         _warn_of_compiler()
-    return form.call(*arrays, **options)
+    try:
+        return form.call(*arrays, **options)
+    except (NotImplementedError, TypeError, ValueError) as e:
+        if not form.is_kernel or (why := _in_our_words(str(e))) is None:
+            raise
+        raise NotImplementedError(f"{op}: {why}") from None
+
+
+_PHRASES = {  # of JAX, about every kernel
+    "Only interpret mode is supported": "its kernel needs an NVIDIA GPU, and this call runs on the"
+    ' CPU; pass implementation=None or "xla"',
+    "Differentiation rule for": "its kernel has a gradient, but no second one (hessian, grad of"
+    ' grad) and no jvp; pass implementation="xla"',
+    "can't apply forward-mode": "its kernel has a gradient, but no jvp (jvp, jacfwd, hessian); pass"
+    ' implementation="xla"',
+    "sharded ref (array reference)": "its kernel cannot take sharded arrays under plain jit; call"
+    " it inside jax.shard_map(..., check_vma=False)",
+}
+
+
+def _in_our_words(message: str) -> str | None:
+    """Why a call of a kernel fails and what to do, if JAX says it of no op in particular."""
+    return next((ours for theirs, ours in _PHRASES.items() if theirs in message), None)
 
 
 def _log(decision: Decision) -> None:

@@ -30,6 +30,14 @@ CHANGEABLE = frozenset(
 )
 
 
+# Those that it may change if the command line says so: the state fits, but the losses differ.
+RATE = frozenset(
+    f"optimizer.{key}"
+    for key in "learning_rate schedule warmup_steps final_fraction decay_fraction".split()
+)
+GLOB = "the shell has made several words of a glob: put it in quotes, as in 'texts/*.txt'"
+
+
 class Arguments(NamedTuple):
     """The parsed command line of `jaxllm train`."""
 
@@ -49,12 +57,18 @@ def read(argv: list[str]) -> Arguments:
     if args.resume:
         return Arguments(_resumed_config(args, overrides), args.out_dir, True, args.dry_run, *peers)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    out_dir = args.out_dir or Path("runs") / f"{Path(args.config).stem}-{stamp}"
+    out_dir = args.out_dir or _unused(Path("runs") / f"{Path(args.config).stem}-{stamp}")
     check_free(out_dir)
     config = _absolute(configs.load(args.config, overrides))
     if args.out_dir is None and (config.mesh.distributed or args.process is not None):
         raise InputError("several processes need --out_dir: a directory that all of them see")
     return Arguments(config, out_dir, False, args.dry_run, *peers)
+
+
+def _unused(folder: Path) -> Path:
+    """`folder`, or with a number after its name if a run of the same second has it."""
+    names = [folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 99))]
+    return next((name for name in names if not os.path.lexists(name)), folder)
 
 
 def _absolute(config: configs.Config) -> configs.Config:
@@ -92,6 +106,9 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def error(self, message):
+        kind, _, words = message.partition("unrecognized arguments: ")
+        if not kind and words and all(map(os.path.exists, words.split())):
+            message += f"; {GLOB}"
         raise InputError(f"{message}; see --help")
 
 
@@ -188,7 +205,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     )
     _add_processes(parser)
     arguments, rest = parser.parse_known_args(argv)
-    overrides = read_overrides(rest)
+    overrides = read_overrides(rest, None if arguments.config or arguments.resume else "--config")
     _check_processes(arguments, overrides)
     if arguments.out_dir == "":
         raise InputError("--out_dir is empty; name a directory, or omit the option")
@@ -240,14 +257,22 @@ def _check_processes(args: argparse.Namespace, overrides: dict[str, str]) -> Non
         )
 
 
-def read_overrides(words: list[str]) -> dict[str, str]:
-    """Parses --section.key VALUE and --section.key=VALUE into {"section.key": value}."""
+def read_overrides(words: list[str], first: str | None = None) -> dict[str, str]:
+    """Parses --section.key VALUE and --section.key=VALUE into {"section.key": value}.
+
+    first: the option that a lone first word seems to belong to.
+    """
     overrides = {}
     rest = iter(words)
     for word in rest:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            raise InputError(f"unexpected argument {word}; a value follows its --section.key")
+            hint = "a value follows its --section.key"
+            if first and not overrides:
+                hint = f"write {first} {word}"
+            elif os.path.exists(word):
+                hint = GLOB
+            raise InputError(f"unexpected argument {word}; {hint}")
         if not equals:
             value = next(rest, None)
             if value is None or (value.startswith("--") and "." in value):
@@ -318,10 +343,14 @@ def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> conf
     old, new = _flat(stored.model_dump()), _flat(wanted.model_dump())
     # Another model has other values everywhere, so its type comes first.
     for key in ["model.type", *sorted(set(old) | set(new))]:
-        if old.get(key) != new.get(key) and key not in CHANGEABLE:
+        if old.get(key) != new.get(key) and key not in CHANGEABLE | (RATE & set(overrides)):
+            fix = "start a new run from its weights"
+            if key in RATE:
+                fix = f"to change it say --{key} {new.get(key)} here, or {fix}"
             raise InputError(
                 f"{key}={new.get(key)!r} differs from {old.get(key)!r} of the run in"
-                f" {args.out_dir}; a resumed run keeps it"
+                f" {args.out_dir}; a resumed run keeps it: {fix} (--model.init_from {args.out_dir},"
+                " another --out_dir)"
             )
     return wanted
 

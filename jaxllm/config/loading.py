@@ -78,6 +78,9 @@ def _find(name_or_path: str) -> Path:
     for path in (*tried, *(CONFIG_DIR / p for p in tried)):
         if os.path.exists(path) and not path.is_dir():
             return path
+    if tried[0].is_symlink() and not tried[0].exists():
+        gone = os.readlink(tried[0])
+        raise InputError(f"configuration {name_or_path} is a link to {gone}, which does not exist")
     if os.path.isdir(tried[0]):
         raise InputError(f"configuration {name_or_path} is a folder; name a YAML file in it")
     known = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))

@@ -216,7 +216,10 @@ class MeshConfig(Section):
 class SampleConfig(Section):
     """The text that the model writes during the run and at its end."""
 
-    prompt: str = Field("def ", description="the text that the sample continues")
+    prompt: str | None = Field(
+        None,
+        description="the text that the sample continues; null: the validation data's first words",
+    )
     tokens: Natural = Field(200, description="number of tokens to write; 0: no sample")
     every: Natural = Field(0, description="steps between samples; 0: only at the end")
     temperature: Annotated[float, Field(ge=0)] = Field(
@@ -227,7 +230,7 @@ class SampleConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if any("\ud800" <= c <= "\udfff" for c in self.prompt):
+        if any("\ud800" <= c <= "\udfff" for c in self.prompt or ""):
             raise ValueError(f"prompt={self.prompt!r} is not UTF-8")
         return self
 

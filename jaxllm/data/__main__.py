@@ -20,7 +20,9 @@ _READ = {
 
 def _parser() -> Parser:
     parser = Parser(prog="jaxllm data", description=__doc__.partition(": ")[2])
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{prepare,train-tokenizer}"
+    )
 
     command = commands.add_parser(
         "prepare",

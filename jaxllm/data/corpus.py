@@ -1,7 +1,5 @@
 """Encodes a source into token ids, cached as two llm.c shards (train.bin, val.bin)."""
 
-import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,6 +12,7 @@ from jaxllm.data.shards import ShardWriter
 from jaxllm.data.sources import Piece, Source, is_held_out
 from jaxllm.errors import InputError
 from jaxllm.files import write_json
+from jaxllm.terminal import progress_bar
 from jaxllm.text import AROUND, Tokenizer, train_tokenizer
 
 VAL_FRACTION = 0.05
@@ -109,28 +108,6 @@ def _encoded(batch: list[_Joined], tokenizer: Tokenizer, special: bool) -> list[
         names = tokenizer.count_special(before + text) - tokenizer.count_special(before)
         parts.append(Part(first.document, ids, first.begins, len(pieces), last.done, names))
     return parts
-
-
-@contextlib.contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on a terminal; yields a function that sets the bytes done."""
-    if not sys.stderr.isatty():
-        print(description, file=sys.stderr, flush=True)
-        yield lambda done: None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    columns = [
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    ]
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def cached_tokenizer(

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from jaxllm.data.cache import digest
-from jaxllm.data.corpus import VERSION, encode, progress_bar
+from jaxllm.data.corpus import VERSION, encode
 from jaxllm.data.shards import MAX_TOKENS, ShardWriter
 from jaxllm.data.sources import Source, hold_out_rank, is_held_out
 from jaxllm.errors import InputError
 from jaxllm.files import lock, write_json
+from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
 _MANY = 2000  # documents; at 1%, one corpus in 5e8 of this size would hold out none by chance

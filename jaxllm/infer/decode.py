@@ -61,7 +61,9 @@ def open_tokenizer(weights: Openable) -> Tokenizer:
     return tokenizer
 
 
-def load_model(weights: Openable, mesh: jax.sharding.Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+def load_model(
+    weights: HuggingFaceWeights | Openable, mesh: jax.sharding.Mesh
+) -> tuple[nnx.GraphDef, nnx.State]:
     """Loads the run's model onto `mesh`: (graph, parameters); uses kernels where they can run.
 
     The matrices of Linear are in the compute dtype, to which each of their products casts them.

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxllm.data.loader import Tokens
 from jaxllm.data.opening import check_paths
 from jaxllm.errors import InputError
 from jaxllm.files import read_text
+from jaxllm.terminal import progress_bar
 from jaxllm.text import Tokenizer
 
 _DECODED = 1 << 20  # tokens to decode at once; a character that is cut counts a few bytes more
@@ -144,7 +146,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
     size = min(args.batch_size or config.train.batch_size, len(samples))
     size = round_up(size, mesh.size)
     total, count = 0.0, 0
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), progress_bar("evaluating", len(samples), size=False) as done:
         graph, params = load_model(weights, mesh)
         loss_sum = jax.jit(lambda params, batch: nnx.merge(graph, params).loss(**batch))
         for n, first in enumerate(range(0, len(samples), size)):
@@ -155,6 +157,7 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
             batch["labels"][len(samples) - first :] = IGNORE  # rows to fill the batch
             total += float(loss_sum(params, batch))
             count += int((batch["labels"] != IGNORE).sum())
+            done(first + size)
     loss = total / count
     perplexity = math.exp(loss) if loss < 700 else math.inf
     text = (
@@ -162,12 +165,12 @@ def validation(args: argparse.Namespace, overrides: dict[str, str]) -> str:
         f" {count:,} tokens"
     )
     if data.tokenizer is not None and isinstance(data.val, Tokens):  # all have loss
-        if size := _bytes(data.tokenizer, data.val, count):
+        if size := text_bytes(data.tokenizer, data.val, count):
             text += f", {total / math.log(2) / size:.4f} bits a byte"
     return text
 
 
-def _bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
+def text_bytes(tokenizer: Tokenizer, tokens: Tokens, count: int) -> int:
     """Bytes of the text of the first `count` predicted tokens, without special tokens."""
     found = 0
     for start in range(1, count + 1, _DECODED):
@@ -214,7 +217,8 @@ def hellaswag(args: argparse.Namespace) -> str:
         for ending in endings:
             ids = tokenizer.prompt(f"{context} {ending}")
             rows.append((ids, max(len(ids) - begins, 1)))
-    scores = Scorer(weights, args.batch_size or 16)(rows)
+    with progress_bar("scoring", len(rows), size=False) as done:
+        scores = Scorer(weights, args.batch_size or 16)(rows, lambda batches: shown(batches, done))
     scores = np.reshape([score for score, _ in scores], (-1, ENDINGS))
     characters = np.array([[len(e) for e in endings] for _, endings, _ in questions])
     right = np.array([label for *_, label in questions])
@@ -223,6 +227,13 @@ def hellaswag(args: argparse.Namespace) -> str:
         f"step {weights.step}: HellaSwag acc_norm {acc_norm:.4f}, acc {acc:.4f},"
         f" {len(questions):,} questions"
     )
+
+
+def shown(batches: range, done: Callable[[int], None]) -> Iterator[int]:
+    """Goes through `batches`, and says after each how much is done."""
+    for first in batches:
+        yield first
+        done(first + batches.step)
 
 
 def harness(args: argparse.Namespace) -> str:

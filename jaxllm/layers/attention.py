@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import (
     ROWS,
     Linear,
@@ -24,8 +25,10 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 
 
-class Attention(nnx.Module):
-    """softmax(q k^T / sqrt(D), causal) v on H query heads, H/K of which share a kv head.
+class Attention(Layer):
+    """softmax(q k^T / sqrt(D), causal) v on H query heads; without rope_theta it has no positions.
+
+    H/K query heads share a kv head.
 
     bias: all four projections have biases; qkv_bias: only q, k and v do.
     qk_norm: epsilon of an RMS norm of every q and k head before RoPE; None: no norm.

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from jaxllm.layers.layer import Layer
 from jaxllm.sharding import (
     BATCH,
     SHARDS,
@@ -20,7 +21,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
 
 
-class Embedding(nnx.Module):
+class Embedding(Layer):
     """y[b,t] = wte[token[b,t]] + wpe[position], both N(0, std^2).
 
     wte has `padded_vocab_size` rows; those past `vocab_size` are zero.

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.config import Lora
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.layers.weight import (
     Adapter,
@@ -32,7 +33,7 @@ COLUMNS = ("fsdp", "tensor")
 ROWS = ("tensor", "fsdp")
 
 
-class Linear(nnx.Module):
+class Linear(Layer):
     """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
 
     For inference, or where it is frozen, the variable `weight` may hold a QuantizedWeight
@@ -68,7 +69,7 @@ class Linear(nnx.Module):
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
         self.gathered = tuple(a if a == "tensor" else None for a in axes)
-        self.implementation, self.fp8 = implementation, fp8
+        self.in_features, self.implementation, self.fp8 = in_features, implementation, fp8
         adapts = lora is not None and lora.adapts(name)
         self.adapter = Adapter(shape, self.gathered, lora, rngs=rngs) if adapts else None
 
@@ -81,12 +82,21 @@ class Linear(nnx.Module):
         add_bias: False leaves the bias to the next op.
         norm: the norm that x is a result of, or None; fp8 takes its bound of x for a scale.
         """
+        self.check(x)
         bias = self.bias[...] if add_bias and self.bias is not None else None
         y = self.held.times(x, bias, dtype, norm)
         if self.adapter is None:
             return y
         # The matmul is the left operand, where XLA can fuse the addition into it.
         return (self.adapter.narrow(x) @ self.adapter.wide(x.dtype)).astype(y.dtype) + y
+
+    def check(self, x: Float[Array, "... in"]) -> None:
+        """Raises ValueError if x has another width than the weight."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has {x.shape[-1]} columns, and this Linear takes {self.in_features}"
+                " (in_features)"
+            )
 
     @property
     def held(self) -> Weight:
@@ -121,6 +131,7 @@ def fused_linear(
     order is q0 k0 v0 q1 k1 v1, and an op in `per_device` sees its own three.  The context axis
     divides these parts further, so that `split_heads` gives each device its own three, too.
     """
+    layers[0].check(x)
     held = layers[0].held
     if not held.joins:
         return _side_by_side([layer(x, dtype) for layer in layers])

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
 from jaxllm.layers.norm import LayerNorm, RMSNorm
 from jaxllm.sharding import BATCH, P, one_device, per_device
@@ -19,7 +20,7 @@ Saves = Literal["derivatives", "products"]
 HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
 
 
-class MLP(nnx.Module):
+class MLP(Layer):
     """down(gelu(up(x))), with biases."""
 
     def __init__(
@@ -82,7 +83,7 @@ class MLP(nnx.Module):
         return linear_of_row(hidden, self.down, residual=x)[0]
 
 
-class GatedMLP(nnx.Module):
+class GatedMLP(Layer):
     """down(silu(gate(x)) * up(x)), without biases (Shazeer 2020, SwiGLU)."""
 
     def __init__(

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxllm.layers.layer import Layer
 from jaxllm.sharding import BATCH, P, per_device
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.dispatch import Implementation
@@ -17,7 +18,7 @@ HEADS = P(BATCH, "context", "tensor", None)  # (B, T, H, D)
 _ROUNDING = 1.01  # of y to its dtype
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Layer):
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis of (B, T, C).
 
     dtype: of y; None: of x.
@@ -75,7 +76,7 @@ class LayerNorm(nnx.Module):
         return dict(norm_weight=weight, norm_bias=bias, norm_eps=self.eps)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Layer):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis of (B, T, C).
 
     dtype: of y; None: of x.
@@ -133,7 +134,7 @@ def _constant(parameter: nnx.Param) -> Float[Array, " C"]:
     return lax.stop_gradient(parameter[...].astype(jnp.float32))
 
 
-class HeadLayerNorm(nnx.Module):
+class HeadLayerNorm(Layer):
     """sigmoid(gate) * layer norm of each head of (B, T, H, D), with a weight and no bias."""
 
     def __init__(

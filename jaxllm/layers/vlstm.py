@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
 from jaxllm.layers.cache import Cache
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import (
     ROWS,
     Linear,
@@ -30,7 +31,7 @@ GATES = P(BATCH, "context", "tensor")
 STATE = (P(BATCH, "tensor"),) * 3  # (C, n, m)
 
 
-class VLSTMLayer(nnx.Module):
+class VLSTMLayer(Layer):
     """out(sigmoid(o(x)) * norm(vlstm(q(x), k(x), v(x), cap(i(x)), cap(f(x))))).
 
     q and k are half as wide as v; cap(z) = gate_soft_cap tanh(z / gate_soft_cap); the norm is a

@@ -7,11 +7,12 @@ from flax import nnx
 
 from jaxllm.config import GPT2Config
 from jaxllm.layers import MLP, Attention, LayerNorm
+from jaxllm.layers.layer import Layer
 from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
 from jaxllm.models.stream import Stream, of_row
 
 
-class GPT2Block(nnx.Module):
+class GPT2Block(Layer):
     """s += attention(norm_1(s)); s += mlp(norm_2(s)); when training, the next norms add biases."""
 
     def __init__(self, config: GPT2Config, *, fp8: bool, rngs: nnx.Rngs):

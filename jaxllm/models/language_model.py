@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.config import AttentionConfig, ModelConfig
 from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.cache import Cache
+from jaxllm.layers.layer import Layer
 from jaxllm.layers.vlstm import soft_cap
 from jaxllm.models.stream import Stream
 from jaxllm.sharding import (
@@ -40,7 +41,7 @@ def block_weights(config: ModelConfig, rngs: nnx.Rngs, fp8: bool) -> dict:
     return dict(std=STD, out_std=STD / math.sqrt(2 * config.n_layers), linear=linear, rngs=rngs)
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(Layer):
     """A causal language model; a subclass passes its block and norm and defines `mixing_flops`.
 
     block: class of the blocks, constructed as block(config, fp8=fp8, rngs=rngs) and called as

@@ -9,12 +9,13 @@ from flax import nnx
 
 from jaxllm.config import Llama3Config
 from jaxllm.layers import Attention, GatedMLP, RMSNorm
+from jaxllm.layers.layer import Layer
 from jaxllm.models.language_model import LanguageModel, attention_flops, block_weights
 from jaxllm.models.stream import Stream, of_row
 from pallas_kernels import RopeScaling
 
 
-class Llama3Block(nnx.Module):
+class Llama3Block(Layer):
     """s += attention(norm_1(s)); s += mlp(norm_2(s))."""
 
     def __init__(self, config: Llama3Config, *, fp8: bool, rngs: nnx.Rngs):

@@ -7,11 +7,12 @@ from flax import nnx
 
 from jaxllm.config import VLSTMConfig
 from jaxllm.layers import GatedMLP, RMSNorm, VLSTMLayer
+from jaxllm.layers.layer import Layer
 from jaxllm.models.language_model import LanguageModel, block_weights
 from jaxllm.models.stream import Stream, of_row
 
 
-class VLSTMBlock(nnx.Module):
+class VLSTMBlock(Layer):
     """s += vlstm(norm_1(s)); s += mlp(norm_2(s))."""
 
     def __init__(self, config: VLSTMConfig, *, fp8: bool, rngs: nnx.Rngs):

@@ -86,7 +86,8 @@ class Checkpoints:
         if data != fingerprint:
             raise InputError(
                 f"the data changed since the checkpoint (fingerprint {fingerprint},"
-                f" was {data}): the corpus, tokenizer or Python version differs"
+                f" was {data}): the corpus, tokenizer or Python version differs; start a new run"
+                f" from its weights (--model.init_from {run}, another --out_dir)"
             )
         if not isinstance(samples, int) or samples < 0:
             raise self._damaged(step, ValueError(f"samples={samples!r}"))

@@ -228,7 +228,8 @@ def _time_lines(config: Config, mesh: Mesh) -> list[str]:
     ]
     kind = mesh.devices.flat[0].device_kind
     if (peak := peak_flops(kind)) is None:
-        return [*lines, f"time     unknown, as the peak FLOP/s of {kind} is: a run will show it"]
+        other = "--dry_run 1xH100 predicts it for a GPU" if kind == "cpu" else "a run will show it"
+        return [*lines, f"time     unknown, as the peak FLOP/s of {kind} is: {other}"]
     step = flops / (peak * mesh.size)
     span = lambda seconds: str(timedelta(seconds=round(seconds * config.train.steps)))
     return [

@@ -8,18 +8,20 @@ import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxllm import sharding
-from jaxllm.config import Config, DataConfig
+from jaxllm.config import Config, DataConfig, SampleConfig
 from jaxllm.config.command_line import check_exists
 from jaxllm.data.cache import cache_folder, digest, keep_compiled
-from jaxllm.data.loader import Dataset
+from jaxllm.data.loader import Dataset, Tokens
 from jaxllm.data.packing import Packed
 from jaxllm.errors import InputError, memory_errors
 from jaxllm.files import write_whole
+from jaxllm.infer.evaluate import text_bytes
 from jaxllm.models import flops_per_token
 from jaxllm.text import Tokenizer
 from jaxllm.train import estimate, report
@@ -99,6 +101,17 @@ def with_models_tokenizer(data: DataConfig, folder: Path | None) -> DataConfig:
     return data.model_copy(update={"tokenizer": str(own)})
 
 
+def prompt_of(config: SampleConfig, data: Dataset) -> str:
+    """What samples continue: sample.prompt, or else the first words of the validation data."""
+    if config.prompt is not None or data.tokenizer is None:
+        return config.prompt or ""
+    if not isinstance(data.val, Tokens):  # conversations
+        return "Hello"
+    ids = data.val.read(0, min(16, len(data.val)))
+    text = data.tokenizer.decode(ids, special=False).partition("\ufffd")[0].strip()
+    return " ".join(text.split()[:3]) or text or "The"
+
+
 def check_unfinished(out_dir: Path, start: int, steps: int) -> None:
     """Raises InputError for a run that has all of its steps and its report.
 
@@ -124,6 +137,12 @@ def print_header(trainer: Trainer, data: Dataset | None, emit: Callable[[str], N
         emit(f"epochs   {steps * rows / len(data.train):.3g} ({steps:,} steps of {rows:,} rows)")
     elif data is not None and data.tokenizer is not None:
         emit(f"text     {data.tokenizer.documents()}; {data.tokenizer.describe()}")
+    vocab = config.model.vocab_size
+    if data is not None and 2 * data.vocab_size < vocab:
+        emit(
+            f"         the data has {data.vocab_size:,} of the {vocab:,} ids of model.vocab_size:"
+            " the others cost memory and time, and are never read"
+        )
     emit(f"devices  {device_name(mesh)}, mesh {dict(mesh.shape)}")
     if config.train.fp8 != "none":
         head = " and the head" * (config.train.fp8 == "all")
@@ -303,7 +322,14 @@ def open_log(
         tokenizer.copy_to(out_dir)
     write_whole(out_dir / "config.yaml", config.to_yaml().encode())
     device = device_name(trainer.mesh)
-    report.describe(out_dir, trainer.describe(), tokens, device, dispatch.decisions())
+    about: dict[str, Any] = {
+        "model": trainer.describe(), "tokens_per_step": tokens, "device": device
+    }  # fmt: skip
+    if (tokenizer := dataset.tokenizer) is not None and isinstance(dataset.val, Tokens):
+        count = min(len(dataset.val) - 1, 1 << 16)
+        each = text_bytes(tokenizer, dataset.val, count) / count
+        about |= {"tokenizer": tokenizer.digest, "bytes_per_token": each}
+    report.describe(out_dir, about, dispatch.decisions())
     peak = peak_flops(trainer.mesh.devices.flat[0].device_kind)
     tracker = None
     if config.train.tracker == "wandb":

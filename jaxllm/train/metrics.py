@@ -8,21 +8,24 @@ import time
 from collections import deque
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxllm.files import write_whole
+from jaxllm.terminal import PAUSE, is_interactive
 from jaxllm.train.tracker import Wandb
 
-# {part of a device's name: its dense bf16 FLOP/s}, from the vendor's data sheets.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}
+# {part of a device's name, without spaces: its dense bf16 FLOP/s}, from the vendor's data sheets.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+PEAK_FLOPS["RTX4090"] = 165e12  # sums in float32
+WINDOW = 1.0  # seconds of steps whose mean is the speed; a single short step is timed badly
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of a device by its name, or None if unknown."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
+    name = device_kind.replace(" ", "")
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def peak_memory() -> float | None:
@@ -59,22 +62,24 @@ class RunLog:
         before = _keep_until(self.path, start)
         self.began = time.perf_counter() - seconds_of(before)  # includes earlier processes
         self.file = self.path.open("ab", buffering=0)
-        self.seconds = deque[float](maxlen=20)  # duration of the last steps
+        self.seconds = deque[float]()  # duration of the last steps
+        self.printed = -PAUSE  # when the last line was
         self.unwritten = b""  # rows that a full disk has not taken yet
         self.boards: list[Board | Wandb] = [Board(out_dir / "tensorboard", start)]
         if tracker is not None:
             self.boards.append(tracker)
         self.console = Console()
         self.bar: Progress | None = None
-        if self.console.is_terminal:
+        if is_interactive(self.console):
             self.bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(),
+                *[BarColumn()] * (self.console.width >= 110),
                 TextColumn("{task.fields[news]}"),
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=self.console,
+                transient=True,
             )
             self.task = self.bar.add_task("", total=steps, completed=start, news="")
             self.bar.start()
@@ -89,8 +94,11 @@ class RunLog:
         skips: int = 0,
     ) -> None:
         """Logs a step that took `seconds`; skips: updates skipped in a row."""
-        speed = self.tokens / seconds
         self.seconds.append(seconds)
+        while len(self.seconds) > 1 and sum(self.seconds) - self.seconds[0] >= WINDOW:
+            self.seconds.popleft()
+        mean = sum(self.seconds) / len(self.seconds)
+        speed = self.tokens / mean
         row = {
             "step": step,
             "loss": loss,
@@ -100,22 +108,23 @@ class RunLog:
             "tokens_per_second": speed,
             "tokens": step * self.tokens,
         }
-        news = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+        news = [f"loss {loss:.4f}", f"{speed:,.0f} tokens/s"]
         if self.peak is not None:
-            row["mfu"] = self.flops / seconds / self.peak
-            news += f"  MFU {row['mfu']:.1%}"
+            row["mfu"] = self.flops / mean / self.peak
+            news.append(f"MFU {row['mfu']:.1%}")
         if memory := peak_memory():
             row["peak_memory_gib"] = memory
         if skips:
             row["skips"] = skips
         self._write(row)
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, news=news)
-        else:
-            self.message(
-                f"step {step}/{self.steps}  {news}"
-                f"  left {timedelta(seconds=round((self.steps - step) * median(self.seconds)))}"
-            )
+            # Step and time are in every line, the rest as far as there is room.
+            shown = news[: (self.console.width >= 50) + 2 * (self.console.width >= 80)]
+            self.bar.update(self.task, completed=step, news="  ".join(shown))
+        elif step == self.steps or time.monotonic() - self.printed >= PAUSE:
+            self.printed = time.monotonic()
+            left = timedelta(seconds=round((self.steps - step) * mean))
+            self.message(f"step {step}/{self.steps}  {'  '.join(news)}  left {left}")
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Logs an evaluation; val_loss: mean loss per token, in nats."""

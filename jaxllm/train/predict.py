@@ -26,6 +26,7 @@ from jaxllm.train.step import Trainer
 
 HOST = 8  # GPUs
 REACHED = 0.8  # part of the links' bandwidth that collectives reach
+LAUNCH, KERNELS = 4e-6, 40  # s that the shortest kernel takes, and how many a block has in a step
 UTILIZATION = 0.54  # of the peak, recomputation included: llama3_1b on one H100, docs/benchmarks.md
 
 
@@ -33,11 +34,19 @@ class Gpu(NamedTuple):
     """The figures of a GPU's data sheet."""
 
     memory: float  # bytes
-    link: float  # bytes/s in each direction to the GPUs of the same host (NVLink)
-    network: float  # bytes/s in each direction to other hosts: an adapter of 400 Gb/s for each GPU
+    link: float  # bytes/s in each direction to the GPUs of the same host
+    network: float  # bytes/s in each direction to other hosts, through an adapter for each GPU
+    by: str = "NVLink"  # what `link` is
 
 
-GPUS = {"H100": Gpu(80e9, 450e9, 50e9), "H200": Gpu(141e9, 450e9, 50e9)}
+GPUS = {
+    "H100": Gpu(80e9, 450e9, 50e9),
+    "H200": Gpu(141e9, 450e9, 50e9),
+    "B200": Gpu(180e9, 900e9, 50e9),
+    "A100": Gpu(80e9, 300e9, 25e9),
+    "L40S": Gpu(48e9, 32e9, 25e9, "PCIe"),
+    "RTX4090": Gpu(24e9, 32e9, 25e9, "PCIe"),
+}
 
 
 class Traffic(NamedTuple):
@@ -46,16 +55,15 @@ class Traffic(NamedTuple):
     axis: str
     size: float  # bytes
     bandwidth: float  # bytes/s
-    network: bool  # whether the axis spans several hosts
+    way: str  # "the network" if the axis spans several hosts
 
     @property
     def seconds(self) -> float:
         return self.size / self.bandwidth
 
     def __str__(self) -> str:
-        way = "the network" if self.network else "NVLink"
         return (
-            f"{self.axis}: {self.size / 1e9:,.2f} GB per GPU and step over {way} at"
+            f"{self.axis}: {self.size / 1e9:,.2f} GB per GPU and step over {self.way} at"
             f" {self.bandwidth / 1e9:.0f} GB/s, {self.seconds * 1e3:,.1f} ms"
         )
 
@@ -84,9 +92,10 @@ def predict(config: Config, text: str) -> str:
     held = sum(state.values())
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in state.items() if size)
     sent = [str(t) for t in traffic(trainer, kind)] or ["none"]
+    head = "remat", "activations", "total GiB", "", "recomputed", "s per step", "tokens/s per GPU"
     choices = get_args(type(config.model).model_fields["remat"].annotation)
     try:
-        rows = [_row(trainer, remat, kind, held) for remat in choices]
+        rows = [head, *(_row(trainer, remat, kind, held) for remat in choices)]
     except NotImplementedError as e:
         raise InputError(f"--dry_run {text} predicts runs on our kernels only: {e}") from e
     fp8 = "; times are those of bfloat16" if config.train.fp8 != "none" else ""
@@ -100,15 +109,20 @@ def predict(config: Config, text: str) -> str:
                 f"{name:<8} {line}"
                 for name, line in zip(["traffic"] + [""] * 9, sent, strict=False)
             ),
-            f"{'remat':<18}{'activations':>12}{'total GiB':>19}{'recomputed':>12}"
-            f"{'s per step':>18}{'tokens/s per GPU':>20}",
-            *rows,
+            *_aligned(rows),
         ]
     )
 
 
-def _row(trainer: Trainer, remat: str, kind: str, state: int) -> str:
-    """Memory and time with one choice of model.remat, on the kernels."""
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """The lines of a table whose columns never touch: the first and the fourth to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    put = lambda i, text: text.ljust(widths[i]) if i in (0, 3) else text.rjust(widths[i])
+    return [" " * 9 + "  ".join(put(i, x) for i, x in enumerate(row)).rstrip() for row in rows]
+
+
+def _row(trainer: Trainer, remat: str, kind: str, state: int) -> tuple[str, ...]:
+    """The cells of memory and time with one choice of model.remat, on the kernels."""
     train = trainer.config.train
     model = trainer.config.model.model_copy(update={"kernels": "mosaic", "remat": remat})
     activations = sum(estimate.activation_memory(trainer, model).values())
@@ -117,12 +131,16 @@ def _row(trainer: Trainer, remat: str, kind: str, state: int) -> str:
     tokens = train.batch_size * train.seq_len / trainer.mesh.size
     compute = tokens * flops_per_token(model, train.seq_len) * (1 + more)
     compute /= PEAK_FLOPS[kind] * UTILIZATION
+    compute = max(compute, train.grad_accum * model.n_layers * KERNELS * LAUNCH)
     waiting = sum(t.seconds for t in traffic(trainer, kind))
     fast, slow = max(compute, waiting), compute + waiting
     fits = "fits" if total <= GPUS[kind].memory else "too much"
+    sizes = f"{activations / GIB:.2f}", f"{total / GIB:.2f}", fits, f"{more:.0%}"
     return (
-        f"         {remat:<9}{activations / GIB:12.2f}{total / GIB:10.2f} {fits:<8}{more:12.0%}"
-        f"{f'{fast:.3f} to {slow:.3f}':>18}{f'{tokens / slow:,.0f} to {tokens / fast:,.0f}':>20}"
+        remat,
+        *sizes,
+        f"{fast:.3g} to {slow:.3g}",
+        f"{tokens / slow:,.0f} to {tokens / fast:,.0f}",
     )
 
 
@@ -171,14 +189,14 @@ def traffic(trainer: Trainer, kind: str) -> list[Traffic]:
     ]
 
 
-def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, bool]:
-    """(bytes/s that a GPU sends over an axis, whether the axis spans several hosts).
+def _bandwidth(gpu: Gpu, size: int, stride: int) -> tuple[float, str]:
+    """(bytes/s that a GPU sends over an axis, what this goes through).
 
     The GPUs of a group that share a host share their network adapters as well.
     """
     if size * stride <= HOST:
-        return REACHED * gpu.link, False
-    return REACHED * min(gpu.link, gpu.network * max(1, HOST // stride)), True
+        return REACHED * gpu.link, gpu.by
+    return REACHED * min(gpu.link, gpu.network * max(1, HOST // stride)), "the network"
 
 
 def recomputed(model: ModelConfig, seq_len: int) -> float:

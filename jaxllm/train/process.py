@@ -5,7 +5,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxllm.config import Config
@@ -13,6 +13,26 @@ from jaxllm.errors import InputError
 from jaxllm.files import lock
 
 _SAME = 1.0  # seconds within which two signals count as one
+# A closed terminal or ssh session sends SIGHUP, `sbatch --signal=USR1` SIGUSR1.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def handle_signals(handler: Callable) -> Callable[[], None]:
+    """Handles the signals that stop a run; returns what restores their handlers.
+
+    SIGHUP stays ignored where it is, under nohup.
+    """
+    wakeup = signal.set_wakeup_fd(-1)  # terminal.ended_by_interrupt
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [s for s in STOPPING if not (ignored and s == signal.SIGHUP)]
+    previous = {s: signal.signal(s, handler) for s in handled}
+
+    def restore() -> None:
+        for s, before in previous.items():
+            signal.signal(s, before)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    return restore
 
 
 def set_xla_flags(deterministic: bool) -> None:
@@ -44,7 +64,7 @@ def set_xla_flags(deterministic: bool) -> None:
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM request a stop after the current step; a second one stops at once.
+    """The signals of STOPPING request a stop after the current step; a second stops at once.
 
     A second one within a second is the first one again: `timeout` sends its signal to uv and to
     us, and uv passes its own on.
@@ -53,7 +73,7 @@ class StopSignals:
     def __enter__(self):
         self.received: int | None = None
         self.at = 0.0
-        self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.restore = handle_signals(self._handle)
         return self
 
     def after(self, step: int) -> int | None:
@@ -64,17 +84,18 @@ class StopSignals:
         if self.received is None:
             self.received, self.at = number, time.monotonic()
         elif time.monotonic() - self.at > _SAME:
-            self.__exit__()
-            if signal.getsignal(number) == signal.SIG_IGN:  # SIGINT in a shell's background
-                signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
             # print() may be what the signal interrupts.
-            os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{name} again: stopped without saving this step\n".encode())
+            self.restore()
+            signal.set_wakeup_fd(-1)
+            interrupt = number == signal.SIGINT  # also in a shell's background, which ignores it
+            signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
             signal.raise_signal(number)
 
     def __exit__(self, *_):
-        for s, handler in self.previous.items():
-            signal.signal(s, handler)
+        self.restore()
 
 
 @contextlib.contextmanager

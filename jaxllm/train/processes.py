@@ -21,12 +21,17 @@ from dataclasses import dataclass
 from typing import IO, NamedTuple
 
 from jaxllm.errors import InputError, error_line
+from jaxllm.terminal import lossy_stream
+from jaxllm.train.process import STOPPING, handle_signals
 
 HEARTBEAT = 30  # seconds without a sign of life after which JAX counts a process as dead
 QUIET = 2.0  # seconds without output after which standard error is passed on
+WAIT = 5.0  # seconds after which a process says for whom it waits
 GRACE = 3.0  # seconds that the others get to end by themselves after one has failed
 STOPPED = 128 + signal.SIGTERM  # exit status of processes that stopped together
 ADVICE = "the run ends: continue with --resume"
+# What Gloo and JAX's preemption service say about themselves.
+NOISE = re.compile(r"^(\[Gloo\] |.*\bpreemption_\w+\.cc:).*\n", re.M)
 FATAL = b"the JAX distributed service detected fatal errors"  # in JAX's log before it aborts
 
 
@@ -84,14 +89,13 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
                     child.ended = len(received) > 1
                     os.kill(child.pid, signal.SIGKILL if child.ended else signal.SIGTERM)
 
-        previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        restore = handle_signals(stop)
         try:
             _wait(children)
             status = _report(children, names)
         finally:
             os.close(alive)
-            for s, handler in previous.items():
-                signal.signal(s, handler)
+            restore()
     return 128 + received[0] if received and status != 0 else status
 
 
@@ -104,6 +108,9 @@ def _fork(where: list[Place], train: Callable[[], int], names: IO) -> tuple[list
         pid = os.fork()
         if pid == 0:
             os.close(alive)
+            # Only Gloo writes to 1 from here on, not in whole lines; _pass_on drops them.
+            sys.stdout = lossy_stream(os.dup(1), getattr(sys.stdout, "encoding", "utf-8"))
+            os.dup2(writer, 1)
             os.dup2(writer, 2)
             _train_and_exit(place, train, names, ending)
         os.close(writer)
@@ -152,8 +159,9 @@ def _rest(fd: int) -> bytes:
 
 def _pass_on(children: list[_Child]) -> None:
     """Prints the text that was held back, equal texts of several processes once."""
-    for text in dict.fromkeys(c.held for c in children if c.held):
-        sys.stderr.write(text.decode(errors="replace"))
+    held = (NOISE.sub("", c.held.decode(errors="replace")) for c in children)
+    for text in dict.fromkeys(text for text in held if text.strip()):
+        sys.stderr.write(text)
     sys.stderr.flush()
     for child in children:
         child.held = b""
@@ -204,8 +212,10 @@ def _train_and_exit(place: Place, train: Callable[[], int], names: IO, ending: i
     """Runs in a child: joins the peers, trains and exits."""
     from jaxllm.config.command_line import exit_status
 
-    # The process that watches turns both signals into one SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The process that watches turns all signals into one SIGTERM.
+    signal.set_wakeup_fd(-1)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(ending,), daemon=True).start()
 
@@ -254,6 +264,12 @@ def _join(place: Place, names: IO) -> None:
     from jax.experimental import multihost_utils
 
     local = place.gpu is not None
+    missed = f"process 0 at {place.coordinator}" if place.index else "the other processes"
+    text = f"process {place.index} waits for {missed}, up to five minutes"
+    waits = threading.Timer(WAIT, print, (text,), {"file": sys.stderr, "flush": True})
+    waits.daemon = True
+    if place.index is not None:
+        waits.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -269,6 +285,8 @@ def _join(place: Place, names: IO) -> None:
             f"mesh.distributed=true finds no other processes ({e}); start the run with Slurm or"
             " another cluster that JAX supports, or with --processes"
         ) from e
+    finally:
+        waits.cancel()
     try:
         jax.local_devices()
     except RuntimeError as e:

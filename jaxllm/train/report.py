@@ -7,6 +7,7 @@ import contextlib
 import html
 import io
 import json
+import math
 import re
 import time
 from datetime import timedelta
@@ -53,7 +54,33 @@ svg { height: auto; } summary { cursor: pointer; font-weight: 600; margin: 1rem 
 pre { margin: .3rem 0 0; padding: .8rem; border-radius: 6px; background: var(--soft); }
 pre { font-size: 13px; overflow: auto; max-height: 24rem; white-space: pre-wrap; }
 pre { overflow-wrap: anywhere; }
+output { display: block; min-height: 1.5em; font-variant-numeric: tabular-nums; }
+svg { touch-action: pan-y; } svg line { stroke: currentColor; stroke-width: .5; }
+@media (max-width: 600px) { th, td { padding-right: .6rem; overflow-wrap: anywhere; }
+table { display: table; width: 100%; font-size: 13px; } th { white-space: normal; } }
 .dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
+"""
+
+
+# Shows the values under the pointer below each chart, and a line at their step.
+SCRIPT = """
+for (const figure of document.querySelectorAll("figure[data-curves]")) {
+  const curves = JSON.parse(figure.dataset.curves), svg = figure.querySelector("svg");
+  const line = svg.appendChild(document.createElementNS(svg.namespaceURI, "line"));
+  const show = event => {
+    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(
+      svg.getScreenCTM().inverse()).x;
+    const near = curves.map(({points}) => points.reduce(
+      (a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
+    const values = near.map((point, i) => `${curves[i].name} ${+point[2].toPrecision(4)}`.trim());
+    figure.querySelector("output").textContent =
+      `${figure.dataset.axis} ${near[0][1].toLocaleString("en")}: ${values.join(", ")}`;
+    for (const [key, value] of [["x1", near[0][0]], ["x2", near[0][0]], ["y1", 0],
+      ["y2", svg.viewBox.baseVal.height]]) line.setAttribute(key, value);
+  };
+  svg.addEventListener("pointermove", show);
+  svg.addEventListener("pointerdown", show);
+}
 """
 
 
@@ -84,6 +111,12 @@ class LoadedRun:
                 self.versions = {k: str(v) for k, v in self.about.get("versions", {}).items()}
             except (ValueError, TypeError, AttributeError, RecursionError) as e:
                 raise InputError(f"{folder / 'run.json'} is damaged: {e}; delete it") from e
+
+    @property
+    def bits(self) -> float | None:
+        """Bits per byte of text for a loss of 1 nat per token, or None if unknown."""
+        each = self.about.get("bytes_per_token")
+        return 1 / (math.log(2) * each) if isinstance(each, int | float) and each > 0 else None
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every row with the key."""
@@ -141,8 +174,19 @@ def chart(
 
     # A log scale cannot show a gradient norm of 0.
     shown = lambda points: [p for p in points if p[1] > 0] if scale == "log" else points
-    curves = [shown(run.points(key)) for run in runs]
-    dots = [run.points("val_loss") for run in runs]
+    axis, sizes, tokens = x_axis(runs)
+    scales = None
+    if key == "loss" and len({run.about.get("tokenizer") for run in runs}) > 1:
+        scales = [run.bits for run in runs]
+    if scales and None not in scales:  # nats per token of different tokens cannot be compared
+        unit = unit.replace("nats per token", "bits per byte")
+    else:
+        scales = [1.0] * len(runs)
+    read = lambda key: [
+        [(s * size, v * by) for s, v in run.points(key)]
+        for run, size, by in zip(runs, sizes, scales, strict=True)
+    ]
+    curves, dots = [shown(points) for points in read(key)], read("val_loss")
     if end:
         half = max((p[0] for points in curves for p in points), default=0) / 2
         curves, dots = (
@@ -152,7 +196,7 @@ def chart(
         return ""
     ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
     with rc_context(ink | {"xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title}):
-        figure = Figure(figsize=(5, 2.8), layout="constrained")
+        figure = Figure(figsize=(5, 2.8), dpi=72, layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)
@@ -165,7 +209,13 @@ def chart(
                 axes.plot(*zip(*smooth(points), strict=True), color=run.color, lw=1.5)
             if validation and key == "loss":
                 axes.plot(*zip(*thin(validation), strict=True), "o", color=run.color, ms=4)
-        axes.set(xlabel="step", ylabel=unit)
+        axes.set(xlabel=axis, ylabel=unit)
+        if axis == "tokens":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        elif tokens:
+            ways = lambda step: step * tokens, lambda count: count / tokens
+            top = axes.secondary_xaxis("top", functions=ways)
+            top.xaxis.set_major_formatter(EngFormatter(unit=" tokens", sep=""))
         set_scale(axes, curves, scale)
         forms = {"tokens_per_second": EngFormatter(sep=""), "mfu": PercentFormatter(1)}
         axes.yaxis.set_major_formatter(forms.get(key, "{x:g}"))
@@ -173,11 +223,39 @@ def chart(
         axes.grid(alpha=0.3)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        data = html.escape(json.dumps(hover(axes, runs, curves, noisy)))
     picture = out.getvalue().replace(INK, "currentColor")
     picture = picture[picture.index("<svg") :]  # drops the XML declarations
     picture = re.sub("<metadata>.*?</metadata>", "", picture, flags=re.S)
     picture = picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{picture}</figure>"
+    return (
+        f'<figure data-axis={axis} data-curves="{data}">'
+        f"<figcaption>{html.escape(title)}</figcaption>{picture}<output></output></figure>"
+    )
+
+
+def x_axis(runs: list[LoadedRun]) -> tuple[str, list[int], int | None]:
+    """(what the x axis counts, this for a step of each run, tokens per step if all runs share it).
+
+    Runs whose steps have different sizes are compared by tokens.
+    """
+    sizes = [run.about.get("tokens_per_step") for run in runs]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    if len(known) < len(runs) or len(set(known)) == 1:
+        return "step", [1] * len(runs), known[0] if len(known) == len(runs) else None
+    return "tokens", known, None
+
+
+def hover(axes, runs: list[LoadedRun], curves: list, noisy: bool) -> list[dict]:
+    """What SCRIPT shows: {name, points: [(column of the SVG, x, value)]} of each run's curve."""
+    column = lambda x: round(float(axes.transData.transform((x, 1))[0]), 1)
+    found = []
+    for run, points in zip(runs, curves, strict=True):
+        kept = smooth(points) if noisy and len(points) > 50 else thin(points)
+        name = run.name if len(runs) > 1 else ""
+        if kept:
+            found.append({"name": name, "points": [(column(x), x, y) for x, y in kept]})
+    return found
 
 
 def set_scale(axes, curves: list[list[tuple[int, float]]], scale: str) -> None:
@@ -230,6 +308,11 @@ def summary(run: LoadedRun) -> dict[str, str]:
         "tokens": f"{steps * tokens:,}" if isinstance(tokens, int) else "",
         "loss of the last step": number("loss", "{:.4f}"),
         "best validation loss": number("val_loss", "{:.4f}", min),
+        "best validation, bits per byte": number(
+            "val_loss", "{:.4f}", lambda values: min(values) * (run.bits or 0)
+        )
+        if run.bits
+        else "",
         "tokens/s, median": number("tokens_per_second", "{:,.0f}", median),
         "MFU, median": number("mfu", "{:.1%}", median),
         "most memory of a device": number("peak_memory_gib", "{:.1f} GiB", max),
@@ -287,21 +370,18 @@ def page(runs: list[LoadedRun]) -> str:
             "</div>",
             differences(runs) if len(runs) > 1 else "",
             *map(details, runs),
-            "</body></html>\n",
+            f"<script>{SCRIPT}</script></body></html>\n",
         ]
     )
 
 
-def describe(folder: Path, model: str, tokens: int, device: str, ops: list) -> None:
-    """Writes run.json: model, tokens per step, device, versions, and how the ops ran."""
+def describe(folder: Path, about: dict, ops: list) -> None:
+    """Writes run.json: `about` (model, tokens per step, device, ...), versions, how the ops ran."""
     import platform
     from importlib.metadata import version
 
     path = folder / "run.json"
-    about = {
-        "model": model,
-        "tokens_per_step": tokens,
-        "device": device,
+    about = about | {
         "started": time.strftime("%Y-%m-%d %H:%M"),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"python": platform.python_version()},

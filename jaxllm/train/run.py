@@ -148,6 +148,7 @@ class Run:
             seed=train.seed,
             vocab_size=config.model.vocab_size,
         )
+        self.prompt = launch.prompt_of(config.sample, self.dataset)
         self.start, self.samples = 0, 0
         if newest is not None:
             self.start = newest
@@ -292,7 +293,7 @@ class Run:
         from jaxllm.train.summary import summarize_run
 
         if self.rank == 0:
-            self.log.message(summarize_run(self.out_dir, self.config.sample.prompt, self.chat))
+            self.log.message(summarize_run(self.out_dir, self.prompt, self.chat))
 
     def _record(self, step: int, values: dict[str, float], seconds: float) -> None:
         """Logs a finished step; raises RunError for corruption or too many skipped updates."""
@@ -378,8 +379,8 @@ class Run:
         if tokenizer is None:
             self.log.message("no sample: the data has no tokenizer (data.tokenizer)")
             return
-        asked = [{"role": "user", "content": config.prompt}]
-        prompt = tokenizer.chat(asked)[0] if self.chat else tokenizer.prompt(config.prompt)
+        asked = [{"role": "user", "content": self.prompt}]
+        prompt = tokenizer.chat(asked)[0] if self.chat else tokenizer.prompt(self.prompt)
         if not prompt:
             self.log.message("no sample: sample.prompt is empty")
             return
@@ -404,7 +405,7 @@ class Run:
             return
         if self.chat:
             answer = tokenizer.decode(tokens, special=False)
-            self.log.sample(step, f"> {config.prompt}\n{answer}")
+            self.log.sample(step, f"> {self.prompt}\n{answer}")
             return
         known = len(tokenizer.decode(prompt))  # the spaces after a prompt depend on it
-        self.log.sample(step, config.prompt + tokenizer.decode(prompt + tokens)[known:])
+        self.log.sample(step, self.prompt + tokenizer.decode(prompt + tokens)[known:])

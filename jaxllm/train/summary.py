@@ -6,7 +6,7 @@ import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from statistics import mean
 
 from jaxllm.errors import InputError
 from jaxllm.train.metrics import seconds_of
@@ -32,8 +32,9 @@ def summarize_run(out_dir: Path, prompt: str, chat: bool = False) -> str:
         steps = max(row["step"] for row in run.rows)  # the last one may have no loss
         tokens = steps * run.about.get("tokens_per_step", 0)
         line = f"speed    {tokens:,} tokens in {timedelta(seconds=round(seconds_of(run.rows)))}"
-        if speeds := [speed for _, speed in run.points("tokens_per_second")]:
-            line += f", {median(speeds):,.0f} tokens/s in the median step"
+        if times := [ms / 1e3 for _, ms in run.points("step_ms")]:
+            spent = mean(times) * steps  # some steps may not be logged
+            line += f", of which {spent:,.1f} s are steps: {tokens / spent:,.0f} tokens/s"
         lines.append(line)
     pages = [out_dir / name for name in ("loss.png", "report.html")]
     lines.append(f"look at  {', '.join(str(page) for page in pages if page.exists())}")

@@ -153,7 +153,8 @@ def convert(
             raise InputError(f"--dtype is for a run's directory; {source} is not one")
         with _new_folder(out) as folder:
             _from_huggingface(weights, folder, out)
-        result = f"to train: {_command('train', '--config', out / 'config.yaml')}"
+        train = _command("train", "--config", out / "config.yaml")
+        result = f"to train on your text: {train} --data.source text --data.path FILE_OR_FOLDER"
     print(f"{out}: {weights.config.type}, {weights.config.n_layers} layers; {result}")
 
 

@@ -44,7 +44,9 @@ def one_request_for_64_bytes(book, x, weight, bias):
     """A load of 32 neighbours of 2 bytes is one request."""
     of_x = [e for e in loads(book) if e.requests and e.buffer == book.kernels[0][1][0]]
     wanted, done = sum(e.bytes for e in of_x) / 64, sum(e.requests for e in of_x)
-    if not of_x or done > wanted:
+    if not of_x:
+        return "no warp loads x from global memory"
+    if done > wanted:
         return f"the warps make {done} requests for x where {wanted:.0f} would do"
 
 

@@ -151,7 +151,9 @@ def fewer_keys(book, q, k, v, i, f):
     of_v = [e for e in loads(book) if e.buffer == book.kernels[0][1][2]]
     tiles = q.shape[1] // TILE
     done, wanted = sum(e.bytes for e in of_v), v.nbytes * (tiles + 1) // 2
-    if not of_v or done > wanted:
+    if not of_v:
+        return "no block loads v from global memory"
+    if done > wanted:
         return f"{done} bytes of v are loaded where {wanted} would do"
 
 

@@ -95,7 +95,8 @@ def killed_of_four() -> dict:
     mesh = ["--mesh.fsdp", "2", "--mesh.tensor", "2"]  # pairs of processes read the same rows
     command = resumed("four", "--processes", "4", *mesh, "--train.steps", "100000000")
     saved = FOLDER / "four" / "checkpoints" / "6" / "_CHECKPOINT_METADATA"
-    command.until(lambda output: saved.exists() and "step 9/" in output)
+    metrics = FOLDER / "four" / "metrics.jsonl"
+    command.until(lambda output: saved.exists() and '"step": 9,' in metrics.read_text())
     victim = command.trainers()[2]
     os.kill(victim, signal.SIGKILL)
     return {"victim": victim} | command.wait()

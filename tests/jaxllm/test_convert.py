@@ -104,9 +104,10 @@ def test_the_suggested_command_and_the_configuration_work_in_every_directory(
     theirs = folder_of(tmp_path / "theirs", "gpt2")
     monkeypatch.chdir(tmp_path)
     assert run(theirs, "its run") == 0
-    words = shlex.split(capsys.readouterr().out.strip().rpartition("; to train: ")[2])
-    assert words == ["jaxllm", "train", "--config", f"{tmp_path}/its run/config.yaml"]
-    assert configs.load(words[-1]).model.init_from == f"{tmp_path}/its run"
+    words = shlex.split(capsys.readouterr().out.strip().rpartition("; to train on your text: ")[2])
+    assert words[:4] == ["jaxllm", "train", "--config", f"{tmp_path}/its run/config.yaml"]
+    assert words[4:] == ["--data.source", "text", "--data.path", "FILE_OR_FOLDER"]
+    assert configs.load(words[3]).model.init_from == f"{tmp_path}/its run"
     assert run("its run", "packed", "--quantize", "int8", "--group", "none") == 0
     words = shlex.split(capsys.readouterr().out.strip().rpartition("; to use: ")[2])
     assert words == ["jaxllm", "generate", "--checkpoint", f"{tmp_path}/packed"]

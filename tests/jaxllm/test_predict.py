@@ -1,5 +1,7 @@
 """Compares predictions for GPUs that this machine lacks with counts by hand."""
 
+import re
+
 import jax
 import pytest
 from training_runs import error_of
@@ -7,7 +9,7 @@ from training_runs import error_of
 import train
 from jaxllm.config import Config, Llama3Config, MeshConfig, OptimizerConfig, TrainConfig
 from jaxllm.sharding import abstract_mesh
-from jaxllm.train import estimate, predict
+from jaxllm.train import estimate, metrics, predict
 from jaxllm.train.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("same_environment")
@@ -50,7 +52,7 @@ def test_traffic_follows_the_ring_formulas():
     assert of(1) == {}
     (data,) = of(4).values()
     assert data.size == 2 * 3 / 4 * weights
-    assert (data.bandwidth, data.network) == (0.8 * 450e9, False)
+    assert (data.bandwidth, data.way) == (0.8 * 450e9, "NVLink")
     (zero,) = of(4, accum=4, shard_optimizer=True).values()
     assert zero.size == 5 * 3 / 4 * weights  # four times gradients, once the weights
     both = of(32, accum=2, fsdp=8)
@@ -62,9 +64,9 @@ def test_traffic_follows_the_ring_formulas():
         2 * 2 * 3 / 4 * ((weights - norms) / 8 + norms), rel=1e-6
     )
     assert both["data"].bandwidth == 0.8 * 50e9  # each GPU of a host is in another group
-    assert (both["data"].network, both["fsdp"].network) == (True, False)
+    assert (both["data"].way, both["fsdp"].way) == ("the network", "NVLink")
     wide = of(64, fsdp=64)["fsdp"]
-    assert (wide.bandwidth, wide.network) == (0.8 * 400e9, True)  # all 8 adapters of a host
+    assert (wide.bandwidth, wide.way) == (0.8 * 400e9, "the network")  # all 8 adapters of a host
     tensor = of(2, tensor=2)["tensor"]
     assert tensor.size == 5 * LAYERS * 64 * T * C * 2
     assert tensor.seconds == tensor.size / tensor.bandwidth
@@ -119,6 +121,26 @@ def test_a_prediction_needs_neither_data_nor_gpus(tmp_path, capsys, monkeypatch)
 )
 def test_predictions_that_cannot_be_made_are_refused(options, message, capsys):
     assert message in error_of(capsys, "--config", "llama3_124m", *options.split())
+
+
+@pytest.mark.parametrize("kind", predict.GPUS)
+def test_columns_never_touch_and_tiny_models_are_not_absurd(kind, capsys):
+    words = "--config gpt2_small --train.batch_size 100000 --train.seq_len 16 --model.n_layers 2"
+    for more, most in (("", 1e9), (" --train.batch_size 1", 2e5)):
+        assert train.main(f"{words}{more} --dry_run 1x{kind}".split()) == 0
+        rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+        rows = rows[[row[0] for row in rows].index("none") :]
+        assert [len(row) for row in rows] == [7] * 5, rows
+        assert all(float(row[6].split(" to ")[1].replace(",", "")) < most for row in rows)
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce RTX 4090", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"]
+)
+def test_a_device_is_known_by_its_name(name):
+    assert predict.PEAK_FLOPS[name.split()[-1].split("-")[0].replace("4090", "RTX4090")] == (
+        metrics.peak_flops(name)
+    )
 
 
 def test_the_kinds_have_a_peak():

@@ -1,4 +1,6 @@
+import html
 import json
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -58,7 +60,7 @@ def test_a_page_is_self_contained(tmp_path, capsys):
     text = (run / "report.html").read_text()
     page = Page(text)
     assert all(link.startswith("#") for link in page.links)  # within the page
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not {"link", "img", "iframe"} & set(page.tags)
     assert page.tags.count("svg") == 6  # all but MFU, which no row has
     for word in ("4.8000", "3.2500", "40.5 GiB", "40,960", SAMPLE, "type: <gpt2>", "updates skip"):
         assert word in page.text, word
@@ -188,6 +190,50 @@ def test_a_browser_shows_the_report_light_and_dark_wide_and_narrow(browser, tmp_
         for color in report.COLORS[:runs]:
             rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
             assert (np.abs(shown[top:bottom] - rgb).max(-1) < 0.1).sum() > 100, color
+
+
+POINTER = """(() => {
+    const svg = document.querySelectorAll("svg")[INDEX], box = svg.getBoundingClientRect();
+    svg.dispatchEvent(new PointerEvent("pointermove",
+        {clientX: box.left + AT * box.width, clientY: box.top + 20}));
+    return svg.parentElement.querySelector("output").textContent; })()"""
+
+
+def test_a_browser_shows_values_under_the_pointer_and_clips_nothing_on_a_phone(browser, tmp_path):
+    folders = [a_run(tmp_path / f"run_{i}", 200, slope=0.01 * (i + 1)) for i in range(2)]
+    report.write(folders[:1], tmp_path / "one.html")
+    report.write(folders, tmp_path / "two.html")
+    browser.open(tmp_path / "one.html", width=390, dark=False)
+    clipped = "[...document.querySelectorAll('table, td, th, figure, pre, svg text')].filter(x => "
+    clipped += "x.getBoundingClientRect().right > 390).map(x => x.outerHTML.slice(0, 80)).join()"
+    assert browser.ask(clipped) == ""
+    at = lambda index, x: browser.ask(POINTER.replace("INDEX", str(index)).replace("AT", str(x)))
+    assert at(0, 0.99).startswith("step 200: 3")  # 5 - 0.01 x 200
+    middle = at(0, 0.55)
+    step, value = middle.removeprefix("step ").split(": ")
+    assert 80 < int(step) < 130
+    assert float(value) == pytest.approx(5 - 0.01 * int(step), abs=0.03)
+    assert browser.complaints() == []
+    browser.open(tmp_path / "two.html", width=1200, dark=False)
+    assert re.fullmatch(r"step 200: run_0 3[.\d]*, run_1 1[.\d]*", at(0, 0.99))
+
+
+def test_runs_of_different_tokenizers_and_batches_are_compared_by_bytes_and_tokens(tmp_path):
+    folders = [a_run(tmp_path / f"run_{i}", 20) for i in range(2)]
+    for i, folder in enumerate(folders):
+        about = ABOUT | {"tokenizer": str(i), "bytes_per_token": 2.0 + i}
+        (folder / "run.json").write_text(json.dumps(about | {"tokens_per_step": 1000 * (i + 1)}))
+    runs = [report.LoadedRun(folder) for folder in folders]
+    data = re.search('data-axis=tokens data-curves="(.*?)"', report.page(runs))[1]
+    one, two = json.loads(html.unescape(data))
+    bits = 5 - 0.01 * 20
+    assert one["points"][-1][1:] == [20_000, pytest.approx(bits / np.log(2) / 2)]
+    assert two["points"][-1][1:] == [40_000, pytest.approx(bits / np.log(2) / 3)]
+    assert "best validation, bits per byte2.34441.5629" in Page(report.page(runs)).text
+    (folders[0] / "run.json").write_text(json.dumps(ABOUT))  # of an earlier version
+    runs = [report.LoadedRun(folder) for folder in folders]
+    assert "data-axis=tokens" in report.page(runs)
+    assert report.page(runs[:1]).count("data-axis=step") == 6
 
 
 def test_the_browser_reports_errors_of_a_page(browser, tmp_path):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
 
 
 def run_until(tiny, out_dir, step, signal_number, *more):
-    """Starts a run, sends a signal once it prints `step`; returns (status, output)."""
+    """Starts a run, sends a signal once it prints the sample of `step`; (status, output)."""
     process = subprocess.Popen(
         command(tiny, out_dir, *more), cwd=REPO, stdout=subprocess.PIPE, text=True
     )
@@ -178,7 +178,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(straight):
 
 def test_a_stopped_run_resumes_bit_for_bit(tiny, straight, tmp_path):
     out_dir = tmp_path / "broken"
-    status, output = run_until(tiny, out_dir, 32, signal.SIGTERM)
+    status, output = run_until(tiny, out_dir, 30, signal.SIGTERM)
     assert status == 143
     assert (out_dir / "report.html").exists()
     assert "stopped by SIGTERM after step" in output

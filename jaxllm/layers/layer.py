@@ -1,0 +1,21 @@
+"""The base class of layers and models."""
+
+import inspect
+
+from flax import nnx
+
+
+class _Signature:
+    """That of the class' constructor; the metaclass of nnx.Module shows *args and **kwargs."""
+
+    def __get__(self, layer, of):
+        if layer is not None:  # whose signature is that of its __call__
+            raise AttributeError("__signature__")
+        _, *arguments = inspect.signature(of.__init__).parameters.values()
+        return inspect.Signature(arguments)
+
+
+class Layer(nnx.Module):
+    """An nnx.Module of which `help` shows the arguments."""
+
+    __signature__ = _Signature()

@@ -1,0 +1,137 @@
+"""Standard streams that never end a run, Ctrl-C before anything slow starts, progress bars."""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+PAUSE = 5.0  # seconds between lines where there is no bar
+
+
+class _Lossy(io.FileIO):
+    """A stream that takes all text: what a full disk or a closed terminal does not take is lost."""
+
+    def write(self, content):
+        with contextlib.suppress(OSError):
+            if (written := super().write(content)) is not None:
+                return written
+        return len(content)
+
+
+def lossy_stream(number: int, encoding: str) -> io.TextIOWrapper:
+    """A text stream to a file descriptor that never raises; it escapes what `encoding` lacks."""
+    raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+
+
+def protect_streams(lossy: bool) -> None:
+    """Makes printing safe, whatever standard output and standard error are.
+
+    A character that the encoding lacks is escaped; a closed stream becomes /dev/null, as its number
+    would otherwise go to the next file.  Standard error never raises.
+    lossy: neither does standard output: a run goes on when its reader or its terminal has gone.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # open takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))
+        elif stream is not getattr(sys, f"__{name}__"):  # of a test
+            continue
+        elif lossy or name == "stderr":
+            setattr(sys, name, lossy_stream(number, stream.encoding))
+        else:
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process at once in one line, with status 130.
+
+    A thread does it: KeyboardInterrupt would wait for XLA's compiler, end imports in a page of
+    traceback, or be swallowed by a callback of JAX.  `signal.set_wakeup_fd(-1)` suspends it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or a test's
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait():
+        while (number := os.read(reader, 1)) not in (b"", b"\0"):
+            if number[0] == signal.SIGINT:
+                with contextlib.suppress(OSError):
+                    show = b"\x1b[?25h" if os.isatty(2) else b""  # the cursor, which a bar hides
+                    os.write(2, show + b"interrupted\n")
+                os._exit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(writer, b"\0")
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def repeat_swallowed_interrupts() -> None:
+    """Sends Ctrl-C once more if a callback, such as JAX's at garbage collection, swallowed it."""
+    before = sys.unraisablehook
+
+    def hook(unraisable):
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def is_interactive(console) -> bool:
+    """Whether a rich console can show a bar; FORCE_COLOR makes rich believe it of a pipe."""
+    return console.is_interactive and console.file.isatty()
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int, size: bool = True) -> Iterator[Callable[[int], None]]:
+    """Shows progress on standard error; yields a function that sets how much of `total` is done.
+
+    size: total is in bytes.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if is_interactive(console):
+        sizes = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+        columns = [progress.TextColumn("{task.description}"), progress.BarColumn()]
+        columns += sizes if size else [progress.MofNCompleteColumn()]
+        columns += [progress.TimeRemainingColumn()]
+        with progress.Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    print(what, file=sys.stderr, flush=True)
+    printed = time.monotonic()
+
+    def line(done: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= PAUSE:
+            printed = time.monotonic()
+            print(f"{what}: {done / max(total, 1):.0%}", file=sys.stderr, flush=True)
+
+    yield line

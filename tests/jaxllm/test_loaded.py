@@ -1,0 +1,75 @@
+"""`jaxllm.load`, and what `help` shows of layers and models."""
+
+import inspect
+import math
+import pydoc
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from huggingface_folders import FIXTURES, folder_of
+from loaded_models import logits
+
+import jaxllm
+import jaxllm.layers
+from jaxllm.errors import InputError
+from jaxllm.layers import Attention, Linear
+from jaxllm.models import MODELS
+from jaxllm.weights import convert
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_a_folder_and_a_run_generate_and_score(tmp_path, name):
+    theirs = folder_of(tmp_path / "theirs", name)
+    shutil.copyfile(FIXTURES / "evaluation" / "tokenizer.json", theirs / "tokenizer.json")
+    assert convert.main([str(theirs), str(tmp_path / "run")]) == 0
+    text, found = "abcab", []
+    for folder in (theirs, tmp_path / "run"):
+        loaded = jaxllm.load(folder)
+        model, tokenizer, config = loaded
+        assert config.type == name
+        ids = tokenizer.prompt(text)
+        z = jax.nn.log_softmax(jnp.asarray(logits(folder, [ids[:-1]])[0]))
+        expected = sum(float(z[i, token]) for i, token in enumerate(ids[1:]))
+        assert math.isclose(loaded.score(text), expected, rel_tol=0.01)
+        assert model(jnp.array([ids])).shape[:2] == (1, len(ids))
+        found.append(loaded.generate(text, tokens=6, temperature=0))
+    assert found[0] == found[1] != ""
+
+
+def test_a_folder_without_a_model_or_a_tokenizer_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        jaxllm.load(tmp_path / "no")
+    with pytest.raises(InputError, match="tokenizer.json"):
+        jaxllm.load(folder_of(tmp_path / "theirs", "gpt2"))
+
+
+def test_the_version_is_that_of_the_package():
+    assert jaxllm.__version__.count(".") == 2
+    with pytest.raises(AttributeError, match="no attribute 'versoin'"):
+        jaxllm.versoin  # noqa: B018
+
+
+LAYERS = [getattr(jaxllm.layers, name) for name in jaxllm.layers.__all__]
+
+
+@pytest.mark.parametrize("layer", [*LAYERS, *MODELS.values()], ids=lambda layer: layer.__name__)
+def test_help_shows_the_arguments(layer):
+    text = pydoc.render_doc(layer, renderer=pydoc.plaintext)
+    assert "*args" not in text.partition("\n\n")[2].partition("\n")[2].partition("\n")[0]
+    expected = list(inspect.signature(layer.__init__).parameters)[1:]
+    assert list(inspect.signature(layer).parameters) == expected
+
+
+def test_attention_says_first_that_it_may_have_no_positions():
+    assert "without rope_theta it has no positions" in Attention.__doc__.partition("\n")[0]
+    layer = Attention(8, 2, rngs=nnx.Rngs(0))
+    assert "positions" in inspect.signature(layer).parameters  # of the call
+
+
+def test_x_of_another_width_is_one_line():
+    for layer in (Linear(8, 4, rngs=nnx.Rngs(0)), Attention(8, 2, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match=r"^x has 9 columns, and this Linear takes 8"):
+            layer(jnp.ones((1, 2, 9)))
