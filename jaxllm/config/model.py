@@ -16,7 +16,8 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
-FORMATS = {  # (format, bits) of pallas_kernels.quantize
+# pyrefly: ignore[unknown-name]
+FORMATS: dict[str, tuple[Any, int]] = {  # (format, bits) of pallas_kernels.quantize
     "int8": ("int", 8),
     "int4": ("int", 4),
     "int2": ("int", 2),

@@ -23,9 +23,8 @@ from jaxllm.data.paths import PREPARED
 from jaxllm.data.shards import ShardWriter, open_shard
 from jaxllm.data.sources import Record, Source, hold_out_rank
 from jaxllm.errors import InputError
-from jaxllm.files import lock, write_json
+from jaxllm.files import lock, read_json, write_json
 from jaxllm.text import Tokenizer
-from jaxllm.text.files import read_page
 
 VERSION = 1  # increment it when the same conversations and tokenizer would give other tokens
 _BATCH = 1 << 22  # characters encoded at a time
@@ -110,7 +109,7 @@ def prepare_chat(source: Source, tokenizer: Tokenizer, loss: str, out: Path) -> 
     key = _key(source, tokenizer, loss, cache_folder(None))
     try:
         with lock(out / ".lock", wait=False):
-            page = read_page(out / PREPARED)
+            page = read_json(out / PREPARED, optional=True)
             if page.get("key", key) != key or any(out.glob("*.bin")):
                 raise InputError(f"{out} holds other data: choose another --out or delete it")
             if not page:

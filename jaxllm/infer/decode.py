@@ -56,7 +56,9 @@ def open_tokenizer(weights: Openable) -> Tokenizer:
             f"{folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
             " tokenizer.json that encoded the data there"
         )
-    tokenizer = Tokenizer(folder, end_token=weights.run and weights.run.data.end_token)
+    tokenizer = Tokenizer(
+        folder, end_token=None if weights.run is None else weights.run.data.end_token
+    )
     tokenizer.check(weights.config.vocab_size)
     return tokenizer
 

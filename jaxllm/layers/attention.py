@@ -144,11 +144,14 @@ class Attention(Layer):
 
     def _norm_weights(self):
         """The weights (D,) of q_norm and k_norm, which every device needs; () without them."""
-        return () if self.q_norm is None else (self.q_norm.weight[...], self.k_norm.weight[...])
+        norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
+        return tuple(norm.weight[...] for norm in norms if norm is not None)
 
-    def _normed(self, x, weight):
+    def _normed(self, x, weight) -> jnp.ndarray:
         """The RMS norm of each head of x."""
-        return rms_norm(x, weight, eps=self.q_norm.eps, implementation=self.implementation)
+        eps = 0.0 if self.q_norm is None else self.q_norm.eps
+        # pyrefly: ignore[bad-return]
+        return rms_norm(x, weight, eps=eps, implementation=self.implementation)
 
     def _attend(self, qkv, positions, segment_ids, norms):
         qkv = split_heads(qkv)  # of H + 2 K heads this device's

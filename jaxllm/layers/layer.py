@@ -18,4 +18,4 @@ class _Signature:
 class Layer(nnx.Module):
     """An nnx.Module of which `help` shows the arguments."""
 
-    __signature__ = _Signature()
+    __signature__ = _Signature()  # pyrefly: ignore[bad-override]

@@ -133,7 +133,7 @@ def fused_linear(
     """
     layers[0].check(x)
     held = layers[0].held
-    if not held.joins:
+    if not isinstance(held, Dense):
         return _side_by_side([layer(x, dtype) for layer in layers])
     # fsdp gathers the joint weight and scatters its gradient; then each layer takes its columns.
     weights = [constrain(layer.held.matrix(x.dtype), SHARDS, "tensor") for layer in layers]
@@ -177,6 +177,7 @@ def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = Fa
     if x is None:
         w = arrays[0]
         packed = isinstance(w, QuantizedWeight)
+        # pyrefly: ignore[unsupported-operation]
         x = jnp.empty(w.shape[0], jnp.bfloat16) if packed else w[0]
     if x.size != x.shape[-1] or not one_device() or layers[0].implementation == "xla":
         return False
@@ -194,7 +195,7 @@ def linear_of_row(
     """activation(layer(norm(x))) + residual of one row x for each layer, in one kernel."""
     return row_linear(
         x,
-        [layer.row for layer in layers],
+        [layer.row for layer in layers],  # pyrefly: ignore[bad-argument-type]
         [None if layer.bias is None else layer.bias[...] for layer in layers],
         **({} if norm is None else norm.of_row()),
         activation=activation,

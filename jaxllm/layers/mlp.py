@@ -143,11 +143,12 @@ def _on_one_device(
     saves: Saves,
 ) -> Float[Array, "B T C"]:
     """The whole layer in one op, without the bias of `down`."""
+    cast = lambda layer: layer.held.cast(x.dtype)
     return mlp(
         x,
-        up.held.cast(x.dtype),
-        down.held.cast(x.dtype),
-        gate=None if gate is None else gate.held.cast(x.dtype),
+        cast(up),
+        cast(down),
+        gate=None if gate is None else cast(gate),
         bias=None if up.bias is None else up.bias[...],
         precision="fp8" if up.fp8 else None,
         row_norm=None if norm is None or not up.fp8 else norm.row_norm(),

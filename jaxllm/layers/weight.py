@@ -26,7 +26,7 @@ class Dense:
     """A plain matrix, cast to x's dtype for each product."""
 
     array: jax.Array
-    axes: tuple[str | None, str | None]  # mesh axes of the matrix that is multiplied
+    axes: tuple[str | None, ...]  # mesh axes of the matrix that is multiplied
     implementation: Implementation | None
     joins = True  # whether a larger op, or a matmul of several layers, can take the matrix
     row = None  # what row_linear takes

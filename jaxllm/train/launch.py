@@ -59,7 +59,7 @@ def open_initial_weights(config: Config, checkpoints: Checkpoints | None, newest
     """
     if not config.model.init_from:
         return None
-    if newest is None:
+    if newest is None or checkpoints is None:
         weights = open_weights(config.model.init_from)
     elif getattr(config.model, "lora", None) is None:
         return None

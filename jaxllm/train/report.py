@@ -183,6 +183,7 @@ def chart(
     else:
         scales = [1.0] * len(runs)
     read = lambda key: [
+        # pyrefly: ignore[unsupported-operation]
         [(s * size, v * by) for s, v in run.points(key)]
         for run, size, by in zip(runs, sizes, scales, strict=True)
     ]

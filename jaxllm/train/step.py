@@ -146,7 +146,9 @@ class Trainer:
             is_leaf=_is_masked,
         )
         of_copies = self._matrices(self.working_shardings)
+        # pyrefly: ignore[bad-argument-type]
         of_base = self.abstract_base and frozen_shardings(self.abstract_base, self.mesh)
+        # pyrefly: ignore[bad-argument-type]
         watch = guard.Watch(whole, whole)
         # pyrefly: ignore[bad-argument-type]
         return TrainState(whole, of_params, of_opt_state, watch, of_copies, of_base)

@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 
 from jaxllm.config import Config, Lora, ModelConfig, evaluated
 from jaxllm.errors import InputError
+from jaxllm.files import read_json
 from jaxllm.models import create
 from jaxllm.weights.checksums import array_checksums, joint_checksum
 from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, write_safetensors
-from jaxllm.weights.huggingface_config import read_json
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
 from jaxllm.weights.places import named_params, places
 from pallas_kernels.quantized.formats import dequantize
@@ -101,6 +101,7 @@ class AdapterWeights:
         """Raises InputError if the base, all of which was read, is not that of the adapters."""
         if self.expected is not None:
             packed = isinstance(self.base, PackedWeights)
+            # pyrefly: ignore[missing-attribute]
             self.expected.check(self.base.source if packed else joint_checksum(self._sums))
 
     def load(self, config: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
@@ -142,6 +143,7 @@ class AdapterWeights:
         a, b = (self.arrays.get(name.replace(".weight", f".adapter.{part}")) for part in "ab")
         if a is None or b is None:
             return x
+        # pyrefly: ignore[missing-attribute]
         return x + self.config.lora.scale * jnp.matmul(a, b, precision="highest")
 
 
@@ -300,6 +302,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
 
 def write_peft(weights: AdapterWeights, folder: Path) -> None:
     """Writes the adapters as peft stores them, in float32."""
+    # pyrefly: ignore[missing-attribute]
     lora, base = weights.config.lora, weights.base
     found = [
         (theirs, np.ascontiguousarray(weights.arrays[ours].T))

@@ -104,6 +104,7 @@ def base_packing(config: ModelConfig) -> Packing | None:
     """
     if getattr(config, "quantize", None) is None:
         return None
+    # pyrefly: ignore[missing-attribute]
     found = [Packing(*FORMATS[config.quantize], group, True) for group in (128, 64, 32, None)]
     params = named_params(nnx.eval_shape(lambda: create(config)))
     fits = [packing for packing in found if _fits(params, packing)]

@@ -192,16 +192,20 @@ def _check_base(weights: Weights, model: ModelConfig) -> None:
                 f"{held}, which cannot be trained; name the run or the folder that they were made"
                 " from, or set model.lora"
             )
+        # pyrefly: ignore[missing-attribute]
         if model.quantize is not None or weights.packing.head is not None:
+            # pyrefly: ignore[missing-attribute]
             key = "the head" if weights.packing.head else f"model.quantize={model.quantize}"
             fix = "convert without --head" if weights.packing.head else "leave it out"
             raise InputError(f"{held}; {key} cannot be packed for training: {fix}")
     if isinstance(weights, AdapterWeights) and lora is not None:
         for key in ("rank", "alpha", "targets", "rslora"):
+            # pyrefly: ignore[missing-attribute]
             ours, theirs = (getattr(x, key) for x in (lora, weights.config.lora))
             if key == "targets":
                 ours, theirs = (
                     [n for n in adapters.targets(model) if x.adapts(n)]
+                    # pyrefly: ignore[missing-attribute]
                     for x in (lora, weights.config.lora)
                 )
             if ours != theirs:
@@ -310,6 +314,7 @@ class _UnreadHandler(ocp.type_handlers.NumpyHandler):
 
 def _fixed(config: ModelConfig) -> dict[str, Any]:
     free = _FREE if config.type == "gpt2" else _FREE | {"max_seq_len"}
+    # pyrefly: ignore[bad-argument-type]
     values = config.model_dump(exclude=free) | {"d_ff": config.ff_width}
     return values | ({"d_head": config.head_dim} if config.type == "llama3" else {})
 

@@ -341,11 +341,11 @@ def _linear_cross_entropy(x, weight, labels, scale, o):
 
 
 def _forward(x, weight, labels, scale, o):
-    arrays = [a.value for a in (x, weight, labels, scale)]
+    values = x.value, weight.value, labels.value, scale.value
     if o.fp8:
-        loss, gradients = _run_fp8(*arrays, o, True)
+        loss, gradients = _run_fp8(*values, o, True)
     else:
-        loss, gradients = _run(*arrays, o, True, frozen=not weight.perturbed)
+        loss, gradients = _run(*values, o, True, frozen=not weight.perturbed)
     return loss, (gradients, jnp.zeros((), weight.value.dtype))
 
 
