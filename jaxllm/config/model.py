@@ -1,7 +1,7 @@
 """The model sections of the configuration: the settings of each architecture."""
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -16,7 +16,6 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Quantized = Literal["int8", "int4", "int2", "int1", "fp8", "2:4-int8", "2:4-int4"]
-# pyrefly: ignore[unknown-name]
 FORMATS: dict[str, tuple[Any, int]] = {  # (format, bits) of pallas_kernels.quantize
     "int8": ("int", 8),
     "int4": ("int", 4),
