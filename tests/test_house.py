@@ -97,9 +97,9 @@ def test_imports_run_in_one_direction():
 # to the next hundred.
 MOST = {
     "lines of pallas_kernels without bench and explain": 15_900,
-    "lines of jaxllm": 13_170,
+    "lines of jaxllm": 14_800,
     "public names of pallas_kernels": 20,
-    "class names that pallas_kernels has twice": 12,
+    "class names that pallas_kernels has twice": 9,
     "files to follow rms_norm": 3,
     "files to follow attention on Hopper": 8,
 }
