@@ -52,7 +52,7 @@ def resumed(mesh: str) -> bool:
         checkpoints.close()
         checkpoints = Checkpoints(Path(folder), 1)
         saved = checkpoints.restore(1, t.abstract_state().saved())
-        again, _ = step(jax.block_until_ready(t.with_copies(saved)), 1)
+        again, _ = step(jax.block_until_ready(t.complete(saved)), 1)
         checkpoints.close()
     pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
