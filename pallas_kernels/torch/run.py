@@ -1,0 +1,420 @@
+"""Runs programs with PyTorch: the primitives as PyTorch operators, kernels by their launchers."""
+
+import ctypes
+import importlib.util
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pallas_kernels.torch.program import Array, Kernel, Program, Step
+
+_ALIGNMENT = 16  # bytes; TMA needs it, as do the vector loads
+
+
+def dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def _library():
+    """JAX's CUDA plugin, which compiles and launches Mosaic kernels."""
+    if not hasattr(_library, "found"):
+        from jax._src.lib import version
+
+        spec = importlib.util.find_spec("jax_plugins.xla_cuda13")
+        if spec is None:
+            raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[cuda13]'")
+        import jax_plugins.xla_cuda13 as plugin
+
+        dll = ctypes.CDLL(str(plugin._get_library_path()))
+        compile_ = dll.MosaicGpuCompile
+        compile_.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        compile_.restype = ctypes.POINTER(ctypes.c_void_p)
+        _library.found = compile_, version >= (0, 12, 0)
+    return _library.found
+
+
+_compiled: dict[tuple[bytes, int], Callable] = {}
+_lock = threading.Lock()
+
+
+def launcher(kernel: Kernel, device: int) -> Callable:
+    """launch(pointers, stream) of a kernel compiled for this device; compiles it once a process."""
+    found = _compiled.get((kernel.module, device))
+    if found is not None:
+        return found
+    with _lock:
+        found = _compiled.get((kernel.module, device))
+        if found is None:
+            found = _compiled[kernel.module, device] = _compile(kernel, device)
+    return found
+
+
+def _compile(kernel: Kernel, device: int) -> Callable:
+    import jax.experimental.mosaic.gpu  # noqa: F401  (tells Mosaic where CUDA lies)
+
+    compile_, second = _library()
+    torch.cuda.init()
+    with torch.cuda.device(device):
+        torch.empty(1, device="cuda")  # makes the context current
+        made = compile_(kernel.module, len(kernel.module))
+    if not made:
+        raise RuntimeError(f"{kernel.name} does not compile for cuda:{device}")
+    types = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
+    if second:  # since jaxlib 0.12 also the kernel and the device
+        types = [ctypes.c_void_p, *types, ctypes.c_int]
+    call = ctypes.CFUNCTYPE(None, *types)(made[1])
+    function = made[0]
+    if second:
+        whole = made[2]
+        return lambda pointers, stream: call(whole, function, stream, pointers, device)
+    return lambda pointers, stream: call(function, stream, pointers)
+
+
+def _kernel_step(step: Step, owned: frozenset[int]) -> Callable:
+    """The step as a function of tensors; may write into the inputs in `owned`."""
+    kernel: Kernel = step.params
+    aliased = set(kernel.aliases.values())
+    launches: dict[int, Callable] = {}
+
+    def run(*tensors):
+        index = tensors[0].device.index
+        device = tensors[0].device
+        launch = launches.get(index)
+        if launch is None:
+            launch = launches[index] = launcher(kernel, index)
+        operands = []
+        for i, operand in enumerate(kernel.operands):
+            if isinstance(operand, int):
+                x = tensors[operand]
+                if not x.is_contiguous():
+                    x = x.contiguous()
+                if i in aliased and operand not in owned or x.data_ptr() % _ALIGNMENT:
+                    x = x.clone(memory_format=torch.contiguous_format)
+            elif isinstance(operand, Array):
+                x = torch.empty(operand.shape, dtype=dtype(operand.dtype), device=device)
+            else:
+                x = torch.full(
+                    operand[0].shape, operand[1], dtype=dtype(operand[0].dtype), device=device
+                )
+            operands.append(x)
+        results = [
+            operands[kernel.aliases[i]]
+            if i in kernel.aliases
+            else torch.empty(r.shape, dtype=dtype(r.dtype), device=device)
+            for i, r in enumerate(kernel.results)
+        ]
+        both = operands + results
+        pointers = (ctypes.c_void_p * len(both))(*[x.data_ptr() for x in both])
+        launch(pointers, torch._C._cuda_getCurrentRawStream(index))
+        return [results[i] for i in kernel.returned]
+
+    return run
+
+
+# ---- primitives ----------------------------------------------------------------------------------
+
+
+def _broadcast_in_dim(*, shape, broadcast_dimensions, **_):
+    def run(x, *_):
+        sizes = [1] * len(shape)
+        for size, axis in zip(x.shape, broadcast_dimensions, strict=True):
+            sizes[axis] = size
+        return x.reshape(sizes).expand(shape)
+
+    return run
+
+
+def _pad(*, padding_config, **_):
+    config = [tuple(map(int, c)) for c in padding_config]
+
+    def run(x, value):
+        shape = [
+            low + high + (n + max(n - 1, 0) * inner)
+            for n, (low, high, inner) in zip(x.shape, config, strict=True)
+        ]
+        out = value.to(x.dtype).expand(shape).contiguous()
+        if not value.dim() and all(v >= 0 for c in config for v in c):
+            at = tuple(
+                slice(low, low + n + max(n - 1, 0) * inner, inner + 1)
+                for n, (low, _, inner) in zip(x.shape, config, strict=True)
+            )
+            out = out.clone() if out.data_ptr() == value.data_ptr() else out
+            out[at] = x
+            return out
+        return _negative_pad(x, value, config)
+
+    return run
+
+
+def _negative_pad(x, value, config):
+    for axis, (low, high, inner) in enumerate(config):
+        if inner:
+            shape = list(x.shape)
+            shape[axis] += max(shape[axis] - 1, 0) * inner
+            wide = value.to(x.dtype).expand(shape).clone()
+            wide[(slice(None),) * axis + (slice(None, None, inner + 1),)] = x
+            x = wide
+        if low < 0:
+            x = x.narrow(axis, -low, x.shape[axis] + low)
+        if high < 0:
+            x = x.narrow(axis, 0, x.shape[axis] + high)
+        for amount, first in ((low, True), (high, False)):
+            if amount > 0:
+                shape = list(x.shape)
+                shape[axis] = amount
+                more = value.to(x.dtype).expand(shape)
+                x = torch.cat([more, x] if first else [x, more], axis)
+    return x
+
+
+def _slice(*, start_indices, limit_indices, strides, **_):
+    at = tuple(map(slice, start_indices, limit_indices, strides or [1] * len(start_indices)))
+    return lambda x: x[at]
+
+
+def _dot_general(*, dimension_numbers, out, **_):
+    (lc, rc), (lb, rb) = dimension_numbers
+
+    def run(x, y):
+        lf = [i for i in range(x.dim()) if i not in (*lc, *lb)]
+        rf = [i for i in range(y.dim()) if i not in (*rc, *rb)]
+        batch = [x.shape[i] for i in lb]
+        left = [x.shape[i] for i in lf]
+        right = [y.shape[i] for i in rf]
+        k = int(np.prod([x.shape[i] for i in lc]))
+        a = x.permute(*lb, *lf, *lc).reshape(-1, int(np.prod(left)), k)
+        b = y.permute(*rb, *rc, *rf).reshape(-1, k, int(np.prod(right)))
+        if x.dtype != out or y.dtype != out:
+            if x.is_cuda and x.dtype == y.dtype and out == torch.float32:
+                product = torch.bmm(a, b, out_dtype=out) if batch else torch.mm(a[0], b[0], out_dtype=out)
+            else:
+                product = torch.matmul(a.to(out), b.to(out))
+        else:
+            product = torch.bmm(a, b) if batch else torch.mm(a[0], b[0])
+        return product.reshape(*batch, *left, *right)
+
+    return run
+
+
+def _sort(*, dimension, num_keys, is_stable=True, **_):
+    def run(*x):
+        order = None
+        for key in reversed(x[:num_keys]):
+            values = key if order is None else key.gather(dimension, order)
+            found = torch.sort(values, dim=dimension, stable=True).indices
+            order = found if order is None else order.gather(dimension, found)
+        return [y.gather(dimension, order) for y in x]
+
+    return run
+
+
+def _scatter(
+    *, update_window_dims, inserted_window_dims, scatter_dims_to_operand_dims, **_
+):
+    """Only scalar updates at one index each: x[index] = update, others are dropped."""
+
+    def run(x, indices, updates):
+        if update_window_dims or tuple(scatter_dims_to_operand_dims) != (0,) or x.dim() != 1:
+            raise NotImplementedError("this scatter has no form in PyTorch")
+        index = indices[..., 0].reshape(-1).long()
+        inside = (index >= 0) & (index < x.shape[0])
+        wide = torch.cat([x, x.new_zeros(1)])  # one more place for what is dropped
+        wide[torch.where(inside, index, x.shape[0])] = updates.reshape(-1)
+        return wide[:-1]
+
+    return run
+
+
+def _iota(*, dtype, shape, dimension, **_):
+    kind = globals()["dtype"](dtype)
+
+    def run(*, device):
+        sizes = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
+        return torch.arange(shape[dimension], dtype=kind, device=device).reshape(sizes).expand(shape)
+
+    return run
+
+
+def _split(*, sizes, axis, **_):
+    return lambda x: list(torch.split(x, list(sizes), axis))
+
+
+def _convert(*, new_dtype, **_):
+    kind = dtype(new_dtype)
+
+    def run(x):
+        if kind == torch.bool:
+            return x != 0
+        return x.to(kind)
+
+    return run
+
+
+def _reduce(function):
+    def rule(*, axes, **_):
+        return lambda x: function(x, tuple(axes))
+
+    return rule
+
+
+def _sum(x, axes):
+    # XLA adds bf16 in fp32 and rounds once, as PyTorch does.
+    return torch.sum(x, axes, dtype=x.dtype) if axes else x
+
+
+def _select(which, *cases):
+    if which.dtype == torch.bool:
+        return torch.where(which, cases[1], cases[0])
+    return torch.stack(torch.broadcast_tensors(*cases)).gather(0, which.long()[None])[0]
+
+
+def _div(x, y):
+    return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
+
+
+def _bits(function_bool, function):
+    return lambda x, y: (function_bool if x.dtype == torch.bool else function)(x, y)
+
+
+def _cumulative(function):
+    def rule(*, axis, reverse, **_):
+        def run(x):
+            x = x.flip(axis) if reverse else x
+            out = function(x, axis)
+            return out.flip(axis) if reverse else out
+
+        return run
+
+    return rule
+
+
+_PLAIN = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": _div, "neg": torch.neg,
+    "add_any": torch.add,
+    "max": torch.maximum, "min": torch.minimum, "abs": torch.abs, "sign": torch.sign,
+    "exp": torch.exp, "exp2": torch.exp2, "log": torch.log, "log1p": torch.log1p,
+    "expm1": torch.expm1, "tanh": torch.tanh, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
+    "logistic": torch.sigmoid, "sin": torch.sin, "cos": torch.cos, "square": torch.square,
+    "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil, "is_finite": torch.isfinite,
+    "pow": torch.pow, "rem": torch.fmod, "log2": torch.log2,
+    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
+    "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "not": torch.bitwise_not, "select_n": _select,
+    "clamp": lambda low, x, high: torch.minimum(torch.maximum(x, low), high),
+}  # fmt: skip
+
+_RULES: dict[str, Callable[..., Callable]] = {
+    "reshape": lambda *, new_sizes, **_: lambda x: x.reshape(new_sizes),
+    "squeeze": lambda *, dimensions, **_: lambda x: x.squeeze(tuple(dimensions)),
+    "expand_dims": lambda *, dimensions, **_: lambda x: x[
+        tuple(None if i in dimensions else slice(None) for i in range(x.dim() + len(dimensions)))
+    ],
+    "transpose": lambda *, permutation, **_: lambda x: x.permute(permutation),
+    "concatenate": lambda *, dimension, **_: lambda *x: torch.cat(x, dimension),
+    "stack": lambda *, axis=0, dimension=None, **_: lambda *x: torch.stack(
+        x, axis if dimension is None else dimension
+    ),
+    "unstack": lambda *, axis=0, **_: lambda x: list(torch.unbind(x, axis)),
+    "integer_pow": lambda *, y, **_: lambda x: torch.pow(x, y),
+    "rev": lambda *, dimensions, **_: lambda x: x.flip(tuple(dimensions)),
+    "bitcast_convert_type": lambda *, new_dtype, **_: lambda x: x.view(dtype(new_dtype)),
+    "broadcast_in_dim": _broadcast_in_dim, "pad": _pad, "slice": _slice, "sort": _sort,
+    "scatter": _scatter, "split": _split, "convert_element_type": _convert,
+    "reduce_sum": _reduce(_sum), "reduce_max": _reduce(lambda x, a: torch.amax(x, a)),
+    "reduce_min": _reduce(lambda x, a: torch.amin(x, a)),
+    "reduce_and": _reduce(lambda x, a: torch.all(x, a)),
+    "reduce_or": _reduce(lambda x, a: torch.any(x, a)),
+    "cumsum": _cumulative(lambda x, a: torch.cumsum(x, a, dtype=x.dtype)),
+    "cummax": _cumulative(lambda x, a: torch.cummax(x, a).values),
+}  # fmt: skip
+
+
+def function(step: Step, program: Program, owned: frozenset[int]) -> Callable:
+    """A step as a function of tensors: one result, or a list of them."""
+    name, params = step.primitive, step.params
+    if name == "kernel":
+        return _kernel_step(step, owned)
+    if name in _PLAIN:
+        return _PLAIN[name]
+    if name == "dot_general":
+        return _dot_general(**params, out=dtype(program.arrays[step.outs[0]].dtype))
+    if name in _RULES:
+        return _RULES[name](**params)
+    raise NotImplementedError(f"{name} has no form in PyTorch")
+
+
+class Runner:
+    """A program ready to run: runner(tensors) -> list of tensors, all on one device."""
+
+    def __init__(self, program: Program, kernel: Callable | None = None):
+        """kernel(step) replaces the launch of kernels; tests interpret them."""
+        self.program = program
+        self.constants: dict[torch.device, dict[int, torch.Tensor]] = {}
+        last: dict[int, int] = {}
+        for n, step in enumerate(program.steps):
+            last.update(dict.fromkeys(step.ins, n))
+        last.update(dict.fromkeys(program.outputs, len(program.steps)))
+        views = self._views()
+        plan: list[Any] = []
+        for n, step in enumerate(program.steps):
+            mine = frozenset(
+                i for i, x in enumerate(step.ins)
+                if x >= len(program.inputs) and x not in program.constants
+                and last[x] == n and x not in views and step.ins.count(x) == 1
+            )
+            run = kernel(step) if kernel and step.primitive == "kernel" else None
+            run = run or ("iota" if step.primitive == "iota" else function(step, program, mine))
+            if run == "iota":
+                run = _iota(**step.params)
+            dead = tuple(
+                i for i, when in last.items() if when == n and i not in program.constants
+            )
+            plan.append((step.primitive == "iota", run, step.ins, step.outs, dead))
+        self.plan = plan
+
+    def _views(self) -> set[int]:
+        """Arrays whose memory may be another array's, too."""
+        shared = set()
+        for step in self.program.steps:
+            if step.primitive in (
+                "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "slice",
+                "split", "unstack", "convert_element_type", "bitcast_convert_type", "reduce_sum",
+            ):  # fmt: skip
+                shared.update(step.ins)
+                shared.update(step.outs)
+        return shared
+
+    def _constants(self, device) -> dict[int, torch.Tensor]:
+        found = self.constants.get(device)
+        if found is None:
+            found = self.constants[device] = {
+                i: torch.tensor(
+                    x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype),
+                    dtype=dtype(self.program.arrays[i].dtype),
+                ).to(device)
+                for i, x in self.program.constants.items()
+            }
+        return found
+
+    def __call__(self, tensors) -> list[torch.Tensor]:
+        device = tensors[0].device
+        values: dict[int, Any] = dict(enumerate(tensors))
+        values.update(self._constants(device))
+        for iota, run, ins, outs, dead in self.plan:
+            if iota:
+                results = run(device=device)
+            else:
+                results = run(*[values[i] for i in ins])
+            if isinstance(results, list):
+                values.update(zip(outs, results, strict=True))
+            else:
+                values[outs[0]] = results
+            for i in dead:
+                values.pop(i, None)
+        return [values[i] for i in self.program.outputs]
