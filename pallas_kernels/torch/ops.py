@@ -205,7 +205,7 @@ def _execute(arrays: list[torch.Tensor], key: str) -> list[torch.Tensor]:
         with torch.inference_mode(False):
             runner = _runners[key, signature] = _runner(key, signature)
     device = arrays[0].device.index
-    if device == torch.cuda.current_device():
+    if device is None or device == torch.cuda.current_device():  # None: a test on the CPU
         return _own(arrays, runner(arrays))
     with torch.cuda.device(device):
         return _own(arrays, runner(arrays))

@@ -26,7 +26,7 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-_SAME = {"name", "stop_gradient", "optimization_barrier", "freeze", "copy", "copy_p"}
+_SAME = {"name", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
 
 
 class Array(NamedTuple):
@@ -80,6 +80,7 @@ def build(jaxpr: core.Jaxpr, lower: Callable[[Any], Kernel] | None = None) -> Pr
     arrays: list[Array] = []
     constants: dict[int, np.ndarray] = {}
     steps: list[Step] = []
+    held: dict[int, int] = {}  # of each ref: the array that it holds now
 
     def new(aval) -> int:
         arrays.append(_array(aval))
@@ -108,15 +109,18 @@ def build(jaxpr: core.Jaxpr, lower: Callable[[Any], Kernel] | None = None) -> Pr
                 outs = walk(eqn.params[_CALLS[name]], ins)
             elif name in _SAME:
                 outs = ins
-            elif name == "new_ref":  # the kernel that writes it decides about a copy
-                outs = ins
+            elif name == "new_ref":
+                outs = [new(eqn.outvars[0].aval)]
+                held[outs[0]] = ins[0]
+            elif name == "freeze":
+                outs = [held[ins[0]]]
             elif name == "mpmd_map":
                 outs = [new(v.aval) for v in eqn.outvars]
-                refs = [i for i, v in enumerate(eqn.invars) if _is_ref(v)]
-                written = [new(eqn.invars[i].aval) for i in refs]
-                steps.append(Step("kernel", lower(eqn), ins, (*outs, *written)))
-                for i, n in zip(refs, written, strict=True):
-                    numbers[eqn.invars[i]] = n
+                refs = [n for n in ins if n in held]  # the kernel writes them
+                written = [new(v.aval) for v, n in zip(eqn.invars, ins, strict=True) if n in held]
+                now = tuple(held.get(n, n) for n in ins)
+                steps.append(Step("kernel", lower(eqn), now, (*outs, *written)))
+                held.update(zip(refs, written, strict=True))
             elif name in ("while", "scan", "cond"):
                 raise NotImplementedError(f"{name} has no form in PyTorch")
             else:
@@ -170,16 +174,22 @@ def _plain(eqn) -> dict[str, Any]:
     }
 
 
-def kernel(eqn) -> Kernel:
-    """Lowers the equation of one kernel for CUDA, as JAX does for its own custom call."""
+def call_of(eqn, **override) -> Callable:
+    """The equation of a kernel as a function of arrays; refs that it writes are results, too."""
     refs = [i for i, v in enumerate(eqn.invars) if _is_ref(v)]
 
     def call(*args):
         made = {i: jax.new_ref(args[i]) for i in refs}
         args = [made.get(i, x) for i, x in enumerate(args)]
-        outs = eqn.primitive.bind(*args, **eqn.params)
+        outs = eqn.primitive.bind(*args, **eqn.params | override)
         return (*outs, *(jax.freeze(made[i]) for i in refs))
 
+    return call
+
+
+def kernel(eqn) -> Kernel:
+    """Lowers the equation of one kernel for CUDA, as JAX does for its own custom call."""
+    call = call_of(eqn)
     structs = [jax.ShapeDtypeStruct(*_array(v.aval)) for v in eqn.invars]
     module = jax.jit(call, keep_unused=True).trace(*structs).lower(lowering_platforms=("cuda",))
     module = module.compiler_ir()

@@ -134,43 +134,21 @@ def _pad(*, padding_config, **_):
     config = [tuple(map(int, c)) for c in padding_config]
 
     def run(x, value):
+        # Pads first and crops then: a shift by more than the length leaves only padding.
         shape = [
-            low + high + (n + max(n - 1, 0) * inner)
+            max(low, 0) + n + max(n - 1, 0) * inner + max(high, 0)
             for n, (low, high, inner) in zip(x.shape, config, strict=True)
         ]
-        out = value.to(x.dtype).expand(shape).contiguous()
-        if not value.dim() and all(v >= 0 for c in config for v in c):
-            at = tuple(
-                slice(low, low + n + max(n - 1, 0) * inner, inner + 1)
-                for n, (low, _, inner) in zip(x.shape, config, strict=True)
-            )
-            out = out.clone() if out.data_ptr() == value.data_ptr() else out
-            out[at] = x
-            return out
-        return _negative_pad(x, value, config)
+        out = value.to(x.dtype).expand(shape).clone(memory_format=torch.contiguous_format)
+        at, kept = [], []
+        for n, size, (low, high, inner) in zip(x.shape, shape, config, strict=True):
+            first = max(low, 0)
+            at.append(slice(first, first + n + max(n - 1, 0) * inner, inner + 1))
+            kept.append(slice(max(-low, 0), size - max(-high, 0)))
+        out[tuple(at)] = x
+        return out[tuple(kept)]
 
     return run
-
-
-def _negative_pad(x, value, config):
-    for axis, (low, high, inner) in enumerate(config):
-        if inner:
-            shape = list(x.shape)
-            shape[axis] += max(shape[axis] - 1, 0) * inner
-            wide = value.to(x.dtype).expand(shape).clone()
-            wide[(slice(None),) * axis + (slice(None, None, inner + 1),)] = x
-            x = wide
-        if low < 0:
-            x = x.narrow(axis, -low, x.shape[axis] + low)
-        if high < 0:
-            x = x.narrow(axis, 0, x.shape[axis] + high)
-        for amount, first in ((low, True), (high, False)):
-            if amount > 0:
-                shape = list(x.shape)
-                shape[axis] = amount
-                more = value.to(x.dtype).expand(shape)
-                x = torch.cat([more, x] if first else [x, more], axis)
-    return x
 
 
 def _slice(*, start_indices, limit_indices, strides, **_):
@@ -206,12 +184,19 @@ def _sort(*, dimension, num_keys, is_stable=True, **_):
     def run(*x):
         order = None
         for key in reversed(x[:num_keys]):
-            values = key if order is None else key.gather(dimension, order)
+            values = key.long() if not key.is_floating_point() else key
+            values = values if order is None else values.gather(dimension, order)
             found = torch.sort(values, dim=dimension, stable=True).indices
             order = found if order is None else order.gather(dimension, found)
-        return [y.gather(dimension, order) for y in x]
+        return [_gather(y, dimension, order) for y in x]
 
     return run
+
+
+def _gather(x, dimension, index):
+    """PyTorch gathers no unsigned integers of 16 bits or more."""
+    signed = getattr(torch, str(x.dtype).removeprefix("torch.u"), x.dtype)
+    return x.view(signed).gather(dimension, index).view(x.dtype)
 
 
 def _scatter(
