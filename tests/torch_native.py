@@ -111,13 +111,17 @@ def jax_reference(folder, names):
                         for i, x in zip(chosen, d, strict=True):
                             full[i] = x
                         keywords = dict(zip(named, full[len(args) :], strict=True))
-                        out = op(*full[: len(args)], **keywords, **own, implementation=implementation)
+                        out = op(
+                            *full[: len(args)], **keywords, **own, implementation=implementation
+                        )
                         return jax.tree.leaves(out)
 
                     out, vjp = jax.vjp(part, *(arrays[i] for i in chosen))
                     if cts is None:
                         return out
-                    return out, vjp([jnp.asarray(c).astype(o.dtype) for c, o in zip(cts, out, strict=True)])
+                    return out, vjp(
+                        [jnp.asarray(c).astype(o.dtype) for c, o in zip(cts, out, strict=True)]
+                    )
 
                 shapes = [o.shape for o in jax.eval_shape(lambda a: f(a, None), arrays)]
                 out, grads = jax.jit(f)(arrays, cotangents(shapes))
@@ -231,7 +235,12 @@ def case_opcheck(name):
     keys = [k for k in ops._specs if ":forward:" in k]
     arrays = [*args, *named.values()]
     found = {}
-    for test in ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"):
+    for test in (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_static",
+    ):
         try:
             operator = getattr(torch.ops.pallas_kernels, OPS[name][0]).default
             torch.library.opcheck(operator, (arrays, keys[-1]), test_utils=(test,))
@@ -400,7 +409,9 @@ def case_autograd():
     all_three = [x.clone().requires_grad_(True) for x in (q, k, v)]
     full = torch.autograd.grad(pk.attention(*all_three).sum(), all_three)
     only = v.clone().requires_grad_(True)
-    found["one_input"] = torch.equal(torch.autograd.grad(pk.attention(q, k, only).sum(), [only])[0], full[2])
+    found["one_input"] = torch.equal(
+        torch.autograd.grad(pk.attention(q, k, only).sum(), [only])[0], full[2]
+    )
     with torch.autocast("cuda", torch.bfloat16):
         out = pk.attention(q.float(), k.float(), v.float())
         found["autocast"] = out.dtype == torch.bfloat16 and torch.equal(out, pk.attention(q, k, v))
@@ -450,17 +461,23 @@ def case_overhead():
         found["rms_norm"] = _host_us(lambda: pk.rms_norm(x, w))
         found["torch rms_norm"] = _host_us(lambda: nn.rms_norm(x, (1024,), wb, 1e-5))
         found["attention"] = _host_us(lambda: pk.attention(q, k, v))
-        found["torch sdpa"] = _host_us(lambda: nn.scaled_dot_product_attention(qt, kt, vt, is_causal=True))
+        found["torch sdpa"] = _host_us(
+            lambda: nn.scaled_dot_product_attention(qt, kt, vt, is_causal=True)
+        )
         u = torch.randn(1, 1024, 4, 64, device="cuda").bfloat16()
         g = torch.randn(1, 1024, 4, device="cuda")
         found["vlstm"] = _host_us(lambda: pk.vlstm(u, u, u, g, g), 50)
     for y in (q, k, v, qt, kt, vt):
         y.requires_grad_(True)
     go = torch.randn_like(q)
-    found["attention f+b"] = _host_us(lambda: torch.autograd.grad(pk.attention(q, k, v), [q, k, v], go))
+    found["attention f+b"] = _host_us(
+        lambda: torch.autograd.grad(pk.attention(q, k, v), [q, k, v], go)
+    )
     found["torch sdpa f+b"] = _host_us(
         lambda: torch.autograd.grad(
-            nn.scaled_dot_product_attention(qt, kt, vt, is_causal=True), [qt, kt, vt], go.transpose(1, 2)
+            nn.scaled_dot_product_attention(qt, kt, vt, is_causal=True),
+            [qt, kt, vt],
+            go.transpose(1, 2),
         )
     )
     import cProfile
@@ -569,7 +586,9 @@ def case_time_vlstm():
         "124M": (8, 1024, 4, 96, 192), "7B": (1, 8192, 8, 256, 512), "4x2048": (4, 2048, 8, 64, 128),
     }.items():  # fmt: skip
         try:
-            q, k = (torch.randn(Bz, T, H, DQ, device="cuda").bfloat16().requires_grad_() for _ in "ab")
+            q, k = (
+                torch.randn(Bz, T, H, DQ, device="cuda").bfloat16().requires_grad_() for _ in "ab"
+            )
             v = torch.randn(Bz, T, H, DV, device="cuda").bfloat16().requires_grad_()
             i = torch.randn(Bz, T, H, device="cuda").requires_grad_()
             f = (torch.randn(Bz, T, H, device="cuda") + 3).requires_grad_()
@@ -615,7 +634,10 @@ def case_jax_times():
     for D in (64, 128):
         q = jax.random.normal(key, (4, 4096, 16, D), jnp.bfloat16)
         op = lambda q, k, v: pk.attention(q, k, v, implementation="mosaic")
-        found[f"attention D{D}"] = {"f": measure(jax.jit(op), q, q, q), "fb": measure(both(op), q, q, q, q)}
+        found[f"attention D{D}"] = {
+            "f": measure(jax.jit(op), q, q, q),
+            "fb": measure(both(op), q, q, q, q),
+        }
     for name, (Bz, T, H, DQ, DV) in {
         "124M": (8, 1024, 4, 96, 192), "7B": (1, 8192, 8, 256, 512), "4x2048": (4, 2048, 8, 64, 128),
     }.items():  # fmt: skip
@@ -640,7 +662,11 @@ def case_probe():
 
     import torch
 
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
+    found = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+    }
     found["gpu"] = torch.cuda.get_device_name()
     import jax
     import jaxlib
@@ -676,8 +702,12 @@ def case_probe():
     y = pk.rms_norm(x, w)
     torch.cuda.synchronize()
     found["rms_norm_s"] = round(time.time() - start, 2)
-    found["rms_norm_error"] = float((y.float() - torch.nn.functional.rms_norm(x.float(), (1024,))).abs().max())
-    found["env"] = {k: v for k, v in os.environ.items() if "MOSAIC" in k or "XLA" in k or "JAX" in k}
+    found["rms_norm_error"] = float(
+        (y.float() - torch.nn.functional.rms_norm(x.float(), (1024,))).abs().max()
+    )
+    found["env"] = {
+        k: v for k, v in os.environ.items() if "MOSAIC" in k or "XLA" in k or "JAX" in k
+    }
     return found
 
 
@@ -721,7 +751,9 @@ def main():
             environment.pop("JAX_PLATFORMS", None)
         start = time.time()
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
+            ran = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit, env=environment
+            )
             lines = [x for x in ran.stdout.splitlines() if x.startswith("RESULT ")]
             found = json.loads(lines[-1][7:]) if lines else {"DIED": ran.returncode}
             if not lines or "FAILED" in found:
@@ -736,7 +768,9 @@ def main():
         path.write_text(json.dumps(results, indent=1))
         print(spec, json.dumps(found)[:300], flush=True)
 
-    chosen = lambda specs: [s for s in specs if not arguments.only or s.split(":")[0] in arguments.only]
+    chosen = lambda specs: [
+        s for s in specs if not arguments.only or s.split(":")[0] in arguments.only
+    ]
     for spec in chosen(["probe"]):
         one(spec)
     names = list(OPS)

@@ -253,7 +253,6 @@ def _fake(arrays, key: str) -> list[torch.Tensor]:
     return [like.new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in made]
 
 
-
 def _save(ctx, inputs, output) -> None:
     arrays, key = inputs
     ctx.key, ctx.n = key, len(arrays)

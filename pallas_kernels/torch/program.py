@@ -205,7 +205,9 @@ def _read(name: str, block) -> Kernel:
     values: dict[Any, Any] = {a: i for i, a in enumerate(block.arguments)}
     call, returned = None, ()
     for op in block.operations:
-        target = op.attributes["call_target_name"].value if "call_target_name" in op.attributes else ""
+        target = (
+            op.attributes["call_target_name"].value if "call_target_name" in op.attributes else ""
+        )
         if target == "AllocateBuffer":
             values[op.results[0]] = _typed(op.results[0])
         elif target.startswith("mosaic_gpu"):
@@ -226,8 +228,12 @@ def _read(name: str, block) -> Kernel:
     aliases = {}
     for alias in call.attributes["output_operand_aliases"]:
         text = str(alias)
-        out = [int(x) for x in text.split("output_tuple_indices = [")[1].split("]")[0].split(",") if x]
-        aliases[out[0] if out else 0] = int(text.split("operand_index = ")[1].split(",")[0].strip(" >"))
+        out = [
+            int(x) for x in text.split("output_tuple_indices = [")[1].split("]")[0].split(",") if x
+        ]
+        aliases[out[0] if out else 0] = int(
+            text.split("operand_index = ")[1].split(",")[0].strip(" >")
+        )
     return Kernel(
         name,
         call.attributes["mhlo.backend_config"]["module"].value_bytes,

@@ -170,7 +170,9 @@ def _dot_general(*, dimension_numbers, out, **_):
         b = y.permute(*rb, *rc, *rf).reshape(-1, k, int(np.prod(right)))
         if x.dtype != out or y.dtype != out:
             if x.is_cuda and x.dtype == y.dtype and out == torch.float32:
-                product = torch.bmm(a, b, out_dtype=out) if batch else torch.mm(a[0], b[0], out_dtype=out)
+                product = (
+                    torch.bmm(a, b, out_dtype=out) if batch else torch.mm(a[0], b[0], out_dtype=out)
+                )
             else:
                 product = torch.matmul(a.to(out), b.to(out))
         else:
@@ -199,9 +201,7 @@ def _gather(x, dimension, index):
     return x.view(signed).gather(dimension, index).view(x.dtype)
 
 
-def _scatter(
-    *, update_window_dims, inserted_window_dims, scatter_dims_to_operand_dims, **_
-):
+def _scatter(*, update_window_dims, inserted_window_dims, scatter_dims_to_operand_dims, **_):
     """Only scalar updates at one index each: x[index] = update, others are dropped."""
 
     def run(x, indices, updates):
@@ -221,7 +221,9 @@ def _iota(*, dtype, shape, dimension, **_):
 
     def run(*, device):
         sizes = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
-        return torch.arange(shape[dimension], dtype=kind, device=device).reshape(sizes).expand(shape)
+        return (
+            torch.arange(shape[dimension], dtype=kind, device=device).reshape(sizes).expand(shape)
+        )
 
     return run
 
@@ -349,17 +351,19 @@ class Runner:
         plan: list[Any] = []
         for n, step in enumerate(program.steps):
             mine = frozenset(
-                i for i, x in enumerate(step.ins)
-                if x >= len(program.inputs) and x not in program.constants
-                and last[x] == n and x not in views and step.ins.count(x) == 1
+                i
+                for i, x in enumerate(step.ins)
+                if x >= len(program.inputs)
+                and x not in program.constants
+                and last[x] == n
+                and x not in views
+                and step.ins.count(x) == 1
             )
             run = kernel(step) if kernel and step.primitive == "kernel" else None
             run = run or ("iota" if step.primitive == "iota" else function(step, program, mine))
             if run == "iota":
                 run = _iota(**step.params)
-            dead = tuple(
-                i for i, when in last.items() if when == n and i not in program.constants
-            )
+            dead = tuple(i for i, when in last.items() if when == n and i not in program.constants)
             plan.append((step.primitive == "iota", run, step.ins, step.outs, dead))
         self.plan = plan
 

@@ -47,7 +47,9 @@ def arrays_of(name):
 def to_torch(x):
     x = np.asarray(x)
     kind = getattr(torch, x.dtype.name)
-    return torch.from_numpy(np.array(x.astype(np.float32) if kind == torch.bfloat16 else x)).to(kind)
+    return torch.from_numpy(np.array(x.astype(np.float32) if kind == torch.bfloat16 else x)).to(
+        kind
+    )
 
 
 def to_jax(x):
