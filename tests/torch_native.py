@@ -136,7 +136,7 @@ def jax_reference(folder, names):
                 path.with_suffix(".part.npz"),
                 **{f"m{i}": np.asarray(x.astype(jnp.float32)) for i, x in enumerate(mosaic)},
                 **{f"x{i}": np.asarray(x.astype(jnp.float32)) for i, x in enumerate(plain)},
-                **{f"t{i}": np.asarray(x.astype(jnp.float64)) for i, x in enumerate(truth)},
+                **{f"t{i}": np.asarray(x).astype(np.float64) for i, x in enumerate(truth)},
             )
             path.with_suffix(".part.npz").rename(path)
             found[name] = round(time.time() - start, 1)
