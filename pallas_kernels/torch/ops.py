@@ -6,6 +6,7 @@ needs ("forward"), or that pass ("backward").  A call of PyTorch's autograd is t
 both of which torch.compile and CUDA graphs see as ordinary ones.
 """
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import torch
 from jax._src import xla_bridge
 
+from pallas_kernels import QuantizedWeight
+from pallas_kernels import quantize as jax_quantize
 from pallas_kernels.torch import program as programs
 from pallas_kernels.torch import run
 
@@ -35,6 +39,13 @@ class _Tensor:
 
 
 _TENSOR = _Tensor()
+
+
+class _Made(NamedTuple):
+    """A dataclass with arrays, such as Packed: its type and its fields."""
+
+    kind: type
+    fields: tuple
 
 
 class Spec(NamedTuple):
@@ -64,7 +75,6 @@ _keys: dict[Spec, str] = {}
 _entries: dict[tuple[str, tuple], Entry] = {}
 _runners: dict[tuple[str, tuple], run.Runner] = {}
 _library = torch.library.Library("pallas_kernels", "FRAGMENT")
-_said: set[str] = set()
 
 
 def _key(spec: Spec) -> str:
@@ -83,6 +93,9 @@ def _flatten(x, arrays: list):
     if isinstance(x, tuple | list):
         parts = tuple(_flatten(y, arrays) for y in x)
         return type(x)(*parts) if hasattr(x, "_fields") else parts
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        names = [f.name for f in dataclasses.fields(x)]
+        return _Made(type(x), tuple([_flatten(getattr(x, n), arrays) for n in names]))
     if isinstance(x, torch.dtype):
         return str(x).removeprefix("torch.")
     return x
@@ -91,6 +104,8 @@ def _flatten(x, arrays: list):
 def _fill(x, arrays):
     if x is _TENSOR:
         return next(arrays)
+    if isinstance(x, _Made):
+        return x.kind(*[_fill(y, arrays) for y in x.fields])
     if isinstance(x, tuple):
         parts = [_fill(y, arrays) for y in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
@@ -198,17 +213,19 @@ def _runner(key: str, signature: tuple) -> run.Runner:
 
 
 def _execute(arrays: list[torch.Tensor], key: str) -> list[torch.Tensor]:
-    signature = tuple([(tuple(x.shape), x.dtype) for x in arrays])
+    signature = tuple([(x.shape, x.dtype, x.device) for x in arrays])
     runner = _runners.get((key, signature))
     if runner is None:
         _check(key, arrays)
-        with torch.inference_mode(False):
-            runner = _runners[key, signature] = _runner(key, signature)
+        runner = _runners[key, signature] = _runner(key, _signature(arrays))
     device = arrays[0].device.index
-    if device is None or device == torch.cuda.current_device():  # None: a test on the CPU
+    if device is None:  # a test on the CPU
         return _own(arrays, runner(arrays))
-    with torch.cuda.device(device):
-        return _own(arrays, runner(arrays))
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _execute(arrays, key)
+    run.bind(device)
+    return _own(arrays, runner(arrays))
 
 
 def _own(arrays, results) -> list[torch.Tensor]:
@@ -286,8 +303,11 @@ def _gradient(ctx, gradients):
     return grads, None
 
 
-def register(name: str, op: Callable, autocast: tuple[str, ...] = ()) -> Callable:
-    """Makes `op` an operator and returns the function that calls it with tensors."""
+def register(name: str, op: Callable, autocast: bool = False) -> Callable:
+    """Makes `op` an operator and returns the function that calls it with tensors.
+
+    autocast: whether floating point tensors take autocast's dtype.
+    """
     _OPS[name] = op
     qualified = f"pallas_kernels::{name}"
     _library.define(f"{name}(Tensor[] arrays, str spec) -> Tensor[]")
@@ -296,6 +316,7 @@ def register(name: str, op: Callable, autocast: tuple[str, ...] = ()) -> Callabl
     torch.library.register_fake(qualified, _fake, lib=_library)
     torch.library.register_autograd(qualified, _gradient, setup_context=_save, lib=_library)
     operator = getattr(torch.ops.pallas_kernels, name).default
+    known: dict[tuple, tuple[str, Any]] = {}  # keys and trees
 
     def call(*args, **kwargs):
         arrays: list[torch.Tensor] = []
@@ -309,12 +330,30 @@ def register(name: str, op: Callable, autocast: tuple[str, ...] = ()) -> Callabl
         wrt: tuple[int, ...] = ()
         if torch.is_grad_enabled():
             wrt = tuple([i for i, x in enumerate(arrays) if x.requires_grad])
-        key = _key(Spec(name, "forward" if wrt else "run", wrt, shape, named))
+        what = (shape, named, wrt, _signature(arrays))
+        found = known.get(what)
+        if found is None:
+            key = _key(Spec(name, "forward" if wrt else "run", wrt, shape, named))
+            found = known[what] = key, entry(key, what[-1]).tree
+        key, tree = found
         out = operator(arrays, key)
-        found = entry(key, _signature(arrays))
-        n = found.tree.num_leaves
-        return jax.tree.unflatten(found.tree, out[:n])
+        return jax.tree.unflatten(tree, out[: tree.num_leaves])
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = op.__doc__
     return torch.compiler.allow_in_graph(call)
+
+
+def quantize(weight: torch.Tensor, **options) -> QuantizedWeight:
+    """`pallas_kernels.quantize` of a matrix (K, N), (in, out), as tensors on its device.
+
+    A Linear's own weight is (out, in): give its transpose.
+    """
+    made = jax_quantize(weight.detach().float().cpu().numpy(), **options)
+
+    def tensor(x):
+        x = np.asarray(x)
+        wide = torch.from_numpy(x.astype(np.float32) if x.dtype.kind in "fV" else x.copy())
+        return wide.to(weight.device, run.dtype(x.dtype.name))
+
+    return jax.tree.map(tensor, made)

@@ -2,6 +2,9 @@
 
 import ctypes
 import importlib.util
+import logging
+import os
+import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 
 from pallas_kernels.torch.program import Array, Kernel, Program, Step
 
+log = logging.getLogger("pallas_kernels")
 _ALIGNMENT = 16  # bytes; TMA needs it, as do the vector loads
 
 
@@ -39,6 +43,21 @@ def _library():
     return _library.found
 
 
+_bound = threading.local()
+
+
+def bind(device: int) -> None:
+    """Makes the device's CUDA context current in this thread, once a thread.
+
+    Mosaic calls the driver, which takes the current context.  A new thread, such as autograd's, has
+    none until the CUDA runtime needs one: torch.cuda.device(0) does not, nor does memory from
+    PyTorch's cache.
+    """
+    if device not in _bound.__dict__.setdefault("devices", set()):
+        torch.cuda.mem_get_info(device)
+        _bound.devices.add(device)
+
+
 _compiled: dict[tuple[bytes, int], Callable] = {}
 _lock = threading.Lock()
 
@@ -59,12 +78,12 @@ def _compile(kernel: Kernel, device: int) -> Callable:
     import jax.experimental.mosaic.gpu  # noqa: F401  (tells Mosaic where CUDA lies)
 
     compile_, second = _library()
-    torch.cuda.init()
-    with torch.cuda.device(device):
-        torch.empty(1, device="cuda")  # makes the context current
-        made = compile_(kernel.module, len(kernel.module))
+    made = compile_(kernel.module, len(kernel.module))
     if not made:
-        raise RuntimeError(f"{kernel.name} does not compile for cuda:{device}")
+        raise RuntimeError(
+            f"{kernel.name} does not compile for cuda:{device}: {_why(device)}; the environment's"
+            " TF_CPP_MIN_LOG_LEVEL=0 shows more"
+        )
     types = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
     if second:  # since jaxlib 0.12 also the kernel and the device
         types = [ctypes.c_void_p, *types, ctypes.c_int]
@@ -76,45 +95,81 @@ def _compile(kernel: Kernel, device: int) -> Callable:
     return lambda pointers, stream: call(function, stream, pointers)
 
 
-def _kernel_step(step: Step, owned: frozenset[int]) -> Callable:
-    """The step as a function of tensors; may write into the inputs in `owned`."""
+def _why(device: int) -> str:
+    """What Mosaic, which returns no reason, needs and lacks."""
+    driver, current = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1)
+    error = driver.cuCtxGetDevice(ctypes.byref(current))
+    if error:
+        return f"this thread has no CUDA context (error {error})"
+    if current.value != device:
+        return f"this thread's CUDA context is that of device {current.value}"
+    root = os.environ.get("MOSAIC_GPU_CUDA_ROOT", "")
+    if not shutil.which("ptxas") and not os.path.exists(os.path.join(root, "bin", "ptxas")):
+        return "ptxas is not on PATH: pip install 'jaxllm[cuda13]'"
+    return "a pass of Mosaic, ptxas or the load of the module failed"
+
+
+def _kernel_step(step: Step, owned: frozenset[int], inputs: int) -> Callable:
+    """The step as a function of tensors; may write into those in `owned`.
+
+    inputs: of the program; whoever calls an op hears of copies of these.
+    """
     kernel: Kernel = step.params
     aliased = set(kernel.aliases.values())
+    given: list[tuple[int, int, bool]] = []  # operand, argument, whether it must be copied
+    made: list[tuple[int, Array, float | None]] = []  # operand, array, value
+    for i, x in enumerate(kernel.operands):
+        if isinstance(x, int):
+            given.append((i, x, i in aliased and x not in owned))
+        else:
+            made.append((i, x, None) if isinstance(x, Array) else (i, *x))
+    fresh = [
+        (r.shape, dtype(r.dtype)) if i not in kernel.aliases else kernel.aliases[i]
+        for i, r in enumerate(kernel.results)
+    ]
+    count = len(kernel.operands)
+    pointers_of = ctypes.c_void_p * (count + len(fresh))
     launches: dict[int, Callable] = {}
 
     def run(*tensors):
-        index = tensors[0].device.index
         device = tensors[0].device
+        index = device.index
         launch = launches.get(index)
         if launch is None:
             launch = launches[index] = launcher(kernel, index)
-        operands = []
-        for i, operand in enumerate(kernel.operands):
-            if isinstance(operand, int):
-                x = tensors[operand]
-                if not x.is_contiguous():
-                    x = x.contiguous()
-                if i in aliased and operand not in owned or x.data_ptr() % _ALIGNMENT:
-                    x = x.clone(memory_format=torch.contiguous_format)
-            elif isinstance(operand, Array):
-                x = torch.empty(operand.shape, dtype=dtype(operand.dtype), device=device)
-            else:
-                x = torch.full(
-                    operand[0].shape, operand[1], dtype=dtype(operand[0].dtype), device=device
-                )
-            operands.append(x)
+        operands: list[Any] = [None] * count
+        for i, argument, copied in given:
+            x = tensors[argument]
+            if not x.is_contiguous():
+                if step.ins[argument] < inputs:
+                    _say_once(kernel.name, tuple(x.shape), x.stride())
+                x = x.contiguous()
+                copied = copied and x is tensors[argument]
+            if copied or x.data_ptr() % _ALIGNMENT:
+                x = x.clone(memory_format=torch.contiguous_format)
+            operands[i] = x
+        for i, array, value in made:
+            x = torch.empty(array.shape, dtype=dtype(array.dtype), device=device)
+            operands[i] = x if value is None else x.fill_(value)
         results = [
-            operands[kernel.aliases[i]]
-            if i in kernel.aliases
-            else torch.empty(r.shape, dtype=dtype(r.dtype), device=device)
-            for i, r in enumerate(kernel.results)
+            operands[r] if isinstance(r, int) else torch.empty(r[0], dtype=r[1], device=device)
+            for r in fresh
         ]
-        both = operands + results
-        pointers = (ctypes.c_void_p * len(both))(*[x.data_ptr() for x in both])
+        pointers = pointers_of(*[x.data_ptr() for x in operands], *[x.data_ptr() for x in results])
         launch(pointers, torch._C._cuda_getCurrentRawStream(index))
         return [results[i] for i in kernel.returned]
 
     return run
+
+
+_said: set[str] = set()
+
+
+def _say_once(name: str, shape, strides) -> None:
+    if name not in _said:
+        _said.add(name)
+        log.warning("%s copies an input %s with strides %s: contiguous inputs are not copied",
+                    name, shape, strides)  # fmt: skip
 
 
 # ---- primitives ----------------------------------------------------------------------------------
@@ -326,7 +381,7 @@ def function(step: Step, program: Program, owned: frozenset[int]) -> Callable:
     """A step as a function of tensors: one result, or a list of them."""
     name, params = step.primitive, step.params
     if name == "kernel":
-        return _kernel_step(step, owned)
+        return _kernel_step(step, owned, len(program.inputs))
     if name in _PLAIN:
         return _PLAIN[name]
     if name == "dot_general":
@@ -382,14 +437,22 @@ class Runner:
     def _constants(self, device) -> dict[int, torch.Tensor]:
         found = self.constants.get(device)
         if found is None:
-            found = self.constants[device] = {
-                i: torch.tensor(
-                    x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype),
-                    dtype=dtype(self.program.arrays[i].dtype),
-                ).to(device)
-                for i, x in self.program.constants.items()
-            }
+            # In a thread of its own: these outlive this call, and may come neither from a CUDA
+            # graph's pool of memory nor be inference tensors, both of which belong to a thread.
+            thread = threading.Thread(target=self._make_constants, args=(device,))
+            thread.start()
+            thread.join()
+            found = self.constants[device]
         return found
+
+    def _make_constants(self, device) -> None:
+        wide = lambda x: x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
+        self.constants[device] = {
+            i: torch.tensor(wide(x), dtype=dtype(self.program.arrays[i].dtype)).to(device)
+            for i, x in self.program.constants.items()
+        }
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # other streams read them, too
 
     def __call__(self, tensors) -> list[torch.Tensor]:
         device = tensors[0].device
