@@ -112,8 +112,15 @@ def build(jaxpr: core.Jaxpr, lower: Callable[[Any], Kernel] | None = None) -> Pr
             elif name == "new_ref":
                 outs = [new(eqn.outvars[0].aval)]
                 held[outs[0]] = ins[0]
-            elif name == "freeze":
+            elif name == "run_state":
+                refs = [new(v.aval) for v in eqn.invars]
+                held.update(zip(refs, ins, strict=True))
+                walk(eqn.params["jaxpr"], refs)
+                outs = [held[n] for n in refs]
+            elif name == "freeze" or name == "get" and len(ins) == 1:
                 outs = [held[ins[0]]]
+            elif name == "swap" and len(ins) == 2:
+                outs, held[ins[0]] = [held[ins[0]]], ins[1]
             elif name == "mpmd_map":
                 outs = [new(v.aval) for v in eqn.outvars]
                 refs = [n for n in ins if n in held]  # the kernel writes them

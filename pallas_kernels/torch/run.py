@@ -257,16 +257,30 @@ def _gather(x, dimension, index):
 
 
 def _scatter(*, update_window_dims, inserted_window_dims, scatter_dims_to_operand_dims, **_):
-    """Only scalar updates at one index each: x[index] = update, others are dropped."""
+    """x[index] = update for scalars, where others are dropped, or for one slice along one axis."""
+    axes = tuple(scatter_dims_to_operand_dims)
 
-    def run(x, indices, updates):
-        if update_window_dims or tuple(scatter_dims_to_operand_dims) != (0,) or x.dim() != 1:
-            raise NotImplementedError("this scatter has no form in PyTorch")
+    def slice_of(x, indices, updates):
+        out = x.clone()
+        if not axes:
+            out[tuple(map(slice, updates.shape))] = updates
+            return out
+        within = indices.long() + torch.arange(updates.shape[axes[0]], device=x.device)
+        return out.index_copy(axes[0], within, updates)
+
+    def scalars(x, indices, updates):
         index = indices[..., 0].reshape(-1).long()
         inside = (index >= 0) & (index < x.shape[0])
         wide = torch.cat([x, x.new_zeros(1)])  # one more place for what is dropped
         wide[torch.where(inside, index, x.shape[0])] = updates.reshape(-1)
         return wide[:-1]
+
+    def run(x, indices, updates):
+        if not update_window_dims and axes == (0,) and x.dim() == 1:
+            return scalars(x, indices, updates)
+        if not inserted_window_dims and len(axes) <= 1 and indices.dim() == 1:
+            return slice_of(x, indices, updates)
+        raise NotImplementedError("this scatter has no form in PyTorch")
 
     return run
 
@@ -277,7 +291,7 @@ def _iota(*, dtype, shape, dimension, **_):
     def run(*, device):
         sizes = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
         return (
-            torch.arange(shape[dimension], dtype=kind, device=device).reshape(sizes).expand(shape)
+            torch.arange(shape[dimension], device=device).to(kind).reshape(sizes).expand(shape)
         )
 
     return run
@@ -296,6 +310,11 @@ def _convert(*, new_dtype, **_):
         return x.to(kind)
 
     return run
+
+
+def _round(*, exponent_bits, mantissa_bits, **_):
+    kind = {(8, 7): torch.bfloat16, (5, 10): torch.float16}[exponent_bits, mantissa_bits]
+    return lambda x: x.to(kind).to(x.dtype)
 
 
 def _reduce(function):
@@ -320,8 +339,19 @@ def _div(x, y):
     return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
 
 
-def _bits(function_bool, function):
-    return lambda x, y: (function_bool if x.dtype == torch.bool else function)(x, y)
+def _shift_right(x, by):
+    """Shifts zeros in; PyTorch shifts the sign."""
+    bits = 8 * x.dtype.itemsize
+    if bits == 64:  # by _widened, and not negative
+        return torch.bitwise_right_shift(x, by)
+    return torch.bitwise_right_shift(x.long() & (1 << bits) - 1, by.long()).to(x.dtype)
+
+
+def _widened(operation, out):
+    """Of unsigned integers, for which PyTorch has hardly any operators, in int64."""
+    unsigned = (torch.uint16, torch.uint32)
+    wide = lambda x: x.long() if x.dtype in unsigned else x
+    return lambda *x: operation(*map(wide, x)).to(out)
 
 
 def _cumulative(function):
@@ -347,7 +377,8 @@ _PLAIN = {
     "pow": torch.pow, "rem": torch.fmod, "log2": torch.log2,
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
     "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
-    "not": torch.bitwise_not, "select_n": _select,
+    "not": torch.bitwise_not, "shift_left": torch.bitwise_left_shift,
+    "shift_right_arithmetic": torch.bitwise_right_shift, "shift_right_logical": _shift_right, "select_n": _select,
     "clamp": lambda low, x, high: torch.minimum(torch.maximum(x, low), high),
 }  # fmt: skip
 
@@ -368,6 +399,7 @@ _RULES: dict[str, Callable[..., Callable]] = {
     "bitcast_convert_type": lambda *, new_dtype, **_: lambda x: x.view(dtype(new_dtype)),
     "broadcast_in_dim": _broadcast_in_dim, "pad": _pad, "slice": _slice, "sort": _sort,
     "scatter": _scatter, "split": _split, "convert_element_type": _convert,
+    "reduce_precision": _round,
     "reduce_sum": _reduce(_sum), "reduce_max": _reduce(lambda x, a: torch.amax(x, a)),
     "reduce_min": _reduce(lambda x, a: torch.amin(x, a)),
     "reduce_and": _reduce(lambda x, a: torch.all(x, a)),
@@ -383,6 +415,9 @@ def function(step: Step, program: Program, owned: frozenset[int]) -> Callable:
     if name == "kernel":
         return _kernel_step(step, owned, len(program.inputs))
     if name in _PLAIN:
+        kinds = {program.arrays[i].dtype for i in (*step.ins, *step.outs)}
+        if kinds & {"uint16", "uint32"}:
+            return _widened(_PLAIN[name], dtype(program.arrays[step.outs[0]].dtype))
         return _PLAIN[name]
     if name == "dot_general":
         return _dot_general(**params, out=dtype(program.arrays[step.outs[0]].dtype))
