@@ -66,7 +66,7 @@ def _mlp(self, x):
 
 def _attention(own, rope):
     def forward(self, hidden_states, *args, attention_mask=None, position_ids=None, **kwargs):
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))
         filled = cache is not None and cache.get_seq_length(self.layer_idx)
         if args or attention_mask is not None or position_ids is None or filled:
             known = {"attention_mask": attention_mask, "position_ids": position_ids}

@@ -290,9 +290,7 @@ def _iota(*, dtype, shape, dimension, **_):
 
     def run(*, device):
         sizes = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
-        return (
-            torch.arange(shape[dimension], device=device).to(kind).reshape(sizes).expand(shape)
-        )
+        return torch.arange(shape[dimension], device=device).to(kind).reshape(sizes).expand(shape)
 
     return run
 
@@ -378,7 +376,8 @@ _PLAIN = {
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
     "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "not": torch.bitwise_not, "shift_left": torch.bitwise_left_shift,
-    "shift_right_arithmetic": torch.bitwise_right_shift, "shift_right_logical": _shift_right, "select_n": _select,
+    "shift_right_arithmetic": torch.bitwise_right_shift, "shift_right_logical": _shift_right,
+    "select_n": _select,
     "clamp": lambda low, x, high: torch.minimum(torch.maximum(x, low), high),
 }  # fmt: skip
 

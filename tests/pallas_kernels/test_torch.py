@@ -1,4 +1,4 @@
-"""pallas_kernels.torch without a GPU: programs with interpreted kernels against JAX, fakes, errors."""
+"""pallas_kernels.torch without a GPU: interpreted kernels against JAX, fakes, errors."""
 
 import os
 import subprocess
@@ -150,7 +150,8 @@ def test_packed_operands_and_results(interprets):
     out = pk.attention(turned)
     q, k, v = (y.unflatten(-1, (-1, 64)).contiguous() for y in x.split((128, 64, 64), -1))
     alone = pk.attention(*pk.rope(q, k, torch.arange(128, dtype=torch.int32)), v)
-    assert type(turned) is pk.Packed and torch.equal(out, alone)
+    assert type(turned) is pk.Packed
+    assert torch.equal(out, alone)
     (g,), (a,) = (torch.autograd.grad(y.float().square().sum(), [x]) for y in (out, alone))
     assert (g - a).abs().max() <= 2e-2 * a.abs().max()
 
@@ -227,7 +228,9 @@ def test_opcheck(interprets):
     pk.rms_norm(x, w)
     key = next(k for k, s in reversed(ops._specs.items()) if s.op == "rms_norm" and s.wrt == (0, 1))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.pallas_kernels.rms_norm.default, ([x, w], key), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.pallas_kernels.rms_norm.default, ([x, w], key), test_utils=tests
+    )
 
 
 def test_errors_are_one_line():
@@ -238,7 +241,7 @@ def test_errors_are_one_line():
         pk.rope()
     with pytest.raises(ValueError, match="window=-3"):
         pk.attention(q, q, q, window=-3)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="shape"):
         pk.attention(q, q[:, :, :, :32], q)
 
 
@@ -256,5 +259,6 @@ def test_a_copied_input_is_said_once(interprets, caplog):
     run._say_once("attention_forward", (2, 3), (1, 2))
     run._say_once("attention_forward", (2, 3), (1, 2))
     assert [r.getMessage() for r in caplog.records] == [
-        "attention_forward copies an input (2, 3) with strides (1, 2): contiguous inputs are not copied"
+        "attention_forward copies an input (2, 3) with strides (1, 2):"
+        " contiguous inputs are not copied"
     ]
