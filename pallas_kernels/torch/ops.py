@@ -206,6 +206,7 @@ def _runner(key: str, signature: tuple) -> run.Runner:
         except (OSError, pickle.PicklingError, TypeError) as error:
             log.warning("%s is not cached on disk: %s", spec.op, error)
         wanted = found.backward if spec.mode == "backward" else found.program
+    assert wanted is not None
     return run.Runner(wanted)
 
 
@@ -262,7 +263,7 @@ def _fake(arrays, key: str) -> list[torch.Tensor]:
     signature = _signature(arrays)
     if spec.mode == "backward":
         found = entry(_key(spec._replace(mode="forward", signature=())), spec.signature)
-        program = found.backward
+        program: Any = found.backward
     else:
         program = entry(key, signature).program
     like = arrays[0]

@@ -74,84 +74,93 @@ class Program(NamedTuple):
     arrays: tuple[Array, ...]  # by number
 
 
-def build(jaxpr: core.Jaxpr, lower: Callable[[Any], Kernel] | None = None) -> Program:
-    """The program of a jaxpr; `lower` makes a kernel of its equation (None: `kernel`)."""
-    lower = kernel if lower is None else lower
-    arrays: list[Array] = []
-    constants: dict[int, np.ndarray] = {}
-    steps: list[Step] = []
-    held: dict[int, int] = {}  # of each ref: the array that it holds now
+class _Walk:
+    """Numbers the arrays of a jaxpr, and collects constants and steps."""
 
-    def new(aval) -> int:
-        arrays.append(_array(aval))
-        return len(arrays) - 1
+    def __init__(self, lower: Callable[[Any], Any]):
+        self.lower = lower
+        self.arrays: list[Array] = []
+        self.constants: dict[int, np.ndarray] = {}
+        self.steps: list[Step] = []
+        self.held: dict[int, int] = {}  # of each ref: the array that it holds now
 
-    def constant(x, dtype) -> int:
+    def new(self, aval) -> int:
+        self.arrays.append(_array(aval))
+        return len(self.arrays) - 1
+
+    def constant(self, x, dtype) -> int:
         x = np.asarray(x, dtype)
-        constants[len(arrays)] = x
-        return new(x)
+        self.constants[len(self.arrays)] = x
+        return self.new(x)
 
-    def walk(jaxpr, args: Sequence[int]) -> list[int]:
+    def walk(self, jaxpr, args: Sequence[int]) -> list[int]:
+        """The numbers of the jaxpr's results for those of its arguments."""
         consts = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         numbers = dict(zip(jaxpr.invars, args, strict=True))
         if jaxpr.constvars:
-            numbers |= {
-                v: constant(c, c.dtype) for v, c in zip(jaxpr.constvars, consts, strict=True)
-            }
+            pairs = zip(jaxpr.constvars, consts, strict=True)
+            numbers |= {v: self.constant(c, c.dtype) for v, c in pairs}
 
         def number(v) -> int:
-            return constant(v.val, v.aval.dtype) if isinstance(v, core.Literal) else numbers[v]
+            if isinstance(v, core.Literal):
+                return self.constant(v.val, _array(v.aval).dtype)
+            return numbers[v]
 
         for eqn in jaxpr.eqns:
-            name, ins = eqn.primitive.name, tuple(number(v) for v in eqn.invars)
-            if name in _CALLS:
-                outs = walk(eqn.params[_CALLS[name]], ins)
-            elif name in _SAME:
-                outs = ins
-            elif name == "new_ref":
-                outs = [new(eqn.outvars[0].aval)]
-                held[outs[0]] = ins[0]
-            elif name == "run_state":
-                refs = [new(v.aval) for v in eqn.invars]
-                held.update(zip(refs, ins, strict=True))
-                walk(eqn.params["jaxpr"], refs)
-                outs = [held[n] for n in refs]
-            elif name == "freeze" or name == "get" and len(ins) == 1:
-                outs = [held[ins[0]]]
-            elif name == "swap" and len(ins) == 2:
-                outs, held[ins[0]] = [held[ins[0]]], ins[1]
-            elif name == "mpmd_map":
-                outs = [new(v.aval) for v in eqn.outvars]
-                refs = [n for n in ins if n in held]  # the kernel writes them
-                written = [new(v.aval) for v, n in zip(eqn.invars, ins, strict=True) if n in held]
-                now = tuple(held.get(n, n) for n in ins)
-                steps.append(Step("kernel", lower(eqn), now, (*outs, *written)))
-                held.update(zip(refs, written, strict=True))
-            elif name in ("while", "scan", "cond"):
-                raise NotImplementedError(f"{name} has no form in PyTorch")
-            else:
-                outs = [new(v.aval) for v in eqn.outvars]
-                params = _plain(eqn)
-                steps.append(Step(name, params, ins, tuple(outs)))
+            outs = self.equation(eqn, tuple(number(v) for v in eqn.invars))
             numbers.update(zip(eqn.outvars, outs, strict=True))
         return [number(v) for v in jaxpr.outvars]
 
-    plain = getattr(jaxpr, "jaxpr", jaxpr)
-    inputs = [new(v.aval) for v in plain.invars]
-    outputs = walk(jaxpr, inputs)
-    used = set(outputs)
-    kept = []
-    for step in reversed(steps):  # without what nobody reads
+    def equation(self, eqn, ins: tuple[int, ...]) -> Sequence[int]:
+        name, held = eqn.primitive.name, self.held
+        if name in _CALLS:
+            return self.walk(eqn.params[_CALLS[name]], ins)
+        if name in _SAME:
+            return ins
+        if name == "new_ref":
+            made = self.new(eqn.outvars[0].aval)
+            held[made] = ins[0]
+            return [made]
+        if name == "run_state":
+            refs = [self.new(v.aval) for v in eqn.invars]
+            held.update(zip(refs, ins, strict=True))
+            self.walk(eqn.params["jaxpr"], refs)
+            return [held[n] for n in refs]
+        if name == "freeze" or name == "get" and len(ins) == 1:
+            return [held[ins[0]]]
+        if name == "swap" and len(ins) == 2:
+            outs, held[ins[0]] = [held[ins[0]]], ins[1]
+            return outs
+        if name in ("while", "scan", "cond"):
+            raise NotImplementedError(f"{name} has no form in PyTorch")
+        outs = [self.new(v.aval) for v in eqn.outvars]
+        if name != "mpmd_map":
+            self.steps.append(Step(name, _plain(eqn), ins, tuple(outs)))
+            return outs
+        written = {n: self.new(v.aval) for v, n in zip(eqn.invars, ins, strict=True) if n in held}
+        now = tuple(held.get(n, n) for n in ins)
+        self.steps.append(Step("kernel", self.lower(eqn), now, (*outs, *written.values())))
+        held.update(written)
+        return outs
+
+
+def build(jaxpr, lower: Callable[[Any], Any] | None = None) -> Program:
+    """The program of a jaxpr; `lower` makes a kernel of its equation (None: `kernel`)."""
+    w = _Walk(kernel if lower is None else lower)
+    inputs = [w.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    outputs = w.walk(jaxpr, inputs)
+    used, kept = set(outputs), []
+    for step in reversed(w.steps):  # without what nobody reads
         if used.intersection(step.outs):
             used.update(step.ins)
             kept.append(step)
     return Program(
-        tuple(arrays[i] for i in inputs),
-        {i: x for i, x in constants.items() if i in used},
+        tuple(w.arrays[i] for i in inputs),
+        {i: x for i, x in w.constants.items() if i in used},
         tuple(reversed(kept)),
         tuple(outputs),
-        tuple(arrays),
+        tuple(w.arrays),
     )
 
 
@@ -198,8 +207,8 @@ def kernel(eqn) -> Kernel:
     """Lowers the equation of one kernel for CUDA, as JAX does for its own custom call."""
     call = call_of(eqn)
     structs = [jax.ShapeDtypeStruct(*_array(v.aval)) for v in eqn.invars]
-    module = jax.jit(call, keep_unused=True).trace(*structs).lower(lowering_platforms=("cuda",))
-    module = module.compiler_ir()
+    lowered = jax.jit(call, keep_unused=True).trace(*structs).lower(lowering_platforms=("cuda",))
+    module: Any = lowered.compiler_ir()
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)
         inline = passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})")
@@ -210,7 +219,8 @@ def kernel(eqn) -> Kernel:
 
 def _read(name: str, block) -> Kernel:
     values: dict[Any, Any] = {a: i for i, a in enumerate(block.arguments)}
-    call, returned = None, ()
+    call: Any = None
+    returned: Any = ()
     for op in block.operations:
         target = (
             op.attributes["call_target_name"].value if "call_target_name" in op.attributes else ""
@@ -222,7 +232,7 @@ def _read(name: str, block) -> Kernel:
                 raise NotImplementedError(f"{name} is more than one kernel")
             call = op
         elif op.name == "stablehlo.constant":
-            splat = ir.DenseElementsAttr(op.attributes["value"])
+            splat: Any = ir.DenseElementsAttr(op.attributes["value"])
             value = next(iter(splat)) if len(splat) else 0
             values[op.results[0]] = (_typed(op.results[0]), value)
         elif op.name == "stablehlo.broadcast_in_dim":
@@ -262,20 +272,6 @@ _DTYPES = {
 def _typed(value) -> Array:
     typed = ir.RankedTensorType(value.type)
     return Array(tuple(typed.shape), _DTYPES[str(typed.element_type)])
-
-
-class Trace(NamedTuple):
-    """An op traced for one set of arrays.
-
-    run: the op alone.  forward: the op and, after its outputs, what backward needs.
-    saved: where backward finds its first inputs: ("in", i) or ("out", i) of forward.
-    backward: (*saved, *gradients of the float outputs) -> gradients of the inputs in `wrt`.
-    """
-
-    outputs: tuple[Array, ...]
-    tree: Any
-    jaxprs: tuple[Any, Any, Any] | None
-    saved: tuple[tuple[str, int], ...]
 
 
 def trace_run(op: Callable, structs: Sequence[jax.ShapeDtypeStruct]):

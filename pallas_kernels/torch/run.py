@@ -1,7 +1,8 @@
 """Runs programs with PyTorch: the primitives as PyTorch operators, kernels by their launchers."""
 
 import ctypes
-import importlib.util
+import functools
+import importlib
 import logging
 import os
 import shutil
@@ -25,22 +26,19 @@ def dtype(name: str) -> torch.dtype:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _library():
-    """JAX's CUDA plugin, which compiles and launches Mosaic kernels."""
-    if not hasattr(_library, "found"):
-        from jax._src.lib import version
+    """MosaicGpuCompile of JAX's CUDA plugin, and whether launches take what it does since 0.12."""
+    from jax._src.lib import version
 
-        spec = importlib.util.find_spec("jax_plugins.xla_cuda13")
-        if spec is None:
-            raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[cuda13]'")
-        import jax_plugins.xla_cuda13 as plugin
-
-        dll = ctypes.CDLL(str(plugin._get_library_path()))
-        compile_ = dll.MosaicGpuCompile
-        compile_.argtypes = [ctypes.c_char_p, ctypes.c_int]
-        compile_.restype = ctypes.POINTER(ctypes.c_void_p)
-        _library.found = compile_, version >= (0, 12, 0)
-    return _library.found
+    try:
+        plugin = importlib.import_module("jax_plugins.xla_cuda13")
+    except ImportError:
+        raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[cuda13]'") from None
+    compile_ = ctypes.CDLL(str(plugin._get_library_path())).MosaicGpuCompile
+    compile_.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    compile_.restype = ctypes.POINTER(ctypes.c_void_p)
+    return compile_, version >= (0, 12, 0)
 
 
 _bound = threading.local()
@@ -116,13 +114,17 @@ def _kernel_step(step: Step, owned: frozenset[int], inputs: int) -> Callable:
     """
     kernel: Kernel = step.params
     aliased = set(kernel.aliases.values())
-    given: list[tuple[int, int, bool]] = []  # operand, argument, whether it must be copied
-    made: list[tuple[int, Array, float | None]] = []  # operand, array, value
-    for i, x in enumerate(kernel.operands):
-        if isinstance(x, int):
-            given.append((i, x, i in aliased and x not in owned))
-        else:
-            made.append((i, x, None) if isinstance(x, Array) else (i, *x))
+    # operand, argument, whether it must be copied; operand, array, value
+    given = [
+        (i, x, i in aliased and x not in owned)
+        for i, x in enumerate(kernel.operands)
+        if isinstance(x, int)
+    ]
+    made = [
+        (i, *((x, None) if isinstance(x, Array) else x))
+        for i, x in enumerate(kernel.operands)
+        if not isinstance(x, int)
+    ]
     fresh = [
         (r.shape, dtype(r.dtype)) if i not in kernel.aliases else kernel.aliases[i]
         for i, r in enumerate(kernel.results)
@@ -140,13 +142,8 @@ def _kernel_step(step: Step, owned: frozenset[int], inputs: int) -> Callable:
         operands: list[Any] = [None] * count
         for i, argument, copied in given:
             x = tensors[argument]
-            if not x.is_contiguous():
-                if step.ins[argument] < inputs:
-                    _say_once(kernel.name, tuple(x.shape), x.stride())
-                x = x.contiguous()
-                copied = copied and x is tensors[argument]
-            if copied or x.data_ptr() % _ALIGNMENT:
-                x = x.clone(memory_format=torch.contiguous_format)
+            if copied or not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
+                x = _copy(kernel.name, x, step.ins[argument] < inputs and not copied)
             operands[i] = x
         for i, array, value in made:
             x = torch.empty(array.shape, dtype=dtype(array.dtype), device=device)
@@ -165,11 +162,15 @@ def _kernel_step(step: Step, owned: frozenset[int], inputs: int) -> Callable:
 _said: set[str] = set()
 
 
-def _say_once(name: str, shape, strides) -> None:
-    if name not in _said:
+def _copy(name: str, x: torch.Tensor, say: bool) -> torch.Tensor:
+    """A contiguous copy of a kernel's operand; the first one of this kernel is said."""
+    if say and name not in _said:
         _said.add(name)
-        log.warning("%s copies an input %s with strides %s: contiguous inputs are not copied",
-                    name, shape, strides)  # fmt: skip
+        shape, strides = tuple(x.shape), x.stride()
+        log.warning(
+            "%s copies an input %s with strides %s: make it contiguous", name, shape, strides
+        )
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 # ---- primitives ----------------------------------------------------------------------------------
