@@ -34,7 +34,7 @@ def _library():
     try:
         plugin = importlib.import_module("jax_plugins.xla_cuda13")
     except ImportError:
-        raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[cuda13]'") from None
+        raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[torch]'") from None
     compile_ = ctypes.CDLL(str(plugin._get_library_path())).MosaicGpuCompile
     compile_.argtypes = [ctypes.c_char_p, ctypes.c_int]
     compile_.restype = ctypes.POINTER(ctypes.c_void_p)
@@ -103,7 +103,7 @@ def _why(device: int) -> str:
         return f"this thread's CUDA context is that of device {current.value}"
     root = os.environ.get("MOSAIC_GPU_CUDA_ROOT", "")
     if not shutil.which("ptxas") and not os.path.exists(os.path.join(root, "bin", "ptxas")):
-        return "ptxas is not on PATH: pip install 'jaxllm[cuda13]'"
+        return "ptxas is not on PATH: pip install 'jaxllm[torch]'"
     return "a pass of Mosaic, ptxas or the load of the module failed"
 
 
@@ -120,8 +120,8 @@ def _kernel_step(step: Step, owned: frozenset[int], inputs: int) -> Callable:
         for i, x in enumerate(kernel.operands)
         if isinstance(x, int)
     ]
-    made = [
-        (i, *((x, None) if isinstance(x, Array) else x))
+    made: list[tuple[int, Any, Any]] = [
+        (i, x, None) if isinstance(x, Array) else (i, x[0], x[1])
         for i, x in enumerate(kernel.operands)
         if not isinstance(x, int)
     ]
