@@ -1,0 +1,265 @@
+"""pallas_kernels.torch without a GPU: interpreted kernels against JAX, fakes, errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import kernel_checks
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+torch = pytest.importorskip("torch")
+import pallas_kernels as jk  # noqa: E402
+import pallas_kernels.torch as pk  # noqa: E402
+from pallas_kernels.torch import ops, program, run  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+B, F, I = "bfloat16", "float32", "int32"
+CASES = {
+    "attention": ([((1, 128, 2, 64), B)] * 3, {}),
+    "rms_norm": ([((2, 65, 256), B), ((256,), F)], {}),
+    "rms_norm+": ([((2, 65, 256), B), ((256,), F), ("residual", (2, 65, 256), B)], {}),
+    "layer_norm": ([((2, 65, 256), B), ((256,), F), ((256,), F)], {}),
+    "rope": ([((1, 64, 2, 64), B), ((1, 64, 1, 64), B), ((64,), I, 64)], {}),
+    "swiglu": ([((64, 128), B)] * 2, {}),
+    "mlp": ([((64, 64), B), ((64, 128), B), ((128, 64), B), ("gate", (64, 128), B)], {}),
+    "mlp+": ([((64, 64), B), ((64, 128), B), ((128, 64), B), ("bias", (128,), B)], {}),
+    "encoder": ([((2, 16), I, 50), ((50, 128), F), ((16, 128), F)], {}),
+    "cross_entropy": ([((16, 512), B), ((16,), I, 512)], {}),
+    "linear_cross_entropy": ([((2, 16, 64), B), ((512, 64), B), ((2, 16), I, 512)], {}),
+    "vlstm": ([((1, 128, 2, 64), B)] * 2 + [((1, 128, 2, 64), B)] + [((1, 128, 2), F)] * 2, {}),
+}  # fmt: skip
+
+
+def arrays_of(name):
+    rng = np.random.default_rng(sum(map(ord, name)))
+    made, names = [], []
+    for spec in CASES[name][0]:
+        key, spec = (spec[0], spec[1:]) if isinstance(spec[0], str) else (None, spec)
+        x = (
+            rng.integers(0, spec[2], spec[0], dtype=np.int32)
+            if spec[1] == I
+            else rng.standard_normal(spec[0]).astype(np.float32)
+        )
+        made.append(jnp.asarray(x).astype(spec[1]))
+        names.append(key)
+    return made, names
+
+
+def to_torch(x):
+    x = np.asarray(x)
+    kind = getattr(torch, x.dtype.name)
+    return torch.from_numpy(np.array(x.astype(np.float32) if kind == torch.bfloat16 else x)).to(
+        kind
+    )
+
+
+def to_jax(x):
+    name = str(x.dtype).removeprefix("torch.")
+    return jnp.asarray((x.float() if name == B else x).detach().numpy()).astype(name)
+
+
+def interpreted(step):
+    """The kernel of a step, interpreted by JAX."""
+    gpu = plgpu.InterpretGPUParams(detect_races=True)
+    call = program.call_of(step.params, interpret=gpu)
+
+    def go(*tensors):
+        with kernel_checks.kernels_run_here():
+            return [to_torch(x) for x in jax.jit(call)(*map(to_jax, tensors))]
+
+    return go
+
+
+@pytest.fixture
+def interprets(monkeypatch):
+    """CPU tensors are allowed, and kernels interpreted."""
+
+    def runner(key, signature):
+        spec = ops._specs[key]
+        if spec.mode != "backward":
+            return run.Runner(ops.entry(key, signature).program, interpreted)
+        of = ops._key(spec._replace(mode="forward", signature=()))
+        return run.Runner(ops.entry(of, spec.signature).backward, interpreted)
+
+    monkeypatch.setattr(ops, "_check", lambda key, arrays: None)
+    monkeypatch.setattr(ops, "_runner", runner)
+    monkeypatch.setattr(ops, "_runners", {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_jax(name, interprets):
+    arrays, names = arrays_of(name)
+    op = name.rstrip("+")
+    floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def split(values):
+        args = [x for x, n in zip(values, names, strict=True) if n is None]
+        return args, {n: x for x, n in zip(values, names, strict=True) if n}
+
+    def plain(*chosen):
+        full = list(arrays)
+        for i, x in zip(floats, chosen, strict=True):
+            full[i] = x
+        args, named = split(full)
+        return jax.tree.leaves(getattr(jk, op)(*args, **named, implementation="mosaic"))
+
+    with kernel_checks.kernels_run_here():
+        out, vjp = jax.vjp(plain, *(arrays[i] for i in floats))
+        cts = [jnp.asarray(np.random.default_rng(i).standard_normal(o.shape)).astype(o.dtype)
+               for i, o in enumerate(out)]  # fmt: skip
+        expected = [*out, *vjp(cts)]
+    tensors = [to_torch(x).requires_grad_(i in floats) for i, x in enumerate(arrays)]
+    args, named = split(tensors)
+    result = getattr(pk, op)(*args, **named)
+    result = [result] if isinstance(result, torch.Tensor) else list(result)
+    grads = torch.autograd.grad(result, [tensors[i] for i in floats], list(map(to_torch, cts)))
+    for i, (a, e) in enumerate(zip([*result, *grads], expected, strict=True)):
+        a, e = np.asarray(to_jax(a), np.float64), np.asarray(e, np.float64)
+        assert a.shape == e.shape, i
+        scale = np.abs(e).max()
+        assert np.abs(a - e).max() <= 1e-2 * scale, (i, np.abs(a - e).max(), scale)
+
+
+def test_quantized_linear_takes_its_weight_apart(interprets):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((4, 256))).astype(B)
+    w = to_torch(rng.standard_normal((256, 128)).astype(np.float32))
+    weight = pk.quantize(w, bits=4)
+    expected_weight = jk.quantize(w.numpy(), bits=4)
+    with kernel_checks.kernels_run_here():
+        expected = jk.quantized_linear(x, expected_weight, implementation="mosaic")
+    t = to_torch(x).requires_grad_()
+    y = pk.quantized_linear(t, weight)
+    assert torch.equal(y, to_torch(expected))
+    (g,) = torch.autograd.grad(y.sum(), [t])
+    plain = lambda x: jk.quantized_linear(x, expected_weight, implementation="xla")
+    e = to_torch(jax.grad(lambda x: plain(x).astype(F).sum())(x))
+    assert (g - e).abs().max() <= 2e-2 * e.abs().max()
+
+
+def test_packed_operands_and_results(interprets):
+    rng = np.random.default_rng(1)
+    x = to_torch(rng.standard_normal((1, 128, 256)).astype(np.float32)).bfloat16().requires_grad_()
+    packed = pk.Packed(x, ((2, 64), (1, 64), (1, 64)))
+    turned = pk.rope(packed, None, torch.arange(128, dtype=torch.int32))
+    out = pk.attention(turned)
+    q, k, v = (y.unflatten(-1, (-1, 64)).contiguous() for y in x.split((128, 64, 64), -1))
+    alone = pk.attention(*pk.rope(q, k, torch.arange(128, dtype=torch.int32)), v)
+    assert type(turned) is pk.Packed
+    assert torch.equal(out, alone)
+    (g,), (a,) = (torch.autograd.grad(y.float().square().sum(), [x]) for y in (out, alone))
+    assert (g - a).abs().max() <= 2e-2 * a.abs().max()
+
+
+def tiny_llama(**options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=256,
+        initializer_range=0.1, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).bfloat16()
+
+
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING])
+def test_a_patched_llama_has_the_same_loss_and_gradients(scaling, interprets):
+    model, patched = (tiny_llama(rope_scaling=scaling) for _ in "ab")
+    pk.patch(patched)
+    truth = tiny_llama(rope_scaling=scaling).float()
+    ids = torch.randint(0, 256, (1, 128), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :20] = -100
+    found = []
+    for m in (truth, model, patched):
+        loss = m(input_ids=ids, labels=labels).loss
+        loss.backward()
+        found.append((loss.item(), {n: p.grad.float() for n, p in m.named_parameters()}))
+    (t, tg), (e, eg), (p, pg) = found
+    assert abs(p - t) <= 2 * abs(e - t) + 1e-3 * t
+    for name, g in tg.items():
+        error = lambda x: float((x[name] - g).norm() / g.norm())  # noqa: B023
+        assert error(pg) <= 1.5 * error(eg) + 1e-3, (name, error(pg), error(eg))
+
+
+def test_a_patched_llama_generates_and_takes_padding(interprets):
+    model = tiny_llama()
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    expected = model(input_ids=ids, attention_mask=mask).logits[mask.bool()].float()
+    pk.patch(model)
+    got = model(input_ids=ids, attention_mask=mask).logits[mask.bool()].float()
+    assert (got - expected).abs().max() <= 0.05 * expected.abs().max()
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 19)
+
+
+def test_patch_refuses_other_models():
+    with pytest.raises(ValueError, match="LlamaForCausalLM, not Linear"):
+        pk.patch(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="attention_dropout=0.1"):
+        pk.patch(tiny_llama(attention_dropout=0.1))
+    with pytest.raises(ValueError, match="rope of type 'linear'"):
+        pk.patch(tiny_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}))
+
+
+def test_fake_tensors_have_the_results_shapes():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(1, 128, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        out, lse = pk.attention(q, q, q, return_lse=True)
+        assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "cuda")
+        assert (lse.shape, lse.dtype) == ((1, 2, 128), torch.float32)
+
+
+def test_opcheck(interprets):
+    x = torch.randn(2, 65, 256).bfloat16().requires_grad_()
+    w = torch.ones(256, requires_grad=True)
+    pk.rms_norm(x, w, eps=1e-4)
+    key = next(k for k, s in ops._specs.items() if dict(s.kwargs).get("eps") == 1e-4)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.pallas_kernels.rms_norm.default, ([x, w], key), test_utils=tests
+    )
+
+
+def test_errors_are_one_line():
+    q = torch.randn(1, 128, 2, 64).bfloat16()
+    with pytest.raises(ValueError, match="attention: tensors on cpu, but its kernels need cuda"):
+        pk.attention(q, q, q)
+    with pytest.raises(TypeError, match="rope: no tensor among its arguments"):
+        pk.rope()
+    with pytest.raises(ValueError, match="window=-3"):
+        pk.attention(q, q, q, window=-3)
+    with pytest.raises(ValueError, match="shape"):
+        pk.attention(q, q[:, :, :, :32], q)
+
+
+def test_jax_takes_no_gpu():
+    code = "import pallas_kernels.torch, jax; print(jax.config.jax_platforms)"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.stdout.strip() == "cpu", ran.stderr
+
+
+def test_a_copied_input_is_said_once(caplog):
+    run._said.clear()
+    x = torch.arange(6).view(3, 2).t()
+    for _ in range(2):
+        assert run._copy("attention_forward", x, True).is_contiguous()
+    said = [r.getMessage() for r in caplog.records]
+    assert said == [
+        "attention_forward copies an input (2, 3) with strides (1, 2): make it contiguous"
+    ]
