@@ -53,10 +53,11 @@ def counts(root: Path = ROOT) -> dict[str, int]:
     kernels = [
         path
         for path in (root / "pallas_kernels").rglob("*.py")
-        if path.parent.name != "bench" and path.name != "explain.py"
+        if path.parent.name not in ("bench", "torch") and path.name != "explain.py"
     ]
     return {
-        "lines of pallas_kernels without bench and explain": lines(kernels),
+        "lines of pallas_kernels without bench, explain and torch": lines(kernels),
+        "lines of pallas_kernels/torch": lines((root / "pallas_kernels" / "torch").rglob("*.py")),
         "lines of jaxllm": lines((root / "jaxllm").rglob("*.py")),
         "public names of pallas_kernels": len(public_names(root)),
         "class names that pallas_kernels has twice": len(shared_class_names(root)),
