@@ -94,11 +94,9 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     def show(count: int, answer: bool = False) -> tuple[str, list]:
         options = dict(tools=tools, answer=answer, strftime_now=_DATE.strftime)
         try:
-            text, spans = tokenizer.rendered(messages[:count], **options)
+            return tokenizer.rendered(messages[:count], **options)
         except InputError as error:
             raise Refused(" ".join(str(error).split())) from error
-        # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
-        return text.encode("utf-8", "replace").decode(), spans
 
     text, spans = show(len(messages))
     if loss == "all":

@@ -195,7 +195,10 @@ def _conversation(args: argparse.Namespace, text: str, number: int) -> dict[str,
             f"--prompts {args.prompts}, conversation {number} is neither a list of messages nor an"
             ' object with one under "messages"; a message is {"role": "user", "content": "..."}'
         )
-    return page
+    if not isinstance(page.get("tools") or [], list):
+        raise InputError(f"--prompts {args.prompts}, conversation {number}: tools are no list")
+    # The others are for the template, but for names that `Tokenizer.chat` has itself.
+    return {key: value for key, value in page.items() if key not in ("self", "answer")}
 
 
 def _lines(path: Path) -> list[str]:

@@ -63,10 +63,12 @@ def render(
     """
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
-        marked = _compiled(template).render(messages=messages, documents=None, **variables)
+        page = {"documents": None} | variables | {"messages": messages}
+        marked = _compiled(template).render(page)
     except Exception as error:  # whatever the template does
         raise InputError(f"the chat template refuses the conversation: {error}") from error
-    text, spans = "", []
+    # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
+    marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
     for part in re.split(f"({_START}[^{_STOP}]*{_STOP})", marked):
         spoken = part.strip(_START + _STOP)
         if spoken != part:

@@ -125,10 +125,9 @@ def convert(
         )
     of_run = isinstance(weights, RunWeights | AdapterWeights)
     if merge != isinstance(weights, AdapterWeights) and (merge or packing is not None):
-        wrong = (
-            "--merge is for adapters" if merge else "--quantize takes adapters with --merge only"
-        )
-        raise InputError(f"{wrong} adapters; {source} holds {'none' if merge else 'some'}")
+        wrong = "is for adapters, and" if merge else "needs --merge, because"
+        option, found = ("--merge", "no") if merge else ("--quantize", "some")
+        raise InputError(f"{option} {wrong} {source} holds {found} adapters")
     if step is not None and not (of_run and weights.run):
         raise InputError(f"--step is for a run's directory; {source} is not one")
     if packing is not None:
@@ -138,9 +137,10 @@ def convert(
             f"{packing}, {size / 1e6:,.1f} MB; to use: {_command('generate', '--checkpoint', out)}"
         )
     elif isinstance(weights, AdapterWeights) and not merge:
-        if dtype is not None or weights.run is None:
-            what = "--dtype" if dtype else "a folder of peft"
-            raise InputError(f"{what} needs --merge: adapters are written in float32, as of a run")
+        if dtype is not None:
+            raise InputError("--dtype needs --merge: adapters are written in float32")
+        if weights.run is None:
+            raise InputError(f"{source} is a folder of peft already; --merge makes a whole model")
         with _new_folder(out) as folder:
             _to_peft(weights, folder)
         result = f"the adapters of step {weights.step} as a folder of peft"

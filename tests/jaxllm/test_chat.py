@@ -14,6 +14,7 @@ from tiny_models import tiny
 
 from jaxllm.infer import chat, decode, generate
 from jaxllm.text import Tokenizer
+from jaxllm.text.chat import render
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "text"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
@@ -79,6 +80,19 @@ def test_generate_answers_conversations(model, capsys, tmp_path):
     assert model.seen == right
 
 
+def test_what_else_stands_beside_messages_is_for_the_template(model, capsys, tmp_path):
+    asked = [{"role": "user", "content": "a\ud800b"}]  # JSON may hold half a character
+    page = {"messages": asked, "documents": [{"text": "x"}], "self": 1, "answer": 0, "id": 3}
+    (tmp_path / "a.jsonl").write_text(json.dumps(page))
+    model.answers.append(("Hi<|eot_id|>", None))
+    command = f"--checkpoint {tmp_path} --chat --prompts {tmp_path / 'a.jsonl'}"
+    assert generate.main(command.split()) == 0, capsys.readouterr().err
+    assert model.seen == [ids_of("a?b")]
+    template = "{{ documents[0].text }}{{ messages[0].content }}"
+    assert render(template, asked, {"documents": [{"text": "x"}]})[0] == "xa?b"
+    assert render("{{ documents }}", asked, {})[0] == "None"
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -87,6 +101,7 @@ def test_generate_answers_conversations(model, capsys, tmp_path):
         ('{"messages": "x"}', "conversation 2 is neither a list of messages"),
         ("[3]", "conversation 2 is neither a list of messages"),
         ('[{"role": "tool"}]', "the chat template refuses the conversation"),
+        ('{"messages": [{}], "tools": "x"}', "conversation 2: tools are no list"),
     ],
 )
 def test_bad_conversations_give_one_line(model, capsys, tmp_path, line, named):

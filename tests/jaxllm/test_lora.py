@@ -380,6 +380,27 @@ def test_folders_of_peft_that_do_not_fit_are_refused(tmp_path, page, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("init", [], "init is a folder of peft already; --merge makes a whole model"),
+        ("init", ["--dtype", "bfloat16"], "--dtype needs --merge: adapters are written in float32"),
+        (
+            "init",
+            ["--quantize", "int8"],
+            "--quantize needs --merge, because {} holds some adapters",
+        ),
+        ("base", ["--merge"], "--merge is for adapters, and {} holds no adapters"),
+    ],
+)
+def test_conversions_of_adapters_that_are_refused_say_why(
+    tmp_path, capsys, source, options, message
+):
+    peft_folder(tmp_path)
+    assert convert.main([str(tmp_path / source), str(tmp_path / "out"), *options]) == 2
+    assert message.format(tmp_path / source) in capsys.readouterr().err
+
+
 def test_adapters_of_another_model_are_refused(tmp_path):
     folder = peft_folder(tmp_path)
     shutil.rmtree(tmp_path / "base")
