@@ -18,14 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.config import Config, Lora, ModelConfig, evaluated
+from jaxllm.config import Config, Lora, ModelConfig, evaluated, plain_message
 from jaxllm.errors import InputError
 from jaxllm.files import read_json
 from jaxllm.models import create
 from jaxllm.weights.checksums import array_checksums, joint_checksum
-from jaxllm.weights.huggingface import HuggingFaceWeights, check_finite, write_safetensors
+from jaxllm.weights.huggingface import (
+    HuggingFaceWeights,
+    check_finite,
+    pickle_in,
+    write_safetensors,
+)
 from jaxllm.weights.packed import PackedWeights, base_packing, frozen, frozen_shardings
 from jaxllm.weights.places import named_params, places
 from pallas_kernels.quantized.formats import dequantize
@@ -258,7 +264,8 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         file = safe_open(folder / ARRAYS, "numpy").__enter__()
         stored, about = set(file.keys()), file.metadata() or {}
     except (SafetensorError, OSError) as e:
-        raise InputError(f"{folder / ARRAYS} cannot be read: {' '.join(str(e).split())}") from e
+        why = f"{' '.join(str(e).split())}{pickle_in(folder)}"
+        raise InputError(f"{folder / ARRAYS} cannot be read: {why}") from e
     checksum, step = about.get("base_checksum"), about.get("base_step")
     base = _open_base(folder, path, int(step) if step else None, open_weights)
     if base.config.type != "llama3":
@@ -273,18 +280,18 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
         raise InputError(
             f"{folder / ARRAYS} is of another model than {path}: it {verb} {different[0]}"
         )
+    theirs_of = dict(rank="r", alpha="lora_alpha", dropout="lora_dropout", rslora="use_rslora")
+    defaults = dict(lora_dropout=0.0, use_rslora=False)
     try:
-        lora = Lora(
-            rank=page["r"],
-            alpha=page["lora_alpha"],
-            targets=sorted(adapted),
-            dropout=page.get("lora_dropout", 0.0),
-            rslora=page.get("use_rslora", False),
-        )
+        given = {ours: (defaults | page).get(key) for ours, key in theirs_of.items()}
+        lora = Lora(targets=sorted(adapted), **given)
         # pyrefly: ignore[bad-argument-type]
         config = type(base.config)(**base.config.model_dump() | dict(lora=lora.model_dump()))
-    except (KeyError, ValueError) as e:
-        raise InputError(f"{where}{' '.join(str(e).split())}") from e
+    except ValidationError as e:
+        error = e.errors()[0]
+        key = theirs_of.get(str(error["loc"][-1])) if error["loc"] else None
+        value = f"{key}={error['input']!r}: " if key else ""
+        raise InputError(f"{where}{value}{plain_message(error['msg'])}") from e
     arrays, shapes = {}, _shapes(config)
     for theirs in stored:
         ours = known[theirs][0]
@@ -294,6 +301,8 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
                 f"{folder / ARRAYS} is of another model than {path}: {theirs} is"
                 f" {list(x.T.shape)}, that model needs {list(shapes[ours])[::-1]}"
             )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise InputError(f"{folder / ARRAYS}: {theirs} is {x.dtype}, not floating point")
         arrays[ours] = np.array(x, np.float32, order="C")
         check_finite(arrays[ours], theirs)
     expected = Base(path, int(step) if step else None, checksum) if checksum else None

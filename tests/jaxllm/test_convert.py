@@ -186,7 +186,8 @@ BAD = {
     "NaN": (edited(**{QUERY: np.full((32, 16), np.nan, np.float32)}), {}, f"{QUERY} holds nan"),
     "null": (None, {"num_attention_heads": None}, "num_attention_heads"),
     "rope": (None, {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
-    "model": (None, {"model_type": "qwen2"}, "qwen2"),
+    "model": (None, {"model_type": "gemma2"}, "gemma2"),
+    "relative": (None, {"model_type": "qwen2"}, "q_proj.bias"),
 }
 
 

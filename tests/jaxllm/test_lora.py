@@ -5,6 +5,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -371,6 +372,9 @@ def test_targets_are_text_or_a_list():
         (dict(base_model_name_or_path="meta/none"), "of the base meta/none, which is no folder"),
         (dict(r=2), r"of another model than .*_proj.lora_.* that model needs"),
         (dict(r=1000), "lora.rank=1000 exceeds 16"),
+        (dict(r=None), r"adapter_config\.json: r=None: must be a whole number$"),
+        (dict(r=0), r"adapter_config\.json: r=0: must be at least 1$"),
+        (dict(lora_alpha="16"), r"adapter_config\.json: lora_alpha='16': must be a number$"),
     ],
 )
 def test_folders_of_peft_that_do_not_fit_are_refused(tmp_path, page, message):
@@ -378,6 +382,31 @@ def test_folders_of_peft_that_do_not_fit_are_refused(tmp_path, page, message):
     with pytest.raises(InputError, match=message) as raised:
         open_weights(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_tensors_of_peft_that_do_not_fit_are_refused(tmp_path):
+    folder = peft_folder(tmp_path)
+    path = folder / "adapter_model.safetensors"
+    whole = load_file(path)
+    name = min(whole)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        save_file({key: x.astype(dtype) for key, x in whole.items()}, path)
+        held = max(open_weights(folder).arrays.values(), key=np.size)
+        assert held.dtype == np.float32
+        assert np.any(held)
+    for changed, message in (
+        (whole | {name: whole[name].astype(np.int32)}, "lora_A.weight is int32, not floating"),
+        (whole | {name: np.full_like(whole[name], np.nan)}, "lora_A.weight holds nan"),
+        ({key: x for key, x in whole.items() if key != name}, f"it lacks {name}"),
+    ):
+        save_file(changed, path)
+        with pytest.raises(InputError, match=message):
+            open_weights(folder)
+    path.rename(folder / "adapter_model.bin")
+    with pytest.raises(
+        InputError, match=r"; adapter_model\.bin is a pickle, which is never opened$"
+    ):
+        open_weights(folder)
 
 
 @pytest.mark.parametrize(
