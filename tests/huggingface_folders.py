@@ -90,6 +90,29 @@ def folder_of(folder, name, tensors=None, **page):
     return folder
 
 
+ADAPTED = {  # targets of adapters_for
+    "mistral": ["q_proj", "k_proj", "o_proj"],
+    "qwen2": ["k_proj", "v_proj", "down_proj"],
+    "qwen3": ["q_proj", "k_proj", "gate_proj"],
+}
+
+
+def adapters_for(folder, name):
+    """A relative of Llama as `folder`/base, and adapters of rank 3 with rslora as peft's folder."""
+    base, rng, tensors = folder_of(folder / "base", name), np.random.default_rng(0), {}
+    for key, x in sorted(weights_of(name).items()):
+        module = key.removesuffix(".weight")
+        if module.rpartition(".")[2] in ADAPTED[name] and key != module:
+            for part, shape in (("A", (3, x.shape[1])), ("B", (x.shape[0], 3))):
+                array = (0.3 * rng.standard_normal(shape)).astype(np.float32)
+                tensors[f"base_model.model.{module}.lora_{part}.weight"] = array
+    save_file(tensors, folder / "adapter_model.safetensors")
+    page = dict(peft_type="LORA", task_type="CAUSAL_LM", r=3, lora_alpha=2, use_rslora=True)
+    page |= dict(base_model_name_or_path=str(base), target_modules=ADAPTED[name])
+    (folder / "adapter_config.json").write_text(json.dumps(page))
+    return folder
+
+
 def family_folder(folder, family):
     """A folder of a family of tokenizers (fixtures/text) with a tiny model of its type."""
     text = FIXTURES / "text" / family

@@ -5,11 +5,12 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import loaded_models
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from huggingface_folders import FIXTURES, fixture, folder_of, weights_of
+from huggingface_folders import ADAPTED, FIXTURES, adapters_for, fixture, folder_of, weights_of
 from lora_models import batch_of, loss_in_float64, plain_arrays, state_of, trainer_of
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -228,6 +229,28 @@ def test_merged_and_unmerged_logits_are_equal(tmp_path, quantize, dtype):
         assert error < (1e-5 if dtype == "float32" else 0.03)  # bf16 rounds the merged matrix
     if dtype == "float32" and quantize is None:
         np.testing.assert_allclose(expected, fixture("lora")["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_relatives_give_the_logits_of_peft(tmp_path, name):
+    """Read, written by write_peft and read again, and merged by convert."""
+    weights = open_weights(adapters_for(tmp_path / "peft", name))
+    (tmp_path / "out").mkdir()
+    write_peft(weights, tmp_path / "out")
+    words = [str(tmp_path / "peft"), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]
+    assert convert.main(words) == 0
+    tokens, expected = fixture("relatives")["tokens"], fixture("lora_relatives")[name]
+    limit = 4e-6 * np.abs(expected).max()
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.default_matmul_precision("highest"):
+        for folder in ("peft", "out"):
+            weights = open_weights(tmp_path / folder)
+            weights.config = weights.config.model_copy(update=FLOAT32)
+            found = logits(*load_model(weights, mesh), tokens)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=limit)
+    found = loaded_models.logits(tmp_path / "merged", tokens)  # of the base in bfloat16
+    assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
+    assert np.abs(expected - fixture("relatives")[name]).max() > 0.1  # the adapters matter
 
 
 @pytest.fixture(scope="module")
