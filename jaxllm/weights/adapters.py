@@ -284,7 +284,7 @@ def of_peft(folder: Path, open_weights: Callable) -> AdapterWeights:
     defaults = dict(lora_dropout=0.0, use_rslora=False)
     try:
         given = {ours: (defaults | page).get(key) for ours, key in theirs_of.items()}
-        lora = Lora(targets=sorted(adapted), **given)
+        lora = Lora.model_validate(given | {"targets": sorted(adapted)})
         # pyrefly: ignore[bad-argument-type]
         config = type(base.config)(**base.config.model_dump() | dict(lora=lora.model_dump()))
     except ValidationError as e:
