@@ -79,7 +79,10 @@ def load(path: Path, number: int) -> ModuleType:
     if spec is None or spec.loader is None:
         raise SystemExit(f"error: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as e:
+        raise SystemExit(f"error: {e.filename}, line {e.lineno}: {e.msg}") from e
     return module
 
 
