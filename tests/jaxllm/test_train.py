@@ -309,6 +309,24 @@ class TestFinishedRun:
             message = error_of(capsys, "--resume", "--out_dir", copy, *more)
         assert "another process is training in out_dir" in message
 
+    def test_a_resumed_run_may_change_its_rate_if_the_command_line_says_so(
+        self, copy, tmp_path, capsys, same_environment
+    ):
+        changed = yaml.safe_load((copy / "config.yaml").read_text())
+        changed["optimizer"]["learning_rate"] = 1e-4
+        (tmp_path / "changed.yaml").write_text(yaml.safe_dump(changed))
+        resumed = ["--resume", "--out_dir", str(copy), "--train.steps", str(STEPS + 2)]
+        message = error_of(capsys, *resumed, "--config", tmp_path / "changed.yaml")
+        assert "to change it say --optimizer.learning_rate 0.0001 here, or start a new" in message
+        assert f"--model.init_from {copy}, another --out_dir" in message
+        assert train.main([*resumed, "--optimizer.learning_rate", "1e-4"]) == 0
+        rates = [r["lr"] for r in read_metrics(copy / "metrics.jsonl") if r.get("loss")]
+        assert len(rates) == STEPS + 2
+        assert max(rates) > 2e-3
+        assert 1e-5 <= rates[-1] < rates[-2] < 2e-5  # 0.1 of 1e-4 at the end
+        stored = yaml.safe_load((copy / "config.yaml").read_text())
+        assert stored["optimizer"]["learning_rate"] == 1e-4  # also for the next --resume
+
     def test_resuming_with_another_model_is_refused(self, copy, capsys):
         more = ["--train.steps", "70", "--model.n_layers", "3"]
         message = error_of(capsys, "--resume", "--out_dir", copy, *more)
