@@ -20,7 +20,9 @@ from training_runs import REPO, STEPS, command, devices, error_of, final_state, 
 
 import train
 from jaxllm import config as configs
+from jaxllm.data import open_dataset
 from jaxllm.infer import generate
+from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
 from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
@@ -28,6 +30,7 @@ from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import StopSignals, lock_directory
 from jaxllm.train.profiling import StepClock
 from jaxllm.train.run import Run
+from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
@@ -259,6 +262,16 @@ def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
         "5 updates in a row were skipped (train.max_skips), up to step 12 on samples 88 to 95;"
         " its loss is a spike; raise train.skip_spikes=6.0"
     )
+
+
+@pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
+def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted):
+    config = configs.load(str(tiny), {"model.vocab_size": str(vocab_size)})
+    data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
+    lines = []
+    launch.print_header(Trainer(config, make_mesh(config.mesh)), data, lines.append)
+    note = f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size"
+    assert (note in "\n".join(lines)) == noted
 
 
 class TestFinishedRun:
