@@ -73,12 +73,16 @@ def beside(ladder: Ladder) -> list[ModuleType]:
 def load(path: Path, number: int) -> ModuleType:
     """The module in a file of the reader's, which stands for a rung."""
     if not path.is_file():
-        raise SystemExit(f"error: {path} does not exist: name a Python file of yours")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise SystemExit(f"error: {path} {what}: name a Python file of yours")
     spec = importlib.util.spec_from_file_location(f"learn.rung{number}_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"error: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as e:
+        raise SystemExit(f"error: {e.filename}, line {e.lineno}: {e.msg}") from e
     return module
 
 

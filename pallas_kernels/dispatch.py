@@ -33,6 +33,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jaxlib
 from jax import lax
+from jax._src import config as jax_config
 
 Implementation = Literal["mosaic", "xla"]
 Runs = Literal["hopper", "general", "cudnn", "xla"]
@@ -133,6 +134,9 @@ def run(
     record(decision)
     if form.is_kernel and jax.default_backend() == "gpu":
         _warn_of_compiler()
+    elif form.is_kernel and not (_rehearsing or interpreting()):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
+            _warn_of_no_gpu(op)
     try:
         return form.call(*arrays, **options)
     except (NotImplementedError, TypeError, ValueError) as e:
@@ -156,6 +160,26 @@ _PHRASES = {  # of JAX, about every kernel
 def _in_our_words(message: str) -> str | None:
     """Why a call of a kernel fails and what to do, if JAX says it of no op in particular."""
     return next((ours for theirs, ours in _PHRASES.items() if theirs in message), None)
+
+
+@functools.cache
+def _warn_of_no_gpu(op: str) -> None:
+    """Says once for each op what JAX's own error does not, which a jitted call raises after `run`.
+
+    No error: while JAX traces, nobody knows whether the program will run here or be lowered for
+    CUDA.
+    """
+    log.warning(
+        "%s: its kernel needs an NVIDIA GPU, and this process has none: the call can be lowered for"
+        ' CUDA, but not run here; to run it pass implementation=None or "xla"',
+        op,
+    )
+
+
+def interpreting() -> bool:
+    """Whether kernels traced now are for JAX's interpreter, which needs no GPU."""
+    mode = getattr(jax_config, "pallas_tpu_interpret_mode_context_manager", None)
+    return mode is not None and mode.value is not None
 
 
 def _log(decision: Decision) -> None:

@@ -7,10 +7,10 @@ import os
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config as jax_config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.options import promotions
 
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
@@ -97,8 +97,7 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 def _check_interpreter(threads: int) -> None:
     """Raises RuntimeError where JAX's interpreter would hang."""
-    mode = getattr(jax_config, "pallas_tpu_interpret_mode_context_manager", None)
-    if mode is None or mode.value is None:
+    if not dispatch.interpreting():
         return
     # The interpreter runs all warpgroups of a block at once, each in an XLA thread.  XLA has one
     # thread for each core, or $NPROC threads if NPROC is set when JAX initialises its devices.

@@ -183,12 +183,15 @@ def test_the_interpreter_finds_tokens_that_collide(capsys, caplog):
 def test_the_command_lists_and_refuses(capsys, tmp_path):
     assert command.main([]) == 0
     assert capsys.readouterr().out.count("    Rung ") == len(RUNGS)
+    (broken := tmp_path / "broken.py").write_text("def layer_norm(:\n")
     for words, why in (
         (["layer"], "no ladder layer: there are layer_norm"),
         (["layer_norm", "9"], "layer_norm has rungs 1 to 7, not 9"),
         (["check", "layer_norm", "9", __file__], "layer_norm has rungs 1 to 7, not 9"),
         (["check", "layer_norm", "2"], "write python -m learn check"),
         (["check", "layer_norm", "2", str(tmp_path / "no.py")], "no.py does not exist"),
+        (["check", "layer_norm", "2", str(tmp_path)], "is not a file: name a Python file"),
+        (["check", "layer_norm", "2", str(broken)], "broken.py, line 1: invalid syntax"),
         (["check", "layer_norm", "2", "README.md"], "README.md is not a Python file"),
         (["check", "layer_norm", "2", RUNGS[4][1].__file__], "is rung 5, not an answer to rung 2"),
         (["check", "layer_norm", "2", ladders.__file__], "has no function layer_norm"),

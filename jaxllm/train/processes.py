@@ -92,6 +92,8 @@ def watch(where: list[Place], train: Callable[[], int]) -> int:
         restore = handle_signals(stop)
         try:
             _wait(children)
+            for child in children:  # before it joined its peers, our own signal killed it
+                child.ended |= bool(received) and child.status == -signal.SIGTERM
             status = _report(children, names)
         finally:
             os.close(alive)

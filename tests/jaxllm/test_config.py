@@ -2,7 +2,7 @@ import pytest
 
 import pallas_kernels
 from jaxllm import config
-from jaxllm.config import CONFIG_DIR, InputError
+from jaxllm.config import CONFIG_DIR, InputError, command_line
 from jaxllm.config.model import MODEL_CONFIGS, RopeScaling
 
 TYPES = ", ".join(MODEL_CONFIGS)  # in the order of the union
@@ -154,3 +154,14 @@ def test_full_size_models_have_the_published_shapes():
     assert (xlstm.qk_dim, xlstm.v_dim, xlstm.ff_width) == (256, 512, 10944)
     small = config.load("vlstm_124m").model
     assert (small.qk_dim, small.v_dim) == (64, 128)
+
+
+def test_a_second_run_of_the_same_second_gets_a_name_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_line.time, "strftime", lambda form: "20260101-000000")
+    names = []
+    for _ in range(3):
+        names.append(command_line.read(["--config", "gpt2_small"]).out_dir)
+        names[-1].mkdir(parents=True)
+    first = "gpt2_small-20260101-000000"
+    assert [name.name for name in names] == [first, f"{first}-2", f"{first}-3"]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cases import slow
-from training_runs import error_of
+from training_runs import REPO, command, error_of
 
 from jaxllm import config as configs
 from jaxllm.config import InputError
@@ -175,3 +176,22 @@ def test_a_process_that_finds_no_others_is_refused(runs):
 )
 def test_wrong_places_are_refused(tiny, capsys, words, message):
     assert message in error_of(capsys, "--config", tiny, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
+def test_a_process_says_for_whom_it_waits_and_can_be_stopped(tiny, tmp_path, number, status):
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    peers = ["--processes", "2", "--process", "1", "--coordinator", address]
+    words = command(tiny, tmp_path / "run", *peers)
+    with subprocess.Popen(words, cwd=REPO, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None
+        line = waiting.stderr.readline()
+        waiting.send_signal(number)
+        rest = waiting.stderr.read()
+    assert line == f"process 1 waits for process 0 at {address}, up to five minutes\n"
+    assert rest == ""  # it was no accident
+    assert waiting.returncode == status

@@ -20,7 +20,9 @@ from training_runs import REPO, STEPS, command, devices, error_of, final_state, 
 
 import train
 from jaxllm import config as configs
+from jaxllm.data import open_dataset
 from jaxllm.infer import generate
+from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
 from jaxllm.train import launch, summary
 from jaxllm.train.checkpoint import Checkpoints
@@ -28,6 +30,7 @@ from jaxllm.train.metrics import read_metrics
 from jaxllm.train.process import StopSignals, lock_directory
 from jaxllm.train.profiling import StepClock
 from jaxllm.train.run import Run
+from jaxllm.train.step import Trainer
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment", "compiled")
@@ -261,6 +264,16 @@ def test_a_run_of_spikes_is_not_blamed_on_a_layer(tiny):
     )
 
 
+@pytest.mark.parametrize(("vocab_size", "noted"), [(500, False), (5000, True)])
+def test_a_vocabulary_far_larger_than_the_datas_is_mentioned(tiny, vocab_size, noted):
+    config = configs.load(str(tiny), {"model.vocab_size": str(vocab_size)})
+    data = open_dataset(config.data, seq_len=32, seed=0, vocab_size=vocab_size)
+    lines = []
+    launch.print_header(Trainer(config, make_mesh(config.mesh)), data, lines.append)
+    note = f"the data has {data.vocab_size} of the 5,000 ids of model.vocab_size"
+    assert (note in "\n".join(lines)) == noted
+
+
 class TestFinishedRun:
     @pytest.fixture
     def copy(self, straight, tmp_path):
@@ -308,6 +321,24 @@ class TestFinishedRun:
         with lock_directory(copy):
             message = error_of(capsys, "--resume", "--out_dir", copy, *more)
         assert "another process is training in out_dir" in message
+
+    def test_a_resumed_run_may_change_its_rate_if_the_command_line_says_so(
+        self, copy, tmp_path, capsys, same_environment
+    ):
+        changed = yaml.safe_load((copy / "config.yaml").read_text())
+        changed["optimizer"]["learning_rate"] = 1e-4
+        (tmp_path / "changed.yaml").write_text(yaml.safe_dump(changed))
+        resumed = ["--resume", "--out_dir", str(copy), "--train.steps", str(STEPS + 2)]
+        message = error_of(capsys, *resumed, "--config", tmp_path / "changed.yaml")
+        assert "to change it say --optimizer.learning_rate 0.0001 here, or start a new" in message
+        assert f"--model.init_from {copy}, another --out_dir" in message
+        assert train.main([*resumed, "--optimizer.learning_rate", "1e-4"]) == 0
+        rates = [r["lr"] for r in read_metrics(copy / "metrics.jsonl") if r.get("loss")]
+        assert len(rates) == STEPS + 2
+        assert max(rates) > 2e-3
+        assert 1e-5 <= rates[-1] < rates[-2] < 2e-5  # 0.1 of 1e-4 at the end
+        stored = yaml.safe_load((copy / "config.yaml").read_text())
+        assert stored["optimizer"]["learning_rate"] == 1e-4  # also for the next --resume
 
     def test_resuming_with_another_model_is_refused(self, copy, capsys):
         more = ["--train.steps", "70", "--model.n_layers", "3"]
