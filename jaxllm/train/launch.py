@@ -242,7 +242,7 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
         # This compilation only times, and writes the file, under another name until it is whole.
         timings.parent.mkdir(parents=True, exist_ok=True)
         # Another name each time: a program in the cache would write nothing.
-        partial = timings.with_name(f"partial-{uuid.uuid4().hex}")
+        partial = timings.with_name(f"partial-{uuid.uuid4().hex}.txt")  # .txt: as text
         lowered.compile(
             {
                 "xla_gpu_deterministic_ops": False,
