@@ -37,6 +37,12 @@ PROMPT = ["--prompt", "the", "--tokens", "4"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+@pytest.fixture(autouse=True)
+def no_tf32():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def gradients(trainer, state, batch):
     """(loss, {dotted path: gradient}) as the train step computes them."""
     loss, grads = jax.jit(trainer._gradients)(state, trainer.put_batch(batch))

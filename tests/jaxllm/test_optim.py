@@ -78,6 +78,7 @@ def test_the_global_norm_counts_every_number_once():
         assert float(norm) == pytest.approx(float(optax.tree.norm(tree)), rel=1e-6)
 
 
+@jax.default_matmul_precision("highest")  # not TF32
 def test_muon_is_that_of_optax():
     """In float32.  In bf16, as the trainer has it, small singular values' errors grow 480-fold."""
     config = OptimizerConfig(

@@ -10,7 +10,7 @@ from cases import slow
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_checks import kernels_run_here
+from kernel_checks import ON_GPU, kernels_run_here
 
 from pallas_kernels import mosaic
 from pallas_kernels.pipeline import Ring
@@ -125,6 +125,7 @@ def test_loads_run_ahead_across_items(lengths, slots):
     np.testing.assert_array_equal(call(across_items, x, slots, lengths=lengths), [want, want])
 
 
+@pytest.mark.skipif(ON_GPU, reason="a race natively ends the process's CUDA context")
 @pytest.mark.parametrize("method", ["wait", "claim"])
 def test_a_step_that_nobody_waits_for_is_a_race(monkeypatch, method):
     """The tests above can fail: without a wait the interpreter objects."""
