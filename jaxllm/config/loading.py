@@ -78,7 +78,7 @@ def _find(name_or_path: str) -> Path:
     for path in (*tried, *(CONFIG_DIR / p for p in tried)):
         if os.path.exists(path) and not path.is_dir():
             return path
-    if tried[0].is_symlink() and not tried[0].exists():
+    if os.path.islink(tried[0]):  # pathlib would raise for a name that is too long
         gone = os.readlink(tried[0])
         raise InputError(f"configuration {name_or_path} is a link to {gone}, which does not exist")
     if os.path.isdir(tried[0]):

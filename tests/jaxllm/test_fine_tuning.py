@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import jax
@@ -169,12 +170,10 @@ def straight(tiny, compiled, tmp_path_factory):
 
 def test_a_killed_run_on_conversations_continues_bit_for_bit(tiny, straight, tmp_path):
     out_dir = tmp_path / "killed"
-    killed = subprocess.Popen(command(tiny, out_dir), cwd=REPO, stdout=subprocess.PIPE, text=True)
-    for line in killed.stdout:
-        saved = (out_dir / "checkpoints/4/_CHECKPOINT_METADATA").exists()
-        if line.startswith("step ") and saved:
-            killed.send_signal(signal.SIGKILL)
-    killed.stdout.close()
+    killed = subprocess.Popen(command(tiny, out_dir), cwd=REPO, stdout=subprocess.DEVNULL)
+    while killed.poll() is None and not list(out_dir.glob("checkpoints/4/_CHECKPOINT_METADATA")):
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
     assert killed.wait(timeout=240) == -signal.SIGKILL
     assert max(losses(out_dir)) < STEPS
     done = run(tiny, out_dir, "--resume")

@@ -218,7 +218,7 @@ def test_which_files_count(tmp_path, capsys):
     with pytest.raises(InputError, match=r"holds no model\.safetensors and no .*consolidated"):
         open_weights(folder)
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"holds an adapter \(adapter_config\.json\)"):
+    with pytest.raises(InputError, match=r"adapter_config\.json: base_model_name_or_path=None"):
         open_weights(folder)
 
     # Mistral's folders hold its own files beside those for transformers.
