@@ -31,7 +31,7 @@ def run(mesh, quantize, dropout=0.25):
 
 if __name__ == "__main__":
     found = {name: run(mesh, None) for name, mesh in MESHES.items()}
-    # The tensor axis computes each batch in halves, which have dropout keys of their own.
+    # The tensor axis computes each batch in halves, each with its own dropout key.
     for name, mesh in (("one", {}), ("tensor", dict(data=1, tensor=2))):
         found[f"{name}, without dropout"] = run(mesh, None, 0.0)
     found |= {f"{name}, packed": run(MESHES[name], "int8") for name in ("one", "fsdp")}

@@ -23,6 +23,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 B, F, I = "bfloat16", "float32", "int32"
+VLSTMS = {  # B, T, NH, DQK, DV
+    "124M": (8, 1024, 4, 96, 192),
+    "7B": (1, 8192, 8, 256, 512),
+    "4x2048": (4, 2048, 8, 64, 128),
+}
 
 # name: (op, arrays by position, arrays by name, options).  An array is (shape, dtype) with normal
 # values, (shape, dtype, scale, offset), or (shape, int32, below).
@@ -237,7 +242,7 @@ def case_op(name, folder):
         })  # fmt: skip
     return found | {
         "bits_equal": all(r["bits"] for r in rows),
-        "ratios_ok": all(r["ok"] for r in rows),  # within 2, or not above those of our op in JAX
+        "ratios_ok": all(r["ok"] for r in rows),  # within 2, or not above our op's in JAX
         "arrays": rows,
     }
 
@@ -599,11 +604,7 @@ def case_time_vlstm():
     import pallas_kernels.torch as pk
 
     found = {"device": torch.cuda.get_device_name()}
-    for name, (Bz, T, H, DQ, DV) in {
-        "124M": (8, 1024, 4, 96, 192),
-        "7B": (1, 8192, 8, 256, 512),
-        "4x2048": (4, 2048, 8, 64, 128),
-    }.items():
+    for name, (Bz, T, H, DQ, DV) in VLSTMS.items():
         try:
             q, k = (
                 torch.randn(Bz, T, H, DQ, device="cuda").bfloat16().requires_grad_() for _ in "ab"
@@ -704,11 +705,7 @@ def case_jax_times():
             "f": measure(jax.jit(op), q, q, q),
             "fb": measure(both(op), q, q, q, q),
         }
-    for name, (Bz, T, H, DQ, DV) in {
-        "124M": (8, 1024, 4, 96, 192),
-        "7B": (1, 8192, 8, 256, 512),
-        "4x2048": (4, 2048, 8, 64, 128),
-    }.items():
+    for name, (Bz, T, H, DQ, DV) in VLSTMS.items():
         try:
             q = jax.random.normal(key, (Bz, T, H, DQ), jnp.bfloat16)
             v = jax.random.normal(key, (Bz, T, H, DV), jnp.bfloat16)

@@ -1,6 +1,5 @@
 """The model sections of the configuration: the settings of each architecture."""
 
-import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -90,9 +89,14 @@ class Lora(Section):
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
+    @property
+    def names(self) -> list[str]:
+        """The names in `targets`."""
+        return [name.strip() for name in self.targets.split(",")]
+
     def adapts(self, name: str) -> bool:
         """Whether the matrix of this name gets an adapter."""
-        return self.targets == "all" or name in re.split(r"\s*,\s*", self.targets.strip())
+        return self.targets == "all" or name in self.names
 
 
 class _Model(Section):
@@ -224,10 +228,10 @@ class Llama3Config(AttentionConfig):
         )
         widths = dict(q_proj=(C, Q), k_proj=(C, K), v_proj=(C, K), o_proj=(Q, C))
         widths |= dict(gate_proj=(C, F), up_proj=(C, F), down_proj=(F, C))
-        for name in lora.targets.split(","):
-            if name.strip() not in ("all", *widths):
+        for name in lora.names:
+            if name not in ("all", *widths):
                 raise ValueError(
-                    f"lora.targets={lora.targets!r} names {name.strip()!r}, which does not exist;"
+                    f"lora.targets={lora.targets!r} names {name!r}, which does not exist;"
                     f" there are {', '.join(widths)}, or all"
                 )
         for name, (inside, outside) in widths.items():

@@ -9,13 +9,13 @@ from jaxllm.data.loader import IGNORE, Tokens
 
 
 class Packed:
-    """Rows of whole conversations, each a segment of its own, as a source of samples.
+    """Rows of whole conversations, each a segment, as a source of samples.
 
     A conversation of n tokens takes n - 1 places: its last token is only a label.
     """
 
     def __init__(self, entries: Tokens, spans: np.ndarray, seq_len: int):
-        """entries: 2 id + (1 if the token has loss); spans: (n, 2), those of the conversations."""
+        """entries: 2 id + (1 if the token has loss); spans: (n, 2), of conversations."""
         self._entries, self._spans, self._seq_len = entries, spans, seq_len
         self.tokens = int((spans[:, 1] - spans[:, 0]).sum())
         self._rows = best_fit((spans[:, 1] - spans[:, 0] - 1).tolist(), seq_len)

@@ -175,7 +175,7 @@ class Source:
 
 
 def _known_columns(path: Path, columns: Collection[str], schema) -> list[str]:
-    """Those of `columns` that a parquet file has; raises InputError if it has none."""
+    """The names in `columns` that a parquet file has; raises InputError if it has none."""
     found = [name for name in schema.names if name in columns]
     if not found:
         raise InputError(f"{path} has none of the columns {', '.join(sorted(columns))}")

@@ -30,7 +30,7 @@ Openable = RunWeights | PackedWeights | AdapterWeights
 
 
 def open_run(directory: str | Path, step: int | None = None) -> Openable:
-    """Opens packed weights, a folder of peft, or a run's newest checkpoint or that of `step`.
+    """Opens packed weights, a folder of peft, or a run's newest checkpoint or `step`'s.
 
     Raises InputError.
     """
@@ -48,17 +48,16 @@ def open_run(directory: str | Path, step: int | None = None) -> Openable:
     return weights
 
 
-def open_tokenizer(weights: Openable) -> Tokenizer:
-    """Opens the tokenizer in the run's directory; raises InputError."""
+def open_tokenizer(weights: HuggingFaceWeights | Openable) -> Tokenizer:
+    """Opens the tokenizer in the weights' folder; raises InputError."""
     folder = text_folder(weights)
     if not Tokenizer.present(folder):
         raise InputError(
             f"{folder / 'tokenizer.json'} is missing: the run's data had none; copy the"
             " tokenizer.json that encoded the data there"
         )
-    tokenizer = Tokenizer(
-        folder, end_token=None if weights.run is None else weights.run.data.end_token
-    )
+    run = getattr(weights, "run", None)  # weights of others have none
+    tokenizer = Tokenizer(folder, end_token=None if run is None else run.data.end_token)
     tokenizer.check(weights.config.vocab_size)
     return tokenizer
 

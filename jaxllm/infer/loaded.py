@@ -41,9 +41,7 @@ class Loaded(NamedTuple):
 def load(path: str | Path, step: int | None = None) -> Loaded:
     """`jaxllm.load`."""
     weights = open_weights(path, step)
-    run = getattr(weights, "run", None)
-    tokenizer = Tokenizer(weights.folder, end_token=run and run.data.end_token)
-    tokenizer.check(weights.config.vocab_size)
+    tokenizer = decode.open_tokenizer(weights)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         model = nnx.merge(*decode.load_model(weights, mesh))

@@ -6,10 +6,10 @@ from flax import nnx
 
 
 class _Signature:
-    """That of the class' constructor; the metaclass of nnx.Module shows *args and **kwargs."""
+    """The constructor's signature; nnx.Module's metaclass shows *args and **kwargs."""
 
     def __get__(self, layer, of):
-        if layer is not None:  # whose signature is that of its __call__
+        if layer is not None:  # its signature comes from __call__
             raise AttributeError("__signature__")
         _, *arguments = inspect.signature(of.__init__).parameters.values()
         return inspect.Signature(arguments)

@@ -59,7 +59,7 @@ class Llama3Block(Layer):
 
 
 class Llama3(LanguageModel):
-    """Llama of any size, with a head of its own or a tied one, and its relatives."""
+    """Llama of any size, with an untied or a tied head, and its relatives."""
 
     def __init__(self, config: Llama3Config, *, fp8: str = "none", rngs: nnx.Rngs):
         super().__init__(

@@ -164,7 +164,7 @@ def initial_state(
 ) -> tuple[TrainState, Base | None]:
     """(state to train from, what identifies the base of adapters).
 
-    The state is that of the checkpoint of step `restored`, or a new one.
+    The state comes from the checkpoint of step `restored`, or is new.
     weights: the result of `open_initial_weights`.  advice: for when memory runs out.
     Raises InputError if the base is another one than before.
     """
@@ -225,7 +225,7 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
     """Compiles a deterministic program with the matmul kernels that are the fastest on this GPU.
 
     timings: where the run stores them, or will; None: with XLA's first choice, which is not timed.
-    A new run takes those of an earlier run of the same program from our cache.
+    A new run takes the times of an earlier run of the same program from our cache.
     """
     if timings is None:
         return compile_kept(lowered)

@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
     """Everything that a step changes; the data position follows from `step`."""
 
     step: jax.Array  # int32, steps done
-    params: nnx.State  # fp32: all, or those of the adapters
+    params: nnx.State  # fp32: all, or only the adapters
     opt_state: optax.OptState
     watch: guard.Watch
     # The blocks' matrices in the compute dtype.  The optimizer writes them while the new parameters

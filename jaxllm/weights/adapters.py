@@ -49,7 +49,7 @@ _FREE = set(
 
 
 class Base(NamedTuple):
-    """What identifies a base: the checksum is that of all its parameters in float32."""
+    """What identifies a base: the checksum covers all its parameters in float32."""
 
     path: str
     step: int | None  # of a run
@@ -104,7 +104,7 @@ class AdapterWeights:
         return np.asarray(self._merged(name, self._held(name)))
 
     def verify(self) -> None:
-        """Raises InputError if the base, all of which was read, is not that of the adapters."""
+        """Raises InputError if the adapters belong to another base; all of it was read."""
         if self.expected is not None:
             packed = isinstance(self.base, PackedWeights)
             # pyrefly: ignore[missing-attribute]

@@ -12,7 +12,7 @@ dQ += dS K of a step runs on under the next one, so K has a slot more than V.  T
 also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
 leave a step: it does not wait for the others.
 
-The copies are not those of pipeline.Ring: one `free` guards K and V, whose rings differ in length.
+The copies do not use pipeline.Ring: one `free` guards K and V, whose rings differ in length.
 """
 
 import functools

@@ -16,7 +16,7 @@ import numpy as np
 from jax._src.lib.mlir import ir, passmanager
 from jax.extend import core
 
-# What wraps a jaxpr of its own without changing its meaning, and the parameter that holds it.
+# What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -94,7 +94,7 @@ class _Walk:
         return self.new(x)
 
     def walk(self, jaxpr, args: Sequence[int]) -> list[int]:
-        """The numbers of the jaxpr's results for those of its arguments."""
+        """The numbers of the jaxpr's results, given the numbers of its arguments."""
         consts = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         numbers = dict(zip(jaxpr.invars, args, strict=True))

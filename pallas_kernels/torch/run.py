@@ -472,7 +472,7 @@ class Runner:
     def _constants(self, device) -> dict[int, torch.Tensor]:
         found = self.constants.get(device)
         if found is None:
-            # In a thread of its own: these outlive this call, and may come neither from a CUDA
+            # In a new thread: these outlive this call, and may come neither from a CUDA
             # graph's pool of memory nor be inference tensors, both of which belong to a thread.
             thread = threading.Thread(target=self._make_constants, args=(device,))
             thread.start()

@@ -495,7 +495,7 @@ def test_a_token_without_loss_matters_only_to_what_attends_to_it(config, tmp_pat
         assert float(again) == float(right)
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(same), strict=True):
             np.testing.assert_array_equal(a, b)
-    # A question before an answer: the loss of its own conversation changes, no other's.
+    # A question before an answer: the loss of the same conversation changes, no other's.
     assert float(changed(1)[0]) != float(right)
     others = np.where(row["segment_ids"] == 0, IGNORE, row["labels"])
     assert float(changed(1, labels=others)[0]) == float(loss(params, row | {"labels": others})[0])

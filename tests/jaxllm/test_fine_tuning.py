@@ -38,7 +38,7 @@ SHAPE = """--model.vocab_size 400 --model.n_layers 2 --model.n_heads 4 --model.n
     --optimizer.warmup_steps 5 --sample.tokens 40""".split()
 STEPS = 40  # of the runs that are killed
 ASKED = "What does the fox like?"
-# Further options of a fine-tuning: its learning rate, and with LoRA those of the adapters.
+# Further options of a fine-tuning: its learning rate, and with LoRA the settings of the adapters.
 KINDS = {
     "all parameters": "--optimizer.learning_rate 3e-3".split(),
     "lora": "--optimizer.learning_rate 1e-2 --model.lora.rank 16 --model.lora.alpha 32".split(),

@@ -60,7 +60,7 @@ def shared(slots, _, x, out, smem, full, free):
 
 
 def own(slots, _, x, out, smem, full, free):
-    """Each warpgroup has a ring of its own and takes every other step; nobody else reads them."""
+    """Each warpgroup has its ring and takes every other step; nobody else reads them."""
     steps, wg = x.shape[0], lax.axis_index("wg")
     ring = Ring(slots, full, first=wg * slots, flat=True)
     send = lambda n: pl.when(2 * n + wg < steps)(lambda: ring.send(n, x.at[2 * n + wg], smem))
