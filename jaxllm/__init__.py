@@ -1,5 +1,7 @@
 """Flax models, data and training on the kernels of pallas_kernels."""
 
+__version__ = "0.1.0"
+
 
 def load(path, step=None):
     """The model, the tokenizer and the model's configuration in a folder, as a named tuple.
@@ -12,11 +14,3 @@ def load(path, step=None):
     from jaxllm.infer.loaded import load
 
     return load(path, step)
-
-
-def __getattr__(name):
-    if name != "__version__":
-        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
-    from importlib.metadata import version
-
-    return version("jaxllm")

@@ -40,7 +40,7 @@ FIGURES = REPO / "docs" / "gpu"
 PARTS = ["tests", "random", "ops", "steps"]
 UNITS = {"ops": ("ms",), "steps": ("tokens/s", "GiB")}
 # A part that exceeds its limit is stopped, and the others continue; "turn": one process's timing.
-SECONDS = {"tests": 420, "random": 270, "compile": 120, "turn": 60, "all": 1110, "slow": 600}
+SECONDS = {"tests": 420, "random": 250, "compile": 120, "turn": 60, "all": 1110, "slow": 600}
 # These use the CPU wherever they run, or check texts, files and the tests themselves; CI runs them.
 NOT_HERE = [
     *("test_house.py", "test_readme.py", "test_gpu_random.py", "test_gpu_run.py"),
@@ -55,6 +55,7 @@ NOT_HERE = [
     *("pallas_kernels/test_dispatch_shapes.py", "pallas_kernels/test_random_calls.py"),
     "pallas_kernels/test_torch.py",  # on PyTorch's CPU; natively: torch_native.py
 ]
+PYTESTS = 16  # each may take 4 GiB of the GPU
 PROCESSES = 12  # compile in parallel; each takes 0.5 GiB of the GPU and about one core
 
 
@@ -76,7 +77,7 @@ def run_tests(log: Path, dry: bool, slow: bool) -> tuple[dict, dict[str, str]]:
     """Runs pytest; returns its counts and {name: reason} of failed tests."""
     # worksteal spreads a file with many compilations over all processes.  Each of them then makes
     # the file's fixture, which takes half a minute in test_train.py.
-    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(os.cpu_count())]
+    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(min(PYTESTS, os.cpu_count() or 1))]
     command += ["-m", ""] if slow else []
     command += ["--dist", "worksteal", "-p", "no:benchmark"]  # pytest-benchmark warns under xdist
     command += ["tests/jaxllm/test_optim.py"] if dry else ["tests"]

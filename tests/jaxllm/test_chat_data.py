@@ -494,7 +494,8 @@ def test_a_token_without_loss_matters_only_to_what_attends_to_it(config, tmp_pat
         again, same = changed(place)
         assert float(again) == float(right)
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(same), strict=True):
-            np.testing.assert_array_equal(a, b)
+            # On a GPU the encoder sums its gradient in the order of the sorted ids.
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     # A question before an answer: the loss of the same conversation changes, no other's.
     assert float(changed(1)[0]) != float(right)
     others = np.where(row["segment_ids"] == 0, IGNORE, row["labels"])

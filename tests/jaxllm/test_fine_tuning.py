@@ -114,6 +114,7 @@ def test_a_model_learns_to_answer_in_the_style_of_200_conversations(
     said = capsys.readouterr().out
     assert re.search(r"200 conversations, [\d,]+ tokens, \d\d\.\d% with loss", said)
     more = [*KINDS[kind], "--train.steps", "100", "--sample.prompt", ASKED]
+    more += ["--sample.temperature", "0"]
     assert main([*train, *SHAPE, *more]) == 0
     said = capsys.readouterr().out
     assert re.search(r"epochs   \d[\d.]+ \(100 steps of 8 rows\)", said)

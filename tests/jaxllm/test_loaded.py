@@ -4,6 +4,7 @@ import inspect
 import math
 import pydoc
 import shutil
+from importlib.metadata import PackageNotFoundError, version
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +48,10 @@ def test_a_folder_without_a_model_or_a_tokenizer_is_one_line(tmp_path):
 
 
 def test_the_version_is_that_of_the_package():
-    assert jaxllm.__version__.count(".") == 2
-    with pytest.raises(AttributeError, match="no attribute 'versoin'"):
-        jaxllm.versoin  # noqa: B018
+    try:
+        assert jaxllm.__version__ == version("jaxllm")
+    except PackageNotFoundError:
+        pytest.skip("a checkout that is not installed")
 
 
 LAYERS = [getattr(jaxllm.layers, name) for name in jaxllm.layers.__all__]

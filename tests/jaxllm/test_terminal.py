@@ -137,7 +137,7 @@ def shown(folder, columns, **env):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")} | env
-    env |= {"PYTHONPATH": str(REPO)}
+    env["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-c", LOGS], cwd=folder, env=env, stdout=theirs, stderr=theirs
     )
