@@ -190,7 +190,7 @@ def sum_own_keys(w: DkvWorker, i: KeysItem, add):
     pl.run_scoped(both, acc, acc)
 
 
-def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, _):
+def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
     here = own(w, i, step)
@@ -203,6 +203,8 @@ def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot,
         load_later(w, i, step.g, step.r)
         # Compute P under dP, accumulate dV.
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        if runs_on(s) and not begins:
+            release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
@@ -210,8 +212,9 @@ def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot,
         ds = p * (dp + column(w, smem.minus_delta, slot))
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
-        plgpu.wgmma_wait(0)
-        release(w, step.n)
+        if not runs_on(s):
+            plgpu.wgmma_wait(0)
+            release(w, step.n)
 
     acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
     pl.run_scoped(add, acc, acc)

@@ -106,7 +106,7 @@ def runs_on(s: Schedule) -> bool:
     A slot then stays taken for a step more.  `add_halves` loads before it frees one, so its ring
     needs two slots more than `ahead`: with fewer, the warp that loads waits for its own warpgroup.
     """
-    return in_halves(s) or pairs_up(s)
+    return in_halves(s) or pairs_up(s) or s.stages > 3
 
 
 def stream_of(s: Schedule, segments, wg, item) -> QueryStream:
