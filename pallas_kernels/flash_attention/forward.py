@@ -296,18 +296,6 @@ def first_step(w: ForwardWorker, i: Item):
     return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
 
 
-def wait_for_keys(w: ForwardWorker, i: Item, n):
-    """Waits for the keys of step n, if it is one of this item.
-
-    The step before does so between its softmax and its wait for O += P V: the barrier's loop keeps
-    ptxas from moving that wait up to the beginning of the softmax, which would run under nothing.
-    """
-
-    @pl.when(n < i.last)
-    def _():
-        w.k.ring.wait(n)
-
-
 def step(w: ForwardWorker, i: Item, o_acc, n, carry):
     """Adds the values of the step before to O under the scores and softmax of step n."""
     s = w.schedule
@@ -315,6 +303,7 @@ def step(w: ForwardWorker, i: Item, o_acc, n, carry):
     masked = ((n < i.unmasked) | (n >= i.edge)) if mixes_masks(s) else False
     slot, before = w.k.ring.slot(n), w.v.ring.slot(n - 1)
     # Issue both matmuls.
+    w.k.ring.wait(n)
     my_turn(w)
 
     def issue(s_acc):
@@ -329,7 +318,6 @@ def step(w: ForwardWorker, i: Item, o_acc, n, carry):
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     # Compute the softmax under O += P V.
     p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
-    wait_for_keys(w, i, n + 1)
     # Rescale O.
     o = o_acc[...]  # waits for O += P V
     w.v.ring.release(n - 1)
@@ -345,7 +333,6 @@ def accumulate(w: ForwardWorker, i: Item, o_acc):
     my_turn(w)
     carry = first_step(w, i)
     load_following_q(w, i)
-    wait_for_keys(w, i, i.first + 1)
     # Walk over the others.
     p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
     if w.schedule.packed:
