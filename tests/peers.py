@@ -1,14 +1,14 @@
 """Times the peers of docs/benchmarks.md and docs/vlstm.md on this GPU in one run with ours.
 
-    python tests/peers.py attention             ours, JAX (cuDNN, XLA), tokamax, PyTorch
+    python tests/peers.py attention             ours, JAX (cuDNN, XLA), FA3, tokamax, PyTorch
     python tests/peers.py vlstm                 ours, mlstm_kernels
     python tests/peers.py quantized_linear      ours, gemlite, PyTorch in bfloat16, int8 and fp8
     python tests/peers.py train gpt2_124m 32    PyTorch with torch.compile; then run train.py
     python tests/peers.py train vlstm_124m 32   the same with each of mlstm_kernels' two cells
     python tests/peers.py train llama3_1b 4 --fp8 tensorwise       the same with torchao's float8
 
-It needs an NVIDIA GPU, and torch, torchao, tokamax, mlstm_kernels and gemlite for their rows; the
-row of a missing peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
+It needs an NVIDIA GPU, and torch, torchao, tokamax, dew-flash-attn-cu13 (FlashAttention-3 for JAX),
+mlstm_kernels and gemlite for their rows; the row of a missing peer says so.  JAX's calls take turns, and CUPTI times their kernels, as in
 pallas_kernels.benchmark.  CUDA events time PyTorch's calls, including launches and gaps.
 """
 
@@ -67,6 +67,11 @@ def attention() -> None:
             q, k, v, is_causal=causal, implementation=implementation
         )
 
+    def fa3(q, k, v, *, causal):
+        from dew_flash_attn import flash_mha
+
+        return flash_mha(q, k, v, is_causal=causal)
+
     chosen = [c for c in cases.CASES if c.op == "attention" and c.variant in ("", "full")]
     for case, sizes in ((c, sizes) for c in chosen for sizes in c.sizes):
         print(f"attention {case.variant} {text(sizes)}, ms")
@@ -75,6 +80,7 @@ def attention() -> None:
         dy = run.cotangents(run.on_xla(case), inputs)
         ops = {"jaxllm": run.public(case, implementation="mosaic")}
         ops["JAX cuDNN"] = functools.partial(case.cudnn, **case.options)
+        ops["FlashAttention-3"] = functools.partial(fa3, causal=causal)
         for kind in ("mosaic", "triton"):
             ops[f"tokamax {kind}"] = functools.partial(tokamax, causal=causal, implementation=kind)
         if case.xla:
