@@ -8,7 +8,7 @@
     python tests/peers.py train llama3_1b 4 --fp8 tensorwise       the same with torchao's float8
 
 It needs an NVIDIA GPU, and torch, torchao, tokamax, dew-flash-attn-cu13 (FlashAttention-3 for JAX),
-mlstm_kernels and gemlite for their rows; the row of a missing peer says so.  JAX's calls take turns,
+mlstm_kernels and gemlite for their rows; a missing peer's row says so.  JAX's calls take turns,
 and CUPTI times their kernels, as in pallas_kernels.benchmark.  CUDA events time PyTorch's calls,
 including launches and gaps.
 """
