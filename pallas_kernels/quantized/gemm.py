@@ -1,5 +1,9 @@
 """The kernel of quantized_linear for many rows: y^T = w'^T x^T, and w' is unpacked in registers.
 
+The gradient dx^T = w' dy^T is the same kernel with `back`: rows of its wgmmas are k, it sums over
+n, and the unpacked registers are transposed on their way (unpack.py).  Read K and N for each other
+below: y is dx, x is dy, 64 columns n are 64 of k, and a turn of 256 k is one of 256 n.
+
 As in matmul.py 64 columns n of w' are the rows of a wgmma, its left operand in registers, and rows
 of x its columns.  Here the tensor core is the limit, so it must never wait for unpacking:
 
@@ -36,7 +40,15 @@ from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
+from pallas_kernels.quantized.unpack import (
+    COLUMN_SCALES,
+    LANE_WORDS,
+    PLANE_WORDS,
+    SCALES,
+    right_operand,
+    tile,
+    transposed_tile,
+)
 
 _N = 64  # rows of a wgmma, the columns of four tiles
 _TILES = _N // COLUMNS
@@ -73,24 +85,37 @@ class ManyPlan(NamedTuple):
     slots: int
     stages: int
     splits: int
+    back: bool = False  # dx, not y
+    group: int = 1  # k in a group, if `back` and `grouped`
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 n in a slot."""
+        return _TURN // COLUMNS if self.back else _TILES
 
 
-def plan(m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS) -> ManyPlan:
-    """The plan for M rows of x that should take least time."""
+def plan(
+    m: int, weight: QuantizedWeight, most_splits: int = _MOST_SPLITS, *, back: bool = False
+) -> ManyPlan:
+    """The plan for M rows of x (of dy for `back`) that should take least time."""
     turns = mosaic.cdiv(weight.steps * weight.step, _TURN)
     sets = mosaic.cdiv(weight.words.shape[0], _TILES * _WGS)
     parts = weight.parts * (_TURN // weight.step)
     groups = max(1, _TURN // (weight.group or _TURN))
+    if back:
+        turns, sets = mosaic.cdiv(weight.words.shape[0], _TURN // COLUMNS), turns * _TURN // 128
+        parts, groups = _N // weight.step, 1
     asymmetric = weight.offsets is not None
     splits = range(1, min(most_splits, turns) + 1)
     choices = [(rows, n) for rows in (256, 192, 128) for n in splits]
     rows, splits = min(choices, key=lambda choice: _clocks(m, sets, turns, *choice))
-    slot = _WGS * _TILES * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
+    tiles = _TURN // COLUMNS if back else _TILES
+    slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
     return ManyPlan(
         m, rows, sets, turns, parts, groups, weight.group is not None, max(weight.step, _BLOCK),
-        weight.bits, weight.format, asymmetric, slots, stages, splits,
+        weight.bits, weight.format, asymmetric, slots, stages, splits, back, weight.group or 1,
     )  # fmt: skip
 
 
@@ -118,6 +143,20 @@ def linear(x, weight: QuantizedWeight, bias, activation):
     return y[: p.m, : weight.shape[1]]
 
 
+def gradient(dy, weight: QuantizedWeight):
+    """dy w'^T as bfloat16 (M, K), for dy (M, N) bfloat16."""
+    p = plan(dy.shape[0], weight, most_splits=1, back=True)
+    width = max(_WGS, mosaic.cdiv(weight.shape[0], _N)) * _N
+    out = jax.ShapeDtypeStruct((mosaic.cdiv(p.m, 8) * 8, width), jnp.bfloat16)
+    dx = _product(dy, weight.words, weight.scales, weight.offsets, None, None, out, p)
+    return dx[: p.m, : weight.shape[0]]
+
+
+def has_gradient(weight: QuantizedWeight) -> bool:
+    """Whether `gradient` takes this weight: a warp has whole words and one group of its 64 k."""
+    return weight.bits in (4, 8) and weight.format != "2:4" and (weight.group or _N) % _N == 0
+
+
 def sums(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
     p = plan(x.shape[0], weight)
@@ -131,10 +170,10 @@ def _product(x, words, scales, offsets, bias, activation, out, p: ManyPlan):
     x = mosaic.pad_axis(right_operand(x, p.format), 0, 8)
     tiles = words.shape[0]
     by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
-    own = lambda shape, dtype: plgpu.SMEM((_WGS * p.slots, _TILES, *shape), dtype)
+    own = lambda shape, dtype: plgpu.SMEM((_WGS * p.slots, p.tiles, *shape), dtype)
     return mosaic.kernel(
         functools.partial(_body, p, activation),
-        name="quantized_linear_many",
+        name="quantized_linear_dx" if p.back else "quantized_linear_many",
         out_type=out,
         scratch_types=dict(
             words_smem=own((p.parts, LANES * WORDS), jnp.int32),
@@ -217,9 +256,14 @@ def _x_ring(p: ManyPlan, refs: _ManyRefs, wg=0) -> Ring:
 
 def _fetch_words(p: ManyPlan, refs: _ManyRefs, i, turn):
     """Starts the copies of this warpgroup's words and scales of the i-th turn."""
-    ring, tiles = _ring(p, refs), pl.ds(_columns() // COLUMNS, _TILES)
-    group = pl.ds(turn * p.groups if p.grouped else lax.rem(turn, jnp.int32(1)), p.groups)
-    ring.send(i, refs.words.at[tiles, pl.ds(turn * p.parts, p.parts)], refs.words_smem)
+    ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
+    if p.back:
+        tile, part = turn * p.tiles, _columns() // _N * p.parts
+        group = lax.div(_columns(), jnp.int32(p.group))
+    else:
+        tile, part, group = _columns() // COLUMNS, turn * p.parts, turn * p.groups
+    tiles, group = pl.ds(tile, p.tiles), pl.ds(group if p.grouped else zero, p.groups)
+    ring.send(i, refs.words.at[tiles, pl.ds(part, p.parts)], refs.words_smem)
     ring.send(i, refs.scales.at[tiles, group], refs.scales_smem)
     if p.asymmetric:
         ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
@@ -239,25 +283,44 @@ def _columns():
 def _multiply(p: ManyPlan, refs: _ManyRefs, i, acc, load):
     """acc += w' x^T of the i-th turn."""
     slot = _ring(p, refs).wait(i)
-    read = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
-    row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
-    per = p.step // _BLOCK  # blocks of a step of the packed form
-    parts = p.parts * per // _BLOCKS
-    words = []
-    for block in range(_BLOCKS):
-        if block % per == 0:
-            own = range(block // per * parts, (block // per + 1) * parts)
-            words = [read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
-        groups = range(block * p.groups // _BLOCKS, ((block + 1) * p.groups - 1) // _BLOCKS + 1)
-        scales = [row(refs.scales_smem, g) for g in groups]
-        offsets = [row(refs.offsets_smem, g) for g in groups if p.asymmetric]
-        w = tile(words, scales, offsets, block % per, p.bits, p.format)
+    unpacked = (_transposed if p.back else _columns_of)(p, refs, slot)
+    for block, w in enumerate(unpacked):
         s = i * _BLOCKS + block
         plgpu.wgmma(acc, w, refs.x_smem.at[_x_ring(p, refs).wait(s)].transpose((1, 0)))
         plgpu.wgmma_wait(1)
         pl.when(s >= 1)(lambda s=s: _x_ring(p, refs).release(s - 1))
         refill = lambda s=s: _x_ring(p, refs, lax.axis_index("wg")).refill(s - 2, load)
         pl.when(s >= 2)(refill)
+
+
+def _read(ref, layout):
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _columns_of(p: ManyPlan, refs: _ManyRefs, slot):
+    """w' of each step of a turn, 64 n x 64 k."""
+    row = lambda smem, g: _read(smem.at[slot, :, g], SCALES)
+    per = p.step // _BLOCK  # blocks of a step of the packed form
+    parts = p.parts * per // _BLOCKS
+    words = []
+    for block in range(_BLOCKS):
+        if block % per == 0:
+            own = range(block // per * parts, (block // per + 1) * parts)
+            words = [_read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
+        groups = range(block * p.groups // _BLOCKS, ((block + 1) * p.groups - 1) // _BLOCKS + 1)
+        scales = [row(refs.scales_smem, g) for g in groups]
+        offsets = [row(refs.offsets_smem, g) for g in groups if p.asymmetric]
+        yield tile(words, scales, offsets, block % per, p.bits, p.format)
+
+
+def _transposed(p: ManyPlan, refs: _ManyRefs, slot):
+    """w' of each step of a turn, 64 k x 64 n."""
+    for block in range(_BLOCKS):
+        tiles = range(block * _TILES, (block + 1) * _TILES)
+        words = [_read(refs.words_smem.at[slot, t], PLANE_WORDS[p.bits]) for t in tiles]
+        row = lambda smem, tiles=tiles: [_read(smem.at[slot, t], COLUMN_SCALES) for t in tiles]
+        offsets = row(refs.offsets_smem) if p.asymmetric else []
+        yield transposed_tile(words, row(refs.scales_smem), offsets, p.bits, p.format)
 
 
 def _store_sums(p: ManyPlan, refs: _ManyRefs, total):

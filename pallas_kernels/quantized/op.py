@@ -10,9 +10,9 @@ memory.  XLA writes w' and reads it again, which is nine times the bytes for 4 b
 With `weight.plain()` in place of the weight x is quantised, too (plain.py), for many rows.
 
 All forms add in float32.  XLA and the kernels of several rows round w' to x's dtype; the kernel of
-one row does not round it.  The gradient of x is for LoRA, where rows are many: XLA dequantizes and
-multiplies.  The weight has no gradient.  Frantar et al. 2024, "MARLIN", and Park et al. 2022,
-"LUT-GEMM", describe such kernels.
+one row does not round it.  The gradient of x, for LoRA, is gemm.py's kernel for 4 and 8 bits and
+more than 64 rows; otherwise XLA dequantizes and multiplies.  The weight has no gradient.  Frantar
+et al. 2024, "MARLIN", and Park et al. 2022, "LUT-GEMM", describe such kernels.
 """
 
 import dataclasses
@@ -159,6 +159,8 @@ def _backward(activation, dtype, kernel, saved, dz):
     _, pull = jax.vjp(lambda y, bias: _finish(y, bias, activation, dtype), y, bias)
     dy, dbias = pull(dz)
     dy = dy.astype(like.dtype)
+    if kernel and _many(dy) and gemm.has_gradient(weight):
+        return gemm.gradient(dy, weight), None, dbias
     return jnp.matmul(dy, _dense(weight, dy).T), None, dbias
 
 

@@ -40,6 +40,24 @@ SCALES = plgpu.Layout.TILED(
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
+# (64 / step, 128) words of 64 k and 16 n: each warp has the words of one plane, 16 k.
+PLANE_WORDS = {
+    4: plgpu.Layout.TILED(
+        plgpu.Tiling(((1, LANES * WORDS), (WORDS,), (1,))), warp_dims=(-2,), lane_dims=(-3,),
+        vector_dim=-1,
+    ),
+    8: plgpu.Layout.TILED(
+        plgpu.Tiling(((2, LANES * WORDS), (WORDS,), (2,))), warp_dims=(-4, -2), lane_dims=(-3,),
+        vector_dim=-1,
+    ),
+}  # fmt: skip
+# (1, 16) scales of 16 n, the same in all warps.
+COLUMN_SCALES = plgpu.Layout.TILED(
+    plgpu.Tiling(((1, COLUMNS), (2,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
 
 
 def tile(words, scales, offsets, block: int, bits: int, format: Format):
@@ -55,6 +73,21 @@ def tile(words, scales, offsets, block: int, bits: int, format: Format):
     types = tuple([layout] * len(a) for layout, a in zip(kinds, arguments, strict=True))
     result = plgpu.ShapeDtypeStruct((64, 16 * PLANES), jnp.dtype(jnp.bfloat16), layout=WGMMA)
     code = _Tile(block, bits, format)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
+
+
+def transposed_tile(words, scales, offsets, bits: int, format: Format):
+    """64 k x 64 n: level s + offset as bfloat16, for 4 and 8 bits.
+
+    words: register arrays (64 / step, 128), of 4 tiles of 16 n.
+    scales, offsets: register arrays (1, 16) bfloat16 of these tiles; no offsets for symmetric
+    weights.
+    """
+    arguments = (words, scales, offsets)
+    kinds = (PLANE_WORDS[bits], COLUMN_SCALES, COLUMN_SCALES)
+    types = tuple([layout] * len(a) for layout, a in zip(kinds, arguments, strict=True))
+    result = plgpu.ShapeDtypeStruct((64, 64), jnp.dtype(jnp.bfloat16), layout=WGMMA)
+    code = _Transposed(bits, format)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
 
 
@@ -108,20 +141,56 @@ class _Tile:
         for p, weights in enumerate(operands(words, planes, self.bits, self.format)):
             group = p * len(scales) // PLANES
             for a, weight in enumerate(weights):
-                s = scales[group][a % 2]
-                if offsets:
-                    offset = offsets[group][a % 2]
-                    weight = asm("fma.rn.bf16x2 $0, $1, $2, $3;", weight, s, offset)
-                else:
-                    weight = _multiply(weight, s)
+                offset = [offsets[group][a % 2]] if offsets else []
+                weight = _scaled(weight, scales[group][a % 2], *offset)
                 out[0, 2 * p + a // 2, 0, 0, a % 2, 0, 0, 0, 0] = llvm.bitcast(pair, weight)
         layout = mgpu.WGMMA_LAYOUT
         return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Transposed:
+    """The code of `transposed_tile`."""
+
+    bits: int
+    format: Format
+
+    def in_jnp(self, words, scales, offsets):
+        """The specification, on whole arrays."""
+        words = jnp.stack(words).reshape(len(words), -1, 1, LANES, WORDS)
+        by_n = lambda rows: jnp.concatenate([_by_column(s) for s in rows]).T
+        w = formats.unpack(words, self.bits, self.format) * by_n(scales)
+        return (w + by_n(offsets) if offsets else w).astype(jnp.bfloat16)
+
+    def __call__(self, ctx, words, scales, offsets):
+        """The same in Mosaic, on the registers of one thread.
+
+        A plane has four 8 x 8 matrices, one in each register; each is transposed by itself, and
+        those of n + 8 and of k + 8 change places.
+        """
+        del ctx
+        out = np.empty((1, 2 * PLANES, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        for t, own in enumerate(words):
+            (levels,) = operands([lane_words(own)], range(1), self.bits, self.format)
+            s, *offset = (doubled(a[t].registers.flat[0]) for a in (scales, offsets) if a)
+            for a, level in enumerate(levels):
+                weight = _scaled(level, s[a % 2], *(o[a % 2] for o in offset))
+                weight = asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", weight)
+                out[0, 2 * t + a % 2, 0, 0, a // 2, 0, 0, 0, 0] = llvm.bitcast(pair, weight)
+        layout = mgpu.WGMMA_LAYOUT
+        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+
+def _scaled(level, s, offset=None):
+    if offset is None:
+        return _multiply(level, s)
+    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", level, s, offset)
+
+
 def _by_column(scales):
-    """Scales (4, 16) of n = (tile, r, 8) as (64, 1) float32."""
-    return scales.reshape(4, 8, 2).swapaxes(1, 2).reshape(-1, 1).astype(jnp.float32)
+    """Scales (tiles, 16) of n = (tile, r, 8) as (16 tiles, 1) float32."""
+    return scales.reshape(-1, 8, 2).swapaxes(1, 2).reshape(-1, 1).astype(jnp.float32)
 
 
 def operands(words, planes: range, bits: int, format: Format) -> list:
@@ -215,10 +284,11 @@ def _multiply(a, b):
 
 
 def lane_words(array) -> list:
-    """A lane's four words of an array (4, 128)."""
+    """A lane's words of an array of words, which are one register."""
     (register,) = array.registers.flat
+    count = ir.VectorType(register.type).shape[0]
     return [
-        vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(WORDS)
+        vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(count)
     ]
 
 

@@ -25,6 +25,7 @@ from pallas_kernels.quantized.op import quantized_linear_reference
 FEW = ("quantized_linear",)
 ROW = ("quantized_linear_row",)
 MANY = ("quantized_linear_many",)
+DX = ("quantized_linear_dx",)
 
 
 def check(rows, k, n, bias=None, activation=None, spread=0.0, wide=False, **options):
@@ -41,7 +42,7 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, wide=False, **opti
         with_dtype(quantized_linear),
         with_dtype(quantized_linear_reference),
         *arrays,
-        kernels=ROW if m == 1 else FEW if m <= 64 else MANY,
+        kernels=ROW if m == 1 else FEW if m <= 64 else MANY + DX * gemm.has_gradient(arrays[1]),
         differentiable=given,
         activation=activation,
     )
@@ -63,6 +64,9 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, wide=False, **opti
         slow((1,), 320, 64, dict(bits=4, group=64, format="2:4")),
         slow((11,), 512, 64, dict(bits=4, group=64, format="2:4")),
         ((67,), 256, 72, dict(bits=4, group=128)),
+        ((130,), 320, 296, dict(bits=8, group=64, symmetric=False)),  # dx: two turns, padded steps
+        slow((65,), 64, 40, dict(bits=4, group=None)),
+        slow((65,), 192, 520, dict(bits=4, group=64, symmetric=False)),
         ((2, 50), 512, 136, dict(bits=8, group=32, symmetric=False)),  # two blocks of n
         ((70,), 512, 64, dict(bits=4, group=64, format="2:4")),
         slow((300,), 512, 64, dict(bits=2, group=None)),  # three blocks of m
