@@ -138,7 +138,7 @@ def main() -> None:
                     "CASE_FOLDER": folder,
                     "CASE_START": start,
                     "XDG_CACHE_HOME": folder,
-                    "PYTHONPATH": tree,
+                    "PYTHONPATH": os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")]),
                 }
                 command = [sys.executable, __file__, case, *["--dry"] * dry]
                 ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
