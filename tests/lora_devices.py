@@ -1,6 +1,6 @@
 """Run by test_lora.py with two forced CPU devices: losses and adapters of three steps, as JSON.
 
-For one device, and for two that divide the batch, the parameters or the heads.
+For one device, and for two that divide the batch, the parameters, the heads or the tokens.
 """
 
 import json
@@ -31,8 +31,9 @@ def run(mesh, quantize, dropout=0.25):
 
 if __name__ == "__main__":
     found = {name: run(mesh, None) for name, mesh in MESHES.items()}
-    # The tensor axis computes each batch in halves, each with its own dropout key.
-    for name, mesh in (("one", {}), ("tensor", dict(data=1, tensor=2))):
+    # The tensor and the context axis compute each batch in halves, each with its own dropout key.
+    halves = dict(tensor=dict(data=1, tensor=2), context=dict(data=1, context=2))
+    for name, mesh in dict(one={}, **halves).items():
         found[f"{name}, without dropout"] = run(mesh, None, 0.0)
     found |= {f"{name}, packed": run(MESHES[name], "int8") for name in ("one", "fsdp")}
     print(json.dumps(found))

@@ -40,7 +40,7 @@ def trainer_of(lora, *, mesh=None, train=None, **model):
     optimizer = OptimizerConfig(learning_rate=1e-2, schedule="constant")
     mesh = MeshConfig(**mesh or dict(data=1))
     config = Config(model=config, train=TrainConfig(**train), optimizer=optimizer, mesh=mesh)
-    size = mesh.data * mesh.fsdp * mesh.tensor
+    size = mesh.data * mesh.fsdp * mesh.tensor * mesh.context
     return Trainer(config, make_mesh(mesh, jax.devices()[:size]))
 
 

@@ -96,7 +96,7 @@ class Lora(Section):
 
     def adapts(self, name: str) -> bool:
         """Whether the matrix of this name gets an adapter."""
-        return self.targets == "all" or name in self.names
+        return not {"all", name}.isdisjoint(self.names)
 
 
 class _Model(Section):

@@ -387,6 +387,7 @@ def test_settings_that_do_not_fit_are_refused(runs, capsys, options, message):
 
 
 def test_targets_are_text_or_a_list():
+    assert Lora(targets="q_proj,all").adapts("v_proj")
     assert Lora(targets=["q_proj", "o_proj"]) == Lora(targets="q_proj,o_proj")
     assert tiny("llama3", lora=dict(targets=" q_proj, v_proj")).lora.adapts("v_proj")
 
