@@ -120,7 +120,7 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
     Removes it at the end if it has created it and holds nothing: the run was refused.
     Raises InputError if another process holds the lock or the directory is not writable.
     """
-    path, new = out_dir / ".lock", not out_dir.exists()
+    path, new = out_dir / ".lock", [p for p in (out_dir, *out_dir.parents) if not p.exists()]
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock(path, wait=False))
@@ -137,7 +137,9 @@ def lock_directory(out_dir: Path) -> Iterator[None]:
         finally:
             if new and os.listdir(out_dir) == [path.name]:
                 path.unlink()
-                out_dir.rmdir()
+                with contextlib.suppress(OSError):  # another run is in a folder above
+                    for folder in new:
+                        folder.rmdir()
 
 
 def check_kernels(config: Config) -> None:
