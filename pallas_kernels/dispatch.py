@@ -35,6 +35,8 @@ import jaxlib
 from jax import lax
 from jax._src import config as jax_config
 
+from pallas_kernels import guard
+
 Implementation = Literal["mosaic", "xla"]
 Runs = Literal["hopper", "general", "cudnn", "xla"]
 # Why a form runs or does not: it fits; the caller asked for it; a setting, the device or the call
@@ -132,48 +134,13 @@ def run(
     form, decision, _ = choose(op, forms, implementation, *arrays, **options)
     _log(decision)
     record(decision)
-    if form.is_kernel and jax.default_backend() == "gpu":
-        _warn_of_compiler()
-    elif form.is_kernel and not (_rehearsing or interpreting()):
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
-            _warn_of_no_gpu(op)
-    try:
+    if not form.is_kernel:
         return form.call(*arrays, **options)
-    except (NotImplementedError, TypeError, ValueError) as e:
-        if not form.is_kernel or (why := _in_our_words(str(e))) is None:
-            raise
-        raise NotImplementedError(f"{op}: {why}") from None
-
-
-_PHRASES = {  # of JAX, about every kernel
-    "Only interpret mode is supported": "its kernel needs an NVIDIA GPU, and this call runs on the"
-    ' CPU; pass implementation=None or "xla"',
-    "Differentiation rule for": "its kernel has a gradient, but no second one (hessian, grad of"
-    ' grad) and no jvp; pass implementation="xla"',
-    "can't apply forward-mode": "its kernel has a gradient, but no jvp (jvp, jacfwd, hessian); pass"
-    ' implementation="xla"',
-    "sharded ref (array reference)": "its kernel cannot take sharded arrays under plain jit; call"
-    " it inside jax.shard_map(..., check_vma=False)",
-}
-
-
-def _in_our_words(message: str) -> str | None:
-    """Why a call of a kernel fails and what to do, if JAX says it of no op in particular."""
-    return next((ours for theirs, ours in _PHRASES.items() if theirs in message), None)
-
-
-@functools.cache
-def _warn_of_no_gpu(op: str) -> None:
-    """Says once for each op what JAX's own error does not, which a jitted call raises after `run`.
-
-    No error: while JAX traces, nobody knows whether the program will run here or be lowered for
-    CUDA.
-    """
-    log.warning(
-        "%s: its kernel needs an NVIDIA GPU, and this process has none: the call can be lowered for"
-        ' CUDA, but not run here; to run it pass implementation=None or "xla"',
-        op,
-    )
+    if jax.default_backend() == "gpu":
+        _warn_of_compiler()
+    how = {"asked": implementation is not None, "interpreted": interpreting()}
+    arrays = guard.guarded(op, arrays, differentiable=True, **how)
+    return form.call(*arrays, **options)
 
 
 def interpreting() -> bool:
@@ -231,7 +198,7 @@ def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | No
             return refuse("setting", f"JAXLLM_KERNELS=general, and this form is for {form.runs}")
     if not form.is_kernel and implementation == "mosaic":
         return refuse("asked", "it is no kernel of ours")
-    if form.is_kernel and (reason := shard_map_why_not()):
+    if form.is_kernel and (reason := shard_map_why_not() or guard.sharded(arrays)):
         return refuse("setting", reason)
     # Without a GPU a kernel that is asked for can be interpreted, and lowered for CUDA.
     if form.gpu and (implementation is None or device_lacks("sm_80") is None):

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, guard
 from pallas_kernels.options import promotions
 
 WGMMA = plgpu.Layout.WGMMA  # layout of a wgmma's result and of its left operand in registers
@@ -133,7 +133,8 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
             body(*refs[:count], **dict(zip(names, refs[count:], strict=True)))
 
     run.__name__ = name or body.__name__
-    return jax.custom_batching.sequential_vmap(plgpu.kernel(run, scratch_types=types, **options))
+    call = jax.custom_batching.sequential_vmap(plgpu.kernel(run, scratch_types=types, **options))
+    return lambda *arrays: call(*guard.guarded(run.__name__, arrays))
 
 
 def in_place(call, state, *arrays):

@@ -77,7 +77,7 @@ def row_linear(
     residual: added to the only result, which then has its dtype.
 
     Norm, sums, bias and activation are in float32, and are rounded once; with packed weights
-    norm(x) is rounded to x's dtype, too.  There is no gradient.
+    norm(x) is rounded to x's dtype, too.  The kernel has no gradient.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
     for a call that the kernel does not support, and for a gradient.
     """
@@ -113,7 +113,7 @@ def _rows(
     residual = None if residual is None else residual.reshape(-1)
     arrays = (x.reshape(-1), weights, biases, norm, residual)
     form = (_packed_kernel if _packed(weights) else _kernel) if kernel else _in_jnp
-    ys = _product(form, norm_eps, centered, activation, *arrays)
+    ys = form(norm_eps, centered, activation, *arrays)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
@@ -206,18 +206,6 @@ def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
 def _widths(weights) -> list[int]:
     """N of each weight."""
     return [w.shape[1] if _packed(weights) else w.shape[0] for w in weights]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _product(form, eps, centered, activation, x, weights, biases, norm, residual):
-    return form(eps, centered, activation, x, weights, biases, norm, residual)
-
-
-def _no_gradient(*_):
-    raise NotImplementedError("row_linear has no gradient: it is for generation")
-
-
-_product.defvjp(_no_gradient, _no_gradient)
 
 
 def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):

@@ -17,6 +17,8 @@ from jaxllm.data.paths import open_bytes
 from jaxllm.errors import InputError
 from jaxllm.files import lock, write_json
 
+_COMPILED = 4 << 30  # bytes of compiled programs, which have a few MB each
+
 
 def cache_folder(cache_dir: str | None) -> Path:
     """Returns `cache_dir`, or else $XDG_CACHE_HOME/jaxllm or ~/.cache/jaxllm."""
@@ -31,14 +33,30 @@ def cache_folder(cache_dir: str | None) -> Path:
 def keep_compiled() -> None:
     """Makes JAX keep compiled programs for GPUs in our cache, and read them at the next start.
 
+    Those read longest ago are deleted when all have more than _COMPILED bytes: JAX's own limit
+    (jax_compilation_cache_max_size) needs locks, which some network file systems do not have.
     Its keys hold the program, XLA's flags, all versions and the GPU.  JAX's own settings go first:
     JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
     """
     import jax  # here, as it takes seconds and must not start before XLA's flags are set
 
     if jax.default_backend() == "gpu" and not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder(None) / "compiled"))
+        folder = cache_folder(None) / "compiled"
+        _trim(folder)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _trim(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another process deletes them
+        files = [(path, path.stat()) for path in folder.glob("*-cache")]
+        files.sort(key=lambda file: max(file[1].st_atime, file[1].st_mtime))
+        excess = sum(stat.st_size for _, stat in files) - _COMPILED
+        for path, stat in files:
+            if excess <= 0:
+                break
+            path.unlink()
+            excess -= stat.st_size
 
 
 def digest(*parts: Any) -> str:

@@ -117,18 +117,29 @@ def no_long_pauses() -> Iterator[None]:
 def lock_directory(out_dir: Path) -> Iterator[None]:
     """Creates a run's directory and locks it against other processes that train.
 
+    Removes it at the end if it has created it and holds nothing: the run was refused.
     Raises InputError if another process holds the lock or the directory is not writable.
     """
+    path, new = out_dir / ".lock", [p for p in (out_dir, *out_dir.parents) if not p.exists()]
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(lock(out_dir / ".lock", wait=False))
+            stack.enter_context(lock(path, wait=False))
+            if not path.exists():  # its holder has just removed it
+                raise BlockingIOError
         except BlockingIOError as e:
             raise InputError(
                 f"another process is training in out_dir {out_dir}; wait for it, or name another"
             ) from e
         except OSError as e:
             raise InputError(f"cannot write to out_dir {out_dir}: {e.strerror}") from e
-        yield
+        try:
+            yield
+        finally:
+            if new and os.listdir(out_dir) == [path.name]:
+                path.unlink()
+                with contextlib.suppress(OSError):  # another run is in a folder above
+                    for folder in new:
+                        folder.rmdir()
 
 
 def check_kernels(config: Config) -> None:

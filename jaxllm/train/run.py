@@ -112,7 +112,7 @@ def dry_run(config: Config) -> int:
 class Run:
     """One training run: the constructor builds, checks and compiles it; `loop` trains.
 
-    stack: gets the lock of the run's directory as soon as other processes must keep out.
+    stack: gets the lock of the run's directory, which keeps other processes out.
     """
 
     def __init__(self, config: Config, out_dir: Path, resume: bool, stack: contextlib.ExitStack):
@@ -133,8 +133,10 @@ class Run:
         self.mesh = launch.join_devices(config)
         self.world, self.rank = jax.process_count(), jax.process_index()
         emit = print_line if self.rank == 0 else lambda text: None
-        if resume and self.rank == 0:  # Checkpoints would delete another process's running save
+        if self.rank == 0:  # Checkpoints would delete another process's running save
             stack.enter_context(lock_directory(out_dir))
+            if not resume:  # another process may have made it while this one started
+                command_line.check_free(out_dir)
         self.checkpoints = Checkpoints(out_dir / "checkpoints", train.keep_checkpoints)
         newest = self.checkpoints.newest() if resume else None
         if resume and newest is None:
@@ -167,9 +169,6 @@ class Run:
             self.trainer, out_dir, fresh, emit, self.advice
         )
         self.evaluate = self.trainer.eval_step()
-        if not resume and self.rank == 0:  # a new run writes nothing before this point
-            stack.enter_context(lock_directory(out_dir))
-            command_line.check_free(out_dir)
         try:
             self.log = launch.open_log(self.trainer, self.dataset, out_dir, self.start, emit)
         except OSError as e:

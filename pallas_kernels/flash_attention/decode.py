@@ -89,7 +89,7 @@ def decode_attention(
 
     Logits, softmax and sums are in float32.  P is rounded to q's dtype before it is multiplied by
     V.  With a float8 cache q k_scale and P are rounded to float16, which holds float8 exactly.
-    A position that sees no key gets zeros.  There is no gradient: use `attention`.
+    A position that sees no key gets zeros.  The kernels have no gradient: use `attention`.
     Raises ValueError for shapes or options that contradict each other, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support, and for a gradient.
     """
@@ -173,7 +173,6 @@ def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
             raise ValueError(f"{name} has shape {x.shape}, not (B, K) = ({batch}, {kv})")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _decode(form, scale, window, softcap, q, k, v, lengths, new, table, k_scale, v_scale):
     group, dtype = q.shape[2] // k.shape[2], q.dtype
     by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
@@ -190,13 +189,6 @@ def _decode(form, scale, window, softcap, q, k, v, lengths, new, table, k_scale,
     cache = cache or written  # by Hopper's kernel
     y = (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
     return (y, *cache) if cache else y
-
-
-def _no_gradient(*_):
-    raise NotImplementedError("decode_attention has no gradient: use attention")
-
-
-_decode.defvjp(_no_gradient, _no_gradient)
 
 
 def _stored(x, scale, dtype):

@@ -68,7 +68,6 @@ def advance(q, k, v, i, f, state, *, gate, normalize, eps):
     return _advance(gate, normalize, q, k, v, i, f, state)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
 def _advance(gate: str, normalize: bool, q, k, v, i, f, state):
     c, n, m = (x.astype(jnp.float32) for x in state)
@@ -86,13 +85,6 @@ def _advance(gate: str, normalize: bool, q, k, v, i, f, state):
     )
     c, (h, n, m) = mosaic.in_place_with_results(kernel, c, q, k, v, i, f, n, m)
     return h, (c, n, m)
-
-
-def _no_gradient(*_):
-    raise NotImplementedError("vlstm_step's kernel has no gradient: implementation='xla' has one")
-
-
-_advance.defvjp(_no_gradient, _no_gradient)
 
 
 def _body(gate, normalize, c_ref, q_ref, k_ref, v_ref, i_ref, f_ref, n_ref, m_ref, *outs):

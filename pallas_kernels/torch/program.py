@@ -26,7 +26,7 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-_SAME = {"name", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
+_SAME = {"name", "kernel_guard", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
 
 
 class Array(NamedTuple):

@@ -1,6 +1,7 @@
 """The choice of XLA's matmul kernels: timed once, stored with the run."""
 
 import functools
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import training_runs
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxllm.data import cache as data_cache
 from jaxllm.train import launch
 from jaxllm.train.launch import compile_autotuned
 
@@ -138,3 +140,22 @@ def test_a_resumed_run_repeats_the_bits_of_the_first(program, tiny, tmp_path):
     assert "from the checkpoint of step 20" in resumed.stdout
     assert training_runs.losses(out_dir) == whole
     assert timings.read_bytes() == stored
+
+
+def test_programs_read_longest_ago_are_deleted_above_the_limit(cache, monkeypatch):
+    folder = cache / "compiled"
+    folder.mkdir(parents=True)
+    for name, read, written in (("a", 5, 1), ("b", 2, 2), ("c", 1, 3), ("d", 4, 4)):
+        path = folder / f"{name}-cache"
+        path.write_bytes(b"x" * 10)
+        os.utime(path, (read, written))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(data_cache, "_COMPILED", 25)
+    jax.config.update("jax_compilation_cache_dir", None)
+    data_cache.keep_compiled()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["a-cache", "d-cache"]
+    jax.config.update("jax_compilation_cache_dir", str(folder.parent))
+    monkeypatch.setattr(data_cache, "_COMPILED", 0)
+    data_cache.keep_compiled()  # in a folder that the user names nothing is deleted
+    assert len(list(folder.iterdir())) == 2

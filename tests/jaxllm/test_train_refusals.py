@@ -1,5 +1,6 @@
 """Bad input to train.py gives one line and exit status 2, and writes nothing."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from training_runs import REPO, error_of
 
 from jaxllm import config as configs
 from jaxllm.config import command_line
+from jaxllm.train import launch
+from jaxllm.train.process import lock_directory
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.usefixtures("same_environment")
@@ -148,6 +151,25 @@ def test_wrong_paths_are_reported_before_jax_is_imported(tmp_path):
     errors = done.stderr.splitlines()
     assert len(errors) == len(lines)
     assert all(error.startswith("error: ") and "/nothing" in error for error in errors)
+
+
+def test_the_second_of_two_runs_that_start_together_is_refused_before_it_compiles(
+    tiny, tmp_path, capsys, monkeypatch
+):
+    """Both found the folder free when they read the command line."""
+    out, first = tmp_path / "x", contextlib.ExitStack()
+    check_kernels = launch.check_kernels
+    monkeypatch.setattr(launch, "compile_step", lambda *a: pytest.fail("it compiles"))
+    monkeypatch.setattr(launch, "check_kernels", lambda c: first.enter_context(lock_directory(out)))
+    with first:
+        message = error_of(capsys, "--config", tiny, "--out_dir", out)
+        assert f"another process is training in out_dir {out}" in message
+        assert out.is_dir()
+    assert not out.exists()  # neither wrote anything
+    out.mkdir()
+    monkeypatch.setattr(launch, "check_kernels", check_kernels)
+    error_of(capsys, "--config", tiny, "--out_dir", out, "--model.vocab_size", "200")
+    assert [path.name for path in out.iterdir()] == [".lock"]  # the user's folder stays
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")

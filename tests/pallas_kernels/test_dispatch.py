@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import kernel_checks
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import Packed, attention, dispatch, encoder, gelu, rms_norm, rope
+from pallas_kernels import Packed, attention, dispatch, encoder, gelu, rope
 from pallas_kernels.dispatch import Decision, Form, Refusal
 
 _compiler = dispatch.compiler  # tests replace it
@@ -426,44 +425,3 @@ def test_a_call_with_arrays_on_the_cpu_runs_no_kernel(capable, monkeypatch):
     with pytest.raises(NotImplementedError, match="the arrays are on the cpu"):
         dispatch.run("op", forms, "mosaic", x)
     assert dispatch.run("op", forms, None, jnp.ones(())) == 2  # goes where jit runs
-
-
-@pytest.mark.quick
-@pytest.mark.skipif(kernel_checks.ON_GPU, reason="about a process without a GPU")
-def test_a_jitted_kernel_without_a_gpu_is_told_once_in_our_words(caplog):
-    """JAX raises at lowering, of no op in particular, when `run` has returned."""
-    dispatch._warn_of_no_gpu.cache_clear()
-    x, w = jnp.ones((16, 256)), jnp.ones(256)
-    norm = lambda x: rms_norm(x, w, implementation="mosaic")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="interpret mode"):
-            jax.jit(lambda x: norm(x))(x)
-    (record,) = caplog.records
-    said = "rms_norm: its kernel needs an NVIDIA GPU, and this process has none"
-    assert record.getMessage().startswith(said)
-    with pytest.raises(NotImplementedError, match="rms_norm: its kernel needs an NVIDIA GPU"):
-        norm(x)  # at once: one line and no warning
-    dispatch._warn_of_no_gpu.cache_clear()
-    with dispatch.rehearsal():
-        jax.jit(norm).trace(x)
-    with kernel_checks.kernels_run_here():
-        jax.jit(norm)(x)
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(
-    "transform", [jax.hessian, lambda f: jax.grad(lambda x: jax.grad(f)(x).sum())]
-)
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
-def test_a_second_gradient_of_a_kernel_is_refused_in_our_words(jit, transform):
-    loss = lambda x: rms_norm(x, jnp.ones(256), implementation="mosaic").sum()
-    with pytest.raises(NotImplementedError, match=r"rms_norm: .* no second one .*\"xla\""):
-        jit(transform(loss))(jnp.ones((16, 256)))
-
-
-def test_an_array_sharded_by_its_type_is_refused_in_our_words():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((16, 256)), jax.NamedSharding(mesh, PartitionSpec("data")))
-        with pytest.raises(NotImplementedError, match="rms_norm: .* inside jax.shard_map"):
-            jax.jit(lambda x: rms_norm(x, jnp.ones(256), implementation="mosaic"))(x)
