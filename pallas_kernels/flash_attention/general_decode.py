@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.decode_plan import (
     KEYS,
     Plan,
@@ -30,6 +29,7 @@ from pallas_kernels.flash_attention.decode_plan import (
     weights_of,
 )
 from pallas_kernels.flash_attention.masks import LOWEST
+from pallas_kernels.flash_attention.schedule import width_of
 from pallas_kernels.mosaic import LOG2E, ROW, ROWS, WGMMA, along
 
 
@@ -53,12 +53,12 @@ def attend(q, k, v, lengths, scale, window, softcap):
     q = q.reshape(b, t, kv, p.group, d).swapaxes(2, 3).reshape(b, rows, kv, d)
     parts = (b, p.splits, kv)
     dtype = jnp.float32 if p.splits > 1 else p.dtype
-    tile = lambda n: ampere.tile(n, general.width_of(d), p.dtype)
+    tile = lambda n: ampere.tile(n, width_of(d), p.dtype)
     o, lse = mosaic.kernel(
         functools.partial(_body, p, rows),
         name="general_decode_attention",
         out_type=(
-            jax.ShapeDtypeStruct((*parts, ROWS, general.width_of(d)), dtype),
+            jax.ShapeDtypeStruct((*parts, ROWS, width_of(d)), dtype),
             jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32),
         ),
         scratch_types=dict(q_smem=tile(ROWS), k_smem=tile(KEYS), v_smem=tile(KEYS)),

@@ -79,15 +79,6 @@ class Visits(NamedTuple):
                 low = jnp.maximum(low, (end - 1 + offset - self.window + size) // size)
         return low, high
 
-    def limits(self, spans=None):
-        """What segments leave to a block of rows: (tiles to see, tiles without other segments).
-
-        spans: reads the block's numbers of `segment_spans`; None without segments.
-        """
-        if spans is None:
-            return (0, self.tiles), (0, self.tiles)
-        return (spans(0), spans(1)), (spans(2), spans(3))
-
 
 class Segments(NamedTuple):
     """Arrays of a call with segments, or references to them."""
