@@ -24,31 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention import keys
-from pallas_kernels.flash_attention.keys import (
-    KeysItem,
-    Step,
-    in_halves,
-    load_later,
-    pairs_up,
-    pass_by,
-    queries_of,
-    release,
-    runs_on,
-    set_of,
-    sets,
-)
-from pallas_kernels.flash_attention.masks import logits, same_segment, visible
-from pallas_kernels.flash_attention.schedule import (
-    Call,
-    Heads,
-    Tiles,
-    Worker,
-    launch,
-    schedule,
-    walk,
-    work_items,
-)
+from pallas_kernels.flash_attention import keys, masks, schedule
+from pallas_kernels.flash_attention.keys import KeysItem, Step
+from pallas_kernels.flash_attention.schedule import Call, Heads, Tiles, Worker
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 
 
@@ -78,16 +56,16 @@ def column(w: Worker, ref, slot, half=0):
 def probabilities(w: Worker, i: KeysItem, k_ids, scores, step: Step, slot, masked, half=0):
     """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, visits = w.schedule, w.schedule.visits
-    x, slope = logits(scores, s.scale, s.softcap)
+    x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked and s.packed:
         ids = w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)]
         q_ids = plgpu.load(ids, layout=COL, optimized=False)
-        x = same_segment(x, k_ids, q_ids)
+        x = masks.same_segment(x, k_ids, q_ids)
     if masked:
         # The positions are the same for all heads; without the barrier the compiler keeps them.
         tile = lax.optimization_barrier(i.stream.base + step.r)
         q0 = tile * s.columns + half * ROWS + visits.offset
-        x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
+        x = masks.visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
     return jnp.exp2(x - column(w, w.smem.lse2, slot, half)), slope
 
 
@@ -97,28 +75,28 @@ def own(w: Worker, i: KeysItem, step: Step):
     The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
     holds the descriptors of all its slices in registers.
     """
-    return jnp.minimum(i.at, step.n + w.schedule.sides * sets(w.schedule))
+    return jnp.minimum(i.at, step.n + w.schedule.sides * keys.sets(w.schedule))
 
 
 def one_head(w: Worker, i: KeysItem, add, g):
     """Walks over the steps of one query head that the warpgroup sees."""
-    s, visits, late = w.schedule, w.schedule.visits, runs_on(w.schedule)
+    s, visits, late = w.schedule, w.schedule.visits, keys.runs_on(w.schedule)
 
     def one(r, masked, begins=False):
         step = i.step(g, r)
-        slot = queries_of(w)[0].ring.wait(step.n)
+        slot = keys.queries_of(w)[0].ring.wait(step.n)
         add(step, slot, masked, begins)
 
-    pass_by(w, i, g, 0, i.first)
+    keys.pass_by(w, i, g, 0, i.first)
     if late:
         one(i.first, visits.causal or s.packed, begins=True)
     crosses = s.diagonal_crosses_tiles if late else visits.causal
-    walk(s, i, i.first + late, one, crosses=crosses)
+    schedule.walk(s, i, i.first + late, one, crosses=crosses)
     if late:
         plgpu.wgmma_wait(0)
-        release(w, i.step(g, i.last - 1).n)
+        keys.release(w, i.step(g, i.last - 1).n)
     if visits.window is not None:
-        pass_by(w, i, g, i.last, i.stream.steps)
+        keys.pass_by(w, i, g, i.last, i.stream.steps)
 
 
 def all_heads(w: Worker, i: KeysItem, add):
@@ -146,9 +124,9 @@ def buffers(w: Worker):
 
 def store(w: Worker, x, smem, target):
     plgpu.commit_smem()  # all warps have read what was there
-    smem[set_of(w)] = x.astype(w.schedule.dtype)
+    smem[keys.set_of(w)] = x.astype(w.schedule.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.at[set_of(w)], target)
+    plgpu.copy_smem_to_gmem(smem.at[keys.set_of(w)], target)
 
 
 def targets(w: Worker):
@@ -195,11 +173,11 @@ def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, ma
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         plgpu.barrier_wait(smem.do_full.at[slot])
         across(dp_acc, smem.v.at[here], smem.do.at[slot])
-        load_later(w, i, step.g, step.r)
+        keys.load_later(w, i, step.g, step.r)
         # Compute P under dP, accumulate dV.
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if runs_on(s) and not begins:
-            release(w, step.n - 1)
+        if keys.runs_on(s) and not begins:
+            keys.release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
@@ -207,9 +185,9 @@ def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, ma
         ds = p * (dp + column(w, smem.minus_delta, slot))
         ds = (ds if slope is None else ds * slope).astype(s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
-        if not runs_on(s):
+        if not keys.runs_on(s):
             plgpu.wgmma_wait(0)
-            release(w, step.n)
+            keys.release(w, step.n)
 
     acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
     pl.run_scoped(add, acc, acc)
@@ -248,10 +226,10 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
         dp_acc[...] = column(w, smem.minus_delta, slot, 0)
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], do[0])
-        load_later(w, i, step.g, step.r)
+        keys.load_later(w, i, step.g, step.r)
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         if not begins:
-            release(w, step.n - 1)
+            keys.release(w, step.n - 1)
         p, slope = to_dv(scores[:, :ROWS], 0)
         ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
         pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
@@ -297,7 +275,7 @@ def add_dv(w: Worker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begi
         across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:
-            release(w, step.n - 1)
+            keys.release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         # Hand it over.
         plgpu.barrier_wait(smem.p_free)
@@ -320,8 +298,8 @@ def add_dk(w: Worker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
         across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
         dp = dp_acc[...]
         if not begins:
-            release(w, step.n - 1)
-        load_later(w, i, step.g, step.r)
+            keys.release(w, step.n - 1)
+        keys.load_later(w, i, step.g, step.r)
         # Take P, compute dS.
         plgpu.barrier_wait(smem.p_full)
         p = plgpu.load(smem.p, layout=WGMMA)
@@ -338,8 +316,8 @@ def add_dk(w: Worker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
 
 def differentiate(w: Worker, i: KeysItem):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
-    if not pairs_up(w.schedule):
-        sum_own_keys(w, i, add_halves if in_halves(w.schedule) else add_both)
+    if not keys.pairs_up(w.schedule):
+        sum_own_keys(w, i, add_halves if keys.in_halves(w.schedule) else add_both)
         return
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(sum_dv, w, i), acc))
@@ -365,15 +343,17 @@ def one_item(w: Worker, item, following, side, n0):
         def _():
             plgpu.barrier_wait(w.smem.k_bars.at[i.at])
             plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-            pl.loop(0, s.group)(lambda g: pass_by(w, i, g, 0, i.stream.steps))
+            pl.loop(0, s.group)(lambda g: keys.pass_by(w, i, g, 0, i.stream.steps))
 
     return n0 + total
 
 
 def body(w: Worker):
-    if pairs_up(w.schedule):
+    if keys.pairs_up(w.schedule):
         pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
-    work_items(w.inputs.plan, functools.partial(keys.begin, w), functools.partial(one_item, w))
+    schedule.work_items(
+        w.inputs.plan, functools.partial(keys.begin, w), functools.partial(one_item, w)
+    )
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -390,7 +370,7 @@ def backward_dkv(
     packed, group = segments is not None, q.shape[2] // k.shape[2]
     tile = tiles(q.shape[-1], heads.q // heads.kv if heads else group)
     block = ROWS * (1 if q.shape[-1] > 128 else tile.wgs)
-    s = schedule(q, k, tile, call, heads, block=block, packed=packed, by_keys=True)
+    s = schedule.schedule_of(q, k, tile, call, heads, block=block, packed=packed, by_keys=True)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
     if written % s.columns:  # the last step has a half without queries, so its P must be 0
         lse2 = lse2.at[:, :, written:].set(1e30)
@@ -398,4 +378,6 @@ def backward_dkv(
     inputs = dict(q=q, k=k, v=v, lse2=lse2, do=dout, minus_delta=minus_delta, joint=joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
-    return launch(s, "attention_backward_dkv", body, inputs, segments, out_type, keys.scratch(s))
+    return schedule.launch(
+        s, "attention_backward_dkv", body, inputs, segments, out_type, keys.scratch(s)
+    )

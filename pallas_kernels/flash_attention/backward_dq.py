@@ -25,19 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import logits
-from pallas_kernels.flash_attention.queries import Item, Keys, in_sight, item_of, send, send_any
-from pallas_kernels.flash_attention.schedule import (
-    Call,
-    Heads,
-    Schedule,
-    Tiles,
-    Worker,
-    launch,
-    schedule,
-    walk,
-    work_items,
-)
+from pallas_kernels.flash_attention import masks, queries, schedule
+from pallas_kernels.flash_attention.queries import Item, Keys
+from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
 from pallas_kernels.mosaic import LOG2E, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
 
@@ -141,9 +131,9 @@ def load(w: Worker, i: Item, n, *tiles: Keys):
 
     def send_all(stream):
         for x in tiles:
-            send(w.schedule, x, n, stream)
+            queries.send(w.schedule, x, n, stream)
 
-    send_any(w, n, i.stream, i.following, send_all)
+    queries.send_any(w, n, i.stream, i.following, send_all)
 
 
 def refill(w: Worker, i: Item, n, free, *tiles: Keys):
@@ -237,9 +227,9 @@ def rows_of(w: Worker, i: Item) -> Rows:
 def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
     """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
     s = w.schedule
-    x, slope = logits(scores, s.scale, s.softcap)
+    x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked:
-        x = in_sight(s, i, x, n, rows.q_ids, w.smem.ids.at[s.slot(n)] if s.packed else None)
+        x = queries.in_sight(s, i, x, n, rows.q_ids, w.smem.ids.at[s.slot(n)] if s.packed else None)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
 
@@ -305,7 +295,7 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     if waits_after_p(s):
         wait_for_keys(w, i, i.first)
     one(i.first, s.visits.causal or s.ragged or s.packed)
-    walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
+    schedule.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
     store(w, i, dq_acc[...])
 
 
@@ -321,7 +311,7 @@ def store(w: Worker, i: Item, dq):
 def differentiate(w: Worker, item, following, side, n0):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
     s = w.schedule
-    i = item_of(w, item, following, side, n0)
+    i = queries.item_of(w, item, following, side, n0)
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
@@ -349,7 +339,7 @@ def differentiate(w: Worker, item, following, side, n0):
 
 def body(w: Worker):
     begin, one = (lambda item: load_rows(w, item, 0)), functools.partial(differentiate, w)
-    work_items(w.inputs.plan, begin, one)
+    schedule.work_items(w.inputs.plan, begin, one)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -357,15 +347,15 @@ def body(w: Worker):
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
     """(dq like q, lse in base 2, -delta); with `heads` the others of dq are undefined.
 
-    The last two are (B, H, stat_rows(T)) fp32.
+    The last two are (B, H, schedule.stat_rows(T)) fp32.
     """
     tile, packed = tiles(q.shape[-1], segments is not None), segments is not None
-    s = schedule(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
+    s = schedule.schedule_of(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
     inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
-    return launch(
+    return schedule.launch(
         s, "attention_backward_dq", body, inputs, segments, out_type,
         scratch(s, dlse is not None), reduction_scratch_bytes=0,
     )  # fmt: skip

@@ -4,9 +4,9 @@
 
 Each byte of the cache serves few queries, so memory limits the speed.  The T H/K queries that
 share a kv head are the rows of one matmul, and a row's keys are split over many blocks, each with
-its own softmax; their merge by the log-sum-exp is exact ("Flash decoding": Dao et al. 2023; grouped
-heads: Ainslie et al. 2023).  XLA merges the parts in order, in one kernel, so two runs are equal bit
-for bit.  A row of few tiles is one part.
+its own softmax; their merge by the log-sum-exp is exact ("Flash decoding": Dao et al. 2023;
+grouped heads: Ainslie et al. 2023).  XLA merges the parts in order, in one kernel, so two runs are
+equal bit for bit.  A row of few tiles is one part.
 
 This file has the op, its forms and its reference; decode_kernels.py has the kernels.
 """

@@ -35,34 +35,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import (
-    LOWEST,
-    logits,
-    online_softmax,
-    some_rows_see_nothing,
-)
-from pallas_kernels.flash_attention.queries import (
-    Item,
-    Keys,
-    Stream,
-    in_sight,
-    item_of,
-    send,
-    send_any,
-    stream_of,
-)
-from pallas_kernels.flash_attention.schedule import (
-    Call,
-    Heads,
-    Schedule,
-    Tiles,
-    Worker,
-    launch,
-    pad_segments,
-    schedule,
-    stat_rows,
-    work_items,
-)
+from pallas_kernels.flash_attention import masks, queries, schedule
+from pallas_kernels.flash_attention.queries import Item, Keys, Stream
+from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
 from pallas_kernels.mosaic import LOG2E, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
 
@@ -147,10 +122,10 @@ def load(w: Worker, x: Keys, n, stream: Stream, following):
 
     def send_one(stream):
         x.ring.claim(n)
-        send(w.schedule, x, n, stream)
+        queries.send(w.schedule, x, n, stream)
 
     def by_warp(warp):
-        pl.when(warp == x.warp)(lambda: send_any(w, n, stream, following, send_one))
+        pl.when(warp == x.warp)(lambda: queries.send_any(w, n, stream, following, send_one))
 
     pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
 
@@ -171,7 +146,7 @@ def load_later(w: Worker, i: Item, n):
 def begin(w: Worker, item):
     """Loads what the first item of a block needs at once."""
     load_q(w, item, 0)
-    load_from(w, 0, 0, stream_of(w, item, 0), None)
+    load_from(w, 0, 0, queries.stream_of(w, item, 0), None)
 
 
 def load_following_q(w: Worker, i: Item):
@@ -211,9 +186,9 @@ def pass_by(w: Worker, i: Item, low, high):
 def mask(w: Worker, i: Item, x, n):
     s, smem = w.schedule, w.smem
     if not s.packed:
-        return in_sight(s, i, x, n)
+        return queries.in_sight(s, i, x, n)
     q_ids = plgpu.load(smem.q_ids.at[i.at], layout=ROW, optimized=False)
-    x = in_sight(s, i, x, n, q_ids, smem.k_ids.at[keys_of(w).ring.slot(n)])
+    x = queries.in_sight(s, i, x, n, q_ids, smem.k_ids.at[keys_of(w).ring.slot(n)])
     plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
     return x
 
@@ -222,7 +197,7 @@ def scores(w: Worker, i: Item, x, n, masked):
     """Scores of step n in base 2 before the factor, from Q K^T; the tile of keys is free then."""
     s = w.schedule
     if s.softcap is not None:
-        x = logits(x, s.scale, s.softcap)[0]
+        x = masks.logits(x, s.scale, s.softcap)[0]
     if not s.packed:
         keys_of(w).ring.release(n)
     if masked is True:
@@ -237,7 +212,7 @@ def scores(w: Worker, i: Item, x, n, masked):
 def softmax(s: Schedule, x, m, l):
     """Scores, the row's largest and its sum so far -> P, both with these scores, O's rescale."""
     factor = s.scale * LOG2E if s.softcap is None else 1.0
-    p, m_new, alpha = online_softmax(x, factor, m)
+    p, m_new, alpha = masks.online_softmax(x, factor, m)
     return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
@@ -254,7 +229,7 @@ def first_step(w: Worker, i: Item):
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
     masked = s.visits.causal or s.ragged or s.packed
-    return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
+    return softmax(s, scores(w, i, x, i.first, masked), row(masks.LOWEST), row(0))[:3]
 
 
 def step(w: Worker, i: Item, o_acc, n, carry):
@@ -313,7 +288,7 @@ def accumulate(w: Worker, i: Item, o_acc):
 def store(w: Worker, i: Item, o, m, l):
     s, smem, (o_ref, lse_ref) = w.schedule, w.smem, w.results
     inverse = 1 / l
-    if some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
+    if masks.some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
         inverse = jnp.where(l > 0, inverse, 0)
     # O leaves through its queries' buffer: another buffer would not fit beside the next queries'
     # at D = 128, and at D = 64 it gains less than 1%.
@@ -327,7 +302,7 @@ def store(w: Worker, i: Item, o, m, l):
 def attend(w: Worker, item, following, side, n0):
     """One block of queries, with the steps from n0 on; returns the step after its last."""
     s = w.schedule
-    i = item_of(w, item, following, side, n0)
+    i = queries.item_of(w, item, following, side, n0)
     if following is not None:  # its tiles may follow at once: this item has few steps
         load_from(w, i.end, n0, i.stream, following)
 
@@ -351,13 +326,13 @@ def attend(w: Worker, item, following, side, n0):
 
 def body(w: Worker):
     pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(w.smem.turn.at[0]))
-    work_items(w.inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
+    schedule.work_items(w.inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
     plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
 def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
-    """(out (B, T, H, D), lse (B, H, stat_rows(T)) fp32, natural log).
+    """(out (B, T, H, D), lse (B, H, schedule.stat_rows(T)) fp32, natural log).
 
     The axes T and S of the arrays are padded to multiples of 8, because a TMA copy into wgmma's
     layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
@@ -366,11 +341,11 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """
     (b, rows, _, d), packed = q.shape, segments is not None
     h, tile = q.shape[2] if heads is None else heads.q, tiles(d, packed)
-    s = schedule(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
-    ids = pad_segments(segments, call.lengths) if packed else None
+    s = schedule.schedule_of(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
+    ids = schedule.pad_segments(segments, call.lengths) if packed else None
     out_type = (
         jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
-        jax.ShapeDtypeStruct((b, h, stat_rows(call.lengths[0])), jnp.float32),
+        jax.ShapeDtypeStruct((b, h, schedule.stat_rows(call.lengths[0])), jnp.float32),
     )
     inputs = dict(q=q, k=k, v=v)
-    return launch(s, "attention_forward", body, inputs, ids, out_type, scratch(s))
+    return schedule.launch(s, "attention_forward", body, inputs, ids, out_type, scratch(s))

@@ -42,19 +42,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.flash_attention import masks
-from pallas_kernels.flash_attention.schedule import (
-    Call,
-    Heads,
-    Schedule,
-    Tiles,
-    Worker,
-    launch,
-    pad_segments,
-    schedule,
-    stat_rows,
-    width_of,
-)
+from pallas_kernels.flash_attention import masks, schedule
+from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
 from pallas_kernels.mosaic import COL, LOG2E, ROW, WGMMA, along
 
 
@@ -83,12 +72,14 @@ def dkv_tiles(width: int, tight: bool) -> tuple[int, int]:
     return 64, 16
 
 
-def schedule_of(tiles, q, k, call: Call, heads, *, packed: bool, by_keys=False) -> Schedule:
+def general_schedule(tiles, q, k, call: Call, heads, *, packed: bool, by_keys=False) -> Schedule:
     # In the backward pass segments and softcap need registers.
     more = tiles is not forward_tiles and (packed or call.softcap is not None)
-    block, step = tiles(width_of(q.shape[-1]), call.tight or more)
+    block, step = tiles(schedule.width_of(q.shape[-1]), call.tight or more)
     tile = Tiles(1, step, 1, False, 16)
-    return schedule(q, k, tile, call, heads, block=block, packed=packed, by_keys=by_keys)
+    return schedule.schedule_of(
+        q, k, tile, call, heads, block=block, packed=packed, by_keys=by_keys
+    )
 
 
 class Block(NamedTuple):
@@ -230,14 +221,14 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """As forward.forward, but T and S may be any, and D a multiple of 8."""
     (b, t, _, d), packed = q.shape, segments is not None
     h = q.shape[2] if heads is None else heads.q
-    s = schedule_of(forward_tiles, q, k, call, heads, packed=packed)
-    ids = pad_segments(segments, call.lengths) if packed else None
+    s = general_schedule(forward_tiles, q, k, call, heads, packed=packed)
+    ids = schedule.pad_segments(segments, call.lengths) if packed else None
     out_type = (
         jax.ShapeDtypeStruct((b, t, h, d), q.dtype),
-        jax.ShapeDtypeStruct((b, h, stat_rows(t)), jnp.float32),
+        jax.ShapeDtypeStruct((b, h, schedule.stat_rows(t)), jnp.float32),
     )
     # Sums of rows need no scratch.
-    return launch(
+    return schedule.launch(
         s, "general_attention_forward", forward_body, dict(q=q, k=k, v=v), ids, out_type,
         forward_scratch(s), reduction_scratch_bytes=0,
     )  # fmt: skip
@@ -302,10 +293,10 @@ def dq_body(w: Worker):
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
     """(dq like q, lse, delta); with `heads` the others of dq are undefined.
 
-    The last two are (B, H, stat_rows(T)) fp32, what the dK/dV kernel wants.
+    The last two are (B, H, schedule.stat_rows(T)) fp32, what the dK/dV kernel wants.
     """
-    s = schedule_of(dq_tiles, q, k, call, heads, packed=segments is not None)
-    dq, delta = launch(
+    s = general_schedule(dq_tiles, q, k, call, heads, packed=segments is not None)
+    dq, delta = schedule.launch(
         s, "general_attention_backward_dq", dq_body,
         dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse), segments,
         (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
@@ -412,12 +403,12 @@ def backward_dkv(
     q, k, v, lse, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None
 ):
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
-    s = schedule_of(dkv_tiles, q, k, call, heads, packed=segments is not None, by_keys=True)
+    s = general_schedule(dkv_tiles, q, k, call, heads, packed=segments is not None, by_keys=True)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
 
     def run(**wanted):
         wanted = Both(**wanted)
-        return launch(
+        return schedule.launch(
             s, "general_attention_backward_dkv", functools.partial(dkv_body, wanted),
             dict(q=q, k=k, v=v, lse=lse, do=dout, delta=delta, joint=joint), segments,
             () if heads else (like,) * sum(wanted), dkv_scratch(s), reduction_scratch_bytes=0,

@@ -58,7 +58,9 @@ class Schedule(NamedTuple):
     """What is static in a call of a kernel: what it computes, how it is cut up, who does what."""
 
     visits: Visits
-    tile: Tiles
+    wgs: int  # warpgroups of a block
+    columns: int  # of one step: keys, or queries in the dK/dV kernel
+    stages: int  # steps in flight
     block: int  # rows of a block
     lead: int  # rows of the first block that do not exist, in whole warpgroups
     grid: int  # blocks of the kernel
@@ -72,19 +74,6 @@ class Schedule(NamedTuple):
     scale: float
     softcap: float | None
     packed: bool  # there are segments
-
-    @property
-    def wgs(self) -> int:
-        return self.tile.wgs
-
-    @property
-    def columns(self) -> int:
-        """Columns of one step: keys, or queries in the dK/dV kernel."""
-        return self.tile.step
-
-    @property
-    def stages(self) -> int:
-        return self.tile.stages
 
     @property
     def ragged(self) -> bool:
@@ -128,7 +117,7 @@ class Schedule(NamedTuple):
         return plgpu.SMEM((n, rows, self.width), self.dtype, transforms=tiling)
 
 
-def schedule(
+def schedule_of(
     q, k, tile: Tiles, call: Call, heads: Heads | None, *, block: int, packed: bool, by_keys=False
 ) -> Schedule:
     """The Schedule of a kernel.
@@ -166,7 +155,7 @@ def schedule(
         return first_row(level), mosaic.divide(pair, owners)
 
     return Schedule(
-        visits, tile, block, lead, levels * pairs if table is None else call.sms, table, where,
+        visits, tile.wgs, tile.step, tile.stages, block, lead, levels * pairs if table is None else call.sms, table, where,
         q.dtype, width_of(d) if call.general else d, group, k_first, v_first, call.scale,
         call.softcap, packed,
     )  # fmt: skip

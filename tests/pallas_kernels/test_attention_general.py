@@ -139,7 +139,7 @@ def test_shared_memory_suffices_on_the_smallest_gpus(kernel, tight, width):
     tiles, scratch = (getattr(general, f"{kernel}_{what}") for what in ("tiles", "scratch"))
     q = jax.ShapeDtypeStruct((1, 512, 1, width), BF16)
     call = Call((512, 512), True, 1.0, 24, None, None, general=True, tight=tight)
-    s = general.schedule_of(tiles, q, q, call, None, packed=False)
+    s = general.general_schedule(tiles, q, q, call, None, packed=False)
     assert s.width == width
     buffers = scratch(s).values()
     used = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
