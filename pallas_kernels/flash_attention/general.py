@@ -77,9 +77,8 @@ def general_schedule(tiles, q, k, call: Call, heads, *, packed: bool, by_keys=Fa
     more = tiles is not forward_tiles and (packed or call.softcap is not None)
     block, step = tiles(schedule.width_of(q.shape[-1]), call.tight or more)
     tile = Tiles(1, step, 1, False, 16)
-    return schedule.schedule_of(
-        q, k, tile, call, heads, block=block, packed=packed, by_keys=by_keys
-    )
+    options = dict(block=block, packed=packed, by_keys=by_keys)
+    return schedule.schedule_of(q, k, tile, call, heads, **options)
 
 
 class Block(NamedTuple):

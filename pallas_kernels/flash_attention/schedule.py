@@ -154,10 +154,11 @@ def schedule_of(
         level, pair = mosaic.divide(item, pairs) if planned else order(item, levels, pairs, section)
         return first_row(level), mosaic.divide(pair, owners)
 
+    grid = levels * pairs if table is None else call.sms
+    width = width_of(d) if call.general else d
     return Schedule(
-        visits, tile.wgs, tile.step, tile.stages, block, lead, levels * pairs if table is None else call.sms, table, where,
-        q.dtype, width_of(d) if call.general else d, group, k_first, v_first, call.scale,
-        call.softcap, packed,
+        visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, width,
+        group, k_first, v_first, call.scale, call.softcap, packed,
     )  # fmt: skip
 
 
