@@ -112,36 +112,18 @@ def wait_for_k(w: Worker, i: KeysItem):
     return None
 
 
-# The epilogue scales dK, and stores both.
-
-
-def buffers(w: Worker):
-    """Those through which dK and dV leave."""
-    smem = w.smem
+def store(w: Worker, i: KeysItem, name: str, x):
+    """Scales dk, and stores it or dv."""
+    s, smem, at = w.schedule, w.smem, keys.set_of(w)
     # Of two warpgroups that pair up each is the only reader of one of K and V.
-    return (smem.dk, smem.dv) if w.schedule.persistent else (smem.v, smem.k)
-
-
-def store(w: Worker, x, smem, target):
+    buffers = dict(dk=smem.dk, dv=smem.dv) if s.persistent else dict(dk=smem.v, dv=smem.k)
+    refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
+    x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
+    target = refs[name].at[i.batch, pl.ds(i.k0, ROWS), first + i.kv_head]
     plgpu.commit_smem()  # all warps have read what was there
-    smem[keys.set_of(w)] = x.astype(w.schedule.dtype)
+    buffers[name][at] = x.astype(s.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.at[keys.set_of(w)], target)
-
-
-def targets(w: Worker):
-    """References to dK and dV."""
-    return w.results or (w.inputs.joint, w.inputs.joint)
-
-
-def store_dk(w: Worker, i: KeysItem, dk):
-    s, (smem, _), (ref, _) = w.schedule, buffers(w), targets(w)
-    store(w, dk * s.scale, smem, ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head])
-
-
-def store_dv(w: Worker, i: KeysItem, dv):
-    s, (_, smem), (_, ref) = w.schedule, buffers(w), targets(w)
-    store(w, dv, smem, ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
+    plgpu.copy_smem_to_gmem(buffers[name].at[at], target)
 
 
 # ---- each warpgroup has 64 keys, steps of 64 queries: D = 96 and 128 -----------------------------
@@ -156,8 +138,8 @@ def sum_own_keys(w: Worker, i: KeysItem, add):
         all_heads(w, i, functools.partial(add, w, i, k_ids, dk_acc, dv_acc))
         dk, dv = dk_acc[...], dv_acc[...]
         plgpu.wait_smem_to_gmem(0)  # the block before has left
-        store_dk(w, i, dk)
-        store_dv(w, i, dv)
+        store(w, i, "dk", dk)
+        store(w, i, "dv", dv)
 
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     pl.run_scoped(both, acc, acc)
@@ -182,8 +164,8 @@ def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, ma
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp + column(w, smem.minus_delta, slot))
-        ds = (ds if slope is None else ds * slope).astype(s.dtype)
+        dp = dp + column(w, smem.minus_delta, slot)
+        ds = masks.d_scores(p, dp, slope, s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
         if not keys.runs_on(s):
             plgpu.wgmma_wait(0)
@@ -217,10 +199,6 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
         plgpu.wgmma(dv_acc, p.astype(s.dtype), do[side])
         return p, slope
 
-    def gradient(p, slope, dp):
-        ds = p * dp
-        return (ds if slope is None else ds * slope).astype(s.dtype)
-
     def first(s_acc, dp_acc):
         plgpu.barrier_wait(smem.do_full.at[slot])
         dp_acc[...] = column(w, smem.minus_delta, slot, 0)
@@ -231,7 +209,7 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
         if not begins:
             keys.release(w, step.n - 1)
         p, slope = to_dv(scores[:, :ROWS], 0)
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
+        ds = masks.d_scores(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1), slope, s.dtype)
         pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
 
     def second(ds, scores, dp_acc):
@@ -239,7 +217,7 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
         across(dp_acc, smem.v.at[here], do[1])
         plgpu.wgmma(dk_acc, ds, q[0])
         p, slope = to_dv(scores, 1)
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2))
+        ds = masks.d_scores(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2), slope, s.dtype)
         plgpu.wgmma(dk_acc, ds, q[1])
 
     pl.run_scoped(first, plgpu.ACC((ROWS, s.columns), jnp.float32), acc)
@@ -257,13 +235,13 @@ def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, 
 def sum_dv(w: Worker, i: KeysItem, dv_acc):
     k_ids = wait_for_k(w, i)
     all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
-    store_dv(w, i, dv_acc[...])
+    store(w, i, "dv", dv_acc[...])
 
 
 def sum_dk(w: Worker, i: KeysItem, dk_acc):
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_dk, w, i, dk_acc))
-    store_dk(w, i, dk_acc[...])
+    store(w, i, "dk", dk_acc[...])
 
 
 def add_dv(w: Worker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begins):

@@ -278,8 +278,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         if masked and s.packed:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
-        ds = p * dp
-        ds = (ds if slope is None else ds * slope).astype(s.dtype)
+        ds = masks.d_scores(p, dp, slope, s.dtype)
         # Accumulate dQ, under the next step.
         plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
         refill_free(w, i, n)

@@ -218,19 +218,6 @@ def send(w: Worker, x: Queries, n, g, r, stream: QueryStream):
         x.ring.send(n, x.ids_ref.at[stream.batch, at], x.ids_smem)
 
 
-def load_one(w: Worker, x: Queries, step: Step, i, stream: QueryStream, following):
-    past = i - w.schedule.group * stream.steps
-
-    def send_following():
-        coming = stream_of(w, following)
-        in_it = past < w.schedule.group * coming.steps
-        pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
-
-    pl.when(past < 0)(lambda: send(w, x, step.n, step.g, step.r, stream))
-    if following is not None:
-        pl.when((past >= 0) & (following >= 0))(send_following)
-
-
 def load(w: Worker, step: Step, i, stream: QueryStream, following):
     """Loads the tiles of a step, the i-th of its item.
 
@@ -239,11 +226,21 @@ def load(w: Worker, step: Step, i, stream: QueryStream, following):
     the buffers.
     """
 
+    def one(x):
+        past = i - w.schedule.group * stream.steps
+
+        def send_following():
+            coming = stream_of(w, following)
+            in_it = past < w.schedule.group * coming.steps
+            pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
+
+        pl.when(past < 0)(lambda: send(w, x, step.n, step.g, step.r, stream))
+        if following is not None:
+            pl.when((past >= 0) & (following >= 0))(send_following)
+
     def by_warp(warp):
         for x in queries_of(w):
-            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(
-                lambda x=x: load_one(w, x, step, i, stream, following)
-            )
+            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(lambda x=x: one(x))
 
     plgpu.warp_map(by_warp)
 

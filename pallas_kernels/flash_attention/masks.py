@@ -137,6 +137,12 @@ def logits(s, scale, softcap):
     return tanh * (softcap * LOG2E), 1 - tanh * tanh
 
 
+def d_scores(p, dp, slope, dtype):
+    """dS = P dP, of dP less delta; slope: of `logits`."""
+    ds = p * dp
+    return (ds if slope is None else ds * slope).astype(dtype)
+
+
 def online_softmax(x, factor, m):
     """(weights, m', alpha) of logits factor x in base 2: one multiply-add and one exp2 an element.
 
