@@ -24,42 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.keys import (
-    DkvInputs,
-    DkvWorker,
-    KeysItem,
-    Queries,
-    Step,
-    ahead,
-    begin,
-    in_halves,
-    item_of,
-    load,
-    load_kv,
-    load_later,
-    pairs_up,
-    pass_by,
-    release,
-    runs_on,
-    scratch,
-    sets,
-    with_steps,
-)
-from pallas_kernels.flash_attention.masks import logits, same_segment, visible
-from pallas_kernels.flash_attention.schedule import (
-    Call,
-    Heads,
-    Schedule,
-    Tiles,
-    diagonal_crosses_tiles,
-    launch,
-    schedule,
-    walk,
-    with_spans,
-    work_items,
-)
+from pallas_kernels.flash_attention import keys, masks, schedule
+from pallas_kernels.flash_attention.keys import KeysItem, Step
+from pallas_kernels.flash_attention.schedule import Call, Heads, Tiles, Worker
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
-from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, group: int) -> Tiles:
@@ -79,64 +47,64 @@ def across(acc, rows, tile):
     plgpu.wgmma(acc, rows, tile.transpose((1, 0)))
 
 
-def column(w: DkvWorker, ref, slot, half=0):
+def column(w: Worker, ref, slot, half=0):
     """A statistic of 64 queries, over a tile of S^T.  half: which 64 of a step."""
     stat = plgpu.load(ref.at[slot, pl.ds(half * ROWS, ROWS)], layout=COL, optimized=False)
     return along(stat, (ROWS, ROWS), 1)
 
 
-def probabilities(w: DkvWorker, i: KeysItem, k_ids, scores, step: Step, slot, masked, half=0):
+def probabilities(w: Worker, i: KeysItem, k_ids, scores, step: Step, slot, masked, half=0):
     """P^T and d logits / d (scale S), None for 1, from K Q^T of 64 queries."""
     s, visits = w.schedule, w.schedule.visits
-    x, slope = logits(scores, s.scale, s.softcap)
+    x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked and s.packed:
         ids = w.smem.q_ids.at[slot, pl.ds(half * ROWS, ROWS)]
         q_ids = plgpu.load(ids, layout=COL, optimized=False)
-        x = same_segment(x, k_ids, q_ids)
+        x = masks.same_segment(x, k_ids, q_ids)
     if masked:
         # The positions are the same for all heads; without the barrier the compiler keeps them.
         tile = lax.optimization_barrier(i.stream.base + step.r)
         q0 = tile * s.columns + half * ROWS + visits.offset
-        x = visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
+        x = masks.visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
     return jnp.exp2(x - column(w, w.smem.lse2, slot, half)), slope
 
 
-def own(w: DkvWorker, i: KeysItem, step: Step):
+def own(w: Worker, i: KeysItem, step: Step):
     """The buffer of the warpgroup's keys and values.
 
     The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
     holds the descriptors of all its slices in registers.
     """
-    return jnp.minimum(i.at, step.n + w.schedule.sides * sets(w.schedule))
+    return jnp.minimum(i.at, step.n + w.schedule.sides * keys.sets(w.schedule))
 
 
-def one_head(w: DkvWorker, i: KeysItem, add, g):
+def one_head(w: Worker, i: KeysItem, add, g):
     """Walks over the steps of one query head that the warpgroup sees."""
-    s, visits, late = w.schedule, w.schedule.visits, runs_on(w.schedule)
+    s, visits, late = w.schedule, w.schedule.visits, keys.runs_on(w.schedule)
 
     def one(r, masked, begins=False):
         step = i.step(g, r)
-        slot = w.q.ring.wait(step.n)
+        slot = keys.queries_of(w)[0].ring.wait(step.n)
         add(step, slot, masked, begins)
 
-    pass_by(w, i, g, 0, i.first)
+    keys.pass_by(w, i, g, 0, i.first)
     if late:
         one(i.first, visits.causal or s.packed, begins=True)
-    crosses = diagonal_crosses_tiles(s) if late else visits.causal
-    walk(s, i, i.first + late, one, crosses=crosses)
+    crosses = s.diagonal_crosses_tiles if late else visits.causal
+    schedule.walk(s, i, i.first + late, one, crosses=crosses)
     if late:
         plgpu.wgmma_wait(0)
-        release(w, i.step(g, i.last - 1).n)
+        keys.release(w, i.step(g, i.last - 1).n)
     if visits.window is not None:
-        pass_by(w, i, g, i.last, i.stream.steps)
+        keys.pass_by(w, i, g, i.last, i.stream.steps)
 
 
-def all_heads(w: DkvWorker, i: KeysItem, add):
+def all_heads(w: Worker, i: KeysItem, add):
     """Calls add(step, slot, masked, begins) for the steps of all heads of the group."""
     pl.loop(0, w.schedule.group)(lambda g: one_head(w, i, add, lax.optimization_barrier(g)))
 
 
-def wait_for_k(w: DkvWorker, i: KeysItem):
+def wait_for_k(w: Worker, i: KeysItem):
     """Returns the ids of the keys, None without segments."""
     plgpu.barrier_wait(w.smem.k_bars.at[i.at])
     if w.schedule.packed:
@@ -144,37 +112,24 @@ def wait_for_k(w: DkvWorker, i: KeysItem):
     return None
 
 
-# The epilogue scales dK, and stores both.
-
-
-def buffers(w: DkvWorker):
-    """Those through which dK and dV leave."""
-    smem = w.smem
+def store(w: Worker, i: KeysItem, name: str, x):
+    """Scales dk, and stores it or dv."""
+    s, smem, at = w.schedule, w.smem, keys.set_of(w)
     # Of two warpgroups that pair up each is the only reader of one of K and V.
-    return (smem.dk, smem.dv) if w.schedule.items.persistent else (smem.v, smem.k)
-
-
-def store(w: DkvWorker, x, smem, target):
+    buffers = dict(dk=smem.dk, dv=smem.dv) if s.persistent else dict(dk=smem.v, dv=smem.k)
+    refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
+    x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
+    target = refs[name].at[i.batch, pl.ds(i.k0, ROWS), first + i.kv_head]
     plgpu.commit_smem()  # all warps have read what was there
-    smem[w.set] = x.astype(w.schedule.dtype)
+    buffers[name][at] = x.astype(s.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.at[w.set], target)
-
-
-def store_dk(w: DkvWorker, i: KeysItem, dk):
-    s, (smem, _) = w.schedule, buffers(w)
-    store(w, dk * s.scale, smem, w.dk_ref.at[i.batch, pl.ds(i.k0, ROWS), s.k_first + i.kv_head])
-
-
-def store_dv(w: DkvWorker, i: KeysItem, dv):
-    s, (_, smem) = w.schedule, buffers(w)
-    store(w, dv, smem, w.dv_ref.at[i.batch, pl.ds(i.k0, ROWS), s.v_first + i.kv_head])
+    plgpu.copy_smem_to_gmem(buffers[name].at[at], target)
 
 
 # ---- each warpgroup has 64 keys, steps of 64 queries: D = 96 and 128 -----------------------------
 
 
-def sum_own_keys(w: DkvWorker, i: KeysItem, add):
+def sum_own_keys(w: Worker, i: KeysItem, add):
     """Sums dK and dV; add: what a step adds, as `add_both`."""
 
     def both(dk_acc, dv_acc):
@@ -183,14 +138,14 @@ def sum_own_keys(w: DkvWorker, i: KeysItem, add):
         all_heads(w, i, functools.partial(add, w, i, k_ids, dk_acc, dv_acc))
         dk, dv = dk_acc[...], dv_acc[...]
         plgpu.wait_smem_to_gmem(0)  # the block before has left
-        store_dk(w, i, dk)
-        store_dv(w, i, dv)
+        store(w, i, "dk", dk)
+        store(w, i, "dv", dv)
 
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     pl.run_scoped(both, acc, acc)
 
 
-def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
+def add_both(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
     here = own(w, i, step)
@@ -200,21 +155,21 @@ def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot,
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         plgpu.barrier_wait(smem.do_full.at[slot])
         across(dp_acc, smem.v.at[here], smem.do.at[slot])
-        load_later(w, i, step.g, step.r)
+        keys.load_later(w, i, step.g, step.r)
         # Compute P under dP, accumulate dV.
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if runs_on(s) and not begins:
-            release(w, step.n - 1)
+        if keys.runs_on(s) and not begins:
+            keys.release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         plgpu.wgmma(dv_acc, p.astype(s.dtype), smem.do.at[slot])
         # Compute dS under dV, accumulate dK.
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp + column(w, smem.minus_delta, slot))
-        ds = (ds if slope is None else ds * slope).astype(s.dtype)
+        dp = dp + column(w, smem.minus_delta, slot)
+        ds = masks.d_scores(p, dp, slope, s.dtype)
         plgpu.wgmma(dk_acc, ds, smem.q.at[slot])
-        if not runs_on(s):
+        if not keys.runs_on(s):
             plgpu.wgmma_wait(0)
-            release(w, step.n)
+            keys.release(w, step.n)
 
     acc = plgpu.ACC((ROWS, s.columns), jnp.float32)
     pl.run_scoped(add, acc, acc)
@@ -231,7 +186,7 @@ def add_both(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot,
 # copies.  Wider heads leave no registers for b.
 
 
-def add_halves(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
+def add_halves(w: Worker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slot, masked, begins):
     """Adds P^T dO to dV and dS^T Q to dK."""
     s, smem = w.schedule, w.smem
     here = own(w, i, step)
@@ -244,21 +199,17 @@ def add_halves(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slo
         plgpu.wgmma(dv_acc, p.astype(s.dtype), do[side])
         return p, slope
 
-    def gradient(p, slope, dp):
-        ds = p * dp
-        return (ds if slope is None else ds * slope).astype(s.dtype)
-
     def first(s_acc, dp_acc):
         plgpu.barrier_wait(smem.do_full.at[slot])
         dp_acc[...] = column(w, smem.minus_delta, slot, 0)
         across(s_acc, smem.k.at[here], smem.q.at[slot])
         across(dp_acc, smem.v.at[here], do[0])
-        load_later(w, i, step.g, step.r)
+        keys.load_later(w, i, step.g, step.r)
         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         if not begins:
-            release(w, step.n - 1)
+            keys.release(w, step.n - 1)
         p, slope = to_dv(scores[:, :ROWS], 0)
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
+        ds = masks.d_scores(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=1), slope, s.dtype)
         pl.run_scoped(functools.partial(second, ds, scores[:, ROWS:]), acc)
 
     def second(ds, scores, dp_acc):
@@ -266,7 +217,7 @@ def add_halves(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slo
         across(dp_acc, smem.v.at[here], do[1])
         plgpu.wgmma(dk_acc, ds, q[0])
         p, slope = to_dv(scores, 1)
-        ds = gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2))
+        ds = masks.d_scores(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=2), slope, s.dtype)
         plgpu.wgmma(dk_acc, ds, q[1])
 
     pl.run_scoped(first, plgpu.ACC((ROWS, s.columns), jnp.float32), acc)
@@ -281,19 +232,19 @@ def add_halves(w: DkvWorker, i: KeysItem, k_ids, dk_acc, dv_acc, step: Step, slo
 #                                                  <-- p_free --                  dS^T, dK += dS^T Q
 
 
-def sum_dv(w: DkvWorker, i: KeysItem, dv_acc):
+def sum_dv(w: Worker, i: KeysItem, dv_acc):
     k_ids = wait_for_k(w, i)
     all_heads(w, i, functools.partial(add_dv, w, i, k_ids, dv_acc))
-    store_dv(w, i, dv_acc[...])
+    store(w, i, "dv", dv_acc[...])
 
 
-def sum_dk(w: DkvWorker, i: KeysItem, dk_acc):
+def sum_dk(w: Worker, i: KeysItem, dk_acc):
     plgpu.barrier_wait(w.smem.v_bars.at[i.at])
     all_heads(w, i, functools.partial(add_dk, w, i, dk_acc))
-    store_dk(w, i, dk_acc[...])
+    store(w, i, "dk", dk_acc[...])
 
 
-def add_dv(w: DkvWorker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begins):
+def add_dv(w: Worker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, begins):
     """Hands P over, and adds P^T dO to dV."""
     s, smem = w.schedule, w.smem
 
@@ -302,7 +253,7 @@ def add_dv(w: DkvWorker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, b
         across(s_acc, smem.k.at[i.at], smem.q.at[slot])
         scores = s_acc[...]
         if not begins:
-            release(w, step.n - 1)
+            keys.release(w, step.n - 1)
         p, slope = probabilities(w, i, k_ids, scores, step, slot, masked)
         # Hand it over.
         plgpu.barrier_wait(smem.p_free)
@@ -315,7 +266,7 @@ def add_dv(w: DkvWorker, i: KeysItem, k_ids, dv_acc, step: Step, slot, masked, b
     pl.run_scoped(add, plgpu.ACC((ROWS, s.columns), jnp.float32))
 
 
-def add_dk(w: DkvWorker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
+def add_dk(w: Worker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
     """Takes P, and adds dS^T Q to dK; the mask is in P."""
     s, smem = w.schedule, w.smem
 
@@ -325,8 +276,8 @@ def add_dk(w: DkvWorker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
         across(dp_acc, smem.v.at[i.at], smem.do.at[slot])
         dp = dp_acc[...]
         if not begins:
-            release(w, step.n - 1)
-        load_later(w, i, step.g, step.r)
+            keys.release(w, step.n - 1)
+        keys.load_later(w, i, step.g, step.r)
         # Take P, compute dS.
         plgpu.barrier_wait(smem.p_full)
         p = plgpu.load(smem.p, layout=WGMMA)
@@ -341,58 +292,46 @@ def add_dk(w: DkvWorker, i: KeysItem, dk_acc, step: Step, slot, masked, begins):
 # ---- an item, and the kernel --------------------------------------------------------------------
 
 
-def differentiate(w: DkvWorker, i: KeysItem):
+def differentiate(w: Worker, i: KeysItem):
     """Sums and stores dK and dV of an item, or this warpgroup's share of them."""
-    if not pairs_up(w.schedule):
-        sum_own_keys(w, i, add_halves if in_halves(w.schedule) else add_both)
+    if not keys.pairs_up(w.schedule):
+        sum_own_keys(w, i, add_halves if keys.in_halves(w.schedule) else add_both)
         return
     acc = plgpu.ACC((ROWS, w.schedule.width), jnp.float32)
     pl.when(w.wg == 0)(lambda: pl.run_scoped(functools.partial(sum_dv, w, i), acc))
     pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))
 
 
-def one_item(w: DkvWorker, item, following, side, n0):
+def one_item(w: Worker, item, following, side, n0):
     """One block of keys; returns the step after its last."""
-    s, keys = w.schedule, w.schedule.visits.lengths[1]
+    s, end = w.schedule, w.schedule.visits.lengths[1]
     if following is not None:
-        pl.when(following >= 0)(lambda: load_kv(w, following, 1 - side))
-    segments = w.inputs.segments
-    i = item_of(s, segments, w.wg, w.set, item, following, side, n0)
+        pl.when(following >= 0)(lambda: keys.load_kv(w, following, 1 - side))
+    i = keys.item_of(w, item, following, side, n0)
     total = s.group * i.stream.steps
-    if s.items.persistent:  # of an item of fewer steps than are on their way when it begins
-        pl.loop(total, ahead(s))(
-            lambda nth: load(w, Step(n0 + nth, 0, nth), nth, i.stream, following)
+    if s.persistent:  # of an item of fewer steps than are on their way when it begins
+        pl.loop(total, keys.ahead(s))(
+            lambda nth: keys.load(w, Step(n0 + nth, 0, nth), nth, i.stream, following)
         )
-    i = with_steps(s, segments, i)
 
-    pl.when(i.k0 < keys)(lambda: differentiate(w, i))
-    if mosaic.cdiv(keys, s.block) * s.block - keys >= ROWS:
+    pl.when(i.k0 < end)(lambda: differentiate(w, i))
+    if mosaic.cdiv(end, s.block) * s.block - end >= ROWS:
 
-        @pl.when(i.k0 >= keys)  # nothing but padding
+        @pl.when(i.k0 >= end)  # nothing but padding
         def _():
             plgpu.barrier_wait(w.smem.k_bars.at[i.at])
             plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-            pl.loop(0, s.group)(lambda g: pass_by(w, i, g, 0, i.stream.steps))
+            pl.loop(0, s.group)(lambda g: keys.pass_by(w, i, g, 0, i.stream.steps))
 
     return n0 + total
 
 
-def body(s: Schedule, inputs: DkvInputs, *refs):
-    *results, smem = refs
-    dk_ref, dv_ref = results or (inputs.joint, inputs.joint)
-    pair = pairs_up(s)
-    wg = lax.axis_index("wg")
-    q_ids, q_ids_smem = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
-    # The last warpgroup loads Q and the first one dO; of a pair the second one loads both.
-    last = s.wgs - 1
-    ring = functools.partial(Ring, s.stages, free=smem.free)
-    q_ring, do_ring = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pair else 0)
-    q = Queries(q_ring, inputs.q, inputs.lse2, q_ids, smem.q, smem.lse2, q_ids_smem, 0)
-    do = Queries(do_ring, inputs.do, inputs.minus_delta, None, smem.do, smem.minus_delta, None, 1)
-    w = DkvWorker(s, inputs, dk_ref, dv_ref, smem, q, do, wg, 0 if pair else wg)
-    if pair:
-        pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.p_free))
-    work_items(inputs.plan, functools.partial(begin, w), functools.partial(one_item, w))
+def body(w: Worker):
+    if keys.pairs_up(w.schedule):
+        pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
+    schedule.work_items(
+        w.inputs.plan, functools.partial(keys.begin, w), functools.partial(one_item, w)
+    )
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -408,14 +347,15 @@ def backward_dkv(
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
     packed, group = segments is not None, q.shape[2] // k.shape[2]
     tile = tiles(q.shape[-1], heads.q // heads.kv if heads else group)
-    owned = 1 if q.shape[-1] > 128 else tile.wgs
-    s = schedule(q, k, tile, call, heads, packed=packed, by_keys=True, sets=owned)
+    block = ROWS * (1 if q.shape[-1] > 128 else tile.wgs)
+    s = schedule.schedule_of(q, k, tile, call, heads, block=block, packed=packed, by_keys=True)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel
     if written % s.columns:  # the last step has a half without queries, so its P must be 0
         lse2 = lse2.at[:, :, written:].set(1e30)
         minus_delta = minus_delta.at[:, :, written:].set(0)
-    segments = with_spans(s, segments)
-    inputs = DkvInputs(q, k, v, lse2, dout, minus_delta, s.items.table, segments, joint)
+    inputs = dict(q=q, k=k, v=v, lse2=lse2, do=dout, minus_delta=minus_delta, joint=joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
     out_type = () if heads else (like, like)
-    return launch(s, "attention_backward_dkv", body, inputs, out_type, scratch(s))
+    return schedule.launch(
+        s, "attention_backward_dkv", body, inputs, segments, out_type, keys.scratch(s)
+    )

@@ -12,7 +12,7 @@ dQ += dS K of a step runs on under the next one, so K has a slot more than V.  T
 also loads the tiles of K and V.  Under a causal mask it sees the most keys and so is the last to
 leave a step: it does not wait for the others.
 
-The copies do not use pipeline.Ring: one `free` guards K and V, whose rings differ in length.
+One `free` guards K and V, whose rings differ in length, so only `full` is a pipeline.Ring's.
 """
 
 import functools
@@ -25,21 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import logits, same_segment
-from pallas_kernels.flash_attention.queries import Item, Stream, in_sight, item_of, stream_of
-from pallas_kernels.flash_attention.schedule import (
-    Call,
-    Heads,
-    Schedule,
-    Tiles,
-    diagonal_crosses_tiles,
-    launch,
-    schedule,
-    walk,
-    with_spans,
-    work_items,
-)
-from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
+from pallas_kernels.flash_attention import masks, queries, schedule
+from pallas_kernels.flash_attention.queries import Item, Keys
+from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
+from pallas_kernels.mosaic import LOG2E, ROW, ROWS, WGMMA, along
+from pallas_kernels.pipeline import Ring
 
 
 def tiles(head_dim: int, packed: bool) -> Tiles:
@@ -50,20 +40,6 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
         return Tiles(2, 64, 3, True, 16)
     # At 256 as much as shared memory and registers hold.
     return Tiles(2, 64, 3 if head_dim <= 128 else 2, False, 0)
-
-
-class DqInputs(NamedTuple):
-    """References to global memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any
-    lse: Any
-    do: Any
-    plan: Any  # None where the hardware hands out the items
-    dlse: Any  # None for zeros
-    segments: Any  # Segments, or None
 
 
 def ahead(s: Schedule) -> int:
@@ -79,11 +55,6 @@ def frees_k_apart(s: Schedule) -> bool:
 def has_o_buffer(s: Schedule) -> bool:
     """Whether O has its own buffer, and not slots that K and V fill later."""
     return s.width <= 128
-
-
-def v_slot(s: Schedule, n):
-    """The slot of step n in the ring of V."""
-    return lax.rem(n, jnp.int32(ahead(s)))
 
 
 def scratch(s: Schedule, has_dlse: bool) -> dict:
@@ -105,21 +76,27 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
         buffers["k_free"] = ring(num_arrivals=s.wgs)
     if has_o_buffer(s):
         buffers["o"] = s.buffer(s.wgs, ROWS)
-    if s.items.persistent:  # otherwise dQ leaves through the buffer of dO
+    if s.persistent:  # otherwise dQ leaves through the buffer of dO
         buffers["dq"] = s.buffer(s.wgs, ROWS)
     return buffers
 
 
-class DqWorker(NamedTuple):
-    """One warpgroup of a block."""
+def keys_of(w: Worker) -> Keys:
+    s, smem = w.schedule, w.smem
+    ids = (w.inputs.segments.k_ids, smem.ids) if s.packed else ()
+    return Keys(Ring(s.stages, smem.k_full), w.inputs.k, s.k_first, smem.kv, ahead(s), 0, *ids)
 
-    schedule: Schedule
-    inputs: DqInputs
-    dq_ref: Any
-    stat_refs: Any  # lse in base 2, and -delta
-    smem: Any  # what `scratch` lists, by name
-    wg: Any
-    o: Any  # its buffer of O
+
+def values_of(w: Worker) -> Keys:
+    s, smem = w.schedule, w.smem
+    buffers = smem.kv.at[pl.ds(s.stages, ahead(s))]
+    return Keys(Ring(ahead(s), smem.v_full), w.inputs.v, s.v_first, buffers, ahead(s), 1)
+
+
+def buffer_of_o(w: Worker):
+    """Without its own buffer, O comes through slots of K and V that are not in use yet."""
+    s, smem = w.schedule, w.smem
+    return smem.o.at[w.wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (w.wg + 1)]
 
 
 class Rows(NamedTuple):
@@ -133,12 +110,12 @@ class Rows(NamedTuple):
 # Load: a warpgroup's rows, and the tiles of K and V.
 
 
-def load_rows(w: DqWorker, item, side):
+def load_rows(w: Worker, item, side):
     s, inputs, smem = w.schedule, w.inputs, w.smem
-    row, (batch, head) = s.items.where(item)
+    row, (batch, head) = s.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at, bar = side * s.wgs + w.wg, smem.q_bars.at[w.wg]
-    buffers = (inputs.q, smem.q.at[at]), (inputs.do, smem.do.at[at]), (inputs.o, w.o)
+    buffers = (inputs.q, smem.q.at[at]), (inputs.do, smem.do.at[at]), (inputs.o, buffer_of_o(w))
     for ref, buffer in buffers:
         plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], buffer, bar)
     stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
@@ -149,107 +126,78 @@ def load_rows(w: DqWorker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
 
 
-def send_k(w: DqWorker, n, stream: Stream):
-    s, smem = w.schedule, w.smem
-    keys, kv_head = pl.ds((stream.top - 1 - n) * s.columns, s.columns), stream.head // s.group
-    slot, k = s.slot(n), w.inputs.k.at[stream.batch, keys, s.k_first + kv_head]
-    plgpu.copy_gmem_to_smem(k, smem.kv.at[slot], smem.k_full.at[slot])
-    if s.packed:
-        ids = w.inputs.segments.k_ids.at[stream.batch, keys]
-        plgpu.copy_gmem_to_smem(ids, smem.ids.at[slot], smem.k_full.at[slot])
-
-
-def send_v(w: DqWorker, n, stream: Stream):
-    s, smem = w.schedule, w.smem
-    keys, kv_head = pl.ds((stream.top - 1 - n) * s.columns, s.columns), stream.head // s.group
-    slot, v = v_slot(s, n), w.inputs.v.at[stream.batch, keys, s.v_first + kv_head]
-    plgpu.copy_gmem_to_smem(v, smem.kv.at[s.stages + slot], smem.v_full.at[slot])
-
-
-WARPS = {send_k: 0, send_v: 1}  # the warps of the last warpgroup that load K and V
-
-
-def load(w: DqWorker, i: Item, n, *sends):
-    """Loads K or V or both of step n, if there is one: from the stream's end on of the next item.
-
-    sends: send_k, send_v or both.
-    """
+def load(w: Worker, i: Item, n, *tiles: Keys):
+    """Loads tiles of step n, if there is one: from the stream's end on of the next item."""
 
     def send_all(stream):
-        for send in sends:
-            send(w, n, stream)
+        for x in tiles:
+            queries.send(w.schedule, x, n, stream)
 
-    def send_following():
-        coming = stream_of(w.schedule, w.inputs.segments, i.following, i.end)
-        pl.when(n < coming.end)(lambda: send_all(coming))
-
-    pl.when(n < i.end)(lambda: send_all(i.stream))
-    if w.schedule.items.persistent:
-        pl.when((n >= i.end) & (i.following >= 0))(send_following)
+    queries.send_any(w, n, i.stream, i.following, send_all)
 
 
-def refill(w: DqWorker, i: Item, n, free, *sends):
+def refill(w: Worker, i: Item, n, free, *tiles: Keys):
     """Loads tiles into the slots that all warpgroups leave at step n."""
     s = w.schedule
 
-    def one(send):
+    def one(x):
         plgpu.barrier_wait(free.at[s.slot(n)])
-        load(w, i, n + ahead(s), send)
+        load(w, i, n + ahead(s), x)
 
     def by_warp(warp):  # only these two wait until all have left
-        for send in sends:
-            pl.when(warp == WARPS[send])(lambda send=send: one(send))
+        for x in tiles:
+            pl.when(warp == x.warp)(lambda x=x: one(x))
 
     pl.when((w.wg == s.wgs - 1) & (n >= 0))(lambda: plgpu.warp_map(by_warp))
 
 
-def load_first(w: DqWorker, i: Item):
+def load_first(w: Worker, i: Item):
     """Loads what the item before has not loaded: it had fewer steps than `ahead`, or is none."""
-    s = w.schedule
-    begin = jnp.where(i.n0 == 0, 0, i.end - i.n0) if s.items.persistent else 0
+    s, k, v = w.schedule, keys_of(w), values_of(w)
+    begin = jnp.where(i.n0 == 0, 0, i.end - i.n0) if s.persistent else 0
 
     @pl.loop(begin, ahead(s))
     def _(step):
         if has_o_buffer(s):
-            load(w, i, i.n0 + step, send_k, send_v)
+            load(w, i, i.n0 + step, k, v)
         else:  # O is in the last slot of V
-            load(w, i, i.n0 + step, send_k)
-            pl.when(step < ahead(s) - 1)(lambda: load(w, i, i.n0 + step, send_v))
+            load(w, i, i.n0 + step, k)
+            pl.when(step < ahead(s) - 1)(lambda: load(w, i, i.n0 + step, v))
 
 
-def load_following(w: DqWorker, i: Item):
+def load_following(w: Worker, i: Item):
     """Loads the next item's rows, and the tile where O was: O and the statistics have been read."""
     s = w.schedule
     if not has_o_buffer(s):
-        pl.when(w.wg == s.wgs - 1)(lambda: load(w, i, i.n0 + ahead(s) - 1, send_v))
-    if s.items.persistent:
+        pl.when(w.wg == s.wgs - 1)(lambda: load(w, i, i.n0 + ahead(s) - 1, values_of(w)))
+    if s.persistent:
         pl.when(i.following >= 0)(lambda: load_rows(w, i.following, 1 - i.side))
 
 
 # Hand buffers back.
 
 
-def release_k(w: DqWorker, i: Item, n):
+def release_k(w: Worker, i: Item, n):
     """dQ += dS K of the step before n is done."""
     if frees_k_apart(w.schedule):
         plgpu.barrier_arrive(w.smem.k_free.at[w.schedule.slot(n)])
-        refill(w, i, n, w.smem.k_free, send_k)
+        refill(w, i, n, w.smem.k_free, keys_of(w))
 
 
-def refill_free(w: DqWorker, i: Item, n):
+def refill_free(w: Worker, i: Item, n):
     """Loads into the slots that `free` guards."""
-    sends = (send_v,) if frees_k_apart(w.schedule) else (send_k, send_v)
-    refill(w, i, n, w.smem.free, *sends)
+    tiles = (values_of(w),) if frees_k_apart(w.schedule) else (keys_of(w), values_of(w))
+    refill(w, i, n, w.smem.free, *tiles)
 
 
-def pass_by(w: DqWorker, i: Item, low, high):
+def pass_by(w: Worker, i: Item, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
     s, smem = w.schedule, w.smem
 
     @pl.loop(low, high)
     def _(n):
-        plgpu.barrier_wait(smem.k_full.at[s.slot(n)])
-        plgpu.barrier_wait(smem.v_full.at[v_slot(s, n)])
+        keys_of(w).ring.wait(n)
+        values_of(w).ring.wait(n)
         release_k(w, i, n)
         plgpu.barrier_arrive(smem.free.at[s.slot(n)])
         refill_free(w, i, n)
@@ -258,7 +206,7 @@ def pass_by(w: DqWorker, i: Item, low, high):
 # Compute P, dS and dQ.
 
 
-def rows_of(w: DqWorker, i: Item) -> Rows:
+def rows_of(w: Worker, i: Item) -> Rows:
     """Computes delta = rowsum(dO * O) - dlse; stores what the dK/dV kernel reads of the rows."""
     s, smem = w.schedule, w.smem
     stat = lambda ref: plgpu.load(ref, layout=ROW, optimized=False)
@@ -266,25 +214,22 @@ def rows_of(w: DqWorker, i: Item) -> Rows:
     # Without the barrier the compiler would round the product with the logits, not before.
     lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
-    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], w.o))
+    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w)))
     minus_delta = -jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
-    for ref, value in zip(w.stat_refs, (lse2, minus_delta), strict=True):
+    for ref, value in zip(w.results[1:], (lse2, minus_delta), strict=True):
         mosaic.store(ref.at[i.batch, i.head, i.rows], value)
     plgpu.commit_smem()  # plain loads have read O and the statistics
     return Rows(lse2, minus_delta, q_ids)
 
 
-def probabilities(w: DqWorker, i: Item, rows: Rows, scores, n, masked):
+def probabilities(w: Worker, i: Item, rows: Rows, scores, n, masked):
     """P and d logits / d (scale S), None for 1, from Q K^T of step n."""
     s = w.schedule
-    x, slope = logits(scores, s.scale, s.softcap)
-    if masked and s.packed:
-        k_ids = plgpu.load(w.smem.ids.at[s.slot(n)], layout=COL, optimized=False)
-        x = same_segment(x, rows.q_ids, k_ids)
+    x, slope = masks.logits(scores, s.scale, s.softcap)
     if masked:
-        x = in_sight(s, i, x, n)
+        x = queries.in_sight(s, i, x, n, rows.q_ids, w.smem.ids.at[s.slot(n)] if s.packed else None)
     return jnp.exp2(x - along(rows.lse2, x.shape, 0)), slope
 
 
@@ -298,16 +243,16 @@ def waits_after_p(s: Schedule) -> bool:
     return s.width > 96
 
 
-def wait_for_keys(w: DqWorker, i: Item, n):
+def wait_for_keys(w: Worker, i: Item, n):
     """Waits for the keys of step n, if it is one of this item."""
     bar = w.smem.k_full.at[w.schedule.slot(n)]
     pl.when(n < i.last)(lambda: plgpu.barrier_wait(bar))
 
 
-def step(w: DqWorker, i: Item, rows: Rows, dq_acc, n, masked):
+def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
     """Adds dS K of step n to dQ."""
-    s, smem = w.schedule, w.smem
-    slot, slot_of_v = s.slot(n), v_slot(s, n)
+    s, smem, values = w.schedule, w.smem, values_of(w)
+    slot, slot_of_v = s.slot(n), values.ring.slot(n)
     across = lambda acc, x, y: plgpu.wgmma(acc, x, y.transpose((1, 0)))
 
     def add_dq(s_acc, dp_acc):
@@ -315,11 +260,11 @@ def step(w: DqWorker, i: Item, rows: Rows, dq_acc, n, masked):
         # sees that an operand stays in place, it holds the descriptors of all its slices in
         # registers, up to 64 of them.
         here = jnp.minimum(i.at, n + s.sides * s.wgs)
-        v = smem.kv.at[s.stages + jnp.minimum(slot_of_v, n)]
+        v = values.smem.at[jnp.minimum(slot_of_v, n)]
         if not waits_after_p(s):
             plgpu.barrier_wait(smem.k_full.at[slot])
         across(s_acc, smem.q.at[here], smem.kv.at[slot])
-        plgpu.barrier_wait(smem.v_full.at[slot_of_v])
+        values.ring.wait(n)
         dp_acc[...] = along(rows.minus_delta, (ROWS, s.columns), 0)
         across(dp_acc, smem.do.at[here], v)
         # Compute P under dP.
@@ -333,8 +278,7 @@ def step(w: DqWorker, i: Item, rows: Rows, dq_acc, n, masked):
         if masked and s.packed:
             plgpu.commit_smem()  # plain loads have read the ids
         plgpu.barrier_arrive(smem.free.at[slot])
-        ds = p * dp
-        ds = (ds if slope is None else ds * slope).astype(s.dtype)
+        ds = masks.d_scores(p, dp, slope, s.dtype)
         # Accumulate dQ, under the next step.
         plgpu.wgmma(dq_acc, ds, smem.kv.at[slot])
         refill_free(w, i, n)
@@ -343,30 +287,30 @@ def step(w: DqWorker, i: Item, rows: Rows, dq_acc, n, masked):
     pl.run_scoped(add_dq, acc, acc)
 
 
-def accumulate(w: DqWorker, i: Item, rows: Rows, dq_acc):
+def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
     """Walks over the steps that the warpgroup sees, and stores dQ."""
     s = w.schedule
     one = functools.partial(step, w, i, rows, dq_acc)
     if waits_after_p(s):
         wait_for_keys(w, i, i.first)
     one(i.first, s.visits.causal or s.ragged or s.packed)
-    walk(s, i, i.first + 1, one, crosses=diagonal_crosses_tiles(s))
+    schedule.walk(s, i, i.first + 1, one, crosses=s.diagonal_crosses_tiles)
     store(w, i, dq_acc[...])
 
 
-def store(w: DqWorker, i: Item, dq):
+def store(w: Worker, i: Item, dq):
     # The next item's dO may be on its way into the buffer of dO.
-    smem = w.smem.dq if w.schedule.items.persistent else w.smem.do
+    smem = w.smem.dq if w.schedule.persistent else w.smem.do
     plgpu.wait_smem_to_gmem(0)  # the block before has left it
     smem[w.wg] = (dq * w.schedule.scale).astype(w.schedule.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.at[w.wg], w.dq_ref.at[i.batch, i.rows, i.head])
+    plgpu.copy_smem_to_gmem(smem.at[w.wg], w.results[0].at[i.batch, i.rows, i.head])
 
 
-def differentiate(w: DqWorker, item, following, side, n0):
+def differentiate(w: Worker, item, following, side, n0):
     """One block of queries, from the diagonal downwards; returns the step after its last."""
     s = w.schedule
-    i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
+    i = queries.item_of(w, item, following, side, n0)
     # Load.
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
@@ -392,12 +336,9 @@ def differentiate(w: DqWorker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: DqInputs, dq_ref, lse2_ref, minus_delta_ref, smem):
-    wg = lax.axis_index("wg")
-    # Without its own buffer, O comes through slots of K and V that are not in use yet.
-    o = smem.o.at[wg] if has_o_buffer(s) else smem.kv.at[ahead(s) * (wg + 1)]
-    w = DqWorker(s, inputs, dq_ref, (lse2_ref, minus_delta_ref), smem, wg, o)
-    work_items(inputs.plan, lambda item: load_rows(w, item, 0), functools.partial(differentiate, w))
+def body(w: Worker):
+    begin, one = (lambda item: load_rows(w, item, 0)), functools.partial(differentiate, w)
+    schedule.work_items(w.inputs.plan, begin, one)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -405,17 +346,15 @@ def body(s: Schedule, inputs: DqInputs, dq_ref, lse2_ref, minus_delta_ref, smem)
 def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
     """(dq like q, lse in base 2, -delta); with `heads` the others of dq are undefined.
 
-    The last two are (B, H, stat_rows(T)) fp32.
+    The last two are (B, H, schedule.stat_rows(T)) fp32.
     """
-    packed = segments is not None
-    tile = tiles(q.shape[-1], packed)
-    s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
-    segments = with_spans(s, segments)
-    inputs = DqInputs(q, k, v, out, lse, dout, s.items.table, dlse, segments)
+    tile, packed = tiles(q.shape[-1], segments is not None), segments is not None
+    s = schedule.schedule_of(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
+    inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
     stat = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype), stat, stat]
     # Sums of rows need no scratch, and a head dimension of 256 leaves none.
-    return launch(
-        s, "attention_backward_dq", body, inputs, out_type, scratch(s, dlse is not None),
-        reduction_scratch_bytes=0,
+    return schedule.launch(
+        s, "attention_backward_dq", body, inputs, segments, out_type,
+        scratch(s, dlse is not None), reduction_scratch_bytes=0,
     )  # fmt: skip

@@ -27,7 +27,6 @@ tiles a block visits, and which of them need a mask; schedule.py which block wor
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,28 +35,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.masks import (
-    LOWEST,
-    logits,
-    online_softmax,
-    same_segment,
-    some_rows_see_nothing,
-)
-from pallas_kernels.flash_attention.queries import Item, Stream, in_sight, item_of, stream_of
-from pallas_kernels.flash_attention.schedule import (
-    Call,
-    Heads,
-    Schedule,
-    Tiles,
-    diagonal_crosses_tiles,
-    launch,
-    pad_segments,
-    schedule,
-    stat_rows,
-    with_spans,
-    work_items,
-)
-from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, along
+from pallas_kernels.flash_attention import masks, queries, schedule
+from pallas_kernels.flash_attention.queries import Item, Keys, Stream
+from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
+from pallas_kernels.mosaic import LOG2E, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
 
 
@@ -69,16 +50,6 @@ def tiles(head_dim: int, packed: bool) -> Tiles:
         return Tiles(2, 128, 3, head_dim <= 96 or not packed, 16)
     # 256 columns of O leave registers for 64 keys.
     return Tiles(2, 64, 2 if packed else 3, False, 16)
-
-
-class ForwardInputs(NamedTuple):
-    """References to global memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    plan: Any  # None where the hardware hands out the items
-    segments: Any  # Segments, or None
 
 
 def v_stages(s: Schedule) -> int:
@@ -107,30 +78,18 @@ def scratch(s: Schedule) -> dict:
     return buffers
 
 
-class Keys(NamedTuple):
-    """K or V, its ring, and which warp fills it."""
-
-    ring: Ring
-    ref: Any
-    first_head: int
-    smem: Any
-    ids_ref: Any  # the ids that come along with each tile, or None
-    ids_smem: Any
-    ahead: int  # how many steps early it loads a tile
-    warp: int
+def keys_of(w: Worker) -> Keys:
+    s, smem = w.schedule, w.smem
+    ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
+    ids = (w.inputs.segments.k_ids, smem.k_ids) if s.packed else ()
+    return Keys(ring, w.inputs.k, s.k_first, smem.k, 1, 0, *ids)
 
 
-class ForwardWorker(NamedTuple):
-    """One warpgroup of a block."""
-
-    schedule: Schedule
-    inputs: ForwardInputs
-    o_ref: Any
-    lse_ref: Any
-    smem: Any  # what `scratch` lists, by name
-    k: Keys
-    v: Keys
-    wg: Any
+def values_of(w: Worker) -> Keys:
+    s, smem = w.schedule, w.smem
+    ring = Ring(v_stages(s), smem.v_full, smem.v_free, loader=s.wgs - 1)
+    # A second step ahead pays where the ring has room for it.
+    return Keys(ring, w.inputs.v, s.v_first, smem.v, int(s.width <= 64), 1)
 
 
 def mixes_masks(s: Schedule) -> bool:
@@ -138,15 +97,15 @@ def mixes_masks(s: Schedule) -> bool:
 
     The diagonal may cross two tiles, segments may begin and end anywhere, and so may the window.
     """
-    return diagonal_crosses_tiles(s) or s.visits.window is not None or s.packed
+    return s.diagonal_crosses_tiles or s.visits.window is not None or s.packed
 
 
 # Load: the rows of Q, and the tiles of K and V.
 
 
-def load_q(w: ForwardWorker, item, side):
+def load_q(w: Worker, item, side):
     s, smem = w.schedule, w.smem
-    row, (batch, head) = s.items.where(item)
+    row, (batch, head) = s.where(item)
     rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
     at = side * s.wgs + w.wg
     plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], smem.qo.at[at], smem.q_bars.at[at])
@@ -155,64 +114,42 @@ def load_q(w: ForwardWorker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
 
 
-def of_keys(w: ForwardWorker, stream: Stream) -> Stream:
-    """The Stream of a head of queries as one of its head of keys."""
-    return stream._replace(head=stream.head // w.schedule.group)
-
-
-def stream_of_item(w: ForwardWorker, item, n0) -> Stream:
-    return of_keys(w, stream_of(w.schedule, w.inputs.segments, item, n0))
-
-
-def send(w: ForwardWorker, x: Keys, n, stream: Stream):
-    """Starts to copy the tile of step n, once all warpgroups have left its buffer."""
-    keys = pl.ds((stream.top - 1 - n) * w.schedule.columns, w.schedule.columns)
-    x.ring.claim(n)
-    x.ring.send(n, x.ref.at[stream.batch, keys, x.first_head + stream.head], x.smem)
-    if x.ids_ref is not None:
-        x.ring.send(n, x.ids_ref.at[stream.batch, keys], x.ids_smem)
-
-
-def load(w: ForwardWorker, x: Keys, n, stream: Stream, following):
+def load(w: Worker, x: Keys, n, stream: Stream, following):
     """Loads the tile of step n, which from the stream's end on is one of the next item.
 
     One warp loads; only it waits until all warpgroups have left the buffer.
     """
 
-    def send_following():
-        coming = stream_of_item(w, following, stream.end)
-        pl.when(n < coming.end)(lambda: send(w, x, n, coming))
+    def send_one(stream):
+        x.ring.claim(n)
+        queries.send(w.schedule, x, n, stream)
 
     def by_warp(warp):
-        @pl.when(warp == x.warp)
-        def _():
-            pl.when(n < stream.end)(lambda: send(w, x, n, stream))
-            if following is not None:
-                pl.when((n >= stream.end) & (following >= 0))(send_following)
+        pl.when(warp == x.warp)(lambda: queries.send_any(w, n, stream, following, send_one))
 
     pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
 
 
-def load_from(w: ForwardWorker, begin, n0, stream: Stream, following):
+def load_from(w: Worker, begin, n0, stream: Stream, following):
     """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
-    for x in (w.k, w.v):
+    for x in (keys_of(w), values_of(w)):
         one = functools.partial(load, w, x, stream=stream, following=following)
         pl.loop(begin, n0 + x.ahead)(lambda n, one=one: one(n))
 
 
-def load_later(w: ForwardWorker, i: Item, n):
+def load_later(w: Worker, i: Item, n):
     """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
-    for x in (w.k, w.v):
+    for x in (keys_of(w), values_of(w)):
         load(w, x, n + x.ahead, i.stream, i.following)
 
 
-def begin(w: ForwardWorker, item):
+def begin(w: Worker, item):
     """Loads what the first item of a block needs at once."""
     load_q(w, item, 0)
-    load_from(w, 0, 0, stream_of_item(w, item, 0), None)
+    load_from(w, 0, 0, queries.stream_of(w, item, 0), None)
 
 
-def load_following_q(w: ForwardWorker, i: Item):
+def load_following_q(w: Worker, i: Item):
     if i.following is not None:
         plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
         pl.when(i.following >= 0)(lambda: load_q(w, i.following, 1 - i.side))
@@ -221,68 +158,67 @@ def load_following_q(w: ForwardWorker, i: Item):
 # Take turns, and hand buffers back.
 
 
-def my_turn(w: ForwardWorker):
+def my_turn(w: Worker):
     plgpu.barrier_wait(w.smem.turn.at[w.wg])
 
 
-def next_turn(w: ForwardWorker):
+def next_turn(w: Worker):
     plgpu.barrier_arrive(w.smem.turn.at[lax.rem(w.wg + 1, jnp.int32(w.schedule.wgs))])
 
 
-def pass_by(w: ForwardWorker, i: Item, low, high):
+def pass_by(w: Worker, i: Item, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
 
     @pl.loop(low, high)
     def _(n):
-        w.k.ring.wait(n)
+        keys_of(w).ring.wait(n)
         my_turn(w)
         next_turn(w)
         load_later(w, i, n)
-        w.k.ring.release(n)
-        w.v.ring.wait(n)
-        w.v.ring.release(n)
+        keys_of(w).ring.release(n)
+        values_of(w).ring.wait(n)
+        values_of(w).ring.release(n)
 
 
 # Compute scores and softmax.
 
 
-def mask(w: ForwardWorker, i: Item, x, n):
+def mask(w: Worker, i: Item, x, n):
     s, smem = w.schedule, w.smem
-    if s.packed:
-        stat = functools.partial(plgpu.load, optimized=False)
-        q_ids = stat(smem.q_ids.at[i.at], layout=ROW)
-        k_ids = stat(smem.k_ids.at[w.k.ring.slot(n)], layout=COL)
-        x = same_segment(x, q_ids, k_ids)
-        plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
-    return in_sight(s, i, x, n)
+    if not s.packed:
+        return queries.in_sight(s, i, x, n)
+    q_ids = plgpu.load(smem.q_ids.at[i.at], layout=ROW, optimized=False)
+    x = queries.in_sight(s, i, x, n, q_ids, smem.k_ids.at[keys_of(w).ring.slot(n)])
+    plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
+    return x
 
 
-def scores(w: ForwardWorker, i: Item, x, n, masked):
+def scores(w: Worker, i: Item, x, n, masked):
     """Scores of step n in base 2 before the factor, from Q K^T; the tile of keys is free then."""
     s = w.schedule
     if s.softcap is not None:
-        x = logits(x, s.scale, s.softcap)[0]
+        x = masks.logits(x, s.scale, s.softcap)[0]
     if not s.packed:
-        w.k.ring.release(n)
+        keys_of(w).ring.release(n)
     if masked is True:
         x = mask(w, i, x, n)
     elif masked is not False:
         x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
     if s.packed:
-        w.k.ring.release(n)
+        keys_of(w).ring.release(n)
     return x
 
 
 def softmax(s: Schedule, x, m, l):
     """Scores, the row's largest and its sum so far -> P, both with these scores, O's rescale."""
     factor = s.scale * LOG2E if s.softcap is None else 1.0
-    p, m_new, alpha = online_softmax(x, factor, m)
+    p, m_new, alpha = masks.online_softmax(x, factor, m)
     return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
 
 
-def first_step(w: ForwardWorker, i: Item):
+def first_step(w: Worker, i: Item):
     """P, the largest and the sum of each row for the first step, which has no O to add to yet."""
-    s, slot = w.schedule, w.k.ring.slot(i.first)
+    s, slot = w.schedule, keys_of(w).ring.slot(i.first)
 
     def issue(s_acc):
         plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
@@ -293,23 +229,23 @@ def first_step(w: ForwardWorker, i: Item):
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
     masked = s.visits.causal or s.ragged or s.packed
-    return softmax(s, scores(w, i, x, i.first, masked), row(LOWEST), row(0))[:3]
+    return softmax(s, scores(w, i, x, i.first, masked), row(masks.LOWEST), row(0))[:3]
 
 
-def step(w: ForwardWorker, i: Item, o_acc, n, carry):
+def step(w: Worker, i: Item, o_acc, n, carry):
     """Adds the values of the step before to O under the scores and softmax of step n."""
     s = w.schedule
     p, m, l = carry
     masked = ((n < i.unmasked) | (n >= i.edge)) if mixes_masks(s) else False
-    slot, before = w.k.ring.slot(n), w.v.ring.slot(n - 1)
+    slot, before = keys_of(w).ring.slot(n), values_of(w).ring.slot(n - 1)
     # Issue both matmuls.
-    w.k.ring.wait(n)
+    keys_of(w).ring.wait(n)
     my_turn(w)
 
     def issue(s_acc):
         here = jnp.minimum(i.at, n + s.sides * s.wgs)  # i.at, but the compiler may not know it
         plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
-        w.v.ring.wait(n - 1)
+        values_of(w).ring.wait(n - 1)
         plgpu.wgmma(o_acc, p, w.smem.v.at[before])
         next_turn(w)
         load_later(w, i, n)
@@ -320,16 +256,16 @@ def step(w: ForwardWorker, i: Item, o_acc, n, carry):
     p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
     # Rescale O.
     o = o_acc[...]  # waits for O += P V
-    w.v.ring.release(n - 1)
+    values_of(w).ring.release(n - 1)
     o_acc[...] = o * along(alpha, o.shape, 0)
     return p, m, l
 
 
-def accumulate(w: ForwardWorker, i: Item, o_acc):
+def accumulate(w: Worker, i: Item, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     # Begin with the first tile.
     plgpu.barrier_wait(w.smem.q_bars.at[i.at])
-    w.k.ring.wait(i.first)
+    keys_of(w).ring.wait(i.first)
     my_turn(w)
     carry = first_step(w, i)
     load_following_q(w, i)
@@ -338,9 +274,9 @@ def accumulate(w: ForwardWorker, i: Item, o_acc):
     if w.schedule.packed:
         plgpu.commit_smem()  # plain loads have read the queries' ids
     # Add the last values.
-    plgpu.wgmma(o_acc, p, w.smem.v.at[w.v.ring.wait(i.last - 1)])
+    plgpu.wgmma(o_acc, p, w.smem.v.at[values_of(w).ring.wait(i.last - 1)])
     o = o_acc[...]
-    w.v.ring.release(i.last - 1)
+    values_of(w).ring.release(i.last - 1)
     if w.schedule.visits.window is not None:
         pass_by(w, i, i.last, i.end)
     return o, m, l
@@ -349,25 +285,24 @@ def accumulate(w: ForwardWorker, i: Item, o_acc):
 # The epilogue divides O by the sums, and stores it and the log-sum-exp.
 
 
-def store(w: ForwardWorker, i: Item, o, m, l):
-    s, smem = w.schedule, w.smem
+def store(w: Worker, i: Item, o, m, l):
+    s, smem, (o_ref, lse_ref) = w.schedule, w.smem, w.results
     inverse = 1 / l
-    if some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
+    if masks.some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
         inverse = jnp.where(l > 0, inverse, 0)
     # O leaves through its queries' buffer: another buffer would not fit beside the next queries'
     # at D = 128, and at D = 64 it gains less than 1%.
     plgpu.commit_smem()  # all warps have multiplied with the queries
     smem.qo[i.at] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], w.o_ref.at[i.batch, i.rows, i.head])
-    mosaic.store(w.lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
+    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], o_ref.at[i.batch, i.rows, i.head])
+    mosaic.store(lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
 
 
-def attend(w: ForwardWorker, item, following, side, n0):
+def attend(w: Worker, item, following, side, n0):
     """One block of queries, with the steps from n0 on; returns the step after its last."""
     s = w.schedule
-    i = item_of(s, w.inputs.segments, w.wg, item, following, side, n0)
-    i = i._replace(stream=of_keys(w, i.stream))
+    i = queries.item_of(w, item, following, side, n0)
     if following is not None:  # its tiles may follow at once: this item has few steps
         load_from(w, i.end, n0, i.stream, following)
 
@@ -389,22 +324,15 @@ def attend(w: ForwardWorker, item, following, side, n0):
     return i.end
 
 
-def body(s: Schedule, inputs: ForwardInputs, o_ref, lse_ref, smem):
-    k_ids, k_ids_smem = (inputs.segments.k_ids, smem.k_ids) if s.packed else (None, None)
-    ahead = int(s.width <= 64)  # for values a second step pays where the ring has room for it
-    k_ring = Ring(s.stages, smem.k_full, smem.k_free, loader=0)
-    v_ring = Ring(v_stages(s), smem.v_full, smem.v_free, loader=s.wgs - 1)
-    k = Keys(k_ring, inputs.k, s.k_first, smem.k, k_ids, k_ids_smem, ahead=1, warp=0)
-    v = Keys(v_ring, inputs.v, s.v_first, smem.v, None, None, ahead=ahead, warp=1)
-    w = ForwardWorker(s, inputs, o_ref, lse_ref, smem, k, v, lax.axis_index("wg"))
-    pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
-    work_items(inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
+def body(w: Worker):
+    pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(w.smem.turn.at[0]))
+    schedule.work_items(w.inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
     plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
 def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
-    """(out (B, T, H, D), lse (B, H, stat_rows(T)) fp32, natural log).
+    """(out (B, T, H, D), lse (B, H, schedule.stat_rows(T)) fp32, natural log).
 
     The axes T and S of the arrays are padded to multiples of 8, because a TMA copy into wgmma's
     layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
@@ -413,11 +341,11 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """
     (b, rows, _, d), packed = q.shape, segments is not None
     h, tile = q.shape[2] if heads is None else heads.q, tiles(d, packed)
-    s = schedule(q, k, tile, call, heads, packed=packed, sets=tile.wgs)
-    ids = pad_segments(segments, call.lengths) if packed else None
-    inputs = ForwardInputs(q, k, v, s.items.table, with_spans(s, ids))
+    s = schedule.schedule_of(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
+    ids = schedule.pad_segments(segments, call.lengths) if packed else None
     out_type = (
         jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
-        jax.ShapeDtypeStruct((b, h, stat_rows(call.lengths[0])), jnp.float32),
+        jax.ShapeDtypeStruct((b, h, schedule.stat_rows(call.lengths[0])), jnp.float32),
     )
-    return launch(s, "attention_forward", body, inputs, out_type, scratch(s))
+    inputs = dict(q=q, k=k, v=v)
+    return schedule.launch(s, "attention_forward", body, inputs, ids, out_type, scratch(s))

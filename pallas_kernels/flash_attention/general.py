@@ -1,13 +1,31 @@
-"""Attention without TMA and wgmma, for every NVIDIA GPU since Ampere: what its kernels share.
+"""Attention without TMA and wgmma, for every NVIDIA GPU since Ampere: forward, dQ, dK and dV.
 
-A block is one warpgroup of 128 threads.  It owns 64 or 128 rows (of queries; in the dK/dV kernel of
-keys) of one head.  The tiles of columns that they see stream by through shared memory, from which
-every matmul takes its operands (ampere.py).  Two blocks run on a processor at a time where shared
-memory allows it: one's softmax runs under the other's matmuls.  The arrangement is
-FlashAttention-2's (Dao 2023).  What a block sees (masks.py) and which block works on what
-(schedule.py) is as on Hopper; every block has one item, and the hardware hands them out.
+The formulas are in op.py, the arrangement is FlashAttention-2's (Dao 2023).  A block is one
+warpgroup of 128 threads.  It owns 64 or 128 rows (of queries; in the dK/dV kernel of keys) of one
+head.  The tiles of columns that they see stream by through shared memory, from which every matmul
+takes its operands (ampere.py).  Each operand has one buffer, which cp.async fills under the other
+one's matmul:
 
-The tables `tiles` are sized by the 255 registers of a thread and by 99 KB of shared memory.  128
+    forward, from the diagonal downwards:
+    wait for K_n     V_n on its way      S = Q K_n^T
+    wait for V_n     K_n+1 on its way    P = exp2(c S - m), the sums, O = alpha O + P V_n
+
+    dQ, from the diagonal downwards:
+    wait for V_n     K_n on its way      dP = dO V_n^T
+    wait for K_n     V_n+1 on its way    S = Q K_n^T, P, dS, dQ += dS K_n
+    meet             K_n+1 on its way
+
+    dK and dV, transposed, so that P^T and dS^T lie where mma wants its left operand:
+    wait for dO_n    Q_n on its way      dP^T = V dO_n^T
+    wait for Q_n                         S^T = K Q_n^T, P^T, dV += P^T dO_n
+    meet             dO_n+1 on its way   dS^T, dK += dS^T Q_n
+    meet             Q_n+1 on its way
+
+All threads meet in `wait`, too, so nobody reads any longer what is filled next.  P and dS stay in
+registers.  Two blocks run on a processor at a time where shared memory allows it: one's softmax
+runs under the other's matmuls.  Every block has one item, and the hardware hands them out.
+
+The tables of tiles are sized by the 255 registers of a thread and by 99 KB of shared memory.  128
 rows read an operand from shared memory once where 64 read it twice.  On an H100 the largest tiles
 are fastest, though some spill up to 60 bytes; docs/attention.md has the sweep.  A100 and H100 take
 them.  Elsewhere ("tight") ptxas spills more, and RTX has tensor cores half as fast, for which 64
@@ -17,22 +35,56 @@ rows read fast enough; nobody has timed those.
 import functools
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.flash_attention.masks import Visits, same_segment, visible
-from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, share_out
-from pallas_kernels.mosaic import COL, ROW
+from pallas_kernels.flash_attention import masks, schedule
+from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
+from pallas_kernels.mosaic import COL, LOG2E, ROW, WGMMA, along
 
-WIDTHS = (32, 64, 96, 128, 256)  # of tiles in shared memory; their columns past D are zeros
-SECTION = 16  # MiB of what streams, of the heads that are worked on at a time
+
+def forward_tiles(width: int, tight: bool) -> tuple[int, int]:
+    """(queries of a block, keys of a step); up to 128 two blocks fit 99 KB."""
+    if width <= 64:
+        return 128, 64
+    if width <= 128:
+        return (64, 64) if tight else (128, 64)
+    return 64, 32
+
+
+def dq_tiles(width: int, tight: bool) -> tuple[int, int]:
+    """(queries of a block, keys of a step)."""
+    if width <= 64:
+        return 128, 32 if tight else 64
+    return (128, 32) if width <= 128 and not tight else (64, 32)
+
+
+def dkv_tiles(width: int, tight: bool) -> tuple[int, int]:
+    """(keys of a block, queries of a step)."""
+    if width <= 64 and not tight:
+        return 128, 32
+    if width <= 128:
+        return 64, 32 if tight else 64
+    return 64, 16
+
+
+def general_schedule(tiles, q, k, call: Call, heads, *, packed: bool, by_keys=False) -> Schedule:
+    # In the backward pass segments and softcap need registers.
+    more = tiles is not forward_tiles and (packed or call.softcap is not None)
+    block, step = tiles(schedule.width_of(q.shape[-1]), call.tight or more)
+    tile = Tiles(1, step, 1, False, 16)
+    options = dict(block=block, packed=packed, by_keys=by_keys)
+    return schedule.schedule_of(q, k, tile, call, heads, **options)
 
 
 class Block(NamedTuple):
     """What a block works on; tiles of columns are counted from the sequence's start."""
 
+    w: Worker
     batch: Any
     head: Any  # of the queries; in the dK/dV kernel of the keys
     row: Any  # the first one
@@ -40,85 +92,43 @@ class Block(NamedTuple):
     high: Any  # the one after its last
     whole: tuple[Any, Any]  # the same of the tiles that each of its rows sees whole
 
-    def rows(self, s: Schedule):
-        return pl.ds(self.row, s.block)
+    @property
+    def rows(self):
+        return pl.ds(self.row, self.w.schedule.block)
 
 
-class Worker(NamedTuple):
-    """A block, with what its kernel's functions use."""
-
-    schedule: Schedule
-    inputs: Any  # the kernel's Inputs: references to global memory
-    smem: Any  # what the kernel's `scratch` lists, by name
-    block: Block
-
-
-def width_of(head_dim: int) -> int:
-    """Columns of the tiles of heads."""
-    return next(width for width in WIDTHS if width >= head_dim)
-
-
-def schedule(
-    q, k, rows: int, step: int, call: Call, heads: Heads | None, *, packed: bool, by_keys=False
-) -> Schedule:
-    """The Schedule of a kernel whose blocks own `rows` rows and take `step` columns at a time.
-
-    heads: q, k and v are the same array, which holds all three.  packed: there are segments.
-    by_keys: a block owns keys, not queries.
-    """
-    b, _, h, d = q.shape
-    kv_heads, k_first, v_first = k.shape[2], 0, 0
-    if heads is not None:
-        h, kv_heads, k_first, v_first = *heads, heads.q, heads.q + heads.kv
-    (t, s), group, tile = call.lengths, h // kv_heads, Tiles(1, step, 1, False, SECTION)
-    visits = Visits(call.lengths, call.causal, call.window, step, by_keys)
-    if by_keys:
-        first_row = lambda level: level * rows  # most queries see the first keys
-        pairs, pair_bytes = (b, kv_heads), 4 * t * d * group  # Q and dO of a kv head
-    else:
-        blocks = mosaic.cdiv(t, rows)
-        first_row = lambda level: (blocks - 1 - level) * rows  # most keys first
-        pairs, pair_bytes = (b, h), 4 * s * d // group  # a head's share of K and V
-    items = share_out(
-        visits, rows, first_row, pairs, tile, sms=call.sms, pair_bytes=pair_bytes, packed=packed
-    )
-    return Schedule(
-        visits, items, tile, rows, 0, q.dtype, width_of(d), group, k_first, v_first, call.scale,
-        call.softcap, packed,
-    )  # fmt: skip
-
-
-def tight(call: Call, packed: bool) -> bool:
-    """Whether a backward kernel takes its smaller tiles: segments and softcap need registers."""
-    return call.tight or packed or call.softcap is not None
-
-
-def block_of(s: Schedule, segments) -> Block:
-    row, (batch, head) = s.items.where(lax.axis_index("block"))
-    limits, same = s.limits(row, batch, segments)
+def block_of(w: Worker) -> Block:
+    s = w.schedule
+    row, (batch, head) = s.where(lax.axis_index("block"))
+    limits, same = s.limits(row, batch, w.inputs.segments)
     low, high = s.visits.seen(row, row + s.block, *limits)
-    return Block(batch, head, row, low, high, s.visits.whole(row, row + s.block, *same))
+    return Block(w, batch, head, row, low, high, s.visits.whole(row, row + s.block, *same))
 
 
-def load_k(w: Worker, tile):
-    """Starts to copy a tile of K for a block of queries."""
-    _load(w, w.inputs.k, w.schedule.k_first, w.smem.k, tile)
+def load(b: Block, name: str, head, first, buffer: str | None = None):
+    """Starts to copy rows first, first + 1, ... of an input to its buffer."""
+    source, target = getattr(b.w.inputs, name), getattr(b.w.smem, buffer or name)
+    end = b.w.schedule.visits.lengths[name in ("k", "v")]
+    ampere.load_rows(source, target, b.batch, head, first, end)
 
 
-def load_v(w: Worker, tile):
-    """Starts to copy a tile of V for a block of queries."""
-    _load(w, w.inputs.v, w.schedule.v_first, w.smem.v, tile)
+def load_keys(b: Block, name: str, tile):
+    """Starts to copy a tile of k or v for a block of queries."""
+    s = b.w.schedule
+    first_head = s.k_first if name == "k" else s.v_first
+    load(b, name, first_head + b.head // s.group, tile * s.columns)
 
 
-def _load(w: Worker, ref, first_head, buffer, tile):
-    s, b = w.schedule, w.block
-    head, first = first_head + b.head // s.group, tile * s.columns
-    ampere.load_rows(ref, buffer, b.batch, head, first, s.visits.lengths[1])
+def scores(b: Block, tile, x):
+    """(logits in base 2, -inf where masked, d logits / d (scale S)) of a tile's scores."""
+    s = b.w.schedule
+    x, slope = masks.logits(x, s.scale, s.softcap)
+    return mask(b, tile, x), slope
 
 
-def mask(s: Schedule, b: Block, segments, tile, x):
+def mask(b: Block, tile, x):
     """Scores of a tile, with -inf where a query may not see a key; rows are as the Schedule's."""
-    visits = s.visits
+    s, visits = b.w.schedule, b.w.schedule.visits
     ragged = s.ragged and not visits.by_keys  # keys past the last one are columns
     if not (visits.causal or ragged or s.packed):
         return x
@@ -129,13 +139,13 @@ def mask(s: Schedule, b: Block, segments, tile, x):
     def masked(x):
         column = tile * s.columns
         if s.packed:
-            x = _in_segment(s, b, segments, column, x)
+            x = in_segment(b, column, x)
         if visits.by_keys:
             q0, k0 = column + visits.offset, b.row
         else:
             q0, k0 = b.row + visits.offset, column
         keys = visits.lengths[1] if ragged else None
-        return visible(
+        return masks.visible(
             x, q0, k0, causal=visits.causal, window=visits.window, keys=keys,
             transposed=visits.by_keys,
         )  # fmt: skip
@@ -143,9 +153,266 @@ def mask(s: Schedule, b: Block, segments, tile, x):
     return lax.cond(crosses, masked, lambda x: x, x)
 
 
-def _in_segment(s: Schedule, b: Block, segments, column, x):
+def in_segment(b: Block, column, x):
+    s, segments = b.w.schedule, b.w.inputs.segments
     ids = segments.q_ids, segments.k_ids
     rows, columns = reversed(ids) if s.visits.by_keys else ids
-    read = functools.partial(plgpu.load, optimized=False)
-    mine = read(rows.at[b.batch, b.rows(s)], layout=ROW)
-    return same_segment(x, mine, read(columns.at[b.batch, pl.ds(column, s.columns)], layout=COL))
+    mine = stat(rows.at[b.batch, b.rows], ROW)
+    return masks.same_segment(x, mine, stat(columns.at[b.batch, pl.ds(column, s.columns)], COL))
+
+
+def stat(ref, layout):
+    """A number of each row or column, in registers."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def tiles_of(s: Schedule, rows: str, columns: str) -> dict:
+    """Shared memory for tiles of a block's rows and of a step's columns, by name."""
+    sizes = dict.fromkeys(rows.split(), s.block) | dict.fromkeys(columns.split(), s.columns)
+    return {name: ampere.tile(n, s.width, s.dtype) for name, n in sizes.items()}
+
+
+# ---- forward ---------------------------------------------------------------------------------
+
+
+def forward_scratch(s: Schedule) -> dict:
+    return tiles_of(s, "q", "k v")
+
+
+def forward_step(b: Block, n, carry):
+    """Adds the n-th tile of keys to O, to the largest logit and to the sum of each row."""
+    s, smem = b.w.schedule, b.w.smem
+    (o, m, l), tile = carry, b.high - 1 - n
+    ampere.wait()  # for K
+    load_keys(b, "v", tile)
+    x = ampere.rows_times_rows(smem.q, smem.k)
+    ampere.wait()  # for V
+    pl.when(tile > b.low)(lambda: load_keys(b, "k", tile - 1))
+    factor = s.scale * LOG2E
+    if s.softcap is not None:
+        x, factor = masks.logits(x, s.scale, s.softcap)[0], 1.0
+    p, m_new, alpha = masks.online_softmax(mask(b, tile, x), factor, m)
+    l = l * alpha + jnp.sum(p, axis=1)
+    o = ampere.times_rows(o * along(alpha, o.shape, 0), p, smem.v)
+    return o, m_new, l
+
+
+def forward_body(w: Worker):
+    s, smem, (o_ref, lse_ref), b = w.schedule, w.smem, w.results, block_of(w)
+    load(b, "q", b.head, b.row)
+    load_keys(b, "k", b.high - 1)
+    row = lambda value: plgpu.layout_cast(jnp.full((s.block,), value, jnp.float32), ROW)
+    nothing = mosaic.zeros((s.block, s.width), WGMMA), row(masks.LOWEST), row(0)
+    o, m, l = lax.fori_loop(0, b.high - b.low, functools.partial(forward_step, b), nothing)
+    # Divide O by the sums, and store it and the log-sum-exp.
+    inverse = 1 / l
+    if masks.some_rows_see_nothing(s.visits.window, s.packed, s.block):
+        inverse = jnp.where(l > 0, inverse, 0)  # zeros; lse = m + log 0 = -inf
+    ampere.meet()  # all have multiplied with Q, whose place O takes
+    smem.q[...] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
+    ampere.meet()
+    ampere.store_rows(smem.q, o_ref, b.batch, b.head, b.row, s.visits.lengths[0])
+    mosaic.store(lse_ref.at[b.batch, b.head, b.rows], m * (1 / LOG2E) + jnp.log(l))
+
+
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
+def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
+    """As forward.forward, but T and S may be any, and D a multiple of 8."""
+    (b, t, _, d), packed = q.shape, segments is not None
+    h = q.shape[2] if heads is None else heads.q
+    s = general_schedule(forward_tiles, q, k, call, heads, packed=packed)
+    ids = schedule.pad_segments(segments, call.lengths) if packed else None
+    out_type = (
+        jax.ShapeDtypeStruct((b, t, h, d), q.dtype),
+        jax.ShapeDtypeStruct((b, h, schedule.stat_rows(t)), jnp.float32),
+    )
+    # Sums of rows need no scratch.
+    return schedule.launch(
+        s, "general_attention_forward", forward_body, dict(q=q, k=k, v=v), ids, out_type,
+        forward_scratch(s), reduction_scratch_bytes=0,
+    )  # fmt: skip
+
+
+# ---- dQ and delta ----------------------------------------------------------------------------
+
+
+def dq_scratch(s: Schedule) -> dict:
+    of_rows = plgpu.SMEM((s.block,), jnp.float32)
+    return tiles_of(s, "q do", "k v") | dict(lse2=of_rows, delta=of_rows)
+
+
+def dq_begin(b: Block, delta_ref):
+    """Loads what comes first; computes delta = rowsum(dO * O) - dlse, and stores it."""
+    inputs, smem = b.w.inputs, b.w.smem
+    load(b, "o", b.head, b.row, buffer="q")  # only delta needs it
+    load(b, "do", b.head, b.row)
+    of_rows = lambda ref: stat(ref.at[b.batch, b.head, b.rows], ROW)
+    mosaic.store(smem.lse2, of_rows(inputs.lse) * LOG2E)
+    ampere.wait()
+    o, do = (plgpu.load(x, layout=WGMMA).astype(jnp.float32) for x in (smem.q, smem.do))
+    delta = jnp.sum(do * o, axis=1)
+    if inputs.dlse is not None:
+        delta = delta - of_rows(inputs.dlse)
+    mosaic.store(delta_ref.at[b.batch, b.head, b.rows], delta)
+    mosaic.store(smem.delta, delta)
+    ampere.meet()  # all have read O
+    load(b, "q", b.head, b.row)
+    load_keys(b, "v", b.high - 1)
+    load_keys(b, "k", b.high - 1)
+
+
+def dq_step(b: Block, n, dq):
+    """Adds dS K of the n-th tile of keys to dQ."""
+    smem, tile = b.w.smem, b.high - 1 - n
+    ampere.wait(1)  # for V
+    dp = ampere.rows_times_rows(smem.do, smem.v)
+    ampere.wait()  # for K
+    pl.when(tile > b.low)(lambda: load_keys(b, "v", tile - 1))
+    x, slope = scores(b, tile, ampere.rows_times_rows(smem.q, smem.k))
+    of_rows = lambda ref: along(stat(ref, ROW), x.shape, 0)
+    p = jnp.exp2(x - of_rows(smem.lse2))
+    ds = p * (dp - of_rows(smem.delta))
+    dq = ampere.times_rows(dq, ds if slope is None else ds * slope, smem.k)
+    ampere.meet()  # all have read K
+    pl.when(tile > b.low)(lambda: load_keys(b, "k", tile - 1))
+    return dq
+
+
+def dq_body(w: Worker):
+    s, smem, (dq_ref, delta_ref), b = w.schedule, w.smem, w.results, block_of(w)
+    dq_begin(b, delta_ref)
+    nothing = mosaic.zeros((s.block, s.width), WGMMA)
+    dq = lax.fori_loop(0, b.high - b.low, functools.partial(dq_step, b), nothing)
+    smem.q[...] = (dq * s.scale).astype(s.dtype)
+    ampere.meet()
+    ampere.store_rows(smem.q, dq_ref, b.batch, b.head, b.row, s.visits.lengths[0])
+
+
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
+def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: Heads | None = None):
+    """(dq like q, lse, delta); with `heads` the others of dq are undefined.
+
+    The last two are (B, H, schedule.stat_rows(T)) fp32, what the dK/dV kernel wants.
+    """
+    s = general_schedule(dq_tiles, q, k, call, heads, packed=segments is not None)
+    dq, delta = schedule.launch(
+        s, "general_attention_backward_dq", dq_body,
+        dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse), segments,
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        # Sums of rows need no scratch, and a head dimension of 256 leaves none.
+        dq_scratch(s), reduction_scratch_bytes=0,
+    )  # fmt: skip
+    return dq, lse, delta
+
+
+# ---- dK and dV -------------------------------------------------------------------------------
+#
+# Sums stay inside the block: it streams the queries of its group's heads, one after the other.
+# At a head dimension of 256 registers hold only one of dK and dV.  The kernel then runs twice and
+# computes S^T each time: five matmuls instead of four.
+
+
+class Both(NamedTuple):
+    """Of dK and dV, or of one of them; None for the other one."""
+
+    dk: Any
+    dv: Any
+
+
+def dkv_scratch(s: Schedule) -> dict:
+    of_columns = plgpu.SMEM((s.columns,), jnp.float32)
+    return tiles_of(s, "k v", "q do") | dict(lse=of_columns, delta=of_columns)
+
+
+def load_queries(b: Block, name: str, step):
+    """Starts to copy a tile of q or do, with q the statistics of its rows; step: (head, tile)."""
+    (head, tile), s, inputs, smem = step, b.w.schedule, b.w.inputs, b.w.smem
+    if name == "q":
+        ampere.load_line(inputs.lse, smem.lse, b.batch, head, tile * s.columns)
+        ampere.load_line(inputs.delta, smem.delta, b.batch, head, tile * s.columns)
+    load(b, name, head, tile * s.columns)
+
+
+def dkv_begin(b: Block):
+    """Loads what comes first; returns the first step."""
+    s = b.w.schedule
+    load(b, "k", s.k_first + b.head, b.row)
+    load(b, "v", s.v_first + b.head, b.row)
+    first = b.head * s.group, b.low
+    load_queries(b, "do", first)
+    load_queries(b, "q", first)
+    return first
+
+
+def after(b: Block, step):
+    """The step after (head, tile)."""
+    head, tile = step
+    if b.w.schedule.group == 1:
+        return head, tile + 1
+    same = tile + 1 < b.high
+    return jnp.where(same, head, head + 1), jnp.where(same, tile + 1, b.low)
+
+
+def dkv_step(b: Block, last, n, carry):
+    """Adds P^T dO of the n-th step to dV and dS^T Q to dK."""
+    s, smem, (i, (dk, dv)) = b.w.schedule, b.w.smem, carry
+    later = after(b, i)
+    of_columns = lambda ref: along(stat(ref, COL), (s.block, s.columns), 1)
+    ampere.wait(1)  # for dO
+    dp = None if dk is None else ampere.rows_times_rows(smem.v, smem.do)
+    ampere.wait()  # for Q
+    x, slope = scores(b, i[1], ampere.rows_times_rows(smem.k, smem.q))
+    p = jnp.exp2(x - of_columns(smem.lse) * LOG2E)
+    if dv is not None:
+        dv = ampere.times_rows(dv, p, smem.do)
+    ampere.meet()  # all have read dO
+    pl.when(n < last)(lambda: load_queries(b, "do", later))
+    if dp is not None:
+        ds = p * (dp - of_columns(smem.delta))
+        dk = ampere.times_rows(dk, ds if slope is None else ds * slope, smem.q)
+    ampere.meet()  # all have read Q
+    pl.when(n < last)(lambda: load_queries(b, "q", later))
+    return later, Both(dk, dv)
+
+
+def dkv_body(wanted: Both, w: Worker):
+    s, smem, b = w.schedule, w.smem, block_of(w)
+    targets = iter(w.results or (w.inputs.joint,) * 2)
+    targets = Both(*(next(targets) if wants else None for wants in wanted))
+    zeros = mosaic.zeros((s.block, s.width), WGMMA)
+    nothing = Both(*(zeros if wants else None for wants in wanted))
+    steps = s.group * (b.high - b.low)
+    one = functools.partial(dkv_step, b, steps - 1)
+    dk, dv = lax.fori_loop(0, steps, one, (dkv_begin(b), nothing))[1]
+    # Scale dK, and store both through the buffers of K and V.
+    parts = []
+    if dk is not None:
+        smem.k[...] = (dk * s.scale).astype(s.dtype)
+        parts.append((smem.k, targets.dk, s.k_first))
+    if dv is not None:
+        smem.v[...] = dv.astype(s.dtype)
+        parts.append((smem.v, targets.dv, s.v_first))
+    ampere.meet()
+    for buffer, ref, first_head in parts:
+        ampere.store_rows(buffer, ref, b.batch, first_head + b.head, b.row, s.visits.lengths[1])
+
+
+@functools.partial(jax.jit, static_argnames=("call", "heads"))
+def backward_dkv(
+    q, k, v, lse, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None
+):
+    """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
+    s = general_schedule(dkv_tiles, q, k, call, heads, packed=segments is not None, by_keys=True)
+    like = jax.ShapeDtypeStruct(k.shape, q.dtype)
+
+    def run(**wanted):
+        wanted = Both(**wanted)
+        return schedule.launch(
+            s, "general_attention_backward_dkv", functools.partial(dkv_body, wanted),
+            dict(q=q, k=k, v=v, lse=lse, do=dout, delta=delta, joint=joint), segments,
+            () if heads else (like,) * sum(wanted), dkv_scratch(s), reduction_scratch_bytes=0,
+        )  # fmt: skip
+
+    if s.width <= 128:
+        return run(dk=True, dv=True)
+    return *run(dk=True, dv=False), *run(dk=False, dv=True)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.flash_attention.schedule import Schedule
+from pallas_kernels.flash_attention.schedule import Schedule, Worker
 from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
 
@@ -42,11 +42,11 @@ class Queries(NamedTuple):
     ring: Ring
     ref: Any
     stats_ref: Any
-    ids_ref: Any  # None for dO, and without segments
     smem: Any
     stats_smem: Any
-    ids_smem: Any
     warp: int
+    ids_ref: Any = None  # with Q, if there are segments
+    ids_smem: Any = None
 
 
 class Step(NamedTuple):
@@ -62,16 +62,15 @@ class KeysItem(NamedTuple):
 
     batch: Any
     kv_head: Any
-    key0: Any  # the block's first key
-    k0: Any  # the warpgroup's
+    k0: Any  # the warpgroup's first key
     at: Any  # its buffer of K and V
     n0: Any
     stream: QueryStream
     following: Any  # the block's next item, negative or None if there is none
-    first: Any = None  # of each head the warpgroup's first step
-    last: Any = None  # the one after its last
-    unmasked: Any = None  # its first step without a mask
-    edge: Any = None  # its first step after those
+    first: Any  # of each head the warpgroup's first step
+    last: Any  # the one after its last
+    unmasked: Any  # its first step without a mask
+    edge: Any  # its first step after those
 
     def step(self, g, r) -> Step:
         return Step(self.n0 + g * self.stream.steps + r, g, r)
@@ -112,53 +111,38 @@ def runs_on(s: Schedule) -> bool:
     return in_halves(s) or pairs_up(s) or s.stages > 3
 
 
-def stream_of(s: Schedule, segments, wg, item) -> QueryStream:
-    key0, (batch, kv_head) = s.items.where(item)
-    low, high = s.visits.seen(key0, key0 + s.block, *s.limits(key0, batch, segments)[0])
+def set_of(w: Worker):
+    """Which 64 of the block's keys the warpgroup works on."""
+    return 0 if pairs_up(w.schedule) else w.wg
+
+
+def stream_of(w: Worker, item) -> QueryStream:
+    s = w.schedule
+    key0, (batch, kv_head) = s.where(item)
+    low, high = s.visits.seen(key0, key0 + s.block, *s.limits(key0, batch, w.inputs.segments)[0])
     # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
-    base = low + lax.rem(wg, jnp.int32(1))
+    base = low + lax.rem(w.wg, jnp.int32(1))
     return QueryStream(batch, kv_head * s.group, base, high - low)
 
 
-def item_of(s: Schedule, segments, wg, nth, item, following, side, n0) -> KeysItem:
-    """The KeysItem without its steps.  nth: which 64 of the block's keys the warpgroup works on."""
-    at = side * sets(s) + nth
-    key0, (batch, kv_head) = s.items.where(item)
-    k0 = key0 + nth * ROWS
-    return KeysItem(
-        batch, kv_head, key0, k0, at, n0, stream_of(s, segments, wg, item), following
-    )  # fmt: skip
-
-
-def with_steps(s: Schedule, segments, i: KeysItem) -> KeysItem:
-    visits, base = s.visits, i.stream.base
-    limits, same = s.limits(i.key0, i.batch, segments)
-    own = visits.seen(i.k0, i.k0 + ROWS, *limits)
-    whole = visits.whole(i.k0, i.k0 + ROWS, *same)
+def item_of(w: Worker, item, following, side, n0) -> KeysItem:
+    s, visits, stream = w.schedule, w.schedule.visits, stream_of(w, item)
+    key0, (batch, kv_head) = s.where(item)
+    k0, base = key0 + set_of(w) * ROWS, stream.base
+    limits, same = s.limits(key0, batch, w.inputs.segments)
+    own = visits.seen(k0, k0 + ROWS, *limits)
+    whole = visits.whole(k0, k0 + ROWS, *same)
     first, last = own[0] - base, own[1] - base
     unmasked, edge = first + 1, last
     if visits.causal or s.packed:
         unmasked = jnp.clip(whole[0] - base, first + 1, last)
     if visits.window is not None or s.packed:
         edge = jnp.clip(whole[1] - base, unmasked, last)
-    return i._replace(first=first, last=last, unmasked=unmasked, edge=edge)
+    at = side * sets(s) + set_of(w)
+    return KeysItem(batch, kv_head, k0, at, n0, stream, following, first, last, unmasked, edge)
 
 
 # ---- copies -------------------------------------------------------------------------------------
-
-
-class DkvInputs(NamedTuple):
-    """References to global memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    lse2: Any  # log-sum-exp in base 2
-    do: Any
-    minus_delta: Any
-    plan: Any  # None where the hardware hands out the items
-    segments: Any  # Segments, or None
-    joint: Any  # where both results go, or None
 
 
 def scratch(s: Schedule) -> dict:
@@ -185,33 +169,31 @@ def scratch(s: Schedule) -> dict:
         swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
         buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
         buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
-    if s.items.persistent:  # otherwise dV and dK leave through the buffers of K and V
+    if s.persistent:  # otherwise dV and dK leave through the buffers of K and V
         buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)
     return buffers
 
 
-class DkvWorker(NamedTuple):
-    """One warpgroup of a block."""
-
-    schedule: Schedule
-    inputs: DkvInputs
-    dk_ref: Any
-    dv_ref: Any
-    smem: Any  # what `scratch` lists, by name
-    q: Queries
-    do: Queries
-    wg: Any
-    set: Any  # which 64 of the block's keys it works on
+def queries_of(w: Worker) -> tuple[Queries, Queries]:
+    """Q and dO.  The last warpgroup loads Q and the first one dO; of a pair the last loads both."""
+    s, inputs, smem, last = w.schedule, w.inputs, w.smem, w.schedule.wgs - 1
+    ring = functools.partial(Ring, s.stages, free=smem.free)
+    q, do = ring(smem.q_full, loader=last), ring(smem.do_full, loader=last if pairs_up(s) else 0)
+    ids = (inputs.segments.q_ids, smem.q_ids) if s.packed else (None, None)
+    return (
+        Queries(q, inputs.q, inputs.lse2, smem.q, smem.lse2, 0, *ids),
+        Queries(do, inputs.do, inputs.minus_delta, smem.do, smem.minus_delta, 1),
+    )
 
 
 # Load: K and V of a warpgroup, and the tiles of Q and dO.
 
 
-def load_kv(w: DkvWorker, item, side):
+def load_kv(w: Worker, item, side):
     s, smem = w.schedule, w.smem
-    key0, (batch, kv_head) = s.items.where(item)
-    rows = pl.ds(key0 + w.set * ROWS, ROWS)
-    at = side * sets(s) + w.set
+    key0, (batch, kv_head) = s.where(item)
+    rows = pl.ds(key0 + set_of(w) * ROWS, ROWS)
+    at = side * sets(s) + set_of(w)
     k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
     v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
     plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
@@ -221,7 +203,7 @@ def load_kv(w: DkvWorker, item, side):
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
 
 
-def send(w: DkvWorker, x: Queries, n, g, r, stream: QueryStream):
+def send(w: Worker, x: Queries, n, g, r, stream: QueryStream):
     """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
     s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
@@ -236,20 +218,7 @@ def send(w: DkvWorker, x: Queries, n, g, r, stream: QueryStream):
         x.ring.send(n, x.ids_ref.at[stream.batch, at], x.ids_smem)
 
 
-def load_one(w: DkvWorker, x: Queries, step: Step, i, stream: QueryStream, following):
-    past = i - w.schedule.group * stream.steps
-
-    def send_following():
-        coming = stream_of(w.schedule, w.inputs.segments, w.wg, following)
-        in_it = past < w.schedule.group * coming.steps
-        pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
-
-    pl.when(past < 0)(lambda: send(w, x, step.n, step.g, step.r, stream))
-    if following is not None:
-        pl.when((past >= 0) & (following >= 0))(send_following)
-
-
-def load(w: DkvWorker, step: Step, i, stream: QueryStream, following):
+def load(w: Worker, step: Step, i, stream: QueryStream, following):
     """Loads the tiles of a step, the i-th of its item.
 
     It may lie up to `ahead` tiles past its head's last one; the tiles of the next item follow the
@@ -257,16 +226,26 @@ def load(w: DkvWorker, step: Step, i, stream: QueryStream, following):
     the buffers.
     """
 
+    def one(x):
+        past = i - w.schedule.group * stream.steps
+
+        def send_following():
+            coming = stream_of(w, following)
+            in_it = past < w.schedule.group * coming.steps
+            pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
+
+        pl.when(past < 0)(lambda: send(w, x, step.n, step.g, step.r, stream))
+        if following is not None:
+            pl.when((past >= 0) & (following >= 0))(send_following)
+
     def by_warp(warp):
-        for x in (w.q, w.do):
-            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(
-                lambda x=x: load_one(w, x, step, i, stream, following)
-            )
+        for x in queries_of(w):
+            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(lambda x=x: one(x))
 
     plgpu.warp_map(by_warp)
 
 
-def load_later(w: DkvWorker, i: KeysItem, g, r):
+def load_later(w: Worker, i: KeysItem, g, r):
     """Loads what must be on its way after step r of head g."""
     # Without the barriers the compiler would compute indices ahead, and hold them in registers.
     g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
@@ -275,29 +254,29 @@ def load_later(w: DkvWorker, i: KeysItem, g, r):
     load(w, step, nth, i.stream, i.following)
 
 
-def begin(w: DkvWorker, item):
+def begin(w: Worker, item):
     """Loads what the first item of a block needs at once."""
     pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
-    stream = stream_of(w.schedule, w.inputs.segments, w.wg, item)
+    stream = stream_of(w, item)
     pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream, None))
 
 
 # Hand buffers back.
 
 
-def release(w: DkvWorker, n):
+def release(w: Worker, n):
     """This warpgroup has read the tiles of step n."""
     plgpu.commit_smem()  # plain loads have read the statistics
-    w.q.ring.release(n)
+    queries_of(w)[0].ring.release(n)
 
 
-def pass_by(w: DkvWorker, i: KeysItem, g, low, high):
+def pass_by(w: Worker, i: KeysItem, g, low, high):
     """Steps in which other warpgroups of the block work, and this one sees nothing."""
 
     @pl.loop(low, high)
     def _(r):
-        n = i.step(g, r).n
+        n, (q, do) = i.step(g, r).n, queries_of(w)
         load_later(w, i, g, r)
-        w.q.ring.wait(n)
-        w.do.ring.wait(n)
-        w.q.ring.release(n)
+        q.ring.wait(n)
+        do.ring.wait(n)
+        q.ring.release(n)

@@ -79,15 +79,6 @@ class Visits(NamedTuple):
                 low = jnp.maximum(low, (end - 1 + offset - self.window + size) // size)
         return low, high
 
-    def limits(self, spans=None):
-        """What segments leave to a block of rows: (tiles to see, tiles without other segments).
-
-        spans: reads the block's numbers of `segment_spans`; None without segments.
-        """
-        if spans is None:
-            return (0, self.tiles), (0, self.tiles)
-        return (spans(0), spans(1)), (spans(2), spans(3))
-
 
 class Segments(NamedTuple):
     """Arrays of a call with segments, or references to them."""
@@ -144,6 +135,12 @@ def logits(s, scale, softcap):
     # tanh of the hardware is good to 2^-11, which is 0.02 in logits of 50.
     tanh = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2E * scale / softcap)))
     return tanh * (softcap * LOG2E), 1 - tanh * tanh
+
+
+def d_scores(p, dp, slope, dtype):
+    """dS = P dP, of dP less delta; slope: of `logits`."""
+    ds = p * dp
+    return (ds if slope is None else ds * slope).astype(dtype)
 
 
 def online_softmax(x, factor, m):

@@ -16,8 +16,7 @@ result bit for bit.  docs/attention.md has what the fused kernel took.
 This file has the op, its forms, its jnp reference and its `custom_vjp`.  The kernels for Hopper are
 in forward.py, backward_dq.py and backward_dkv.py; masks.py defines what a query sees, schedule.py
 assigns work to blocks, queries.py and keys.py number the steps of a block.  The kernels for every
-NVIDIA GPU since Ampere are in general_forward.py, general_backward_dq.py and
-general_backward_dkv.py; general.py has what they share.
+NVIDIA GPU since Ampere are in general.py.
 """
 
 import functools
@@ -30,11 +29,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.flash_attention import (
-    general_backward_dkv,
-    general_backward_dq,
-    general_forward,
-)
+from pallas_kernels.flash_attention import general
 from pallas_kernels.flash_attention.backward_dkv import backward_dkv
 from pallas_kernels.flash_attention.backward_dq import backward_dq
 from pallas_kernels.flash_attention.forward import forward
@@ -365,7 +360,7 @@ def _attention(arrays, segments, call, heads, with_lse):
 
 def _attention_forward(arrays, segments, call, heads, with_lse):
     q, k, v = arrays if heads is None else arrays * 3
-    forward_of = general_forward.forward if call.general else forward
+    forward_of = general.forward if call.general else forward
     results = forward_of(q, k, v, segments, call=call, heads=heads)
     # A jax.checkpoint policy can save these by name and so avoid a second forward pass.
     out, lse = (checkpoint_name(x, "attention") for x in results)
@@ -396,7 +391,7 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads=
         dlse = None if dlse is None else jnp.where(blind, 0, dlse)
     first, last = backward_dq, backward_dkv
     if call.general:
-        first, last = general_backward_dq.backward_dq, general_backward_dkv.backward_dkv
+        first, last = general.backward_dq, general.backward_dkv
     options = dict(call=call, heads=heads)
     # The statistics that the second kernel reads: lse in base 2 and -delta, or lse and delta.
     dq, lse, delta = first(q, k, v, out, lse, dout, dlse, segments, **options)

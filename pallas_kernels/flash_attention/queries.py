@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.masks import visible
-from pallas_kernels.flash_attention.schedule import Schedule
-from pallas_kernels.mosaic import ROWS
+from pallas_kernels.flash_attention.masks import same_segment, visible
+from pallas_kernels.flash_attention.schedule import Schedule, Worker
+from pallas_kernels.mosaic import COL, ROWS
+from pallas_kernels.pipeline import Ring
 
 
 class Stream(NamedTuple):
     """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
 
     batch: Any
-    head: Any  # of the queries; the forward kernel turns it into the head of the keys
+    kv_head: Any
     top: Any
     end: Any
 
@@ -51,36 +53,74 @@ class Item(NamedTuple):
         return pl.ds(self.q0, ROWS)
 
 
-def stream_of(s: Schedule, segments, item, n0) -> Stream:
+def stream_of(w: Worker, item, n0) -> Stream:
     """The Stream of an item whose first step is n0."""
-    row, (batch, head) = s.items.where(item)
-    low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, segments)[0])
-    return Stream(batch, head, n0 + high, n0 + high - low)
+    s = w.schedule
+    row, (batch, head) = s.where(item)
+    low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, w.inputs.segments)[0])
+    return Stream(batch, head // s.group, n0 + high, n0 + high - low)
 
 
-def item_of(s: Schedule, segments, wg, item, following, side, n0) -> Item:
-    visits, at = s.visits, side * s.wgs + wg
-    row, (batch, head) = s.items.where(item)
-    q0 = row + wg * ROWS
-    limits, same = s.limits(row, batch, segments)
+def item_of(w: Worker, item, following, side, n0) -> Item:
+    s, visits, at = w.schedule, w.schedule.visits, side * w.schedule.wgs + w.wg
+    row, (batch, head) = s.where(item)
+    q0 = row + w.wg * ROWS
+    limits, same = s.limits(row, batch, w.inputs.segments)
     low, high = visits.seen(row, row + s.block, *limits)
-    top, end = n0 + high, n0 + high - low
+    stream = Stream(batch, head // s.group, n0 + high, n0 + high - low)
     own = visits.seen(q0, q0 + ROWS, *limits)
     whole = visits.whole(q0, q0 + ROWS, *same)
-    first, last = top - own[1], top - own[0]
-    unmasked = jnp.clip(top - whole[1], first + 1, last)
+    first, last = stream.top - own[1], stream.top - own[0]
+    unmasked = jnp.clip(stream.top - whole[1], first + 1, last)
     edge = last
     if visits.window is not None or s.packed:
-        edge = jnp.clip(top - whole[0], unmasked, last)
+        edge = jnp.clip(stream.top - whole[0], unmasked, last)
     return Item(
-        batch, head, q0, at, n0, Stream(batch, head, top, end), first, last, unmasked, edge,
-        following, side,
+        batch, head, q0, at, n0, stream, first, last, unmasked, edge, following, side
     )  # fmt: skip
 
 
-def in_sight(s: Schedule, i: Item, x, n):
-    """Scores x of step n, with -inf where the query may not see the key, of whatever segment."""
+class Keys(NamedTuple):
+    """K or V, its ring, and which warp fills it."""
+
+    ring: Ring
+    ref: Any
+    first_head: int
+    smem: Any
+    ahead: int  # how many steps early a tile is loaded
+    warp: int
+    ids_ref: Any = None  # the ids that come along with each tile
+    ids_smem: Any = None
+
+
+def send(s: Schedule, x: Keys, n, stream: Stream):
+    """Starts to copy the tile of step n."""
+    keys = pl.ds((stream.top - 1 - n) * s.columns, s.columns)
+    x.ring.send(n, x.ref.at[stream.batch, keys, x.first_head + stream.kv_head], x.smem)
+    if x.ids_ref is not None:
+        x.ring.send(n, x.ids_ref.at[stream.batch, keys], x.ids_smem)
+
+
+def send_any(w: Worker, n, stream: Stream, following, send):
+    """send(the stream of step n): from the stream's end on the next item's, if there is one."""
+
+    def send_following():
+        coming = stream_of(w, following, stream.end)
+        pl.when(n < coming.end)(lambda: send(coming))
+
+    pl.when(n < stream.end)(lambda: send(stream))
+    if following is not None:
+        pl.when((n >= stream.end) & (following >= 0))(send_following)
+
+
+def in_sight(s: Schedule, i: Item, x, n, q_ids=None, k_ids=None):
+    """Scores x of step n, with -inf where the query may not see the key.
+
+    q_ids: in registers; k_ids: in shared memory; None without segments.
+    """
     visits = s.visits
+    if s.packed:
+        x = same_segment(x, q_ids, plgpu.load(k_ids, layout=COL, optimized=False))
     k0, keys = (i.stream.top - 1 - n) * s.columns, visits.lengths[1] if s.ragged else None
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)

@@ -1,4 +1,4 @@
-"""A call of a kernel: which block works on what, in which order, for all three kernels.
+"""Which block of a kernel works on what, and in which order; the call of a kernel.
 
 An item is one block of rows (of queries; in the dK/dV kernel of keys) of one pair (batch, head),
 past which all the columns stream that its rows see.  What streams should come from the L2 cache, no
@@ -47,19 +47,6 @@ class Tiles(NamedTuple):
     section: int  # MiB of streamed operands of the heads worked on at a time; 0: of one head
 
 
-class Items(NamedTuple):
-    """The items of a kernel, and how its grid comes by them."""
-
-    grid: int  # blocks of the kernel
-    table: np.ndarray | None  # what `plan` gives each block; None: one item a block
-    where: Callable  # item -> (first row of the block, (batch, head))
-
-    @property
-    def persistent(self) -> bool:
-        """Whether a block takes several items, and loads the next one's rows meanwhile."""
-        return self.table is not None
-
-
 class Heads(NamedTuple):
     """Where the heads of q, k and v stand, if one array (B, T, H + 2 K, D) holds all of them."""
 
@@ -71,10 +58,14 @@ class Schedule(NamedTuple):
     """What is static in a call of a kernel: what it computes, how it is cut up, who does what."""
 
     visits: Visits
-    items: Items
-    tile: Tiles
+    wgs: int  # warpgroups of a block
+    columns: int  # of one step: keys, or queries in the dK/dV kernel
+    stages: int  # steps in flight
     block: int  # rows of a block
     lead: int  # rows of the first block that do not exist, in whole warpgroups
+    grid: int  # blocks of the kernel
+    table: np.ndarray | None  # what `plan` gives each block; None: one item a block
+    where: Callable  # item -> (first row of the block, (batch, head))
     dtype: Any
     width: int  # D
     group: int  # query heads of a kv head
@@ -85,39 +76,40 @@ class Schedule(NamedTuple):
     packed: bool  # there are segments
 
     @property
-    def wgs(self) -> int:
-        return self.tile.wgs
-
-    @property
-    def columns(self) -> int:
-        """Columns of one step: keys, or queries in the dK/dV kernel."""
-        return self.tile.step
-
-    @property
     def ragged(self) -> bool:
         """Whether the last tile of keys is not full, where a block owns queries."""
         return self.visits.lengths[1] % self.columns != 0
 
     @property
-    def stages(self) -> int:
-        return self.tile.stages
+    def persistent(self) -> bool:
+        """Whether a block takes several items, and loads the next one's rows meanwhile."""
+        return self.table is not None
 
     @property
     def sides(self) -> int:
         """Buffers of a block's own rows: of this item, and of the next one if there is one."""
-        return 2 if self.items.persistent else 1
+        return 2 if self.persistent else 1
+
+    @property
+    def diagonal_crosses_tiles(self) -> bool:
+        """Whether the diagonal of a warpgroup's rows may cross a second tile."""
+        return self.visits.causal and bool(self.visits.offset % ROWS or self.columns % ROWS)
 
     def slot(self, n):
         """The slot of step n in a ring of `stages`."""
         return lax.rem(n, jnp.int32(self.stages))
 
     def limits(self, row, batch, segments):
-        """The tiles that segments leave to the block that begins at `row`, see Visits.limits.
+        """What segments leave to the block of rows that begins at `row`.
 
+        Returns (tiles to see, tiles that hold its one segment alone), each first and end.
         segments: references to Segments, or None.
         """
+        if segments is None:
+            return (0, self.visits.tiles), (0, self.visits.tiles)
         mine = lax.div(row + self.lead, jnp.int32(self.block))
-        return self.visits.limits((lambda n: segments.spans[batch, mine, n]) if segments else None)
+        low, high, first, end = (segments.spans[batch, mine, n] for n in range(4))
+        return (low, high), (first, end)
 
     def buffer(self, n: int, rows: int):
         """Shared memory for n tiles of that many rows, as TMA and wgmma want it."""
@@ -125,65 +117,93 @@ class Schedule(NamedTuple):
         return plgpu.SMEM((n, rows, self.width), self.dtype, transforms=tiling)
 
 
-def schedule(
-    q, k, tile: Tiles, call: Call, heads: Heads | None, *, packed: bool, by_keys=False, sets: int
+def schedule_of(
+    q, k, tile: Tiles, call: Call, heads: Heads | None, *, block: int, packed: bool, by_keys=False
 ) -> Schedule:
     """The Schedule of a kernel.
 
-    heads: q, k and v are the same array, which holds all three.  packed: there are segments.
-    by_keys: a block owns keys, not queries.  sets: of 64 rows, which a block owns.
+    heads: q, k and v are the same array, which holds all three.  block: rows that a block owns, of
+    queries, or by_keys of keys.  packed: there are segments.
     """
     b, _, h, d = q.shape
     kv_heads, k_first, v_first = k.shape[2], 0, 0
     if heads is not None:
         h, kv_heads, k_first, v_first = *heads, heads.q, heads.q + heads.kv
-    (t, s), group, block = call.lengths, h // kv_heads, sets * ROWS
+    (t, s), group = call.lengths, h // kv_heads
     visits = Visits(call.lengths, call.causal, call.window, tile.step, by_keys)
+    levels, lead = mosaic.cdiv(visits.rows, block), 0
     if by_keys:
-        lead = 0
         first_row = lambda level: level * block  # most queries see the first keys
-        batch_heads, pair_bytes = (b, kv_heads), 4 * t * d * group  # Q and dO of a kv head
+        owners, pair_bytes = kv_heads, 4 * t * d * group  # Q and dO of a kv head
     else:
-        blocks = mosaic.cdiv(t, block)
         # The block that is not full is the first one, which sees the fewest keys: its first
         # warpgroups have nothing to do.  (At T = 1024 it has 64 of 192 rows; at the end it took 8
         # of 32 steps.)
-        lead = (blocks * block - t) // ROWS * ROWS
-        first_row = lambda level: (blocks - 1 - level) * block - lead  # most keys first
-        batch_heads, pair_bytes = (b, h), 4 * s * d // group  # a head's share of K and V
-    items = share_out(
-        visits, block, first_row, batch_heads, tile, sms=call.sms, pair_bytes=pair_bytes,
-        packed=packed,
-    )  # fmt: skip
+        lead = 0 if call.general else (levels * block - t) // ROWS * ROWS
+        first_row = lambda level: (levels - 1 - level) * block - lead  # most keys first
+        owners, pair_bytes = h, 4 * s * d // group  # a head's share of K and V
+    pairs = b * owners
+    fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
+    section, table = mosaic.cdiv(pairs, mosaic.cdiv(pairs, fit)), None  # all about as long
+    if tile.persistent and worth_planning(levels, levels * pairs, call.sms, packed):
+        costs = block_costs(visits, first_row(np.arange(levels)), block)
+        table = plan(costs, pairs, section, call.sms)
+
+    def where(item):
+        planned = table is not None
+        level, pair = mosaic.divide(item, pairs) if planned else order(item, levels, pairs, section)
+        return first_row(level), mosaic.divide(pair, owners)
+
+    grid = levels * pairs if table is None else call.sms
+    width = width_of(d) if call.general else d
     return Schedule(
-        visits, items, tile, block, lead, q.dtype, d, group, k_first, v_first, call.scale,
-        call.softcap, packed,
+        visits, tile.wgs, tile.step, tile.stages, block, lead, grid, table, where, q.dtype, width,
+        group, k_first, v_first, call.scale, call.softcap, packed,
     )  # fmt: skip
 
 
-def launch(s: Schedule, name: str, body, inputs, out_type, scratch: dict, **parameters):
-    """Calls a kernel with body(s, inputs, *results, smem).
+def width_of(head_dim: int) -> int:
+    """Columns of the general form's tiles in shared memory; those past D are zeros."""
+    return next(width for width in (32, 64, 96, 128, 256) if width >= head_dim)
 
-    inputs: a NamedTuple of arrays, of which the body gets references.  scratch: shared memory and
-    barriers by name, which are the attributes of smem.  parameters: further CompilerParams.
+
+class Worker(NamedTuple):
+    """One warpgroup of a block, with what its kernel's functions use."""
+
+    schedule: Schedule
+    inputs: Any  # references to global memory, by name; `plan` and `segments` may be None
+    results: tuple
+    smem: Any  # what the kernel's `scratch` lists, by name
+    wg: Any
+
+
+def launch(
+    s: Schedule, name: str, body, inputs: dict, segments, out_type, scratch: dict, **parameters
+):
+    """Calls a kernel with body(a Worker).
+
+    inputs: arrays by name.  segments: ids of the queries and of the keys, or None.  scratch: shared
+    memory and barriers by name.  parameters: further CompilerParams.
     """
+    inputs = inputs | {"plan": s.table, "segments": with_spans(s, segments)}
 
-    def run(inputs, *results, **smem):
-        body(s, inputs, *results, SimpleNamespace(**smem))
+    def run(arrays, *results, **smem):
+        refs = SimpleNamespace(**dict(zip(inputs, arrays, strict=True)))
+        body(Worker(s, refs, results, SimpleNamespace(**smem), lax.axis_index("wg")))
 
     return mosaic.kernel(
         run,
         name=name,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(s.items.grid,),
+        grid=(s.grid,),
         grid_names=("block",),
         num_threads=s.wgs,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, **parameters
         ),
-    )(inputs)
+    )(tuple(inputs.values()))
 
 
 def stat_rows(t: int) -> int:
@@ -212,49 +232,16 @@ def with_spans(s: Schedule, ids) -> Segments | None:
     return Segments(q_ids, k_ids, segment_spans(rows, columns, s.visits, s.block, s.lead))
 
 
-def share_out(
-    visits: Visits, block: int, first_row: Callable, batch_heads: tuple[int, int],
-    tile: Tiles, *, sms: int, pair_bytes: int, packed: bool,
-) -> Items:  # fmt: skip
-    """The Items of blocks of `block` rows, which begin at first_row(level), the longest at 0.
-
-    pair_bytes: of what streams past a pair.  packed: there are segments.
-    """
-    blocks, (batch, heads) = mosaic.cdiv(visits.rows, block), batch_heads
-    pairs = batch * heads
-    section = section_pairs(pairs, pair_bytes, tile.section)
-    order, table = item_order(blocks, pairs, section), None
-    if tile.persistent and worth_planning(blocks, blocks * pairs, sms, packed):
-        costs = block_costs(visits, first_row(np.arange(blocks)), block)
-        table = plan(costs, pairs, section, sms)
-
-    def where(item):
-        level, pair = order(item) if table is None else mosaic.divide(item, pairs)
-        return first_row(level), mosaic.divide(pair, heads)
-
-    return Items(blocks * pairs if table is None else sms, table, where)
-
-
-def section_pairs(pairs: int, pair_bytes: int, section: int) -> int:
-    """Of how many pairs a section of that many MiB consists; all sections are about as long."""
-    fit = max(1, (section << 20) // max(1, pair_bytes))
-    return mosaic.cdiv(pairs, mosaic.cdiv(pairs, fit))
-
-
-def item_order(levels: int, pairs: int, section: int):
-    """item -> (level, pair): which block of rows (0: the longest) of which (batch, head).
+def order(item, levels: int, pairs: int, section: int):
+    """The (level, pair) of an item: which block of rows (0: the longest) of which (batch, head).
 
     Longest first, so that the short blocks fill the gaps at the end; but one section of the pairs
     after the other, so that what the running blocks stream stays in the L2 cache (50 MB).
     """
-
-    def decode(item):
-        start = item // (section * levels) * section  # the first pair of the section
-        width = jnp.minimum(section, pairs - start)  # the last section may be a narrow one
-        rest = item - start * levels
-        return rest // width, start + rest % width
-
-    return decode
+    start = item // (section * levels) * section  # the first pair of the section
+    width = jnp.minimum(section, pairs - start)  # the last section may be a narrow one
+    rest = item - start * levels
+    return rest // width, start + rest % width
 
 
 def worth_planning(blocks: int, items: int, sms: int, packed: bool) -> bool:
@@ -271,7 +258,7 @@ def worth_planning(blocks: int, items: int, sms: int, packed: bool) -> bool:
 def plan(costs: tuple[int, ...], pairs: int, section: int, blocks: int) -> np.ndarray:
     """What each block of a persistent grid works on: (blocks, n) int32, rows of n_items, items, -1.
 
-    The item level * pairs + pair takes about the time costs[level].  In the order of `item_order`
+    The item level * pairs + pair takes about the time costs[level].  In the order of `order`
     each goes to the block that is free first: what the hardware does with a block for each item.
     Taken in turns, at B32 T1024 12/12 D64 the busiest block would have 3 to 13% more than another.
     """
@@ -319,11 +306,6 @@ def work_items(plan_ref, begin, body) -> None:
     begin(first)
     carry = first, plan_ref[block, 2], jnp.int32(0)
     lax.fori_loop(jnp.int32(0), plan_ref[block, 0], one, carry)
-
-
-def diagonal_crosses_tiles(s: Schedule) -> bool:
-    """Whether the diagonal of a warpgroup's rows may cross a second tile."""
-    return s.visits.causal and bool(s.visits.offset % ROWS or s.columns % ROWS)
 
 
 def walk(s: Schedule, i, start, step, *, crosses: bool) -> None:
