@@ -164,6 +164,14 @@ def why_slower(x, weights, *biases, **options) -> str | None:
     return f"XLA reads more than {_LARGE >> 20} MB at more of its speed" if size > _LARGE else None
 
 
+def pays(dtype, weights, *, norm: bool, implementation: dispatch.Implementation | None) -> bool:
+    """Whether the kernel takes one row of this dtype, and XLA would not be faster without it."""
+    k = weights[0].shape[0 if _packed(weights) else 1]
+    x = jax.ShapeDtypeStruct((k,), dtype)
+    reason = why_not(x, weights, norm_weight=norm or None) or why_slower(x, weights)
+    return reason is None and implementation != "xla"
+
+
 def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
     """Raises ValueError for arrays or options that do not fit."""
     if not x.ndim or math.prod(x.shape[:-1]) != 1:
