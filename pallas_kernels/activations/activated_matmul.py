@@ -4,22 +4,18 @@
     two weights    gate = x W_gate,   up = x W_up,     h, dh/dgate, dh/dup = tile(gate, up)
 
 The derivatives are what the backward pass multiplies with.  They take as many bytes as the
-products z, gate and up, share most of their arithmetic with h, and leave the backward kernel a
-product instead of a sigmoid.  XLA's matmuls write gate and up, and a third kernel reads them again;
-here one kernel writes all.  cuBLASLt has an epilogue for GELU, during which its tensor core waits.
-The kernel is built like matmul_epilogue.py's: a persistent block on each SM, whose warpgroups
-alternate between the matmul of a tile and the epilogue of their previous one.
+products, share most of their arithmetic with h, and leave the backward kernel a product instead of
+a sigmoid.  XLA's matmuls write gate and up, and a third kernel reads them again; here one kernel
+writes all.  The blocks, warpgroups and schedule are matmul_epilogue.py's.
 
 A tile has 160 or 192 rows of x and 64 columns of each weight, or 128 of the only one.  wgmma
 computes its two products of 64 columns transposed, W^T x^T, so each is as wide as the tile has
-rows.  x W of both weights in one wgmma would need their steps interleaved in one buffer, which TMA
-cannot do as the weights are stored, (C, F); a wgmma for each would be 64 wide and read x more
-often.  Stores to shared memory transpose the results back.
+rows.  (One wgmma for both weights would need their steps interleaved in one buffer, which TMA
+cannot do; x W in a wgmma for each would be 64 wide and read x more often.)  Stores to shared memory
+transpose the results back.  Only results are rounded to 16 bits; the products never are.
 
     step s of C      x (rows, 64)   two of weights (64, 64)      ring of `stages` buffers
     part p of rows   three results, or twice two (part, 64)      `slots` buffers a warpgroup
-
-Only results are rounded to 16 bits; the products never are.
 """
 
 import functools

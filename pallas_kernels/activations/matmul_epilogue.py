@@ -4,7 +4,7 @@
 
 XLA's matmul writes its product, and the next kernel reads it again; here the epilogue works on the
 accumulator.  This pays off for an epilogue that reads and writes much, such as the backward pass of
-an activation.  Several outputs may be columns of one array, which the next matmul takes as a whole.
+an activation.  The outputs may be columns of one array, which the next matmul takes as a whole.
 
 A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpgroups alternate
 ("ping-pong"): while one uses the tensor core, the other runs the epilogue of the previous tile.
@@ -16,14 +16,13 @@ A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpg
     chunk c of F     each input (rows, 64)      ring of `slots` buffers,    chunk_bars[wg, slot]
 
 Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
-once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer.  Each
-warpgroup has its own barriers and waits only for its own tiles.  The outputs overwrite the inputs
-in their buffers, where a thread overwrites only what it has read itself.  The chunks do without
-pipeline.Ring: a tile's inputs take a fixed group of slots, found without a product in the index.
+once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer; each waits
+only for its own tiles, at its own barriers.  The outputs overwrite the inputs in their buffers,
+each thread what it has read itself.  The chunks do without pipeline.Ring: a tile's inputs take a
+fixed group of slots, found without a product in the index.
 
-wgmma computes b a^T, the product transposed.  A sum over the rows of a is then one along the rows
-of the product, which four neighbouring threads share; along its columns it would cross warps.
-Loads and stores of the chunks transpose.
+wgmma computes b a^T, the product transposed: a sum over the rows of a is then one along its rows,
+which four neighbouring threads share.  Loads and stores of the chunks transpose.
 """
 
 import functools
@@ -80,28 +79,27 @@ def linear_why_not(weight, *inputs) -> str | None:
     return None
 
 
-def linear_backward(inputs, h, weight, dy, tile, **options):
-    """Gradients of h @ weight, h = f(*inputs), for the inputs and for weight.
+def linear_backward(slopes, h, weight, dy, **options):
+    """Gradients of h @ weight for the inputs of h, whose derivatives are `slopes`, and for weight.
 
-    inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f, as in
-    `matmul_with_epilogue`.  joint=True returns the inputs' gradients side by side in one array.
+    slopes, h: (N, F), weight: (F, C), dy: (N, C).  options: joint, sums and name.
     """
-    gradients = matmul_with_epilogue(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
+    gradients = matmul_with_epilogue(dy, weight, slopes, times, sms=mosaic.sm_count(), **options)
     return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)
 
 
 def times(*inputs):
-    """The backward pass of a function whose derivatives are given: each times dh."""
+    """Each derivative times dh."""
     *slopes, dh = inputs
     return tuple(slope * dh for slope in slopes)
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "outputs", "joint", "sums", "name", "sms"))
-def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, joint=False, sums=False, name, sms: int):
-    """tile(*inputs, a b^T) in float32: a tuple of `outputs` arrays (N, F) of a's dtype.
+@functools.partial(jax.jit, static_argnames=("tile", "joint", "sums", "name", "sms"))
+def matmul_with_epilogue(a, b, inputs, tile, *, joint=False, sums=False, name, sms: int):
+    """tile(*inputs, a b^T) in float32: as many arrays (N, F) of a's dtype as there are inputs.
 
     a: (N, K), b: (F, K), inputs: tuple of arrays (N, F).
-    joint: the outputs are one array (N, outputs F) instead, side by side.
+    joint: the outputs lie side by side in one array instead.
     sums: appends the float32 sum of the first output over the rows, (F,).
     sms: number of blocks.
     """
@@ -113,7 +111,7 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, joint=False, sums=Fal
     smem = lambda count, rows: plgpu.SMEM(
         (count, rows, 64), a.dtype, transforms=mosaic.wgmma_tiles(64, a.dtype)
     )
-    width, count = (outputs * f, 1) if joint else (f, outputs)
+    width, count = (len(inputs) * f, 1) if joint else (f, len(inputs))
     results, total = mosaic.kernel(
         functools.partial(_body, s, t, tile),
         name=name,
@@ -124,7 +122,7 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, joint=False, sums=Fal
         scratch_types=dict(
             a_smem=smem(s.stages, t.rows),
             b_smem=smem(s.stages, _COLUMNS),
-            chunk_smems=(smem(s.slots, t.rows),) * max(len(inputs), outputs),
+            chunk_smems=(smem(s.slots, t.rows),) * len(inputs),
             step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * s.stages),
             chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * s.slots),
         ),
@@ -249,7 +247,7 @@ def _copy_chunk(s: Schedule, refs: _Refs, i, row, column, chunk):
     slot = s.slot(i, chunk)
     bar = refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
     at = refs.rows(row), pl.ds(column * _COLUMNS + chunk * _CHUNK, _CHUNK)
-    for source, smem in zip(refs.inputs, refs.chunk_smems, strict=False):
+    for source, smem in zip(refs.inputs, refs.chunk_smems, strict=True):
         plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
 
@@ -310,7 +308,7 @@ def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
 
         # Store the outputs, and refill the buffers whose outputs have been copied.
         rows, columns = refs.rows(row), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
-        for smem, target in zip(smems, refs.outputs, strict=False):
+        for smem, target in zip(smems, refs.outputs, strict=True):
             plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
         if refs.sums is not None:
             mosaic.store(refs.sums.at[row, columns], total)
@@ -324,11 +322,9 @@ def _compute(refs: _Refs, tile, smems, product):
     total, size = 0, refs.tiles.part
     for r in range(0, refs.tiles.rows, size):
         parts = [smem.at[pl.ds(r, size)].transpose((1, 0)) for smem in smems]
-        xs = [
-            plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts[: len(refs.inputs)]
-        ]
+        xs = [plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts]
         ys = tile(*xs, product[:, r : r + size])
-        for part, y in zip(parts, ys, strict=False):
+        for part, y in zip(parts, ys, strict=True):
             part[...] = y.astype(part.dtype)
         if refs.sums is not None:
             total += jnp.sum(ys[0], axis=1)
