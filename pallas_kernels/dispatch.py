@@ -13,8 +13,8 @@ Forms on "hopper" need a Hopper GPU (9.0), or at least its TMA; "general" ones r
 GPU since Ampere (8.0).  Only an H100 has run the general ones, so cuDNN stands before them.
 JAXLLM_KERNELS=general in the environment leaves out the forms on Hopper and on cuDNN.
 
-`explain()` reports the decisions recorded while JAX traced.  On a GPU it also names the compiler of
-the kernels, because a compiler that spills registers makes a kernel three times slower.
+`explain()` reports the decisions recorded while JAX traced, and on a GPU the kernels' compiler: one
+that spills registers makes a kernel three times slower.
 """
 
 import contextlib
@@ -49,25 +49,17 @@ log = logging.getLogger("pallas_kernels")
 
 
 def _never(*arrays, **options) -> str | None:
-    """The `why_not` of a form that takes every call, the `why_slower` of one that is fastest."""
     return None
 
 
 class Form(NamedTuple):
-    """One way to run an op; its functions get the arrays and the options of the call.
-
-    runs: on what.
-    call: computes the op.
-    gpu: what it needs; None: no GPU.
-    why_not: why it does not support a call, or None.
-    why_slower: why a later form is faster, or None; only for implementation=None.
-    """
+    """One way to run an op; its functions get the arrays and the options of the call."""
 
     runs: Runs
     call: Callable[..., Any]
     gpu: Gpu | None = None
-    why_not: Callable[..., str | None] = _never
-    why_slower: Callable[..., str | None] = _never
+    why_not: Callable[..., str | None] = _never  # why it does not support the call
+    why_slower: Callable[..., str | None] = _never  # why a later form is faster; if None is asked
 
     @property
     def is_kernel(self) -> bool:
@@ -75,16 +67,8 @@ class Form(NamedTuple):
         return self.runs in _KERNELS
 
 
-class Refusal(NamedTuple):
-    """Why a form does not run."""
-
-    runs: Runs
-    kind: Kind
-    why: str
-
-
 class Decision(NamedTuple):
-    """How an op runs, and why: because its form fits, or why the first form does not."""
+    """How an op runs, and why: its form fits, or the first one does not; or why a form does not."""
 
     op: str
     runs: Runs
@@ -107,9 +91,8 @@ class Compiler(NamedTuple):
         return f"{self.name} {self.cuda[0]}.{self.cuda[1]}"
 
 
-# The first and last releases of CUDA's compilers and of JAX whose programs have been checked:
-# kernels spill no registers, general forms few (tests/pallas_kernels/test_compilers.py).  The extra
-# cuda13 keeps to them.
+# The first and last releases of CUDA's compilers and of JAX whose programs have been checked for
+# spilled registers (tests/pallas_kernels/test_compilers.py).  The extra cuda13 keeps to them.
 _CUDA, _JAX = ((13, 0), (13, 5)), ((0, 11), (0, 12))
 _SMEM = 227 * 1024  # shared memory of a block from 9.0 on, except on consumer Blackwell
 _SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much shared memory
@@ -132,7 +115,6 @@ def run(
     in a `jax.default_device("cpu")` context.
     """
     form, decision, _ = choose(op, forms, implementation, *arrays, **options)
-    _log(decision)
     record(decision)
     if not form.is_kernel:
         return form.call(*arrays, **options)
@@ -149,72 +131,64 @@ def interpreting() -> bool:
     return mode is not None and mode.value is not None
 
 
-def _log(decision: Decision) -> None:
-    if not _recording or decision in _decisions or decision.kind == "asked":
-        return
-    if decision.runs not in _KERNELS:
-        # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
-        missed = jax.default_backend() != "cpu" and not decision.supported
-        level = logging.WARNING if missed else logging.INFO
-        log.log(level, "%s runs on %s: %s", decision.op, _NAMES[decision.runs], decision.why)
-
-
 def choose(
     op: str, forms: tuple[Form, ...], implementation: Implementation | None, /, *arrays, **options
-) -> tuple[Form, Decision, list[Refusal]]:
+) -> tuple[Form, Decision, list[Decision]]:
     """The form in which `run` would run this call, why, and why no form before it."""
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(f"implementation={implementation!r} is not None, mosaic or xla")
     if implementation == "xla":
         return forms[-1], Decision(op, "xla", "asked", "asked for"), []
-    refused: list[Refusal] = []
+    refused: list[Decision] = []
     for form in forms:
         slower = next((r for r in refused if r.kind == "slower"), None)
         if form.is_kernel and slower:  # than what is no kernel of ours
-            refusal = slower._replace(runs=form.runs)
+            why = slower.kind, slower.why
         else:
-            refusal = _refusal(form, forms, implementation, arrays, options)
-        if refusal is None:
+            why = _why_not(form, forms, implementation, arrays, options)
+        if why is None:
             kind, why = ("asked", "asked for") if implementation else ("fits", "supported")
             if refused and not form.is_kernel:
-                _, kind, why = _reason(refused)
+                # The refusal that says most: the first one by which a kernel is not for this call.
+                kernels = (r for r in refused if r.runs in _KERNELS)
+                of_call = (r for r in kernels if r.kind in ("unsupported", "slower"))
+                _, _, kind, why = next(of_call, refused[0])
             return form, Decision(op, form.runs, kind, why), refused
-        refused.append(refusal)
+        refused.append(Decision(op, form.runs, *why))
     reasons = "; ".join(dict.fromkeys(r.why for r in refused if r.runs in _KERNELS))
     raise NotImplementedError(f"{op} has no Mosaic kernel for this call: {reasons}")
 
 
-def _reason(refused: list[Refusal]) -> Refusal:
-    """The refusal that says most: the first one by which a kernel is not for this call."""
-    kernels = (r for r in refused if r.runs in _KERNELS and r.kind not in ("device", "setting"))
-    return next(kernels, refused[0])
-
-
-def _refusal(form: Form, forms, implementation, arrays, options) -> Refusal | None:
+def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, str] | None:
     """Why this form does not run, or None."""
-    refuse = functools.partial(Refusal, form.runs)
     if form.runs in ("hopper", "cudnn") and _general_asked():
         if implementation is None or any(other.runs == "general" for other in forms):
-            return refuse("setting", f"JAXLLM_KERNELS=general, and this form is for {form.runs}")
+            return "setting", f"JAXLLM_KERNELS=general, and this form is for {form.runs}"
     if not form.is_kernel and implementation == "mosaic":
-        return refuse("asked", "it is no kernel of ours")
+        return "asked", "it is no kernel of ours"
     if form.is_kernel and (reason := shard_map_why_not() or guard.sharded(arrays)):
-        return refuse("setting", reason)
+        return "setting", reason
     # Without a GPU a kernel that is asked for can be interpreted, and lowered for CUDA.
     if form.gpu and (implementation is None or device_lacks("sm_80") is None):
         if lack := device_lacks(form.gpu) or elsewhere(arrays):
-            return refuse("device", lack)
+            return "device", lack
     if reason := form.why_not(*arrays, **options):
-        return refuse("unsupported", reason)
+        return "unsupported", reason
     if implementation is None and (reason := form.why_slower(*arrays, **options)):
-        return refuse("slower", f"faster, as {reason}")
+        return "slower", f"faster, as {reason}"
     return None
 
 
 def record(decision: Decision) -> None:
-    """Records a decision for `explain()`; `run` calls it."""
-    if _recording:
-        _decisions[decision] = _decisions.get(decision, 0) + 1
+    """Records a decision for `explain()`, and logs the first one of a kind that is no kernel's."""
+    if not _recording:
+        return
+    if decision not in _decisions and decision.kind != "asked" and decision.runs not in _KERNELS:
+        # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
+        missed = jax.default_backend() != "cpu" and not decision.supported
+        level = logging.WARNING if missed else logging.INFO
+        log.log(level, "%s runs on %s: %s", decision.op, _NAMES[decision.runs], decision.why)
+    _decisions[decision] = _decisions.get(decision, 0) + 1
 
 
 def shard_map_why_not() -> str | None:
@@ -328,16 +302,13 @@ def slow_compiler() -> str | None:
         return None
     if _CUDA[0] <= used.cuda <= _CUDA[1] and _JAX[0] <= jax.__version_info__[:2] <= _JAX[1]:
         return None
-    (cuda, last_cuda), (old, new) = (["{}.{}".format(*v) for v in pair] for pair in (_CUDA, _JAX))
-    cure = "see Install in README.md"
-    return f"known to be fast with CUDA {cuda} to {last_cuda} and JAX {old} to {new}: {cure}"
+    known = "CUDA {}.{} to {}.{} and JAX {}.{} to {}.{}".format(*sum(_CUDA + _JAX, ()))
+    return f"known to be fast with {known}: see Install in README.md"
 
 
-@functools.cache
+@functools.cache  # once in a process
 def _warn_of_compiler() -> None:
-    """Warns once in a process if the kernels may be slow."""
-    why = slow_compiler()
-    if why is not None:
+    if why := slow_compiler():
         log.warning(
             "kernels compiled by %s (JAX %s) may be slow; %s", compiler(), jax.__version__, why
         )
@@ -368,10 +339,7 @@ def decisions() -> list[Decision]:
 
 
 def reset() -> None:
-    """Clears all decisions, so that `explain()` reports only what is traced from here on.
-
-    JAX does not trace cached functions again, so their decisions do not reappear.
-    """
+    """Clears all decisions; what JAX has traced and cached is not reported again."""
     _decisions.clear()
 
 
@@ -388,10 +356,7 @@ def unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """A context for tracing calls that will not run: without a GPU ops decide as on an H100.
-
-    Decisions made inside are forgotten at its end.
-    """
+    """A context for calls that will not run: ops decide as on an H100, and that is forgotten."""
     global _rehearsing
     before, outer = dict(_decisions), _rehearsing
     _rehearsing = True

@@ -1,9 +1,7 @@
 """Checks the options of public ops by their annotations: int, float, bool, Literal, NamedTuple.
 
-`dtype` is checked by its name.
-
-Options are static: kernels are built from their values.  So each is converted to Python's own type
-before an op looks at it, whatever kind of number it was.
+`dtype` is checked by its name.  Options are static: kernels are built from their values.  So each
+is converted to Python's own type before an op looks at it, whatever kind of number it was.
 """
 
 import contextlib
@@ -40,18 +38,14 @@ def checked[Op: Callable](op: Op) -> Op:
     """
     convert = _converters(op)
     names = list(inspect.signature(op).parameters)
+    to = lambda name, x: convert[name](name, x) if name in convert else x
 
     @functools.wraps(op)
     def run(*given, **options):
-        given = [
-            convert[name](name, x) if name in convert else x
-            for name, x in zip(names, given, strict=False)
-        ] + list(given[len(names) :])
-        options = {
-            name: convert[name](name, x) if name in convert else x for name, x in options.items()
-        }
+        converted = [to(name, x) for name, x in zip(names, given, strict=False)]
+        options = {name: to(name, x) for name, x in options.items()}
         with promotions():
-            return op(*given, **options)
+            return op(*converted, *given[len(names) :], **options)
 
     # pyrefly: ignore[bad-return]
     return run
@@ -104,9 +98,8 @@ def _dtype(name: str, x):
 def _fields(kind, convert, name: str, x):
     if not isinstance(x, kind):
         raise ValueError(f"{name}={x!r} is not a pallas_kernels.{kind.__name__}")
-    return x._replace(
-        **{field: to(f"{name}.{field}", getattr(x, field)) for field, to in convert.items()}
-    )
+    fields = {field: to(f"{name}.{field}", getattr(x, field)) for field, to in convert.items()}
+    return x._replace(**fields)
 
 
 def _scalar(name: str, x, what: str):

@@ -22,7 +22,7 @@ Packed weights (K, N) have the kernel of quantized/gemv.py, with the same parts.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,8 @@ def row_linear(
 ) -> tuple[Float[Array, "*ones _"], ...]:
     """activation(norm(x) W + bias) + residual of one row x for each W, in the dtype of W.
 
-    weights: transposed, (N, K) each, or packed ones of (K, N), whose results have the dtype of x;
-        they may differ in N.
+    weights: transposed, (N, K), or packed ones of (K, N), whose results have the dtype of x; N may
+        differ.
     biases: one for each weight, or None.
     norm_weight, norm_bias, norm_eps: of the norm of x, as in `layer_norm`; without a weight x is
         multiplied as it is.
@@ -164,25 +164,32 @@ def why_slower(x, weights, *biases, **options) -> str | None:
     return f"XLA reads more than {_LARGE >> 20} MB at more of its speed" if size > _LARGE else None
 
 
+def pays(dtype, weights, *, norm: bool, implementation: dispatch.Implementation | None) -> bool:
+    """Whether the kernel takes one row of this dtype, and XLA would not be faster without it."""
+    k = weights[0].shape[0 if _packed(weights) else 1]
+    x = jax.ShapeDtypeStruct((k,), dtype)
+    reason = why_not(x, weights, norm_weight=norm or None) or why_slower(x, weights)
+    return reason is None and implementation != "xla"
+
+
 def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
     """Raises ValueError for arrays or options that do not fit."""
     if not x.ndim or math.prod(x.shape[:-1]) != 1:
         raise ValueError(f"x has shape {x.shape}, which is not a single row")
     if not weights:
         raise ValueError("weights is empty: row_linear needs at least one")
-    k = x.shape[-1]
-    packed = [isinstance(w, QuantizedWeight) for w in weights]
-    if any(packed) and not all(packed):
+    if len({isinstance(w, QuantizedWeight) for w in weights}) > 1:
         raise ValueError("some weights are packed and some are not")
+    k, packed = x.shape[-1], _packed(weights)
     for i, w in enumerate(weights):
-        if packed[i]:
+        if packed:
             w.check()
-        if len(w.shape) != 2 or w.shape[0 if packed[i] else 1] != k:
-            need = f"({k}, N)" if packed[i] else f"(N, {k})"
+        if len(w.shape) != 2 or w.shape[0 if packed else 1] != k:
+            need = f"({k}, N)" if packed else f"(N, {k})"
             raise ValueError(f"weights[{i}] has shape {w.shape}, but x needs {need}")
     if len(biases) != len(weights):
         raise ValueError(f"there are {len(biases)} biases for {len(weights)} weights")
-    widths = _widths(weights)
+    widths = [w.shape[1 if packed else 0] for w in weights]
     for i, (n, b) in enumerate(zip(widths, biases, strict=True)):
         if b is not None and b.shape != (n,):
             raise ValueError(f"biases[{i}] has shape {b.shape}, but needs ({n},)")
@@ -194,18 +201,11 @@ def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
             raise ValueError(f"{name} has shape {a.shape}, but x needs ({k},)")
     if norm_bias is not None and norm_weight is None:
         raise ValueError("norm_bias needs a norm_weight")
-    if residual is None:
-        return
-    if len(weights) > 1 and activation != "swiglu":
+    if residual is not None and len(weights) > 1 and activation != "swiglu":
         raise ValueError(f"a residual needs one result, not {len(weights)}")
-    if residual.shape != (*x.shape[:-1], widths[0]):
-        need = (*x.shape[:-1], widths[0])
+    need = (*x.shape[:-1], widths[0])
+    if residual is not None and residual.shape != need:
         raise ValueError(f"residual has shape {residual.shape}, but needs {need}")
-
-
-def _widths(weights) -> list[int]:
-    """N of each weight."""
-    return [w.shape[1] if _packed(weights) else w.shape[0] for w in weights]
 
 
 def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
@@ -299,6 +299,10 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
     # The parts: matrices of the same rows, whose result is one array.
     parts = [weights] if activation == "swiglu" else [(w,) for w in weights]
     blocks = [len(part[0]) // p.lines for part in parts]
+    scratch = dict(
+        sums_smem=plgpu.SMEM((p.wgs, p.rows, len(parts[0]), _LINES), jnp.float32),
+        bar=plgpu.Barrier(num_arrivals=p.wgs),
+    )
     return tuple(
         mosaic.kernel(
             functools.partial(_body, p, blocks),
@@ -307,12 +311,7 @@ def _kernel(eps, centered, activation, x, weights, biases, norm, residual):
                 jax.ShapeDtypeStruct(part[0].shape[:1], t)
                 for part, t in zip(parts, dtypes, strict=False)
             ],
-            scratch_types=dict(
-                sums_smem=plgpu.SMEM((p.wgs, p.rows, len(parts[0]), _LINES), jnp.float32),
-                bar=plgpu.Barrier(num_arrivals=p.wgs),
-            )
-            if p.wgs > 1
-            else {},
+            scratch_types=scratch if p.wgs > 1 else {},
             **mosaic.grid(n=sum(blocks)),
             num_threads=p.wgs,
             thread_name="wg",
@@ -328,27 +327,17 @@ def _packed_kernel(eps, centered, activation, x, weights, biases, norm, residual
     return tuple(gemv.products(x, weights, biases, dtypes, **options))
 
 
-class _RowRefs(NamedTuple):
-    """The references of a part."""
-
-    x: Any
-    weights: Any
-    biases: Any
-    norm: Any
-    residual: Any
-    out: Any
-    smem: dict
-
-
 def _body(p: SingleRowPlan, blocks, x, parts, biases, norm, residual, *outs, **smem):
     runs = [
-        functools.partial(_part, p, _RowRefs(x, weights, own, norm, residual, out, smem))
+        functools.partial(_part, p, x, weights, own, norm, residual, out, **smem)
         for weights, own, out in zip(parts, biases, outs, strict=True)
     ]
     mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
 
 
-def _part(p: SingleRowPlan, refs: _RowRefs, n):
+def _part(
+    p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, *, sums_smem=None, bar=None
+):
     """Block n of a part."""
     first = n * p.lines
     wg = lax.axis_index("wg")
@@ -357,53 +346,47 @@ def _part(p: SingleRowPlan, refs: _RowRefs, n):
     load = lambda ref: plgpu.load(ref, layout=_LAYOUT, optimized=False)
     by_row = lambda ref: [None if ref is None else mosaic.load(ref.at[r], _BY_ROW) for r in at]
     # These are the first instructions, so that the bytes arrive while x is normalised.
-    tiles = [[load(ref.at[rows, columns]) for ref in refs.weights] for rows in at]
-    others = [by_row(ref) for ref in (refs.residual, *refs.biases)]
-    x = _normed(p, refs, columns)
+    tiles = [[load(ref.at[rows, columns]) for ref in weights] for rows in at]
+    others = [by_row(ref) for ref in (residual, *biases)]
+    x = _normed(p, x_ref, norm, columns)
     sums = [[jnp.sum(w.astype(jnp.float32) * x, axis=1) for w in tile] for tile in tiles]
 
     def finish(sums):
         for rows, ys, residual, *biases in zip(at, sums, *others, strict=True):
-            mosaic.store(refs.out.at[rows], _finish(p, ys, biases, residual))
+            mosaic.store(out.at[rows], _finish(p, ys, biases, residual))
 
     if p.wgs == 1:
         finish(sums)
         return
-    smem = refs.smem["sums_smem"]
-    places = [(i, j) for i in range(p.rows) for j in range(len(refs.weights))]
+    places = [(i, j) for i in range(p.rows) for j in range(len(weights))]
     for i, j in places:
-        mosaic.store(smem.at[wg, i, j], sums[i][j])
-    plgpu.barrier_arrive(refs.smem["bar"])
+        mosaic.store(sums_smem.at[wg, i, j], sums[i][j])
+    plgpu.barrier_arrive(bar)
 
     @pl.when(wg == 0)
     def _():
-        plgpu.barrier_wait(refs.smem["bar"])
-        part = lambda w, *place: mosaic.load(smem.at[w, *place], _BY_ROW)
+        plgpu.barrier_wait(bar)
+        part = lambda w, *place: mosaic.load(sums_smem.at[w, *place], _BY_ROW)
         total = lambda *place: functools.reduce(jnp.add, [part(w, *place) for w in range(p.wgs)])
-        finish([[total(i, j) for j in range(len(refs.weights))] for i in range(p.rows)])
+        finish([[total(i, j) for j in range(len(weights))] for i in range(p.rows)])
 
 
-def _normed(p: SingleRowPlan, refs: _RowRefs, columns):
+def _normed(p: SingleRowPlan, x_ref, norm, columns):
     """norm(x) of some columns, once for each warp: (4, columns) float32."""
     spread = lambda v: plgpu.layout_cast(mosaic.along(v, (_LINES, v.shape[0]), 1), _LAYOUT)
     own = lambda ref: spread(mosaic.load(ref.at[columns], _ALONG_K))
-    if refs.norm is None:
-        return own(refs.x)
-    if p.wgs == 1:
-        x = own(refs.x)
-        whole = [x]
-    else:
-        whole = [
-            spread(mosaic.load(refs.x.at[pl.ds(i * p.share, p.share)], _ALONG_K))
-            for i in range(p.wgs)
-        ]
-        x = own(refs.x)
+    if norm is None:
+        return own(x_ref)
+    shares = [pl.ds(i * p.share, p.share) for i in range(p.wgs)]
+    whole = [spread(mosaic.load(x_ref.at[at], _ALONG_K)) for at in shares] if p.wgs > 1 else []
+    x = own(x_ref)
+    whole = whole or [x]
     mean_of = lambda terms: jnp.sum(functools.reduce(jnp.add, terms), axis=1) * (1 / p.k)
     if p.centered:
         mean = mosaic.along(mean_of(whole), x.shape, 0)
         whole, x = [a - mean for a in whole], x - mean
     scale = lax.rsqrt(mean_of([a * a for a in whole]) + p.eps)
-    weight, bias = refs.norm
+    weight, bias = norm
     x = x * mosaic.along(scale, x.shape, 0) * own(weight)
     return x if bias is None else x + own(bias)
 

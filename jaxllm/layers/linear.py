@@ -23,9 +23,7 @@ from jaxllm.layers.weight import (
 from jaxllm.sharding import SHARDS, constrain, context_size, normal, one_device
 from pallas_kernels import QuantizedWeight, row_linear
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.single_row import Activation
-from pallas_kernels.single_row import why_not as row_why_not
-from pallas_kernels.single_row import why_slower as row_why_slower
+from pallas_kernels.single_row import Activation, pays
 
 # Megatron's pair (Shoeybi et al. 2019, section 3): a layer sharded by columns and then one sharded
 # by rows need a single sum over the tensor axis.  fsdp shards the other dimension.
@@ -166,23 +164,13 @@ def _side_by_side(arrays: list[jax.Array]) -> jax.Array:
     return jnp.concatenate(apart, axis=-1).reshape(*arrays[0].shape[:-1], -1)
 
 
-def takes_row(x: Float[Array, "... in"] | None, *layers: Linear, norm: bool = False) -> bool:
-    """Whether `linear_of_row` applies: x is one row, on one device, for weights of generation.
-
-    x: None for one row in the compute dtype, which is bfloat16 for packed weights.
-    """
-    arrays = [layer.row for layer in layers]
-    if any(w is None for w in arrays):
+def takes_row(x: Float[Array, "... in"], *layers: Linear, norm: bool = False) -> bool:
+    """Whether `linear_of_row` applies to x, or to a row of its dtype: one row, on one device."""
+    rows = [layer.row for layer in layers]
+    if x.size != x.shape[-1] or not one_device() or any(w is None for w in rows):
         return False
-    if x is None:
-        w = arrays[0]
-        packed = isinstance(w, QuantizedWeight)
-        # pyrefly: ignore[unsupported-operation]
-        x = jnp.empty(w.shape[0], jnp.bfloat16) if packed else w[0]
-    if x.size != x.shape[-1] or not one_device() or layers[0].implementation == "xla":
-        return False
-    why_not = row_why_not(x, arrays, norm_weight=norm or None)
-    return (why_not or row_why_slower(x, arrays)) is None
+    # pyrefly: ignore[bad-argument-type]
+    return pays(x.dtype, rows, norm=norm, implementation=layers[0].implementation)
 
 
 def linear_of_row(

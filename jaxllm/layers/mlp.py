@@ -75,7 +75,7 @@ class MLP(Layer):
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
-        return takes_row(x, self.up, norm=True) and takes_row(None, self.down)
+        return takes_row(x, self.up, norm=True) and takes_row(x, self.down)
 
     def of_row(self, x: Float[Array, "1 1 C"], norm: LayerNorm | RMSNorm) -> Float[Array, "1 1 C"]:
         """x + layer(norm(x)) of a single row, in generation."""
@@ -125,7 +125,7 @@ class GatedMLP(Layer):
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
-        return takes_row(x, self.gate, self.up, norm=True) and takes_row(None, self.down)
+        return takes_row(x, self.gate, self.up, norm=True) and takes_row(x, self.down)
 
     def of_row(self, x: Float[Array, "1 1 C"], norm: LayerNorm | RMSNorm) -> Float[Array, "1 1 C"]:
         """x + layer(norm(x)) of a single row, in generation."""

@@ -131,7 +131,7 @@ class VLSTMLayer(Layer):
 
     def takes_row(self, x: Float[Array, "..."]) -> bool:
         """Whether `of_row` applies to x."""
-        return takes_row(x, self.q, self.k, self.v, self.o) and takes_row(None, self.out)
+        return takes_row(x, self.q, self.k, self.v, self.o) and takes_row(x, self.out)
 
     def of_row(
         self,

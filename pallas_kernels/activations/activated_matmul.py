@@ -4,26 +4,22 @@
     two weights    gate = x W_gate,   up = x W_up,     h, dh/dgate, dh/dup = tile(gate, up)
 
 The derivatives are what the backward pass multiplies with.  They take as many bytes as the
-products z, gate and up, share most of their arithmetic with h, and leave the backward kernel a
-product instead of a sigmoid.  XLA's matmuls write gate and up, and a third kernel reads them again;
-here one kernel writes all.  cuBLASLt has an epilogue for GELU, during which its tensor core waits.
-The kernel is built like matmul_epilogue.py's: a persistent block on each SM, whose warpgroups
-alternate between the matmul of a tile and the epilogue of their previous one.
+products, share most of their arithmetic with h, and leave the backward kernel a product instead of
+a sigmoid.  XLA's matmuls write gate and up, and a third kernel reads them again; here one kernel
+writes all.  The blocks, warpgroups and schedule are matmul_epilogue.py's.
 
 A tile has 160 or 192 rows of x and 64 columns of each weight, or 128 of the only one.  wgmma
 computes its two products of 64 columns transposed, W^T x^T, so each is as wide as the tile has
-rows.  x W of both weights in one wgmma would need their steps interleaved in one buffer, which TMA
-cannot do as the weights are stored, (C, F); a wgmma for each would be 64 wide and read x more
-often.  Stores to shared memory transpose the results back.
+rows.  (One wgmma for both weights would need their steps interleaved in one buffer, which TMA
+cannot do; x W in a wgmma for each would be 64 wide and read x more often.)  Stores to shared memory
+transpose the results back.  Only results are rounded to 16 bits; the products never are.
 
     step s of C      x (rows, 64)   two of weights (64, 64)      ring of `stages` buffers
     part p of rows   three results, or twice two (part, 64)      `slots` buffers a warpgroup
-
-Only results are rounded to 16 bits; the products never are.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.activations.matmul_epilogue import Schedule, multiply
+from pallas_kernels.activations.matmul_epilogue import BlockTiles, Schedule, alternate
 
 _COLUMNS = 64  # of a product: the rows of one wgmma, and one swizzle
 _STEP = 64  # of C: 128 bytes, one swizzle
@@ -100,91 +96,49 @@ def activated_matmul(x, weights, bias, tile, *, name, sms: int):
     )(x, weights, bias)
 
 
-class _Refs(NamedTuple):
-    """The references of a block, and its position."""
+def _body(s: Schedule, t: _Tiles, tile, x, weights, bias, *outputs, **scratch):
+    """Fills the ring; then the warpgroups alternate."""
+    x_smem, weight_smems, out_smems, step_bars = scratch.values()
 
-    tiles: _Tiles
-    x: Any
-    weights: Any
-    bias: Any  # or None
-    outputs: Any  # h and its derivatives
-    x_smem: Any
-    weight_smems: Any
-    out_smems: Any
-    step_bars: Any
-    wg: Any
-    block: Any
-    count: Any  # number of this block's tiles
-
-    def columns(self, column):
-        """The columns of both products of a tile."""
-        if len(self.weights) == 2:
+    def columns_of(column):  # of both products
+        if len(weights) == 2:
             return (pl.ds(column * _COLUMNS, _COLUMNS),) * 2
         return [pl.ds((2 * column + i) * _COLUMNS, _COLUMNS) for i in range(2)]
 
+    def copy_step(ring, n, row, column, step):
+        rows, at = pl.ds(row * t.rows, t.rows), pl.ds(step * _STEP, _STEP)
+        ring.send(n, x.at[rows, at], x_smem)
+        both = weights[0], weights[-1]
+        for ref, columns, smem in zip(both, columns_of(column), weight_smems, strict=True):
+            ring.send(n, ref.at[at, columns], smem)
 
-def _body(s: Schedule, t: _Tiles, tile, x, weights, bias, *outputs, **scratch):
-    """A block fills the ring, then its warpgroups alternate over its tiles."""
-    wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = s.tiles_of(block)
-    refs = _Refs(t, x, weights, bias, outputs, **scratch, wg=wg, block=block, count=count)
+    def start_step(stage, *accs):  # of both products W^T x^T
+        for acc, smem in zip(accs, weight_smems, strict=True):
+            x_step = x_smem.at[stage].transpose((1, 0))
+            plgpu.wgmma(acc, smem.at[stage].transpose((1, 0)), x_step)
 
-    @pl.when(wg == 0)
-    def _():
-        first = s.place(0, block, count)
-        pl.loop(0, s.stages)(lambda step: _copy_step(s, refs, 0, *first, step))
+    def epilogue(mine: BlockTiles, _, j, here, *products):  # a part of the rows at a time
+        row, column = here
+        both, parts, biases = columns_of(column), t.rows // t.part, []
+        if bias is not None:
+            biases = [mosaic.load(bias.at[c], mosaic.WGMMA.reduce(1)) for c in both]
+        for p in range(parts):
+            # This part's buffers are free once only the stores of the other slots are pending.
+            slot = mine.wg * s.slots + lax.rem(j * parts + p, jnp.int32(s.slots))
+            plgpu.wait_smem_to_gmem(len(out_smems) * (s.slots - 1), wait_read_only=True)
+            sums = [y[:, p * t.part : (p + 1) * t.part] for y in products]
+            if biases:
+                sums = [y + mosaic.along(b, y.shape, 0) for y, b in zip(sums, biases, strict=True)]
+            results = tile(*sums) if len(weights) == 2 else [z for y in sums for z in tile(y)]
+            smems = [smem.at[slot] for smem in out_smems]
+            for smem, result in zip(smems, results, strict=True):
+                smem.transpose((1, 0))[...] = result.astype(x.dtype)
+            plgpu.commit_smem()
 
-    @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
-    def _(j):
-        i = 2 * j + wg
-        here = s.place(i, block, count)
-        acc = plgpu.ACC((_COLUMNS, t.rows), jnp.float32)
-        run = functools.partial(multiply, s, refs, _copy_step, _start_step, i, here)
-        _epilogue(s, refs, tile, j, here, pl.run_scoped(run, acc, acc))
+            rows, each = pl.ds(row * t.rows + p * t.part, t.part), len(outputs)
+            for k, smem in enumerate(smems):
+                target = outputs[k % each].at[rows, both[k // each]]
+                plgpu.copy_smem_to_gmem(smem, target)
 
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
-    """Starts the copies of one step of x and of both products' weights of the i-th tile."""
-    ring, n = s.ring(refs.step_bars, i), i * s.steps + step
-    rows = pl.ds(row * refs.tiles.rows, refs.tiles.rows)
-    at = pl.ds(step * _STEP, _STEP)
-    ring.send(n, refs.x.at[rows, at], refs.x_smem)
-    both = refs.weights[0], refs.weights[-1]
-    for ref, columns, smem in zip(both, refs.columns(column), refs.weight_smems, strict=True):
-        ring.send(n, ref.at[at, columns], smem)
-
-
-def _start_step(refs: _Refs, stage, *accs):
-    """Starts to add one step of both products W^T x^T."""
-    for acc, smem in zip(accs, refs.weight_smems, strict=True):
-        x_step = refs.x_smem.at[stage].transpose((1, 0))
-        plgpu.wgmma(acc, smem.at[stage].transpose((1, 0)), x_step)
-
-
-def _epilogue(s: Schedule, refs: _Refs, tile, j, here, products):
-    """Stores the results of the warpgroup's j-th tile, a part of the rows at a time."""
-    row, column = here
-    both, t, dtype = refs.columns(column), refs.tiles, refs.x.dtype
-    parts = t.rows // t.part
-    biases = []
-    if refs.bias is not None:
-        biases = [mosaic.load(refs.bias.at[c], mosaic.WGMMA.reduce(1)) for c in both]
-    for p in range(parts):
-        # The buffers of this part are free once only the stores of the other slots are pending.
-        slot = refs.wg * s.slots + lax.rem(j * parts + p, jnp.int32(s.slots))
-        plgpu.wait_smem_to_gmem(len(refs.out_smems) * (s.slots - 1), wait_read_only=True)
-        sums = [x[:, p * t.part : (p + 1) * t.part] for x in products]
-        if biases:
-            sums = [x + mosaic.along(b, x.shape, 0) for x, b in zip(sums, biases, strict=True)]
-        results = tile(*sums) if len(refs.weights) == 2 else [y for x in sums for y in tile(x)]
-        smems = [smem.at[slot] for smem in refs.out_smems]
-        for smem, result in zip(smems, results, strict=True):
-            smem.transpose((1, 0))[...] = result.astype(dtype)
-        plgpu.commit_smem()
-
-        rows, each = pl.ds(row * t.rows + p * t.part, t.part), len(refs.outputs)
-        for k, smem in enumerate(smems):
-            target = refs.outputs[k % each].at[rows, both[k // each]]
-            plgpu.copy_smem_to_gmem(smem, target)
+    accs = [plgpu.ACC((_COLUMNS, t.rows), jnp.float32)] * 2
+    alternate(s, step_bars, accs, copy_step, start_step, epilogue)

@@ -35,7 +35,7 @@ def why_not(**arrays) -> str | None:
     )
 
 
-def why_slower(x) -> str | None:
+def why_slower(x, *others) -> str | None:
     """Why XLA's form is faster, or None: generation takes as long as it has kernels."""
     few = x.ndim > 0 and x.size <= 64 * x.shape[-1]
     return "XLA fuses 64 rows or fewer with other ops" if few else None

@@ -10,26 +10,24 @@ kernel, which begins with dh = dy W_down^T, only multiplies dh with them and nev
 then sums dx = [dg du] [W_gate W_up]^T, and one has both weights' gradients, x^T [dg du].
 
 With precision="fp8" all matmuls take fp8 operands, as in fp8_linear (float8/linear.py).  Three of
-their operands come from the activation, and are the widest arrays of a block.  Cast on their own
-they would be written in bfloat16, read for their maximum, and read again.  Here the activation's
+their operands come from the activation, and are the widest arrays of a block, so the activation's
 kernels write fp8, in both orders:
 
     g, u = x W           --> max |h|, |u|, |silu(g)|     and then h = silu(g) u, e4m3 h and h^T
     z = x W + b          --> h = gelu(z)                 e4m3 h and h^T
     dh = dy W_down^T     --> dg, du, or dz and the sum of its rows     e5m2, and transposed
 
-A kernel that writes fp8 needs its scale before the first value is there, so it takes a bound of the
-largest one instead.  By Cauchy and Schwarz no element of a product exceeds the largest row norm of
-its left operand times the largest column norm of its right one.  Both are read with the maxima:
+Such a kernel needs its scale before the first value is there, so it takes a bound of the largest
+one.  By Cauchy and Schwarz no element of a product exceeds the largest row norm of its left operand
+times the largest column norm of its right one:
 
     |dh| <= c max_i ||dy_i|| max_j ||W_down_j||     |du| <= |dh| max |silu(g)|
     |z|  <= c max_i ||x_i|| max_j ||W_up_j|| + max |b|      |dg| <= 1.1 |dh| max |u|
 
 c covers the rounding of the operands.  A bound that is 2^n too large moves all values down by n of
-the format's powers of 2, and nothing else: e5m2 has 32 of them, e4m3 18.  Rounding errors are
-relative and stay the same but for values that become subnormal.  No step's scale depends on another
-step, and nothing saturates.  SwiGLU's h is a product of two such numbers, for which the bound would
-be too loose for e4m3: a kernel takes its maximum first.  jax.checkpoint can save that number.
+the format's powers of 2 (e5m2 has 32 of them, e4m3 18); only values that become subnormal lose
+digits.  For SwiGLU's h, a product of two such numbers, the bound would be too loose for e4m3, so a
+kernel takes its maximum first, which jax.checkpoint can save.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 
@@ -44,34 +42,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations import matmul_epilogue
+from pallas_kernels.activations import activation, matmul_epilogue
 from pallas_kernels.activations.activated_matmul import activated_matmul
 from pallas_kernels.activations.activated_matmul import why_slower as few_tiles
-from pallas_kernels.activations.activation import (
-    gelu,
-    gelu_backward_tile,
-    gelu_derivative_tile,
-    gelu_forward_tile,
-    gelu_reference,
-    gelu_why_not,
-    swiglu,
-    swiglu_backward_tile,
-    swiglu_derivative_tile,
-    swiglu_forward_tile,
-    swiglu_reference,
-    swiglu_why_not,
-)
 from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
-from pallas_kernels.float8.quantize import (
-    TILE,
-    cast,
-    cast_results,
-    named,
-    norms,
-    not_a_multiple,
-)
+from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms, not_a_multiple
 from pallas_kernels.options import checked
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
@@ -109,12 +86,16 @@ def mlp(
     implementation="mosaic" for a call that no kernel supports.
     """
     _check(x, up, down, gate, bias)
-    arrays = x, up, down, gate, bias
-    if precision is None:
-        form = functools.partial(dispatch.run, "mlp", FORMS)
-        return form(implementation, *arrays, saves=saves, implementation=implementation)
-    form = functools.partial(dispatch.run, "mlp", FP8)
-    return form(implementation, *arrays, row_norm, implementation=implementation)
+    return dispatch.run(
+        "mlp",
+        FORMS if precision is None else FP8,
+        implementation,
+        *(x, up, down, gate, bias),
+        precision=precision,
+        row_norm=row_norm,
+        saves=saves,
+        implementation=implementation,
+    )
 
 
 def _check(x, up, down, gate, bias):
@@ -136,19 +117,36 @@ def mlp_reference(x, up, down, *, gate=None, bias=None, precision=None):
     """The formula in jnp; with fp8, of the rounded operands of fp8_linear_reference."""
     times = jnp.matmul if precision is None else linear.fp8_linear_reference
     if gate is None:
-        return times(gelu_reference(times(x, up), bias), down)
-    return times(swiglu_reference(times(x, gate), times(x, up)), down)
+        return times(activation.gelu_reference(times(x, up), bias), down)
+    return times(activation.swiglu_reference(times(x, gate), times(x, up)), down)
 
 
-def _in_parts(x, up, down, gate, bias, *, saves, implementation):
+def _in_parts(x, up, down, gate, bias, *, precision, row_norm, implementation, **options):
     """The same by matmuls, and the activation by its own op."""
+    first = times = jnp.matmul
+    if precision is not None:
+        times = functools.partial(linear.fp8_linear, implementation=implementation)
+        first = functools.partial(times, row_norm=row_norm)
     if gate is not None:
-        g, u = (checkpoint_name(jnp.matmul(x, w), "mlp") for w in (gate, up))
-        return jnp.matmul(swiglu(g, u, implementation=implementation), down)
-    return jnp.matmul(gelu(jnp.matmul(x, up), bias, implementation=implementation), down)
+        g, u = (checkpoint_name(first(x, w), "mlp") for w in (gate, up))
+        return times(activation.swiglu(g, u, implementation=implementation), down)
+    z = first(x, up)
+    if precision is not None:
+        # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which its own
+        # compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
+        z = lax.optimization_barrier(z)
+    return times(activation.gelu(z, bias, implementation=implementation), down)
 
 
-def why_not(x, up, down, gate, bias, *, saves, implementation) -> str | None:
+def _parts_why_not(x, up, down, gate, bias, **options) -> str | None:
+    """Why the activation has no kernel, or None."""
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[1]), jnp.result_type(x, up))
+    if gate is None:
+        return activation.gelu_why_not(hidden, bias)
+    return activation.swiglu_why_not(hidden, hidden)
+
+
+def why_not(x, up, down, gate, bias, *, saves, **options) -> str | None:
     """Why Hopper's kernels do not support this call, or None."""
     if saves == "products":
         return "the kernel would multiply again for the activation: it saves derivatives"
@@ -158,20 +156,12 @@ def why_not(x, up, down, gate, bias, *, saves, implementation) -> str | None:
     return (
         mosaic.mixed_dtypes(x=x, up=up, gate=gate)
         or matmul_epilogue.linear_why_not(down, hidden)
-        or (None if bias is None else mosaic.unsupported_dtype(bias=bias))
+        or mosaic.unsupported_dtype(bias=bias)
     )
 
 
 def _why_slower(x, up, down, gate, bias, **options) -> str | None:
     return few_tiles(x, 1 if gate is None else 2, up.shape[1])
-
-
-def _parts_why_not(x, up, down, gate, bias, **options) -> str | None:
-    """Why the activation has no kernel, or None."""
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[1]), jnp.result_type(x, up))
-    if gate is None:
-        return gelu_why_not(hidden, bias)
-    return swiglu_why_not(hidden, hidden)
 
 
 def _whole(x, up, down, gate, bias, **options):
@@ -180,7 +170,7 @@ def _whole(x, up, down, gate, bias, **options):
     return y.reshape(x.shape)
 
 
-def fp8_why_not(x, up, down, gate, bias, row_norm=None, **options) -> str | None:
+def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
     """Why the kernels for fp8 do not support this call, or None."""
     (c, f), rows = up.shape, x.size // max(x.shape[-1], 1)
     if gate is None and bias is None:
@@ -192,24 +182,11 @@ def fp8_why_not(x, up, down, gate, bias, row_norm=None, **options) -> str | None
     )
 
 
-def _fp8_whole(x, up, down, gate, bias, row_norm, **options):
+def _fp8_whole(x, up, down, gate, bias, *, row_norm, **options):
     linear.warn_of_flags()
     op, first = (_gelu_fp8, (up, bias)) if gate is None else (_swiglu_fp8, (gate, up))
     row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
     return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm).reshape(x.shape)
-
-
-def _fp8_in_parts(x, up, down, gate, bias, row_norm, *, implementation):
-    """The same by fp8_linear, and the activation by its own op."""
-    times = functools.partial(linear.fp8_linear, implementation=implementation)
-    first = functools.partial(times, row_norm=row_norm)
-    if gate is not None:
-        g, u = (checkpoint_name(first(x, w), "mlp") for w in (gate, up))
-        return times(swiglu(g, u, implementation=implementation), down)
-    # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which its own
-    # compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
-    z = lax.optimization_barrier(first(x, up))
-    return times(gelu(z, bias, implementation=implementation), down)
 
 
 # ---- GELU ---------------------------------------------------------------------------------------
@@ -222,15 +199,14 @@ def _gelu_layer(x, up, bias, down):
 
 def _gelu_layer_forward(x, up, bias, down):
     options = dict(name="gelu_mlp_forward", sms=mosaic.sm_count())
-    h, slope = activated_matmul(x, (up,), bias, gelu_derivative_tile, **options)
+    h, slope = activated_matmul(x, (up,), bias, activation.gelu_derivative_tile, **options)
     return h @ down, (x, up, jnp.zeros((), bias.dtype), down, h, slope)
 
 
 def _gelu_layer_backward(saved, dy):
     x, up, like_bias, down, h, slope = saved
-    dz, d_bias, d_down = matmul_epilogue.linear_backward(
-        (slope,), h, down, dy, matmul_epilogue.times, sums=True, name="gelu_mlp_backward"
-    )
+    options = dict(sums=True, name="gelu_mlp_backward")
+    dz, d_bias, d_down = matmul_epilogue.linear_backward((slope,), h, down, dy, **options)
     d_up = jnp.matmul(x.T, dz, preferred_element_type=x.dtype)
     return dz @ up.T, d_up, d_bias.astype(like_bias.dtype), d_down
 
@@ -248,7 +224,7 @@ def _swiglu_layer(x, gate, up, down):
 
 def _swiglu_layer_forward(x, gate, up, down):
     options = dict(name="swiglu_mlp_forward", sms=mosaic.sm_count())
-    h, *slopes = activated_matmul(x, (gate, up), None, swiglu_derivative_tile, **options)
+    h, *slopes = activated_matmul(x, (gate, up), None, activation.swiglu_derivative_tile, **options)
     return h @ down, (x, gate, up, down, h, slopes)
 
 
@@ -256,9 +232,8 @@ def _swiglu_layer_backward(saved, dy):
     x, gate, up, down, h, slopes = saved
     # The gradients side by side save 4 N C bytes of dx, and cost 8 C F for [gate up].
     joint = x.shape[0] >= 2 * gate.shape[1]
-    options = dict(outputs=2, joint=joint, name="swiglu_mlp_backward")
-    times = matmul_epilogue.times
-    *dh, d_down = matmul_epilogue.linear_backward(slopes, h, down, dy, times, **options)
+    options = dict(joint=joint, name="swiglu_mlp_backward")
+    *dh, d_down = matmul_epilogue.linear_backward(slopes, h, down, dy, **options)
     weights = gate, up
     if joint:
         # Without the barrier XLA may concatenate the weights of all layers when the step starts.
@@ -304,7 +279,9 @@ def _swiglu_fp8_forward(x, gate, up, down, row_norm):
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in (gate8, up8))
     h_largest, *largest = map(named, _maxima(g, u))
     options = dict(name="swiglu_fp8", approx=x.dtype.itemsize == 2)
-    (h8,), _ = cast_results(swiglu_forward_tile, [g, u], [h_largest], linear.FORWARD, **options)
+    (h8,), _ = cast_results(
+        activation.swiglu_forward_tile, [g, u], [h_largest], linear.FORWARD, **options
+    )
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (gate8, up8, down8))
@@ -316,7 +293,7 @@ def _swiglu_fp8_backward(saved, dy):
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dg8, du8), _ = cast_results(
-        swiglu_backward_tile,
+        activation.swiglu_backward_tile,
         [g, u, dh],
         [1.1 * dh_largest * u_largest, dh_largest * silu_largest],
         linear.BACKWARD,
@@ -366,7 +343,9 @@ def _gelu_fp8_forward(x, up, bias, down, row_norm):
     z = checkpoint_name(linear.times(x8, up8, x.dtype) + bias.astype(x.dtype), "gelu")
     z_largest = _ROUNDING * (x_norm * up_norm + abs(bias).max().astype(jnp.float32))
     options = dict(name="gelu_fp8", approx=x.dtype.itemsize == 2)
-    (h8,), _ = cast_results(gelu_forward_tile, [z], [z_largest], linear.FORWARD, **options)
+    (h8,), _ = cast_results(
+        activation.gelu_forward_tile, [z], [z_largest], linear.FORWARD, **options
+    )
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (up8, down8))
@@ -378,7 +357,7 @@ def _gelu_fp8_backward(saved, dy):
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dz8,), (dbias,) = cast_results(
-        gelu_backward_tile,
+        activation.gelu_backward_tile,
         [z, dh],
         [_SLOPE * dh_largest],
         linear.BACKWARD,
@@ -401,5 +380,5 @@ FORMS = (
 )
 FP8 = (
     Form("general", _fp8_whole, "sm_89", fp8_why_not),
-    Form("xla", _fp8_in_parts),
+    Form("xla", _in_parts),
 )

@@ -4,7 +4,7 @@
 
 XLA's matmul writes its product, and the next kernel reads it again; here the epilogue works on the
 accumulator.  This pays off for an epilogue that reads and writes much, such as the backward pass of
-an activation.  Several outputs may be columns of one array, which the next matmul takes as a whole.
+an activation.  The outputs may be columns of one array, which the next matmul takes as a whole.
 
 A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpgroups alternate
 ("ping-pong"): while one uses the tensor core, the other runs the epilogue of the previous tile.
@@ -16,14 +16,13 @@ A persistent block on each SM computes tiles of 128 or 192 x 128.  Its two warpg
     chunk c of F     each input (rows, 64)      ring of `slots` buffers,    chunk_bars[wg, slot]
 
 Both rings are filled in the order of the tiles.  The warpgroup that has read a buffer refills it at
-once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer.  Each
-warpgroup has its own barriers and waits only for its own tiles.  The outputs overwrite the inputs
-in their buffers, where a thread overwrites only what it has read itself.  The chunks do without
-pipeline.Ring: a tile's inputs take a fixed group of slots, found without a product in the index.
+once, perhaps for the other warpgroup's tile, so no warpgroup waits for a free buffer; each waits
+only for its own tiles, at its own barriers.  The outputs overwrite the inputs in their buffers,
+each thread what it has read itself.  The chunks do without pipeline.Ring: a tile's inputs take a
+fixed group of slots, found without a product in the index.
 
-wgmma computes b a^T, the product transposed.  A sum over the rows of a is then one along the rows
-of the product, which four neighbouring threads share; along its columns it would cross warps.
-Loads and stores of the chunks transpose.
+wgmma computes b a^T, the product transposed: a sum over the rows of a is then one along its rows,
+which four neighbouring threads share.  Loads and stores of the chunks transpose.
 """
 
 import functools
@@ -80,28 +79,27 @@ def linear_why_not(weight, *inputs) -> str | None:
     return None
 
 
-def linear_backward(inputs, h, weight, dy, tile, **options):
-    """Gradients of h @ weight, h = f(*inputs), for the inputs and for weight.
+def linear_backward(slopes, h, weight, dy, **options):
+    """Gradients of h @ weight for the inputs of h, whose derivatives are `slopes`, and for weight.
 
-    inputs, h: (N, F), weight: (F, C), dy: (N, C); tile(*inputs, dh): the backward pass of f, as in
-    `matmul_with_epilogue`.  joint=True returns the inputs' gradients side by side in one array.
+    slopes, h: (N, F), weight: (F, C), dy: (N, C).  options: joint, sums and name.
     """
-    gradients = matmul_with_epilogue(dy, weight, inputs, tile, sms=mosaic.sm_count(), **options)
+    gradients = matmul_with_epilogue(dy, weight, slopes, times, sms=mosaic.sm_count(), **options)
     return *gradients, jnp.matmul(h.T, dy, preferred_element_type=weight.dtype)
 
 
 def times(*inputs):
-    """The backward pass of a function whose derivatives are given: each times dh."""
+    """Each derivative times dh."""
     *slopes, dh = inputs
     return tuple(slope * dh for slope in slopes)
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "outputs", "joint", "sums", "name", "sms"))
-def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, joint=False, sums=False, name, sms: int):
-    """tile(*inputs, a b^T) in float32: a tuple of `outputs` arrays (N, F) of a's dtype.
+@functools.partial(jax.jit, static_argnames=("tile", "joint", "sums", "name", "sms"))
+def matmul_with_epilogue(a, b, inputs, tile, *, joint=False, sums=False, name, sms: int):
+    """tile(*inputs, a b^T) in float32: as many arrays (N, F) of a's dtype as there are inputs.
 
     a: (N, K), b: (F, K), inputs: tuple of arrays (N, F).
-    joint: the outputs are one array (N, outputs F) instead, side by side.
+    joint: the outputs lie side by side in one array instead.
     sums: appends the float32 sum of the first output over the rows, (F,).
     sms: number of blocks.
     """
@@ -113,7 +111,7 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, joint=False, sums=Fal
     smem = lambda count, rows: plgpu.SMEM(
         (count, rows, 64), a.dtype, transforms=mosaic.wgmma_tiles(64, a.dtype)
     )
-    width, count = (outputs * f, 1) if joint else (f, outputs)
+    width, count = (len(inputs) * f, 1) if joint else (f, len(inputs))
     results, total = mosaic.kernel(
         functools.partial(_body, s, t, tile),
         name=name,
@@ -124,7 +122,7 @@ def matmul_with_epilogue(a, b, inputs, tile, *, outputs=1, joint=False, sums=Fal
         scratch_types=dict(
             a_smem=smem(s.stages, t.rows),
             b_smem=smem(s.stages, _COLUMNS),
-            chunk_smems=(smem(s.slots, t.rows),) * max(len(inputs), outputs),
+            chunk_smems=(smem(s.slots, t.rows),) * len(inputs),
             step_bars=plgpu.Barrier(num_arrivals=2, num_barriers=2 * s.stages),
             chunk_bars=plgpu.Barrier(num_arrivals=len(inputs), num_barriers=2 * s.slots),
         ),
@@ -164,118 +162,156 @@ class Schedule(NamedTuple):
     def slot(self, i, chunk):
         return lax.rem(i, jnp.int32(self.ahead)) * self.chunks + chunk
 
-    def tiles_of(self, block):
-        """Number of a block's tiles."""
-        return lax.div(self.rows * self.columns - 1 - block, jnp.int32(self.blocks)) + 1
 
-    def place(self, i, block, count):
+def _body(s: Schedule, t: _Tiles, tile, a, b, inputs, results, sums, **scratch):
+    """Fills both rings; then the warpgroups alternate."""
+    a_smem, b_smem, chunk_smems, step_bars, chunk_bars = scratch.values()
+    f = b.shape[0]
+    outputs = [y.at[:, pl.ds(at, f)] for y in results for at in range(0, y.shape[1], f)]
+    rows_of = lambda row: pl.ds(row * t.rows, t.rows)
+
+    def copy_step(ring, n, row, column, step):
+        at = pl.ds(step * _STEP, _STEP)
+        rows, columns = rows_of(row), pl.ds(column * _COLUMNS, _COLUMNS)
+        ring.send(n, a.at[rows, at], a_smem)
+        ring.send(n, b.at[columns, at], b_smem)
+
+    def start_step(stage, acc):  # of b a^T
+        plgpu.wgmma(acc, b_smem.at[stage], a_smem.at[stage].transpose((1, 0)))
+
+    def copy_chunk(i, row, column, chunk):
+        slot = s.slot(i, chunk)
+        bar = chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
+        at = rows_of(row), pl.ds(column * _COLUMNS + chunk * _CHUNK, _CHUNK)
+        for source, smem in zip(inputs, chunk_smems, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
+
+    def fill(mine: BlockTiles):
+        for i in range(s.ahead):
+            for c in range(s.chunks):
+
+                @pl.when(i < mine.count)
+                def _(i=i, c=c):
+                    copy_chunk(i, *mine.place(i), c)
+
+    def epilogue(mine: BlockTiles, i, _, here, product):
+        row, column = here
+        later = i + s.ahead
+        there = mine.place(later)
+
+        def refill(chunk, in_flight):  # its buffer, once <= in_flight stores are pending
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+            pl.when(later < mine.count)(lambda: copy_chunk(later, *there, chunk))
+
+        for c in range(s.chunks):
+            # Wait for the inputs and compute in their buffers.
+            slot = s.slot(i, c)
+            plgpu.barrier_wait(chunk_bars.at[mine.wg * s.slots + slot])
+            smems = [smem.at[slot] for smem in chunk_smems]
+            total = _compute(t, tile, smems, product[c * _CHUNK : (c + 1) * _CHUNK], sums)
+            plgpu.commit_smem()
+
+            # Store the outputs, and refill the buffers whose outputs have been copied.
+            rows, columns = rows_of(row), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
+            for smem, target in zip(smems, outputs, strict=True):
+                plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
+            if sums is not None:
+                mosaic.store(sums.at[row, columns], total)
+            if c:
+                refill(c - 1, len(outputs))
+        refill(s.chunks - 1, 0)
+
+    acc = plgpu.ACC((_COLUMNS, t.rows), jnp.float32)
+    alternate(s, step_bars, [acc], copy_step, start_step, epilogue, fill)
+
+
+def _compute(t: _Tiles, tile, smems, product, sums):
+    """Overwrites the inputs of a chunk with its outputs; returns the sums of the first output."""
+    total = 0
+    for r in range(0, t.rows, t.part):
+        parts = [smem.at[pl.ds(r, t.part)].transpose((1, 0)) for smem in smems]
+        xs = [plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts]
+        ys = tile(*xs, product[:, r : r + t.part])
+        for part, y in zip(parts, ys, strict=True):
+            part[...] = y.astype(part.dtype)
+        if sums is not None:
+            total += jnp.sum(ys[0], axis=1)
+    return total
+
+
+# ---- what the kernel shares with activated_matmul.py -------------------------------------------
+
+
+class BlockTiles(NamedTuple):
+    """A block's tiles, as one of its two warpgroups sees them."""
+
+    schedule: Schedule
+    wg: Any
+    block: Any
+    count: Any
+
+    def place(self, i):
         """(row, column) of the block's i-th tile, or of its last tile if i is too large.
 
         Tiles that run at the same time share rows of a and b in the L2 cache.
         """
-        tile = block + jnp.minimum(i, count - 1) * self.blocks
-        above = lax.div(tile, jnp.int32(self.group * self.columns)) * self.group
-        height = jnp.minimum(self.group, self.rows - above)  # the last group may have fewer rows
-        rest = tile - above * self.columns
+        s = self.schedule
+        tile = self.block + jnp.minimum(i, self.count - 1) * s.blocks
+        above = lax.div(tile, jnp.int32(s.group * s.columns)) * s.group
+        height = jnp.minimum(s.group, s.rows - above)  # the last group may have fewer rows
+        rest = tile - above * s.columns
         return above + lax.rem(rest, height), lax.div(rest, height)
 
 
-class _Refs(NamedTuple):
-    """The references of a block, and its position."""
+def alternate(
+    s: Schedule, step_bars, accs, copy_step, start_step, epilogue, fill=lambda mine: None
+):
+    """A block fills its rings; then its warpgroups alternate over its tiles.
 
-    tiles: _Tiles
-    a: Any
-    b: Any
-    inputs: Any
-    outputs: Any  # (N, F) each; of a joint array its columns
-    sums: Any  # or None
-    a_smem: Any
-    b_smem: Any
-    chunk_smems: Any
-    step_bars: Any
-    chunk_bars: Any
-    wg: Any
-    block: Any
-    count: Any  # number of this block's tiles
-
-    def rows(self, row):
-        """The rows of a tile."""
-        return pl.ds(row * self.tiles.rows, self.tiles.rows)
-
-
-def _body(s: Schedule, t: _Tiles, tile, a, b, inputs, results, sums, **scratch):
-    """A block fills both rings, then its warpgroups alternate over its tiles."""
-    f = b.shape[0]
-    outputs = [y.at[:, pl.ds(at, f)] for y in results for at in range(0, y.shape[1], f)]
+    accs: the accumulators of a tile.
+    copy_step(ring, n, row, column, step): starts the copies of a step of a tile, the ring's n-th.
+    start_step(stage, *accs): starts a wgmma of a step for each accumulator.
+    epilogue(mine, i, j, (row, column), *products): stores the block's i-th tile, of this
+    warpgroup's the j-th.
+    fill(mine): starts the other copies before the first tile.
+    """
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = s.tiles_of(block)
-    arrays = t, a, b, inputs, outputs, sums
-    refs = _Refs(*arrays, **scratch, wg=wg, block=block, count=count)
-    pl.when(wg == 0)(lambda: _fill(s, refs))
+    count = lax.div(s.rows * s.columns - 1 - block, jnp.int32(s.blocks)) + 1
+    mine = BlockTiles(s, wg, block, count)
+    copy = lambda i, row, column, step: copy_step(
+        s.ring(step_bars, i), i * s.steps + step, row, column, step
+    )
+
+    @pl.when(wg == 0)
+    def _():
+        first = mine.place(0)
+        pl.loop(0, s.stages)(lambda step: copy(0, *first, step))
+        fill(mine)
 
     @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
     def _(j):
         i = 2 * j + wg
-        here = s.place(i, block, count)
-        run = functools.partial(multiply, s, refs, _copy_step, _start_step, i, here)
-        (product,) = pl.run_scoped(run, plgpu.ACC((_COLUMNS, t.rows), jnp.float32))
-        _epilogue(s, refs, tile, i, here, product)
+        here = mine.place(i)
+        run = functools.partial(_multiply, mine, step_bars, copy, start_step, i, here)
+        epilogue(mine, i, j, here, *pl.run_scoped(run, *accs))
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _fill(s: Schedule, refs: _Refs):
-    """Starts the first copies into all buffers of both rings."""
-    first = s.place(0, refs.block, refs.count)
-    pl.loop(0, s.stages)(lambda step: _copy_step(s, refs, 0, *first, step))
-    for i in range(s.ahead):
-        for c in range(s.chunks):
-
-            @pl.when(i < refs.count)
-            def _(i=i, c=c):
-                _copy_chunk(s, refs, i, *s.place(i, refs.block, refs.count), c)
-
-
-def _copy_step(s: Schedule, refs: _Refs, i, row, column, step):
-    """Starts the copy of one step of a and b of the i-th tile."""
-    ring, n, at = s.ring(refs.step_bars, i), i * s.steps + step, pl.ds(step * _STEP, _STEP)
-    rows, columns = refs.rows(row), pl.ds(column * _COLUMNS, _COLUMNS)
-    ring.send(n, refs.a.at[rows, at], refs.a_smem)
-    ring.send(n, refs.b.at[columns, at], refs.b_smem)
-
-
-def _copy_chunk(s: Schedule, refs: _Refs, i, row, column, chunk):
-    """Starts the copy of one chunk of the inputs of the i-th tile."""
-    slot = s.slot(i, chunk)
-    bar = refs.chunk_bars.at[lax.rem(i, jnp.int32(2)) * s.slots + slot]
-    at = refs.rows(row), pl.ds(column * _COLUMNS + chunk * _CHUNK, _CHUNK)
-    for source, smem in zip(refs.inputs, refs.chunk_smems, strict=False):
-        plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
-
-
-def _start_step(refs: _Refs, stage, acc):
-    """Starts to add one step of b a^T."""
-    plgpu.wgmma(acc, refs.b_smem.at[stage], refs.a_smem.at[stage].transpose((1, 0)))
-
-
-def multiply(s: Schedule, refs, copy_step, start_step, i, here, *accs):
-    """The products of the i-th tile; refills each stage once its wgmmas have read it.
-
-    copy_step(s, refs, i, row, column, step): starts the copies of a step.
-    start_step(refs, stage, *accs): starts a wgmma of a step for each accumulator.
-    """
-    after = s.place(i + 1, refs.block, refs.count)
+def _multiply(mine: BlockTiles, step_bars, copy, start_step, i, here, *accs):
+    """The products of the i-th tile; refills each stage once its wgmmas have read it."""
+    s = mine.schedule
+    after = mine.place(i + 1)
 
     def multiply_step(step):
-        ring = Ring(s.stages, refs.step_bars, first=refs.wg * s.stages)
-        start_step(refs, ring.wait(i * s.steps + step), *accs)
+        ring = Ring(s.stages, step_bars, first=mine.wg * s.stages)
+        start_step(ring.wait(i * s.steps + step), *accs)
 
     def refill(step):  # loads the step that comes `stages` steps later into this step's buffer
         step += s.stages
         over = lax.convert_element_type(step >= s.steps, jnp.int32)  # 1: in the next tile
         row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
-        copy = lambda: copy_step(s, refs, i + over, row, column, step - over * s.steps)
-        pl.when(i + over < refs.count)(copy)
+        pl.when(i + over < mine.count)(lambda: copy(i + over, row, column, step - over * s.steps))
 
     multiply_step(0)
 
@@ -288,48 +324,3 @@ def multiply(s: Schedule, refs, copy_step, start_step, i, here, *accs):
     products = [acc[...] for acc in accs]
     refill(jnp.int32(s.steps - 1))
     return products
-
-
-def _epilogue(s: Schedule, refs: _Refs, tile, i, here, product):
-    """Computes and stores the outputs of the i-th tile, and the sums of the first output."""
-    row, column = here
-    later = i + s.ahead
-    there = s.place(later, refs.block, refs.count)
-
-    def refill(chunk, in_flight):  # refills a chunk's buffer once <= in_flight stores are pending
-        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-        pl.when(later < refs.count)(lambda: _copy_chunk(s, refs, later, *there, chunk))
-
-    for c in range(s.chunks):
-        # Wait for the inputs and compute in their buffers.
-        slot = s.slot(i, c)
-        plgpu.barrier_wait(refs.chunk_bars.at[refs.wg * s.slots + slot])
-        smems = [smem.at[slot] for smem in refs.chunk_smems]
-        total = _compute(refs, tile, smems, product[c * _CHUNK : (c + 1) * _CHUNK])
-        plgpu.commit_smem()
-
-        # Store the outputs, and refill the buffers whose outputs have been copied.
-        rows, columns = refs.rows(row), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
-        for smem, target in zip(smems, refs.outputs, strict=False):
-            plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
-        if refs.sums is not None:
-            mosaic.store(refs.sums.at[row, columns], total)
-        if c:
-            refill(c - 1, len(refs.outputs))
-    refill(s.chunks - 1, 0)
-
-
-def _compute(refs: _Refs, tile, smems, product):
-    """Overwrites the inputs of a chunk with its outputs; returns the sums of the first output."""
-    total, size = 0, refs.tiles.part
-    for r in range(0, refs.tiles.rows, size):
-        parts = [smem.at[pl.ds(r, size)].transpose((1, 0)) for smem in smems]
-        xs = [
-            plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts[: len(refs.inputs)]
-        ]
-        ys = tile(*xs, product[:, r : r + size])
-        for part, y in zip(parts, ys, strict=False):
-            part[...] = y.astype(part.dtype)
-        if refs.sums is not None:
-            total += jnp.sum(ys[0], axis=1)
-    return total

@@ -13,7 +13,6 @@ This file has the op, its forms and its reference; decode_kernels.py has the ker
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer

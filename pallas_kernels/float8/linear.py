@@ -4,26 +4,22 @@
 
 Q4(a) is a rounded to e4m3 (3 bits of mantissa, up to 448), Q5(a) to e5m2 (2 bits, up to 57344),
 after a multiplication by a power of 2 that brings max |a| close to the limit, and which the product
-divides out again (quantize.py).  The power comes from the tensor at hand, not from earlier steps,
-so a run has no further state.
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
+divides out again (quantize.py).  The power comes from the tensor at hand, so a run has no further
+state.  Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
 
 The products are XLA's: it replaces a dot_general of converted and scaled fp8 arrays by one call of
-cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once. XLA 0.12
-finds the call only with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets:
-otherwise it widens the operands and multiplies in bfloat16, in twice the time. Hopper's tensor core
-reads both operands along the contracted axis, so each array is needed in the order that it has and
-transposed: y takes x and w^T, dx takes dy and w, dw takes x^T and dy^T. One pass writes both
-orders. The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
+cuBLASLt's fp8 matmul, which multiplies its float32 sums by both scales and rounds once.  XLA 0.12
+does it only with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, which train.py sets; otherwise it
+multiplies in bfloat16, in twice the time.  Hopper's tensor core reads both operands along the
+contracted axis, so x, w and dy are each needed in their own order and transposed; one pass writes
+both.  The backward pass keeps x^T and w in fp8: half of the bytes that bfloat16 would keep.
 
-With the default precision XLA lets cuBLASLt add in the tensor core's own registers, about 14 bits;
-HIGHEST turns off this "fast accumulation", and sums are added up in float32 every few steps.  The
-gradients take HIGHEST, as their sums over all tokens are the longest.  XLA rounds the scales to x's
-dtype, which changes no power of 2; on a CPU it converts the operands to it, too.
+With the default precision cuBLASLt adds in the tensor core's own registers, about 14 bits; HIGHEST
+turns off this "fast accumulation".  The gradients take HIGHEST, as their sums over all tokens are
+the longest.  XLA rounds the scales to x's dtype, which changes no power of 2.
 """
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -32,19 +28,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.float8.quantize import (
-    TILE,
-    Cast,
-    cast,
-    cast_and_sum,
-    not_a_multiple,
-)
+from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum, not_a_multiple
 from pallas_kernels.options import checked
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
-
-log = logging.getLogger("pallas_kernels")
 
 
 @checked
@@ -60,9 +48,9 @@ def fp8_linear(
 
     The number of rows, K and N must be multiples of 16; other calls compute x @ weight + bias in
     x's dtype, which `dispatch.explain()` reports.
-    bias: added in x's dtype; the kernel that casts dy also sums its gradient, in float32.
-    row_norm: if known, a number that the Euclidean norm of no row of x exceeds (as after a norm);
-    x's scale then takes it instead of max |x|, which saves a pass over x.  Larger values saturate.
+    bias: added in x's dtype; its gradient is summed in float32.
+    row_norm: a number that the Euclidean norm of no row of x exceeds, if known (as after a norm);
+    x's scale then needs no pass over x.  Larger values saturate.
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole; with
@@ -77,9 +65,8 @@ def fp8_linear(
     mosaic.stat_dtype(x.dtype)  # refuses integers, to which the weight would be rounded
     reason = why_not(x, weight)
     if reason and implementation != "mosaic":
-        dispatch.record(
-            dispatch.Decision("fp8_linear", "xla", "unsupported", f"{x.dtype}, not fp8: {reason}")
-        )
+        why = f"{x.dtype}, not fp8: {reason}"
+        dispatch.record(dispatch.Decision("fp8_linear", "xla", "unsupported", why))
         return _plus(jnp.matmul(x, weight.astype(x.dtype)), bias)
     return dispatch.run("fp8_linear", FORMS, implementation, x, weight, bias, row_norm)
 
@@ -93,16 +80,13 @@ def _with_casts(x, weight, bias, row_norm, *, kernel: bool):
 @functools.cache  # once
 def warn_of_flags() -> None:
     """Warns on a GPU if XLA will not find the fp8 matmuls."""
-    if (
-        jax.default_backend() != "gpu"
-        or dispatch.xla_flag(flag := "xla_gpu_enable_triton_gemm") is False
-    ):
-        return
-    log.warning(
-        "fp8 matmuls run in bfloat16, up to 5 times slower: set XLA_FLAGS=--%s=false in the"
-        " environment before JAX starts",
-        flag,
-    )
+    flag = "xla_gpu_enable_triton_gemm"
+    if jax.default_backend() == "gpu" and dispatch.xla_flag(flag) is not False:
+        dispatch.log.warning(
+            "fp8 matmuls run in bfloat16, up to 5 times slower: set XLA_FLAGS=--%s=false in the"
+            " environment before JAX starts",
+            flag,
+        )
 
 
 def fp8_linear_reference(x, weight, bias=None):

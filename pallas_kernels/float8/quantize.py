@@ -13,8 +13,8 @@ Two kernels, both bound by memory; XLA computes s between them:
     the cast      reads x; writes values and their transpose: for bfloat16, 4 bytes an element
 
 A block of the cast has a tile of 64 x 64.  A thread reads four elements of each of four adjacent
-rows, and joins the four values of a column to one word.  Words are transposed through shared
-memory, where rows are swizzled, so that eight rows of four columns lie in different banks:
+rows, and joins the four values of a column to one word.  Shared memory, with swizzled rows,
+transposes the words:
 
     x (four rows)    a0 b0 c0 ..        values    the same order
                      a1 b1 c1 ..

@@ -3,10 +3,10 @@
     z = Q4(x) Q4(W)^T              dz = exp(z - log_sum) - [v = label]
     dx = Q5(dz) Q4(W)              dW = Q5(dz)^T Q4(x)
 
-Q4 and Q5 round to e4m3 and e5m2; the products are fp8_linear's (float8/linear.py).  The
-logits' gradient needs no maximum: without the loss's factor it lies in [-1, 1].  The factor
-multiplies the products instead, so dz = -1 is exact, and the label's share has no error that is the
-same for all tokens.  e5m2 holds probabilities down to 2^-31.
+Q4 and Q5 round to e4m3 and e5m2; the products are fp8_linear's.  dz needs no maximum: without the
+loss's factor it lies in [-1, 1].  The factor multiplies the products instead, so dz = -1 is exact,
+and the label's share has no error that is the same for all tokens.  e5m2 holds probabilities down
+to 2^-31.
 
 The kernel reads the logits and writes dz in fp8, in both orders: 4 bytes a logit, as in bfloat16.
 The sum over a row must be known before, which takes one more pass over the logits.
@@ -14,27 +14,21 @@ The sum over a row must be known before, which takes one more pass over the logi
 
 import jax.numpy as jnp
 
+from pallas_kernels.float8 import quantize
 from pallas_kernels.float8.linear import BACKWARD, FORWARD
-from pallas_kernels.float8.quantize import (
-    TILE,
-    Cast,
-    cast,
-    cast_results,
-    column_numbers,
-    not_a_multiple,
-)
+from pallas_kernels.float8.quantize import Cast
 from pallas_kernels.losses.kernels import capped
 
 
 def why_not(x) -> str | None:
     """Why x cannot be cast by the kernels, or None."""
     n, c = x.size // max(x.shape[-1], 1), x.shape[-1]
-    return not_a_multiple(TILE, tokens=n, C=c)
+    return quantize.not_a_multiple(quantize.TILE, tokens=n, C=c)
 
 
 def cast_weight(weight, transposed: bool) -> Cast:
     """The weight as fp8_linear takes it, (C, V)."""
-    values, turned, inverse = cast(weight, FORWARD, True)
+    values, turned, inverse = quantize.cast(weight, FORWARD, True)
     return Cast(values, turned, inverse) if transposed else Cast(turned, values, inverse)
 
 
@@ -50,7 +44,7 @@ def gradient(z, labels, log_sum, valid, softcap) -> Cast:
 
     def tile(u, log_sum, label, valid=valid):
         x, slope = capped(u, softcap, z.dtype)
-        column = column_numbers()
+        column = quantize.column_numbers()
         dz = jnp.exp(x - log_sum)
         dz = jnp.where(column == label, dz - 1, dz)
         dz = dz if slope is None else dz * slope
@@ -58,4 +52,4 @@ def gradient(z, labels, log_sum, valid, softcap) -> Cast:
 
     name = "linear_cross_entropy_gradient_fp8"
     one = [jnp.float32(1)]
-    return cast_results(tile, [z], one, BACKWARD, rows=rows, name=name, approx=True)[0][0]
+    return quantize.cast_results(tile, [z], one, BACKWARD, rows=rows, name=name, approx=True)[0][0]

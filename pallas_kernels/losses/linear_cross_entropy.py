@@ -26,14 +26,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.float8.linear import (
-    FORWARD,
-    fp8_linear_reference,
-    times,
-    times_weight,
-    warn_of_flags,
-    weight_gradient,
-)
+from pallas_kernels.float8 import linear as fp8_linear
 from pallas_kernels.float8.quantize import TILE, cast
 from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
@@ -103,29 +96,17 @@ def linear_cross_entropy(
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
         fp8 = False
-    return dispatch.run(
-        "linear_cross_entropy",
-        FP8 if fp8 else FORMS,
-        implementation,
-        x,
-        weight,
-        labels,
-        vocab_size=vocab_size,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        transposed=transposed,
-        reduction=reduction,
-        scale=scale,
-        vocab_axis=vocab_axis,
-        fp8=fp8,
-        chunk=chunk,
-    )
+    options = dict(vocab_size=vocab_size, ignore_index=ignore_index, softcap=softcap, fp8=fp8)
+    options |= dict(transposed=transposed, vocab_axis=vocab_axis, chunk=chunk)
+    options |= dict(reduction=reduction, scale=scale)
+    forms = FP8 if fp8 else FORMS
+    return dispatch.run("linear_cross_entropy", forms, implementation, x, weight, labels, **options)
 
 
 def _kernels(x, weight, labels, *, reduction, scale, chunk, **options):
     """The op by the kernels."""
     if options["fp8"]:
-        warn_of_flags()
+        fp8_linear.warn_of_flags()
     rows, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
@@ -184,7 +165,7 @@ def linear_cross_entropy_reference(
 ):
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
     if fp8:
-        z = fp8_linear_reference(x, weight if transposed else weight.T)
+        z = fp8_linear.fp8_linear_reference(x, weight if transposed else weight.T)
     else:
         z = _logits(x, weight.astype(x.dtype), transposed)
     z = z.astype(mosaic.stat_dtype(x.dtype))
@@ -282,8 +263,8 @@ def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool) -> tupl
         x_chunk = of(x)
         if dw is not None:  # as in `_run`
             x_chunk, dw, dx[-1] = lax.optimization_barrier((x_chunk, dw, dx[-1]))
-        x8 = cast(x_chunk, FORWARD, True)
-        z = times(x8, w8, x.dtype)
+        x8 = cast(x_chunk, fp8_linear.FORWARD, True)
+        z = fp8_linear.times(x8, w8, x.dtype)
         top, total, picked, _ = _sums(z, of(local), valid, o)
         loss += jnp.where(of(known) == 0, 0, _loss(top, total, picked, o) * of(known)).sum()
         if differentiate:
@@ -291,10 +272,12 @@ def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool) -> tupl
             log_sum = jnp.where(of(known) == 0, jnp.inf, (top + jnp.log(total)) * of(known))
             target = jnp.where(of(known) == 0, -1, of(local))  # ignore_index may be a class
             dz8 = fp8_head.gradient(z, target, log_sum, valid, o.softcap)
-            dx.append(times_weight(dz8, w8, x.dtype))
+            dx.append(fp8_linear.times_weight(dz8, w8, x.dtype))
             # In float32 here, so any factor is exact.
             dz8 = dz8._replace(inverse=dz8.inverse * scale)
-            more = weight_gradient(*((x8, dz8) if o.transposed else (dz8, x8)), jnp.float32)
+            more = fp8_linear.weight_gradient(
+                *((x8, dz8) if o.transposed else (dz8, x8)), jnp.float32
+            )
             dw = more if dw is None else dw + more
     if dw is None:  # nor dx
         return loss * scale, None
@@ -363,7 +346,4 @@ FORMS = (
     Form("general", _kernels, "sm_80", why_not),
     Form("xla", linear_cross_entropy_reference),
 )
-FP8 = (
-    Form("general", _kernels, "sm_89", why_not),
-    Form("xla", linear_cross_entropy_reference),
-)
+FP8 = (FORMS[0]._replace(gpu="sm_89"), FORMS[1])

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import Packed, attention, dispatch, encoder, gelu, rope
-from pallas_kernels.dispatch import Decision, Form, Refusal
+from pallas_kernels.dispatch import Decision, Form
 
 _compiler = dispatch.compiler  # tests replace it
 
@@ -132,7 +132,7 @@ def test_the_reason_is_about_the_call_where_one_is(monkeypatch):
     assert dispatch.choose("op", forms, None, 5)[1] == ("op", "xla", "unsupported", "x is 5")
     with pytest.raises(NotImplementedError, match="for this call: an A100; x is 5$"):
         dispatch.choose("op", forms, "mosaic", 5)
-    assert Refusal("hopper", "device", "an A100") in dispatch.choose("op", forms, None, 5)[2]
+    assert Decision("op", "hopper", "device", "an A100") in dispatch.choose("op", forms, None, 5)[2]
 
 
 def test_where_no_kernel_can_run_none_is_slower(incapable):

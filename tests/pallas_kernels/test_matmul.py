@@ -105,7 +105,7 @@ def test_joint_outputs_are_the_separate_ones_side_by_side():
     n, k, f = 256, 64, 384
     a, b = normal(0, (n, k), BF16), normal(1, (f, k), BF16)
     slopes = normal(2, (n, f), BF16), normal(3, (n, f), BF16)
-    options = dict(outputs=2, name="matmul", sms=2)
+    options = dict(name="matmul", sms=2)
     with kernels_run_here():
         separate = matmul_with_epilogue(a, b, slopes, times, **options)
         (joint,) = matmul_with_epilogue(a, b, slopes, times, joint=True, **options)
