@@ -132,8 +132,10 @@ def exit_status(
     except RunError as error:
         error_line(str(error))
         return 1
-    except (AssertionError, RuntimeError):
-        if (why := _no_device()) is None:
+    except (AssertionError, RuntimeError, ValueError) as error:
+        disabled = "Disable jit" in str(error)  # JAX compiles nothing ahead of time then
+        why = "JAX_DISABLE_JIT is set: unset it" if disabled else _no_device()
+        if why is None:
             raise
         error_line(why)
         return 2
