@@ -117,7 +117,7 @@ def test_rows_hold_every_conversation_once_with_its_labels(config):
         labels = [i if spoken else IGNORE for i, spoken in zip(ids, mask, strict=True)]
         right.append((tuple(ids[:-1]), tuple(labels[1:])))
     assert sorted(conversations_in([*rows_of(data), *held])) == sorted(right)
-    assert data.train_tokens + data.val_tokens == sum(len(ids) + 1 for ids, _ in right)
+    assert data.train.tokens + data.val_tokens == sum(len(ids) + 1 for ids, _ in right)
     for row in rows_of(data):
         assert {x.dtype for x in row.values()} == {np.dtype(np.int32)}
         assert (np.diff(row["segment_ids"]) >= 0).all()

@@ -167,7 +167,7 @@ def test_the_end_of_the_tokens_is_held_out_by_default(tmp_path, config):
     write_shard(tmp_path / "train/0.bin", np.arange(401))
     config.source, config.path = "shards", str(tmp_path / "train")
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
-    assert (data.train_tokens, data.val_tokens) == (401 - 21, 21)  # 5 of 100 windows
+    assert (len(data.train), data.val_tokens) == (401 - 21, 21)  # 5 of 100 windows
     assert data.train.read(379, 380) == [379]
     assert data.val.read(0, 1) == [380]
 
@@ -185,4 +185,4 @@ def test_the_error_for_short_data_has_both_numbers(tmp_path, config):
         open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
     write_shard(tmp_path / "short.bin", np.arange(10))
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
-    assert (data.train_tokens, data.val_tokens) == (5, 5)
+    assert (len(data.train), data.val_tokens) == (5, 5)

@@ -41,7 +41,7 @@ def test_shards_of_both_versions_with_llm_c_names(tmp_path, config):
     write_shard(tmp_path / "x_val_000000.bin", range(10))
     config.source, config.path = "shards", str(tmp_path)
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
-    assert (data.train_tokens, data.val_tokens) == (60, 10)
+    assert (len(data.train), data.val_tokens) == (60, 10)
     assert data.vocab_size == 128256  # of the larger format
     assert data.tokenizer is None
     assert data.train.read(38, 42).tolist() == [38, 39, 40, 41]
@@ -52,7 +52,7 @@ def test_one_training_and_one_validation_file(tmp_path, config):
     write_shard(tmp_path / "tiny_val.bin", range(10))
     config.source, config.path = "shards", str(tmp_path)
     data = open_dataset(config, seq_len=T, seed=2**40, vocab_size=None)
-    assert (data.train_tokens, data.val_tokens) == (40, 10)
+    assert (len(data.train), data.val_tokens) == (40, 10)
     with contextlib.closing(data.train_batches(2, 0, 1)) as batches:
         assert next(batches)["tokens"].shape == (2, T)
 
@@ -61,7 +61,7 @@ def test_a_validation_file_alone_is_split(tmp_path, config):
     write_shard(tmp_path / "x_val_000000.bin", range(100))
     config.source, config.path = "shards", str(tmp_path / "x_val_000000.bin")
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
-    assert data.train_tokens > 80
+    assert len(data.train) > 80
     assert data.vocab_size == 50257
 
 
@@ -91,7 +91,7 @@ def test_text_is_encoded_with_a_separator_before_each_document(tmp_path, config)
     assert train == [x for x in DOCUMENTS if x in train]  # in the order of the files
     assert 1 <= len(val) <= 10
     assert "60 documents in 60 files" in data.description
-    assert f"{data.train_tokens:,} training and {data.val_tokens:,}" in data.description
+    assert f"{len(data.train):,} training and {data.val_tokens:,}" in data.description
 
 
 def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
@@ -133,7 +133,7 @@ def test_separate_validation_text(tmp_path, config, capsys):
     config.val_path = corpus_of(tmp_path / "val", ["held out text\n"])
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert data.tokenizer.decode(data.val.read(0, data.val_tokens)[1:]) == "held out text\n"
-    assert list(data.train.read(0, data.train_tokens)).count(data.tokenizer.separator) == 60
+    assert list(data.train.read(0, len(data.train))).count(data.tokenizer.separator) == 60
     assert re.findall("encoding.*", capsys.readouterr().err) == [
         "encoding the training text (once)",
         "encoding the validation text (once)",
@@ -181,7 +181,7 @@ def test_without_training_only_the_validation_data_is_read(tmp_path, config, sou
     if source == "shards":
         config.path = config.val_path = str(write_shard(tmp_path / "a.bin", [1, 2]))
     data = open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
-    assert (data.train_tokens, data.val_tokens) == (0, 2)
+    assert (len(data.train), data.val_tokens) == (0, 2)
     assert "encoding the training text" not in capsys.readouterr().err
     write_shard(tmp_path / "a.bin", [1])
     config.source = "shards"
@@ -196,9 +196,9 @@ def test_one_file_is_split_at_its_end(tmp_path, config, name):
     config.path = str(tmp_path / name)
     data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
     assert data.vocab_size > 257  # it was trained on something
-    ids = [*data.train.read(0, data.train_tokens), *data.val.read(0, data.val_tokens)]
+    ids = [*data.train.read(0, len(data.train)), *data.val.read(0, data.val_tokens)]
     assert data.tokenizer.decode(ids[1:]) == "".join(DOCUMENTS)
-    assert 0.02 < data.val_tokens / data.train_tokens < 0.1
+    assert 0.02 < data.val_tokens / len(data.train) < 0.1
 
 
 def test_empty_text(tmp_path, config):

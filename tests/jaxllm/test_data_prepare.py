@@ -62,7 +62,7 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     assert sorted(train + val) == sorted(DOCUMENTS)
     assert train == [x for x in DOCUMENTS if x in train]
     assert 3 <= len(val) <= 25
-    assert f"{dataset.train_tokens:,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
+    assert f"{len(dataset.train):,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
