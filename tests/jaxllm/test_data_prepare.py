@@ -219,6 +219,14 @@ def test_foreign_shards_are_not_overwritten(data, capsys):
     assert (data / "out2/tokenizer.json").read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize(("name", "what"), [("config.yaml", "a run"), ("config.json", "a model")])
+def test_the_folder_of_a_run_or_a_model_is_refused(data, capsys, name, what):
+    (data / "out").mkdir()
+    (data / "out" / name).write_text("")
+    assert f"out holds {what}; choose another --out" in error_of(capsys, command(data))
+    assert [path.name for path in (data / "out").iterdir()] == [name]
+
+
 def test_one_process_at_a_time(data, capsys):
     with cache.lock(data / "out/.lock"):
         assert "another process is writing" in error_of(capsys, command(data))
