@@ -50,10 +50,12 @@ def open_dataset(
     only_val = not training and config.val_path is not None
     found, val_found = _find(config, only_val)
     asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
-    separator, opener = None, {"chat": _open_chat, "shards": _open_shards}
-    opened = opener.get(config.source, _open_text)(asked)
-    train, val, tokenizer, data_vocab_size, fingerprint, what = opened
-    if config.source != "chat":
+    separator = None
+    if config.source == "chat":
+        train, val, tokenizer, data_vocab_size, fingerprint, what = _open_chat(asked)
+    else:
+        opened = _open_shards if config.source == "shards" else _open_text
+        train, val, tokenizer, data_vocab_size, fingerprint, what = opened(asked)
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
