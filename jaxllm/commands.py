@@ -10,6 +10,8 @@ import importlib.util
 import os
 import sys
 
+from jaxllm import __version__
+
 OLDEST = (3, 12)  # pyproject.toml has the same
 NEEDED = {  # pyproject.toml's dependencies: {distribution: module}
     "jax": "jax",
@@ -55,12 +57,7 @@ def main(argv=None):
             "\n".join(["usage: jaxllm COMMAND ...\n\ncommands:", *lines, f"\n{more} the version."])
         )
     if name == "--version":
-        try:
-            from importlib.metadata import version
-
-            return _print(f"jaxllm {version('jaxllm')}")
-        except ImportError:  # of an old Python, or there is no such package
-            return _error("jaxllm is not installed; its pyproject.toml has the version")
+        return _print(f"jaxllm {__version__}")
     if name not in COMMANDS:
         import difflib
 

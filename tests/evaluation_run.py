@@ -13,7 +13,7 @@ EXPECTED = json.loads((TEXTS / "expected.json").read_text(encoding="utf-8"))
 
 
 def run_of(name, folder, dtype="float32"):
-    """The run's directory that jaxllm.convert makes in an empty folder; it computes in `dtype`."""
+    """The run's directory that convert makes in an empty folder; it computes in `dtype`."""
     theirs = folder_of(folder / "theirs", name)
     shutil.copyfile(TEXTS / "tokenizer.json", theirs / "tokenizer.json")
     assert convert.main([str(theirs), str(folder / "run")]) == 0

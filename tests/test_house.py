@@ -63,7 +63,7 @@ ROOMS = {
     "errors": 0, "files": 1, "terminal": 1, "config": 2, "sharding": 3, "text": 3, "data": 4,
     "layers": 4, "models": 5, "weights": 6, "infer": 7, "train": 8, "commands": 9,
 }  # fmt: skip
-ENTRIES = {"__init__", "__main__", "convert", "evaluate", "generate", "report"}  # of python -m
+ENTRIES = {"__init__", "__main__"}  # of python -m
 
 
 def imported(path: Path) -> set[str]:
@@ -88,7 +88,7 @@ def test_imports_run_in_one_direction():
         for name in imported(path):
             package, _, rest = name.partition(".")
             other = rest.split(".")[0]
-            if package == "jaxllm" and other != room:
+            if package == "jaxllm" and other not in (room, "__version__"):
                 assert ROOMS[other] < ROOMS[room], f"{path.relative_to(ROOT)} imports {name}"
     assert seen == set(ROOMS)
 

@@ -132,8 +132,10 @@ def exit_status(
     except RunError as error:
         error_line(str(error))
         return 1
-    except (AssertionError, RuntimeError):
-        if (why := _no_device()) is None:
+    except (AssertionError, RuntimeError, ValueError) as error:
+        disabled = "Disable jit" in str(error)  # JAX compiles nothing ahead of time then
+        why = "JAX_DISABLE_JIT is set: unset it" if disabled else _no_device()
+        if why is None:
             raise
         error_line(why)
         return 2
@@ -285,10 +287,17 @@ def check_free(out_dir: Path) -> None:
     """Raises InputError if `out_dir` already holds a run, or cannot hold one."""
     check_writable(out_dir, "out_dir ")
     _check_not_packed(out_dir)
-    if any((out_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
-        raise InputError(
-            f"out_dir {out_dir} already holds a run; add --resume to continue it, or name another"
-        )
+    if what := holds(out_dir):
+        resume = "add --resume to continue it, or " if what == "a run" else ""
+        raise InputError(f"out_dir {out_dir} already holds {what}; {resume}name another")
+
+
+def holds(folder: Path) -> str | None:
+    """What a folder holds already that another command must not write into, or None."""
+    known = {"config.yaml": "a run", "metrics.jsonl": "a run", "checkpoints": "a run"}
+    known |= {"config.json": "a model", "packed.json": "packed weights"}
+    known |= dict.fromkeys(("prepare.json", "chat.json"), "prepared data")
+    return next((what for name, what in known.items() if (folder / name).exists()), None)
 
 
 def _check_not_packed(out_dir: Path) -> None:

@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from jaxllm.config.command_line import Parser, exit_status
+from jaxllm.config.command_line import Parser, exit_status, holds
 from jaxllm.data.encoded import prepare_chat
 from jaxllm.data.paths import find_files, stdlib_files
 from jaxllm.data.prepare import prepare
@@ -114,6 +114,8 @@ def _run(args: Namespace) -> None:
             f"--out={args.out} is inside --path={args.path}, whose files are read; choose another"
             " --out"
         )
+    if args.command == "prepare" and (what := holds(args.out)) not in (None, "prepared data"):
+        raise InputError(f"--out={args.out} holds {what}; choose another --out")
     found = stdlib_files() if stdlib else find_files(args.source, args.path, key="--path")
     print(f"{args.path or args.source}: {found.describe()}{found.left_out}")
     source = Source(args.source, found.files, args.text_column)

@@ -144,10 +144,6 @@ class Dataset:
     prefetch: int
 
     @property
-    def train_tokens(self) -> int:
-        return len(self.train) if isinstance(self.train, Tokens) else self.train.tokens
-
-    @property
     def val_tokens(self) -> int:
         return len(self.val) if isinstance(self.val, Tokens) else self.val.tokens
 

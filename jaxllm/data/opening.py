@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxllm.data.cache import cache_folder, digest
 from jaxllm.data.corpus import VAL_FRACTION, VERSION, cached_tokenizer, cached_tokens
@@ -24,6 +24,18 @@ if TYPE_CHECKING:  # only types need it, and it is slow to import
 _SEARCHED = 1 << 22  # an end-of-text token must occur in this many first tokens
 
 
+class _Asked(NamedTuple):
+    """What `open_dataset` was asked for, and the files that it found."""
+
+    config: DataConfig
+    found: Found
+    val_found: Found
+    cache: Path
+    vocab_size: int | None
+    only_val: bool
+    seq_len: int
+
+
 def open_dataset(
     config: DataConfig, *, seq_len: int, seed: int, vocab_size: int | None, training: bool = True
 ) -> Dataset:
@@ -37,12 +49,13 @@ def open_dataset(
     cache = cache_folder(config.cache_dir)
     only_val = not training and config.val_path is not None
     found, val_found = _find(config, only_val)
-    separator, options = None, (config, found, val_found, cache, vocab_size, only_val)
+    asked = _Asked(config, found, val_found, cache, vocab_size, only_val, seq_len)
+    separator = None
     if config.source == "chat":
-        train, val, tokenizer, data_vocab_size, fingerprint, what = _open_chat(*options, seq_len)
+        train, val, tokenizer, data_vocab_size, fingerprint, what = _open_chat(asked)
     else:
         opened = _open_shards if config.source == "shards" else _open_text
-        train, val, tokenizer, data_vocab_size, fingerprint, what = opened(*options)
+        train, val, tokenizer, data_vocab_size, fingerprint, what = opened(asked)
         if only_val:
             _check_length("data.val_path", val, 2, "to predict one from the other")
         else:
@@ -115,14 +128,8 @@ def _nothing_left(config: DataConfig) -> InputError:
     )
 
 
-def _open_text(
-    config: DataConfig,
-    found: Found,
-    val_found: Found,
-    cache: Path,
-    vocab_size: int | None,
-    only_val: bool,
-):
+def _open_text(asked: _Asked):
+    config, found, val_found, cache, vocab_size, only_val, _ = asked
     source, val_source = Source(config.source, found.files, config.text_column), None
     held_out = 1.0 if only_val else VAL_FRACTION
     if not source.size:
@@ -158,14 +165,8 @@ def _open_text(
     return Tokens([train]), Tokens([val]), tokenizer, size, fingerprint, what
 
 
-def _open_shards(
-    config: DataConfig,
-    found: Found,
-    val_found: Found,
-    cache: Path,
-    vocab_size: int | None,
-    only_val: bool,
-):
+def _open_shards(asked: _Asked):
+    config, found, val_found, cache, vocab_size, only_val, _ = asked
     files, val_files = found.files, val_found.files
     if only_val:
         files, val_files = val_files, files
@@ -206,15 +207,8 @@ def _open_shards(
     return train, val, tokenizer, data_vocab_size, digest("shards", digests), what
 
 
-def _open_chat(
-    config: DataConfig,
-    found: Found,
-    val_found: Found,
-    cache: Path,
-    vocab_size: int | None,
-    only_val: bool,
-    seq_len: int,
-):
+def _open_chat(asked: _Asked):
+    config, found, val_found, cache, vocab_size, only_val, seq_len = asked
     sources = [Source("chat", part.files) for part in (found, val_found) if part.files]
     if val_found.files:
         sources[0] = sources[0].without(sources[1], cache)

@@ -50,7 +50,7 @@ def generate_command(out_dir: Path, prompt: str, chat: bool = False) -> str:
         command = ["jaxllm", "generate"]
     else:
         known = uv or shutil.which("python") == python
-        command = ["python" if known else python, "-m", "jaxllm.generate"]
+        command = ["python" if known else python, "-m", "jaxllm", "generate"]
     before = ["uv", "run"] if uv else []
     options = ["--checkpoint", str(out_dir.absolute()), *["--chat"] * chat, "--prompt", prompt]
     return shlex.join([*before, *command, *options])

@@ -7,7 +7,6 @@ of numpy arrays, such as weights or gradients.
 
 from typing import Literal, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -116,20 +115,6 @@ def from_huggingface(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dic
 def to_huggingface(config: ModelConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """{Hugging Face name: array}, the inverse of `from_huggingface`."""
     return {place.name: place.to_theirs(config, arrays) for place in places(config)}
-
-
-def set_params(model: nnx.Module, arrays: dict[str, np.ndarray]) -> None:
-    """Sets the parameters of a model from {dotted path: array}.
-
-    Raises InputError unless names and shapes agree.
-    """
-    params = named_params(model)
-    if different := params.keys() ^ arrays.keys():
-        raise InputError(f"weights and model differ in {', '.join(sorted(different)[:3])}")
-    for path, param in params.items():
-        if param.shape != arrays[path].shape:
-            raise InputError(f"{path} has shape {arrays[path].shape}, the model {param.shape}")
-        param[...] = jnp.asarray(arrays[path], param.dtype)
 
 
 def named_params(tree: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:

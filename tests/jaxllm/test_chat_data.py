@@ -1,12 +1,10 @@
-"""Conversations as training data: their forms, ids and masks, rows, loss, and what is refused."""
+"""Conversations as training data: files, rows, loss, and what is refused."""
 
 import gzip
 import itertools
 import json
 import re
-import shutil
 from itertools import islice
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +12,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conversations import FORGETS, TEMPLATE, pair, talks, with_template, write
 from flax import nnx
 from tiny_models import tiny
 
 from jaxllm.config import Config, DataConfig, OptimizerConfig, TrainConfig
-from jaxllm.data import chat, encoded, open_dataset
+from jaxllm.data import encoded, open_dataset
 from jaxllm.data.__main__ import main
 from jaxllm.data.loader import IGNORE
 from jaxllm.data.packing import best_fit
@@ -28,45 +27,7 @@ from jaxllm.sharding import make_mesh
 from jaxllm.text import Tokenizer
 from jaxllm.train.step import Trainer
 
-FOLDER = Path(__file__).parents[1] / "fixtures" / "text"
-MASKS = json.loads((FOLDER / "masks.json").read_text(encoding="utf-8"))
 T = 48
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics') }}"
-    "{% endif %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>\n"
-    "{% endfor %}{% if add_generation_prompt %}"
-    "<|start_header_id|>assistant<|end_header_id|>{% endif %}"
-)
-FORGETS = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.revindex < 3 else 'so' }}")
-WORDS = "cat dog fox sat ran the quick brown lazy".split()
-
-
-def with_template(folder, template, name="llama3"):
-    """The folder of a tokenizer with another template; None: with none."""
-    shutil.copytree(FOLDER / name, folder)
-    page = json.loads((folder / "tokenizer_config.json").read_text())
-    page.pop("chat_template", None)
-    (folder / "tokenizer_config.json").write_text(json.dumps(page))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
-def pair(asked, said):
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-
-
-def write(path, lines):
-    path.write_text("".join(f"{json.dumps(x) if isinstance(x, dict) else x}\n" for x in lines))
-    return path
-
-
-def talks(count, seed=0):
-    """Conversations of one to three turns of 1 to 6 words."""
-    rng = np.random.default_rng(seed)
-    words = lambda: " ".join(rng.choice(WORDS, rng.integers(1, 7)))
-    turns = lambda: pair(words(), words())
-    return [{"messages": sum((turns() for _ in range(n)), [])} for n in rng.integers(1, 4, count)]
 
 
 @pytest.fixture
@@ -102,106 +63,7 @@ def conversations_in(rows):
     return found
 
 
-# Forms, ids and masks
-
-
-def test_four_forms_give_the_same_messages():
-    system = {"role": "system", "content": "S"}
-    right = [system, *pair("Q", "A")]
-    assert chat.conversation({"messages": right, "tools": None}) == (right, 0)
-    said = [("system", "S"), ("human", "Q"), ("gpt", "A")]
-    turns = [{"from": role, "value": text} for role, text in said]
-    assert chat.conversation({"conversations": turns}) == (right, 0)
-    assert chat.conversation({"conversations": turns[1:], "system": "S"}) == (right, 0)
-    for values in (
-        dict(prompt="Q", completion="A", system="S"),
-        dict(prompt=right[:2], completion=right[2:]),
-        dict(prompt=right[:2], completion="A", system="other"),
-    ):
-        assert chat.conversation(values) == (right, 2)
-    told = dict(instruction="Q", input="", output="A", system="S")
-    assert chat.conversation(told) == (right, 0)
-    told = dict(instruction="Do", input="this", output="A")
-    assert chat.conversation(told) == (pair("Do\n\nthis", "A"), 0)
-
-
-@pytest.mark.parametrize("template", MASKS["templates"])
-@pytest.mark.parametrize("family", MASKS["masks"])
-def test_ids_and_masks_are_those_of_transformers(family, template, tmp_path):
-    tokenizer = Tokenizer(with_template(tmp_path / "a", MASKS["templates"][template], family))
-    assert chat.has_marks(tokenizer)
-    for i, tools, ids, mask in MASKS["masks"][family][template]:
-        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
-        if ids is None:
-            with pytest.raises(chat.Refused, match="the chat template refuses"):
-                chat.render(tokenizer, values, "assistant")
-            continue
-        ((mine, spoken),) = tokenizer.encode_rendered([chat.render(tokenizer, values, "assistant")])
-        assert mine.tolist() == ids
-        assert "".join(map(str, spoken.astype(int))) == mask
-        assert 0 < spoken.sum() < len(ids)
-        ((_, spoken),) = tokenizer.encode_rendered([chat.render(tokenizer, values, "all")])
-        assert spoken.all()
-
-
-@pytest.mark.parametrize(
-    ("family", "template"),
-    [("qwen2", "chatml"), ("llama3", "trimmed"), ("unigram", "bare"), ("tekken", "tools")],
-)
-def test_prefixes_give_the_masks_of_the_marks(family, template, tmp_path):
-    """Without its marks, a template gives the same masks."""
-    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", MASKS["templates"][template])
-    assert "generation" not in text.replace("add_generation_prompt", "")
-    tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
-    assert not chat.has_marks(tokenizer)
-    for i, tools, ids, mask in MASKS["masks"][family][template]:
-        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
-        if ids is not None:
-            rendered = chat.render(tokenizer, values, "assistant")
-            ((mine, spoken),) = tokenizer.encode_rendered([rendered])
-            assert mine.tolist() == ids
-            assert "".join(map(str, spoken.astype(int))) == mask
-
-
-SPACED, TRIMMED = ["First answer {}", "Zwei{}"], ["First answer{}", "Zwei{}"]
-PUBLISHED = {  # what has loss, with {} for the token that ends a turn
-    **dict.fromkeys("generation mistral-v1 mistral qwen2.5 smollm2 zephyr".split(), SPACED),
-    **dict.fromkeys(["llama3.1", "llama3.2"], TRIMMED),
-    "llama2": [" First answer {}", " Zwei {}"],
-    "r1": ["<｜Assistant｜>First answer {}", "<｜Assistant｜>Zwei{}"],
-}
-FAMILIES = {"qwen2.5": "qwen2", "r1": "r1-distill", "smollm2": "smollm2"}
-ENDS = {"qwen2": "<|im_end|>", "r1-distill": "<｜end▁of▁sentence｜>", "smollm2": "<|im_end|>"}
-
-
-@pytest.mark.parametrize("template", PUBLISHED)
-def test_loss_is_on_what_the_assistant_says_in_published_templates(template, tmp_path):
-    """Only R1's heading has loss, because what asks for an answer there is not in an answer."""
-    text = (FOLDER.parent / "chat" / f"{template}.jinja").read_text()
-    family = FAMILIES.get(template, "llama3")
-    tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
-    messages = [*pair("Q one", "First answer "), *pair("R two", "Zwei")]
-    text, spans = chat.render(tokenizer, {"messages": messages}, "assistant")
-    end = ENDS.get(family, "<|eot_id|>")
-    assert [text[a:b] for a, b in spans] == [said.format(end) for said in PUBLISHED[template]]
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, MASKS["templates"]["chatml"]])
-def test_a_prompt_has_no_loss_even_where_the_assistant_speaks_in_it(template, tmp_path):
-    tokenizer = Tokenizer(with_template(tmp_path / "a", template))
-    values = dict(prompt=[*pair("Q", "first"), *pair("R", "second")[:1]], completion="third")
-    text, spans = chat.render(tokenizer, values, "assistant")
-    assert [text[a:b] for a, b in spans] == ["third" + END[template]]
-
-
-END = {TEMPLATE: "<|eot_id|>", MASKS["templates"]["chatml"]: "<|im_end|>"}
-
-
-def test_todays_date_is_not_in_the_ids(tmp_path):
-    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
-    tokenizer = Tokenizer(with_template(tmp_path / "a", dated))
-    text, _ = chat.render(tokenizer, {"messages": pair("Q", "A")}, "assistant")
-    assert text.startswith("26 Jul 2024<|start")
+# Files and rows
 
 
 def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
@@ -222,9 +84,6 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "d.parquet")
     with pytest.raises(InputError, match=r"d\.parquet has none of the columns completion, conv"):
         opened(config, path=str(folder))
-
-
-# Rows
 
 
 def test_best_fit_wastes_little_and_is_deterministic():
@@ -258,7 +117,7 @@ def test_rows_hold_every_conversation_once_with_its_labels(config):
         labels = [i if spoken else IGNORE for i, spoken in zip(ids, mask, strict=True)]
         right.append((tuple(ids[:-1]), tuple(labels[1:])))
     assert sorted(conversations_in([*rows_of(data), *held])) == sorted(right)
-    assert data.train_tokens + data.val_tokens == sum(len(ids) + 1 for ids, _ in right)
+    assert data.train.tokens + data.val_tokens == sum(len(ids) + 1 for ids, _ in right)
     for row in rows_of(data):
         assert {x.dtype for x in row.values()} == {np.dtype(np.int32)}
         assert (np.diff(row["segment_ids"]) >= 0).all()

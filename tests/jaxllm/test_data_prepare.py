@@ -62,7 +62,7 @@ def test_the_shards_open_with_their_tokenizer_and_decode_to_the_text(data, capsy
     assert sorted(train + val) == sorted(DOCUMENTS)
     assert train == [x for x in DOCUMENTS if x in train]
     assert 3 <= len(val) <= 25
-    assert f"{dataset.train_tokens:,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
+    assert f"{len(dataset.train):,} training, {dataset.val_tokens:,}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
@@ -217,6 +217,14 @@ def test_foreign_shards_are_not_overwritten(data, capsys):
     (data / "out2/tokenizer.json").write_bytes(b"mine")
     assert "of other origin" in error_of(capsys, command(data, "out2"))
     assert (data / "out2/tokenizer.json").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(("name", "what"), [("config.yaml", "a run"), ("config.json", "a model")])
+def test_the_folder_of_a_run_or_a_model_is_refused(data, capsys, name, what):
+    (data / "out").mkdir()
+    (data / "out" / name).write_text("")
+    assert f"out holds {what}; choose another --out" in error_of(capsys, command(data))
+    assert [path.name for path in (data / "out").iterdir()] == [name]
 
 
 def test_one_process_at_a_time(data, capsys):

@@ -99,7 +99,7 @@ def test_a_run_ends_with_a_summary(straight):
         f"loss     {loss[1]:.4f} at step 1, {loss[STEPS]:.4f} at step {STEPS}, validation ",
         f"speed    {8 * 32 * STEPS:,} tokens in {duration}, ",
         f"look at  {out_dir}/loss.png, {out_dir}/report.html\n",
-        f" -m jaxllm.generate --checkpoint {out_dir} --prompt 'the '\n",
+        f" -m jaxllm generate --checkpoint {out_dir} --prompt 'the '\n",
     ):
         assert line in ending
     assert str(duration) in (out_dir / "report.html").read_text()
@@ -135,9 +135,9 @@ def test_the_suggested_command_starts_as_the_run_did_in_every_directory(monkeypa
     for program, uv, on_path, wanted in (
         ("/x/bin/jaxllm", False, True, "jaxllm generate"),
         ("/x/bin/jaxllm", True, True, "uv run jaxllm generate"),
-        ("train.py", True, False, "uv run python -m jaxllm.generate"),
-        ("train.py", False, True, "python -m jaxllm.generate"),
-        ("train.py", False, False, f"{sys.executable} -m jaxllm.generate"),
+        ("train.py", True, False, "uv run python -m jaxllm generate"),
+        ("train.py", False, True, "python -m jaxllm generate"),
+        ("train.py", False, False, f"{sys.executable} -m jaxllm generate"),
     ):
         monkeypatch.setattr(sys, "argv", [program])
         monkeypatch.setattr(shutil, "which", lambda _, on=on_path: sys.executable if on else None)

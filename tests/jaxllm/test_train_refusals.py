@@ -77,6 +77,16 @@ def test_a_resumed_run_cannot_change_what_a_token_sees(key, value, capsys, tmp_p
     assert "of the run in" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "what"), [("config.json", "a model"), ("prepare.json", "prepared data")]
+)
+def test_a_run_does_not_begin_in_a_folder_of_something_else(name, what, tiny, capsys, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / name).write_text("")
+    message = error_of(capsys, "--config", tiny, "--out_dir", tmp_path / "x")
+    assert f"x already holds {what}; name another" in message
+
+
 def test_a_broken_link_cannot_hold_a_run(capsys, tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "gone")
     message = error_of(capsys, "--config", "llama3_small", "--out_dir", tmp_path / "run")

@@ -1,7 +1,5 @@
 """The vLSTM on one array of q, k and v must be that on three, bit for bit, with all gradients."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import vlstm_twins
 from cases import slow
 from kernel_checks import ON_GPU, names_in, normal
-from vlstm_twins import COPIES, assert_same_bits, with_gradients
+from vlstm_twins import assert_same_bits, with_gradients
 
 from pallas_kernels import Packed, dispatch, vlstm
 
@@ -68,18 +66,6 @@ def test_it_is_vlstm_of_its_parts(shape, options, op_by_op):
 @pytest.mark.parametrize(("shape", "options"), [SMALL[0], *(slow(*x) for x in LARGE * ON_GPU)])
 def test_its_general_form_is_that_of_its_parts(shape, options, op_by_op, general_kernels):
     assert_equal_to_parts(shape, options)
-
-
-@pytest.mark.parametrize(("form", "t"), [("", 72), ("", 77), ("general_", 77)])
-def test_nothing_is_copied_around_the_kernels(form, t, request):
-    if form:
-        request.getfixturevalue("general_kernels")
-    arrays, dh = inputs(1, t, 2, 64, 128), jnp.zeros((1, t, 2, 128), jnp.bfloat16)
-    run = with_gradients(on_one, dqk=64, implementation="mosaic")
-    text = jax.jit(run).trace(arrays, dh).lower(lowering_platforms=("cuda",)).as_text()
-    assert set(GENERAL if form else KERNELS) <= names_in(text)
-    # TMA copies groups of 8 positions; the general form does without.
-    assert bool(re.search(COPIES, text)) == (t == 77 and not form)
 
 
 def test_it_splits_what_the_kernels_do_not_take():

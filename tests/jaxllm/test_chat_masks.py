@@ -1,0 +1,111 @@
+"""What a chat template makes of conversations: their forms, ids, and which tokens have loss."""
+
+import json
+import re
+
+import pytest
+from conversations import FOLDER, TEMPLATE, pair, with_template
+
+from jaxllm.data import chat
+from jaxllm.text import Tokenizer
+
+MASKS = json.loads((FOLDER / "masks.json").read_text(encoding="utf-8"))
+
+
+def test_four_forms_give_the_same_messages():
+    system = {"role": "system", "content": "S"}
+    right = [system, *pair("Q", "A")]
+    assert chat.conversation({"messages": right, "tools": None}) == (right, 0)
+    said = [("system", "S"), ("human", "Q"), ("gpt", "A")]
+    turns = [{"from": role, "value": text} for role, text in said]
+    assert chat.conversation({"conversations": turns}) == (right, 0)
+    assert chat.conversation({"conversations": turns[1:], "system": "S"}) == (right, 0)
+    for values in (
+        dict(prompt="Q", completion="A", system="S"),
+        dict(prompt=right[:2], completion=right[2:]),
+        dict(prompt=right[:2], completion="A", system="other"),
+    ):
+        assert chat.conversation(values) == (right, 2)
+    told = dict(instruction="Q", input="", output="A", system="S")
+    assert chat.conversation(told) == (right, 0)
+    told = dict(instruction="Do", input="this", output="A")
+    assert chat.conversation(told) == (pair("Do\n\nthis", "A"), 0)
+
+
+@pytest.mark.parametrize("template", MASKS["templates"])
+@pytest.mark.parametrize("family", MASKS["masks"])
+def test_ids_and_masks_are_those_of_transformers(family, template, tmp_path):
+    tokenizer = Tokenizer(with_template(tmp_path / "a", MASKS["templates"][template], family))
+    assert chat.has_marks(tokenizer)
+    for i, tools, ids, mask in MASKS["masks"][family][template]:
+        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
+        if ids is None:
+            with pytest.raises(chat.Refused, match="the chat template refuses"):
+                chat.render(tokenizer, values, "assistant")
+            continue
+        ((mine, spoken),) = tokenizer.encode_rendered([chat.render(tokenizer, values, "assistant")])
+        assert mine.tolist() == ids
+        assert "".join(map(str, spoken.astype(int))) == mask
+        assert 0 < spoken.sum() < len(ids)
+        ((_, spoken),) = tokenizer.encode_rendered([chat.render(tokenizer, values, "all")])
+        assert spoken.all()
+
+
+@pytest.mark.parametrize(
+    ("family", "template"),
+    [("qwen2", "chatml"), ("llama3", "trimmed"), ("unigram", "bare"), ("tekken", "tools")],
+)
+def test_prefixes_give_the_masks_of_the_marks(family, template, tmp_path):
+    """Without its marks, a template gives the same masks."""
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", MASKS["templates"][template])
+    assert "generation" not in text.replace("add_generation_prompt", "")
+    tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
+    assert not chat.has_marks(tokenizer)
+    for i, tools, ids, mask in MASKS["masks"][family][template]:
+        values = dict(messages=MASKS["conversations"][i], tools=MASKS["tools"] if tools else None)
+        if ids is not None:
+            rendered = chat.render(tokenizer, values, "assistant")
+            ((mine, spoken),) = tokenizer.encode_rendered([rendered])
+            assert mine.tolist() == ids
+            assert "".join(map(str, spoken.astype(int))) == mask
+
+
+SPACED, TRIMMED = ["First answer {}", "Zwei{}"], ["First answer{}", "Zwei{}"]
+PUBLISHED = {  # what has loss, with {} for the token that ends a turn
+    **dict.fromkeys("generation mistral-v1 mistral qwen2.5 smollm2 zephyr".split(), SPACED),
+    **dict.fromkeys(["llama3.1", "llama3.2"], TRIMMED),
+    "llama2": [" First answer {}", " Zwei {}"],
+    "r1": ["<｜Assistant｜>First answer {}", "<｜Assistant｜>Zwei{}"],
+}
+FAMILIES = {"qwen2.5": "qwen2", "r1": "r1-distill", "smollm2": "smollm2"}
+ENDS = {"qwen2": "<|im_end|>", "r1-distill": "<｜end▁of▁sentence｜>", "smollm2": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("template", PUBLISHED)
+def test_loss_is_on_what_the_assistant_says_in_published_templates(template, tmp_path):
+    """Only R1's heading has loss, because what asks for an answer there is not in an answer."""
+    text = (FOLDER.parent / "chat" / f"{template}.jinja").read_text()
+    family = FAMILIES.get(template, "llama3")
+    tokenizer = Tokenizer(with_template(tmp_path / "a", text, family))
+    messages = [*pair("Q one", "First answer "), *pair("R two", "Zwei")]
+    text, spans = chat.render(tokenizer, {"messages": messages}, "assistant")
+    end = ENDS.get(family, "<|eot_id|>")
+    assert [text[a:b] for a, b in spans] == [said.format(end) for said in PUBLISHED[template]]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MASKS["templates"]["chatml"]])
+def test_a_prompt_has_no_loss_even_where_the_assistant_speaks_in_it(template, tmp_path):
+    tokenizer = Tokenizer(with_template(tmp_path / "a", template))
+    values = dict(prompt=[*pair("Q", "first"), *pair("R", "second")[:1]], completion="third")
+    text, spans = chat.render(tokenizer, values, "assistant")
+    assert [text[a:b] for a, b in spans] == ["third" + END[template]]
+
+
+END = {TEMPLATE: "<|eot_id|>", MASKS["templates"]["chatml"]: "<|im_end|>"}
+
+
+def test_todays_date_is_not_in_the_ids(tmp_path):
+    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+    tokenizer = Tokenizer(with_template(tmp_path / "a", dated))
+    text, _ = chat.render(tokenizer, {"messages": pair("Q", "A")}, "assistant")
+    assert text.startswith("26 Jul 2024<|start")

@@ -1,0 +1,262 @@
+"""Opening data: shards, text, validation files and the cache."""
+
+import contextlib
+import gzip
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_settings import settings, write_shard
+
+from jaxllm.data import corpus, open_dataset
+from jaxllm.errors import InputError
+from jaxllm.text import train_tokenizer
+
+T = 4
+
+
+@pytest.fixture
+def config(tmp_path):
+    return settings(tmp_path)
+
+
+# Shards
+
+
+def test_the_error_for_a_token_outside_the_vocabulary_has_file_and_position(tmp_path, config):
+    write_shard(tmp_path / "a.bin", [*range(20), 500, 501])
+    config.source, config.path = "shards", str(tmp_path / "a.bin")
+    with pytest.raises(InputError, match=r"a\.bin: token 500 at position 20 .*vocabulary of 500"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=500)
+    assert open_dataset(config, seq_len=T, seed=0, vocab_size=502).vocab_size == 502
+
+
+def test_shards_of_both_versions_with_llm_c_names(tmp_path, config):
+    write_shard(tmp_path / "x_train_000001.bin", range(40))
+    write_shard(tmp_path / "x_train_000002.bin", range(40, 60), vocab_size=1 << 17)
+    write_shard(tmp_path / "x_val_000000.bin", range(10))
+    config.source, config.path = "shards", str(tmp_path)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    assert (len(data.train), data.val_tokens) == (60, 10)
+    assert data.vocab_size == 128256  # of the larger format
+    assert data.tokenizer is None
+    assert data.train.read(38, 42).tolist() == [38, 39, 40, 41]
+
+
+def test_one_training_and_one_validation_file(tmp_path, config):
+    write_shard(tmp_path / "tiny_train.bin", range(40))
+    write_shard(tmp_path / "tiny_val.bin", range(10))
+    config.source, config.path = "shards", str(tmp_path)
+    data = open_dataset(config, seq_len=T, seed=2**40, vocab_size=None)
+    assert (len(data.train), data.val_tokens) == (40, 10)
+    with contextlib.closing(data.train_batches(2, 0, 1)) as batches:
+        assert next(batches)["tokens"].shape == (2, T)
+
+
+def test_a_validation_file_alone_is_split(tmp_path, config):
+    write_shard(tmp_path / "x_val_000000.bin", range(100))
+    config.source, config.path = "shards", str(tmp_path / "x_val_000000.bin")
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    assert len(data.train) > 80
+    assert data.vocab_size == 50257
+
+
+# Text
+
+
+def corpus_of(folder, documents):
+    for i, text in enumerate(documents):
+        path = folder / f"{i:03d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(folder)
+
+
+DOCUMENTS = [f"document {i} says hello\nand {i * i}\n" for i in range(60)]
+
+
+def test_text_is_encoded_with_a_separator_before_each_document(tmp_path, config):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=300)
+    assert data.vocab_size == data.tokenizer.vocab_size <= 300
+    text = [data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val)]
+    documents = [x.split("<|endoftext|>") for x in text]
+    assert [x[0] for x in documents] == ["", ""]
+    train, val = (x[1:] for x in documents)
+    assert sorted(train + val) == sorted(DOCUMENTS)
+    assert train == [x for x in DOCUMENTS if x in train]  # in the order of the files
+    assert 1 <= len(val) <= 10
+    assert "60 documents in 60 files" in data.description
+    assert f"{len(data.train):,} training and {data.val_tokens:,}" in data.description
+
+
+def test_opening_again_reads_the_cache(tmp_path, config, monkeypatch):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    first = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+
+    def never(*args):
+        raise AssertionError("encoded or trained again")
+
+    monkeypatch.setattr(corpus, "encode", never)
+    monkeypatch.setattr(corpus, "train_tokenizer", never)
+    second = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    assert second.fingerprint == first.fingerprint
+    assert second.train.read(0, 99).tolist() == first.train.read(0, 99).tolist()
+
+
+def test_the_fingerprint_depends_on_text_split_and_tokenizer(tmp_path, config):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+
+    def fingerprint():
+        return open_dataset(config, seq_len=T, seed=0, vocab_size=None).fingerprint
+
+    seen = [fingerprint()]
+    config.tokenizer_vocab_size = 290
+    seen.append(fingerprint())
+    (tmp_path / "text/000.txt").write_text("Document 0 says hello\n")
+    seen.append(fingerprint())
+    config.val_path = corpus_of(tmp_path / "val", DOCUMENTS[:3])
+    seen.append(fingerprint())
+    assert len(set(seen)) == 4
+    config.cache_dir = str(tmp_path / "other")
+    shutil.move(config.path, tmp_path / "moved")
+    config.path = str(tmp_path / "moved")
+    assert fingerprint() == seen[-1]  # the same text in another folder, with another cache
+
+
+def test_separate_validation_text(tmp_path, config, capsys):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    config.val_path = corpus_of(tmp_path / "val", ["held out text\n"])
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    assert data.tokenizer.decode(data.val.read(0, data.val_tokens)[1:]) == "held out text\n"
+    assert list(data.train.read(0, len(data.train))).count(data.tokenizer.separator) == 60
+    assert re.findall("encoding.*", capsys.readouterr().err) == [
+        "encoding the training text (once)",
+        "encoding the validation text (once)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["the file", "a folder", "a link", "a copy", "an archive"])
+def test_validation_text_is_not_trained_on(tmp_path, config, name):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    file, elsewhere = tmp_path / "text/007.txt", tmp_path / "elsewhere/x.txt"
+    elsewhere.parent.mkdir()
+    val = {"the file": file, "a folder": elsewhere.parent}.get(name, elsewhere)
+    if name == "a link":
+        elsewhere.symlink_to(os.path.relpath(file, elsewhere.parent))
+    elif name == "an archive":
+        elsewhere.write_bytes(gzip.compress(file.read_bytes()))
+    elif val is not file:
+        elsewhere.write_bytes(file.read_bytes())
+    config.val_path = os.path.relpath(val)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    train, val = (data.tokenizer.decode(x.read(0, len(x))) for x in (data.train, data.val))
+    assert val == "<|endoftext|>" + DOCUMENTS[7]
+    assert train == "".join("<|endoftext|>" + x for x in DOCUMENTS if x != DOCUMENTS[7])
+    said = "60 files (1 also in data.val_path, so not trained on) and, for validation, 1 files, "
+    assert said in data.description
+
+
+def test_validation_shards_are_not_trained_on(tmp_path, config):
+    for i in range(3):
+        write_shard(tmp_path / f"s/{i}.bin", np.arange(100 * i, 100 * i + 50))
+    config.source, config.path = "shards", f"{tmp_path}/s/*.bin"
+    config.val_path = str(tmp_path / "s/1.bin")
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+    assert data.train.read(0, 100).tolist() == [*range(50), *range(200, 250)]
+    assert data.val.read(0, 50).tolist() == [*range(100, 150)]
+    config.val_path = config.path
+    with pytest.raises(InputError, match=r"has no file besides those of data\.val_path"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=1000)
+
+
+@pytest.mark.parametrize("source", ["text", "shards"])
+def test_without_training_only_the_validation_data_is_read(tmp_path, config, source, capsys):
+    config.source = source
+    config.path = config.val_path = corpus_of(tmp_path / "text", ["abc"])
+    if source == "shards":
+        config.path = config.val_path = str(write_shard(tmp_path / "a.bin", [1, 2]))
+    data = open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
+    assert (len(data.train), data.val_tokens) == (0, 2)
+    assert "encoding the training text" not in capsys.readouterr().err
+    write_shard(tmp_path / "a.bin", [1])
+    config.source = "shards"
+    config.path = config.val_path = str(tmp_path / "a.bin")
+    with pytest.raises(InputError, match="has 1 tokens, fewer than the 2"):
+        open_dataset(config, seq_len=64, seed=0, vocab_size=None, training=False)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "31.txt"])  # the hash of the second name holds it out
+def test_one_file_is_split_at_its_end(tmp_path, config, name):
+    (tmp_path / name).write_text("".join(DOCUMENTS))
+    config.path = str(tmp_path / name)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    assert data.vocab_size > 257  # it was trained on something
+    ids = [*data.train.read(0, len(data.train)), *data.val.read(0, data.val_tokens)]
+    assert data.tokenizer.decode(ids[1:]) == "".join(DOCUMENTS)
+    assert 0.02 < data.val_tokens / len(data.train) < 0.1
+
+
+def test_empty_text(tmp_path, config):
+    config.path = corpus_of(tmp_path / "text", ["", ""])
+    with pytest.raises(InputError, match="is empty"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    config.source, config.path = "jsonl", str(tmp_path / "a.jsonl")
+    with pytest.raises(InputError, match="the data is empty"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+
+
+def test_bad_text_is_reported_with_and_without_training_a_tokenizer(tmp_path, config):
+    (tmp_path / "a.txt").write_bytes(b"hello \xff")
+    config.path = str(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=r"a\.txt is not UTF-8 text: .* at byte 6"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    train_tokenizer(DOCUMENTS, 300, tmp_path / "tokenizer.json")
+    config.tokenizer = str(tmp_path / "tokenizer.json")
+    with pytest.raises(InputError, match=r"a\.txt is not UTF-8 text: .* at byte 6"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+    assert not list((tmp_path / "cache").glob("t*[!k]"))  # only locks are left
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, config):
+    train_tokenizer(DOCUMENTS, 300, tmp_path / "tokenizer.json")
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    config.tokenizer = str(tmp_path / "tokenizer.json")
+    with pytest.raises(InputError, match=r"has 300 entries, more than the model's 270 \(model"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=270)
+    data = open_dataset(config, seq_len=T, seed=0, vocab_size=300)
+    assert data.vocab_size == 300
+    largest = max(tokens.read(0, len(tokens)).max() for tokens in (data.train, data.val))
+    with pytest.raises(InputError, match=rf"\(id {largest}\), which is beyond the"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=int(largest))
+    # A few tokens may be beyond the model if no text has them.
+    page = json.loads(Path(config.tokenizer).read_text())
+    more = page["added_tokens"][0] | {"id": 300, "content": "<|more|>", "special": False}
+    Path(config.tokenizer).write_text(
+        json.dumps(page | {"added_tokens": [*page["added_tokens"], more]})
+    )
+    assert open_dataset(config, seq_len=T, seed=0, vocab_size=300).vocab_size == 300
+
+
+@pytest.mark.parametrize("key", ["path", "val_path"])
+def test_a_path_without_its_source_is_not_ignored(config, key):
+    config.source = "stdlib"
+    setattr(config, key, "my.txt")
+    with pytest.raises(InputError, match=rf"data\.{key}=my\.txt is not read"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)
+
+
+# The cache
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, config):
+    config.path = corpus_of(tmp_path / "text", DOCUMENTS)
+    (tmp_path / "file").write_text("")
+    config.cache_dir = str(tmp_path / "file/cache")
+    with pytest.raises(InputError, match=r"cannot write the data cache.*set data\.cache_dir"):
+        open_dataset(config, seq_len=T, seed=0, vocab_size=None)

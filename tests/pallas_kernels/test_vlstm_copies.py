@@ -1,0 +1,49 @@
+"""No array is copied or padded before or after the kernels of a vLSTM on one array."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import vlstm_twins
+from kernel_checks import names_in, normal
+from vlstm_twins import COPIES, with_gradients
+
+from pallas_kernels import Packed, vlstm
+
+CELL = {"vlstm_states", "vlstm_forward", "vlstm_backward_dq"}
+NORM = {f"gated_layer_norm_{x}" for x in ("forward", "backward", "backward_sum")}
+
+
+def on_one(array, i, f, *weight):
+    """Of q, k and v; with a weight also the output gate and the norm."""
+    parts = ((2, 64), (2, 64), *[(2, 128)] * (1 + len(weight)))
+    options = {"norm_weight": weight[0]} if weight else {}
+    return vlstm(Packed(array, parts), None, None, i, f, implementation="mosaic", **options)
+
+
+@pytest.mark.usefixtures("one_team", "one_block", "one_general_block")
+@pytest.mark.parametrize(
+    ("normed", "form", "t", "copied"),
+    [
+        (False, "", 72, False),
+        (False, "", 77, True),  # TMA copies groups of 8 positions
+        (False, "general_", 77, False),  # the general form does without
+        (True, "", 72, False),
+        (True, "", 77, True),
+        (True, "general_", 76, False),
+    ],
+)
+def test_nothing_is_copied_around_the_kernels(normed, form, t, copied, request):
+    if form:
+        request.getfixturevalue("general_kernels")
+    *parts, i, f = vlstm_twins.inputs(1, t, 2, 64, 128)
+    parts += [normal(5, parts[2].shape, jnp.bfloat16)] * normed
+    arrays = [jnp.concatenate([x.reshape(1, t, -1) for x in parts], 2), i, f]
+    arrays += [normal(6, (2, 128), offset=1.0)] * normed
+    dh = jnp.zeros((1, t, 2, 128), jnp.bfloat16)
+    run = jax.jit(with_gradients(on_one)).trace(arrays, dh)
+    text = run.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = CELL | {f"vlstm_backward_{x}" for x in (("dk", "dv") if form else ("dkv",))}
+    assert {form + name for name in kernels | (NORM if normed else set())} <= names_in(text)
+    assert bool(re.search(COPIES, text)) == copied
