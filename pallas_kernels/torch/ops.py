@@ -20,11 +20,14 @@ import jax
 import numpy as np
 import torch
 from jax._src import xla_bridge
+from torch.autograd.function import once_differentiable
 
 from pallas_kernels import QuantizedWeight
 from pallas_kernels import quantize as jax_quantize
+from pallas_kernels.torch import glue, launch, run
 from pallas_kernels.torch import program as programs
-from pallas_kernels.torch import run
+from pallas_kernels.torch.plan import Plan, plan
+from pallas_kernels.torch.program import Program
 
 log = logging.getLogger("pallas_kernels")
 
@@ -60,20 +63,21 @@ class Spec(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The programs of a spec for arrays of certain shapes."""
+    """A spec for arrays of certain shapes: programs, of which the first call makes plans."""
 
-    program: programs.Program
+    forward: Program | Plan
     tree: Any = None
     floats: tuple[bool, ...] = ()  # of the op's outputs, whether they have gradients
-    saved: tuple[tuple[str, int], ...] = ()
-    backward: programs.Program | None = None
+    saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
+    backward: Program | Plan | None = None
+    gradients: tuple[int, ...] = ()  # places among the results of the backward pass
 
 
 _OPS: dict[str, Callable] = {}
 _specs: dict[str, Spec] = {}
 _keys: dict[Spec, str] = {}
 _entries: dict[tuple[str, tuple], Entry] = {}
-_runners: dict[tuple[str, tuple], run.Runner] = {}
+_runners: dict[tuple, run.Runner] = {}
 _library = torch.library.Library("pallas_kernels", "FRAGMENT")
 
 
@@ -151,7 +155,9 @@ def _trace(spec: Spec, signature: tuple) -> Entry:
         return Entry(programs.build(jaxpr, keep), tree)
     jaxpr, tree, n, floats, back = programs.trace_train(op, _structs(signature), spec.wrt)
     forward, saved = programs.split_forward(programs.build(jaxpr, keep), n)
-    return Entry(forward, tree, tuple(floats), saved, programs.build(back, keep))
+    return Entry(
+        forward, tree, tuple(floats), saved, *programs.distinct(programs.build(back, keep))
+    )
 
 
 def _path(spec: Spec, signature: tuple) -> Path:
@@ -169,74 +175,69 @@ def _load(path: Path) -> Entry | None:
         return None
 
 
-def _lowered(program: programs.Program) -> programs.Program:
+def _lowered(program: Program) -> Plan:
+    """The plan of a program, with its kernels lowered and its glue compiled; needs no GPU."""
     steps = [
-        step._replace(params=programs.kernel(step.params))
-        if step.primitive == "kernel" and not isinstance(step.params, programs.Kernel)
-        else step
-        for step in program.steps
+        s._replace(params=programs.kernel(s.params)) if s.primitive == "kernel" else s
+        for s in program.steps
     ]
-    return program._replace(steps=tuple(steps))
+    made = plan(program._replace(steps=tuple(steps)))
+    units = [
+        u._replace(what=u.what._replace(binary=launch.binary(u.what)))
+        if isinstance(u.what, glue.Glue)
+        else u
+        for u in made.units
+    ]
+    return made._replace(units=tuple(units))
 
 
-def _runner(key: str, signature: tuple) -> run.Runner:
-    """The runner of a spec; lowers its kernels if they are not on disk."""
-    spec = _specs[key]
-    if spec.mode == "backward":
-        of = _key(spec._replace(mode="forward", signature=()))
-        known = spec.signature
-    else:
-        of, known = key, signature
-    found = entry(of, known)
-    wanted = found.backward if spec.mode == "backward" else found.program
-    assert wanted is not None
-    if any(
-        s.primitive == "kernel" and not isinstance(s.params, programs.Kernel) for s in wanted.steps
-    ):
-        found = found._replace(
-            program=_lowered(found.program), backward=found.backward and _lowered(found.backward)
-        )
-        _entries[of, known] = found
-        path = _path(_specs[of], known)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own = path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(pickle.dumps(found))
-            own.replace(path)
-        except (OSError, pickle.PicklingError, TypeError) as error:
-            log.warning("%s is not cached on disk: %s", spec.op, error)
-        wanted = found.backward if spec.mode == "backward" else found.program
-    assert wanted is not None
-    return run.Runner(wanted)
+def _planned(key: str, signature: tuple) -> Entry:
+    """The entry with plans, which are made and kept on disk if they are not yet."""
+    found = entry(key, signature)
+    if isinstance(found.forward, Plan):
+        return found
+    made = found._replace(
+        forward=_lowered(found.forward), backward=found.backward and _lowered(found.backward)
+    )
+    _entries[key, signature] = made
+    path = _path(_specs[key], signature)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_bytes(pickle.dumps(made))
+        own.replace(path)
+    except (OSError, pickle.PicklingError, TypeError) as error:
+        log.warning("%s is not cached on disk: %s", _specs[key].op, error)
+    return made
+
+
+def _results(made: Program | Plan) -> list[programs.Array]:
+    return [(made.slots if isinstance(made, Plan) else made.arrays)[i] for i in made.outputs]
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
 def _execute(arrays: list[torch.Tensor], key: str) -> list[torch.Tensor]:
-    signature = tuple([(x.shape, x.dtype, x.device) for x in arrays])
-    runner = _runners.get((key, signature))
+    signature = (key, *[(x.shape, x.dtype, x.device) for x in arrays])
+    runner = _runners.get(signature)
     if runner is None:
         _check(key, arrays)
-        runner = _runners[key, signature] = _runner(key, _signature(arrays))
-    device = arrays[0].device.index
-    if device is None:  # a test on the CPU
-        return _own(arrays, runner(arrays))
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _execute(arrays, key)
-    run.bind(device)
-    return _own(arrays, runner(arrays))
+        spec = _specs[key]
+        if spec.mode == "backward":
+            made: Any = _planned(*_forward_of(spec)).backward
+            runner = run.Runner(spec.op, made)
+        else:
+            found = _planned(key, _signature(arrays))
+            own = found.tree.num_leaves if spec.mode == "forward" else None
+            runner = run.Runner(spec.op, found.forward, own)
+        _runners[signature] = runner
+    return runner(arrays)
 
 
-def _own(arrays, results) -> list[torch.Tensor]:
-    """No result of an operator may be one of its arguments, or another result."""
-    seen = {x.data_ptr() for x in arrays}
-    for i, x in enumerate(results):
-        if x.numel() and (x.data_ptr() in seen or not x.is_contiguous()):
-            results[i] = x = x.clone(memory_format=torch.contiguous_format)
-        seen.add(x.data_ptr())
-    return results
+def _forward_of(spec: Spec) -> tuple[str, tuple]:
+    """Key and signature of the operator whose backward pass this is."""
+    return _key(spec._replace(mode="forward", signature=())), spec.signature
 
 
 def _check(key: str, arrays) -> None:
@@ -260,15 +261,11 @@ def _check(key: str, arrays) -> None:
 
 def _fake(arrays, key: str) -> list[torch.Tensor]:
     spec = _specs[key]
-    signature = _signature(arrays)
     if spec.mode == "backward":
-        found = entry(_key(spec._replace(mode="forward", signature=())), spec.signature)
-        program: Any = found.backward
+        made: Any = entry(*_forward_of(spec)).backward
     else:
-        program = entry(key, signature).program
-    like = arrays[0]
-    made = [program.arrays[i] for i in program.outputs]
-    return [like.new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in made]
+        made = entry(key, _signature(arrays)).forward
+    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in _results(made)]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -299,9 +296,76 @@ def _gradient(ctx, gradients):
         for g, (shape, dtype) in zip(given, ctx.shapes, strict=True)
     ]
     back = _key(spec._replace(mode="backward", signature=ctx.signature))
-    out = iter(getattr(torch.ops.pallas_kernels, spec.op)([*saved, *full], back))
-    grads = [next(out) if i in spec.wrt else None for i in range(ctx.n)]
+    out = getattr(torch.ops.pallas_kernels, spec.op)([*saved, *full], back)
+    grads: list[torch.Tensor | None] = [None] * ctx.n
+    for i, place in zip(spec.wrt, found.gradients, strict=True):
+        grads[i] = out[place]
     return grads, None
+
+
+# ---- calls -----------------------------------------------------------------------------------------
+
+
+class _Ready:
+    """A call with arguments of certain shapes, dtypes and options: all but the tensors."""
+
+    def __init__(self, key: str, signature: tuple):
+        self.key, self.signature, self.spec = key, signature, _specs[key]
+        self.tree = entry(key, signature).tree
+        self.leaf = jax.tree.structure(0) == self.tree
+        self.forward: run.Runner | None = None
+
+    def prepare(self, arrays) -> run.Runner:
+        _check(self.key, arrays)
+        found = _planned(self.key, self.signature)
+        self.saved, self.floats, self.gradients = found.saved, found.floats, found.gradients
+        self.shapes = [(x.shape, run.dtype(x.dtype)) for x in _results(found.forward)]
+        if found.backward is not None:
+            self.backward = run.Runner(self.spec.op, found.backward)
+        self.forward = run.Runner(self.spec.op, found.forward)
+        return self.forward
+
+
+class _Eager(torch.autograd.Function):
+    """A call outside of torch.compile, where the dispatch of operators would take longer than all."""
+
+    @staticmethod
+    def forward(ctx, ready: _Ready, *arrays):
+        out = (ready.forward or ready.prepare(arrays))(arrays)
+        ctx.ready = ready
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in ready.saved])
+        if not all(ready.floats):
+            rest = zip(out, ready.floats, strict=False)
+            ctx.mark_non_differentiable(*[x for x, yes in rest if not yes])
+        return tuple(out[: len(ready.floats)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        ready, saved = ctx.ready, ctx.saved_tensors
+        given = zip(gradients, ready.floats, ready.shapes, strict=False)
+        like = saved[0] if saved else next(x for x in gradients if x is not None)
+        full = [
+            like.new_zeros(of[0], dtype=of[1]) if g is None else g for g, yes, of in given if yes
+        ]
+        made = ready.backward([*saved, *full])
+        out = [None] * (len(ready.signature) + 1)
+        for i, place in zip(ready.spec.wrt, ready.gradients, strict=True):
+            out[i + 1] = made[place]
+        return tuple(out)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def _traced(arrays) -> bool:
+    """Whether these are no tensors with data, or someone watches the operators."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not _PLAIN.issuperset(map(type, arrays))
+    )
 
 
 def register(name: str, op: Callable, autocast: bool = False) -> Callable:
@@ -317,7 +381,7 @@ def register(name: str, op: Callable, autocast: bool = False) -> Callable:
     torch.library.register_fake(qualified, _fake, lib=_library)
     torch.library.register_autograd(qualified, _gradient, setup_context=_save, lib=_library)
     operator = getattr(torch.ops.pallas_kernels, name).default
-    known: dict[tuple, tuple[str, Any]] = {}  # keys and trees
+    known: dict[tuple, _Ready] = {}
 
     def call(*args, **kwargs):
         arrays: list[torch.Tensor] = []
@@ -331,14 +395,20 @@ def register(name: str, op: Callable, autocast: bool = False) -> Callable:
         wrt: tuple[int, ...] = ()
         if torch.is_grad_enabled():
             wrt = tuple([i for i, x in enumerate(arrays) if x.requires_grad])
-        what = (shape, named, wrt, _signature(arrays))
-        found = known.get(what)
-        if found is None:
+        what = (shape, named, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
+        ready = known.get(what)
+        if ready is None:
             key = _key(Spec(name, "forward" if wrt else "run", wrt, shape, named))
-            found = known[what] = key, entry(key, what[-1]).tree
-        key, tree = found
-        out = operator(arrays, key)
-        return jax.tree.unflatten(tree, out[: tree.num_leaves])
+            ready = known[what] = _Ready(key, _signature(arrays))
+        if _traced(arrays):
+            out = operator(arrays, ready.key)
+        elif wrt:
+            out = _Eager.apply(ready, *arrays)
+        else:
+            out = (ready.forward or ready.prepare(arrays))(arrays)
+        return (
+            out[0] if ready.leaf else jax.tree.unflatten(ready.tree, out[: ready.tree.num_leaves])
+        )
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = op.__doc__

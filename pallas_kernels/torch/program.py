@@ -26,7 +26,8 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-_SAME = {"name", "kernel_guard", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
+_SAME = {"name", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
+_VIEWS = {"reshape", "squeeze", "expand_dims"}
 
 
 class Array(NamedTuple):
@@ -72,6 +73,8 @@ class Program(NamedTuple):
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     arrays: tuple[Array, ...]  # by number
+    roots: tuple[int, ...]  # by number: the array that a reshaped one is, or the array itself
+    kept: frozenset[int]  # arrays that shall lie in memory, as XLA's barriers would have them
 
 
 class _Walk:
@@ -83,9 +86,12 @@ class _Walk:
         self.constants: dict[int, np.ndarray] = {}
         self.steps: list[Step] = []
         self.held: dict[int, int] = {}  # of each ref: the array that it holds now
+        self.roots: list[int] = []
+        self.kept: set[int] = set()
 
-    def new(self, aval) -> int:
+    def new(self, aval, root: int | None = None) -> int:
         self.arrays.append(_array(aval))
+        self.roots.append(len(self.roots) if root is None else root)
         return len(self.arrays) - 1
 
     def constant(self, x, dtype) -> int:
@@ -116,8 +122,12 @@ class _Walk:
         name, held = eqn.primitive.name, self.held
         if name in _CALLS:
             return self.walk(eqn.params[_CALLS[name]], ins)
-        if name in _SAME:
+        if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
+            if name == "optimization_barrier":
+                self.kept.update(self.roots[i] for i in ins)
             return ins
+        if name in _VIEWS:
+            return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
         if name == "new_ref":
             made = self.new(eqn.outvars[0].aval)
             held[made] = ins[0]
@@ -150,18 +160,67 @@ def build(jaxpr, lower: Callable[[Any], Any] | None = None) -> Program:
     w = _Walk(kernel if lower is None else lower)
     inputs = [w.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
     outputs = w.walk(jaxpr, inputs)
-    used, kept = set(outputs), []
-    for step in reversed(w.steps):  # without what nobody reads
-        if used.intersection(step.outs):
-            used.update(step.ins)
-            kept.append(step)
+    steps = _turned(_needed(w.steps, outputs, w.roots), outputs, w.arrays)
+    steps = _needed(steps, outputs, w.roots)
+    used = {w.roots[i] for i in outputs}.union(w.roots[i] for s in steps for i in s.ins)
     return Program(
         tuple(w.arrays[i] for i in inputs),
         {i: x for i, x in w.constants.items() if i in used},
-        tuple(reversed(kept)),
+        tuple(steps),
         tuple(outputs),
         tuple(w.arrays),
+        tuple(w.roots),
+        frozenset(w.kept),
     )
+
+
+def _turned(steps: list[Step], outputs, arrays) -> list[Step]:
+    """Lets products read operands and write results transposed, where that is a matter of axes."""
+    made = {i: step for step in steps for i in step.outs}
+    reads = [i for step in steps for i in step.ins] + list(outputs)
+    done: list[Step] = []
+    for step in steps:
+        if step.primitive == "dot_general":
+            step = _untransposed(step, made, arrays)
+        dot = made.get(step.ins[0]) if step.primitive == "transpose" else None
+        if dot is not None and dot.primitive == "dot_general" and reads.count(step.ins[0]) == 1:
+            (left, right), batch = dot.params["dimension_numbers"]
+            count = len(arrays[dot.ins[0]].shape) - len(left)  # left axes of the result
+            order = tuple(step.params["permutation"])
+            if not batch[0] and order == (*range(count, len(order)), *range(count)):
+                turned = {"dimension_numbers": ((right, left), batch)}
+                step = Step("dot_general", turned, dot.ins[::-1], step.outs)
+        made.update(dict.fromkeys(step.outs, step))
+        done.append(step)
+    return done
+
+
+def _untransposed(step: Step, made, arrays) -> Step:
+    """A product that reads the operands before their transposition, if the result is the same."""
+    contracted, batch = (list(pair) for pair in step.params["dimension_numbers"])
+    ins = list(step.ins)
+    for n, i in enumerate(ins):
+        before = made.get(i)
+        if before is None or before.primitive != "transpose" or batch[n]:
+            continue
+        order = before.params["permutation"]
+        free = [order[axis] for axis in range(len(order)) if axis not in contracted[n]]
+        if free == sorted(free):
+            contracted[n] = tuple(order[axis] for axis in contracted[n])
+            ins[n] = before.ins[0]
+    return step._replace(
+        params={"dimension_numbers": (tuple(contracted), tuple(batch))}, ins=tuple(ins)
+    )
+
+
+def _needed(steps: list[Step], outputs, roots) -> list[Step]:
+    """The steps without what nobody reads."""
+    used, kept = {roots[i] for i in outputs}, []
+    for step in reversed(steps):
+        if used.intersection(step.outs):
+            used.update(roots[i] for i in step.ins)
+            kept.append(step)
+    return kept[::-1]
 
 
 def _is_ref(v) -> bool:
@@ -321,17 +380,23 @@ def trace_train(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequ
 
 def split_forward(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:
     """Leaves out residuals that are inputs or repeated outputs, and says where all lie."""
-    inputs = {i: i for i in range(len(program.inputs))}
-    outputs = list(program.outputs[:n])
-    saved = []
+    outputs, roots, saved = list(program.outputs[:n]), program.roots, []
     for number in program.outputs[n:]:
-        if number in inputs:
-            saved.append(("in", inputs[number]))
-        else:
-            if number not in outputs:
-                outputs.append(number)
-            saved.append(("out", outputs.index(number)))
+        if roots[number] < len(program.inputs):
+            saved.append(("in", roots[number]))
+            continue
+        lies = [roots[i] for i in outputs]
+        if roots[number] not in lies:
+            outputs.append(number)
+            lies.append(roots[number])
+        saved.append(("out", lies.index(roots[number])))
     return program._replace(outputs=tuple(outputs)), tuple(saved)
+
+
+def distinct(program: Program) -> tuple[Program, tuple[int, ...]]:
+    """Leaves out repeated outputs, and says which is which."""
+    outputs = list(dict.fromkeys(program.outputs))
+    return program._replace(outputs=tuple(outputs)), tuple(map(outputs.index, program.outputs))
 
 
 @functools.cache

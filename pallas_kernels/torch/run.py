@@ -1,19 +1,18 @@
-"""Runs programs with PyTorch: the primitives as PyTorch operators, kernels by their launchers."""
+"""Runs a plan with PyTorch: its memory, its current stream, its operators for what is no launch."""
 
-import ctypes
-import functools
-import importlib
 import logging
-import os
-import shutil
 import threading
+from array import array
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from pallas_kernels.torch.program import Array, Kernel, Program, Step
+from pallas_kernels.torch import launch
+from pallas_kernels.torch.plan import Plan
+from pallas_kernels.torch.program import Array, Step
 
 log = logging.getLogger("pallas_kernels")
 _ALIGNMENT = 16  # bytes; TMA needs it, as do the vector loads
@@ -23,193 +22,7 @@ def dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-# ---- kernels -------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _library():
-    """MosaicGpuCompile of JAX's CUDA plugin, and whether launches take what it does since 0.12."""
-    from jax._src.lib import version
-
-    try:
-        plugin = importlib.import_module("jax_plugins.xla_cuda13")
-    except ImportError:
-        raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[torch]'") from None
-    compile_ = ctypes.CDLL(str(plugin._get_library_path())).MosaicGpuCompile
-    compile_.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    compile_.restype = ctypes.POINTER(ctypes.c_void_p)
-    return compile_, version >= (0, 12, 0)
-
-
-_bound = threading.local()
-
-
-def bind(device: int) -> None:
-    """Makes the device's CUDA context current in this thread, once a thread.
-
-    Mosaic calls the driver, which takes the current context.  A new thread, such as autograd's, has
-    none until the CUDA runtime needs one: torch.cuda.device(0) does not, nor does memory from
-    PyTorch's cache.
-    """
-    if device not in _bound.__dict__.setdefault("devices", set()):
-        torch.cuda.mem_get_info(device)
-        _bound.devices.add(device)
-
-
-_compiled: dict[tuple[bytes, int], Callable] = {}
-_lock = threading.Lock()
-
-
-def launcher(kernel: Kernel, device: int) -> Callable:
-    """launch(pointers, stream) of a kernel compiled for this device; compiles it once a process."""
-    found = _compiled.get((kernel.module, device))
-    if found is not None:
-        return found
-    with _lock:
-        found = _compiled.get((kernel.module, device))
-        if found is None:
-            found = _compiled[kernel.module, device] = _compile(kernel, device)
-    return found
-
-
-def _compile(kernel: Kernel, device: int) -> Callable:
-    import jax.experimental.mosaic.gpu  # noqa: F401  (tells Mosaic where CUDA lies)
-
-    compile_, second = _library()
-    made = compile_(kernel.module, len(kernel.module))
-    if not made:
-        raise RuntimeError(
-            f"{kernel.name} does not compile for cuda:{device}: {_why(device)}; the environment's"
-            " TF_CPP_MIN_LOG_LEVEL=0 shows more"
-        )
-    types = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
-    if second:  # since jaxlib 0.12 also the kernel and the device
-        types = [ctypes.c_void_p, *types, ctypes.c_int]
-    call = ctypes.CFUNCTYPE(None, *types)(made[1])
-    function = made[0]
-    if second:
-        whole = made[2]
-        return lambda pointers, stream: call(whole, function, stream, pointers, device)
-    return lambda pointers, stream: call(function, stream, pointers)
-
-
-def _why(device: int) -> str:
-    """What Mosaic, which returns no reason, needs and lacks."""
-    driver, current = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1)
-    error = driver.cuCtxGetDevice(ctypes.byref(current))
-    if error:
-        return f"this thread has no CUDA context (error {error})"
-    if current.value != device:
-        return f"this thread's CUDA context is that of device {current.value}"
-    root = os.environ.get("MOSAIC_GPU_CUDA_ROOT", "")
-    if not shutil.which("ptxas") and not os.path.exists(os.path.join(root, "bin", "ptxas")):
-        return "ptxas is not on PATH: pip install 'jaxllm[torch]'"
-    return "a pass of Mosaic, ptxas or the load of the module failed"
-
-
-def _kernel_step(step: Step, owned: frozenset[int], inputs: int) -> Callable:
-    """The step as a function of tensors; may write into those in `owned`.
-
-    inputs: of the program; whoever calls an op hears of copies of these.
-    """
-    kernel: Kernel = step.params
-    aliased = set(kernel.aliases.values())
-    # operand, argument, whether it must be copied; operand, array, value
-    given = [
-        (i, x, i in aliased and x not in owned)
-        for i, x in enumerate(kernel.operands)
-        if isinstance(x, int)
-    ]
-    made: list[tuple[int, Any, Any]] = [
-        (i, x, None) if isinstance(x, Array) else (i, x[0], x[1])
-        for i, x in enumerate(kernel.operands)
-        if not isinstance(x, int)
-    ]
-    fresh = [
-        (r.shape, dtype(r.dtype)) if i not in kernel.aliases else kernel.aliases[i]
-        for i, r in enumerate(kernel.results)
-    ]
-    count = len(kernel.operands)
-    pointers_of = ctypes.c_void_p * (count + len(fresh))
-    launches: dict[int, Callable] = {}
-
-    def run(*tensors):
-        device = tensors[0].device
-        index = device.index
-        launch = launches.get(index)
-        if launch is None:
-            launch = launches[index] = launcher(kernel, index)
-        operands: list[Any] = [None] * count
-        for i, argument, copied in given:
-            x = tensors[argument]
-            if copied or not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
-                x = _copy(kernel.name, x, step.ins[argument] < inputs and not copied)
-            operands[i] = x
-        for i, array, value in made:
-            x = torch.empty(array.shape, dtype=dtype(array.dtype), device=device)
-            operands[i] = x if value is None else x.fill_(value)
-        results = [
-            operands[r] if isinstance(r, int) else torch.empty(r[0], dtype=r[1], device=device)
-            for r in fresh
-        ]
-        pointers = pointers_of(*[x.data_ptr() for x in operands], *[x.data_ptr() for x in results])
-        launch(pointers, torch._C._cuda_getCurrentRawStream(index))
-        return [results[i] for i in kernel.returned]
-
-    return run
-
-
-_said: set[str] = set()
-
-
-def _copy(name: str, x: torch.Tensor, say: bool) -> torch.Tensor:
-    """A contiguous copy of a kernel's operand; the first one of this kernel is said."""
-    if say and name not in _said:
-        _said.add(name)
-        shape, strides = tuple(x.shape), x.stride()
-        log.warning(
-            "%s copies an input %s with strides %s: make it contiguous", name, shape, strides
-        )
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-# ---- primitives ----------------------------------------------------------------------------------
-
-
-def _broadcast_in_dim(*, shape, broadcast_dimensions, **_):
-    def run(x, *_):
-        sizes = [1] * len(shape)
-        for size, axis in zip(x.shape, broadcast_dimensions, strict=True):
-            sizes[axis] = size
-        return x.reshape(sizes).expand(shape)
-
-    return run
-
-
-def _pad(*, padding_config, **_):
-    config = [tuple(map(int, c)) for c in padding_config]
-
-    def run(x, value):
-        # Pads first and crops then: a shift by more than the length leaves only padding.
-        shape = [
-            max(low, 0) + n + max(n - 1, 0) * inner + max(high, 0)
-            for n, (low, high, inner) in zip(x.shape, config, strict=True)
-        ]
-        out = value.to(x.dtype).expand(shape).clone(memory_format=torch.contiguous_format)
-        at, kept = [], []
-        for n, size, (low, high, inner) in zip(x.shape, shape, config, strict=True):
-            first = max(low, 0)
-            at.append(slice(first, first + n + max(n - 1, 0) * inner, inner + 1))
-            kept.append(slice(max(-low, 0), size - max(-high, 0)))
-        out[tuple(at)] = x
-        return out[tuple(kept)]
-
-    return run
-
-
-def _slice(*, start_indices, limit_indices, strides, **_):
-    at = tuple(map(slice, start_indices, limit_indices, strides or [1] * len(start_indices)))
-    return lambda x: x[at]
+# ---- primitives that are no glue -----------------------------------------------------------------
 
 
 def _dot_general(*, dimension_numbers, out, **_):
@@ -286,222 +99,182 @@ def _scatter(*, update_window_dims, inserted_window_dims, scatter_dims_to_operan
     return run
 
 
-def _iota(*, dtype, shape, dimension, **_):
-    kind = globals()["dtype"](dtype)
-
-    def run(*, device):
-        sizes = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
-        return torch.arange(shape[dimension], device=device).to(kind).reshape(sizes).expand(shape)
-
-    return run
-
-
-def _split(*, sizes, axis, **_):
-    return lambda x: list(torch.split(x, list(sizes), axis))
-
-
-def _convert(*, new_dtype, **_):
-    kind = dtype(new_dtype)
-
-    def run(x):
-        if kind == torch.bool:
-            return x != 0
-        return x.to(kind)
-
-    return run
-
-
-def _round(*, exponent_bits, mantissa_bits, **_):
-    kind = {(8, 7): torch.bfloat16, (5, 10): torch.float16}[exponent_bits, mantissa_bits]
-    return lambda x: x.to(kind).to(x.dtype)
-
-
-def _reduce(function):
-    def rule(*, axes, **_):
-        return lambda x: function(x, tuple(axes))
-
-    return rule
-
-
-def _sum(x, axes):
+_REDUCE = {
     # XLA adds bf16 in fp32 and rounds once, as PyTorch does.
-    return torch.sum(x, axes, dtype=x.dtype) if axes else x
-
-
-def _select(which, *cases):
-    if which.dtype == torch.bool:
-        return torch.where(which, cases[1], cases[0])
-    return torch.stack(torch.broadcast_tensors(*cases)).gather(0, which.long()[None])[0]
-
-
-def _div(x, y):
-    return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
-
-
-def _shift_right(x, by):
-    """Shifts zeros in; PyTorch shifts the sign."""
-    bits = 8 * x.dtype.itemsize
-    if bits == 64:  # by _widened, and not negative
-        return torch.bitwise_right_shift(x, by)
-    return torch.bitwise_right_shift(x.long() & (1 << bits) - 1, by.long()).to(x.dtype)
-
-
-def _widened(operation, out):
-    """Of unsigned integers, for which PyTorch has hardly any operators, in int64."""
-    unsigned = (torch.uint16, torch.uint32)
-    wide = lambda x: x.long() if x.dtype in unsigned else x
-    return lambda *x: operation(*map(wide, x)).to(out)
-
-
-def _cumulative(function):
-    def rule(*, axis, reverse, **_):
-        def run(x):
-            x = x.flip(axis) if reverse else x
-            out = function(x, axis)
-            return out.flip(axis) if reverse else out
-
-        return run
-
-    return rule
-
-
-_PLAIN = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": _div, "neg": torch.neg,
-    "add_any": torch.add,
-    "max": torch.maximum, "min": torch.minimum, "abs": torch.abs, "sign": torch.sign,
-    "exp": torch.exp, "exp2": torch.exp2, "log": torch.log, "log1p": torch.log1p,
-    "expm1": torch.expm1, "tanh": torch.tanh, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "logistic": torch.sigmoid, "sin": torch.sin, "cos": torch.cos, "square": torch.square,
-    "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil, "is_finite": torch.isfinite,
-    "pow": torch.pow, "rem": torch.fmod, "log2": torch.log2,
-    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
-    "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
-    "not": torch.bitwise_not, "shift_left": torch.bitwise_left_shift,
-    "shift_right_arithmetic": torch.bitwise_right_shift, "shift_right_logical": _shift_right,
-    "select_n": _select,
-    "clamp": lambda low, x, high: torch.minimum(torch.maximum(x, low), high),
+    "reduce_sum": lambda x, axes: torch.sum(x, axes, dtype=x.dtype),
+    "reduce_max": torch.amax, "reduce_min": torch.amin, "reduce_and": torch.all,
+    "reduce_or": torch.any,
 }  # fmt: skip
-
-_RULES: dict[str, Callable[..., Callable]] = {
-    "reshape": lambda *, new_sizes, **_: lambda x: x.reshape(new_sizes),
-    "squeeze": lambda *, dimensions, **_: lambda x: x.squeeze(tuple(dimensions)),
-    "expand_dims": lambda *, dimensions, **_: lambda x: x[
-        tuple(None if i in dimensions else slice(None) for i in range(x.dim() + len(dimensions)))
-    ],
-    "transpose": lambda *, permutation, **_: lambda x: x.permute(permutation),
-    "concatenate": lambda *, dimension, **_: lambda *x: torch.cat(x, dimension),
-    "stack": lambda *, axis=0, dimension=None, **_: lambda *x: torch.stack(
-        x, axis if dimension is None else dimension
-    ),
-    "unstack": lambda *, axis=0, **_: lambda x: list(torch.unbind(x, axis)),
-    "integer_pow": lambda *, y, **_: lambda x: torch.pow(x, y),
-    "rev": lambda *, dimensions, **_: lambda x: x.flip(tuple(dimensions)),
-    "bitcast_convert_type": lambda *, new_dtype, **_: lambda x: x.view(dtype(new_dtype)),
-    "broadcast_in_dim": _broadcast_in_dim, "pad": _pad, "slice": _slice, "sort": _sort,
-    "scatter": _scatter, "split": _split, "convert_element_type": _convert,
-    "reduce_precision": _round,
-    "reduce_sum": _reduce(_sum), "reduce_max": _reduce(lambda x, a: torch.amax(x, a)),
-    "reduce_min": _reduce(lambda x, a: torch.amin(x, a)),
-    "reduce_and": _reduce(lambda x, a: torch.all(x, a)),
-    "reduce_or": _reduce(lambda x, a: torch.any(x, a)),
-    "cumsum": _cumulative(lambda x, a: torch.cumsum(x, a, dtype=x.dtype)),
-    "cummax": _cumulative(lambda x, a: torch.cummax(x, a).values),
-}  # fmt: skip
+_CUMULATIVE = {
+    "cumsum": lambda x, axis: torch.cumsum(x, axis, dtype=x.dtype),
+    "cummax": lambda x, axis: torch.cummax(x, axis).values,
+}
 
 
-def function(step: Step, program: Program, owned: frozenset[int]) -> Callable:
+def operator(step: Step, out: Array) -> Callable:
     """A step as a function of tensors: one result, or a list of them."""
     name, params = step.primitive, step.params
-    if name == "kernel":
-        return _kernel_step(step, owned, len(program.inputs))
-    if name in _PLAIN:
-        kinds = {program.arrays[i].dtype for i in (*step.ins, *step.outs)}
-        if kinds & {"uint16", "uint32"}:
-            return _widened(_PLAIN[name], dtype(program.arrays[step.outs[0]].dtype))
-        return _PLAIN[name]
     if name == "dot_general":
-        return _dot_general(**params, out=dtype(program.arrays[step.outs[0]].dtype))
-    if name in _RULES:
-        return _RULES[name](**params)
+        return _dot_general(**params, out=dtype(out.dtype))
+    if name in _REDUCE:
+        return lambda x: _REDUCE[name](x, tuple(params["axes"]))
+    if name in _CUMULATIVE:
+        axis, function = params["axis"], _CUMULATIVE[name]
+        if params["reverse"]:
+            return lambda x: function(x.flip(axis), axis).flip(axis)
+        return lambda x: function(x, axis)
+    if name in ("sort", "scatter"):
+        return {"sort": _sort, "scatter": _scatter}[name](**params)
+    if name == "convert_element_type":  # of types that glue lacks, such as float8_e4m3fn
+        return lambda x: x.to(dtype(out.dtype))
     raise NotImplementedError(f"{name} has no form in PyTorch")
 
 
+# ---- a plan --------------------------------------------------------------------------------------
+
+
+_bound = threading.local()
+
+
+def bind(device: int) -> None:
+    """Makes the device's CUDA context current in this thread, once a thread.
+
+    Mosaic calls the driver, which takes the current context.  A new thread, such as autograd's, has
+    none until the CUDA runtime needs one: torch.cuda.device(0) does not, nor does memory from
+    PyTorch's cache.
+    """
+    if device not in _bound.__dict__.setdefault("devices", set()):
+        torch.cuda.mem_get_info(device)
+        _bound.devices.add(device)
+
+
 class Runner:
-    """A program ready to run: runner(tensors) -> list of tensors, all on one device."""
+    """A plan ready to run: runner(tensors) -> list of tensors, all on one device."""
 
-    def __init__(self, program: Program, kernel: Callable | None = None):
-        """kernel(step) replaces the launch of kernels; tests interpret them."""
-        self.program = program
-        self.constants: dict[torch.device, dict[int, torch.Tensor]] = {}
-        last: dict[int, int] = {}
-        for n, step in enumerate(program.steps):
-            last.update(dict.fromkeys(step.ins, n))
-        last.update(dict.fromkeys(program.outputs, len(program.steps)))
-        views = self._views()
-        plan: list[Any] = []
-        for n, step in enumerate(program.steps):
-            mine = frozenset(
-                i
-                for i, x in enumerate(step.ins)
-                if x >= len(program.inputs)
-                and x not in program.constants
-                and last[x] == n
-                and x not in views
-                and step.ins.count(x) == 1
-            )
-            run = kernel(step) if kernel and step.primitive == "kernel" else None
-            run = run or ("iota" if step.primitive == "iota" else function(step, program, mine))
-            if run == "iota":
-                run = _iota(**step.params)
-            dead = tuple(i for i, when in last.items() if when == n and i not in program.constants)
-            plan.append((step.primitive == "iota", run, step.ins, step.outs, dead))
-        self.plan = plan
+    def __init__(self, name: str, plan: Plan, own: int | None = None):
+        """own: the op's outputs come first; what follows is for its backward pass.
 
-    def _views(self) -> set[int]:
-        """Arrays whose memory may be another array's, too."""
-        shared = set()
-        for step in self.program.steps:
-            if step.primitive in (
-                "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "slice",
-                "split", "unstack", "convert_element_type", "bitcast_convert_type", "reduce_sum",
-            ):  # fmt: skip
-                shared.update(step.ins)
-                shared.update(step.outs)
-        return shared
+        A kernel may leave parts of these arrays undefined.  As results of an operator they begin
+        with zeros, so that equal calls have equal results (own=None: all is left as it is).
+        """
+        self.name, self.plan = name, plan
+        self.zeros = frozenset(() if own is None else plan.outputs[own:])
+        self.ready: dict[torch.device, tuple] = {}
 
-    def _constants(self, device) -> dict[int, torch.Tensor]:
-        found = self.constants.get(device)
-        if found is None:
-            # In a new thread: these outlive this call, and may come neither from a CUDA
-            # graph's pool of memory nor be inference tensors, both of which belong to a thread.
-            thread = threading.Thread(target=self._make_constants, args=(device,))
-            thread.start()
-            thread.join()
-            found = self.constants[device]
-        return found
+    def _prepare(self, device) -> tuple:
+        """Addresses of the constants and the units for a device, and what owns the memory."""
+        constants: list[torch.Tensor] = []
+        # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
+        # memory nor be inference tensors, both of which belong to a thread.
+        thread = threading.Thread(target=self._constants, args=(device, constants))
+        thread.start()
+        thread.join()
+        return (
+            constants,
+            [x.data_ptr() for x in constants],
+            list(map(self._unit(device), self.plan.units)),
+        )
 
-    def _make_constants(self, device) -> None:
-        wide = lambda x: x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
-        self.constants[device] = {
-            i: torch.tensor(wide(x), dtype=dtype(self.program.arrays[i].dtype)).to(device)
-            for i, x in self.program.constants.items()
-        }
+    def _constants(self, device, made: list) -> None:
+        first = len(self.plan.inputs)
+        for n, x in enumerate(self.plan.constants):
+            wide = x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
+            kind = dtype(self.plan.slots[first + n].dtype)
+            made.append(torch.tensor(wide, dtype=kind).to(device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams read them, too
 
+    def _unit(self, device) -> Callable:
+        inputs, slots = len(self.plan.inputs), self.plan.slots
+        # An input may have another shape than the program's, which is a view of it.
+        views = {
+            i: (slot, x.shape if slot < inputs or x.shape != slots[slot].shape else None)
+            for i, (slot, x) in self.plan.views.items()
+        }
+
+        def prepared(unit):
+            what = unit.what
+            made = tuple(
+                (s, torch.zeros if s in self.zeros else torch.empty, slots[s].shape,
+                 dtype(slots[s].dtype))
+                for s in unit.made
+            )  # fmt: skip
+            if unit.arrays:
+                compiled = launch.launcher if isinstance(what, Step) else launch.glue_launcher
+                kernel = what.params if isinstance(what, Step) else what
+                addresses = itemgetter(*unit.arrays, unit.arrays[0])  # and room for one more
+                return compiled(kernel, device.index), made, addresses, len(unit.arrays), unit.dead
+            run = operator(what, self.plan.views[what.outs[0]][1])
+            return (
+                None,
+                run,
+                [views[i] for i in what.ins],
+                [views[i][0] for i in what.outs],
+                unit.dead,
+            )
+
+        return prepared
+
     def __call__(self, tensors) -> list[torch.Tensor]:
-        device = tensors[0].device
-        values: dict[int, Any] = dict(enumerate(tensors))
-        values.update(self._constants(device))
-        for iota, run, ins, outs, dead in self.plan:
-            if iota:
-                results = run(device=device)
+        device, stream = tensors[0].device, 0
+        index = device.index
+        if index is not None:
+            if index != torch._C._cuda_getDevice():
+                with torch.cuda.device(index):
+                    return self(tensors)
+            bind(index)
+            stream = torch._C._cuda_getCurrentRawStream(index)
+        ready = self.ready.get(device)
+        if ready is None:
+            ready = self.ready[device] = self._prepare(device)
+        constants, addresses, units = ready
+        plan = self.plan
+        held: list[Any] = [*tensors, *constants]
+        for i, x in enumerate(tensors):
+            if not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
+                held[i] = _copy(self.name, x)
+        at = [x.data_ptr() for x in held[: len(tensors)]]
+        rest = [0] * (len(plan.slots) - len(held))
+        at += [*addresses, *rest]
+        held += rest
+        if plan.size:
+            scratch = torch.empty(plan.size, dtype=torch.uint8, device=device)
+            base = scratch.data_ptr()
+            for slot, offset in plan.scratch:
+                at[slot] = base + offset
+        for start, made, chosen, count, dead in units:
+            if start is None:
+                self._operate(made, chosen, count, held, at)
             else:
-                results = run(*[values[i] for i in ins])
-            if isinstance(results, list):
-                values.update(zip(outs, results, strict=True))
-            else:
-                values[outs[0]] = results
-            for i in dead:
-                values.pop(i, None)
-        return [values[i] for i in self.program.outputs]
+                for slot, make, shape, kind in made:
+                    x = held[slot] = make(shape, dtype=kind, device=device)
+                    at[slot] = x.data_ptr()
+                pointers = array("Q", chosen(at))
+                begin = pointers.buffer_info()[0]
+                pointers[-1] = begin
+                start(begin, count, stream)
+            for slot in dead:
+                held[slot] = None
+        return [held[i] for i in plan.outputs]
+
+    def _operate(self, run, ins, outs, held, at) -> None:
+        """One operator of PyTorch; its results get the shape of their slot."""
+        results = run(*[held[i] if shape is None else held[i].view(shape) for i, shape in ins])
+        results = results if isinstance(results, list) else [results]
+        for slot, x in zip(outs, results, strict=True):
+            held[slot] = x = x.reshape(self.plan.slots[slot].shape).contiguous()
+            at[slot] = x.data_ptr()
+
+
+_said: set[str] = set()
+
+
+def _copy(name: str, x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of an input; the first one of this op is said."""
+    if name not in _said:
+        _said.add(name)
+        shape, strides = tuple(x.shape), x.stride()
+        log.warning(
+            "%s copies an input %s with strides %s: make it contiguous", name, shape, strides
+        )
+    return x.clone(memory_format=torch.contiguous_format)
