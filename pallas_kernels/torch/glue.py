@@ -211,7 +211,8 @@ class _Function:
         if name == "integer_pow":
             power = " * ".join([x[0]] * abs(p["y"])) or f"({kind})(1)"
             return f"1 / ({power})" if p["y"] < 0 else power
-        fields = {"type": kind, "unsigned": f"(unsigned {kind.replace('unsigned ', '')})"}
+        unsigned = f"(unsigned {kind.replace('unsigned', '').replace('signed', '')})"
+        fields = {"type": kind, "unsigned": unsigned}
         if name == "reduce_precision":
             fields["kind"] = "bf16" if p["exponent_bits"] == 8 else "f16"
         return _FORMULAS[name].format(*x, **fields)

@@ -298,8 +298,8 @@ def test_a_copied_input_is_said_once(caplog):
     run._said.clear()
     x = torch.arange(6).view(3, 2).t()
     for _ in range(2):
-        assert run._copy("attention_forward", x, True).is_contiguous()
+        assert run._copy("attention", x).is_contiguous()
     said = [r.getMessage() for r in caplog.records]
     assert said == [
-        "attention_forward copies an input (2, 3) with strides (1, 2): make it contiguous"
+        "attention copies an input (2, 3) with strides (1, 2): make it contiguous"
     ]
