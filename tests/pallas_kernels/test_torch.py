@@ -300,6 +300,4 @@ def test_a_copied_input_is_said_once(caplog):
     for _ in range(2):
         assert run._copy("attention", x).is_contiguous()
     said = [r.getMessage() for r in caplog.records]
-    assert said == [
-        "attention copies an input (2, 3) with strides (1, 2): make it contiguous"
-    ]
+    assert said == ["attention copies an input (2, 3) with strides (1, 2): make it contiguous"]
