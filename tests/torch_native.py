@@ -250,14 +250,19 @@ def case_op(name, folder):
 
 
 def case_opcheck(name):
+    """Both passes as operators; their gradients are case_compile's."""
     import torch
 
     from pallas_kernels.torch import ops
 
     args, named, options = tensors(name)
-    call(name, args, named, options)
-    keys = [k for k in ops._specs if ":forward:" in k]
-    arrays = [*args, *named.values()]
+    outs = call(name, args, named, options)
+    made = next(c for c in ops._calls.values() if c.wrt)
+    operator = getattr(torch.ops.pallas_kernels, OPS[name][0]).default
+    arrays = [x.detach() for x in (*args, *named.values())]
+    full = operator(arrays, made.key, False)
+    saved = [(arrays if where == "in" else full)[i] for where, i in made.entry.saved]
+    given = [torch.randn_like(o) for o, yes in zip(outs, made.entry.floats, strict=True) if yes]
     found = {}
     for test in (
         "test_schema",
@@ -265,12 +270,16 @@ def case_opcheck(name):
         "test_faketensor",
         "test_aot_dispatch_static",
     ):
-        try:
-            operator = getattr(torch.ops.pallas_kernels, OPS[name][0]).default
-            torch.library.opcheck(operator, (arrays, keys[-1]), test_utils=(test,))
-            found[test] = True
-        except Exception as error:
-            found[test] = f"{type(error).__name__}: {str(error)[-600:]}"
+        for which, values in (("forward", arrays), ("backward", [*saved, *given])):
+            try:
+                values = [x.clone() for x in values]
+                if test == "test_autograd_registration":
+                    values = [x.requires_grad_(x.is_floating_point()) for x in values]
+                arguments = values, made.key, which == "backward"
+                torch.library.opcheck(operator, arguments, test_utils=(test,))
+                found[f"{test} {which}"] = True
+            except Exception as error:
+                found[f"{test} {which}"] = f"{type(error).__name__}: {str(error)[-600:]}"
     return found
 
 

@@ -1,12 +1,11 @@
-"""Makes an op of ours a `torch.library` operator: one layer for all of them.
+"""Makes an op of ours callable with tensors: one layer for all of them.
 
-`pallas_kernels::NAME(Tensor[] arrays, str spec) -> Tensor[]` runs a program (program.py).  The spec
-names the op, its options and what is asked for: the op alone ("run"), with what its backward pass
-needs ("forward"), or that pass ("backward").  A call of PyTorch's autograd is then two operators,
-both of which torch.compile and CUDA graphs see as ordinary ones.
+An op for certain shapes and options is a `Call`.  It has programs (program.py) of the op alone, or
+of the op with what its backward pass needs, and of that pass; the first call makes plans of them
+(plan.py), which a runner runs (run.py).  torch.compile and other tracers see these two passes as
+the operator `pallas_kernels::NAME(Tensor[] arrays, str call, bool backward) -> Tensor[]`.
 """
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -36,143 +35,100 @@ if not xla_bridge.backends_are_initialized():
     jax.config.update("jax_platforms", "cpu")
 
 
-class _Tensor:
-    def __repr__(self) -> str:
-        return "*"
-
-
-_TENSOR = _Tensor()
-
-
-class _Made(NamedTuple):
-    """A dataclass with arrays, such as Packed: its type and its fields."""
-
-    kind: type
-    fields: tuple
-
-
-class Spec(NamedTuple):
-    """What an operator computes, but for the arrays."""
-
-    op: str
-    mode: str  # run, forward, backward
-    wrt: tuple[int, ...]  # of the op's arrays
-    args: tuple
-    kwargs: tuple[tuple[str, Any], ...]
-    signature: tuple = ()  # of "backward": the arrays of the op
-
-
 class Entry(NamedTuple):
-    """A spec for arrays of certain shapes: programs, of which the first call makes plans."""
+    """What is kept on disk of a call."""
 
     forward: Program | Plan
-    tree: Any = None
-    floats: tuple[bool, ...] = ()  # of the op's outputs, whether they have gradients
+    tree: Any  # of the op's outputs
+    floats: tuple[bool, ...] = ()  # of these, whether they have gradients
     saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
     backward: Program | Plan | None = None
     gradients: tuple[int, ...] = ()  # places among the results of the backward pass
 
 
-_OPS: dict[str, Callable] = {}
-_specs: dict[str, Spec] = {}
-_keys: dict[Spec, str] = {}
-_entries: dict[tuple[str, tuple], Entry] = {}
-_runners: dict[tuple, run.Runner] = {}
+_TENSOR = type("Tensor", (), {"__repr__": lambda _: "*"})()  # stands for each among the arguments
+_calls: dict[str, "Call"] = {}  # by key
+_known: dict[tuple, "Call"] = {}  # by arguments
 _library = torch.library.Library("pallas_kernels", "FRAGMENT")
 
 
-def _key(spec: Spec) -> str:
-    found = _keys.get(spec)
-    if found is None:
-        digest = hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
-        found = _keys[spec] = f"{spec.op}:{spec.mode}:{digest}"
-        _specs[found] = spec
-    return found
+class Call:
+    """An op for arrays of certain shapes and dtypes, with certain options.
 
+    leaves, structure: of its arguments, without the tensors.
+    wrt: the arrays with gradients; none of them for the op alone.
+    """
 
-def _flatten(x, arrays: list):
-    if isinstance(x, torch.Tensor):
-        arrays.append(x)
-        return _TENSOR
-    if isinstance(x, tuple | list):
-        parts = tuple(_flatten(y, arrays) for y in x)
-        return type(x)(*parts) if hasattr(x, "_fields") else parts
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        names = [f.name for f in dataclasses.fields(x)]
-        return _Made(type(x), tuple([_flatten(getattr(x, n), arrays) for n in names]))
-    if isinstance(x, torch.dtype):
-        return str(x).removeprefix("torch.")
-    return x
+    def __init__(self, name: str, op: Callable, leaves, structure, wrt, arrays):
+        self.name, self.wrt = name, wrt
+        names = [str(x.dtype).removeprefix("torch.") for x in arrays]
+        shapes = [tuple(map(int, x.shape)) for x in arrays]
+        structs = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, names, strict=True)]
+        what = name, leaves, structure, wrt, shapes, names, os.environ.get("JAXLLM_KERNELS")
+        digest = hashlib.sha256(repr((what, programs.source_hash())).encode()).hexdigest()
+        self.key = f"{name}-{digest[:32]}"
+        _calls[self.key] = self
+        self.entry = self._load() or self._trace(op, leaves, structure, structs)
+        self.leaf = self.entry.tree == jax.tree.structure(0)
+        self.runners: dict[tuple, run.Runner] = {}
+        self.ready: run.Runner | None = None  # in eager mode: the forward pass, after its check
+        self.back: Any = None
 
+    def _trace(self, op, leaves, structure, structs) -> Entry:
+        def call(*arrays):
+            left = iter(arrays)
+            full = [next(left) if x is _TENSOR else x for x in leaves]
+            args, kwargs = jax.tree.unflatten(structure, full)
+            return op(*args, **kwargs, implementation="mosaic")
 
-def _fill(x, arrays):
-    if x is _TENSOR:
-        return next(arrays)
-    if isinstance(x, _Made):
-        return x.kind(*[_fill(y, arrays) for y in x.fields])
-    if isinstance(x, tuple):
-        parts = [_fill(y, arrays) for y in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+        keep = lambda eqn: eqn  # lowered when the program first runs
+        if not self.wrt:
+            jaxpr, tree = programs.trace_run(call, structs)
+            return Entry(programs.build(jaxpr, keep), tree)
+        jaxpr, tree, n, floats, back = programs.trace_train(call, structs, self.wrt)
+        forward, saved = programs.split_forward(programs.build(jaxpr, keep), n)
+        backward = programs.distinct(programs.build(back, keep))
+        return Entry(forward, tree, tuple(floats), saved, *backward)
 
+    @property
+    def _path(self) -> Path:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.environ.get("PALLAS_KERNELS_CACHE") or os.path.join(cache, "pallas_kernels")
+        return Path(folder) / f"{self.key}.pickle"
 
-def _call(spec: Spec, *arrays):
-    left = iter(arrays)
-    args = [_fill(x, left) for x in spec.args]
-    kwargs = {k: _fill(x, left) for k, x in spec.kwargs}
-    return _OPS[spec.op](*args, **kwargs, implementation="mosaic")
+    def _load(self) -> Entry | None:
+        try:
+            return pickle.loads(self._path.read_bytes())
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError):
+            return None
 
+    def plans(self) -> Entry:
+        """The entry with plans, which are made and kept on disk if they are not yet."""
+        found = self.entry
+        if isinstance(found.forward, Plan):
+            return found
+        backward = found.backward and _lowered(found.backward)
+        self.entry = found = found._replace(forward=_lowered(found.forward), backward=backward)
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own = self._path.with_suffix(f".{os.getpid()}")
+            own.write_bytes(pickle.dumps(found))
+            own.replace(self._path)
+        except (OSError, pickle.PicklingError, TypeError) as error:
+            log.warning("%s is not cached on disk: %s", self.name, error)
+        return found
 
-def _signature(arrays) -> tuple:
-    return tuple([(tuple(map(int, x.shape)), x.dtype) for x in arrays])
+    def prepare(self, arrays) -> run.Runner:
+        """The runner of the forward pass in eager mode."""
+        _check(self.name, arrays)
+        found = self.plans()
+        self.back = found.backward and run.Runner(self.name, found.backward)
+        self.ready = run.Runner(self.name, found.forward)
+        return self.ready
 
-
-def _structs(signature) -> list[jax.ShapeDtypeStruct]:
-    return [
-        jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in signature
-    ]
-
-
-# ---- programs of a spec, kept on disk ------------------------------------------------------------
-
-
-def entry(key: str, signature: tuple) -> Entry:
-    """The programs of an operator for arrays with these shapes and dtypes; traced once."""
-    found = _entries.get((key, signature))
-    if found is None:
-        spec = _specs[key]
-        path = _path(spec, signature)
-        found = _load(path) or _trace(spec, signature)
-        _entries[key, signature] = found
-    return found
-
-
-def _trace(spec: Spec, signature: tuple) -> Entry:
-    op = functools.partial(_call, spec)
-    keep = lambda eqn: eqn  # lowered when the program first runs
-    if spec.mode == "run":
-        jaxpr, tree = programs.trace_run(op, _structs(signature))
-        return Entry(programs.build(jaxpr, keep), tree)
-    jaxpr, tree, n, floats, back = programs.trace_train(op, _structs(signature), spec.wrt)
-    forward, saved = programs.split_forward(programs.build(jaxpr, keep), n)
-    return Entry(
-        forward, tree, tuple(floats), saved, *programs.distinct(programs.build(back, keep))
-    )
-
-
-def _path(spec: Spec, signature: tuple) -> Path:
-    folder = os.environ.get("PALLAS_KERNELS_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pallas_kernels"
-    )
-    what = repr((spec, signature, programs.source_hash(), os.environ.get("JAXLLM_KERNELS")))
-    return Path(folder) / f"{spec.op}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pickle"
-
-
-def _load(path: Path) -> Entry | None:
-    try:
-        return pickle.loads(path.read_bytes())
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError):
-        return None
+    def results(self, backward: bool) -> list[programs.Array]:
+        made: Any = self.entry.backward if backward else self.entry.forward
+        return [(made.slots if isinstance(made, Plan) else made.arrays)[i] for i in made.outputs]
 
 
 def _lowered(program: Program) -> Plan:
@@ -182,66 +138,11 @@ def _lowered(program: Program) -> Plan:
         for s in program.steps
     ]
     made = plan(program._replace(steps=tuple(steps)))
-    units = [
-        u._replace(what=u.what._replace(binary=launch.binary(u.what)))
-        if isinstance(u.what, glue.Glue)
-        else u
-        for u in made.units
-    ]
-    return made._replace(units=tuple(units))
+    compiled = lambda x: x._replace(binary=launch.binary(x)) if isinstance(x, glue.Glue) else x
+    return made._replace(units=tuple(u._replace(what=compiled(u.what)) for u in made.units))
 
 
-def _planned(key: str, signature: tuple) -> Entry:
-    """The entry with plans, which are made and kept on disk if they are not yet."""
-    found = entry(key, signature)
-    if isinstance(found.forward, Plan):
-        return found
-    made = found._replace(
-        forward=_lowered(found.forward), backward=found.backward and _lowered(found.backward)
-    )
-    _entries[key, signature] = made
-    path = _path(_specs[key], signature)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_bytes(pickle.dumps(made))
-        own.replace(path)
-    except (OSError, pickle.PicklingError, TypeError) as error:
-        log.warning("%s is not cached on disk: %s", _specs[key].op, error)
-    return made
-
-
-def _results(made: Program | Plan) -> list[programs.Array]:
-    return [(made.slots if isinstance(made, Plan) else made.arrays)[i] for i in made.outputs]
-
-
-# ---- operators -----------------------------------------------------------------------------------
-
-
-def _execute(arrays: list[torch.Tensor], key: str) -> list[torch.Tensor]:
-    signature = (key, *[(x.shape, x.dtype, x.device) for x in arrays])
-    runner = _runners.get(signature)
-    if runner is None:
-        _check(key, arrays)
-        spec = _specs[key]
-        if spec.mode == "backward":
-            made: Any = _planned(*_forward_of(spec)).backward
-            runner = run.Runner(spec.op, made)
-        else:
-            found = _planned(key, _signature(arrays))
-            own = found.tree.num_leaves if spec.mode == "forward" else None
-            runner = run.Runner(spec.op, found.forward, own)
-        _runners[signature] = runner
-    return runner(arrays)
-
-
-def _forward_of(spec: Spec) -> tuple[str, tuple]:
-    """Key and signature of the operator whose backward pass this is."""
-    return _key(spec._replace(mode="forward", signature=())), spec.signature
-
-
-def _check(key: str, arrays) -> None:
-    name = _specs[key].op
+def _check(name: str, arrays) -> None:
     devices = {x.device for x in arrays}
     if len(devices) > 1:
         raise ValueError(f"{name}: all tensors on one device, not {sorted(map(str, devices))}")
@@ -259,160 +160,114 @@ def _check(key: str, arrays) -> None:
         )
 
 
-def _fake(arrays, key: str) -> list[torch.Tensor]:
-    spec = _specs[key]
-    if spec.mode == "backward":
-        made: Any = entry(*_forward_of(spec)).backward
-    else:
-        made = entry(key, _signature(arrays)).forward
-    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in _results(made)]
+# ---- operators, for those who trace ---------------------------------------------------------------
 
 
-def _save(ctx, inputs, output) -> None:
-    arrays, key = inputs
-    ctx.key, ctx.n = key, len(arrays)
-    ctx.set_materialize_grads(False)
-    spec = _specs[key]
-    if spec.mode != "forward":
-        return
-    ctx.signature = _signature(arrays)
-    found = entry(key, ctx.signature)
-    ctx.save_for_backward(*[(arrays if where == "in" else output)[i] for where, i in found.saved])
-    ctx.shapes = [
-        (tuple(x.shape), x.dtype) for x, yes in zip(output, found.floats, strict=False) if yes
-    ]
+def _execute(arrays: list[torch.Tensor], key: str, backward: bool) -> list[torch.Tensor]:
+    call = _calls[key]
+    what = (backward, *[x.device for x in arrays])
+    runner = call.runners.get(what)
+    if runner is None:
+        _check(call.name, arrays)
+        found: Any = call.plans()
+        own = None if backward else found.tree.num_leaves
+        made = found.backward if backward else found.forward
+        runner = call.runners[what] = run.Runner(call.name, made, own)
+    return runner(arrays)
 
 
-def _gradient(ctx, gradients):
-    spec = _specs[ctx.key]
-    if spec.mode == "backward":
-        raise NotImplementedError(f"{spec.op} has no second derivative")
-    saved = ctx.saved_tensors
-    found = entry(ctx.key, ctx.signature)
-    given = [g for g, yes in zip(gradients, found.floats, strict=False) if yes]
-    like = next(x for x in (*given, *saved) if x is not None)
-    full = [
-        like.new_zeros(shape, dtype=dtype) if g is None else g.to(dtype)
-        for g, (shape, dtype) in zip(given, ctx.shapes, strict=True)
-    ]
-    back = _key(spec._replace(mode="backward", signature=ctx.signature))
-    out = getattr(torch.ops.pallas_kernels, spec.op)([*saved, *full], back)
-    grads: list[torch.Tensor | None] = [None] * ctx.n
-    for i, place in zip(spec.wrt, found.gradients, strict=True):
-        grads[i] = out[place]
-    return grads, None
+def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
+    made = _calls[key].results(backward)
+    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in made]
 
 
-# ---- calls -----------------------------------------------------------------------------------------
+_WITH_DATA = {torch.Tensor, torch.nn.Parameter}
 
 
-class _Ready:
-    """A call with arguments of certain shapes, dtypes and options: all but the tensors."""
-
-    def __init__(self, key: str, signature: tuple):
-        self.key, self.signature, self.spec = key, signature, _specs[key]
-        self.tree = entry(key, signature).tree
-        self.leaf = jax.tree.structure(0) == self.tree
-        self.forward: run.Runner | None = None
-
-    def prepare(self, arrays) -> run.Runner:
-        _check(self.key, arrays)
-        found = _planned(self.key, self.signature)
-        self.saved, self.floats, self.gradients = found.saved, found.floats, found.gradients
-        self.shapes = [(x.shape, run.dtype(x.dtype)) for x in _results(found.forward)]
-        if found.backward is not None:
-            self.backward = run.Runner(self.spec.op, found.backward)
-        self.forward = run.Runner(self.spec.op, found.forward)
-        return self.forward
+def _traced(arrays) -> bool:
+    """Whether someone watches the operators, or the tensors have no data."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not _WITH_DATA.issuperset(map(type, arrays))
+    )
 
 
-class _Eager(torch.autograd.Function):
-    """A call outside of torch.compile, where the dispatch of operators would take longer than all."""
+def _run(call: Call, arrays, backward: bool = False):
+    """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
+    if _traced(arrays):
+        operator = getattr(torch.ops.pallas_kernels, call.name).default
+        return operator(list(arrays), call.key, backward)
+    runner = call.ready or call.prepare(arrays)
+    return call.back(arrays) if backward else runner(arrays)
 
+
+class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ready: _Ready, *arrays):
-        out = (ready.forward or ready.prepare(arrays))(arrays)
-        ctx.ready = ready
+    def forward(ctx, call: Call, *arrays):
+        out, entry = _run(call, arrays), call.entry
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in ready.saved])
-        if not all(ready.floats):
-            rest = zip(out, ready.floats, strict=False)
+        ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
+        if not all(entry.floats):
+            rest = zip(out, entry.floats, strict=False)
             ctx.mark_non_differentiable(*[x for x, yes in rest if not yes])
-        return tuple(out[: len(ready.floats)])
+        return tuple(out[: len(entry.floats)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        ready, saved = ctx.ready, ctx.saved_tensors
-        given = zip(gradients, ready.floats, ready.shapes, strict=False)
-        like = saved[0] if saved else next(x for x in gradients if x is not None)
-        full = [
-            like.new_zeros(of[0], dtype=of[1]) if g is None else g for g, yes, of in given if yes
-        ]
-        made = ready.backward([*saved, *full])
-        out = [None] * (len(ready.signature) + 1)
-        for i, place in zip(ready.spec.wrt, ready.gradients, strict=True):
+        call, saved = ctx.call, ctx.saved_tensors
+        given = [n for n, yes in enumerate(call.entry.floats) if yes]
+        if any(gradients[n] is None for n in given):
+            like = next(x for x in (*gradients, *saved) if x is not None)
+            of = call.results(False)
+            zeros = lambda n: like.new_zeros(of[n].shape, dtype=run.dtype(of[n].dtype))
+            gradients = [zeros(n) if x is None else x for n, x in enumerate(gradients)]
+        made = _run(call, [*saved, *[gradients[n] for n in given]], True)
+        out: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for i, place in zip(call.wrt, call.entry.gradients, strict=True):
             out[i + 1] = made[place]
         return tuple(out)
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-
-
-def _traced(arrays) -> bool:
-    """Whether these are no tensors with data, or someone watches the operators."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or not _PLAIN.issuperset(map(type, arrays))
-    )
-
-
 def register(name: str, op: Callable, autocast: bool = False) -> Callable:
-    """Makes `op` an operator and returns the function that calls it with tensors.
+    """The function that calls `op` with tensors.
 
     autocast: whether floating point tensors take autocast's dtype.
     """
-    _OPS[name] = op
-    qualified = f"pallas_kernels::{name}"
-    _library.define(f"{name}(Tensor[] arrays, str spec) -> Tensor[]")
+    _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
     _library.impl(name, _execute, "CUDA")
     _library.impl(name, _execute, "CPU")
-    torch.library.register_fake(qualified, _fake, lib=_library)
-    torch.library.register_autograd(qualified, _gradient, setup_context=_save, lib=_library)
-    operator = getattr(torch.ops.pallas_kernels, name).default
-    known: dict[tuple, _Ready] = {}
+    torch.library.register_fake(f"pallas_kernels::{name}", _fake, lib=_library)
 
+    @functools.wraps(op)
     def call(*args, **kwargs):
-        arrays: list[torch.Tensor] = []
-        shape = tuple([_flatten(x, arrays) for x in args])
-        named = tuple([(k, _flatten(x, arrays)) for k, x in kwargs.items()])
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not arrays:
             raise TypeError(f"{name}: no tensor among its arguments")
+        rest = tuple([_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves])
         if autocast and torch.is_autocast_enabled(arrays[0].device.type):
             kind = torch.get_autocast_dtype(arrays[0].device.type)
             arrays = [x.to(kind) if x.is_floating_point() else x for x in arrays]
         wrt: tuple[int, ...] = ()
         if torch.is_grad_enabled():
             wrt = tuple([i for i, x in enumerate(arrays) if x.requires_grad])
-        what = (shape, named, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
-        ready = known.get(what)
-        if ready is None:
-            key = _key(Spec(name, "forward" if wrt else "run", wrt, shape, named))
-            ready = known[what] = _Ready(key, _signature(arrays))
-        if _traced(arrays):
-            out = operator(arrays, ready.key)
-        elif wrt:
-            out = _Eager.apply(ready, *arrays)
-        else:
-            out = (ready.forward or ready.prepare(arrays))(arrays)
-        return (
-            out[0] if ready.leaf else jax.tree.unflatten(ready.tree, out[: ready.tree.num_leaves])
-        )
+        what = (name, rest, structure, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
+        found = _known.get(what)
+        if found is None:
+            plain = tuple([_plain(x) for x in rest])
+            found = _known[what] = Call(name, op, plain, structure, wrt, arrays)
+        out = _Function.apply(found, *arrays) if wrt else _run(found, arrays)
+        tree = found.entry.tree
+        return out[0] if found.leaf else tree.unflatten(out[: tree.num_leaves])
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = op.__doc__
     return torch.compiler.allow_in_graph(call)
+
+
+def _plain(x):
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
 
 
 def quantize(weight: torch.Tensor, **options) -> QuantizedWeight:
