@@ -81,13 +81,12 @@ class Call:
             args, kwargs = jax.tree.unflatten(structure, full)
             return op(*args, **kwargs, implementation="mosaic")
 
-        keep = lambda eqn: eqn  # lowered when the program first runs
         if not self.wrt:
             jaxpr, tree = programs.trace_run(call, structs)
-            return Entry(programs.build(jaxpr, keep), tree)
+            return Entry(programs.build(jaxpr), tree)
         jaxpr, tree, n, floats, back = programs.trace_train(call, structs, self.wrt)
-        forward, saved = programs.split_forward(programs.build(jaxpr, keep), n)
-        backward = programs.distinct(programs.build(back, keep))
+        forward, saved = programs.split_forward(programs.build(jaxpr), n)
+        backward = programs.distinct(programs.build(back))
         return Entry(forward, tree, tuple(floats), saved, *backward)
 
     @property

@@ -11,13 +11,22 @@ from pallas_kernels.torch.program import Array, Kernel, Program, Step
 SMALL = 2**20  # bytes; temporary arrays up to this size share one allocation
 
 
+class View(NamedTuple):
+    """An array as an operator of PyTorch reads it."""
+
+    slot: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None  # of its axes
+
+
 class Unit(NamedTuple):
-    """One launch, or one operator of PyTorch."""
+    """One launch with the slots of its arguments, or an operator of PyTorch with views."""
 
     what: Kernel | glue.Glue | Step
-    arrays: tuple[int, ...]  # of a launch: its arguments, by slot
-    made: tuple[int, ...] = ()  # slots that are allocated before
-    dead: tuple[int, ...] = ()  # slots whose memory is free after
+    slots: tuple[int, ...]  # of an operator: its results
+    views: tuple[View, ...]
+    made: tuple[int, ...]  # slots to allocate before
+    dead: tuple[int, ...]  # slots whose memory is free after
 
 
 class Plan(NamedTuple):
@@ -30,39 +39,38 @@ class Plan(NamedTuple):
     scratch: tuple[tuple[int, int], ...]  # slot, byte in the shared allocation
     size: int  # of it, in bytes
     outputs: tuple[int, ...]
-    views: dict[int, tuple[int, Array]]  # of each number that an operator reads: slot and shape
 
 
 class _Planner:
+    """A program's steps with all arguments of the kernels, and with steps that fill or copy."""
+
     def __init__(self, program: Program, native: bool):
-        self.native = native
         self.arrays, self.roots = list(program.arrays), list(program.roots)
-        self.constants, self.kept = dict(program.constants), set(program.kept)
+        self.constants = dict(program.constants)
         self.steps: list[Step] = []
         self.made: dict[int, Step] = {}  # by array
         self.same: dict[int, int] = {}  # arrays written into another's memory
-        self.inputs = range(len(program.inputs))
-        self.program = program._replace(
-            arrays=self.arrays, roots=self.roots, constants=self.constants
-        )
-        self.order(program)
-        self.outputs = self.results(program)
-
-    def order(self, program: Program) -> None:
-        last: dict[int, float] = {}
-        read: set[int] = set()  # by glue, perhaps later than its step
+        last, read = dict.fromkeys((self.roots[i] for i in program.outputs), math.inf), set()
         for n, step in enumerate(program.steps):
             roots = [self.roots[i] for i in step.ins]
-            last.update(dict.fromkeys(roots, n))
-            if glue.fits(step, program):
-                read.update(roots)
-        last.update(dict.fromkeys((self.roots[i] for i in program.outputs), math.inf))
+            last |= {r: n for r in roots if last.get(r) != math.inf}
+            # Glue reads an array perhaps later than its step, so no kernel may overwrite it.
+            read.update(roots if glue.fits(step, program) else ())
         for n, step in enumerate(program.steps):
-            if isinstance(step.params, Kernel) and self.native:
+            if isinstance(step.params, Kernel) and native:
                 roots = [self.roots[i] for i in step.ins]
                 own = {r for r in roots if last[r] == n and roots.count(r) == 1 and r in self.made}
                 step = self.kernel(step, own - read)
             self.add(step)
+        self.outputs: list[int] = []  # neither inputs, nor constants, nor each other
+        for number in program.outputs:
+            root = self.roots[number]
+            if root not in self.made or root in self.outputs:
+                root = self.glued("copy", {}, number, self.arrays[number])
+            self.outputs.append(root)
+        self.program = program._replace(
+            arrays=self.arrays, roots=self.roots, constants=self.constants
+        )
 
     def add(self, step: Step) -> None:
         self.steps.append(step)
@@ -91,8 +99,7 @@ class _Planner:
                 root = self.new(x)
             else:
                 value = self.new(Array((), x[0].dtype))
-                wide = np.float64 if x[0].dtype.startswith(("float", "bfloat")) else x[0].dtype
-                self.constants[value] = np.asarray(x[1], wide)
+                self.constants[value] = np.asarray(x[1])
                 root = self.glued("broadcast_in_dim", {"broadcast_dimensions": ()}, value, x[0])
             operands.append(root)
         outs = dict(zip(kernel.returned, step.outs, strict=True))
@@ -100,33 +107,32 @@ class _Planner:
         self.same |= {results[i]: operands[j] for i, j in kernel.aliases.items()}
         return Step("kernel", kernel, tuple(operands), tuple(results))
 
-    def results(self, program: Program) -> list[int]:
-        """The outputs as arrays that are neither inputs, nor constants, nor each other."""
-        found: list[int] = []
-        for number in program.outputs:
-            root = self.roots[number]
-            if root not in self.made or root in found:
-                root = self.glued("copy", {}, number, self.arrays[number])
-            found.append(root)
-        return found
+    def source(self, step: Step, i: int) -> tuple[int, tuple[int, ...] | None]:
+        """What a step reads as array i: products read arrays that are transposed otherwise."""
+        before = self.made.get(i)
+        if step.primitive == "dot_general" and before and before.primitive == "transpose":
+            return before.ins[0], before.params["permutation"]
+        return i, None
 
     def launches(self) -> list[Step | glue.Glue]:
-        """Steps in order, and before each what it needs of glue: as much at once as can be."""
-        program = self.program
-        joins = {id(s): glue.fits(s, program) for s in self.steps}
-        stored = {*self.inputs, *self.constants}
-        wanted = {*self.outputs, *self.kept}
-        for step in self.steps:
-            if not joins[id(step)]:
-                wanted.update(self.roots[i] for i in step.ins)
+        """Steps in order, and before each the glue that it waits for, as much at once as can be."""
+        stored = {*range(len(self.program.inputs)), *self.constants}
+        joins = {id(s) for s in self.steps if glue.fits(s, self.program)}
+        reads = {
+            id(s): [self.roots[self.source(s, i)[0]] for i in s.ins]
+            for s in self.steps
+            if id(s) not in joins
+        }
+        kept = self.program.kept
+        wanted = {*self.outputs, *kept, *(root for each in reads.values() for root in each)}
         done: list[Step | glue.Glue] = []
         waiting: list[int] = []
 
         def behind(root: int, known: dict[int, bool], top: bool = True) -> bool:
-            """Whether an array waits for another one that shall lie in memory."""
+            """Whether glue must first write another array, which shall lie in memory."""
             if root in stored:
                 return False
-            if not top and root in self.kept and root in waiting:
+            if not top and root in kept and root in waiting:
                 return True
             if root not in known:
                 ins = [self.roots[i] for i in self.made[root].ins]
@@ -137,15 +143,15 @@ class _Planner:
             while waiting:
                 known: dict[int, bool] = {}
                 now = [root for root in waiting if not behind(root, known)]
-                done.append(glue.write(program, self.made, stored, now))
+                done.append(glue.write(self.program, self.made, stored, now))
                 stored.update(now)
                 waiting[:] = [root for root in waiting if root not in stored]
 
         for step in self.steps:
-            if joins[id(step)]:
+            if id(step) in joins:
                 waiting += [root for root in step.outs if root in wanted]
                 continue
-            if any(self.roots[i] in waiting for i in step.ins):
+            if not set(waiting).isdisjoint(reads[id(step)]):
                 flush()
             done.append(step)
             stored.update(step.outs)
@@ -156,52 +162,49 @@ class _Planner:
 def plan(program: Program, native: bool = True) -> Plan:
     """native: kernels are launched; otherwise they are functions of tensors, as operators are."""
     p = _Planner(program, native)
-    done = p.launches()
-    owner = lambda root: owner(p.same[root]) if root in p.same else root
-    number: dict[int, int] = {i: i for i in p.inputs}  # of each array its slot
-    launch = lambda what: isinstance(what, glue.Glue) or isinstance(what.params, Kernel)
-    used = [
-        [owner(r) for r in x.arrays]
-        if isinstance(x, glue.Glue)
-        else [owner(p.roots[i]) for i in (*x.ins, *x.outs)]
-        for x in done
-    ]
-    constants = [r for r in dict.fromkeys(r for each in used for r in each) if r in p.constants]
-    for root in (*constants, *(r for each in used for r in each)):
-        number.setdefault(root, len(number))
+    done, inputs = p.launches(), range(len(program.inputs))
+    launched = [isinstance(x, glue.Glue) or isinstance(x.params, Kernel) for x in done]
+
+    def owner(number: int) -> int:
+        root = p.roots[number]
+        return owner(p.same[root]) if root in p.same else root
+
+    used = []  # the arrays in memory of each
+    for x in done:
+        args = x.arrays if isinstance(x, glue.Glue) else [p.source(x, i)[0] for i in x.ins]
+        used.append([owner(i) for i in (*args, *(() if isinstance(x, glue.Glue) else x.outs))])
+    every = [root for each in used for root in each]
+    constants = [root for root in dict.fromkeys(every) if root in p.constants]
+    number = {root: n for n, root in enumerate(dict.fromkeys((*inputs, *constants, *every)))}
     last = {root: n for n, each in enumerate(used) for root in each}
     outputs = [owner(root) for root in p.outputs]
-    tensors = {r for x, each in zip(done, used, strict=True) if not launch(x) for r in each}
-    fixed = {*p.inputs, *constants, *outputs}
-    units, seen, scratch, size = [], {*p.inputs, *constants}, [], 0
-    views = {}
-    for n, (what, each) in enumerate(zip(done, used, strict=True)):
-        made, dead = [], []
-        for root in dict.fromkeys(each):
-            if last[root] == n and root not in fixed:
-                dead.append(number[root])
-            if root in seen:
-                continue
-            seen.add(root)
-            space = math.prod(p.arrays[root].shape) * np.dtype(p.arrays[root].dtype).itemsize
-            if root in tensors or root in outputs or space > SMALL:
-                made.append(number[root])
-            else:
-                scratch.append((number[root], size))
-                size += -(-space // 256) * 256
-        if launch(what):
-            units.append(Unit(what, tuple(number[r] for r in each), tuple(made), tuple(dead)))
-            continue
-        views |= {i: (number[owner(p.roots[i])], p.arrays[i]) for i in (*what.ins, *what.outs)}
-        units.append(Unit(what, (), (), tuple(dead)))
-    held = dict(scratch)
-    units = [u._replace(dead=tuple(s for s in u.dead if s not in held)) for u in units]
-    slots = [Array((), "")] * len(number)
-    for root, slot in number.items():
-        slots[slot] = p.arrays[root]
+    tensors = {*outputs, *(r for yes, each in zip(launched, used) if not yes for r in each)}
+    slots = [p.arrays[root] for root in number]
     for n, root in zip(program.outputs, outputs, strict=True):
         slots[number[root]] = p.arrays[n]
+    units, size = [], 0
+    seen, scratch = {*inputs, *constants}, {}
+    for n, (x, each) in enumerate(zip(done, used, strict=True)):
+        fresh = [] if not launched[n] else [r for r in dict.fromkeys(each) if r not in seen]
+        seen.update(each)
+        for root in fresh:
+            space = math.prod(p.arrays[root].shape) * np.dtype(p.arrays[root].dtype).itemsize
+            if root not in tensors and space <= SMALL:
+                scratch[number[root]] = size
+                size += -(-space // 256) * 256
+        made = tuple(number[r] for r in fresh if number[r] not in scratch)
+        fixed = {*inputs, *constants, *outputs}
+        dead = {number[r] for r in each if last[r] == n and r not in fixed}.difference(scratch)
+        views = []
+        if not launched[n]:
+            for i in x.ins:
+                of, order = p.source(x, i)
+                views.append(View(number[owner(of)], p.arrays[of].shape, order))
+            each = [owner(i) for i in x.outs]
+        what = x.params if launched[n] and isinstance(x, Step) else x
+        places = tuple(number[r] for r in each)
+        units.append(Unit(what, places, tuple(views), made, tuple(dead)))
     return Plan(
         program.inputs, tuple(p.constants[r] for r in constants), tuple(units), tuple(slots),
-        tuple(scratch), size, tuple(number[r] for r in outputs), views,
+        tuple(scratch.items()), size, tuple(number[r] for r in outputs),
     )  # fmt: skip

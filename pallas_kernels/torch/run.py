@@ -1,6 +1,7 @@
 """Runs a plan with PyTorch: its memory, its current stream, its operators for what is no launch."""
 
 import logging
+import math
 import threading
 from array import array
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from pallas_kernels.torch import launch
-from pallas_kernels.torch.plan import Plan
+from pallas_kernels.torch.plan import Plan, Unit
 from pallas_kernels.torch.program import Array, Step
 
 log = logging.getLogger("pallas_kernels")
@@ -25,127 +26,106 @@ def dtype(name: str) -> torch.dtype:
 # ---- primitives that are no glue -----------------------------------------------------------------
 
 
-def _dot_general(*, dimension_numbers, out, **_):
+def _dot_general(x, y, out, *, dimension_numbers):
     (lc, rc), (lb, rb) = dimension_numbers
-
-    def run(x, y):
-        lf = [i for i in range(x.dim()) if i not in (*lc, *lb)]
-        rf = [i for i in range(y.dim()) if i not in (*rc, *rb)]
-        batch = [x.shape[i] for i in lb]
-        left = [x.shape[i] for i in lf]
-        right = [y.shape[i] for i in rf]
-        k = int(np.prod([x.shape[i] for i in lc]))
-        a = x.permute(*lb, *lf, *lc).reshape(-1, int(np.prod(left)), k)
-        b = y.permute(*rb, *rc, *rf).reshape(-1, k, int(np.prod(right)))
-        if x.dtype != out or y.dtype != out:
-            if x.is_cuda and x.dtype == y.dtype and out == torch.float32:
-                product = (
-                    torch.bmm(a, b, out_dtype=out) if batch else torch.mm(a[0], b[0], out_dtype=out)
-                )
-            else:
-                product = torch.matmul(a.to(out), b.to(out))
-        else:
-            product = torch.bmm(a, b) if batch else torch.mm(a[0], b[0])
-        return product.reshape(*batch, *left, *right)
-
-    return run
+    lf = [i for i in range(x.dim()) if i not in (*lc, *lb)]
+    rf = [i for i in range(y.dim()) if i not in (*rc, *rb)]
+    batch, left, right = ([z.shape[i] for i in axes] for z, axes in ((x, lb), (x, lf), (y, rf)))
+    k = math.prod(x.shape[i] for i in lc)
+    a = x.permute(*lb, *lf, *lc).reshape(-1, math.prod(left), k)
+    b = y.permute(*rb, *rc, *rf).reshape(-1, k, math.prod(right))
+    options = {}
+    if x.is_cuda and x.dtype == y.dtype != out == torch.float32:
+        options["out_dtype"] = out
+    else:
+        a, b = a.to(out), b.to(out)
+    product = torch.bmm(a, b, **options) if batch else torch.mm(a[0], b[0], **options)
+    return product.reshape(*batch, *left, *right)
 
 
-def _sort(*, dimension, num_keys, is_stable=True, **_):
-    def run(*x):
-        order = None
-        for key in reversed(x[:num_keys]):
-            values = key.long() if not key.is_floating_point() else key
-            values = values if order is None else values.gather(dimension, order)
-            found = torch.sort(values, dim=dimension, stable=True).indices
-            order = found if order is None else order.gather(dimension, found)
-        return [_gather(y, dimension, order) for y in x]
-
-    return run
-
-
-def _gather(x, dimension, index):
-    """PyTorch gathers no unsigned integers of 16 bits or more."""
-    signed = getattr(torch, str(x.dtype).removeprefix("torch.u"), x.dtype)
-    return x.view(signed).gather(dimension, index).view(x.dtype)
+def _sort(*x, dimension, num_keys, **_):
+    order = None
+    for key in reversed(x[:num_keys]):
+        values = key if key.is_floating_point() else key.long()
+        values = values if order is None else values.gather(dimension, order)
+        found = torch.sort(values, dim=dimension, stable=True).indices
+        order = found if order is None else order.gather(dimension, found)
+    # PyTorch gathers no unsigned integers of 16 bits or more.
+    signed = [getattr(torch, str(y.dtype).removeprefix("torch.u"), y.dtype) for y in x]
+    pairs = zip(x, signed, strict=True)
+    return [y.view(kind).gather(dimension, order).view(y.dtype) for y, kind in pairs]
 
 
-def _scatter(*, update_window_dims, inserted_window_dims, scatter_dims_to_operand_dims, **_):
+def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand_dims, **_):
     """x[index] = update for scalars, where others are dropped, or for one slice along one axis."""
     axes = tuple(scatter_dims_to_operand_dims)
-
-    def slice_of(x, indices, updates):
-        out = x.clone()
-        if not axes:
-            out[tuple(map(slice, updates.shape))] = updates
-            return out
-        within = indices.long() + torch.arange(updates.shape[axes[0]], device=x.device)
-        return out.index_copy(axes[0], within, updates)
-
-    def scalars(x, indices, updates):
+    if not update_window_dims and axes == (0,) and x.dim() == 1:
         index = indices[..., 0].reshape(-1).long()
         inside = (index >= 0) & (index < x.shape[0])
         wide = torch.cat([x, x.new_zeros(1)])  # one more place for what is dropped
         wide[torch.where(inside, index, x.shape[0])] = updates.reshape(-1)
         return wide[:-1]
-
-    def run(x, indices, updates):
-        if not update_window_dims and axes == (0,) and x.dim() == 1:
-            return scalars(x, indices, updates)
-        if not inserted_window_dims and len(axes) <= 1 and indices.dim() == 1:
-            return slice_of(x, indices, updates)
+    if updates.dim() != x.dim() or len(axes) > 1 or indices.dim() != 1:
         raise NotImplementedError("this scatter has no form in PyTorch")
+    out = x.clone()
+    if not axes:
+        out[tuple(map(slice, updates.shape))] = updates
+        return out
+    within = indices.long() + torch.arange(updates.shape[axes[0]], device=x.device)
+    return out.index_copy(axes[0], within, updates)
 
-    return run
+
+def _cumulative(function):
+    return lambda x, *, axis, reverse: (
+        function(x.flip(axis), axis).flip(axis) if reverse else function(x, axis)
+    )
 
 
-_REDUCE = {
+_OPERATORS = {
+    "sort": _sort, "scatter": _scatter,
     # XLA adds bf16 in fp32 and rounds once, as PyTorch does.
-    "reduce_sum": lambda x, axes: torch.sum(x, axes, dtype=x.dtype),
-    "reduce_max": torch.amax, "reduce_min": torch.amin, "reduce_and": torch.all,
-    "reduce_or": torch.any,
+    "reduce_sum": lambda x, *, axes, **_: torch.sum(x, axes, dtype=x.dtype),
+    "reduce_max": lambda x, *, axes, **_: torch.amax(x, axes),
+    "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
+    "reduce_and": lambda x, *, axes, **_: torch.all(x, axes),
+    "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
+    "cumsum": _cumulative(lambda x, axis: torch.cumsum(x, axis, dtype=x.dtype)),
+    "cummax": _cumulative(lambda x, axis: torch.cummax(x, axis).values),
 }  # fmt: skip
-_CUMULATIVE = {
-    "cumsum": lambda x, axis: torch.cumsum(x, axis, dtype=x.dtype),
-    "cummax": lambda x, axis: torch.cummax(x, axis).values,
-}
 
 
 def operator(step: Step, out: Array) -> Callable:
     """A step as a function of tensors: one result, or a list of them."""
-    name, params = step.primitive, step.params
-    if name == "dot_general":
-        return _dot_general(**params, out=dtype(out.dtype))
-    if name in _REDUCE:
-        return lambda x: _REDUCE[name](x, tuple(params["axes"]))
-    if name in _CUMULATIVE:
-        axis, function = params["axis"], _CUMULATIVE[name]
-        if params["reverse"]:
-            return lambda x: function(x.flip(axis), axis).flip(axis)
-        return lambda x: function(x, axis)
-    if name in ("sort", "scatter"):
-        return {"sort": _sort, "scatter": _scatter}[name](**params)
-    if name == "convert_element_type":  # of types that glue lacks, such as float8_e4m3fn
-        return lambda x: x.to(dtype(out.dtype))
-    raise NotImplementedError(f"{name} has no form in PyTorch")
+    kind = dtype(out.dtype)
+    if step.primitive == "dot_general":
+        return lambda x, y: _dot_general(x, y, kind, **step.params)
+    if step.primitive == "convert_element_type":  # of types that glue lacks, such as float8_e4m3fn
+        return lambda x: x.to(kind)
+    if step.primitive not in _OPERATORS:
+        raise NotImplementedError(f"{step.primitive} has no form in PyTorch")
+    return lambda *x: _OPERATORS[step.primitive](*x, **step.params)
 
 
 # ---- a plan --------------------------------------------------------------------------------------
 
 
-_bound = threading.local()
+class _Threads(threading.local):
+    def __init__(self):
+        self.devices: set[int] = set()
 
 
-def bind(device: int) -> None:
-    """Makes the device's CUDA context current in this thread, once a thread.
+_bound = _Threads()
+
+
+def _bind(device: int) -> None:
+    """Makes the device's CUDA context current in this thread.
 
     Mosaic calls the driver, which takes the current context.  A new thread, such as autograd's, has
     none until the CUDA runtime needs one: torch.cuda.device(0) does not, nor does memory from
     PyTorch's cache.
     """
-    if device not in _bound.__dict__.setdefault("devices", set()):
-        torch.cuda.mem_get_info(device)
-        _bound.devices.add(device)
+    torch.cuda.mem_get_info(device)
+    _bound.devices.add(device)
 
 
 class Runner:
@@ -162,58 +142,33 @@ class Runner:
         self.ready: dict[torch.device, tuple] = {}
 
     def _prepare(self, device) -> tuple:
-        """Addresses of the constants and the units for a device, and what owns the memory."""
+        """The constants on a device, their addresses, and the units: all that a call need not do."""
         constants: list[torch.Tensor] = []
         # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
         # memory nor be inference tensors, both of which belong to a thread.
         thread = threading.Thread(target=self._constants, args=(device, constants))
         thread.start()
         thread.join()
-        return (
-            constants,
-            [x.data_ptr() for x in constants],
-            list(map(self._unit(device), self.plan.units)),
-        )
+        units = [self._unit(unit, device) for unit in self.plan.units]
+        return constants, [x.data_ptr() for x in constants], units
 
     def _constants(self, device, made: list) -> None:
-        first = len(self.plan.inputs)
-        for n, x in enumerate(self.plan.constants):
+        for x, array in zip(self.plan.constants, self.plan.slots[len(self.plan.inputs) :]):
             wide = x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
-            kind = dtype(self.plan.slots[first + n].dtype)
-            made.append(torch.tensor(wide, dtype=kind).to(device))
+            made.append(torch.tensor(wide, dtype=dtype(array.dtype)).to(device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams read them, too
 
-    def _unit(self, device) -> Callable:
-        inputs, slots = len(self.plan.inputs), self.plan.slots
-        # An input may have another shape than the program's, which is a view of it.
-        views = {
-            i: (slot, x.shape if slot < inputs or x.shape != slots[slot].shape else None)
-            for i, (slot, x) in self.plan.views.items()
-        }
-
-        def prepared(unit):
-            what = unit.what
-            made = tuple(
-                (s, torch.zeros if s in self.zeros else torch.empty, slots[s].shape,
-                 dtype(slots[s].dtype))
-                for s in unit.made
-            )  # fmt: skip
-            if unit.arrays:
-                compiled = launch.launcher if isinstance(what, Step) else launch.glue_launcher
-                kernel = what.params if isinstance(what, Step) else what
-                addresses = itemgetter(*unit.arrays, unit.arrays[0])  # and room for one more
-                return compiled(kernel, device.index), made, addresses, len(unit.arrays), unit.dead
-            run = operator(what, self.plan.views[what.outs[0]][1])
-            return (
-                None,
-                run,
-                [views[i] for i in what.ins],
-                [views[i][0] for i in what.outs],
-                unit.dead,
-            )
-
-        return prepared
+    def _unit(self, unit: Unit, device) -> tuple:
+        slots, what = self.plan.slots, unit.what
+        if isinstance(what, Step):
+            return operator(what, slots[unit.slots[0]]), (), None, unit
+        compiled = launch.glue_launcher if isinstance(what, launch.Glue) else launch.launcher
+        fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
+        kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
+        addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
+        made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
+        return compiled(what, device.index), made, addresses, unit
 
     def __call__(self, tensors) -> list[torch.Tensor]:
         device, stream = tensors[0].device, 0
@@ -222,7 +177,8 @@ class Runner:
             if index != torch._C._cuda_getDevice():
                 with torch.cuda.device(index):
                     return self(tensors)
-            bind(index)
+            if index not in _bound.devices:
+                _bind(index)
             stream = torch._C._cuda_getCurrentRawStream(index)
         ready = self.ready.get(device)
         if ready is None:
@@ -230,38 +186,48 @@ class Runner:
         constants, addresses, units = ready
         plan = self.plan
         held: list[Any] = [*tensors, *constants]
+        at = []
         for i, x in enumerate(tensors):
-            if not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
-                held[i] = _copy(self.name, x)
-        at = [x.data_ptr() for x in held[: len(tensors)]]
-        rest = [0] * (len(plan.slots) - len(held))
-        at += [*addresses, *rest]
+            place = x.data_ptr()
+            if place % _ALIGNMENT or not x.is_contiguous():
+                x = held[i] = _copy(self.name, x)
+                place = x.data_ptr()
+            at.append(place)
+        rest = [None] * (len(plan.slots) - len(held))
         held += rest
+        at += addresses
+        at += rest
         if plan.size:
             scratch = torch.empty(plan.size, dtype=torch.uint8, device=device)
             base = scratch.data_ptr()
             for slot, offset in plan.scratch:
                 at[slot] = base + offset
-        for start, made, chosen, count, dead in units:
-            if start is None:
-                self._operate(made, chosen, count, held, at)
+        for start, made, chosen, unit in units:
+            if chosen is None:
+                self._operate(start, unit, held, at)
             else:
-                for slot, make, shape, kind in made:
+                for make, slot, shape, kind in made:
                     x = held[slot] = make(shape, dtype=kind, device=device)
                     at[slot] = x.data_ptr()
                 pointers = array("Q", chosen(at))
                 begin = pointers.buffer_info()[0]
                 pointers[-1] = begin
-                start(begin, count, stream)
-            for slot in dead:
+                start(begin, len(unit.slots), stream)
+            for slot in unit.dead:
                 held[slot] = None
         return [held[i] for i in plan.outputs]
 
-    def _operate(self, run, ins, outs, held, at) -> None:
+    def _operate(self, run: Callable, unit: Unit, held: list, at: list) -> None:
         """One operator of PyTorch; its results get the shape of their slot."""
-        results = run(*[held[i] if shape is None else held[i].view(shape) for i, shape in ins])
+        arrays = []
+        for slot, shape, order in unit.views:
+            # A saved tensor may have another shape than the program's input, its view.
+            x = held[slot].view(shape)
+            arrays.append(x if order is None else x.permute(order))
+        with torch.autocast(arrays[0].device.type, enabled=False):
+            results = run(*arrays)
         results = results if isinstance(results, list) else [results]
-        for slot, x in zip(outs, results, strict=True):
+        for slot, x in zip(unit.slots, results, strict=True):
             held[slot] = x = x.reshape(self.plan.slots[slot].shape).contiguous()
             at[slot] = x.data_ptr()
 

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 torch = pytest.importorskip("torch")
 import torch.utils.checkpoint  # noqa: E402
+
 import pallas_kernels as jk  # noqa: E402
 import pallas_kernels.torch as pk  # noqa: E402
 from pallas_kernels.torch import launch, ops, plan, program, run  # noqa: E402
