@@ -53,25 +53,21 @@ struct Arrays { void* at[COUNT]; };
   if (int b = int(blockIdx.x) - (first); b >= 0 && b < blocks) \\
     for (Index i = Index(b) * 256 + threadIdx.x; i < count; i = count)
 """  # noqa: E501
-_BINARY = {
-    "add": "+", "add_any": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<",
-    "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^", "shift_left": "<<",
-    "shift_right_arithmetic": ">>", "div": "/",
-}  # fmt: skip
-_CALLS = {
-    "exp": "exp", "exp2": "exp2", "log": "log", "log1p": "log1p", "expm1": "expm1",
-    "tanh": "tanh", "sqrt": "sqrt", "sin": "sin", "cos": "cos", "erf": "erf", "floor": "floor",
-    "ceil": "ceil", "pow": "pow", "log2": "log2", "is_finite": "isfinite",
-}  # fmt: skip
 _FORMULAS = {
     "neg": "-{0}", "max": "({0} > {1} || {0} != {0} ? {0} : {1})", "square": "{0} * {0}",
     "min": "({0} < {1} || {0} != {0} ? {0} : {1})", "abs": "({0} < 0 ? -{0} : {0})",
     "sign": "({0} != {0} ? {0} : ({type})(({0} > 0) - ({0} < 0)))", "rsqrt": "1 / sqrt({0})",
-    "logistic": "1 / (1 + exp(-{0}))", "copy": "{0}", "shift_right_logical": "{unsigned}({0}) >> {1}",
-    "clamp": "({1} < {0} ? {0} : {1} > {2} ? {2} : {1})", "reduce_precision": "float({kind}({0}))",
-} | {k: f"{{0}} {v} {{1}}" for k, v in _BINARY.items()} | {
-    k: f"{v}({{0}}, {{1}})" if k == "pow" else f"{v}({{0}})" for k, v in _CALLS.items()
+    "logistic": "1 / (1 + exp(-{0}))", "copy": "{0}", "is_finite": "isfinite({0})",
+    "clamp": "({1} < {0} ? {0} : {1} > {2} ? {2} : {1})", "reduce_precision": "float({bits}({0}))",
+    "pow": "pow({0}, {1})", "shift_right_logical": "(unsigned {plain})({0}) >> {1}",
+    "add": "{0} + {1}", "add_any": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
+    "div": "{0} / {1}", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}",
+    "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}",
+    "or": "{0} | {1}", "xor": "{0} ^ {1}", "shift_left": "{0} << {1}",
+    "shift_right_arithmetic": "{0} >> {1}",
 }  # fmt: skip
+_SAME = "exp exp2 log log1p log2 expm1 tanh sqrt sin cos erf floor ceil".split()
+_FORMULAS |= {name: name + "({0})" for name in _SAME}
 _MOVES = {
     "pad", "slice", "transpose", "broadcast_in_dim", "concatenate", "split", "stack", "unstack",
     "select_n", "iota", "rev", "convert_element_type", "not", "rem", "integer_pow",
@@ -167,7 +163,6 @@ class _Function:
         dtype = arrays[number].dtype
         kind = _TYPES[dtype][0]
         get = lambda i, at: self.value(ins[i], tuple(at))
-        here = lambda i: get(i, at if shapes[i] else ())
         index = lambda text: self.let("Index", text)
         if name == "broadcast_in_dim":
             return get(0, (at[d] for d in p["broadcast_dimensions"]))
@@ -175,35 +170,28 @@ class _Function:
             back = dict(zip(p["permutation"], at, strict=True))
             return get(0, (back[axis] for axis in range(len(at))))
         if name == "slice":
-            steps = p["strides"] or (1,) * len(at)
-            moved = zip(at, steps, p["start_indices"], strict=True)
-            return get(0, (index(f"{x} * {s} + {b}") for x, s, b in moved))
+            moved = zip(at, p["strides"] or (1,) * len(at), p["start_indices"], strict=True)
+            return get(0, (index(f"{x} * {step} + {begin}") for x, step, begin in moved))
         if name == "rev":
-            flip = p["dimensions"]
-            return get(
-                0, (index(f"{n - 1} - {x}") if d in flip else x
-                    for d, (x, n) in enumerate(zip(at, shapes[0], strict=True)))
-            )  # fmt: skip
+            ends = [n - 1 if axis in p["dimensions"] else 0 for axis, n in enumerate(shapes[0])]
+            pairs = zip(at, ends, strict=True)
+            return get(0, (index(f"{end} - {x}") if end else x for x, end in pairs))
         if name == "pad":
             return self._pad(p["padding_config"], shapes[0], at, get)
         if name in ("concatenate", "stack", "split", "unstack"):
             return self._parts(step, number, at, shapes, get)
         if name == "iota":
             return f"({kind})({at[p['dimension']]})"
+        x = [get(i, at if shapes[i] else ()) for i in range(len(ins))]
         if name == "select_n":
-            which, *cases = map(here, range(len(ins)))
-            if len(cases) == 2:
-                return f"{which} ? {cases[1]} : {cases[0]}"
-            first, *rest = cases
-            for n, x in enumerate(rest, 1):
-                first = self.let(kind, f"{which} == {n} ? {x} : {first}")
-            return first
-        x = [here(i) for i in range(len(ins))]
+            if len(x) == 3:
+                return f"{x[0]} ? {x[2]} : {x[1]}"
+            cases = enumerate(x[2:], 1)
+            return "".join(f"{x[0]} == {n} ? {case} : " for n, case in cases) + x[1]
         if name == "convert_element_type":
             return f"{x[0]} != 0" if dtype == "bool" else f"({kind})({x[0]})"
         if name == "bitcast_convert_type":
-            stored = _TYPES[arrays[ins[0]].dtype][1]
-            return f"as<{_TYPES[dtype][1]}>({stored}({x[0]}))"
+            return f"as<{_TYPES[dtype][1]}>({_TYPES[arrays[ins[0]].dtype][1]}({x[0]}))"
         if name == "not":
             return f"!{x[0]}" if dtype == "bool" else f"~{x[0]}"
         if name == "rem":
@@ -211,11 +199,9 @@ class _Function:
         if name == "integer_pow":
             power = " * ".join([x[0]] * abs(p["y"])) or f"({kind})(1)"
             return f"1 / ({power})" if p["y"] < 0 else power
-        unsigned = f"(unsigned {kind.replace('unsigned', '').replace('signed', '')})"
-        fields = {"type": kind, "unsigned": unsigned}
-        if name == "reduce_precision":
-            fields["kind"] = "bf16" if p["exponent_bits"] == 8 else "f16"
-        return _FORMULAS[name].format(*x, **fields)
+        plain = kind.replace("unsigned", "").replace("signed", "")
+        bits = "bf16" if p.get("exponent_bits") == 8 else "f16"
+        return _FORMULAS[name].format(*x, type=kind, plain=plain, bits=bits)
 
     def _pad(self, config, shape, at, get) -> str:
         inside, places = [], []
@@ -229,35 +215,28 @@ class _Function:
             places.append(self.let("Index", f"{span} < 0 ? 0 : {span} < {n} ? {span} : {n - 1}"))
         if 0 in shape:
             return get(1, ())
-        return (
-            f"{self.let('bool', ' && '.join(inside) or 'true')} ? {get(0, places)} : {get(1, ())}"
-        )
+        within = self.let("bool", " && ".join(inside) or "true")
+        return f"{within} ? {get(0, places)} : {get(1, ())}"
 
     def _parts(self, step, number, at, shapes, get) -> str:
         p, name = step.params, step.primitive
         axis = next(p[k] for k in ("axis", "dimension") if k in p)
-        x, before, after = at[axis] if at else "", at[:axis], at[axis + 1 :]
+        before, after = at[:axis], at[axis + 1 :]
         if name == "split":
             begin = sum(p["sizes"][: step.outs.index(number)])
-            return get(0, (*before, self.let("Index", f"{x} + {begin}"), *after))
+            return get(0, (*before, self.let("Index", f"{at[axis]} + {begin}"), *after))
         if name == "unstack":
             return get(0, (*before, str(step.outs.index(number)), *at[axis:]))
-        if name == "stack":
-            parts = [get(i, (*before, *after)) for i in range(len(shapes))]
-            ends = range(1, len(shapes))
-        else:
-            parts, ends, begin = [], [], 0
-            for i, shape in enumerate(shapes):
-                own = f"{x} - {begin}"
-                own = f"{own} < 0 ? 0 : {own} < {shape[axis]} ? {own} : {shape[axis] - 1}"
-                if shape[axis]:
-                    parts.append(get(i, (*before, self.let("Index", own), *after)))
-                    ends.append(begin := begin + shape[axis])
-            ends.pop()
-        return (
-            "".join(f"{x} < {end} ? {v} : " for end, v in zip(ends, parts, strict=False))
-            + parts[-1]
-        )
+        text, begin = "", 0
+        for i, shape in enumerate(shapes):
+            n = 1 if name == "stack" else shape[axis]
+            own = f"{at[axis]} - {begin}"  # of this part; its place must exist even if not used
+            own = self.let("Index", f"{own} < 0 ? 0 : {own} < {n} ? {own} : {n - 1}")
+            if n:
+                begin += n
+                part = get(i, (*before, *(() if name == "stack" else (own,)), *after))
+                text += f"{at[axis]} < {begin} ? {part} : "
+        return f"{text}{part}"
 
 
 def _literal(x: np.ndarray, dtype: str) -> str:

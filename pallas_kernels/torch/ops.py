@@ -159,7 +159,7 @@ def _check(name: str, arrays) -> None:
         )
 
 
-# ---- operators, for those who trace ---------------------------------------------------------------
+# ---- the two passes ------------------------------------------------------------------------------
 
 
 def _execute(arrays: list[torch.Tensor], key: str, backward: bool) -> list[torch.Tensor]:

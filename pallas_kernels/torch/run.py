@@ -142,7 +142,7 @@ class Runner:
         self.ready: dict[torch.device, tuple] = {}
 
     def _prepare(self, device) -> tuple:
-        """The constants on a device, their addresses, and the units: all that a call need not do."""
+        """The constants on a device, their addresses, and the units."""
         constants: list[torch.Tensor] = []
         # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
         # memory nor be inference tensors, both of which belong to a thread.
@@ -153,9 +153,9 @@ class Runner:
         return constants, [x.data_ptr() for x in constants], units
 
     def _constants(self, device, made: list) -> None:
-        for x, array in zip(self.plan.constants, self.plan.slots[len(self.plan.inputs) :]):
+        for n, x in enumerate(self.plan.constants, len(self.plan.inputs)):
             wide = x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
-            made.append(torch.tensor(wide, dtype=dtype(array.dtype)).to(device))
+            made.append(torch.tensor(wide, dtype=dtype(self.plan.slots[n].dtype)).to(device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams read them, too
 

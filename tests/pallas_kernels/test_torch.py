@@ -15,8 +15,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 torch = pytest.importorskip("torch")
-import torch.utils.checkpoint  # noqa: E402
-
 import pallas_kernels as jk  # noqa: E402
 import pallas_kernels.torch as pk  # noqa: E402
 from pallas_kernels.torch import launch, ops, plan, program, run  # noqa: E402
@@ -279,7 +277,8 @@ def test_torch_compile_and_checkpoint_see_two_operators(interprets):
     q, k = (torch.randn(1, 128, 2, 64, generator=g).bfloat16().requires_grad_() for _ in "qk")
     leaves = q, k, torch.ones(64, requires_grad=True)
     found = []
-    checkpoint = torch.utils.checkpoint.checkpoint
+    from torch.utils.checkpoint import checkpoint
+
     for f in (
         block,
         torch.compile(block, fullgraph=True, backend="aot_eager"),
@@ -289,6 +288,33 @@ def test_torch_compile_and_checkpoint_see_two_operators(interprets):
         found.append([out, lse, *torch.autograd.grad(out.float().square().sum(), leaves)])
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0]))
+
+
+# Launches and PyTorch operators of a call: forward without gradients, forward, backward.
+MOST_UNITS = {
+    "attention": (1, 1, 2), "rms_norm": (1, 1, 3), "rms_norm+": (1, 1, 3),
+    "layer_norm": (1, 1, 3), "rope": (1, 1, 1), "swiglu": (1, 1, 1), "mlp": (4, 4, 8),
+    "mlp+": (3, 4, 7), "encoder": (1, 1, 7), "cross_entropy": (1, 1, 1),
+    "linear_cross_entropy": (8, 10, 1), "vlstm": (7, 7, 10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_has_few_launches(name):
+    arrays, names = arrays_of(name)
+    wrt = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def op(*values):
+        args = [x for x, n in zip(values, names, strict=True) if n is None]
+        named = {n: x for x, n in zip(values, names, strict=True) if n}
+        return getattr(jk, name.rstrip("+"))(*args, **named, implementation="mosaic")
+
+    alone = program.build(program.trace_run(op, arrays)[0])
+    jaxpr, _, n, _, back = program.trace_train(op, arrays, wrt)
+    forward, _ = program.split_forward(program.build(jaxpr), n)
+    backward, _ = program.distinct(program.build(back))
+    counts = [len(plan.plan(x, native=False).units) for x in (alone, forward, backward)]
+    assert all(map(int.__le__, counts, MOST_UNITS[name])), counts
 
 
 def test_errors_are_one_line():
