@@ -227,7 +227,7 @@ class _Function:
             return get(0, (*before, self.let("Index", f"{at[axis]} + {begin}"), *after))
         if name == "unstack":
             return get(0, (*before, str(step.outs.index(number)), *at[axis:]))
-        text, begin = "", 0
+        text, part, begin = "", "", 0
         for i, shape in enumerate(shapes):
             n = 1 if name == "stack" else shape[axis]
             own = f"{at[axis]} - {begin}"  # of this part; its place must exist even if not used

@@ -102,7 +102,7 @@ def binary(glue: Glue) -> bytes:
 def _nvrtc():
     """NVRTC, which PyTorch requires."""
     spec = importlib.util.find_spec("nvidia")
-    folders = (spec and spec.submodule_search_locations) or ()
+    folders = spec.submodule_search_locations or () if spec else ()
     found = [p for f in folders for p in Path(f).glob("cu13/lib/libnvrtc.so.13")]
     try:
         return ctypes.CDLL(str(found[0]) if found else "libnvrtc.so.13")

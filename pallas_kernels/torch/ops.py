@@ -71,8 +71,6 @@ class Call:
         self.entry = self._load() or self._trace(op, leaves, structure, structs)
         self.leaf = self.entry.tree == jax.tree.structure(0)
         self.runners: dict[tuple, run.Runner] = {}
-        self.ready: run.Runner | None = None  # in eager mode: the forward pass, after its check
-        self.back: Any = None
 
     def _trace(self, op, leaves, structure, structs) -> Entry:
         def call(*arrays):
@@ -106,8 +104,8 @@ class Call:
         found = self.entry
         if isinstance(found.forward, Plan):
             return found
-        backward = found.backward and _lowered(found.backward)
-        self.entry = found = found._replace(forward=_lowered(found.forward), backward=backward)
+        forward, back = (x and _lowered(x) for x in (found.forward, found.backward))
+        self.entry = found = found._replace(forward=forward, backward=back)
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             own = self._path.with_suffix(f".{os.getpid()}")
@@ -117,20 +115,24 @@ class Call:
             log.warning("%s is not cached on disk: %s", self.name, error)
         return found
 
-    def prepare(self, arrays) -> run.Runner:
-        """The runner of the forward pass in eager mode."""
-        _check(self.name, arrays)
-        found = self.plans()
-        self.back = found.backward and run.Runner(self.name, found.backward)
-        self.ready = run.Runner(self.name, found.forward)
-        return self.ready
+    def runner(self, arrays, backward: bool, traced: bool) -> run.Runner:
+        """Runs one of the passes; `traced` for an operator's, which defines all of its results."""
+        what = backward, traced, arrays[0].device
+        found = self.runners.get(what)
+        if found is None:
+            _check(self.name, arrays)
+            entry: Any = self.plans()
+            made = entry.backward if backward else entry.forward
+            own = entry.tree.num_leaves if traced and not backward else None
+            found = self.runners[what] = run.Runner(self.name, made, own)
+        return found
 
     def results(self, backward: bool) -> list[programs.Array]:
         made: Any = self.entry.backward if backward else self.entry.forward
         return [(made.slots if isinstance(made, Plan) else made.arrays)[i] for i in made.outputs]
 
 
-def _lowered(program: Program) -> Plan:
+def _lowered(program: Any) -> Plan:
     """The plan of a program, with its kernels lowered and its glue compiled; needs no GPU."""
     steps = [
         s._replace(params=programs.kernel(s.params)) if s.primitive == "kernel" else s
@@ -163,16 +165,7 @@ def _check(name: str, arrays) -> None:
 
 
 def _execute(arrays: list[torch.Tensor], key: str, backward: bool) -> list[torch.Tensor]:
-    call = _calls[key]
-    what = (backward, *[x.device for x in arrays])
-    runner = call.runners.get(what)
-    if runner is None:
-        _check(call.name, arrays)
-        found: Any = call.plans()
-        own = None if backward else found.tree.num_leaves
-        made = found.backward if backward else found.forward
-        runner = call.runners[what] = run.Runner(call.name, made, own)
-    return runner(arrays)
+    return _calls[key].runner(arrays, backward, True)(arrays)
 
 
 def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
@@ -183,22 +176,16 @@ def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
 _WITH_DATA = {torch.Tensor, torch.nn.Parameter}
 
 
-def _traced(arrays) -> bool:
-    """Whether someone watches the operators, or the tensors have no data."""
-    return (
+def _run(call: Call, arrays, backward: bool = False):
+    """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
+    if (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or not _WITH_DATA.issuperset(map(type, arrays))
-    )
-
-
-def _run(call: Call, arrays, backward: bool = False):
-    """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
-    if _traced(arrays):
+    ):
         operator = getattr(torch.ops.pallas_kernels, call.name).default
         return operator(list(arrays), call.key, backward)
-    runner = call.ready or call.prepare(arrays)
-    return call.back(arrays) if backward else runner(arrays)
+    return call.runner(arrays, backward, False)(arrays)
 
 
 class _Function(torch.autograd.Function):
@@ -206,7 +193,6 @@ class _Function(torch.autograd.Function):
     def forward(ctx, call: Call, *arrays):
         out, entry = _run(call, arrays), call.entry
         ctx.call = call
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
         if not all(entry.floats):
             rest = zip(out, entry.floats, strict=False)
@@ -216,14 +202,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        call, saved = ctx.call, ctx.saved_tensors
-        given = [n for n, yes in enumerate(call.entry.floats) if yes]
-        if any(gradients[n] is None for n in given):
-            like = next(x for x in (*gradients, *saved) if x is not None)
-            of = call.results(False)
-            zeros = lambda n: like.new_zeros(of[n].shape, dtype=run.dtype(of[n].dtype))
-            gradients = [zeros(n) if x is None else x for n, x in enumerate(gradients)]
-        made = _run(call, [*saved, *[gradients[n] for n in given]], True)
+        call = ctx.call
+        given = [g for g, yes in zip(gradients, call.entry.floats, strict=True) if yes]
+        made = _run(call, [*ctx.saved_tensors, *given], True)
         out: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i, place in zip(call.wrt, call.entry.gradients, strict=True):
             out[i + 1] = made[place]
@@ -256,17 +237,14 @@ def register(name: str, op: Callable, autocast: bool = False) -> Callable:
         what = (name, rest, structure, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
         found = _known.get(what)
         if found is None:
-            plain = tuple([_plain(x) for x in rest])
+            kinds = [str(x) if isinstance(x, torch.dtype) else x for x in rest]
+            plain = [x.removeprefix("torch.") if isinstance(x, str) else x for x in kinds]
             found = _known[what] = Call(name, op, plain, structure, wrt, arrays)
         out = _Function.apply(found, *arrays) if wrt else _run(found, arrays)
         tree = found.entry.tree
         return out[0] if found.leaf else tree.unflatten(out[: tree.num_leaves])
 
     return torch.compiler.allow_in_graph(call)
-
-
-def _plain(x):
-    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x
 
 
 def quantize(weight: torch.Tensor, **options) -> QuantizedWeight:

@@ -68,9 +68,8 @@ class _Planner:
             if root not in self.made or root in self.outputs:
                 root = self.glued("copy", {}, number, self.arrays[number])
             self.outputs.append(root)
-        self.program = program._replace(
-            arrays=self.arrays, roots=self.roots, constants=self.constants
-        )
+        arrays, roots = tuple(self.arrays), tuple(self.roots)
+        self.program = program._replace(arrays=arrays, roots=roots, constants=self.constants)
 
     def add(self, step: Step) -> None:
         self.steps.append(step)
@@ -162,7 +161,8 @@ class _Planner:
 def plan(program: Program, native: bool = True) -> Plan:
     """native: kernels are launched; otherwise they are functions of tensors, as operators are."""
     p = _Planner(program, native)
-    done, inputs = p.launches(), range(len(program.inputs))
+    done: list = p.launches()
+    inputs = range(len(program.inputs))
     launched = [isinstance(x, glue.Glue) or isinstance(x.params, Kernel) for x in done]
 
     def owner(number: int) -> int:

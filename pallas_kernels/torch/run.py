@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pallas_kernels.torch import launch
+from pallas_kernels.torch.glue import Glue
 from pallas_kernels.torch.plan import Plan, Unit
 from pallas_kernels.torch.program import Array, Step
 
@@ -160,10 +161,11 @@ class Runner:
             torch.cuda.synchronize(device)  # other streams read them, too
 
     def _unit(self, unit: Unit, device) -> tuple:
-        slots, what = self.plan.slots, unit.what
+        slots = self.plan.slots
+        what: Any = unit.what
         if isinstance(what, Step):
             return operator(what, slots[unit.slots[0]]), (), None, unit
-        compiled = launch.glue_launcher if isinstance(what, launch.Glue) else launch.launcher
+        compiled: Any = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
         kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
         addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
