@@ -104,8 +104,8 @@ class Call:
         found = self.entry
         if isinstance(found.forward, Plan):
             return found
-        forward, back = (x and _lowered(x) for x in (found.forward, found.backward))
-        self.entry = found = found._replace(forward=forward, backward=back)
+        backward = found.backward and _lowered(found.backward)
+        self.entry = found = found._replace(forward=_lowered(found.forward), backward=backward)
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             own = self._path.with_suffix(f".{os.getpid()}")

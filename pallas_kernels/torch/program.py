@@ -22,7 +22,7 @@ from jax.extend import core
 # What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
 _CALLS = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | {"custom_vmap_call": "call"}
 _CALLS |= dict.fromkeys(("closed_call", "custom_vjp_call", "custom_jvp_call"), "call_jaxpr")
-_SAME = {"name", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
+_SAME = {"name", "kernel_guard", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
 _VIEWS = {"reshape", "squeeze", "expand_dims"}
 
 
