@@ -2,14 +2,16 @@
 
     python tests/torch_native.py --out FOLDER
 
-FOLDER/torch_native.json gets a record for each case as it ends: what it found, or its traceback.
-Needs an H100 or H200, PyTorch for CUDA 13 and JAX with its CUDA 13 plugin.  About 5 minutes.
+FOLDER/torch_native.jsonl gets a line for each case as it ends: what it found, or its traceback.
+Needs an H100 or H200, PyTorch for CUDA 13 and JAX with its CUDA 13 plugin.  With two GPUs the timed
+cases run on the first one and the checks on the second at the same time: about 8 minutes.
 """
 # ruff: noqa: B023  (functions are called in the round of the loop that makes them)
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -248,14 +250,19 @@ def case_op(name, folder):
 
 
 def case_opcheck(name):
+    """Both passes as operators; their gradients are case_compile's."""
     import torch
 
     from pallas_kernels.torch import ops
 
     args, named, options = tensors(name)
-    call(name, args, named, options)
-    keys = [k for k in ops._specs if ":forward:" in k]
-    arrays = [*args, *named.values()]
+    outs = call(name, args, named, options)
+    made = next(c for c in ops._calls.values() if c.wrt)
+    operator = getattr(torch.ops.pallas_kernels, OPS[name][0]).default
+    arrays = [x.detach() for x in (*args, *named.values())]
+    full = operator(arrays, made.key, False)
+    saved = [(arrays if where == "in" else full)[i] for where, i in made.entry.saved]
+    given = [torch.randn_like(o) for o, yes in zip(outs, made.entry.floats, strict=True) if yes]
     found = {}
     for test in (
         "test_schema",
@@ -263,12 +270,16 @@ def case_opcheck(name):
         "test_faketensor",
         "test_aot_dispatch_static",
     ):
-        try:
-            operator = getattr(torch.ops.pallas_kernels, OPS[name][0]).default
-            torch.library.opcheck(operator, (arrays, keys[-1]), test_utils=(test,))
-            found[test] = True
-        except Exception as error:
-            found[test] = f"{type(error).__name__}: {str(error)[-600:]}"
+        for which, values in (("forward", arrays), ("backward", [*saved, *given])):
+            try:
+                values = [x.clone() for x in values]
+                if test == "test_autograd_registration":
+                    values = [x.requires_grad_(x.is_floating_point()) for x in values]
+                arguments = values, made.key, which == "backward"
+                torch.library.opcheck(operator, arguments, test_utils=(test,))
+                found[f"{test} {which}"] = True
+            except Exception as error:
+                found[f"{test} {which}"] = f"{type(error).__name__}: {str(error)[-600:]}"
     return found
 
 
@@ -451,23 +462,33 @@ def case_autograd():
     return found
 
 
-def _host_us(f, n=300):
+def _host_us(f, blocks=60, calls=10):
+    """Microseconds of the host a call: the best block, as other processes disturb the rest."""
+    import gc
+
     import torch
 
-    for _ in range(20):
+    for _ in range(30):
         f()
-    torch.cuda.synchronize()
+    gc.collect()
+    gc.disable()
     best = 1e9
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(n // 5):
-            f()
-        best = min(best, (time.perf_counter() - start) / (n // 5))
+    for _ in range(blocks):
         torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            f()
+        best = min(best, (time.perf_counter() - start) / calls)
+    gc.enable()
     return round(best * 1e6, 1)
 
 
 def case_overhead():
+    """Time of calls on the host beside PyTorch's own; shapes are small, so the GPU never waits."""
+    import cProfile
+    import io
+    import pstats
+
     import torch
     import torch.nn.functional as nn
 
@@ -479,47 +500,41 @@ def case_overhead():
     wb = w.bfloat16()
     q, k, v = (torch.randn(1, 128, 2, 64, device="cuda").bfloat16() for _ in range(3))
     qt, kt, vt = (y.transpose(1, 2) for y in (q, k, v))
+    u = torch.randn(1, 256, 4, 64, device="cuda").bfloat16()
+    g = torch.randn(1, 256, 4, device="cuda")
+    sdpa = lambda: nn.scaled_dot_product_attention(qt, kt, vt, is_causal=True)
+    ours = {
+        "rms_norm": lambda: pk.rms_norm(x, w),
+        "attention": lambda: pk.attention(q, k, v),
+        "vlstm": lambda: pk.vlstm(u, u, u, g, g),
+    }
+    theirs = {"torch rms_norm": lambda: nn.rms_norm(x, (1024,), wb, 1e-5), "torch sdpa": sdpa}
     with torch.no_grad():
-        found["rms_norm"] = _host_us(lambda: pk.rms_norm(x, w))
-        found["torch rms_norm"] = _host_us(lambda: nn.rms_norm(x, (1024,), wb, 1e-5))
-        found["attention"] = _host_us(lambda: pk.attention(q, k, v))
-        found["torch sdpa"] = _host_us(
-            lambda: nn.scaled_dot_product_attention(qt, kt, vt, is_causal=True)
-        )
-        u = torch.randn(1, 1024, 4, 64, device="cuda").bfloat16()
-        g = torch.randn(1, 1024, 4, device="cuda")
-        found["vlstm"] = _host_us(lambda: pk.vlstm(u, u, u, g, g), 50)
-    for y in (q, k, v, qt, kt, vt):
-        y.requires_grad_(True)
-    go = torch.randn_like(q)
-    found["attention f+b"] = _host_us(
-        lambda: torch.autograd.grad(pk.attention(q, k, v), [q, k, v], go)
-    )
-    found["torch sdpa f+b"] = _host_us(
-        lambda: torch.autograd.grad(
-            nn.scaled_dot_product_attention(qt, kt, vt, is_causal=True),
-            [qt, kt, vt],
-            go.transpose(1, 2),
-        )
-    )
-    import cProfile
-    import io
-    import pstats
-
-    profile = cProfile.Profile()
-    with torch.no_grad():
+        for name, f in (ours | theirs).items():
+            found[name] = _host_us(f)
+        profile = cProfile.Profile()
         profile.enable()
         for _ in range(200):
-            pk.attention(q, k, v)
+            pk.vlstm(u, u, u, g, g)
         profile.disable()
+    for y in (x, w, wb, q, k, v, qt, kt, vt, u, g):
+        y.requires_grad_(True)
+    leaves = {
+        "rms_norm": ([x, w], x), "attention": ([q, k, v], q), "vlstm": ([u, g], u),
+        "torch rms_norm": ([x, wb], x), "torch sdpa": ([qt, kt, vt], qt),
+    }  # fmt: skip
+    for name, f in (ours | theirs).items():
+        of, like = leaves[name]
+        go = torch.randn_like(like)
+        found[f"{name} f"] = _host_us(f)
+        found[f"{name} f+b"] = _host_us(lambda: torch.autograd.grad(f(), of, go))
     text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(18)
-    found["profile"] = text.getvalue()[-3500:]
-    return found
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(15)
+    return found | {"profile": text.getvalue()[-2500:]}
 
 
-def case_start():
-    """Seconds from the start of a process to the first result; run twice, the second is warm."""
+def case_start(which):
+    """Seconds from the start of a process to the first result; the second process is warm."""
     start = time.time()
     import torch
 
@@ -620,14 +635,91 @@ def case_time_vlstm():
             with torch.cuda.graph(graph):
                 both()
             row["fb_graph"] = _gpu_ms(graph.replay, 5)
-            found[name] = row
+            found[name] = row | _mlstm_kernels(Bz, T, H, DQ, DV)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[-500:]}"
+        print(json.dumps(found), flush=True)
     return found
 
 
-def _llama(layers=4):
-    """Llama 3.2 1B with fewer layers, random bf16 weights."""
+def _mlstm_kernels(Bz, T, H, DQ, DV):
+    """The same call by mlstm_kernels, if it is installed."""
+    import importlib
+
+    import torch
+
+    row = {}
+    for kind, chunk in (("limit", 64), ("xl", 128)):
+        try:
+            module = importlib.import_module(f"mlstm_kernels.torch.chunkwise.triton_{kind}_chunk")
+            op = getattr(module, f"mlstm_chunkwise__{kind}_chunk")
+            make = lambda *last, dtype=torch.bfloat16: torch.randn(
+                Bz, H, T, *last, device="cuda", dtype=dtype
+            ).requires_grad_()
+            q, k, v, i, f = (
+                make(DQ), make(DQ), make(DV), make(dtype=torch.float32), make(dtype=torch.float32)
+            )  # fmt: skip
+            go = torch.randn_like(v)
+            run = lambda: op(q=q, k=k, v=v, i=i, f=f, return_last_states=False, chunk_size=chunk)
+            row[f"{kind}_f"] = _gpu_ms(run, 5)
+            row[f"{kind}_fb"] = _gpu_ms(lambda: torch.autograd.grad(run(), [q, k, v, i, f], go), 5)
+        except Exception as error:
+            row[kind] = f"{type(error).__name__}: {str(error)[-200:]}"
+    return row
+
+
+def case_quantized():
+    """quantized_linear and Packed beside the same calls without."""
+    import torch
+
+    import pallas_kernels.torch as pk
+
+    found = {}
+    w = torch.randn(1024, 512, device="cuda") * 0.03
+    weight = pk.quantize(w, bits=4)
+    for rows in (1, 4, 256):
+        x = torch.randn(rows, 1024, device="cuda").bfloat16().requires_grad_()
+        y = pk.quantized_linear(x, weight)
+        error = float((y.float() - x.float() @ w).norm() / (x.float() @ w).norm())
+        (g,) = torch.autograd.grad(y.sum(), [x])
+        of = w.sum(1).expand(rows, -1)
+        found[f"rows {rows}"] = [round(error, 4), round(float((g - of).norm() / of.norm()), 4)]
+    x = torch.randn(2, 512, 1024, device="cuda").bfloat16().requires_grad_()
+    positions = torch.arange(512, dtype=torch.int32, device="cuda")
+    out = pk.attention(pk.rope(pk.Packed(x, ((4, 128), (2, 128), (2, 128))), None, positions))
+    q, k, v = (y.unflatten(-1, (-1, 128)).contiguous() for y in x.split((512, 256, 256), -1))
+    alone = pk.attention(*pk.rope(q, k, positions), v)
+    (g,), (e,) = (torch.autograd.grad(y.float().square().sum(), [x]) for y in (out, alone))
+    close = lambda a, b: float((a.float() - b.float()).abs().max() / b.float().abs().max())
+    return found | {"packed": torch.equal(out, alone), "packed gradient": close(g, e)}
+
+
+def case_two_gpus():
+    """The same bits on both GPUs, whichever is current, and in threads at once."""
+    import torch
+
+    import pallas_kernels.torch as pk
+
+    if torch.cuda.device_count() < 2:
+        return {"one GPU": True}
+    g = torch.Generator().manual_seed(0)
+    q, i = torch.randn(2, 512, 4, 64, generator=g), torch.randn(2, 512, 4, generator=g)
+
+    def run(device):
+        x, y = q.to(device, torch.bfloat16).requires_grad_(), i.to(device).requires_grad_()
+        outs = [pk.attention(x, x, x), pk.vlstm(x, x, x, y, y), pk.rms_norm(x, x[0, 0, 0].float())]
+        grads = torch.autograd.grad(sum(o.float().square().sum() for o in outs), [x, y])
+        return [z.detach().cpu() for z in (*outs, *grads)]
+
+    expected = run("cuda:0")
+    equal = lambda got: all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        threads = all(map(equal, pool.map(run, ["cuda:0", "cuda:1"] * 4)))
+    return {"cuda:1": equal(run("cuda:1")), "threads": threads}
+
+
+def _llama(layers=16):
+    """Llama 3.2 1B, random bf16 weights."""
     import torch
     import transformers
 
@@ -656,7 +748,7 @@ def case_llama(how):
     g = torch.Generator("cuda").manual_seed(1)
     ids = torch.randint(0, 128256, (4, 2048), device="cuda", generator=g)
     losses, times = [], []
-    for _ in range(14):
+    for _ in range(50):
         start = time.perf_counter()
         loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -667,7 +759,7 @@ def case_llama(how):
         times.append(time.perf_counter() - start)
     ms = sorted(times[4:])[len(times[4:]) // 2] * 1e3
     return {
-        "device": torch.cuda.get_device_name(), "ms": round(ms, 2), "losses": losses,
+        "device": torch.cuda.get_device_name(), "ms": round(ms, 2), "losses": losses[::7],
         "tokens_s": round(4 * 2048 / ms * 1e3),
         "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first_s": round(times[0], 1),
@@ -753,10 +845,10 @@ def case_probe():
         found["transformers"] = transformers.__version__
     except Exception as error:
         found["transformers"] = repr(error)[:200]
-    from pallas_kernels.torch import run
+    from pallas_kernels.torch import launch
 
     try:
-        found["library"] = str(run._library())
+        found["library"] = str(launch._library())
     except Exception:
         found["library"] = traceback.format_exc()[-800:]
         found["global"] = hasattr(ctypes.CDLL(None), "MosaicGpuCompile")
@@ -786,13 +878,33 @@ def run_case(spec, folder):
     return globals()[f"case_{name}"](*rest)
 
 
+def gpus() -> int:
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return found.count("GPU ")
+
+
+TIMED = [  # one after the other, with seconds that each may take
+    ("probe", 60), ("overhead", 60), ("time_attention", 90), ("time_vlstm", 120),
+    ("start:first", 60), ("start:second", 60), ("llama:patch", 120), ("llama:eager", 120),
+    ("llama:compile", 200), ("llama:patch_compile", 200), ("jax_times", 120),
+]  # fmt: skip
+CHECKS = [
+    "quantized", *[f"op:{n}" for n in OPS], "strides", "autograd", "streams", "cuda_graph",
+    "compile", "reduce_overhead",
+    *[f"opcheck:{n}" for n in ("attention_128", "rms_norm", "encoder", "vlstm")],
+]  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--case")
     parser.add_argument("--folder")
-    parser.add_argument("--only", nargs="*")
-    parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--only", nargs="*", help="names of cases, whole or up to the colon")
+    parser.add_argument("--seconds", type=float, default=540)
     arguments = parser.parse_args()
     if arguments.case:
         try:
@@ -804,16 +916,26 @@ def main():
     folder = tempfile.mkdtemp()
     results, begin = {}, time.time()
     os.environ["PALLAS_KERNELS_CACHE"] = str(Path(folder) / "cache")
-    path = Path(arguments.out) / "torch_native.json"
+    path = Path(arguments.out) / "torch_native.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.open("w", buffering=1)
 
-    def one(spec, limit=190.0):
+    def one(spec, limit, gpu, cores):
         limit = min(limit, begin + arguments.seconds - time.time())
         if limit < 5:
-            results[spec] = {"SKIPPED": "no time left"}
-            return
+            found = {"SKIPPED": "no time left"}
+        else:
+            found = measured(spec, limit, gpu, cores)
+        results[spec] = found
+        lines.write(json.dumps({spec: found}) + "\n")
+        print(f"{time.time() - begin:.0f} s", spec, json.dumps(found)[:300], flush=True)
+
+    def measured(spec, limit, gpu, cores):
         command = [sys.executable, __file__, "--case", spec, "--folder", folder]
-        environment = dict(os.environ)
+        if cores and shutil.which("taskset"):
+            command = ["taskset", "-c", cores, *command]
+        environment = dict(os.environ) | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        environment["OMP_NUM_THREADS"] = "4"
         if not spec.startswith("jax"):
             environment.pop("JAX_PLATFORMS", None)
         start = time.time()
@@ -821,53 +943,45 @@ def main():
             ran = subprocess.run(
                 command, capture_output=True, text=True, timeout=limit, env=environment
             )
-            lines = [x for x in ran.stdout.splitlines() if x.startswith("RESULT ")]
-            found = json.loads(lines[-1][7:]) if lines else {"DIED": ran.returncode}
-            if not lines or "FAILED" in found:
+            said = [x for x in ran.stdout.splitlines() if x.startswith("RESULT ")]
+            found = json.loads(said[-1][7:]) if said else {"DIED": ran.returncode}
+            if not said or "FAILED" in found:
                 found["stderr"] = ran.stderr[-1500:]
-            elif "Warning" in ran.stderr:
-                found["stderr"] = ran.stderr[-600:]
         except subprocess.TimeoutExpired as error:
-            out = error.stdout or b""
-            found = {"TIMEOUT": limit, "stdout": out.decode(errors="replace")[-800:],
-                     "stderr": (error.stderr or b"").decode(errors="replace")[-800:]}  # fmt: skip
-        results[spec] = found | {"wall_s": round(time.time() - start, 1)}
-        path.write_text(json.dumps(results, indent=1))
-        print(spec, json.dumps(found)[:300], flush=True)
+            found = {k: (getattr(error, k) or b"").decode(errors="replace")[-800:]
+                     for k in ("stdout", "stderr")} | {"TIMEOUT": limit}  # fmt: skip
+        return found | {"wall_s": round(time.time() - start, 1)}
 
-    chosen = lambda specs: [
-        s for s in specs if not arguments.only or s.split(":")[0] in arguments.only
-    ]
+    def chosen(specs):
+        only = arguments.only
+        return [s for s in specs if not only or s in only or s.split(":")[0] in only]
 
-    def together(specs):
-        with ThreadPoolExecutor(14) as pool:
-            list(pool.map(one, chosen(specs)))
+    count, cores = gpus(), os.cpu_count() or 1
+    aside = count > 1  # timed cases on the first GPU, checks on the second at the same time
+    mine = f"0-{max(cores // 3, 1) - 1}" if aside else ""
+    rest = f"{cores // 3}-{cores - 1}" if aside else ""
+    names = [s[3:] for s in chosen(CHECKS) if s.startswith("op:")]
+    references = [f"jax:{','.join(names[i::5])}" for i in range(min(5, len(names)))]
 
-    # First what has not run before, then what is timed alone, then the rest.
-    first = [
-        "attention_128",
-        "swiglu",
-        "attention_64",
-        "mlp_gelu",
-        "cross_entropy",
-        "attention_full",
-    ]
-    last = [n for n in OPS if n not in first]
-    references = lambda names, n: [f"jax:{','.join(names[i::n])}" for i in range(n)]
-    together([
-        *references(first, 3), *[f"op:{n}" for n in first], "strides", "autograd",
-        "reduce_overhead", "opcheck:attention_128", "start",
-    ])  # fmt: skip
-    timed = ["overhead", "time_attention", "time_vlstm", "llama:patch", "llama:eager", "start"]
-    for spec in chosen(timed):
-        one(spec, 60)
-    for spec in chosen(["llama:compile", "llama:patch_compile", "jax_times"]):
-        one(spec, 90)
-    together([
-        *references(last, 4), *[f"op:{n}" for n in last], "streams", "cuda_graph", "compile",
-        *[f"opcheck:{n}" for n in ("rms_norm", "encoder", "vlstm")], "probe",
-    ])  # fmt: skip
-    path.write_text(json.dumps(results, indent=1))
+    def timed():
+        for spec, limit in TIMED:
+            if chosen([spec]):
+                one(spec, limit, "0" if aside else None, mine)
+
+    def checks():
+        with ThreadPoolExecutor(12) as pool:
+            for spec in (*references, *chosen(CHECKS)):
+                pool.submit(one, spec, 240, "1" if aside else None, rest)
+
+    with ThreadPoolExecutor(2) as both:
+        runs = [both.submit(timed)]
+        if not aside:
+            runs[0].result()
+        runs.append(both.submit(checks))
+        for run in runs:
+            run.result()
+    if chosen(["two_gpus"]):
+        one("two_gpus", 60, None, "")
     bad = [k for k, v in results.items() if {"FAILED", "DIED", "TIMEOUT", "SKIPPED"} & set(v)]
     print(f"{len(results)} cases, {len(bad)} failed: {bad}; {time.time() - begin:.0f} s")
     return 0

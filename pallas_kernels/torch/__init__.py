@@ -5,23 +5,10 @@ from pallas_kernels import Packed, QuantizedWeight, RopeScaling
 from pallas_kernels.torch.ops import quantize, register
 
 __all__ = [
-    "Packed",
-    "QuantizedWeight",
-    "RopeScaling",
-    "attention",
-    "cross_entropy",
-    "encoder",
-    "layer_norm",
-    "linear_cross_entropy",
-    "mlp",
-    "patch",
-    "quantize",
-    "quantized_linear",
-    "rms_norm",
-    "rope",
-    "swiglu",
-    "vlstm",
-]
+    "Packed", "QuantizedWeight", "RopeScaling", "attention", "cross_entropy", "encoder",
+    "layer_norm", "linear_cross_entropy", "mlp", "patch", "quantize", "quantized_linear",
+    "rms_norm", "rope", "swiglu", "vlstm",
+]  # fmt: skip
 
 attention = register("attention", _ops.attention, autocast=True)
 cross_entropy = register("cross_entropy", _ops.cross_entropy)

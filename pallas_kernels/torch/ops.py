@@ -1,12 +1,11 @@
-"""Makes an op of ours a `torch.library` operator: one layer for all of them.
+"""Makes an op of ours callable with tensors: one layer for all of them.
 
-`pallas_kernels::NAME(Tensor[] arrays, str spec) -> Tensor[]` runs a program (program.py).  The spec
-names the op, its options and what is asked for: the op alone ("run"), with what its backward pass
-needs ("forward"), or that pass ("backward").  A call of PyTorch's autograd is then two operators,
-both of which torch.compile and CUDA graphs see as ordinary ones.
+An op for certain shapes and options is a `Call`.  It has programs (program.py) of the op alone, or
+of the op with what its backward pass needs, and of that pass; the first call makes plans of them
+(plan.py), which a runner runs (run.py).  torch.compile and other tracers see these two passes as
+the operator `pallas_kernels::NAME(Tensor[] arrays, str call, bool backward) -> Tensor[]`.
 """
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -20,11 +19,14 @@ import jax
 import numpy as np
 import torch
 from jax._src import xla_bridge
+from torch.autograd.function import once_differentiable
 
 from pallas_kernels import QuantizedWeight
 from pallas_kernels import quantize as jax_quantize
+from pallas_kernels.torch import glue, launch, run
 from pallas_kernels.torch import program as programs
-from pallas_kernels.torch import run
+from pallas_kernels.torch.plan import Plan, plan
+from pallas_kernels.torch.program import Program
 
 log = logging.getLogger("pallas_kernels")
 
@@ -33,214 +35,115 @@ if not xla_bridge.backends_are_initialized():
     jax.config.update("jax_platforms", "cpu")
 
 
-class _Tensor:
-    def __repr__(self) -> str:
-        return "*"
-
-
-_TENSOR = _Tensor()
-
-
-class _Made(NamedTuple):
-    """A dataclass with arrays, such as Packed: its type and its fields."""
-
-    kind: type
-    fields: tuple
-
-
-class Spec(NamedTuple):
-    """What an operator computes, but for the arrays."""
-
-    op: str
-    mode: str  # run, forward, backward
-    wrt: tuple[int, ...]  # of the op's arrays
-    args: tuple
-    kwargs: tuple[tuple[str, Any], ...]
-    signature: tuple = ()  # of "backward": the arrays of the op
-
-
 class Entry(NamedTuple):
-    """The programs of a spec for arrays of certain shapes."""
+    """What is kept on disk of a call."""
 
-    program: programs.Program
-    tree: Any = None
-    floats: tuple[bool, ...] = ()  # of the op's outputs, whether they have gradients
-    saved: tuple[tuple[str, int], ...] = ()
-    backward: programs.Program | None = None
+    forward: Program | Plan
+    tree: Any  # of the op's outputs
+    floats: tuple[bool, ...] = ()  # of these, whether they have gradients
+    saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
+    backward: Program | Plan | None = None
+    gradients: tuple[int, ...] = ()  # places among the results of the backward pass
 
 
-_OPS: dict[str, Callable] = {}
-_specs: dict[str, Spec] = {}
-_keys: dict[Spec, str] = {}
-_entries: dict[tuple[str, tuple], Entry] = {}
-_runners: dict[tuple[str, tuple], run.Runner] = {}
+_TENSOR = type("Tensor", (), {"__repr__": lambda _: "*"})()  # stands for each among the arguments
+_calls: dict[str, "Call"] = {}  # by key
+_known: dict[tuple, "Call"] = {}  # by arguments
 _library = torch.library.Library("pallas_kernels", "FRAGMENT")
 
 
-def _key(spec: Spec) -> str:
-    found = _keys.get(spec)
-    if found is None:
-        digest = hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
-        found = _keys[spec] = f"{spec.op}:{spec.mode}:{digest}"
-        _specs[found] = spec
-    return found
+class Call:
+    """An op for arrays of certain shapes and dtypes, with certain options.
 
+    leaves, structure: of its arguments, without the tensors.
+    wrt: the arrays with gradients; none of them for the op alone.
+    """
 
-def _flatten(x, arrays: list):
-    if isinstance(x, torch.Tensor):
-        arrays.append(x)
-        return _TENSOR
-    if isinstance(x, tuple | list):
-        parts = tuple(_flatten(y, arrays) for y in x)
-        return type(x)(*parts) if hasattr(x, "_fields") else parts
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        names = [f.name for f in dataclasses.fields(x)]
-        return _Made(type(x), tuple([_flatten(getattr(x, n), arrays) for n in names]))
-    if isinstance(x, torch.dtype):
-        return str(x).removeprefix("torch.")
-    return x
+    def __init__(self, name: str, op: Callable, leaves, structure, wrt, arrays):
+        self.name, self.wrt = name, wrt
+        names = [str(x.dtype).removeprefix("torch.") for x in arrays]
+        shapes = [tuple(map(int, x.shape)) for x in arrays]
+        structs = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, names, strict=True)]
+        what = name, leaves, structure, wrt, shapes, names, os.environ.get("JAXLLM_KERNELS")
+        digest = hashlib.sha256(repr((what, programs.source_hash())).encode()).hexdigest()
+        self.key = f"{name}-{digest[:32]}"
+        _calls[self.key] = self
+        self.entry = self._load() or self._trace(op, leaves, structure, structs)
+        self.leaf = self.entry.tree == jax.tree.structure(0)
+        self.runners: dict[tuple, run.Runner] = {}
 
+    def _trace(self, op, leaves, structure, structs) -> Entry:
+        def call(*arrays):
+            left = iter(arrays)
+            full = [next(left) if x is _TENSOR else x for x in leaves]
+            args, kwargs = jax.tree.unflatten(structure, full)
+            return op(*args, **kwargs, implementation="mosaic")
 
-def _fill(x, arrays):
-    if x is _TENSOR:
-        return next(arrays)
-    if isinstance(x, _Made):
-        return x.kind(*[_fill(y, arrays) for y in x.fields])
-    if isinstance(x, tuple):
-        parts = [_fill(y, arrays) for y in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+        if not self.wrt:
+            jaxpr, tree = programs.trace_run(call, structs)
+            return Entry(programs.build(jaxpr), tree)
+        jaxpr, tree, n, floats, back = programs.trace_train(call, structs, self.wrt)
+        forward, saved = programs.split_forward(programs.build(jaxpr), n)
+        backward = programs.distinct(programs.build(back))
+        return Entry(forward, tree, tuple(floats), saved, *backward)
 
+    @property
+    def _path(self) -> Path:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.environ.get("PALLAS_KERNELS_CACHE") or os.path.join(cache, "pallas_kernels")
+        return Path(folder) / f"{self.key}.pickle"
 
-def _call(spec: Spec, *arrays):
-    left = iter(arrays)
-    args = [_fill(x, left) for x in spec.args]
-    kwargs = {k: _fill(x, left) for k, x in spec.kwargs}
-    return _OPS[spec.op](*args, **kwargs, implementation="mosaic")
-
-
-def _signature(arrays) -> tuple:
-    return tuple([(tuple(map(int, x.shape)), x.dtype) for x in arrays])
-
-
-def _structs(signature) -> list[jax.ShapeDtypeStruct]:
-    return [
-        jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in signature
-    ]
-
-
-# ---- programs of a spec, kept on disk ------------------------------------------------------------
-
-
-def entry(key: str, signature: tuple) -> Entry:
-    """The programs of an operator for arrays with these shapes and dtypes; traced once."""
-    found = _entries.get((key, signature))
-    if found is None:
-        spec = _specs[key]
-        path = _path(spec, signature)
-        found = _load(path) or _trace(spec, signature)
-        _entries[key, signature] = found
-    return found
-
-
-def _trace(spec: Spec, signature: tuple) -> Entry:
-    op = functools.partial(_call, spec)
-    keep = lambda eqn: eqn  # lowered when the program first runs
-    if spec.mode == "run":
-        jaxpr, tree = programs.trace_run(op, _structs(signature))
-        return Entry(programs.build(jaxpr, keep), tree)
-    jaxpr, tree, n, floats, back = programs.trace_train(op, _structs(signature), spec.wrt)
-    forward, saved = programs.split_forward(programs.build(jaxpr, keep), n)
-    return Entry(forward, tree, tuple(floats), saved, programs.build(back, keep))
-
-
-def _path(spec: Spec, signature: tuple) -> Path:
-    folder = os.environ.get("PALLAS_KERNELS_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pallas_kernels"
-    )
-    what = repr((spec, signature, programs.source_hash(), os.environ.get("JAXLLM_KERNELS")))
-    return Path(folder) / f"{spec.op}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pickle"
-
-
-def _load(path: Path) -> Entry | None:
-    try:
-        return pickle.loads(path.read_bytes())
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError):
-        return None
-
-
-def _lowered(program: programs.Program) -> programs.Program:
-    steps = [
-        step._replace(params=programs.kernel(step.params))
-        if step.primitive == "kernel" and not isinstance(step.params, programs.Kernel)
-        else step
-        for step in program.steps
-    ]
-    return program._replace(steps=tuple(steps))
-
-
-def _runner(key: str, signature: tuple) -> run.Runner:
-    """The runner of a spec; lowers its kernels if they are not on disk."""
-    spec = _specs[key]
-    if spec.mode == "backward":
-        of = _key(spec._replace(mode="forward", signature=()))
-        known = spec.signature
-    else:
-        of, known = key, signature
-    found = entry(of, known)
-    wanted = found.backward if spec.mode == "backward" else found.program
-    assert wanted is not None
-    if any(
-        s.primitive == "kernel" and not isinstance(s.params, programs.Kernel) for s in wanted.steps
-    ):
-        found = found._replace(
-            program=_lowered(found.program), backward=found.backward and _lowered(found.backward)
-        )
-        _entries[of, known] = found
-        path = _path(_specs[of], known)
+    def _load(self) -> Entry | None:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own = path.with_suffix(f".{os.getpid()}")
+            return pickle.loads(self._path.read_bytes())
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError):
+            return None
+
+    def plans(self) -> Entry:
+        """The entry with plans, which are made and kept on disk if they are not yet."""
+        found = self.entry
+        if isinstance(found.forward, Plan):
+            return found
+        backward = found.backward and _lowered(found.backward)
+        self.entry = found = found._replace(forward=_lowered(found.forward), backward=backward)
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own = self._path.with_suffix(f".{os.getpid()}")
             own.write_bytes(pickle.dumps(found))
-            own.replace(path)
+            own.replace(self._path)
         except (OSError, pickle.PicklingError, TypeError) as error:
-            log.warning("%s is not cached on disk: %s", spec.op, error)
-        wanted = found.backward if spec.mode == "backward" else found.program
-    assert wanted is not None
-    return run.Runner(wanted)
+            log.warning("%s is not cached on disk: %s", self.name, error)
+        return found
+
+    def runner(self, arrays, backward: bool, traced: bool) -> run.Runner:
+        """Runs one of the passes; `traced` for an operator's, which defines all of its results."""
+        what = backward, traced, arrays[0].device
+        found = self.runners.get(what)
+        if found is None:
+            _check(self.name, arrays)
+            entry: Any = self.plans()
+            made = entry.backward if backward else entry.forward
+            own = entry.tree.num_leaves if traced and not backward else None
+            found = self.runners[what] = run.Runner(self.name, made, own)
+        return found
+
+    def results(self, backward: bool) -> list[programs.Array]:
+        made: Any = self.entry.backward if backward else self.entry.forward
+        return [(made.slots if isinstance(made, Plan) else made.arrays)[i] for i in made.outputs]
 
 
-# ---- operators -----------------------------------------------------------------------------------
+def _lowered(program: Any) -> Plan:
+    """The plan of a program, with its kernels lowered and its glue compiled; needs no GPU."""
+    steps = [
+        s._replace(params=programs.kernel(s.params)) if s.primitive == "kernel" else s
+        for s in program.steps
+    ]
+    made = plan(program._replace(steps=tuple(steps)))
+    compiled = lambda x: x._replace(binary=launch.binary(x)) if isinstance(x, glue.Glue) else x
+    return made._replace(units=tuple(u._replace(what=compiled(u.what)) for u in made.units))
 
 
-def _execute(arrays: list[torch.Tensor], key: str) -> list[torch.Tensor]:
-    signature = tuple([(x.shape, x.dtype, x.device) for x in arrays])
-    runner = _runners.get((key, signature))
-    if runner is None:
-        _check(key, arrays)
-        runner = _runners[key, signature] = _runner(key, _signature(arrays))
-    device = arrays[0].device.index
-    if device is None:  # a test on the CPU
-        return _own(arrays, runner(arrays))
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _execute(arrays, key)
-    run.bind(device)
-    return _own(arrays, runner(arrays))
-
-
-def _own(arrays, results) -> list[torch.Tensor]:
-    """No result of an operator may be one of its arguments, or another result."""
-    seen = {x.data_ptr() for x in arrays}
-    for i, x in enumerate(results):
-        if x.numel() and (x.data_ptr() in seen or not x.is_contiguous()):
-            results[i] = x = x.clone(memory_format=torch.contiguous_format)
-        seen.add(x.data_ptr())
-    return results
-
-
-def _check(key: str, arrays) -> None:
-    name = _specs[key].op
+def _check(name: str, arrays) -> None:
     devices = {x.device for x in arrays}
     if len(devices) > 1:
         raise ValueError(f"{name}: all tensors on one device, not {sorted(map(str, devices))}")
@@ -258,90 +161,89 @@ def _check(key: str, arrays) -> None:
         )
 
 
-def _fake(arrays, key: str) -> list[torch.Tensor]:
-    spec = _specs[key]
-    signature = _signature(arrays)
-    if spec.mode == "backward":
-        found = entry(_key(spec._replace(mode="forward", signature=())), spec.signature)
-        program: Any = found.backward
-    else:
-        program = entry(key, signature).program
-    like = arrays[0]
-    made = [program.arrays[i] for i in program.outputs]
-    return [like.new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in made]
+# ---- the two passes ------------------------------------------------------------------------------
 
 
-def _save(ctx, inputs, output) -> None:
-    arrays, key = inputs
-    ctx.key, ctx.n = key, len(arrays)
-    ctx.set_materialize_grads(False)
-    spec = _specs[key]
-    if spec.mode != "forward":
-        return
-    ctx.signature = _signature(arrays)
-    found = entry(key, ctx.signature)
-    ctx.save_for_backward(*[(arrays if where == "in" else output)[i] for where, i in found.saved])
-    ctx.shapes = [
-        (tuple(x.shape), x.dtype) for x, yes in zip(output, found.floats, strict=False) if yes
-    ]
+def _execute(arrays: list[torch.Tensor], key: str, backward: bool) -> list[torch.Tensor]:
+    return _calls[key].runner(arrays, backward, True)(arrays)
 
 
-def _gradient(ctx, gradients):
-    spec = _specs[ctx.key]
-    if spec.mode == "backward":
-        raise NotImplementedError(f"{spec.op} has no second derivative")
-    saved = ctx.saved_tensors
-    found = entry(ctx.key, ctx.signature)
-    given = [g for g, yes in zip(gradients, found.floats, strict=False) if yes]
-    like = next(x for x in (*given, *saved) if x is not None)
-    full = [
-        like.new_zeros(shape, dtype=dtype) if g is None else g.to(dtype)
-        for g, (shape, dtype) in zip(given, ctx.shapes, strict=True)
-    ]
-    back = _key(spec._replace(mode="backward", signature=ctx.signature))
-    out = iter(getattr(torch.ops.pallas_kernels, spec.op)([*saved, *full], back))
-    grads = [next(out) if i in spec.wrt else None for i in range(ctx.n)]
-    return grads, None
+def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
+    made = _calls[key].results(backward)
+    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in made]
+
+
+_WITH_DATA = {torch.Tensor, torch.nn.Parameter}
+
+
+def _run(call: Call, arrays, backward: bool = False):
+    """Skips PyTorch's dispatcher, which takes longer than all the rest, where nobody traces."""
+    if (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not _WITH_DATA.issuperset(map(type, arrays))
+    ):
+        operator = getattr(torch.ops.pallas_kernels, call.name).default
+        return operator(list(arrays), call.key, backward)
+    return call.runner(arrays, backward, False)(arrays)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, *arrays):
+        out, entry = _run(call, arrays), call.entry
+        ctx.call = call
+        ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
+        if not all(entry.floats):
+            rest = zip(out, entry.floats, strict=False)
+            ctx.mark_non_differentiable(*[x for x, yes in rest if not yes])
+        return tuple(out[: len(entry.floats)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        call = ctx.call
+        given = [g for g, yes in zip(gradients, call.entry.floats, strict=True) if yes]
+        made = _run(call, [*ctx.saved_tensors, *given], True)
+        out: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for i, place in zip(call.wrt, call.entry.gradients, strict=True):
+            out[i + 1] = made[place]
+        return tuple(out)
 
 
 def register(name: str, op: Callable, autocast: bool = False) -> Callable:
-    """Makes `op` an operator and returns the function that calls it with tensors.
+    """The function that calls `op` with tensors.
 
     autocast: whether floating point tensors take autocast's dtype.
     """
-    _OPS[name] = op
-    qualified = f"pallas_kernels::{name}"
-    _library.define(f"{name}(Tensor[] arrays, str spec) -> Tensor[]")
+    _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
     _library.impl(name, _execute, "CUDA")
     _library.impl(name, _execute, "CPU")
-    torch.library.register_fake(qualified, _fake, lib=_library)
-    torch.library.register_autograd(qualified, _gradient, setup_context=_save, lib=_library)
-    operator = getattr(torch.ops.pallas_kernels, name).default
-    known: dict[tuple, tuple[str, Any]] = {}  # keys and trees
+    torch.library.register_fake(f"pallas_kernels::{name}", _fake, lib=_library)
 
+    @functools.wraps(op)
     def call(*args, **kwargs):
-        arrays: list[torch.Tensor] = []
-        shape = tuple([_flatten(x, arrays) for x in args])
-        named = tuple([(k, _flatten(x, arrays)) for k, x in kwargs.items()])
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not arrays:
             raise TypeError(f"{name}: no tensor among its arguments")
+        rest = tuple([_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves])
         if autocast and torch.is_autocast_enabled(arrays[0].device.type):
             kind = torch.get_autocast_dtype(arrays[0].device.type)
             arrays = [x.to(kind) if x.is_floating_point() else x for x in arrays]
         wrt: tuple[int, ...] = ()
         if torch.is_grad_enabled():
             wrt = tuple([i for i, x in enumerate(arrays) if x.requires_grad])
-        what = (shape, named, wrt, _signature(arrays))
-        found = known.get(what)
+        what = (name, rest, structure, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
+        found = _known.get(what)
         if found is None:
-            key = _key(Spec(name, "forward" if wrt else "run", wrt, shape, named))
-            found = known[what] = key, entry(key, what[-1]).tree
-        key, tree = found
-        out = operator(arrays, key)
-        return jax.tree.unflatten(tree, out[: tree.num_leaves])
+            kinds = [str(x) if isinstance(x, torch.dtype) else x for x in rest]
+            plain = [x.removeprefix("torch.") if isinstance(x, str) else x for x in kinds]
+            found = _known[what] = Call(name, op, plain, structure, wrt, arrays)
+        out = _Function.apply(found, *arrays) if wrt else _run(found, arrays)
+        tree = found.entry.tree
+        return out[0] if found.leaf else tree.unflatten(out[: tree.num_leaves])
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = op.__doc__
     return torch.compiler.allow_in_graph(call)
 
 

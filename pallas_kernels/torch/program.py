@@ -6,7 +6,10 @@ Nothing here touches a GPU or imports PyTorch: JAX traces shapes, and lowers eac
 """
 
 import functools
+import hashlib
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +20,10 @@ from jax._src.lib.mlir import ir, passmanager
 from jax.extend import core
 
 # What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vmap_call": "call",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
+_CALLS = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | {"custom_vmap_call": "call"}
+_CALLS |= dict.fromkeys(("closed_call", "custom_vjp_call", "custom_jvp_call"), "call_jaxpr")
 _SAME = {"name", "kernel_guard", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
+_VIEWS = {"reshape", "squeeze", "expand_dims"}
 
 
 class Array(NamedTuple):
@@ -72,20 +69,24 @@ class Program(NamedTuple):
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     arrays: tuple[Array, ...]  # by number
+    roots: tuple[int, ...]  # by number: the array that a reshaped one is, or the array itself
+    kept: frozenset[int]  # arrays that shall lie in memory, as XLA's barriers would have them
 
 
 class _Walk:
     """Numbers the arrays of a jaxpr, and collects constants and steps."""
 
-    def __init__(self, lower: Callable[[Any], Any]):
-        self.lower = lower
+    def __init__(self):
         self.arrays: list[Array] = []
+        self.roots: list[int] = []
+        self.kept: set[int] = set()
         self.constants: dict[int, np.ndarray] = {}
         self.steps: list[Step] = []
         self.held: dict[int, int] = {}  # of each ref: the array that it holds now
 
-    def new(self, aval) -> int:
+    def new(self, aval, root: int | None = None) -> int:
         self.arrays.append(_array(aval))
+        self.roots.append(len(self.roots) if root is None else root)
         return len(self.arrays) - 1
 
     def constant(self, x, dtype) -> int:
@@ -116,8 +117,12 @@ class _Walk:
         name, held = eqn.primitive.name, self.held
         if name in _CALLS:
             return self.walk(eqn.params[_CALLS[name]], ins)
-        if name in _SAME:
+        if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
+            if name == "optimization_barrier":
+                self.kept.update(self.roots[i] for i in ins)
             return ins
+        if name in _VIEWS:
+            return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
         if name == "new_ref":
             made = self.new(eqn.outvars[0].aval)
             held[made] = ins[0]
@@ -140,28 +145,44 @@ class _Walk:
             return outs
         written = {n: self.new(v.aval) for v, n in zip(eqn.invars, ins, strict=True) if n in held}
         now = tuple(held.get(n, n) for n in ins)
-        self.steps.append(Step("kernel", self.lower(eqn), now, (*outs, *written.values())))
+        self.steps.append(Step("kernel", eqn, now, (*outs, *written.values())))
         held.update(written)
         return outs
 
 
-def build(jaxpr, lower: Callable[[Any], Any] | None = None) -> Program:
-    """The program of a jaxpr; `lower` makes a kernel of its equation (None: `kernel`)."""
-    w = _Walk(kernel if lower is None else lower)
+def build(jaxpr) -> Program:
+    """The program of a jaxpr; its kernels are still equations, which `kernel` lowers."""
+    w = _Walk()
     inputs = [w.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
     outputs = w.walk(jaxpr, inputs)
-    used, kept = set(outputs), []
-    for step in reversed(w.steps):  # without what nobody reads
+    used, steps = {w.roots[i] for i in outputs}, []
+    for step in reversed(_turned(w.steps, outputs, w.arrays)):  # without what nobody reads
         if used.intersection(step.outs):
-            used.update(step.ins)
-            kept.append(step)
+            used.update(w.roots[i] for i in step.ins)
+            steps.append(step)
     return Program(
         tuple(w.arrays[i] for i in inputs),
         {i: x for i, x in w.constants.items() if i in used},
-        tuple(reversed(kept)),
-        tuple(outputs),
-        tuple(w.arrays),
-    )
+        tuple(reversed(steps)), tuple(outputs), tuple(w.arrays), tuple(w.roots), frozenset(w.kept),
+    )  # fmt: skip
+
+
+def _turned(steps: list[Step], outputs, arrays) -> list[Step]:
+    """A transposed product is the product of the operands in the other order."""
+    made = {i: step for step in steps for i in step.outs}
+    reads = [i for step in steps for i in step.ins] + list(outputs)
+    done = []
+    for step in steps:
+        dot = made.get(step.ins[0]) if step.primitive == "transpose" else None
+        if dot is not None and dot.primitive == "dot_general" and reads.count(dot.outs[0]) == 1:
+            (left, right), batch = dot.params["dimension_numbers"]
+            count = len(arrays[dot.ins[0]].shape) - len(left)  # left axes of the result
+            order = tuple(step.params["permutation"])
+            if not batch[0] and order == (*range(count, len(order)), *range(count)):
+                turned = {"dimension_numbers": ((right, left), batch)}
+                step = Step("dot_general", turned, dot.ins[::-1], step.outs)
+        done.append(step)
+    return done
 
 
 def _is_ref(v) -> bool:
@@ -175,19 +196,13 @@ def _array(aval) -> Array:
 
 def _plain(eqn) -> dict[str, Any]:
     """The parameters of an equation that say what it computes, as plain values."""
-    params = eqn.params
+    params, numbers = eqn.params, eqn.params.get("dimension_numbers")
     if eqn.primitive.name == "dot_general":
-        dimensions = params["dimension_numbers"]
-        return {"dimension_numbers": tuple(tuple(map(tuple, pair)) for pair in dimensions)}
+        return {"dimension_numbers": tuple(tuple(map(tuple, pair)) for pair in numbers)}
     if eqn.primitive.name == "scatter":
-        numbers = params["dimension_numbers"]
         return {k: tuple(getattr(numbers, k)) for k in numbers._fields if "dims" in k}
-    drop = ("sharding", "accuracy", "update_jaxpr", "update_consts", "mode", "out_sharding")
-    return {
-        k: np.dtype(v).name if isinstance(v, np.dtype | type) else v
-        for k, v in params.items()
-        if k not in drop
-    }
+    drop = ("sharding", "accuracy", "mode", "out_sharding", "new_dtype", "dtype")
+    return {k: v for k, v in params.items() if k not in drop}
 
 
 def call_of(eqn, **override) -> Callable:
@@ -218,45 +233,36 @@ def kernel(eqn) -> Kernel:
 
 
 def _read(name: str, block) -> Kernel:
+    """The one kernel of a function; its other operations allocate or fill operands."""
     values: dict[Any, Any] = {a: i for i, a in enumerate(block.arguments)}
-    call: Any = None
-    returned: Any = ()
+    calls, returned = [], []
     for op in block.operations:
-        target = (
-            op.attributes["call_target_name"].value if "call_target_name" in op.attributes else ""
-        )
+        target = op.attributes["call_target_name"].value if op.name.endswith("custom_call") else ""
         if target == "AllocateBuffer":
             values[op.results[0]] = _typed(op.results[0])
         elif target.startswith("mosaic_gpu"):
-            if call is not None:
-                raise NotImplementedError(f"{name} is more than one kernel")
-            call = op
+            calls.append(op)
         elif op.name == "stablehlo.constant":
             splat: Any = ir.DenseElementsAttr(op.attributes["value"])
-            value = next(iter(splat)) if len(splat) else 0
-            values[op.results[0]] = (_typed(op.results[0]), value)
+            values[op.results[0]] = (_typed(op.results[0]), next(iter(splat)) if len(splat) else 0)
         elif op.name == "stablehlo.broadcast_in_dim":
             values[op.results[0]] = (_typed(op.results[0]), values[op.operands[0]][1])
         elif op.name == "func.return":
             returned = list(op.operands)
         else:
             raise NotImplementedError(f"{name} needs {op.name} around its kernel")
+    if len(calls) != 1:
+        raise NotImplementedError(f"{name} is {len(calls)} kernels, not one")
+    call: Any = calls[0]
     results = list(call.results)
-    aliases = {}
-    for alias in call.attributes["output_operand_aliases"]:
-        text = str(alias)
-        out = [
-            int(x) for x in text.split("output_tuple_indices = [")[1].split("]")[0].split(",") if x
-        ]
-        aliases[out[0] if out else 0] = int(
-            text.split("operand_index = ")[1].split(",")[0].strip(" >")
-        )
+    pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
+    aliases = re.findall(pattern, " ".join(map(str, call.attributes["output_operand_aliases"])))
     return Kernel(
         name,
         call.attributes["mhlo.backend_config"]["module"].value_bytes,
         tuple(values[x] for x in call.operands),
-        tuple(_typed(x) for x in results),
-        aliases,
+        tuple(map(_typed, results)),
+        {int(out or 0): int(operand) for out, operand in aliases},
         tuple(results.index(x) for x in returned),
     )
 
@@ -321,25 +327,28 @@ def trace_train(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequ
 
 def split_forward(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:
     """Leaves out residuals that are inputs or repeated outputs, and says where all lie."""
-    inputs = {i: i for i in range(len(program.inputs))}
-    outputs = list(program.outputs[:n])
-    saved = []
+    outputs, roots, saved = list(program.outputs[:n]), program.roots, []
     for number in program.outputs[n:]:
-        if number in inputs:
-            saved.append(("in", inputs[number]))
+        lies = [roots[i] for i in outputs]
+        if roots[number] < len(program.inputs):
+            saved.append(("in", roots[number]))
+        elif roots[number] in lies:
+            saved.append(("out", lies.index(roots[number])))
         else:
-            if number not in outputs:
-                outputs.append(number)
-            saved.append(("out", outputs.index(number)))
+            saved.append(("out", len(outputs)))
+            outputs.append(number)
     return program._replace(outputs=tuple(outputs)), tuple(saved)
+
+
+def distinct(program: Program) -> tuple[Program, tuple[int, ...]]:
+    """Leaves out repeated outputs, and says which is which."""
+    outputs = list(dict.fromkeys(program.outputs))
+    return program._replace(outputs=tuple(outputs)), tuple(map(outputs.index, program.outputs))
 
 
 @functools.cache
 def source_hash() -> str:
     """Changes with JAX and with every line of this package."""
-    import hashlib
-    from pathlib import Path
-
     total = hashlib.sha256(jax.__version__.encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         total.update(path.read_bytes())

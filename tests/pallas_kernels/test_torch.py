@@ -1,8 +1,10 @@
 """pallas_kernels.torch without a GPU: interpreted kernels against JAX, fakes, errors."""
 
+import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -15,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 torch = pytest.importorskip("torch")
 import pallas_kernels as jk  # noqa: E402
 import pallas_kernels.torch as pk  # noqa: E402
-from pallas_kernels.torch import ops, program, run  # noqa: E402
+from pallas_kernels.torch import launch, ops, plan, program, run  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 B, F, I = "bfloat16", "float32", "int32"
@@ -75,20 +77,53 @@ def interpreted(step):
     return go
 
 
+# Glue as C++ for this machine: one loop for each group of arrays.
+CPU = """
+#include <cmath>
+#include <cstring>
+using namespace std;
+#define HERE inline
+template <class T, class S> HERE T as(S x) {
+  T y; static_assert(sizeof x == sizeof y, ""); memcpy(&y, &x, sizeof y); return y;
+}
+struct f16 {
+  _Float16 bits;
+  f16() = default;
+  f16(float x) : bits(x) {}
+  operator float() const { return bits; }
+};
+#define FUNCTION extern "C" void glue(void** arrays)
+#define AT(type, n) ((type*)arrays[n])
+#define EACH(first, blocks, count) for (Index i = 0; i < count; ++i)
+"""
+
+
+def compiled_here(made, device):
+    with tempfile.TemporaryDirectory() as folder:
+        text, out = Path(folder, "glue.cc"), Path(folder, "glue.so")
+        text.write_text(made.source(CPU))
+        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(out), str(text)]
+        subprocess.run(command, check=True)
+        function = ctypes.CDLL(str(out)).glue
+    function.argtypes = [ctypes.c_void_p]
+    return lambda pointers, count, stream: function(pointers)
+
+
 @pytest.fixture
 def interprets(monkeypatch):
-    """CPU tensors are allowed, and kernels interpreted."""
+    """CPU tensors are allowed, kernels interpreted, and glue compiled for this machine."""
+    operator = run.operator
 
-    def runner(key, signature):
-        spec = ops._specs[key]
-        if spec.mode != "backward":
-            return run.Runner(ops.entry(key, signature).program, interpreted)
-        of = ops._key(spec._replace(mode="forward", signature=()))
-        return run.Runner(ops.entry(of, spec.signature).backward, interpreted)
+    def here(step, out):
+        return interpreted(step) if step.primitive == "kernel" else operator(step, out)
 
-    monkeypatch.setattr(ops, "_check", lambda key, arrays: None)
-    monkeypatch.setattr(ops, "_runner", runner)
-    monkeypatch.setattr(ops, "_runners", {})
+    monkeypatch.setattr(ops, "_check", lambda name, arrays: None)
+    monkeypatch.setattr(ops, "_lowered", lambda program: plan.plan(program, native=False))
+    monkeypatch.setattr(ops, "_known", {})
+    monkeypatch.setattr(ops.Call, "_load", lambda call: None)
+    monkeypatch.setattr(run, "operator", here)
+    monkeypatch.setattr(launch, "glue_launcher", compiled_here)
+    monkeypatch.setenv("PALLAS_KERNELS_CACHE", os.devnull)  # jaxprs do not go to disk
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,14 +258,63 @@ def test_fake_tensors_have_the_results_shapes():
 
 
 def test_opcheck(interprets):
-    x = torch.randn(2, 65, 256).bfloat16().requires_grad_()
-    w = torch.ones(256, requires_grad=True)
-    pk.rms_norm(x, w, eps=1e-4)
-    key = next(k for k, s in ops._specs.items() if dict(s.kwargs).get("eps") == 1e-4)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    x, w = torch.randn(2, 65, 256).bfloat16(), torch.ones(256)
+    pk.rms_norm(x.requires_grad_(), w)
+    (call,) = ops._known.values()
     torch.library.opcheck(
-        torch.ops.pallas_kernels.rms_norm.default, ([x, w], key), test_utils=tests
+        torch.ops.pallas_kernels.rms_norm.default, ([x.detach(), w], call.key, False)
     )
+
+
+def test_torch_compile_and_checkpoint_see_two_operators(interprets):
+    """An op with a residual that its kernel leaves undefined in parts, and one with two results."""
+
+    def block(q, k, w):
+        y, s = pk.rms_norm(q, w, residual=k)
+        return pk.attention(y, s, s, return_lse=True)
+
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 128, 2, 64, generator=g).bfloat16().requires_grad_() for _ in "qk")
+    leaves = q, k, torch.ones(64, requires_grad=True)
+    found = []
+    from torch.utils.checkpoint import checkpoint
+
+    for f in (
+        block,
+        torch.compile(block, fullgraph=True, backend="aot_eager"),
+        lambda *x: checkpoint(block, *x, use_reentrant=False),
+    ):
+        out, lse = f(*leaves)
+        found.append([out, lse, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+# Launches and PyTorch operators of a call: forward without gradients, forward, backward.
+MOST_UNITS = {
+    "attention": (1, 1, 2), "rms_norm": (1, 1, 3), "rms_norm+": (1, 1, 3),
+    "layer_norm": (1, 1, 3), "rope": (1, 1, 1), "swiglu": (1, 1, 1), "mlp": (4, 4, 8),
+    "mlp+": (3, 4, 7), "encoder": (1, 1, 7), "cross_entropy": (1, 1, 1),
+    "linear_cross_entropy": (8, 10, 1), "vlstm": (7, 7, 10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_has_few_launches(name):
+    arrays, names = arrays_of(name)
+    wrt = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def op(*values):
+        args = [x for x, n in zip(values, names, strict=True) if n is None]
+        named = {n: x for x, n in zip(values, names, strict=True) if n}
+        return getattr(jk, name.rstrip("+"))(*args, **named, implementation="mosaic")
+
+    alone = program.build(program.trace_run(op, arrays)[0])
+    jaxpr, _, n, _, back = program.trace_train(op, arrays, wrt)
+    forward, _ = program.split_forward(program.build(jaxpr), n)
+    backward, _ = program.distinct(program.build(back))
+    counts = [len(plan.plan(x, native=False).units) for x in (alone, forward, backward)]
+    assert all(map(int.__le__, counts, MOST_UNITS[name])), counts
 
 
 def test_errors_are_one_line():
@@ -258,8 +342,6 @@ def test_a_copied_input_is_said_once(caplog):
     run._said.clear()
     x = torch.arange(6).view(3, 2).t()
     for _ in range(2):
-        assert run._copy("attention_forward", x, True).is_contiguous()
+        assert run._copy("attention", x).is_contiguous()
     said = [r.getMessage() for r in caplog.records]
-    assert said == [
-        "attention_forward copies an input (2, 3) with strides (1, 2): make it contiguous"
-    ]
+    assert said == ["attention copies an input (2, 3) with strides (1, 2): make it contiguous"]
