@@ -10,6 +10,7 @@ import tomllib
 from importlib import metadata
 from importlib.util import find_spec
 
+import jax
 import pytest
 from training_runs import REPO
 
@@ -169,3 +170,12 @@ def test_the_checked_packages_are_the_declared_dependencies():
 def test_every_command_has_its_module():
     for module, _ in COMMANDS.values():
         assert callable(importlib.import_module(module).main)
+
+
+def test_a_setting_with_which_jax_runs_no_compiled_program_is_one_line(capsys):
+    program = jax.jit(lambda x: 2 * x).lower(1.0).compile()
+    with jax.disable_jit():
+        assert command_line.exit_status(lambda: program(1.0)) == 2
+    assert capsys.readouterr().err == "error: JAX_DISABLE_JIT is set: unset it\n"
+    with pytest.raises(ValueError, match="another"):
+        command_line.exit_status(lambda: int("another"))
