@@ -158,7 +158,7 @@ def store_lse(b: DecodeBlock, m, l):
     mosaic.store(b.refs.lse.at[b.batch, b.split, b.head], m * (1 / LOG2E) + jnp.log(l))
 
 
-def whole(p: DecodePlan, o, lse, like):
+def whole(p: DecodePlan, like, o, lse):
     """The result (B, T, H, D) from the splits (B, splits, K, rows, D or more)."""
     (b, t, h, d), rows = like.shape, p.t * p.group
     o = o[:, :, :, :rows, :d]
@@ -207,7 +207,7 @@ def general(q, k, v, lengths, _new, _table, scale, window, softcap):
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )(x, k, v, lengths)
-    return (whole(p, *results, q),)
+    return (whole(p, q, *results),)
 
 
 def _general_body(p: DecodePlan, rows, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
@@ -284,7 +284,7 @@ def hopper(q, k, v, lengths, new, table, scale, window, softcap):
         results = kernel([k, v], *arrays)
     else:
         cache, results = mosaic.in_place_with_results(kernel, [k, v], *arrays)
-    return whole(p, *results, q), *cache
+    return whole(p, q, *results), *cache
 
 
 def _body(p: DecodePlan, cache_refs, q_ref, lengths_ref, new, table, o_ref, lse_ref, **smem):

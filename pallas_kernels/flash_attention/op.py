@@ -175,16 +175,13 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
     return f"the kernel would pad D={d} to {width}" if width > d else None
 
 
-def _cudnn(q, k, v, *, causal, scale, window):
+def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
+    q, k, v = _split(operands)
+    local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=scale_of(scale, q),
-        is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0),
+        q, k, v, scale=scale_of(scale, q), is_causal=causal, local_window_size=local,
         implementation="cudnn",
-    )
+    )  # fmt: skip
 
 
 def check(q, k, v, causal, window, softcap, segment_ids=None):
@@ -267,6 +264,10 @@ def attention_reference(
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
     out, lse = masked_reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
     return (out, lse) if return_lse else out
+
+
+def _in_jnp(operands, segment_ids, **options):
+    return attention_reference(*_split(operands), segment_ids=segment_ids, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -408,19 +409,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 # Only an H100 has run the general form, so cuDNN stands before it.
 FORMS = (
     Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not, why_slower),
-    Form(
-        "cudnn",
-        lambda operands, segment_ids, *, causal, scale, window, **options: _cudnn(
-            *_split(operands), causal=causal, scale=scale, window=window
-        ),
-        "sm_80",
-        cudnn_why_not,
-    ),
+    Form("cudnn", _cudnn, "sm_80", cudnn_why_not),
     Form("general", functools.partial(_kernels, general=True), "sm_80", why_not),
-    Form(
-        "xla",
-        lambda operands, segment_ids, **options: attention_reference(
-            *_split(operands), segment_ids=segment_ids, **options
-        ),
-    ),
+    Form("xla", _in_jnp),
 )

@@ -113,7 +113,7 @@ def send_any(w: Worker, n, stream: Stream, following, send):
         pl.when((n >= stream.end) & (following >= 0))(send_following)
 
 
-def in_sight(s: Schedule, i: Item, x, n, q_ids=None, k_ids=None):
+def in_sight(s: Schedule, i: Item, x, n, q_ids: Any = None, k_ids: Any = None):
     """Scores x of step n, with -inf where the query may not see the key.
 
     q_ids: in registers; k_ids: in shared memory; None without segments.
