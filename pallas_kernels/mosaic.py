@@ -96,11 +96,10 @@ def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _check_interpreter(threads: int) -> None:
-    """Raises RuntimeError where JAX's interpreter would hang."""
+    """Raises RuntimeError where JAX's interpreter would hang: a warpgroup takes an XLA thread."""
     if not dispatch.interpreting():
         return
-    # The interpreter runs all warpgroups of a block at once, each in an XLA thread.  XLA has one
-    # thread for each core, or $NPROC threads if NPROC is set when JAX initialises its devices.
+    # XLA has one thread for each core, or $NPROC if that is set when JAX initialises its devices.
     nproc, cores = os.environ.get("NPROC", ""), getattr(os, "sched_getaffinity", None)
     have = int(nproc) if nproc.isdecimal() else len(cores(0)) if cores else os.cpu_count() or 1
     if have < threads:
@@ -140,14 +139,16 @@ def kernel(body, *, name: str | None = None, scratch_types=(), **options):
 def in_place(call, state, *arrays):
     """Calls call(references to state, *arrays), and returns `state` as that call has changed it.
 
-    state: an array or a list of arrays.  This uses run_state because jax.checkpoint drops a call
-    that returns nothing between new_ref and freeze.
+    state: an array or a list of arrays.  The barriers keep XLA from fusing the kernel with slices
+    of its operands, as it may inside a loop: input and output would then have separate buffers, and
+    what is written in place would be lost.
     """
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        state, *arrays = _prevent_fusion((state, *arrays))
-        return _prevent_fusion(pl.run_state(lambda refs: call(refs, *arrays))(state))
+        state, *arrays = lax.optimization_barrier((state, *arrays))
+        # Between new_ref and freeze jax.checkpoint would drop a call that returns nothing.
+        return lax.optimization_barrier(pl.run_state(lambda refs: call(refs, *arrays))(state))
 
     return run(state, *arrays)
 
@@ -157,22 +158,13 @@ def in_place_with_results(call, state, *arrays):
 
     @jax.custom_batching.sequential_vmap
     def run(state, *arrays):
-        state, *arrays = _prevent_fusion((state, *arrays))
+        state, *arrays = lax.optimization_barrier((state, *arrays))
         refs = jax.tree.map(jax.new_ref, state)
         results = call(refs, *arrays)
         # The barrier also ties them together: jax.checkpoint drops a call with unused results.
-        return _prevent_fusion((jax.tree.map(jax.freeze, refs), results))
+        return lax.optimization_barrier((jax.tree.map(jax.freeze, refs), results))
 
     return run(state, *arrays)
-
-
-def _prevent_fusion(arrays):
-    """Keeps XLA from fusing the operands or results of an in-place kernel.
-
-    Inside a loop XLA may fuse a kernel with slices of its operands and give it separate input and
-    output buffers, so in-place writes are lost.
-    """
-    return lax.optimization_barrier(arrays)
 
 
 def grid(**axes: int) -> dict:

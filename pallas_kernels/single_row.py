@@ -335,9 +335,7 @@ def _body(p: SingleRowPlan, blocks, x, parts, biases, norm, residual, *outs, **s
     mosaic.share_blocks(lax.axis_index("n"), blocks, runs)
 
 
-def _part(
-    p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, *, sums_smem=None, bar=None
-):
+def _part(p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, **smem):
     """Block n of a part."""
     first = n * p.lines
     wg = lax.axis_index("wg")
@@ -358,6 +356,7 @@ def _part(
     if p.wgs == 1:
         finish(sums)
         return
+    sums_smem, bar = smem.values()
     places = [(i, j) for i in range(p.rows) for j in range(len(weights))]
     for i, j in places:
         mosaic.store(sums_smem.at[wg, i, j], sums[i][j])

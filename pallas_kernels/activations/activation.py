@@ -180,7 +180,7 @@ def _gelu_backward(saved, dy):
     (dz,) = elementwise(gelu_backward_tile, z, dy, name="gelu_backward")
     if like_bias is None:
         return dz, None
-    # XLA reads dz again, for 0.08 ms of GPT-2's 32768 x 3072: 2% of a step.
+    # XLA reads dz again: by its bytes 0.07 ms for GPT-2's 32768 x 3072, less than 2% of a step.
     return dz, dz.astype(jnp.float32).sum(tuple(range(dz.ndim - 1))).astype(like_bias.dtype)
 
 

@@ -26,6 +26,7 @@ which four neighbouring threads share.  Loads and stores of the chunks transpose
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -187,12 +188,9 @@ def _body(s: Schedule, t: _Tiles, tile, a, b, inputs, results, sums, **scratch):
             plgpu.copy_gmem_to_smem(source.at[at], smem.at[slot], bar)
 
     def fill(mine: BlockTiles):
-        for i in range(s.ahead):
-            for c in range(s.chunks):
-
-                @pl.when(i < mine.count)
-                def _(i=i, c=c):
-                    copy_chunk(i, *mine.place(i), c)
+        for i, c in itertools.product(range(s.ahead), range(s.chunks)):
+            send = lambda i=i, c=c: copy_chunk(i, *mine.place(i), c)
+            pl.when(i < mine.count)(send)
 
     def epilogue(mine: BlockTiles, i, _, here, product):
         row, column = here
