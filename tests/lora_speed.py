@@ -224,7 +224,8 @@ def linear(a) -> None:
             rounds.append((time.perf_counter() - begin) / 20)
         return min(rounds) * 1e6
 
-    for k, n in ((4096, 4096), (4096, 14336), (14336, 4096)):
+    # o and q, k and v, q with k and v, gate and up, down.
+    for k, n in ((4096, 4096), (4096, 1024), (4096, 6144), (4096, 14336), (14336, 4096)):
         x, dy, w = draw(0, T, k), draw(1, T, n), draw(2, k, n)
         plain = timed(jnp.matmul, x, w), timed(lambda dy, w: dy @ w.T, dy, w)
         print(f"{T} x {k} x {n}: bfloat16 {plain[0]:.0f} us, dx {plain[1]:.0f} us", flush=True)

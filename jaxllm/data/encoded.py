@@ -181,30 +181,39 @@ class Encoded:
 class Fitted:
     """The conversations that fit into seq_len + 1 tokens: whole, cut, or left out.
 
-    Raises InputError if none with loss is left.
+    validation: conversations to leave out, too.  Raises InputError if none with loss is left.
     """
 
-    def __init__(self, encoded: Encoded, seq_len: int, too_long: str):
+    def __init__(
+        self, encoded: Encoded, seq_len: int, too_long: str, validation: "Fitted | None" = None
+    ):
         size, stops = seq_len + 1, np.cumsum(encoded.lengths)
         spans = np.stack([stops - encoded.lengths, stops], 1)
-        kept, longer = np.ones(len(stops), bool), encoded.lengths > size
+        new = ~np.isin(encoded.ranks, [] if validation is None else validation._ranks)
+        if not new.any():
+            raise InputError(
+                f"all {len(new):,} conversations of data.path are in data.val_path, too, and not"
+                " trained on; name other data, or omit data.val_path to hold out a part"
+            )
+        kept, longer = new.copy(), encoded.lengths > size
         for i in np.flatnonzero(longer):
             start, stop = spans[i]
             start, stop = (stop - size, stop) if too_long == "cut_start" else (start, start + size)
             spans[i] = start, stop
             has_loss = (encoded.entries.read(start + 1, stop) & 1).any()
-            kept[i] = too_long != "leave_out" and has_loss
+            kept[i] &= too_long != "leave_out" and has_loss
         why = "longer than" if too_long == "leave_out" else "without loss in the kept part of"
         if not kept.any():
             raise InputError(
-                f"all {len(stops):,} conversations are {why} train.seq_len + 1 = {size:,} tokens"
+                f"all {new.sum():,} conversations are {why} train.seq_len + 1 = {size:,} tokens"
                 f" (data.too_long={too_long}): raise train.seq_len"
             )
-        cut, gone = int((longer & kept).sum()), int((~kept).sum())
+        cut, gone, known = (x.sum() for x in (longer & kept, new & ~kept, ~new))
         side = "beginning" if too_long == "cut_start" else "end"
         self.description = encoded.describe()
         self.description += f"; {cut:,} cut at the {side} to {size:,} tokens" * bool(cut)
         self.description += f"; {gone:,} left out, {why} {size:,} tokens" * bool(gone)
+        self.description += f"; {known:,} also in data.val_path, so not trained on" * bool(known)
         self._entries, self._spans, self._seq_len = encoded.entries, spans[kept], seq_len
         self._ranks = encoded.ranks[kept]
 

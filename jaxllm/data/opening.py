@@ -225,7 +225,9 @@ def _open_chat(asked: _Asked):
     _check(tokenizer, vocab_size)
     opened = [find_encoded(source, tokenizer, config.loss, cache) for source in sources]
     _check(tokenizer, vocab_size, [x.page["largest"] for x in opened])
-    fitted = [Fitted(x, seq_len, config.too_long) for x in opened]
+    fitted = []  # the last is what validates, and is left out of the first
+    for x in reversed(opened):
+        fitted.insert(0, Fitted(x, seq_len, config.too_long, *fitted))
     if only_val:
         train, val = fitted[0].none(), fitted[0].all()
     elif len(fitted) == 2:

@@ -137,8 +137,8 @@ class AdapterWeights:
         return x if isinstance(self.base, PackedWeights) else self._seen(name, x)
 
     def _seen(self, name: str, x: np.ndarray) -> np.ndarray:
-        """A float32 parameter, packed or rounded as `frozen` holds it."""
-        if x.ndim == 1:
+        """A float32 parameter, packed or rounded as a run held it; peft rounds none."""
+        if x.ndim == 1 or (self.run is None and self.packing is None):
             return x
         if own := self.packing and self.packing.of(name, x.shape):
             return np.asarray(dequantize(own.pack(jnp.asarray(x))))

@@ -137,8 +137,9 @@ def test_long_conversations_are_cut_or_left_out(config, tmp_path):
     path = str(write(tmp_path / "b.jsonl", [{"messages": messages}, *talks(9)]))
     ids, _ = tokenizer.chat(messages, answer=False)
     assert len(ids) > T + 1
+    others = str(write(tmp_path / "c.jsonl", talks(9, seed=1)))
     kept = {
-        name: opened(config, path=path, val_path=config["path"], too_long=name)
+        name: opened(config, path=path, val_path=others, too_long=name)
         for name in ("cut_end", "cut_start", "leave_out")
     }
     found = {name: conversations_in(rows_of(data)) for name, data in kept.items()}
@@ -162,6 +163,21 @@ def test_the_split_is_by_conversation_and_keeps_equal_ones_together(config, tmp_
     assert 0.02 < len(val) / (len(train) + len(val)) < 0.1
     two = opened(config, path=str(write(tmp_path / "c.jsonl", talks(2))))
     assert [len(conversations_in([part[0]])) for part in (two.train, two.val)] == [1, 1]
+
+
+def test_what_validates_is_not_trained_on(config, tmp_path):
+    lines = talks(40)
+    path = str(write(tmp_path / "b.jsonl", [*lines[5:8], *lines[6:9], *talks(9, seed=1)]))
+    data = opened(config, val_path=path)
+    held = [data.val[i] for i in range(len(data.val))]
+    found = [sorted(conversations_in(rows)) for rows in (rows_of(data), held)]
+    alone = opened(config, path=str(write(tmp_path / "c.jsonl", lines[:5] + lines[9:])))
+    assert found[0] == sorted(conversations_in([*rows_of(alone), alone.val[0]]))
+    assert len(found[1]) == 15
+    assert "; 4 also in data.val_path, so not trained on" in data.description
+    both = str(write(tmp_path / "d.jsonl", [*lines, *talks(1, seed=2)]))
+    with pytest.raises(InputError, match=r"all 40 conversations of data\.path are in"):
+        opened(config, val_path=both)
 
 
 def test_batches_do_not_depend_on_the_number_of_processes_and_resume(config):
