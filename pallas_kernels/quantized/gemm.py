@@ -45,6 +45,7 @@ from pallas_kernels.quantized.unpack import (
     LANE_WORDS,
     PLANE_WORDS,
     SCALES,
+    read,
     right_operand,
     tile,
     transposed_tile,
@@ -129,31 +130,24 @@ def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
     return mosaic.cdiv(blocks * splits, _SMS) * (_START + steps) + others
 
 
-def linear(x, weight: QuantizedWeight, bias, activation):
-    """activation(x w' + bias) as bfloat16 (M, N), for x (M, K) bfloat16, without splits."""
-    p = plan(x.shape[0], weight, most_splits=1)
+def linear(x, weight: QuantizedWeight, bias=None, activation=None, *, back: bool = False):
+    """activation(x w' + bias) as bfloat16 (M, N), for x (M, K) bfloat16, without splits.
+
+    back: x w'^T (M, K) for x (M, N) instead.
+    """
+    p, columns = plan(x.shape[0], weight, most_splits=1, back=back), weight.shape[not back]
     if bias is not None:
         bias = mosaic.pad_axis(bias, 0, _WGS * _N)
     # Mosaic wants whole swizzle tiles.  The copy of a warpgroup past the last one changes nothing;
     # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
-    width = max(_WGS, mosaic.cdiv(weight.shape[1], _N)) * _N
-    shape = mosaic.cdiv(p.m, 8) * 8, width
-    out = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    y = _product(x, weight.words, weight.scales, weight.offsets, bias, activation, out, p)
-    return y[: p.m, : weight.shape[1]]
-
-
-def gradient(dy, weight: QuantizedWeight):
-    """dy w'^T as bfloat16 (M, K), for dy (M, N) bfloat16."""
-    p = plan(dy.shape[0], weight, most_splits=1, back=True)
-    width = max(_WGS, mosaic.cdiv(weight.shape[0], _N)) * _N
+    width = max(_WGS, mosaic.cdiv(columns, _N)) * _N
     out = jax.ShapeDtypeStruct((mosaic.cdiv(p.m, 8) * 8, width), jnp.bfloat16)
-    dx = _product(dy, weight.words, weight.scales, weight.offsets, None, None, out, p)
-    return dx[: p.m, : weight.shape[0]]
+    y = _product(x, weight.words, weight.scales, weight.offsets, bias, activation, out, p)
+    return y[: p.m, :columns]
 
 
 def has_gradient(weight: QuantizedWeight) -> bool:
-    """Whether `gradient` takes this weight: a warp has whole words and one group of its 64 k."""
+    """Whether `back` takes this weight: a warp has whole words and one group of its 64 k."""
     return weight.bits in (4, 8) and weight.format != "2:4" and (weight.group or _N) % _N == 0
 
 
@@ -293,20 +287,16 @@ def _multiply(p: ManyPlan, refs: _ManyRefs, i, acc, load):
         pl.when(s >= 2)(refill)
 
 
-def _read(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
 def _columns_of(p: ManyPlan, refs: _ManyRefs, slot):
     """w' of each step of a turn, 64 n x 64 k."""
-    row = lambda smem, g: _read(smem.at[slot, :, g], SCALES)
+    row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
     per = p.step // _BLOCK  # blocks of a step of the packed form
     parts = p.parts * per // _BLOCKS
     words = []
     for block in range(_BLOCKS):
         if block % per == 0:
             own = range(block // per * parts, (block // per + 1) * parts)
-            words = [_read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
+            words = [read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
         groups = range(block * p.groups // _BLOCKS, ((block + 1) * p.groups - 1) // _BLOCKS + 1)
         scales = [row(refs.scales_smem, g) for g in groups]
         offsets = [row(refs.offsets_smem, g) for g in groups if p.asymmetric]
@@ -317,8 +307,8 @@ def _transposed(p: ManyPlan, refs: _ManyRefs, slot):
     """w' of each step of a turn, 64 k x 64 n."""
     for block in range(_BLOCKS):
         tiles = range(block * _TILES, (block + 1) * _TILES)
-        words = [_read(refs.words_smem.at[slot, t], PLANE_WORDS[p.bits]) for t in tiles]
-        row = lambda smem, tiles=tiles: [_read(smem.at[slot, t], COLUMN_SCALES) for t in tiles]
+        words = [read(refs.words_smem.at[slot, t], PLANE_WORDS[p.bits]) for t in tiles]
+        row = lambda smem, tiles=tiles: [read(smem.at[slot, t], COLUMN_SCALES) for t in tiles]
         offsets = row(refs.offsets_smem) if p.asymmetric else []
         yield transposed_tile(words, row(refs.scales_smem), offsets, p.bits, p.format)
 

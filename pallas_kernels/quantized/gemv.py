@@ -37,6 +37,7 @@ from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
 from pallas_kernels.quantized.dot import Turn, dot, load_words
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, QuantizedWeight
+from pallas_kernels.quantized.unpack import read
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
@@ -231,10 +232,6 @@ def _part(p: RowPlan, refs: _RowRefs, n):
     pl.when(wg == 0)(lambda: _finish(p, refs, here, *added))
 
 
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
 def _existing(p: RowPlan, turn):
     return turn if p.even else jnp.minimum(turn, p.turns - 1)
 
@@ -247,13 +244,13 @@ def _fetch(p: RowPlan, weight: _Weight, n, turn):
     shared = max(1, t.group // (TURN * t.step))  # turns with the same group
     groups = pl.ds(lax.div(turn, jnp.int32(shared)) * t.rows, t.rows)
     rows = [a for a in (weight.scales, weight.offsets) if a is not None]
-    return words, [_load(a.at[n, groups], t.scales_layout) for a in rows]
+    return words, [read(a.at[n, groups], t.scales_layout) for a in rows]
 
 
 def _multiply(p: RowPlan, refs: _RowRefs, turn, fetched, accs):
     """accs + the products of a turn; past the last turn accs."""
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
-    x = _load((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.turn.x_layout)
+    x = read((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.turn.x_layout)
     totals = [dot(p.turn, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
     if p.even:
         return totals
@@ -287,7 +284,7 @@ def _bring_some(p: RowPlan, refs: _RowRefs, wg, turns: range) -> list:
     else:
         parts = [(i * p.wgs + wg, 1) for i in turns]
     at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
-    load = lambda ref: [_load(ref.at[rows], layout) for rows in at]
+    load = lambda ref: [read(ref.at[rows], layout) for rows in at]
     ys, squares = load(refs.x), []
     if refs.norm is not None:
         weights, xs = load(refs.norm[0]), [x.astype(jnp.float32) for x in ys]
@@ -305,7 +302,7 @@ def _bring_some(p: RowPlan, refs: _RowRefs, wg, turns: range) -> list:
 def _normalize(p: RowPlan, refs: _RowRefs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
     layout = mosaic.warp_rows(p.turn.step // LANES)
-    load = lambda ref: _load(ref, layout).astype(jnp.float32)
+    load = lambda ref: read(ref, layout).astype(jnp.float32)
     x, weight = load(refs.x), load(refs.norm[0])
     bias = None if refs.norm[1] is None else load(refs.norm[1])
     k = p.turns * TURN * p.turn.step
@@ -331,7 +328,7 @@ def _finish(p: RowPlan, refs: _RowRefs, here, biases, residual):
     plgpu.barrier_wait(refs.smem["bar"])
     smem = refs.smem["sums_smem"]
     sums = lambda i: [
-        _load(smem.at[w, i, pl.ds(s * COLUMNS, COLUMNS)], _COLUMNS)
+        read(smem.at[w, i, pl.ds(s * COLUMNS, COLUMNS)], _COLUMNS)
         for w in range(p.wgs)
         for s in range(TURN)
     ]

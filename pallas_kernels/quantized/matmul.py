@@ -34,7 +34,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, right_operand, tile
+from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, read, right_operand, tile
 
 MAX_ROWS = 64
 _N = 64  # rows of a wgmma, the columns of four tiles
@@ -195,14 +195,13 @@ def _fetch(p: FewPlan, refs: _FewRefs, i, turn):
 def _multiply(p: FewPlan, refs: _FewRefs, i, acc):
     """acc += w x^T of this warpgroup's i-th turn."""
     slot = _ring(p, refs).wait(i)
-    load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
-    row = lambda smem, g: load(smem.at[slot, :, g], SCALES)
+    row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
     per = max(1, p.groups // p.span)  # groups of a step
 
     @pl.loop(0, p.span)
     def _(s):
         here = [refs.words_smem.at[slot, :, s * p.parts + j] for j in range(p.parts)]
-        words = [load(ref, LANE_WORDS) for ref in here]
+        words = [read(ref, LANE_WORDS) for ref in here]
         for block in range(p.step // _BLOCK):
             k = block * _BLOCK
             own = range(k * per // p.step, (k + _BLOCK - 1) * per // p.step + 1)
@@ -220,7 +219,7 @@ def _pass_on(p: FewPlan, refs: _FewRefs, w: int, total):
     """Adds the sum of the warpgroups after w, and gives the sum to w - 1, or to memory."""
     if w < p.wgs - 1:
         plgpu.barrier_wait(refs.turn_bars.at[w])
-        total = total + plgpu.load(refs.sum_smem, layout=WGMMA, optimized=False)
+        total = total + read(refs.sum_smem, WGMMA)
     if w:
         mosaic.store(refs.sum_smem, total)
         plgpu.barrier_arrive(refs.turn_bars.at[w - 1])

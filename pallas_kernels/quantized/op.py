@@ -160,7 +160,7 @@ def _backward(activation, dtype, kernel, saved, dz):
     dy, dbias = pull(dz)
     dy = dy.astype(like.dtype)
     if kernel and _many(dy) and gemm.has_gradient(weight):
-        return gemm.gradient(dy, weight), None, dbias
+        return gemm.linear(dy, weight, back=True), None, dbias
     return jnp.matmul(dy, _dense(weight, dy).T), None, dbias
 
 

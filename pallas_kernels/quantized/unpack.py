@@ -68,12 +68,7 @@ def tile(words, scales, offsets, block: int, bits: int, format: Format):
     block's k; no offsets for symmetric weights.
     In 2:4 column 16 m + c of the result belongs to k = 64 block + 4 c + m.
     """
-    arguments = (words, scales, offsets)
-    kinds = (LANE_WORDS, SCALES, SCALES)
-    types = tuple([layout] * len(a) for layout, a in zip(kinds, arguments, strict=True))
-    result = plgpu.ShapeDtypeStruct((64, 16 * PLANES), jnp.dtype(jnp.bfloat16), layout=WGMMA)
-    code = _Tile(block, bits, format)
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
+    return _run(_Tile(block, bits, format), (LANE_WORDS, SCALES, SCALES), words, scales, offsets)
 
 
 def transposed_tile(words, scales, offsets, bits: int, format: Format):
@@ -83,12 +78,20 @@ def transposed_tile(words, scales, offsets, bits: int, format: Format):
     scales, offsets: register arrays (1, 16) bfloat16 of these tiles; no offsets for symmetric
     weights.
     """
-    arguments = (words, scales, offsets)
-    kinds = (PLANE_WORDS[bits], COLUMN_SCALES, COLUMN_SCALES)
-    types = tuple([layout] * len(a) for layout, a in zip(kinds, arguments, strict=True))
+    layouts = PLANE_WORDS[bits], COLUMN_SCALES, COLUMN_SCALES
+    return _run(_Transposed(bits, format), layouts, words, scales, offsets)
+
+
+def _run(code, layouts, *arguments):
+    """The 64 x 64 weights that `code` makes of lists of registers, each list of one layout."""
+    types = tuple([layout] * len(a) for layout, a in zip(layouts, arguments, strict=True))
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.dtype(jnp.bfloat16), layout=WGMMA)
-    code = _Transposed(bits, format)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
+
+
+def read(ref, layout):
+    """Loads a global or unswizzled shared ref into registers of `layout`, in its dtype."""
+    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def right_operand(x, format: Format):
@@ -135,17 +138,14 @@ class _Tile:
         scales, offsets = (
             [doubled(a.registers.flat[0]) for a in rows] for rows in (scales, offsets)
         )
-        out = np.empty((1, 2 * PLANES, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        out = {}
         planes = range(PLANES * self.block, PLANES * (self.block + 1))
         for p, weights in enumerate(operands(words, planes, self.bits, self.format)):
             group = p * len(scales) // PLANES
             for a, weight in enumerate(weights):
                 offset = [offsets[group][a % 2]] if offsets else []
-                weight = _scaled(weight, scales[group][a % 2], *offset)
-                out[0, 2 * p + a // 2, 0, 0, a % 2, 0, 0, 0, 0] = llvm.bitcast(pair, weight)
-        layout = mgpu.WGMMA_LAYOUT
-        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+                out[2 * p + a // 2, a % 2] = _scaled(weight, scales[group][a % 2], *offset)
+        return _left_operand(out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,17 +169,24 @@ class _Transposed:
         those of n + 8 and of k + 8 change places.
         """
         del ctx
-        out = np.empty((1, 2 * PLANES, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        out = {}
         for t, own in enumerate(words):
             (levels,) = operands([lane_words(own)], range(1), self.bits, self.format)
             s, *offset = (doubled(a[t].registers.flat[0]) for a in (scales, offsets) if a)
             for a, level in enumerate(levels):
                 weight = _scaled(level, s[a % 2], *(o[a % 2] for o in offset))
                 weight = asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", weight)
-                out[0, 2 * t + a % 2, 0, 0, a // 2, 0, 0, 0, 0] = llvm.bitcast(pair, weight)
-        layout = mgpu.WGMMA_LAYOUT
-        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+                out[2 * t + a % 2, a // 2] = weight
+        return _left_operand(out)
+
+
+def _left_operand(words: dict):
+    """A thread's words {(eight columns, half of the rows): word} of 64 x 64 bfloat16."""
+    out = np.empty((1, 2 * PLANES, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    for (eight, half), word in words.items():
+        out[0, eight, 0, 0, half, 0, 0, 0, 0] = llvm.bitcast(pair, word)
+    return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
 def _scaled(level, s, offset=None):
