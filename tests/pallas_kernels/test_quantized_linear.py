@@ -109,6 +109,13 @@ def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows, activation
     assert_error_ratio(actual, layer(x, quantized_linear_reference), truth)
 
 
+def test_the_gradient_sums_over_more_turns_than_its_rings_hold():
+    p = gemm.plan(67, quantize(normal(1, (64, 1096)), group=64), most_splits=1, back=True)
+    assert p.turns > p.slots
+    assert 4 * p.turns > p.stages
+    check((67,), 64, 1096, group=64)
+
+
 def test_one_tile_of_columns_for_two_warpgroups():
     arrays = normal(0, (256, 64), jnp.bfloat16), quantize(normal(1, (64, 64)), group=64), None
     forms = quantized_linear, quantized_linear_reference
