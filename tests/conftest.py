@@ -105,12 +105,11 @@ def one_team(monkeypatch):
     from kernel_checks import ON_GPU
 
     from pallas_kernels import mosaic
-    from pallas_kernels.mlstm import intra_dkv, intra_schedule
+    from pallas_kernels.mlstm import intra_schedule
 
     if not ON_GPU:
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
         monkeypatch.setattr(intra_schedule, "TEAMS", 1)
-        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
 
 
 @pytest.fixture

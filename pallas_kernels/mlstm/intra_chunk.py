@@ -27,8 +27,6 @@ dP * P, which give the gates' gradients, use W before it is rounded.
         a[thread]   loaded by TMA once for a chunk              a_full[thread]
         out[thread] loads Y and stores the result, both by TMA  y_full[thread]
 
-Where q and k are one square of 64 wide, intra_dkv.py computes dk and dv in one kernel.
-
 All operands are loaded as squares of edge L.  The computing warpgroups also load; after the last
 square of a chunk they load the team's next chunk.
 """

@@ -64,13 +64,10 @@ def positions(w, c: Chunk):
     return c.row0 + iota(0, layout=WGMMA), c.index * w.schedule.size + iota(1, layout=WGMMA)
 
 
-def decays(w, c: Chunk, at=None):
-    """Computes D of the warpgroup's rows; keeping it would cost 64 registers.
-
-    at: positions of the rows and columns, if not `positions`.
-    """
+def decays(w, c: Chunk):
+    """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
     s = w.schedule
-    i, j = at or positions(w, c)
+    i, j = positions(w, c)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
     if s.packed:
