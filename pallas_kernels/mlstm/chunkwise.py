@@ -11,11 +11,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm import general_outputs, general_states, reference
+from pallas_kernels.mlstm import general_outputs, general_states, inter_chunk, reference
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import states
 from pallas_kernels.mlstm.intra_chunk import chunk_outputs
+from pallas_kernels.mlstm.walk import states
 
 
 class CellForm(NamedTuple):
@@ -28,8 +28,15 @@ class CellForm(NamedTuple):
 
 
 # TMA copies groups of 8 rows into wgmma's layout.
-HOPPER = CellForm(states, chunk_outputs, largest=128, rows=8)
-GENERAL = CellForm(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
+HOPPER = CellForm(
+    functools.partial(states, walk=inter_chunk.walk), chunk_outputs, largest=128, rows=8
+)
+GENERAL = CellForm(
+    functools.partial(states, walk=general_states.walk),
+    general_outputs.chunk_outputs,
+    largest=64,
+    rows=1,
+)
 
 
 class CellCall(NamedTuple):

@@ -32,7 +32,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import narrow, saturated
 from pallas_kernels.mlstm.intra_schedule import (
     STATS,
     Chunk,
@@ -53,6 +52,7 @@ from pallas_kernels.mlstm.intra_weights import (
     store_stats,
     sum_rows,
 )
+from pallas_kernels.mlstm.walk import narrow, saturated
 from pallas_kernels.mosaic import ROW, WGMMA
 
 SIZE = 64  # positions of a chunk, and edge of all tiles

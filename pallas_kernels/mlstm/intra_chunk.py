@@ -43,7 +43,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import narrow
 from pallas_kernels.mlstm.intra_schedule import (
     STATS,
     Chunk,
@@ -70,6 +69,7 @@ from pallas_kernels.mlstm.intra_weights import (
     store_stats,
     sum_rows,
 )
+from pallas_kernels.mlstm.walk import narrow
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 
