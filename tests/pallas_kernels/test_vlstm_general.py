@@ -14,7 +14,7 @@ from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, explain, vlstm
 from pallas_kernels.mlstm import chunkwise, general_outputs, general_states, walk
-from pallas_kernels.mlstm.intra_schedule import STATS, Schedule
+from pallas_kernels.mlstm.intra import STATS, Schedule
 
 BACKWARD = tuple(f"general_vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
 KERNELS = ("general_vlstm_states", "general_vlstm_forward", *BACKWARD)

@@ -14,7 +14,7 @@ from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, nor
 from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, vlstm
-from pallas_kernels.mlstm import chunkwise, intra_schedule, reference, walk
+from pallas_kernels.mlstm import chunkwise, intra, reference, walk
 
 KERNELS = (
     "vlstm_states", "vlstm_forward", *(f"vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
@@ -92,7 +92,7 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
     """Covers gates past xLSTM's caps in two thirds of the places; three chunks for two teams;
     features padded to 64 and 128."""
     if not ON_GPU:
-        monkeypatch.setattr(intra_schedule, "TEAMS", 2)
+        monkeypatch.setattr(intra, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 48, 80, dtype)
     some = np.arange(135)[None, :, None] % 3 > 0
     i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
