@@ -4,8 +4,8 @@
     (a, b) -> (a cos - b sin, b cos + a sin)
 
 Su et al. 2021, "RoFormer", equation 34.  Pair i is (x[i], x[i + D/2]) in the layout "half" (Hugging
-Face) and (x[2 i], x[2 i + 1]) in "interleaved" (Meta).  The backward pass rotates by the negative
-angle: it uses the same kernel and saves only the positions.
+Face), and (x[2 i], x[2 i + 1]) in "interleaved" (Meta), which runs on XLA.  The backward pass
+rotates by the negative angle: it uses the same kernel and saves only the positions.
 
 Each block computes cos and sin of its positions in registers and uses them for all of its heads,
 without a table in memory.  The frequencies and the angle are float32, as in Hugging Face.  The
@@ -67,13 +67,13 @@ def rope(
     """Rotates every pair of q and k by its position's angle, computed in float32.
 
     q: or a `Packed` of q, k and v, with k=None; the result is then the same with q and k rotated.
-        The kernel rotates them in place, in layout "half", where nothing else uses the array.
+        The kernel rotates them in place where nothing else uses the array.
     positions: (B, T), or (T,) for all batch rows; exact up to 2^24; without a gradient.
     theta: base of the frequencies.  scaling: scales them, if given.
     layout: how pairs are stored, "half" or "interleaved".
     The results have the inputs' dtypes.
     Raises ValueError for shapes that do not fit, an odd D or an unknown layout, NotImplementedError
-    under implementation="mosaic" for dtypes other than fp32, bf16 and fp16.
+    under implementation="mosaic" for dtypes other than fp32, bf16 and fp16, and for "interleaved".
     """
     options = dict(theta=theta, scaling=scaling, layout=layout)
     if isinstance(q, Packed):
@@ -125,8 +125,10 @@ def cos_sin(positions, d: int, theta, scaling, dtype=jnp.float32):
     return jnp.cos(angle.astype(dtype)), jnp.sin(angle.astype(dtype))
 
 
-def why_not(q, k, positions, **options) -> str | None:
+def why_not(q, k, positions, *, layout, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
+    if layout != "half":
+        return f"layout={layout!r} is not half"
     return (
         mosaic.unsupported_dtype(q=q, k=k)
         or mosaic.empty(q=q, k=k)
@@ -134,10 +136,10 @@ def why_not(q, k, positions, **options) -> str | None:
     )
 
 
-def why_slower(q, k, positions, *, layout, **options) -> str | None:
+def why_slower(q, k, positions, **options) -> str | None:
     """Why XLA's form is faster than the kernel (tiles fit the head or the rows badly), or None.
 
-    Speed of the kernel relative to XLA, "half", in either direction, H100, JAX 0.11.2
+    Speed of the kernel relative to XLA in either direction, H100, JAX 0.11.2
     (python -m pallas_kernels.benchmark --untuned):
 
         1x7777x(3 + 3)x34: tiles of 1 pair, 97 rows left over                       0.15 to 0.18
@@ -148,7 +150,7 @@ def why_slower(q, k, positions, *, layout, **options) -> str | None:
     b, t, _, d = q.shape
     if t == 1:  # generation takes as long as it has kernels
         return "XLA fuses the rotation of one position with other ops"
-    tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize), layout == "interleaved")
+    tile = _tile(d // 2, max(q.dtype.itemsize, k.dtype.itemsize))
     if tile.pairs < 16:
         return f"tiles of {tile.pairs} pairs, for D={d}, are smaller than 16 pairs"
     if b * t % tile.rows:
@@ -156,17 +158,15 @@ def why_slower(q, k, positions, *, layout, **options) -> str | None:
     return None
 
 
-def _packed_why_not(qkv: Packed, positions, *, layout, **options) -> str | None:
+def _packed_why_not(qkv: Packed, positions, **options) -> str | None:
     """Why the kernel cannot rotate q and k in place, or None."""
     q, k, v = qkv.shapes()
-    if layout != "half":
-        return f"layout={layout!r} is not half, the only one in place"
     if q.shape[3] != v.shape[3]:
         return f"q has D={q.shape[3]} and v {v.shape[3]}, so heads are not one axis"
-    n, rows = q.shape[0] * q.shape[1], _tile(q.shape[3] // 2, q.dtype.itemsize, False).rows
+    n, rows = q.shape[0] * q.shape[1], _tile(q.shape[3] // 2, q.dtype.itemsize).rows
     if n % rows:
         return f"{n} positions are not a multiple of {rows}"
-    return why_not(q, k, positions)
+    return why_not(q, k, positions, **options)
 
 
 def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
@@ -208,53 +208,32 @@ class _PairTile(NamedTuple):
 
     rows: int  # positions
     pairs: int
-    one: Any  # layout of (rows, pairs)
-    both: Any  # layout of (rows, pairs, 2), for "interleaved"; None for "half"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.rows, self.pairs)
-
-    def second(self):
-        """Whether an element is the second of its pair; constant for each register, so free."""
-        return plgpu.broadcasted_iota(jnp.int32, (*self.shape, 2), 2, layout=self.both) == 1
+    layout: Any  # of the first or the second numbers of the pairs, (rows, pairs)
 
 
-def _tile(pairs: int, itemsize: int, interleaved: bool) -> _PairTile:
+def _tile(pairs: int, itemsize: int) -> _PairTile:
     """Puts as many lanes as fit along a head's pairs, and the others along the positions."""
-    if interleaved:  # a lane holds one pair: adjacent loads of 4 bytes of bf16
-        lanes = math.gcd(pairs, 16)
-        rows = 32 // lanes  # for each of the 4 warps
-        both = plgpu.Layout.TILED(
-            plgpu.Tiling(((4 * rows, lanes, 2), (rows, lanes, 2))),
-            warp_dims=(-6,),
-            lane_dims=(-3, -2) if lanes > 1 else (-3,),
-            vector_dim=-1,
-        )
-        return _PairTile(4 * rows, lanes, both.reduce((2,)), both)
     vec = math.gcd(pairs, 16 // itemsize)  # 16-byte loads, if they divide the width
     lanes = math.gcd(pairs // vec, 16)
-    rows, width = 32 // lanes, lanes * vec
+    rows, width = 32 // lanes, lanes * vec  # of each of the 4 warps
     if lanes == 1:  # the same layout without its dimension of size 1, which Mosaic rejects
-        one = plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, vec), (rows, vec))), (-4,), (-2,), -1)
+        layout = plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, vec), (rows, vec))), (-4,), (-2,), -1)
     else:
         tiling = plgpu.Tiling(((4 * rows, width), (rows, width), (vec,)))
-        one = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-    return _PairTile(4 * rows, width, one, None)
+        layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return _PairTile(4 * rows, width, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "theta", "scaling", "backward", "in_place"))
-def _rotate(layout, theta, scaling, arrays, positions, *, backward, in_place=0):
+@functools.partial(jax.jit, static_argnames=("theta", "scaling", "backward", "in_place"))
+def _rotate(theta, scaling, arrays, positions, *, backward, in_place=0):
     """Rotates every array (B, T, heads, D) by its angles, or by the negative angles.
 
     in_place: rotates this many heads of a single array in place, and leaves the others.
     """
     b, t, _, d = arrays[0].shape
     n = b * t
-    interleaved = layout == "interleaved"
-    tile = _tile(d // 2, max(x.dtype.itemsize for x in arrays), interleaved)
-    split = (d // 2, 2) if interleaved else (2, d // 2)
-    flat = [x.reshape(n, x.shape[2], *split) for x in arrays]
+    tile = _tile(d // 2, max(x.dtype.itemsize for x in arrays))
+    flat = [x.reshape(n, x.shape[2], 2, d // 2) for x in arrays]
     if positions.ndim == 1 and t % tile.rows == 0:  # all batch rows share the positions
         period = t
     else:
@@ -293,19 +272,9 @@ def _body_in_place(body):
 
 
 def _body(
-    tile: _PairTile,
-    heads,
-    groups,
-    backward,
-    period,
-    freq_ref,
-    sources,
-    positions_ref,
-    end_sources,
-    end_positions_ref,
-    targets,
-    end_targets,
-):
+    tile: _PairTile, heads, groups, backward, period,
+    freq_ref, sources, positions_ref, end_sources, end_positions_ref, targets, end_targets,
+):  # fmt: skip
     """A block rotates the heads of its group at one tile of positions, whole or at the end.
 
     period: the number of positions after which they repeat.
@@ -325,24 +294,17 @@ def _body(
 
 
 def _rotate_tile(
-    tile: _PairTile,
-    heads,
-    groups,
-    backward,
-    freq_ref,
-    sources,
-    positions_ref,
-    targets,
-    row,
-    position_row,
-):
+    tile: _PairTile, heads, groups, backward,
+    freq_ref, sources, positions_ref, targets, row, position_row,
+):  # fmt: skip
     """Rotates the heads of this block's group in every array."""
     # Compute the sines and cosines of the angles.
     rows = pl.ds(row, tile.rows)
     columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
-    position = mosaic.load(positions_ref.at[pl.ds(position_row, tile.rows)], tile.one.reduce(1))
-    freq = mosaic.load(freq_ref.at[columns], tile.one.reduce(0))
-    angle = mosaic.along(position, tile.shape, 0) * mosaic.along(freq, tile.shape, 1)
+    at, shape = pl.ds(position_row, tile.rows), (tile.rows, tile.pairs)
+    position = mosaic.load(positions_ref.at[at], tile.layout.reduce(1))
+    freq = mosaic.load(freq_ref.at[columns], tile.layout.reduce(0))
+    angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if backward:
         sin = -sin
@@ -364,37 +326,23 @@ def _rotate_tile(
 
 def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, count):
     """Rotates `count` heads from `head` on: loads all, then computes and stores each."""
-    pairs = [_load_pairs(tile, x_ref, rows, head + i, columns) for i in range(count)]
+    half = lambda ref, i, j: ref.at[rows, head + i, j, columns]
+    pairs = [[mosaic.load(half(x_ref, i, j), tile.layout) for j in (0, 1)] for i in range(count)]
     for i, (a, b) in enumerate(pairs):
         turned = a * cos - b * sin, b * cos + a * sin
-        _store_pairs(tile, y_ref, rows, head + i, columns, *turned)
+        for j, value in enumerate(turned):
+            mosaic.store(half(y_ref, i, j), value)
 
 
-def _load_pairs(tile: _PairTile, ref, rows, head, columns):
-    if tile.both is None:
-        return [mosaic.load(ref.at[rows, head, j, columns], tile.one) for j in (0, 1)]
-    x, odd = mosaic.load(ref.at[rows, head, columns], tile.both), tile.second()
-    return jnp.sum(jnp.where(odd, 0, x), 2), jnp.sum(jnp.where(odd, x, 0), 2)
-
-
-def _store_pairs(tile: _PairTile, ref, rows, head, columns, a, b):
-    if tile.both is None:
-        mosaic.store(ref.at[rows, head, 0, columns], a)
-        mosaic.store(ref.at[rows, head, 1, columns], b)
-    else:
-        a, b = (lax.broadcast_in_dim(v, (*tile.shape, 2), (0, 1)) for v in (a, b))
-        mosaic.store(ref.at[rows, head, columns], jnp.where(tile.second(), b, a))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rope(layout, theta, scaling, q, k, positions):
-    return _rotate(layout, theta, scaling, (q, k), positions, backward=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rope(theta, scaling, q, k, positions):
+    return _rotate(theta, scaling, (q, k), positions, backward=False)
 
 
 _rope.defvjp(
     lambda *args: (_rope(*args), args[-1]),
-    lambda layout, theta, scaling, positions, dy: (
-        *_rotate(layout, theta, scaling, dy, positions, backward=True),
+    lambda theta, scaling, positions, dy: (
+        *_rotate(theta, scaling, dy, positions, backward=True),
         None,
     ),
 )
@@ -406,20 +354,20 @@ def _rope_in_place(theta, scaling, heads, x, positions):
 
     Nothing is copied in a program that does not use x again.
     """
-    return _rotate("half", theta, scaling, (x,), positions, backward=False, in_place=heads)[0]
+    return _rotate(theta, scaling, (x,), positions, backward=False, in_place=heads)[0]
 
 
 _rope_in_place.defvjp(
     lambda *args: (_rope_in_place(*args), args[-1]),
     lambda theta, scaling, heads, positions, dy: (
-        *_rotate("half", theta, scaling, (dy,), positions, backward=True, in_place=heads),
+        *_rotate(theta, scaling, (dy,), positions, backward=True, in_place=heads),
         None,
     ),
 )
 
 
 def _by_kernel(q, k, positions, *, theta, scaling, layout):
-    return _rope(layout, theta, scaling, q, k, positions)
+    return _rope(theta, scaling, q, k, positions)
 
 
 FORMS = (

@@ -82,21 +82,13 @@ def _lower_the_first_case(request, monkeypatch):
 
 @pytest.fixture
 def one_block(monkeypatch):
-    """Each head of a norm has one persistent block, which reuses its buffers for all tiles."""
+    """Each head of a norm has one persistent block, which walks along all tiles."""
+    from pallas_kernels import mosaic
     from pallas_kernels.norms import tiles
 
-    monkeypatch.setattr(tiles, "SMS", 1)
-    small = {d: [(*t[:4], min(t[4], 1), t[5]) for t in lines] for d, lines in tiles._TILES.items()}
-    monkeypatch.setattr(tiles, "_TILES", small)
-
-
-@pytest.fixture
-def one_general_block(monkeypatch):
-    """The same for the general form of a norm."""
-    from pallas_kernels.norms import tiles
-
-    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._GENERAL.items()}
-    monkeypatch.setattr(tiles, "_GENERAL", one)
+    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._TILES.items()}
+    monkeypatch.setattr(tiles, "_TILES", one)
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
 
 
 @pytest.fixture
@@ -105,12 +97,11 @@ def one_team(monkeypatch):
     from kernel_checks import ON_GPU
 
     from pallas_kernels import mosaic
-    from pallas_kernels.mlstm import intra_dkv, intra_schedule
+    from pallas_kernels.mlstm import intra
 
     if not ON_GPU:
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(intra_schedule, "TEAMS", 1)
-        monkeypatch.setattr(intra_dkv, "TEAMS", 1)
+        monkeypatch.setattr(intra, "TEAMS", 1)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def _norm(op: str, bias: bool, add: bool) -> Case:
         reads=("x", "weight"),
         writes=writes,
         variant="residual" if add else "",
-        gpu="sm_90",
+        gpu="sm_80",
     )
 
 
@@ -182,7 +182,7 @@ CASES = (
         {"B": 1, "T": 64},
         reads=("x", "gate", "weight"),
         variant="gate",
-        gpu="sm_90",
+        gpu="sm_80",
     ),
     Case("gelu", {"x": _X}, _GATED, {"N": 64, "C": 1024}, reads=("x",)),
     Case("swiglu", {"gate": _X, "up": _X}, _GATED, {"N": 64, "C": 1024}, reads=("gate", "up")),

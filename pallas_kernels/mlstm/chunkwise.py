@@ -11,12 +11,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm import general_outputs, general_states, reference
+from pallas_kernels.mlstm import general_outputs, general_states, inter_chunk, reference
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import states
 from pallas_kernels.mlstm.intra_chunk import chunk_outputs
-from pallas_kernels.mlstm.intra_dkv import backward_dkv
+from pallas_kernels.mlstm.walk import states
 
 
 class CellForm(NamedTuple):
@@ -26,12 +25,18 @@ class CellForm(NamedTuple):
     chunk_outputs: Callable
     largest: int  # positions of a chunk
     rows: int  # T is a multiple of this
-    backward_dkv: Callable | None = None  # dk and dv in one kernel, for DQK = L = 64
 
 
 # TMA copies groups of 8 rows into wgmma's layout.
-HOPPER = CellForm(states, chunk_outputs, largest=128, rows=8, backward_dkv=backward_dkv)
-GENERAL = CellForm(general_states.states, general_outputs.chunk_outputs, largest=64, rows=1)
+HOPPER = CellForm(
+    functools.partial(states, walk=inter_chunk.walk), chunk_outputs, largest=128, rows=8
+)
+GENERAL = CellForm(
+    functools.partial(states, walk=general_states.walk),
+    general_outputs.chunk_outputs,
+    largest=64,
+    rows=1,
+)
 
 
 class CellCall(NamedTuple):
@@ -135,17 +140,7 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
 
 def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: CellCall):
     """The gradients (dq, dk, dv) or, if `joint`, (all in dq's array,); two parts of k . dk."""
-    options = dict(packed=call.packed, sms=call.sms)
-    one_square = k.tiles == 1 and call.size == 64  # wider ones have too many sums for registers
-    if call.form.backward_dkv is not None and one_square:
-        of_both = lambda joint, *operands: call.form.backward_dkv(*operands, joint, **options)
-        operands = q, k, v, dh, dc, vectors, dn
-        if not joint:
-            dk, dv, *sums = of_both(None, *operands)
-            return (dq, dk, dv), *sums
-        dqkv, sums = mosaic.in_place_with_results(of_both, dq, *operands)
-        return (dqkv,), *sums
-    outputs = functools.partial(call.form.chunk_outputs, **options)
+    outputs = functools.partial(call.form.chunk_outputs, packed=call.packed, sms=call.sms)
     of_dk = lambda joint, *operands: outputs(*operands, joint, mode="dk")
     of_dv = lambda joint, *operands: outputs(*operands, joint, mode="dv")
     for_dk, for_dv = (v, dh, q, dc, vectors, dn, k), (k, q, dh, dc, vectors, None, v)

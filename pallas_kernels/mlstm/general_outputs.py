@@ -19,7 +19,6 @@ slot of the last square that it needed.  As a result of mma W lies where the nex
 operand.
 """
 
-import collections
 import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,27 +31,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import narrow, saturated
-from pallas_kernels.mlstm.intra_schedule import (
-    STATS,
+from pallas_kernels.mlstm.intra import (
     Chunk,
     Inputs,
     Mode,
     Schedule,
-    locate,
-    result,
-)
-from pallas_kernels.mlstm.intra_weights import (
     broadcast_rows,
     decays,
     load_along,
     load_rows,
     load_tile,
+    locate,
     materialize,
     normaliser,
+    prepared,
     store_stats,
     sum_rows,
-)
+)  # fmt: skip
+from pallas_kernels.mlstm.walk import narrow, saturated
 from pallas_kernels.mosaic import ROW, WGMMA
 
 SIZE = 64  # positions of a chunk, and edge of all tiles
@@ -297,30 +293,22 @@ def chunk_outputs(
     joint=None, *, mode: Mode, normalize=True, packed=False, sms: int,
 ):  # fmt: skip
     """Computes `intra_chunk.chunk_outputs` for chunks of 64 positions."""
-    row, length, dtype = vectors["row"], a.array.shape[1], a.array.dtype
-    batch, heads, chunks, _ = row.shape
+    length, dtype = a.array.shape[1], a.array.dtype
+    batch, heads, chunks, _ = vectors["row"].shape
     items = batch * heads * chunks
     s = Schedule(
         mode, normalize, packed, dtype, length, heads, chunks, items, SIZE, a.tiles, x.tiles,
         wgs=1, teams=1, slots=SLOTS, blocks=items,
     )  # fmt: skip
-    # JAX would sort the keys of a plain dict.  Shared memory gets lines of float32.
-    given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
-    if along is not None:
-        given["along"] = along
-    for name, vector in given.items():
+    given, place, out_type = prepared(s, a, x, vectors, along, like, joint)
+    for name, vector in given.items():  # shared memory gets lines of float32
         given[name] = vector.astype(jnp.float32).reshape(batch, heads, -1)
-    place = result(a, x, heads, like)
     firsts = {B: b.first, X: x.first, STATES: 0, Y: place.first}
     order = [kind << 24 | i << 16 | (j + firsts[kind]) for kind, i, j in load_order(s)]
-    of_position = jax.ShapeDtypeStruct(row.shape, jnp.float32)
     out, stats = mosaic.kernel(
         functools.partial(body, s),
         name=f"general_vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
-        out_type=(
-            place if joint is None else None,
-            (of_position,) * STATS[mode],
-        ),
+        out_type=out_type,
         scratch_types=(scratch(s, given),),
         **mosaic.grid(block=items),
         # No sum crosses warps.

@@ -20,7 +20,6 @@ Long sequences are walked in spans, as on Hopper.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,23 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import (
-    Walk,
-    WalkInputs,
-    WalkOutputs,
-    in_spans,
-    narrow,
-    out_types,
-    spans,
-    store_end,
-    walk_of,
-)
+from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs, narrow, walker
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
 SIZE = 64  # positions of a chunk, and edge of all tiles
-STAGES = 2  # chunks whose operands are in shared memory
-AT_ONCE = 2  # blocks of a processor that the number of spans counts on
 
 
 class GeneralWalkScratch(NamedTuple):
@@ -60,83 +46,33 @@ class GeneralWalkScratch(NamedTuple):
     out: Any
 
 
-class GeneralWalker(NamedTuple):
-    """A block and its work."""
-
-    schedule: Walk
-    inputs: WalkInputs
-    outputs: WalkOutputs
-    smem: GeneralWalkScratch
-    b: Any
-    h: Any
-    span: Any
-    x_tile: Any
-    y_tile: Any
-    start: Any  # chunk, in the order of the walk
-    steps: Any  # chunks to walk
-
-    def chunk(self, n):
-        """The chunk of the walk's step n."""
-        s = self.schedule
-        return s.chunks - 1 - self.start - n if s.reverse else self.start + n
-
-    def item(self, n):
-        """The number of that chunk among all sequences' and heads' chunks."""
-        s = self.schedule
-        return (self.b * s.heads + self.h) * s.chunks + self.chunk(n)
-
-    @property
-    def mine(self):
-        """The block's rows of S, which are columns of X."""
-        return pl.ds(self.x_tile * SIZE, SIZE)
-
-    @property
-    def here(self):
-        """The block's part of S."""
-        return self.mine, pl.ds(self.y_tile * SIZE, SIZE)
-
-
-@functools.partial(jax.jit, static_argnames=("reverse", "saturate", "last", "sms"))
-def states(
-    x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
-    reverse=False, saturate=True, last=True, sms: int,
-):  # fmt: skip
-    """Computes `inter_chunk.states` for chunks of 64 positions."""
-    blocks = math.prod(decay.shape[:2]) * x.tiles * y.tiles
-    parts = spans(blocks, decay.shape[-1], sms * AT_ONCE)
-    walk = functools.partial(
-        _walk, x, y, weight, vector, decay, parts=parts, reverse=reverse, saturate=saturate
-    )
-    return in_spans(walk, decay, first, other, parts=parts, reverse=reverse, last=last)
-
-
-def _walk(x, y, weight, vector, decay, first, other, *, parts, reverse, saturate, keep, ends):
-    """Walks along all spans at once, or without `keep` along all but the last."""
-    batch, heads, chunks = decay.shape
-    dx, dy = x.tiles * SIZE, y.tiles * SIZE
-    s = walk_of(x, y, decay, SIZE, parts, keep, ends, reverse, saturate)
+def walk(s: Walk, inputs: WalkInputs, out_types):
+    """The kernel of `walk.states` for chunks of 64 positions."""
+    (batch, heads, chunks), dx = inputs.decay.shape, s.x_tiles * SIZE
 
     def general_vlstm_states(inputs, outputs, smem):
         _body(s, inputs, outputs, smem)
 
     squares = (batch * heads * chunks, dx, s.y_tiles, SIZE)
     flat = lambda z: z.reshape(batch, heads, -1)
+    before, other = out_types.before, inputs.other
+    if s.keep:
+        out_types = out_types._replace(before=jax.ShapeDtypeStruct(squares, s.dtype))
     (out,) = mosaic.kernel(
         general_vlstm_states,
-        out_type=(out_types(s, batch, squares, keep, other is not None),),
+        out_type=(out_types,),
         scratch_types=(_scratch(s, other is not None),),
-        **mosaic.grid(block=batch * heads * s.walked * s.x_tiles * s.y_tiles),
+        **mosaic.grid(block=batch * heads * s.walked * s.tiles),
         # No sum crosses warps.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(
-        WalkInputs(
-            x, y, flat(weight), flat(vector), decay, first,
-            None if other is None else other.reshape(squares),
+        inputs._replace(
+            weight=flat(inputs.weight),
+            vector=flat(inputs.vector),
+            other=None if other is None else other.reshape(squares),
         )
-    )  # fmt: skip
-    if not keep:
-        return out
-    return out._replace(before=out.before.reshape(batch, heads, chunks, dx, dy))
+    )
+    return out._replace(before=out.before.reshape(before.shape)) if s.keep else out
 
 
 def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
@@ -152,18 +88,8 @@ def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
     )
 
 
-def _worker(s: Walk, inputs, outputs, smem: GeneralWalkScratch) -> GeneralWalker:
-    block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
-    block, x_tile = mosaic.divide(block, s.x_tiles)
-    pair, span = mosaic.divide(block, s.walked)
-    b, h = mosaic.divide(pair, s.heads)
-    start = span * s.span
-    steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-    return GeneralWalker(s, inputs, outputs, smem, b, h, span, x_tile, y_tile, start, steps)
-
-
 def _body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
-    w = _worker(s, inputs, outputs, smem)
+    w = walker(s, inputs, outputs, smem)
 
     # Load the first chunk and the state before it.
     _load(w, 0)
@@ -175,10 +101,16 @@ def _body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
     # Walk along the span.
     carry = inputs.decay[w.b, w.h, w.chunk(0)], state, sums
     _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
-    store_end(w, state, sums)
+    w.store_end(state, sums)
 
 
-def _load(w: GeneralWalker, n):
+def _item(w: Walker, n):
+    """The number of step n's chunk among all sequences' and heads' chunks."""
+    s = w.schedule
+    return (w.b * s.heads + w.h) * s.chunks + w.chunk(n)
+
+
+def _load(w: Walker, n):
     """Starts to copy the operands of step n."""
     s, inputs, smem, stage = w.schedule, w.inputs, w.smem, lax.rem(n, STAGES)
     first = w.chunk(n) * SIZE
@@ -189,10 +121,10 @@ def _load(w: GeneralWalker, n):
         ampere.load_rows(heads.array, target.at[stage], w.b, there, first, s.length)
     if inputs.other is not None:
         row, end = w.x_tile * SIZE, s.x_tiles * SIZE
-        ampere.load_rows(inputs.other, smem.other.at[stage], w.item(n), w.y_tile, row, end)
+        ampere.load_rows(inputs.other, smem.other.at[stage], _item(w, n), w.y_tile, row, end)
 
 
-def _step(w: GeneralWalker, n, carry):
+def _step(w: Walker, n, carry):
     decay, state, sums = carry
     smem, stage = w.smem, lax.rem(n, STAGES)
     # Load the next decay now: from global memory it takes as long as the matmul.
@@ -216,19 +148,16 @@ def _columns(ref):
     return plgpu.load(ref, layout=COL, optimized=False)
 
 
-def _store_state(w: GeneralWalker, n, state, sums):
+def _store_state(w: Walker, n, state, sums):
     s, out, outputs = w.schedule, w.smem.out, w.outputs
     out[...] = narrow(state, s.dtype, s.saturate)
     ampere.meet()
     row, end = w.x_tile * SIZE, s.x_tiles * SIZE
-    ampere.store_rows(out, outputs.before, w.item(n), w.y_tile, row, end)
-
-    @pl.when(w.y_tile == 0)
-    def _():
-        mosaic.store(outputs.s_before.at[w.b, w.h, w.chunk(n), w.mine], sums)
+    ampere.store_rows(out, outputs.before, _item(w, n), w.y_tile, row, end)
+    w.store_before(n, sums)
 
 
-def _multiply_other(w: GeneralWalker, n, state):
+def _multiply_other(w: Walker, n, state):
     other = plgpu.load(w.smem.other.at[lax.rem(n, STAGES)], layout=WGMMA).astype(jnp.float32)
     dots = w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine]
     mosaic.store(dots, jnp.sum(state * other, axis=1))

@@ -27,13 +27,10 @@ dP * P, which give the gates' gradients, use W before it is rounded.
         a[thread]   loaded by TMA once for a chunk              a_full[thread]
         out[thread] loads Y and stores the result, both by TMA  y_full[thread]
 
-Where q and k are one square of 64 wide, intra_dkv.py computes dk and dv in one kernel.
-
 All operands are loaded as squares of edge L.  The computing warpgroups also load; after the last
 square of a chunk they load the team's next chunk.
 """
 
-import collections
 import functools
 from dataclasses import replace
 
@@ -45,33 +42,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.inter_chunk import narrow
-from pallas_kernels.mlstm.intra_schedule import (
-    STATS,
+from pallas_kernels.mlstm.intra import (
     Chunk,
     Inputs,
     Mode,
     Schedule,
     Scratch,
     Worker,
-    load_order,
-    locate,
-    nth_square,
-    result,
-    schedule,
-    scratch,
-)  # fmt: skip
-from pallas_kernels.mlstm.intra_weights import (
     broadcast_rows,
     decays,
     load_along,
+    load_order,
     load_rows,
     load_tile,
+    locate,
     materialize,
     normaliser,
+    nth_square,
+    prepared,
+    schedule,
+    scratch,
     store_stats,
     sum_rows,
-)
+)  # fmt: skip
+from pallas_kernels.mlstm.walk import narrow
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 
@@ -367,22 +361,12 @@ def chunk_outputs(
         array and stands where it stands; the array's other columns are undefined.
     joint: a reference to an array of that shape.  The result is then written there, not returned.
     """
-    row = vectors["row"]
-    s = schedule(a, x, row, mode=mode, normalize=normalize, packed=packed, sms=sms)
-    # JAX would sort the keys of a plain dict.
-    given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
-    if along is not None:
-        given["along"] = along
-
-    place = result(a, x, s.heads, like)
-    of_position = jax.ShapeDtypeStruct(row.shape, jnp.float32)
+    s = schedule(a, x, vectors["row"], mode=mode, normalize=normalize, packed=packed, sms=sms)
+    given, place, out_type = prepared(s, a, x, vectors, along, like, joint)
     out, stats = mosaic.kernel(
         functools.partial(body, s),
         name="vlstm_forward" if mode == "forward" else f"vlstm_backward_{mode}",
-        out_type=(
-            place if joint is None else None,
-            (of_position,) * STATS[mode],
-        ),
+        out_type=out_type,
         scratch_types=(scratch(s),),
         grid=(s.blocks,),
         grid_names=("block",),

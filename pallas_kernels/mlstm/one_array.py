@@ -27,8 +27,8 @@ def fits(packed: Packed, form: chunkwise.CellForm) -> bool:
     return not (dqk % 64 or dv % 64 or packed.array.shape[1] % form.rows)
 
 
-def norm_form(packed: Packed, weight, eps, implementation) -> tuple[float, bool] | None:
-    """(eps, whether in the general form) of the norm's kernels, or None if o must be split off.
+def norm_fits(packed: Packed, weight, eps, implementation) -> bool:
+    """Whether the norm's kernels read o in place; otherwise it must be split off.
 
     Raises what `layer_norm` raises.
     """
@@ -40,17 +40,16 @@ def norm_form(packed: Packed, weight, eps, implementation) -> tuple[float, bool]
         "layer_norm", NORM_FORMS, implementation, *arrays, **options
     )
     if not form.is_kernel or 2 * heads * dqk % dv:
-        return None
+        return False
     dispatch.record(decision)
-    return eps, form.runs == "general"
+    return True
 
 
 @functools.partial(
     jax.jit,  # traced and lowered once for all layers
-    static_argnames=("gate", "normalize", "form", "norm"),
+    static_argnames=("gate", "normalize", "form", "norm_eps"),
 )
-def _in_one_array(packed, i, f, weight, *, gate, normalize, segment_ids, form, norm=None):
-    """norm: what `norm_form` returns, if there is a weight."""
+def _in_one_array(packed, i, f, weight, *, gate, normalize, segment_ids, form, norm_eps):
     batch, length, heads = i.shape
     (_, dqk), _, (_, dv), *_ = packed.parts
     several = segment_ids is not None
@@ -61,28 +60,25 @@ def _in_one_array(packed, i, f, weight, *, gate, normalize, segment_ids, form, n
     call = chunkwise.CellCall(length, dqk, dv, size, normalize, several, False, False, sms, form)
     if weight is None:
         return chunkwise.cell((packed.array,), i, lf, None, m, starts, call)[0]
-    return _gated_cell(packed.array, i, lf, m, starts, weight, call, norm)
+    return _gated_cell(packed.array, i, lf, m, starts, weight, call, norm_eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _gated_cell(x, i, lf, m, starts, weight, call, norm):
-    return _gated_forward(x, i, lf, m, starts, weight, call, norm)[0]
+def _gated_cell(x, i, lf, m, starts, weight, call, eps):
+    return _gated_forward(x, i, lf, m, starts, weight, call, eps)[0]
 
 
-def _gated_forward(x, i, lf, m, starts, weight, call, of_norm):
-    eps, general = of_norm
+def _gated_forward(x, i, lf, m, starts, weight, call, eps):
     (h, _), saved = chunkwise.cell_forward((x,), i, lf, None, m, starts, call)
-    (y, _), stats = norms.forward(LAYER, eps, general, h, None, weight, None, x)
+    (y, _), stats = norms.forward(LAYER, eps, h, None, weight, None, x)
     return y, (saved, h, stats, weight)
 
 
-def _gated_backward(call, of_norm, kept, dy):
-    (saved, h, stats, weight), (_, general) = kept, of_norm
+def _gated_backward(call, eps, kept, dy):
+    saved, h, stats, weight = kept
     (x,), *_ = saved
     # joint: the gradient of x, with the columns of o alone.
-    dh, dweight, _, _, joint = norms.backward(
-        LAYER, general, h, stats, dy, None, weight, None, None, x
-    )
+    dh, dweight, _, _, joint = norms.backward(LAYER, h, stats, dy, None, weight, None, None, x)
     (d,), di, dlf, _, dm, _ = chunkwise.cell_backward(call, saved, (dh, None), joint)
     return d, di, dlf, dm, None, dweight
 

@@ -149,12 +149,10 @@ def _kernels(
     """The op by the kernels of this form."""
     states = return_state or initial_state is not None
     if isinstance(operands, Packed) and not states and one_array.fits(operands, form):
-        norm = None
-        if norm_weight is not None:
-            norm = one_array.norm_form(operands, norm_weight, norm_eps, implementation)
-        if norm_weight is None or norm is not None:
+        of_norm = norm_weight, norm_eps, implementation
+        if norm_weight is None or one_array.norm_fits(operands, *of_norm):
             arrays = operands, i, f, norm_weight
-            return one_array._in_one_array(*arrays, form=form, norm=norm, **options)
+            return one_array._in_one_array(*arrays, form=form, norm_eps=norm_eps, **options)
     cell = functools.partial(chunkwise.chunkwise, form=form, initial_state=initial_state)
     return _in_parts(
         cell, operands, i, f, norm_weight, norm_eps, implementation, return_state, options

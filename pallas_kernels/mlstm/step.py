@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.inter_chunk import narrow
 from pallas_kernels.mlstm.reference import floor
+from pallas_kernels.mlstm.walk import narrow
 
 _COLUMNS = 32  # of a block: 128 bytes of each row
 _ROWS = 16  # of a tile: a warp has four rows, a lane 16 bytes of one

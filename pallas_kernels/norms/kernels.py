@@ -1,26 +1,18 @@
-"""The kernels of layer norm and RMS norm.
+"""The kernels of layer norm and RMS norm, for every NVIDIA GPU since Ampere.
 
 They read every row once, compute one or two means over it, and write a row of the same width.  The
-backward kernels also sum over all rows for dweight and dbias.  They are bound by memory, so they
-must keep enough copies in flight: blocks are persistent, each takes every `programs`-th tile of
-rows, and `stream` moves several tiles through shared memory at once (tiling: tiles.py):
+backward kernels also sum over all rows for dweight and dbias.  Registers get rows straight from
+global memory (tiling: tiles.py):
 
-    slot 0   | tile i                 wait for bars[0], compute in place, copy back |
-    slot 1   | tile i + programs      arriving on bars[1]                           |
-    slot 2   | tile i + 2 programs    arriving on bars[2]                           |
-
-    forward    x (, residual, gate)  ->  statistics  ->  y (, s)
-    backward   x, dy (, ds, gate)  ->  n, g  ->  means of g, g n  ->  dx (, dgate);  sums over the
-               rows in registers
-
-For narrow rows the forward pass is faster without TMA, with many small blocks of one tile each.
-
-The general form, for every NVIDIA GPU since Ampere, has no slots (Tiling.slots is 0): registers get
-rows from global memory, forward as for narrow rows, backward in persistent blocks that share an SM:
-
-    registers   | tile i        compute, store |  tile i + programs, loaded ahead if rows are wide
+    forward    a new block for each tile       x (, residual, gate)  ->  statistics  ->  y (, s)
+    backward   persistent blocks share an SM   x, dy (, ds, gate)  ->  n, g  ->  means of g, g n
+               ->  dx (, dgate);  sums over the rows in registers.  Where rows are wide, the next
+               tile is loaded ahead.
 
 Weights have one row (C,) for all heads or one for each of H heads; a program handles one head.
+
+A form with TMA, with a ring of tiles in shared memory, took up to 13% less time backward on an H100
+(24% with a gate) and more forward, less than 1% of any training step: it was deleted.
 """
 
 import functools
@@ -35,15 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.activations.elementwise import sigmoid
-from pallas_kernels.norms.tiles import (
-    LINES,
-    Buffered,
-    Tiling,
-    choose_tiling,
-    fetch_weights,
-    ring_types,
-    stream,
-)
+from pallas_kernels.norms.tiles import LINES, Tiling, choose_tiling
 
 _SUM_COLS = 32  # columns of a block that sums over the programs
 
@@ -70,8 +54,8 @@ class Norm(NamedTuple):
 # ---- forward -----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered once for all layers
-def forward(kind, eps, general, x, residual, weight, bias, gate, x_bias=None):
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
+def forward(kind, eps, x, residual, weight, bias, gate, x_bias=None):
     """y = n weight + bias for the rows of x, or of s = x + residual, in one pass over memory.
 
     x_bias: is in x already; the backward pass sums its gradient by heads if it has some, and needs
@@ -81,62 +65,35 @@ def forward(kind, eps, general, x, residual, weight, bias, gate, x_bias=None):
     Returns y, s (None without a residual) and the statistics, float32 (heads, sets of rows, lines).
     """
     shape = x.shape
-    name = name_of(kind, "forward", residual, gate, general)
+    name = name_of(kind, "forward", residual, gate)
     params = weight, bias, x_bias
     x, residual, gate, weight, bias, _ = flatten(x, params, (x, residual, gate))
-    streams, weights = given(x=x, residual=residual, gate=gate), given(weight=weight, bias=bias)
-    t = choose_tiling("forward", general, x.shape, streams, weights)
+    t = choose_tiling("forward", x.shape, x.dtype)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
     stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, t.height), jnp.float32)
     y, s, stats = launch(
-        functools.partial(_forward_tiles if t.slots else _forward_tile, kind, eps, t),
+        functools.partial(_normalise, kind, eps, t),
         name,
         t,
         [like(x), None if residual is None else like(residual), (stat,) * kind.count],
-        (ring_types(t, streams, weights) if t.slots else {})
-        | dict(means_smem=means_type(t, 2 * t.groups * kind.most)),
+        dict(means_smem=means_type(t, 2 * t.groups * kind.most)),
         gate,
     )(*jax.tree.map(t.view, (x, residual, gate, weight, bias)))
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(shape), (y, s))
     return (y, s), stats
 
 
-def _forward_tile(
+def _normalise(
     kind, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
     stat_refs, *, means_smem,
 ):  # fmt: skip
-    """A block without TMA normalises one tile from global memory to global memory."""
+    """A block normalises one tile."""
     tile, head = lax.axis_index("program"), lax.axis_index("head")
     rows_of = lambda ref: ref.at[*t.place(ref, tile)]
     source = jax.tree.map(rows_of, given(x=x_ref, residual=residual_ref, gate=gate_ref))
     result = jax.tree.map(rows_of, given(x=y_ref, residual=s_ref))
     weights = {k: ref.at[head] for k, ref in given(weight=weight_ref, bias=bias_ref).items()}
-    _normalise(kind, eps, t, tile, source, result, weights, stat_refs, means_smem.at[0])
-
-
-def _forward_tiles(
-    kind, eps, t: Tiling, x_ref, residual_ref, gate_ref, weight_ref, bias_ref, y_ref, s_ref,
-    stat_refs, *, bars, weight_bar, means_smem, **smem,
-):  # fmt: skip
-    """A persistent block overwrites each of its tiles with the result in shared memory."""
-    streams, weights = (
-        given(x=x_ref, residual=residual_ref, gate=gate_ref),
-        given(weight=weight_ref, bias=bias_ref),
-    )
-    arrays = Buffered(streams, weights, given(x=y_ref, residual=s_ref), smem, bars, weight_bar)
-    fetch_weights(t, arrays)
-    part = lax.axis_index("part")
-
-    def step(rows, slot, tile, carry):
-        of_part = {k: smem[k].at[part] for k in weights}
-        _normalise(kind, eps, t, tile, rows, rows, of_part, stat_refs, means_smem.at[slot])
-        return carry
-
-    stream(t, arrays, step, 0)
-
-
-def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, means_smem):
-    """Normalises a tile from the refs in `source` to those in `result`, which may be the same."""
+    means_smem = means_smem.at[0]
     places = iter(range(0, means_smem.shape[0], kind.most))
 
     def mean(f):
@@ -151,11 +108,9 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
         each = lambda ref: [mosaic.load(t.lines(ref, group, c), t.layout) for c in t.chunks]
         return {k: each(ref) for k, ref in source.items()}
 
-    # Without slots no copy runs ahead, and no load passes a store: all loads come first.
-    loaded = None if t.slots else [load(group) for group in range(t.groups)]
-    for group in range(t.groups):
+    # No load passes a store, so all loads come first.
+    for group, rows in enumerate([load(group) for group in range(t.groups)]):
         at = lambda refs, k, c, group=group: t.lines(refs[k], group, c)
-        rows = loaded[group] if loaded else load(group)
 
         # Add the residual to x.
         data = rows["x"]
@@ -182,8 +137,8 @@ def _normalise(kind, eps, t: Tiling, tile, source, result, weights, stat_refs, m
 
 
 def means_type(t: Tiling, count: int):
-    """Each slot has its own, so that a warp that is a step ahead overwrites nothing."""
-    return plgpu.SMEM((t.slots or 2, count, t.parts, LINES), jnp.float32)
+    """Steps take turns, so that a warp that is a step ahead overwrites nothing."""
+    return plgpu.SMEM((2, count, t.parts, LINES), jnp.float32)
 
 
 def row_means(t: Tiling, arrays, means_smem, means_bar: Any = None):
@@ -213,8 +168,7 @@ def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
         **mosaic.grid(program=t.programs, head=t.heads),
         num_threads=t.parts,
         thread_name="part",
-        # A barrier at every load and store is too slow.  A lane overwrites only what it has read
-        # itself; commit_smem, barrier_wait and the reductions synchronise warps and copies.
+        # A barrier at every load and store is too slow; the reductions synchronise the warps.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             # The exp of the sigmoid in two instructions; 16-bit results hide its error.
@@ -223,9 +177,9 @@ def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
     )
 
 
-def name_of(kind, direction, add, gate, general):
+def name_of(kind, direction, add, gate):
     fused = ("" if add is None else "add_") + ("" if gate is None else "gated_")
-    return f"{'general_' if general else ''}{fused}{kind.name}_{direction}"
+    return f"{fused}{kind.name}_{direction}"
 
 
 def flatten(x, weights, arrays) -> tuple[Any, ...]:
@@ -246,8 +200,8 @@ def given(**arrays):
 # ---- backward ----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
+@functools.partial(jax.jit, static_argnums=0)
+def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
     """Gradients of `forward` in one pass over memory and a small one over the programs' sums.
 
     With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
@@ -256,21 +210,20 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
     None).  A gate needs a forward pass without a bias.  If it is a part of a wider array, its
     gradient stands where it stands in an array like that, whose other columns are undefined.
     """
-    name = name_of(kind, "backward", ds, gate, general)
+    name = name_of(kind, "backward", ds, gate)
     shapes = x.shape, None if gate is None else gate.shape
     original = given(weight=weight, bias=bias, x_bias=x_bias)
     x, dy, ds, gate, *params = flatten(x, (weight, bias, x_bias), (x, dy, ds, gate))
     weight, bias, x_bias = params
-    streams, weights = given(x=x, dy=dy, ds=ds, gate=gate), given(weight=weight)
     summed = given(weight=weight, bias=bias, x_bias=x_bias)
-    t = choose_tiling("backward", general, x.shape, streams, weights)
+    t = choose_tiling("backward", x.shape, x.dtype)
     stats = tuple(_as_tiled(t, a) for a in stats)
     sums = (t.heads, t.programs + -t.programs % LINES, t.parts * t.blocks, t.block)
     n_means = t.groups * len(kind.averaged(1.0, 1.0))
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
     dx, dgate, sums = launch(
-        functools.partial(_backward_tiles if t.slots else _backward_rows, kind, t, tuple(summed)),
+        functools.partial(_backward_tiles, kind, t, tuple(summed)),
         name,
         t,
         [
@@ -278,8 +231,7 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
             like(gate),
             (jax.ShapeDtypeStruct(sums, jnp.float32),) * len(summed),
         ],
-        (ring_types(t, streams, weights) if t.slots else {})
-        | dict(
+        dict(
             lines_smem=plgpu.SMEM(t.shape, jnp.float32),
             means_smem=means_type(t, n_means),
             means_bar=plgpu.Barrier(num_arrivals=t.parts),
@@ -295,35 +247,9 @@ def backward(kind, general, x, stats, dy, ds, weight, bias, x_bias, gate):
 
 def _backward_tiles(
     kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
-    dx_ref, dgate_ref, sum_refs, *, bars, weight_bar, lines_smem, means_smem, means_bar, **smem,
-):  # fmt: skip
-    """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
-    streams = given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref)
-    weights, results = given(weight=weight_ref), given(x=dx_ref, gate=dgate_ref)
-    arrays = Buffered(streams, weights, results, smem, bars, weight_bar)
-    fetch_weights(t, arrays)
-    program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
-
-    def step(rows, slot, tile, carry):
-        stats, totals = carry
-        # Load the next tile's statistics now: they do not come by TMA.
-        ahead = _load_stats(t, stat_refs, jnp.minimum(tile + t.programs, t.tiles - 1))
-        weight = smem["weight"].at[part] if weights else None
-        now = _Tile(kind, t, rows, rows["x"], rows.get("gate"), weight, stats)
-        _differentiate(now, totals, means_smem.at[slot], means_bar)
-        return ahead, totals
-
-    carry = _load_stats(t, stat_refs, program), {k: t.zeros() for k in summed}
-    _, totals = stream(t, arrays, step, carry)
-    for k, ref in zip(summed, sum_refs, strict=True):
-        _store_sums(t, totals[k], lines_smem, ref.at[head, program])
-
-
-def _backward_rows(
-    kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
     dx_ref, dgate_ref, sum_refs, *, lines_smem, means_smem, means_bar,
 ):  # fmt: skip
-    """The same in the general form: the rows of the next tile are on their way to registers."""
+    """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
     program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
     blocks = pl.ds(part * t.blocks, t.blocks) if t.parts > 1 else slice(None)
     weight = None if weight_ref is None else weight_ref.at[head, blocks]
@@ -384,16 +310,14 @@ class _Tile(NamedTuple):
 
     kind: Norm
     t: Tiling
-    rows: dict[str, Any]  # x, dy, perhaps ds, gate: in shared memory or, as lists, in registers
-    dx: Any  # in shared memory, where it overwrites x, or global
-    dgate: Any  # likewise, or None
+    rows: dict[str, list]  # x, dy, perhaps ds, gate, in registers
+    dx: Any
+    dgate: Any  # or None
     weight: Any  # or None
     stats: list  # for each set of rows, in registers
 
     def load(self, k, group, c):
-        if not self.t.slots:
-            return self.rows[k][group][c].astype(jnp.float32)
-        return mosaic.load(self.t.lines(self.rows[k], group, c), self.t.layout)
+        return self.rows[k][group][c].astype(jnp.float32)
 
     @property
     def keeps_operands(self) -> bool:
@@ -452,7 +376,7 @@ def _second_pass(now: _Tile, kept, means, totals):
             if "x_bias" in totals:
                 totals["x_bias"][c] += dx
             mosaic.store(now.t.lines(now.dx, group, c), dx)
-        if not now.t.wide and not now.t.slots:
+        if not now.t.wide:
             # Without it ptxas -c for 8.x takes 185 registers at C = 128, not 80.
             ampere.meet()
 

@@ -182,26 +182,12 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
     return y.astype(dtype), s
 
 
-def _kernels(x, weight, bias, residual, x_bias, gate, *, kind, eps, general):
-    return _norm(kind, eps, general, x, residual, weight, bias, x_bias, gate)
+def _kernels(x, weight, bias, residual, x_bias, gate, *, kind, eps):
+    return _norm(kind, eps, x, residual, weight, bias, x_bias, gate)
 
 
-# Norms use TMA on Hopper, and no wgmma.
 FORMS = (
-    Form(
-        "hopper",
-        functools.partial(_kernels, general=False),
-        "sm_90",
-        functools.partial(tiles.why_not, general=False),
-        functools.partial(tiles.why_slower, general=False),
-    ),
-    Form(
-        "general",
-        functools.partial(_kernels, general=True),
-        "sm_80",
-        functools.partial(tiles.why_not, general=True),
-        functools.partial(tiles.why_slower, general=True),
-    ),
+    Form("general", _kernels, "sm_80", tiles.why_not, tiles.why_slower),
     Form("xla", _reference),
 )
 
@@ -230,22 +216,22 @@ def _check(x, weight, bias, residual, x_bias, gate):
         raise ValueError("a gate excludes bias and residual")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm(kind, eps, general, x, residual, weight, bias, x_bias, gate):
-    """(y, s); s is None without a residual.  general: in the general form."""
-    return _save(kind, eps, general, x, residual, weight, bias, x_bias, gate)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm(kind, eps, x, residual, weight, bias, x_bias, gate):
+    """(y, s); s is None without a residual."""
+    return _save(kind, eps, x, residual, weight, bias, x_bias, gate)[0]
 
 
-def _save(kind, eps, general, x, residual, weight, bias, x_bias, gate):
+def _save(kind, eps, x, residual, weight, bias, x_bias, gate):
     if x_bias is not None:
         x = x + x_bias.astype(x.dtype)  # XLA fuses this with the matmul that makes x
-    (y, s), stats = forward(kind, eps, general, x, residual, weight, bias, gate, x_bias)
+    (y, s), stats = forward(kind, eps, x, residual, weight, bias, gate, x_bias)
     return (y, s), (x if s is None else s, stats, weight, bias, x_bias, gate)
 
 
-def _gradients(kind, _, general, saved, cotangents):
+def _gradients(kind, _, saved, cotangents):
     (dy, ds), (x, stats, *others) = cotangents, saved
-    dx, *gradients = backward(kind, general, x, stats, dy, ds, *others)
+    dx, *gradients = backward(kind, x, stats, dy, ds, *others)
     return dx.astype(dy.dtype), None if ds is None else dx, *gradients
 
 

@@ -1,7 +1,7 @@
 """Splits a matrix into tiles of rows, for the kernels.
 
-Shared memory holds a row as blocks of up to 256 columns.  Registers hold (4, block) arrays with
-one line for each warp:
+A row is split into blocks of up to 256 columns.  Registers hold (4, block) arrays with one line for
+each warp:
 
     narrow    line 0 | row r    , block c |      wide    line 0 | row r, block 4 c     |
               line 1 | row r + 1, block c |              line 1 | row r, block 4 c + 1 |
@@ -9,14 +9,13 @@ one line for each warp:
               line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
 
 The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
-memory.  Without TMA a warp holds several rows of one short block side by side (bfloat16: two of 128
-columns, four of 64), so that each lane loads 16 bytes; an array has as many times four lines.  Two
+memory.  A warp holds several rows of one short block side by side (bfloat16: two of 128 columns,
+four of 64), so that each lane loads 16 bytes; an array has as many times four lines.  Two or four
 warpgroups share the widest rows, and each takes a *part* of the columns.  All other code is the
-same.  For rows and columns past the edges TMA reads zeros and writes nothing.
+same.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,52 +23,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.pipeline import Ring
 
 LINES = 4  # lines of a register array: the warps of a warpgroup
-SMS = 132  # of an H100; a constant, so that sums do not depend on the GPU
 MAX_COLS = 8192
 MAX_GATED_COLS = 1024
 
-_SMEM = 220 * 1024  # of 227 KB; barriers and reductions use the rest
-
-# Tiles by direction and width: the first line that is wide enough is used.  The comments give
-# shares of a copy's bandwidth in the same run, for layer norm of bfloat16 rows on an H100.
+# Tiles by direction and width: the first line that fits is used.  Columns, wide, rows, blocks on an
+# SM (backward), warpgroups, whether the next rows are loaded ahead.  The comments give shares of a
+# copy's bandwidth in the same run, for layer norm of bfloat16 rows on an H100.
 # docs/performance.md has the alternatives.
 _TILES = {
-    "forward": [  # columns, wide, rows, slots, blocks on an SM, parts
-        (256, False, 4, 2, 8, 1),
-        (1024, False, 4, 0, 0, 1),  # 32768x768: 0.95; no slots: no TMA, a new block for each tile
-        (1024, False, 4, 2, 8, 1),  # for numbers of rows that are not a multiple of the tile
-        (2048, True, 2, 3, 5, 1),  # 4096x1600: 0.94
-        (4096, True, 2, 2, 3, 1),  # 16384x4096: 0.92
-        (MAX_COLS, True, 1, 4, 1, 1),  # 8192x8192: 0.94
+    "forward": [
+        (1024, False, 4, 0, 1, False),  # 32768x768: 1.01
+        (MAX_COLS, True, 1, 0, 1, False),  # 16384x4096: 1.01, 8192x8192: 0.98, 4096x1600: 0.78
     ],
-    "backward": [
-        (1024, False, 4, 4, 2, 1),  # 32768x768: 0.88
-        (2048, True, 2, 3, 2, 1),  # 4096x1600: 0.81
-        (4096, True, 1, 4, 2, 1),  # 16384x4096: 0.99
-        (MAX_COLS, True, 1, 4, 1, 2),  # 8192x8192: 0.97; fused (three slots fit) 1.00
-    ],
-    # With a gate, for narrow rows.
-    "gated forward": [
-        (1024, False, 4, 0, 0, 1),  # 196608x128: 0.94
-        (1024, False, 4, 2, 8, 1),
-    ],
-    "gated backward": [
-        (256, False, 4, 3, 4, 1),  # 196608x128: 0.97; a fifth block of 112 registers would not fit
-        (1024, False, 4, 4, 2, 1),
-    ],
-}
-# The same of the general form, which needs neither TMA nor much shared memory: registers get rows
-# from global memory.  Columns, wide, rows, blocks on an SM (backward), parts, whether the next rows
-# are loaded ahead.
-_GENERAL = {
-    "forward": [(1024, False, 4, 0, 1, False), (MAX_COLS, True, 1, 0, 1, False)],
     "backward": [
         (256, False, 4, 3, 1, False),
-        (1024, True, 2, 4, 1, False),
-        (2048, True, 2, 3, 1, False),
+        (1024, True, 2, 4, 1, False),  # 32768x768: 0.80
+        (2048, True, 2, 3, 1, False),  # 4096x1600: 0.72
         (4096, True, 1, 2, 2, True),  # 16384x4096: 0.95
         (4096, True, 1, 2, 1, True),  # for widths that two parts cannot share
         (MAX_COLS, True, 1, 1, 4, True),  # 8192x8192: 0.95
@@ -87,14 +58,13 @@ class Tiling(NamedTuple):
     cols: int  # columns without padding
     width: int  # columns of the arrays that the kernel gets
     block: int  # columns of a line
-    blocks: int  # blocks of a row's part in shared memory, including those past `width`
+    blocks: int  # of a row's part
     wide: bool
-    tile: int  # rows of one TMA copy
-    slots: int  # tiles of a program in shared memory; 0: no TMA, from global memory to registers
-    programs: int  # persistent programs for each head
+    tile: int  # rows
+    programs: int  # for each head; backward they are persistent
     parts: int  # warpgroups of a program; they share the columns of every row
-    ahead: bool = False  # without slots: whether the next tile is loaded ahead, to registers
-    narrow_forward: bool = False  # whether the forward pass has written narrow rows' statistics
+    ahead: bool  # whether the next tile is loaded ahead, to registers
+    narrow_forward: bool  # backward: whether the forward pass has written narrow rows' statistics
     side_by_side: int = 1  # short rows that a warp holds at once
 
     @property
@@ -120,7 +90,7 @@ class Tiling(NamedTuple):
     def keeps_operands(self) -> bool:
         """Whether the backward kernel keeps n and g in registers between its passes over a tile.
 
-        For narrow rows it is faster to compute them again from shared memory.
+        For narrow rows it is faster to compute them again.
         """
         return self.wide and self.tile * self.blocks * self.block <= _KEPT
 
@@ -135,14 +105,12 @@ class Tiling(NamedTuple):
     @property
     def view_shape(self) -> tuple[int, ...]:
         """The shape that kernels copy: (rows, heads, width / block, block)."""
-        block = min(self.block, self.width)
-        rows = self.rows if self.slots else self.tiles * self.tile
-        return (rows, self.heads, self.width // block, block)
+        return (self.tiles * self.tile, self.heads, self.width // self.block, self.block)
 
     def view(self, x):
         """Splits the columns into blocks, after padding what the kernel cannot copy otherwise."""
         x = mosaic.pad_axis(x, x.ndim - 1, self.width) if x.shape[-1] != self.width else x
-        if x.ndim == 3 and not self.slots:
+        if x.ndim == 3:
             x = mosaic.pad_axis(x, 0, self.tile)
         return x.reshape(*x.shape[:-1], *self.view_shape[2:])
 
@@ -211,7 +179,7 @@ class Tiling(NamedTuple):
         return [mosaic.zeros(self.shape, self.layout) for _ in self.chunks]
 
 
-def why_not(x, weight, bias, residual, x_bias, gate, *, kind, eps, general: bool) -> str | None:
+def why_not(x, weight, bias, residual, x_bias, gate, *, kind, eps) -> str | None:
     """Why the kernels do not support this call, or None."""
     arrays = dict(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if reason := mosaic.unsupported_dtype(**arrays) or mosaic.empty(x=x):
@@ -225,11 +193,6 @@ def why_not(x, weight, bias, residual, x_bias, gate, *, kind, eps, general: bool
         most = MAX_GATED_COLS
     if c > most:
         return f"C={c} is more than {most}"
-    s = x if residual is None else residual
-    streams = x.dtype.itemsize + s.dtype.itemsize * (1 if residual is None else 2)
-    row = 2 * streams + (0 if weight is None else weight.dtype.itemsize)
-    if not general and c > 4096 and row * (c + -c % 1024) > _SMEM:
-        return f"two rows of C={c} exceed shared memory in the backward pass"
     if eps <= 0:
         return f"eps={eps} is not positive"
     if residual is not None and residual.dtype != jnp.promote_types(x.dtype, residual.dtype):
@@ -237,42 +200,34 @@ def why_not(x, weight, bias, residual, x_bias, gate, *, kind, eps, general: bool
     return None
 
 
-def why_slower(x, *arrays, general: bool, **options) -> str | None:
+def why_slower(x, *arrays, **options) -> str | None:
     """Why XLA's form is faster than the kernels (they would copy the rows to pad them), or None.
 
-    Speed of the kernels relative to XLA, layer and RMS norm, alone and with a residual, H100, JAX
-    0.11.2 (python -m pallas_kernels.benchmark --untuned); "both" is forward and backward:
-
-        padded rows, C = 3 to 8191   forward 0.16 to 0.60, both 0.26 to 1.04 (C = 33: 1.33)
-        65536 x 72, not padded       forward 0.52, both 1.50; with a residual 0.88, 1.49
+    Kernels that padded had 0.16 to 0.60 of XLA's speed forward, 0.26 to 1.04 in both directions, at
+    C = 3 to 8191 (H100, JAX 0.11.2).
     """
     c = x.shape[-1]
-    if c % (multiple := _multiple(c, general)):
+    if c % (multiple := _multiple(c)):
         return f"the kernel would pad C={c} to a multiple of {multiple}"
     return None
 
 
-def _multiple(cols: int, general: bool) -> int:
+def _multiple(cols: int) -> int:
     """The multiple to which the kernels need the columns padded."""
-    if general:
-        return 64 if cols <= 4096 else 1024  # 64 in each line of four parts
-    if cols <= 256:
-        return 8  # TMA needs strides that are multiples of 16 bytes
-    # Past 4096 a row must fill its buffer, because two rows would not fit (see `choose_tiling`).
-    return 64 if cols <= 4096 else 1024
+    return 64 if cols <= 4096 else 1024  # 64 in each line of four parts
 
 
-def _general_tiling(direction, shape, dtype) -> Tiling:
-    """The tiling of the general form."""
+def choose_tiling(direction, shape, dtype) -> Tiling:
+    """The tiling for arrays (rows, heads, cols); dtype: of x."""
     rows, heads, cols = shape
-    width = cols + -cols % _multiple(cols, True)
+    width = cols + -cols % _multiple(cols)
     # Rows are padded only if they are too short for four warps.
     fits = lambda t: (
         (t[4] == 1 or width % (64 * LINES * t[4]) == 0)
         and (rows % t[2] == 0 or width < 64 * LINES)
         and t[0] >= cols
     )
-    _, wide, tile, per_sm, parts, ahead = next(t for t in _GENERAL[direction] if fits(t))
+    _, wide, tile, per_sm, parts, ahead = next(t for t in _TILES[direction] if fits(t))
     tile = _grow(tile, wide, width, rows)
     widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
     lines = LINES * parts if wide else 1
@@ -283,65 +238,12 @@ def _general_tiling(direction, shape, dtype) -> Tiling:
     tiles = programs = mosaic.cdiv(rows, tile)
     if per_sm:
         programs = min(tiles, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
-    narrow = direction == "backward" and not _general_tiling("forward", shape, dtype).wide
-    t = Tiling(
-        rows, heads, cols, width, block, blocks, wide, tile, 0, programs, parts, ahead, narrow
-    )
+    narrow = direction == "backward" and not choose_tiling("forward", shape, dtype).wide
+    t = Tiling(rows, heads, cols, width, block, blocks, wide, tile, programs, parts, ahead, narrow)
     return _side_by_side(t, dtype)
 
 
-def choose_tiling(direction, general: bool, shape, streams, weights) -> Tiling:
-    """The tiling for `streams` (rows, heads, cols), read row by row, and their `weights`."""
-    if general:
-        return _general_tiling(direction, shape, streams["x"].dtype)
-    return _hopper_tiling(direction, shape, streams, weights)
-
-
-def _hopper_tiling(direction, shape, streams, weights) -> Tiling:
-    rows, heads, cols = shape
-    gated = "gated " if "gate" in streams else ""
-    lines = (t for t in _TILES[gated + direction] if t[0] >= cols)
-    short = next((b for b in (64, 128, 256) if b >= cols), None)  # the only block of a short row
-    # Only TMA fills the rest of a block with zeros, and leaves out the rest of a tile.
-    whole = lambda t: rows % t[2] == 0 and short in (None, cols)
-    _, wide, tile, slots, per_sm, parts = next(t for t in lines if t[3] or whole(t))
-    width = cols + -cols % _multiple(cols, False)
-    if short:
-        block = short
-        # Mosaic takes a store of rows as wide as their stride for contiguous and clips no row: it
-        # would write the next head.
-        if any(a.shape[1] * width == block for a in streams.values()):
-            width = block
-    else:
-        widest = 512 // streams["x"].dtype.itemsize  # each lane loads a vector of 16 bytes
-        fill = 1 if cols <= 4096 else LINES * parts
-        block = next(b for b in (256, 128, 64) if width % (b * fill) == 0 and b <= widest)
-    blocks = mosaic.cdiv(width, block * parts)
-    if not slots:
-        tile = _grow(tile, wide, width, rows)
-        t = Tiling(rows, heads, cols, width, block, blocks, wide, tile, 0, rows // tile, parts)
-        return _side_by_side(t, streams["x"].dtype)
-    if wide:
-        blocks += -blocks % LINES
-    row_cols = parts * blocks * block
-    row = row_cols * sum(a.dtype.itemsize for a in streams.values())
-    fixed = row_cols * sum(a.dtype.itemsize for a in weights.values())
-    # TMA does not clip a copy of one row to global memory at the row's end; it clips several rows.
-    least = LINES if not wide else 1 if width == row_cols else 2
-    tile = max(tile, least)
-    tile = _grow(tile, wide, blocks * block)
-    while (room := (_SMEM // per_sm - fixed) // (tile * row)) < 2 and (tile > least or per_sm > 1):
-        # Narrow tiles keep their rows, because the backward pass must not have more rows.
-        if tile > least and (wide or per_sm <= 2):
-            tile //= 2
-        else:
-            per_sm -= 1
-    programs = min(mosaic.cdiv(rows, tile), mosaic.cdiv(per_sm * SMS, heads))
-    slots = min(slots, room)
-    return Tiling(rows, heads, cols, width, block, blocks, wide, tile, slots, programs, parts)
-
-
-def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
+def _grow(tile: int, wide: bool, width: int, rows: int) -> int:
     """Doubles a tile of narrow rows while it is short and divides the rows."""
     while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
         tile *= 2
@@ -349,97 +251,9 @@ def _grow(tile: int, wide: bool, width: int, rows: int = 0) -> int:
 
 
 def _side_by_side(t: Tiling, dtype) -> Tiling:
-    """Puts short rows side by side in a warp until each lane loads a vector of 16 bytes.
-
-    Not if TMA copies them: Mosaic would then swizzle the tiles, which fails for padded rows.
-    """
+    """Puts short rows side by side in a warp until each lane loads a vector of 16 bytes."""
     n = 1
     if t.blocks == 1 and not t.wide:
         while 2 * n * t.block * dtype.itemsize <= 512 and t.tile % (2 * n * LINES) == 0:
             n *= 2
     return t._replace(side_by_side=n)
-
-
-# ---- the ring of tiles in shared memory ----------------------------------------------------------
-
-
-class Buffered(NamedTuple):
-    """The arrays of a persistent block and their shared-memory buffers, under the same names."""
-
-    streams: dict[str, Any]  # (rows, heads, blocks, block), read tile by tile
-    weights: dict[str, Any]  # (heads, blocks, block)
-    results: dict[str, Any]  # written from the buffer of the stream with the same name
-    smem: dict[str, Any]
-    bars: Any  # one for each slot; its streams arrive on it
-    weight_bar: Any
-
-
-def ring_types(t: Tiling, streams, weights) -> dict:
-    """Scratch types of these buffers; every part has its own buffers and barriers."""
-    tiles = (t.parts, t.slots, t.tile, t.blocks, t.block)
-    smem = {k: plgpu.SMEM(tiles, a.dtype) for k, a in streams.items()}
-    smem |= {k: plgpu.SMEM((t.parts, *tiles[3:]), a.dtype) for k, a in weights.items()}
-    return smem | dict(
-        bars=plgpu.Barrier(num_arrivals=len(streams), num_barriers=t.parts * t.slots),
-        weight_bar=plgpu.Barrier(num_arrivals=max(len(weights), 1), num_barriers=t.parts),
-    )
-
-
-def fetch_weights(t: Tiling, arrays: Buffered):
-    """Starts the copies of this head's row of every weight."""
-    part = lax.axis_index("part")
-    for k, ref in arrays.weights.items():
-        window = ref.at[lax.axis_index("head"), *_part_columns(t)]
-        plgpu.copy_gmem_to_smem(window, arrays.smem[k].at[part], arrays.weight_bar.at[part])
-
-
-def _part_columns(t: Tiling):
-    """The slices of this part's columns: of blocks, and within a block.
-
-    Their start is a variable because JAX 0.12 rejects slices that are statically too wide.
-    """
-    zero = lax.rem(lax.axis_index("head"), jnp.int32(1))
-    return pl.ds(lax.axis_index("part") * t.blocks + zero, t.blocks), pl.ds(zero, t.block)
-
-
-def stream(t: Tiling, arrays: Buffered, step, carry):
-    """Runs carry = step(rows, slot, tile, carry) for every tile of this program; returns the last.
-
-    Streams are copied to their buffers slots - 1 tiles ahead of the step.  After the step the
-    results are copied back from the same buffers.
-    """
-    program, part = lax.axis_index("program"), lax.axis_index("part")
-    steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
-    ring = Ring(t.slots, arrays.bars, first=part * t.slots)
-    tile_of = lambda i: program + i * t.programs
-    window = lambda ref, i: ref.at[*t.place(ref, tile_of(i)), *_part_columns(t)]
-
-    def fetch(i):
-        for k, ref in arrays.streams.items():
-            ring.send(i, window(ref, i), arrays.smem[k].at[part])
-
-    # Fill all slots but one.
-    for i in range(t.slots - 1):
-        pl.when(i < steps)(functools.partial(fetch, jnp.int32(i)))
-    if arrays.weights:
-        plgpu.barrier_wait(arrays.weight_bar.at[part])  # after the rows' copies have started
-
-    def body(i, carry):
-        slot = ring.wait(i)
-        rows = {k: arrays.smem[k].at[part, slot] for k in arrays.streams}
-        carry = step(rows, slot, tile_of(i), carry)
-        plgpu.commit_smem()
-        for k, ref in arrays.results.items():
-            plgpu.copy_smem_to_gmem(arrays.smem[k].at[part, slot], window(ref, i))
-
-        @pl.when(i + (t.slots - 1) < steps)
-        def _():
-            # The next tile replaces the previous step's results; this step's may still be copied.
-            plgpu.wait_smem_to_gmem(len(arrays.results), wait_read_only=True)
-            fetch(i + (t.slots - 1))
-
-        return carry
-
-    carry = lax.fori_loop(0, steps, body, carry)
-    plgpu.wait_smem_to_gmem(0)
-    return carry

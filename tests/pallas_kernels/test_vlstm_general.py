@@ -13,8 +13,8 @@ from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, nor
 from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, explain, vlstm
-from pallas_kernels.mlstm import general_outputs, general_states, inter_chunk
-from pallas_kernels.mlstm.intra_schedule import STATS, Schedule
+from pallas_kernels.mlstm import chunkwise, general_outputs, general_states, walk
+from pallas_kernels.mlstm.intra import STATS, Schedule
 
 BACKWARD = tuple(f"general_vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
 KERNELS = ("general_vlstm_states", "general_vlstm_forward", *BACKWARD)
@@ -68,7 +68,7 @@ def test_extreme_gates_and_documents(dtype):
 @pytest.mark.parametrize(("reverse", "sms"), [(True, 2), slow(False, 2), slow(False, 1)])
 def test_states_of_several_tiles(reverse, sms, monkeypatch):
     """Two SMs walk five chunks in spans of 2, 2 and 1; one decay resets the state."""
-    monkeypatch.setattr(inter_chunk, "MIN_SPAN", 1)
+    monkeypatch.setattr(walk, "MIN_SPAN", 1)
     x, y = normal(0, (1, 295, 1, 64), BF16), normal(1, (1, 295, 1, 64), BF16)
     if sms == 1:
         y = normal(1, (1, 295, 1, 128), BF16)
@@ -79,10 +79,10 @@ def test_states_of_several_tiles(reverse, sms, monkeypatch):
     other = normal(7, (1, 1, 5, 64, dy), BF16)
     x, y = (vlstm_twins.together(z, 64) for z in (x, y))
     arguments = (x, y, weight, vector, decay, first, other)
-    walk = functools.partial(general_states.states, reverse=reverse, sms=sms)
-    assert_lowers(walk, arguments, ("general_vlstm_states", *["vlstm_join"] * (sms > 1)))
+    states = functools.partial(chunkwise.GENERAL.states, reverse=reverse, sms=sms)
+    assert_lowers(states, arguments, ("general_vlstm_states", *["vlstm_join"] * (sms > 1)))
     with kernels_run_here():
-        *actual, dots = jax.block_until_ready(jax.jit(walk)(*arguments))
+        *actual, dots = jax.block_until_ready(jax.jit(states)(*arguments))
     *expected, sums = vlstm_twins.states(*arguments, reverse=reverse)
     leaves = zip(
         *map(jax.tree.leaves, ((actual, dots.sum(-2)), (expected, sums.sum(-2)))), strict=True
@@ -154,7 +154,7 @@ def test_the_largest_call_fits_the_smallest_gpus(mode):
 
 
 def test_two_walks_fit_an_a100():
-    s = general_states.Walk(BF16, 64, 1, 1, 64, 1, 8, 8, 1, 1, 1, 1, False, False)
+    s = walk.Walk(BF16, 64, 1, 1, 64, 8, 8, 1, 1, 1, 1, True, False, False)
     assert _bytes(general_states._scratch(s, True)) <= 163 * 1024 // 2 - 1024
 
 

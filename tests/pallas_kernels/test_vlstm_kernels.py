@@ -13,22 +13,19 @@ from cases import slow
 from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, normal
 from vlstm_twins import FOUR, flat, inputs
 
-from pallas_kernels import dispatch, mosaic, vlstm
-from pallas_kernels.mlstm import chunkwise, inter_chunk, intra_dkv, intra_schedule, reference
+from pallas_kernels import dispatch, vlstm
+from pallas_kernels.mlstm import chunkwise, intra, reference, walk
 
-KERNELS = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq")  # and those of `backward`
+KERNELS = (
+    "vlstm_states", "vlstm_forward", *(f"vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
+)  # fmt: skip
 BF16, FP16 = jnp.bfloat16, jnp.float16
 TWINS = chunkwise.HOPPER._replace(
-    states=vlstm_twins.states, chunk_outputs=vlstm_twins.chunk_outputs, backward_dkv=None
+    states=vlstm_twins.states, chunk_outputs=vlstm_twins.chunk_outputs
 )
 
 
 pytestmark = pytest.mark.usefixtures("one_team")
-
-
-def backward(dqk):
-    """The other kernels: q and k of one tile of 64 have one for dk and dv."""
-    return ("vlstm_backward_dkv",) if dqk <= 64 else ("vlstm_backward_dk", "vlstm_backward_dv")
 
 
 @flat
@@ -86,7 +83,7 @@ LARGE = [
 
 @pytest.mark.parametrize(("shape", "of_inputs", "options"), SMALL + LARGE * ON_GPU)
 def test_vlstm_matches_the_xla_form(shape, of_inputs, options):
-    kernels = KERNELS + backward(shape[3])
+    kernels = KERNELS
     check_op(flat(vlstm), xla, *inputs(*shape, **of_inputs), kernels=kernels, **options)
 
 
@@ -95,18 +92,17 @@ def test_extreme_gates_and_documents(dtype, monkeypatch):
     """Covers gates past xLSTM's caps in two thirds of the places; three chunks for two teams;
     features padded to 64 and 128."""
     if not ON_GPU:
-        monkeypatch.setattr(intra_schedule, "TEAMS", 2)
-        monkeypatch.setattr(intra_dkv, "TEAMS", 2)
+        monkeypatch.setattr(intra, "TEAMS", 2)
     q, k, v, i, f = inputs(1, 135, 1, 48, 80, dtype)
     some = np.arange(135)[None, :, None] % 3 > 0
     i, f = (np.where(some, most * np.sign(x), x) for most, x in ((15, i), (30, f)))
     ids = jnp.asarray(np.repeat([[4, 1, 2]], [70, 1, 64], axis=1))
-    gates, kernels = (jnp.asarray(i), jnp.asarray(f)), KERNELS + backward(48)
+    gates, kernels = (jnp.asarray(i), jnp.asarray(f)), KERNELS
     check_op(flat(vlstm), xla, q, k, v, *gates, segment_ids=ids, kernels=kernels)
 
 
 def test_spans_fill_idle_sms_only():
-    spans = functools.partial(inter_chunk.spans, at_once=132)
+    spans = functools.partial(walk.spans, at_once=132)
     assert spans(8, 512) == 16  # 4 heads of 128 x 256, 65,536 positions: 128 blocks
     assert spans(45, 512) == 1  # a second walk costs what two spans save
     assert spans(8, 23) == 1  # for so few chunks one walk is faster
@@ -116,8 +112,8 @@ def test_spans_fill_idle_sms_only():
 @pytest.mark.parametrize("reverse", [slow(False), True])
 def test_chunks_walked_in_spans(reverse, monkeypatch):
     """Five chunks form spans of 2, 2 and 1; one decay resets the state."""
-    monkeypatch.setattr(inter_chunk, "MIN_SPAN", 1)
-    assert inter_chunk.spans(1, 5, 4) == 3
+    monkeypatch.setattr(walk, "MIN_SPAN", 1)
+    assert walk.spans(1, 5, 4) == 3
     x, y = (normal(n, (1, 296, 1, 64), BF16) for n in (0, 1))
     weight, vector = (jnp.abs(normal(n, (1, 1, 5, 64))) for n in (3, 4))
     decay = jnp.array([0.9, 0.5, 0.0, 1.0, 0.8])[None, None]
@@ -125,55 +121,16 @@ def test_chunks_walked_in_spans(reverse, monkeypatch):
     other = normal(7, (1, 1, 5, 64, 64), BF16)
     x, y = (vlstm_twins.together(z, 64) for z in (x, y))
     arguments = (x, y, weight, vector, decay, first, other)
-    walk = functools.partial(inter_chunk.states, reverse=reverse, sms=2)
-    assert_lowers(walk, arguments, ("vlstm_states", "vlstm_join"))
+    states = functools.partial(chunkwise.HOPPER.states, reverse=reverse, sms=2)
+    assert_lowers(states, arguments, ("vlstm_states", "vlstm_join"))
     with kernels_run_here():
-        actual = jax.block_until_ready(jax.jit(walk)(*arguments))
+        actual = jax.block_until_ready(jax.jit(states)(*arguments))
     expected = vlstm_twins.states(*arguments, reverse=reverse)
     leaves = zip(*(jax.tree.leaves(z) for z in (actual, expected)), strict=True)
     for name, (a, e) in zip(("S", "s", "last S", "last s", "dots"), leaves, strict=True):
         error = jnp.abs(a.astype(jnp.float32) - e.astype(jnp.float32)).max()
         tolerance = 2**-7 if name == "S" else 1e-5  # S may be rounded in the other direction
         assert error <= tolerance * jnp.abs(e).max(), (name, error)
-
-
-ONE_SQUARE = [  # (B, T, H, DV), documents
-    ((1, 136, 2, 128), False),
-    slow((2, 80, 2, 192), True),
-    slow((1, 200, 1, 64), False),
-]
-
-
-@pytest.mark.parametrize(("shape", "packed"), ONE_SQUARE + [((3, 1024, 6, 128), True)] * ON_GPU)
-def test_dk_and_dv_in_one_kernel_are_those_of_two(shape, packed, monkeypatch):
-    """Bit for bit, with an odd number of tiles, of chunks and of chunks of a team."""
-    if not ON_GPU:
-        monkeypatch.setattr(intra_dkv, "TEAMS", 2)
-    b, t, h, width = shape
-    chunks = -(-t // 64)
-    widths = (64, 64, width, width)
-    q, k, v, dh = (
-        vlstm_twins.together(normal(n, (b, t, h, w), BF16), 64) for n, w in enumerate(widths)
-    )
-    states, of = normal(4, (b, h, chunks, 64, width), BF16), (b, h, chunks, 64)
-    vectors = {x: normal(n, of) for n, x in enumerate(("row", "col", "scale", "shift"), 5)}
-    vectors["start"] = jnp.broadcast_to(jnp.arange(64.0) // 20 * 20, of)
-    dn = normal(9, of)
-
-    def one(*arrays):
-        return intra_dkv.backward_dkv(*arrays, packed=packed, sms=mosaic.sm_count())
-
-    def two(q, k, v, dh, states, vectors, dn):
-        outputs = functools.partial(chunkwise.chunk_outputs, packed=packed, sms=mosaic.sm_count())
-        dk, *sums = outputs(v, dh, q, states, vectors, dn, k, mode="dk")
-        return dk, *outputs(k, q, dh, states, vectors, like=v, mode="dv"), *sums
-
-    arrays = q, k, v, dh, states, vectors, dn
-    with kernels_run_here():
-        actual, expected = (jax.block_until_ready(jax.jit(f)(*arrays)) for f in (one, two))
-    for name, a, e in zip(("dk", "dv", "inside", "outside"), actual, expected, strict=True):
-        assert np.abs(np.asarray(e, np.float32)).mean() > 0.1, name
-        np.testing.assert_array_equal(a, e, err_msg=name)
 
 
 def test_auto_takes_the_kernels_on_hopper_and_says_why_not():

@@ -11,7 +11,9 @@ from vlstm_twins import assert_same_bits, with_gradients
 
 from pallas_kernels import Packed, dispatch, vlstm
 
-KERNELS = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq", "vlstm_backward_dkv")
+KERNELS = tuple(
+    f"vlstm_{x}" for x in ("states", "forward", "backward_dq", "backward_dk", "backward_dv")
+)
 GENERAL = tuple(
     f"general_vlstm_{x}" for x in ("states", "forward", "backward_dq", "backward_dk", "backward_dv")
 )

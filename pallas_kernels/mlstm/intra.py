@@ -1,16 +1,22 @@
-"""The schedule of intra_chunk.py: how the work is split, and what each warpgroup holds."""
+"""What both forms of the intra-chunk kernel share: schedule, D, vectors with one number a position.
 
+w is a Worker of either form.
+"""
+
+import collections
+import functools
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mosaic import ROWS
+from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 
 SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
@@ -155,12 +161,21 @@ def load_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, 
     return order + sum(([*states[tile], x[tile]] for tile in range(tiles)), [])
 
 
-def result(a: Heads, x: Heads, heads: int, like: Heads | None) -> Heads:
-    """Shape and dtype of the array of the result, which has the place of `like`, and that place."""
+def prepared(s: Schedule, a: Heads, x: Heads, vectors, along, like: Heads | None, joint):
+    """(the vectors that the mode reads; the shape and place of the result; the kernel's results).
+
+    The arguments are those of `intra_chunk.chunk_outputs`.
+    """
+    # JAX would sort the keys of a plain dict.
+    given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
+    if along is not None:
+        given["along"] = along
     batch, length, _, size = a.array.shape
-    shape = (batch, length, heads * x.tiles, size) if like is None else like.array.shape
-    array = jax.ShapeDtypeStruct(shape, a.array.dtype)
-    return Heads(array, x.tiles, 0) if like is None else replace(like, array=array)
+    shape = (batch, length, s.heads * x.tiles, size) if like is None else like.array.shape
+    array = jax.ShapeDtypeStruct(shape, s.dtype)
+    place = Heads(array, x.tiles, 0) if like is None else replace(like, array=array)
+    of_position = jax.ShapeDtypeStruct(vectors["row"].shape, jnp.float32)
+    return given, place, (place if joint is None else None, (of_position,) * STATS[s.mode])
 
 
 def schedule(a: Heads, x: Heads, row, *, mode, normalize, packed, sms) -> Schedule:
@@ -195,3 +210,75 @@ def scratch(s: Schedule) -> Scratch:
         free=plgpu.Barrier(num_barriers=s.teams * s.slots, num_arrivals=s.wgs),
         y_full=plgpu.Barrier(num_barriers=threads),
     )
+
+
+# Vectors and tiles of W.
+
+sum_rows = functools.partial(jnp.sum, axis=1)
+# Without the barrier the compiler delays a product and keeps its factors in registers.
+materialize = lax.optimization_barrier
+
+
+def broadcast_rows(vector, size):
+    """Broadcasts one number for each row to a tile of W."""
+    return mosaic.along(vector, (ROWS, size), 0)
+
+
+def broadcast_columns(vector, size):
+    """Broadcasts one number for each column to a tile of W."""
+    return mosaic.along(vector, (ROWS, size), 1)
+
+
+def load_rows(w, c: Chunk, name):
+    """Loads a vector at the warpgroup's rows."""
+    return plgpu.load(w.inputs.vectors[name].at[*c.at, c.mine], layout=ROW, optimized=False)
+
+
+def load_tile(w, c: Chunk, name):
+    """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
+    s = w.schedule
+    if name in s.of_rows:
+        return broadcast_rows(load_rows(w, c, name), s.size)
+    at = w.inputs.vectors[name].at[*c.at, pl.ds(0, s.size)]
+    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), s.size)
+
+
+def load_along(w, c: Chunk, tile):
+    """Loads n or dn at a tile's columns and broadcasts it to all rows."""
+    at = w.inputs.vectors["along"].at[*c.at, nth_square(w.schedule, tile)]
+    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), w.schedule.size)
+
+
+def store_stats(w, c: Chunk, *stats):
+    for ref, value in zip(w.stat_refs, stats, strict=True):
+        mosaic.store(ref.at[c.b, c.h, c.index, c.mine], value)
+
+
+def positions(w, c: Chunk):
+    """Positions of W's rows and columns in the sequence.
+
+    Positions in a chunk are the same for all chunks, so the compiler would keep them in 40
+    registers throughout the kernel.
+    """
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, w.schedule.size))
+    return c.row0 + iota(0, layout=WGMMA), c.index * w.schedule.size + iota(1, layout=WGMMA)
+
+
+def decays(w, c: Chunk):
+    """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
+    s = w.schedule
+    i, j = positions(w, c)
+    seeing, position = (j, i) if s.transposed else (i, j)
+    visible = position <= seeing
+    if s.packed:
+        start = load_tile(w, c, "start").astype(jnp.int32)
+        visible = visible & (position >= start + c.index * s.size)
+    return jnp.exp2(jnp.where(visible, load_tile(w, c, "row") + load_tile(w, c, "col"), -jnp.inf))
+
+
+def normaliser(weights, scale, qn, one):
+    """1 / N of each row, and -sign(l), or 0 where l does not divide h."""
+    l = sum_rows(weights) + scale * qn
+    above = jnp.abs(l) > one
+    norm = 1 / jnp.where(above, jnp.abs(l), one)
+    return norm, jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
