@@ -65,7 +65,6 @@ def named(kind, kernels):
     if kernels == "mosaic":
         # The kernel pads the rows of lse to whole tiles, and the vLSTM's sums are those of chunks.
         sums = [(B, 2, T // 64, 64)] * 2 if kind == "vlstm" else [(B, 2, 768)]
-        hidden = [(B * T, F)] if kind == "gpt2" else hidden
     elif kind != "vlstm":
         sums = [(B, 2, T)]
     return out + arrays(*sums, dtype="float32"), arrays(*hidden)
