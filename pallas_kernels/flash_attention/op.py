@@ -175,8 +175,7 @@ def why_slower(operands, segment_ids=None, **options) -> str | None:
     return f"the kernel would pad D={d} to {width}" if width > d else None
 
 
-def _cudnn(operands, segment_ids, *, causal, scale, window, **options):
-    q, k, v = _split(operands)
+def _cudnn(q, k, v, *, causal, scale, window):
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale_of(scale, q), is_causal=causal, local_window_size=local,
@@ -409,7 +408,14 @@ _attention.defvjp(_attention_forward, _attention_backward)
 # Only an H100 has run the general form, so cuDNN stands before it.
 FORMS = (
     Form("hopper", functools.partial(_kernels, general=False), "sm_90a", why_not, why_slower),
-    Form("cudnn", _cudnn, "sm_80", cudnn_why_not),
+    Form(
+        "cudnn",
+        lambda operands, segment_ids, *, causal, scale, window, **options: _cudnn(
+            *_split(operands), causal=causal, scale=scale, window=window
+        ),
+        "sm_80",
+        cudnn_why_not,
+    ),
     Form("general", functools.partial(_kernels, general=True), "sm_80", why_not),
     Form("xla", _in_jnp),
 )
