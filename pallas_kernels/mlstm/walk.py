@@ -22,7 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mosaic import COL, ROWS
-from pallas_kernels.pipeline import Ring
 
 MIN_SPAN = 8  # chunks in a span; with fewer, three kernels take longer than one
 STAGES = 2  # chunks whose operands are in shared memory
@@ -96,7 +95,7 @@ class Walker(NamedTuple):
     steps: Any  # chunks to walk
     mine: Any  # the warpgroup's rows of S, which are columns of X
     here: tuple  # the warpgroup's part of S
-    ring: Ring | None
+    ring: Any  # on Hopper a Ring
 
     def chunk(self, n):
         """The chunk of the walk's step n."""
@@ -123,7 +122,7 @@ class Walker(NamedTuple):
             pl.when(self.y_tile == 0)(s_last)
 
 
-def walker(s: Walk, inputs, outputs, smem, wg=0, ring: Ring | None = None) -> Walker:
+def walker(s: Walk, inputs, outputs, smem, wg=0, ring=None) -> Walker:
     """The work of a warpgroup of this block."""
     block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
     block, x_tile = mosaic.divide(block, s.x_tiles)
