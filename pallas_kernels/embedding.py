@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Integer
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
+from pallas_kernels.totals import summed
 
 # The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take 32 us forward and
 # 118 us backward.
@@ -52,6 +53,7 @@ def encoder(
     *,
     dtype=None,
     tied: bool = False,
+    total: Float[Array, "vocab width"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> (
     Float[Array, "batch time width"]
@@ -65,6 +67,8 @@ def encoder(
     tied: returns (result, wte).  Use this wte as the head: the embedding's rows are then added in
     place to the head's gradient, and no second array is written and summed.  That gradient is
     copied if its columns are not a multiple of 128.
+    total: of gradients of wte so far (totals.py); if tied, it is returned in the place of wte, for
+    the head to add to first.
     The gradients have the tables' dtypes.  They are summed in float32, with the same bits in every
     run.  Raises ValueError for tokens and tables that do not fit, NotImplementedError under
     implementation="mosaic" for a call that the kernel does not support.
@@ -85,7 +89,8 @@ def encoder(
             " sequence or enlarge wpe"
         )
     arrays = tokens, wte, wpe
-    return dispatch.run("encoder", FORMS, implementation, *arrays, dtype=dtype, tied=tied)
+    options = dict(dtype=dtype, tied=tied, total=total)
+    return dispatch.run("encoder", FORMS, implementation, *arrays, **options)
 
 
 def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
@@ -103,7 +108,7 @@ def encoder_reference(tokens, wte, wpe, *, dtype=None, tied=False):
 # For rows of fewer than 128 columns, which the kernels pad, XLA's form is faster (H100, JAX 0.11.2,
 # at 4x1024x100 12 times forward, 4 times backward).  Its backward pass adds with atomics, however,
 # so the kernels run there too, for the same bits in every run.
-def why_not(tokens, wte, wpe, *, dtype, tied) -> str | None:
+def why_not(tokens, wte, wpe, *, dtype, **options) -> str | None:
     """Why the kernel does not support this call, or None."""
     result = jax.ShapeDtypeStruct((), dtype)
     reason = mosaic.unsupported_dtype(wte=wte, wpe=wpe, result=result)
@@ -404,31 +409,39 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _encoder(tokens, wte, wpe, dtype, tied):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _encoder(tokens, wte, wpe, total, dtype, tied):
     y = _forward(tokens, wte, wpe, dtype)
-    return (y, wte) if tied else y
+    return (y, wte if total is None else total) if tied else y
 
 
-def _encoder_forward(tokens, wte, wpe, dtype, tied):
-    return _encoder(tokens, wte, wpe, dtype, tied), (tokens, wte, wpe)
+def _encoder_forward(tokens, wte, wpe, total, dtype, tied):
+    return _encoder(tokens, wte, wpe, total, dtype, tied), (tokens, wte, wpe, total)
 
 
 def _encoder_backward(dtype, tied, saved, gradients):
-    tokens, wte, wpe = saved  # only the tables' shapes and dtypes are used
-    dy, table = gradients if tied else (gradients, None)
+    tokens, wte, wpe, total = saved  # only the shapes and dtypes of wte and wpe are used
+    dy, table = gradients if tied else (gradients, total)
     positions, wpe_dtype = (0, None) if wpe is None else (wpe.shape[0], wpe.dtype)
-    return None, *_backward(tokens, dy, table, wte.shape[0], wte.dtype, positions, wpe_dtype)
+    dtype = wte.dtype if total is None else total.dtype
+    dwte, dwpe = _backward(tokens, dy, table, wte.shape[0], dtype, positions, wpe_dtype)
+    return None, *((dwte, dwpe, None) if total is None else (None, dwpe, dwte))
 
 
 _encoder.defvjp(_encoder_forward, _encoder_backward)
 
 
-def _kernels(tokens, wte, wpe, *, dtype, tied):
-    return _encoder(tokens, wte, wpe, dtype, tied)
+def _kernels(tokens, wte, wpe, *, dtype, tied, total):
+    return _encoder(tokens, wte, wpe, total, dtype, tied)
+
+
+def _xla(tokens, wte, wpe, *, dtype, tied, total):
+    wte, table = summed(wte, total, not tied), wte if total is None else total
+    y = encoder_reference(tokens, wte, wpe, dtype=dtype)
+    return (y, table) if tied else y
 
 
 FORMS = (
     Form("general", _kernels, "sm_80", why_not, why_slower),
-    Form("xla", encoder_reference),
+    Form("xla", _xla),
 )

@@ -14,7 +14,7 @@ from eight_devices import EXACT, batch, trainer, weights
 from jaxllm.train.process import set_xla_flags
 from jaxllm.train.step import step_graph
 
-MESHES = {"llama3": ["fsdp, context, tensor"]}
+MESHES = {"llama3": ["fsdp", "fsdp, context, tensor"]}
 if os.environ.get("MESHES") == "all":
     MESHES |= {
         model: ["data, fsdp, tensor", "fsdp, context, tensor"] for model in ("llama3", "vlstm")
@@ -22,10 +22,13 @@ if os.environ.get("MESHES") == "all":
     MESHES |= {"gpt2": ["data, fsdp, tensor"]}
 
 
+ROWS = 32  # so that each of four devices casts whole tiles of tokens
+
+
 def gradients(model: str, mesh: str) -> dict:
     """The loss, and the gradients by parameter."""
-    t = trainer(model, mesh, **EXACT)
-    train = t.config.train.model_copy(update={"fp8": "matmuls"})
+    t = trainer(model, mesh, rows=ROWS, **EXACT)
+    train = t.config.train.model_copy(update={"fp8": "all"})
     graph = step_graph(t.config.model_copy(update={"train": train}))
     grad = jax.jit(
         jax.value_and_grad(lambda params, batch: t._loss_sum(params, batch, graph=graph)[0]),
@@ -33,7 +36,7 @@ def gradients(model: str, mesh: str) -> dict:
     )
     with jax.set_mesh(t.mesh):
         params = jax.device_put(weights(model), t.state_shardings.params)
-        loss, grads = grad(params, t.put_batch(batch()))
+        loss, grads = grad(params, t.put_batch(batch(rows=ROWS)))
     named = {jax.tree_util.keystr(p): np.asarray(g) for p, g in jax.tree.leaves_with_path(grads)}
     return {"loss": np.asarray(loss)} | named
 

@@ -5,6 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.layers.layer import Layer
+from jaxllm.layers.weight import Summed, array_and_total
 from jaxllm.sharding import (
     BATCH,
     SHARDS,
@@ -44,7 +45,7 @@ class Embedding(Layer):
         wte = normal(rngs.params(), (padded_vocab_size or vocab_size, d_model), std, axes)
         # .at[].set would be a scatter, which deterministic XLA turns into a loop over all elements.
         wte = jnp.where(jnp.arange(wte.shape[0])[:, None] < vocab_size, wte, 0)
-        self.wte = nnx.Param(wte, axes=axes)
+        self.wte = nnx.Param(wte, axes=axes, summed=True)
         if max_seq_len is None:
             self.wpe = None
         else:
@@ -64,7 +65,7 @@ class Embedding(Layer):
 
     def with_table(
         self, tokens: Integer[Ids, "B T"], positions: Integer[Ids, "..."] | None = None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "V C"]]:
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "V C"] | Summed]:
         """(y, wte) for a tied head: embedding and head add their gradients to one array.
 
         On several devices the two gradients have different shardings, so they are computed
@@ -73,7 +74,7 @@ class Embedding(Layer):
         return self._embed(tokens, positions, tied=one_device())
 
     def _embed(self, tokens, positions, *, tied: bool):
-        wte, wpe, rows = self.wte[...], None, None
+        (wte, total), wpe, rows = array_and_total(self.wte.get_value()), None, None
         tokens = ids.saturated("tokens", tokens)
         if positions is not None:
             positions = ids.saturated("positions", positions)
@@ -90,11 +91,12 @@ class Embedding(Layer):
             elif positions is not None:
                 wpe = wpe[positions]
         dtype = self.dtype if rows is None else jnp.float32  # rounded once, after the sum
-        y = self._look_up(tokens, wte, wpe, dtype, tied=tied)
-        y, wte = y if tied else (y, wte)
+        y = self._look_up(tokens, wte, wpe, dtype, tied=tied, total=total)
+        y, table = y if tied else (y, wte)
+        wte = table if total is None else Summed(wte, table)
         return y if rows is None else (y + rows).astype(self.dtype), wte
 
-    def _look_up(self, tokens, wte, wpe, dtype, *, tied=False):
+    def _look_up(self, tokens, wte, wpe, dtype, *, tied=False, total=None):
         # The devices that shard the table do not gather it: each looks up the tokens of all in its
         # columns, and then they exchange the results.
         def op(tokens, wte, wpe):
@@ -104,6 +106,7 @@ class Embedding(Layer):
                 wpe,
                 dtype=dtype,
                 tied=tied,
+                total=total,
                 implementation=self.implementation,
             )
             return found if isinstance(found, tuple) else own_tokens(found)  # a tuple if tied

@@ -18,6 +18,7 @@ from jaxllm.layers.weight import (
     LowBits,
     Transposed,
     Weight,
+    array_and_total,
     narrow_side_by_side,
 )
 from jaxllm.sharding import SHARDS, constrain, context_size, normal, one_device
@@ -35,7 +36,8 @@ class Linear(Layer):
     """y = x W + b with W (in, out) drawn from N(0, std^2) and b = 0.
 
     For inference, or where it is frozen, the variable `weight` may hold a QuantizedWeight
-    (jaxllm/weights/packed.py) or a Transposed matrix (jaxllm/infer/decode.py).
+    (jaxllm/weights/packed.py) or a Transposed matrix (jaxllm/infer/decode.py), for gradient
+    accumulation a Summed one.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Linear(Layer):
         """
         shape = (in_features, out_features)
         weight = normal(rngs.params(), shape, std, axes)
-        self.weight = nnx.Param(weight, axes=axes, copied=copied)
+        self.weight = nnx.Param(weight, axes=axes, copied=copied, summed=True)
         # A layer sharded by rows adds its bias after the sum, so every device needs all of it.
         bias_axes = ("tensor",) if axes == COLUMNS else ()
         self.bias = nnx.Param(jnp.zeros(out_features), axes=bias_axes) if bias else None
@@ -104,7 +106,8 @@ class Linear(Layer):
             return value
         if isinstance(value, QuantizedWeight):
             return LowBits(value, self.implementation)
-        return (Float8 if self.fp8 else Dense)(value, self.gathered, self.implementation)
+        array, total = array_and_total(value)
+        return (Float8 if self.fp8 else Dense)(array, self.gathered, self.implementation, total)
 
     @property
     def joins(self) -> bool:
@@ -138,7 +141,8 @@ def fused_linear(
     weight = constrain(_side_by_side(weights), SHARDS, "tensor")
     biases = [layer.bias[...] for layer in layers if layer.bias is not None]
     bias = _side_by_side(biases) if biases else None
-    y = replace(held, array=weight, axes=(None, "tensor")).times(x, bias, dtype, norm)
+    joint = replace(held, array=weight, axes=(None, "tensor"), total=None)
+    y = joint.times(x, bias, dtype, norm)
     adapters = [layer.adapter for layer in layers]
     if not any(adapters):
         return y

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import ROWS, Linear, linear_of_row, takes_row
 from jaxllm.layers.norm import LayerNorm, RMSNorm
+from jaxllm.layers.weight import TOKENS, Float8
 from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, mlp, swiglu
 from pallas_kernels.dispatch import Implementation
@@ -54,8 +55,8 @@ class MLP(Layer):
         add_bias: False leaves the bias of `down` to the next op.
         norm: the norm that x is a result of, as for Linear.
         """
-        if one_device() and self.up.joins:
-            y = _on_one_device(x, self.up, self.down, norm=norm, saves=self.saves)
+        if self.up.joins and _in_one_op(x, self.up):
+            y = _whole(x, self.up, self.down, norm=norm, saves=self.saves)
             return self.down.plus_bias(y) if add_bias else y
         if not self.up.joins or self.up.bias is None:
             hidden = (self.up(x),)
@@ -110,10 +111,8 @@ class GatedMLP(Layer):
         self, x: Float[Array, "B T C"], *, norm: LayerNorm | RMSNorm | None = None
     ) -> Float[Array, "B T C"]:
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
-        if one_device() and all(w.joins for w in (self.gate, self.up, self.down)):
-            return _on_one_device(
-                x, self.up, self.down, gate=self.gate, norm=norm, saves=self.saves
-            )
+        if all(w.joins for w in (self.gate, self.up, self.down)) and _in_one_op(x, self.up):
+            return _whole(x, self.up, self.down, gate=self.gate, norm=norm, saves=self.saves)
         # model.remat saves these by name.
         hidden = [checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up)]
         op = per_device(
@@ -133,7 +132,13 @@ class GatedMLP(Layer):
         return linear_of_row(hidden, self.down, residual=x)[0]
 
 
-def _on_one_device(
+def _in_one_op(x: Float[Array, "B T C"], up: Linear) -> bool:
+    """Whether `mlp` runs on one device, or in fp8 on each; in bf16 XLA overlaps its gathers."""
+    held = up.held
+    return held.casts_apart(x) if isinstance(held, Float8) else one_device()
+
+
+def _whole(
     x: Float[Array, "B T C"],
     up: Linear,
     down: Linear,
@@ -143,15 +148,13 @@ def _on_one_device(
     saves: Saves,
 ) -> Float[Array, "B T C"]:
     """The whole layer in one op, without the bias of `down`."""
-    cast = lambda layer: layer.held.cast(x.dtype)
-    return mlp(
-        x,
-        cast(up),
-        cast(down),
-        gate=None if gate is None else cast(gate),
-        bias=None if up.bias is None else up.bias[...],
-        precision="fp8" if up.fp8 else None,
-        row_norm=None if norm is None or not up.fp8 else norm.row_norm(),
-        saves=saves,
-        implementation=up.implementation,
-    )
+    layers = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
+    held: dict[str, Any] = {name: layer.held for name, layer in layers.items()}
+    arrays = {name: w.cast(x.dtype) for name, w in held.items()}
+    arrays["bias"] = None if up.bias is None else up.bias[...]
+    arrays["row_norm"] = None if norm is None or not up.fp8 else norm.row_norm()
+    totals = tuple(w.total for w in held.values())
+    arrays["totals"] = None if totals[0] is None else totals
+    options = dict(saves=saves, implementation=up.implementation)
+    op = lambda x, arrays: mlp(x, **arrays, precision="fp8" if up.fp8 else None, **options)
+    return per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS)(x, arrays)

@@ -5,6 +5,7 @@ y = ... + s x A B   with an Adapter beside any of them
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -13,12 +14,29 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.config import Lora
-from jaxllm.sharding import BATCH, P, constrain, one_device, per_device
+from jaxllm.sharding import BATCH, PARTS, P, constrain, one_device, per_device
 from pallas_kernels import QuantizedWeight, fp8_linear, quantized_linear
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.float8.quantize import TILE
 from pallas_kernels.quantized.formats import dequantize
+from pallas_kernels.totals import summed
 
 Bias = Float[Array, " out"] | None
+TOKENS = P(BATCH, "context")  # of (B, T, ...)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Summed:
+    """A matrix and the float32 total of its gradients, which gradient accumulation adds to."""
+
+    array: jax.Array
+    total: jax.Array
+
+
+def array_and_total(value: jax.Array | Summed) -> tuple[jax.Array, jax.Array | None]:
+    """(array, total) of a variable's value, often without a total."""
+    return (value.array, value.total) if isinstance(value, Summed) else (value, None)
 
 
 @dataclass(frozen=True)
@@ -28,21 +46,22 @@ class Dense:
     array: jax.Array
     axes: tuple[str | None, ...]  # mesh axes of the matrix that is multiplied
     implementation: Implementation | None
+    total: jax.Array | None = None  # of its gradients so far (pallas_kernels/totals.py)
     joins = True  # whether a larger op, or a matmul of several layers, can take the matrix
     row = None  # what row_linear takes
 
     def matrix(self, dtype=None) -> Float[Array, "in out"]:
         """W in `dtype` (None: as stored)."""
-        return self.array.astype(dtype or self.array.dtype)
+        return summed(self.array, self.total).astype(dtype or self.array.dtype)
 
     def cast(self, dtype) -> Float[Array, "in out"]:
-        """W in `dtype` on each device, or its part of the tensor axis."""
+        """W in `dtype` on each device, or its part of the tensor axis; the total gets nothing."""
         # The constraint makes fsdp gather the cast weight, and never the activations.
-        return constrain(self.matrix(dtype), *self.axes)
+        return constrain(self.array.astype(dtype), *self.axes)
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias in `dtype` (None: x's); norm: the one that x is a result of, or None."""
-        w = self.cast(x.dtype)
+        w = constrain(self.matrix(x.dtype), *self.axes)
         y = x @ w if dtype is None else _matmul(x, w, dtype)
         return y if bias is None else y + bias.astype(y.dtype)
 
@@ -54,11 +73,22 @@ class Float8(Dense):
         """As Dense; a result in another dtype than x's takes no fp8."""
         if dtype is not None:
             return super().times(x, bias, dtype)
-        # On several devices XLA shards the casts; a kernel would see a part of the maximum.
-        implementation = self.implementation if one_device() else "xla"
-        row_norm = None if norm is None else norm.row_norm()
-        w = self.cast(x.dtype)
-        return fp8_linear(x, w, bias, row_norm=row_norm, implementation=implementation)
+        apart = self.casts_apart(x)
+        implementation = self.implementation if apart else "xla"
+        op = lambda x, arrays: fp8_linear(x, **arrays, implementation=implementation)
+        if apart:
+            op = per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS)
+        arrays = {"weight": self.cast(x.dtype), "bias": bias, "total": self.total}
+        return op(x, arrays | {"row_norm": None if norm is None else norm.row_norm()})
+
+    def casts_apart(self, x: Float[Array, "... in"]) -> bool:
+        """Whether each device casts its own tokens by the kernels; otherwise XLA shards the casts.
+
+        Inside `per_device` the scales are the whole arrays'.
+        """
+        mesh = jax.sharding.get_abstract_mesh().shape
+        rows = x.size // x.shape[-1] // math.prod(mesh.get(axis, 1) for axis in PARTS)
+        return one_device() or (mesh["tensor"] == 1 and x.ndim == 3 and rows % TILE == 0)
 
 
 @jax.tree_util.register_dataclass

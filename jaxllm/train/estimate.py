@@ -66,8 +66,8 @@ def state_memory(trainer: Trainer) -> dict[str, int]:
     parameters, copies = _bytes_of_one_device(state.params), _bytes_of_one_device(state.copies)
     # The gradients lie as the parameters do.
     gradients = _bytes_of_one_device(trainer.working(state), trainer.state_shardings.params)
-    if trainer.config.train.grad_accum > 1:
-        gradients += parameters  # the float32 sum over the parts of the batch
+    if trainer.config.train.grad_accum > 1:  # the float32 sum over the parts of the batch
+        gradients = parameters + gradients * (trainer.mesh.size > 1)
     if trainer.config.mesh.shard_optimizer:  # the parameters without a copy
         gathered = working_memory(trainer) - copies
     return {

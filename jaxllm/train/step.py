@@ -16,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sharding
 from jaxllm.config import Config, ModelConfig, evaluated
-from jaxllm.layers.weight import DropoutKey, draw
+from jaxllm.layers.weight import DropoutKey, Summed, draw
 from jaxllm.models import create
 from jaxllm.models.language_model import IGNORE, LanguageModel
 from jaxllm.train import guard
 from jaxllm.train.optim import at_step, global_norm, learning_rate, make_optimizer
 from jaxllm.weights.checksums import device_checksums
 from jaxllm.weights.packed import Packing, base_packing, frozen, frozen_shardings
+from pallas_kernels.totals import summed
 
 
 class TrainState(NamedTuple):
@@ -67,6 +68,16 @@ def _is_variable(node) -> bool:
     return isinstance(node, nnx.Variable)
 
 
+def _with_totals(params: nnx.State, totals: nnx.State) -> nnx.State:
+    """Working parameters; the gradients of `totals` are then the next totals."""
+
+    def pair(p, total):
+        join = Summed if p.get_metadata().get("summed") else summed
+        return p.replace(join(p.get_value(), total.get_value()))
+
+    return jax.tree.map(pair, params, totals, is_leaf=_is_variable)
+
+
 def _is_masked(node) -> bool:
     """Whether it stands for a parameter that another rule of the optimizer updates."""
     return isinstance(node, optax.MaskedNode)
@@ -96,10 +107,9 @@ class Trainer:
         self.step_graph = step_graph(config)
         self.abstract_keys = nnx.state(_step_model(config), DropoutKey)
         dtype = jnp.dtype(config.model.compute_dtype)
-        is_variable = lambda node: isinstance(node, nnx.Variable)
         self.copied = [  # one flag per parameter
             bool(p.get_metadata().get("copied")) and p.dtype != dtype
-            for p in jax.tree.leaves(self.abstract_params, is_leaf=is_variable)
+            for p in jax.tree.leaves(self.abstract_params, is_leaf=_is_variable)
         ]
         self.batch_sharding = NamedSharding(mesh, sharding.P(sharding.BATCH, None))
         # Of the parameters in the forward and backward pass; those in the state may be split more.
@@ -386,6 +396,13 @@ class Trainer:
         def add(sums, part):
             return jax.tree.map(jnp.add, sums, grad(working, *part)), None
 
+        def add_in_place(sums, part):
+            share = lambda totals: mean_loss(_with_totals(working, totals), *part)
+            loss, totals = jax.value_and_grad(share)(sums[1])
+            return (sums[0] + loss, totals), None
+
+        # On several devices gradients are summed over them first, so that no total crosses them.
+        add = add_in_place if self.mesh.size == 1 else add
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
         return jax.lax.scan(add, zero, (split, jnp.arange(parts)))[0]
 

@@ -50,6 +50,7 @@ from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms, not_a_multiple
 from pallas_kernels.options import checked
+from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
 _SLOPE = 1.13  # of gelu at most; 1.1 of silu
@@ -67,6 +68,7 @@ def mlp(
     precision: Literal["fp8"] | None = None,
     row_norm: Float[Array, ""] | None = None,
     saves: Literal["derivatives", "products"] = "derivatives",
+    totals: tuple | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
     """swiglu(x gate, x up) down, or without a gate gelu(x up + bias) down, in x's dtype.
@@ -75,6 +77,7 @@ def mlp(
     row_norm: of x, as in fp8_linear; for fp8.
     saves: what the backward pass keeps beside h: its derivatives, or the products x gate and x up
         (GELU: x up + bias), which jax.checkpoint can save by the names "mlp" and "gelu".
+    totals: of the gradients of (up, down, gate) or (up, down) so far (totals.py).
 
     Hopper's kernels need one of bfloat16 and float16 for x and weights, rows and F in multiples of
     128 and C in multiples of 64; GELU a bias.  The others run matmuls of XLA and the kernels of
@@ -94,8 +97,16 @@ def mlp(
         precision=precision,
         row_norm=row_norm,
         saves=saves,
+        totals=totals,
         implementation=implementation,
     )
+
+
+def _summed(up, down, gate, totals):
+    """The weights, whose gradients are added to the totals after they are computed."""
+    if totals is None:
+        return up, down, gate
+    return *map(summed, (up, down), totals), None if gate is None else summed(gate, totals[2])
 
 
 def _check(x, up, down, gate, bias):
@@ -121,8 +132,9 @@ def mlp_reference(x, up, down, *, gate=None, bias=None, precision=None):
     return times(activation.swiglu_reference(times(x, gate), times(x, up)), down)
 
 
-def _in_parts(x, up, down, gate, bias, *, precision, row_norm, implementation, **options):
+def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implementation, **options):
     """The same by matmuls, and the activation by its own op."""
+    up, down, gate = _summed(up, down, gate, totals)
     first = times = jnp.matmul
     if precision is not None:
         times = functools.partial(linear.fp8_linear, implementation=implementation)
@@ -164,10 +176,15 @@ def _why_slower(x, up, down, gate, bias, **options) -> str | None:
     return few_tiles(x, 1 if gate is None else 2, up.shape[1])
 
 
-def _whole(x, up, down, gate, bias, **options):
+def _whole(x, up, down, gate, bias, *, totals, **options):
     rows = x.reshape(-1, x.shape[-1])
-    y = _gelu_layer(rows, up, bias, down) if gate is None else _swiglu_layer(rows, gate, up, down)
-    return y.reshape(x.shape)
+    up, down, gate = _summed(up, down, gate, totals)
+    if gate is None:
+        return _gelu_layer(rows, up, bias, down).reshape(x.shape)
+    # Gradients side by side save 4 N C bytes of dx, and cost 8 C F for [gate up].  To a total, XLA
+    # adds inside the matmul of one weight's gradient, but not of two.
+    joint = totals is None and len(rows) >= 2 * gate.shape[1]
+    return _swiglu_layer(rows, gate, up, down, joint).reshape(x.shape)
 
 
 def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
@@ -182,11 +199,11 @@ def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
     )
 
 
-def _fp8_whole(x, up, down, gate, bias, *, row_norm, **options):
+def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
     linear.warn_of_flags()
-    op, first = (_gelu_fp8, (up, bias)) if gate is None else (_swiglu_fp8, (gate, up))
+    op, first = (_gelu_fp8, (up, bias)) if gate is None else (_swiglu_fp8, (up, gate))
     row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
-    return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm).reshape(x.shape)
+    return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm, totals).reshape(x.shape)
 
 
 # ---- GELU ---------------------------------------------------------------------------------------
@@ -217,21 +234,20 @@ _gelu_layer.defvjp(_gelu_layer_forward, _gelu_layer_backward)
 # ---- SwiGLU -------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def _swiglu_layer(x, gate, up, down):
-    return _swiglu_layer_forward(x, gate, up, down)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _swiglu_layer(x, gate, up, down, joint):
+    """joint: the gradients of both products lie side by side."""
+    return _swiglu_layer_forward(x, gate, up, down, joint)[0]
 
 
-def _swiglu_layer_forward(x, gate, up, down):
+def _swiglu_layer_forward(x, gate, up, down, joint):
     options = dict(name="swiglu_mlp_forward", sms=mosaic.sm_count())
     h, *slopes = activated_matmul(x, (gate, up), None, activation.swiglu_derivative_tile, **options)
     return h @ down, (x, gate, up, down, h, slopes)
 
 
-def _swiglu_layer_backward(saved, dy):
+def _swiglu_layer_backward(joint, saved, dy):
     x, gate, up, down, h, slopes = saved
-    # The gradients side by side save 4 N C bytes of dx, and cost 8 C F for [gate up].
-    joint = x.shape[0] >= 2 * gate.shape[1]
     options = dict(joint=joint, name="swiglu_mlp_backward")
     *dh, d_down = matmul_epilogue.linear_backward(slopes, h, down, dy, **options)
     weights = gate, up
@@ -241,9 +257,7 @@ def _swiglu_layer_backward(saved, dy):
         weights = (jnp.concatenate([gate, up], axis=1),)
     # XLA's second matmul adds the first one's result.
     dx = sum(d @ w.T for d, w in zip(dh, weights, strict=True))
-    # XLA reads the halves of a joint gradient where they are used, without a copy.  But if
-    # gradients are summed over several calls, it adds these after the matmul instead of inside it:
-    # each is rounded first.
+    # XLA reads the halves of a joint gradient where they are used, without a copy.
     d_weights = [jnp.matmul(x.T, d, preferred_element_type=x.dtype) for d in dh]
     d_gate, d_up = jnp.split(d_weights[0], 2, axis=1) if joint else d_weights
     return dx, d_gate, d_up, d_down
@@ -269,11 +283,11 @@ def _cast_gradient(dy, down_norm):
 
 
 @jax.custom_vjp
-def _swiglu_fp8(x, gate, up, down, row_norm):
-    return _swiglu_fp8_forward(x, gate, up, down, row_norm)[0]
+def _swiglu_fp8(x, up, gate, down, row_norm, totals):
+    return _swiglu_fp8_forward(x, up, gate, down, row_norm, totals)[0]
 
 
-def _swiglu_fp8_forward(x, gate, up, down, row_norm):
+def _swiglu_fp8_forward(x, up, gate, down, row_norm, totals):
     x8, gate8, up8 = _cast(x, row_norm), _cast(gate), _cast(up)
     # model.remat saves these by name.
     g, u = (checkpoint_name(linear.times(x8, w, x.dtype), "mlp") for w in (gate8, up8))
@@ -285,11 +299,11 @@ def _swiglu_fp8_forward(x, gate, up, down, row_norm):
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (gate8, up8, down8))
-    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept)
+    return linear.times(h8, down8, x.dtype), (g, u, largest, down_norm, *kept, totals)
 
 
 def _swiglu_fp8_backward(saved, dy):
-    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8 = saved
+    g, u, (u_largest, silu_largest), down_norm, x8, h8, gate8, up8, down8, totals = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dg8, du8), _ = cast_results(
@@ -301,8 +315,9 @@ def _swiglu_fp8_backward(saved, dy):
         approx=dy.dtype.itemsize == 2,
     )
     dx = linear.times_weight(dg8, gate8, dy.dtype) + linear.times_weight(du8, up8, dy.dtype)
-    of_weight = functools.partial(linear.weight_gradient, dtype=dy.dtype)
-    return dx, of_weight(x8, dg8), of_weight(x8, du8), of_weight(h8, dy8), None
+    pairs = (x8, du8), (h8, dy8), (x8, dg8)
+    (d_up, d_down, d_gate), totals = linear.weight_gradients(totals, dy.dtype, *pairs)
+    return dx, d_up, d_gate, d_down, None, totals
 
 
 _swiglu_fp8.defvjp(_swiglu_fp8_forward, _swiglu_fp8_backward)
@@ -332,11 +347,11 @@ def _maxima_of_block(g_ref, u_ref, largest_ref):
 
 
 @jax.custom_vjp
-def _gelu_fp8(x, up, bias, down, row_norm):
-    return _gelu_fp8_forward(x, up, bias, down, row_norm)[0]
+def _gelu_fp8(x, up, bias, down, row_norm, totals):
+    return _gelu_fp8_forward(x, up, bias, down, row_norm, totals)[0]
 
 
-def _gelu_fp8_forward(x, up, bias, down, row_norm):
+def _gelu_fp8_forward(x, up, bias, down, row_norm, totals):
     x_largest, x_norm = norms(x) if row_norm is None else (row_norm, row_norm)
     up_largest, up_norm = norms(up, axis=0)
     x8, up8 = _cast(x, x_largest), _cast(up, up_largest)
@@ -349,11 +364,11 @@ def _gelu_fp8_forward(x, up, bias, down, row_norm):
     down_largest, down_norm = norms(down)
     down8 = _cast(down, down_largest)
     kept = *map(linear.kept_input, (x8, h8)), *map(linear.kept_weight, (up8, down8))
-    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept)
+    return linear.times(h8, down8, x.dtype), (z, down_norm, bias[:0], *kept, totals)
 
 
 def _gelu_fp8_backward(saved, dy):
-    z, down_norm, like_bias, x8, h8, up8, down8 = saved
+    z, down_norm, like_bias, x8, h8, up8, down8, totals = saved
     dy8, dh_largest = _cast_gradient(dy, down_norm)
     dh = linear.times_weight(dy8, down8, dy.dtype)
     (dz8,), (dbias,) = cast_results(
@@ -365,9 +380,10 @@ def _gelu_fp8_backward(saved, dy):
         name="gelu_backward_fp8",
         approx=dy.dtype.itemsize == 2,
     )
-    of_weight = functools.partial(linear.weight_gradient, dtype=dy.dtype)
+    pairs = (x8, dz8), (h8, dy8)
+    (d_up, d_down), totals = linear.weight_gradients(totals, dy.dtype, *pairs)
     dx, dbias = linear.times_weight(dz8, up8, dy.dtype), dbias.astype(like_bias.dtype)
-    return dx, of_weight(x8, dz8), dbias, of_weight(h8, dy8), None
+    return dx, d_up, dbias, d_down, None, totals
 
 
 _gelu_fp8.defvjp(_gelu_fp8_forward, _gelu_fp8_backward)

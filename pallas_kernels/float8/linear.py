@@ -30,6 +30,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum, not_a_multiple
 from pallas_kernels.options import checked
+from pallas_kernels.totals import summed
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _MULTIPLE = 16  # of all axes of a matmul, for cuBLASLt
@@ -42,6 +43,7 @@ def fp8_linear(
     bias: Float[Array, " N"] | None = None,
     *,
     row_norm: Float[Array, ""] | None = None,
+    total: Float[Array, "K N"] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
     """x @ weight + bias with fp8 operands, in x's dtype; the same for both gradients.
@@ -51,6 +53,7 @@ def fp8_linear(
     bias: added in x's dtype; its gradient is summed in float32.
     row_norm: a number that the Euclidean norm of no row of x exceeds, if known (as after a norm);
     x's scale then needs no pass over x.  Larger values saturate.
+    total: of gradients of the weight so far (totals.py).
     implementation: of the casts.  Their kernels need multiples of 64; the matmuls are always XLA's.
     It is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
     An infinity or a NaN in x, weight or dy makes each product that it enters NaN as a whole; with
@@ -67,14 +70,14 @@ def fp8_linear(
     if reason and implementation != "mosaic":
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("fp8_linear", "xla", "unsupported", why))
-        return _plus(jnp.matmul(x, weight.astype(x.dtype)), bias)
-    return dispatch.run("fp8_linear", FORMS, implementation, x, weight, bias, row_norm)
+        return _plus(jnp.matmul(x, summed(weight, total).astype(x.dtype)), bias)
+    return dispatch.run("fp8_linear", FORMS, implementation, x, weight, bias, row_norm, total)
 
 
-def _with_casts(x, weight, bias, row_norm, *, kernel: bool):
+def _with_casts(x, weight, bias, row_norm, total, *, kernel: bool):
     warn_of_flags()
     row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
-    return _linear(x, weight, bias, row_norm, kernel)
+    return _linear(x, weight, bias, row_norm, total, kernel)
 
 
 @functools.cache  # once
@@ -146,28 +149,29 @@ def _rounded_gradient(_, dy):
 _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear(x, weight, bias, row_norm, kernel):
-    return _linear_forward(x, weight, bias, row_norm, kernel)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear(x, weight, bias, row_norm, total, kernel):
+    return _linear_forward(x, weight, bias, row_norm, total, kernel)[0]
 
 
-def _linear_forward(x, weight, bias, row_norm, kernel):
+def _linear_forward(x, weight, bias, row_norm, total, kernel):
     x8, w8 = cast(x, FORWARD, kernel, row_norm), cast(weight, FORWARD, kernel)
     like = weight[:0], None if bias is None else bias[:0]
     y = _plus(times(x8, w8, x.dtype), bias)
-    return y, (kept_input(x8), kept_weight(w8), like)
+    return y, (kept_input(x8), kept_weight(w8), like, total)
 
 
 def _linear_backward(kernel, saved, dy):
-    x8, w8, (like_weight, like_bias) = saved
+    x8, w8, (like_weight, like_bias), total = saved
     dbias = None
     if like_bias is None:
         dy8 = cast(dy, BACKWARD, kernel)
     else:
         dy8, dbias = cast_and_sum(dy, BACKWARD, kernel)
         dbias = dbias.astype(like_bias.dtype)
-    dx, dw = times_weight(dy8, w8, dy.dtype), weight_gradient(x8, dy8, like_weight.dtype)
-    return dx, dw, dbias, None  # row_norm has no gradient
+    dx, totals = times_weight(dy8, w8, dy.dtype), None if total is None else (total,)
+    (dw,), totals = weight_gradients(totals, like_weight.dtype, (x8, dy8))
+    return dx, dw, dbias, None, totals and totals[0]  # row_norm has no gradient
 
 
 # ---- the three products, of casts --------------------------------------------------------------
@@ -188,6 +192,15 @@ def weight_gradient(x: Cast, dy: Cast, dtype):
     """x^T dy."""
     a, b, high = x.transposed, dy.transposed, lax.Precision.HIGHEST
     return _product(a, x.inverse, b, dy.inverse, axes=a.ndim - 1, dtype=dtype, precision=high)
+
+
+def weight_gradients(totals: tuple | None, dtype, *pairs: tuple[Cast, Cast]) -> tuple:
+    """(gradients of weights, gradients of their totals) of pairs (x, dy); totals.py."""
+    if totals is None:
+        return [weight_gradient(*pair, dtype) for pair in pairs], None
+    # In float32, because XLA adds to a total inside an fp8 matmul only if that rounds nothing.
+    more = [weight_gradient(*pair, jnp.float32) for pair in pairs]
+    return [None] * len(pairs), tuple(t + dw for t, dw in zip(totals, more, strict=True))
 
 
 def kept_input(x: Cast) -> Cast:

@@ -128,8 +128,12 @@ def norms(x, axis=-1):
 
 
 def named(number):
-    """For jax.checkpoint: saving it spares a pass over the array."""
-    return checkpoint_name(number, "fp8_largest")
+    """For jax.checkpoint: saving it spares a pass over the array.
+
+    Inside shard_map it is the maximum over all devices, so that the scales are the whole array's.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return checkpoint_name(lax.pmax(number, axes) if axes else number, "fp8_largest")
 
 
 def _scale(largest, dtype):

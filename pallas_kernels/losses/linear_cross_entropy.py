@@ -32,6 +32,7 @@ from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
 from pallas_kernels.losses.kernels import logits_kernel
 from pallas_kernels.options import checked
+from pallas_kernels.totals import summed
 
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
 # tokens of GPT-2 take the same time within 2%; with 2048 instead of 4096 a step of Llama 1B takes
@@ -64,6 +65,7 @@ def linear_cross_entropy(
     scale: Float[Array, ""] | float = 1.0,
     vocab_axis: str | None = None,
     fp8: bool = False,
+    total: Float[Array, "_ _"] | None = None,
     chunk: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, ""]:
@@ -83,6 +85,8 @@ def linear_cross_entropy(
     fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
+    total: of gradients of the weight so far (totals.py), for reduction="sum"; the gradient of the
+    result must be 1, or the total's is NaN: `scale` takes any other factor.
     chunk: tokens whose logits exist at a time (default: as many as fit 1 GiB, at least 4096).
     The kernel copies the weight to pad it if the vocabulary is not a multiple of 128.
     Raises ValueError for shapes that do not fit, NotImplementedError under implementation="mosaic"
@@ -91,6 +95,8 @@ def linear_cross_entropy(
     vocab_size = _check(
         x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale, chunk
     )
+    if total is not None and reduction == "mean":
+        raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
     labels, ignore_index = ids.labels(labels, ignore_index)
     if fp8 and (reason := fp8_head.why_not(x)):
         why = f"{x.dtype}, not fp8: {reason}"
@@ -98,21 +104,23 @@ def linear_cross_entropy(
         fp8 = False
     options = dict(vocab_size=vocab_size, ignore_index=ignore_index, softcap=softcap, fp8=fp8)
     options |= dict(transposed=transposed, vocab_axis=vocab_axis, chunk=chunk)
-    options |= dict(reduction=reduction, scale=scale)
+    options |= dict(reduction=reduction, scale=scale, total=total)
     forms = FP8 if fp8 else FORMS
     return dispatch.run("linear_cross_entropy", forms, implementation, x, weight, labels, **options)
 
 
-def _kernels(x, weight, labels, *, reduction, scale, chunk, **options):
+def _kernels(x, weight, labels, *, reduction, scale, chunk, total, **options):
     """The op by the kernels."""
     if options["fp8"]:
         fp8_linear.warn_of_flags()
     rows, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     # The smallest normal float16 is 6e-5: dz would lose digits, so the result is scaled instead.
-    inside, after = (jnp.float32(1), scale) if x.dtype == jnp.float16 else (scale, 1)
+    inside, after = scale, 1
+    if x.dtype == jnp.float16:
+        inside, after, weight, total = jnp.float32(1), scale, summed(weight, total), None
     o = _Options(**options, chunk=_chunk(rows, weight, chunk, **options))
-    loss = _linear_cross_entropy(rows, weight, labels, inside, o)
+    loss = _linear_cross_entropy(rows, weight, labels, inside, total, o)
     return _reduce(loss, labels, o.ignore_index, reduction) * after
 
 
@@ -217,18 +225,19 @@ def _local(labels, v, vocab_size, vocab_axis):
 
 
 def _run(
-    x, weight, labels, scale, o: _Options, differentiate: bool, frozen: bool = False
+    x, weight, labels, scale, dw, o: _Options, differentiate: bool, frozen: bool = False
 ) -> tuple[Any, Any]:
-    """`scale` times the sum of all losses, and its gradients dx and dW (float32) or None.
+    """`scale` times the sum of all losses, and its gradients dx and dw + dW (float32) or None.
 
+    dw: float32 or None, which stands for 0.
     frozen: the weight needs no gradient, so dW is None.
     """
     w = weight.astype(x.dtype)
     v = w.shape[1] if o.transposed else w.shape[0]
-    w = mosaic.pad_axis(w, 1 if o.transposed else 0, 128)
+    w = _padded(w, o)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
     scale = mask_by_label(scale, labels, o.vocab_size, o.ignore_index)
-    loss, dx, dw = jnp.float32(0), [], None
+    loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_chunk, w_now = of(x), w
@@ -250,18 +259,17 @@ def _run(
     return loss, (jnp.concatenate(dx), dw) if dx else None
 
 
-def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool) -> tuple[Any, Any]:
+def _run_fp8(x, weight, labels, scale, dw, o: _Options, differentiate: bool) -> tuple[Any, Any]:
     """`_run` with fp8 operands, see fp8_head.py; `scale` multiplies the products and not dz."""
     v = weight.shape[1] if o.transposed else weight.shape[0]
-    padded = mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
-    w8 = fp8_head.cast_weight(padded, o.transposed)
+    w8 = fp8_head.cast_weight(_padded(weight, o), o.transposed)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
     known = mask_by_label(jnp.float32(1), labels, o.vocab_size, o.ignore_index)
-    loss, dx, dw = jnp.float32(0), [], None
+    loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         x_chunk = of(x)
-        if dw is not None:  # as in `_run`
+        if dx:  # as in `_run`
             x_chunk, dw, dx[-1] = lax.optimization_barrier((x_chunk, dw, dx[-1]))
         x8 = cast(x_chunk, fp8_linear.FORWARD, True)
         z = fp8_linear.times(x8, w8, x.dtype)
@@ -283,6 +291,11 @@ def _run_fp8(x, weight, labels, scale, o: _Options, differentiate: bool) -> tupl
         return loss * scale, None
     dw = dw[:, :v] if o.transposed else dw[:v]
     return loss * scale, ((jnp.concatenate(dx) * scale).astype(x.dtype), dw)
+
+
+def _padded(weight, o: _Options):
+    """The weight, or its gradient, with a vocabulary that is a multiple of 128."""
+    return mosaic.pad_axis(weight, 1 if o.transposed else 0, 128)
 
 
 def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[Any, Any]:
@@ -318,32 +331,37 @@ def _loss(top, total, picked, o: _Options):
     return jnp.log(total) - (picked - top)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear_cross_entropy(x, weight, labels, scale, o):
-    return (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, o, False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear_cross_entropy(x, weight, labels, scale, total, o):
+    return (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, None, o, False)[0]
 
 
-def _forward(x, weight, labels, scale, o):
-    values = x.value, weight.value, labels.value, scale.value
+def _forward(x, weight, labels, scale, total, o):
+    values = x.value, weight.value, labels.value, scale.value, total and total.value
     if o.fp8:
         loss, gradients = _run_fp8(*values, o, True)
     else:
-        loss, gradients = _run(*values, o, True, frozen=not weight.perturbed)
-    return loss, (gradients, jnp.zeros((), weight.value.dtype))
+        frozen = total is None and not weight.perturbed
+        loss, gradients = _run(*values, o, True, frozen=frozen)
+    return loss, (gradients, jnp.zeros((), weight.value.dtype) if total is None else None)
 
 
 def _backward(o, saved, g):
     (dx, dw), like = saved
     # All devices of the axis hold the same loss, and each got a share of its gradient.
     g = g if o.vocab_axis is None else lax.psum(g, o.vocab_axis)
-    dw = None if dw is None else (dw * g).astype(like.dtype)
-    return (dx * g).astype(dx.dtype), dw, None, None
+    dx = (dx * g).astype(dx.dtype)
+    if like is None:  # with a total
+        return dx, None, None, None, jnp.where(g == 1, dw, jnp.nan)
+    return dx, None if dw is None else (dw * g).astype(like.dtype), None, None, None
 
 
 _linear_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
-FORMS = (
-    Form("general", _kernels, "sm_80", why_not),
-    Form("xla", linear_cross_entropy_reference),
-)
+
+def _xla(x, weight, labels, *, total, **options):
+    return linear_cross_entropy_reference(x, summed(weight, total), labels, **options)
+
+
+FORMS = Form("general", _kernels, "sm_80", why_not), Form("xla", _xla)
 FP8 = (FORMS[0]._replace(gpu="sm_89"), FORMS[1])

@@ -48,7 +48,7 @@ def test_parts_of_the_memory():
     matrices = 4 * 12 * 128 * 128  # in four blocks
     assert one["bf16 copies"] == 2 * matrices
     assert one["gradients"] == 4 * whole.n_params - 2 * matrices
-    assert four["gradients"] == one["gradients"] + 4 * whole.n_params
+    assert four["gradients"] == 4 * whole.n_params  # matmuls add to the sums in place
     assert four["activations"] < 0.3 * one["activations"]
     assert one["logits"] == pytest.approx(4 * four["logits"], rel=0.1)
     assert one["logits"] >= 8 * 128 * 1024 * (4 + 2)  # float32 and bf16

@@ -28,6 +28,7 @@ from jaxllm.train.step import Trainer
 
 SHAPE = dict(vocab_size=250, n_layers=1, n_heads=2, d_model=128, max_seq_len=64)
 FP32 = dict(compute_dtype="float32", residual_dtype="float32")
+LLAMA = SHAPE | FP32 | dict(kernels="xla", n_kv_heads=1, d_ff=128)
 
 
 def make(model, **train):
@@ -44,15 +45,21 @@ def random_batch(seed=0, shape=(8, 17)):
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].copy()}
 
 
-def test_gradient_accumulation_equals_the_large_batch():
+@pytest.mark.parametrize(
+    "model",
+    [GPT2Config(**SHAPE, **FP32, kernels="xla"), Llama3Config(**LLAMA, tie_embeddings=False)],
+)
+def test_gradient_accumulation_equals_the_large_batch(model):
     batch = random_batch()
     batch["labels"][2, 3:] = IGNORE  # parts with fewer labels must not have more weight
     results = {}
     for parts in (1, 4):
-        t = make(GPT2Config(**SHAPE, **FP32, kernels="xla"), grad_accum=parts)
+        t = make(model, grad_accum=parts)
         with jax.default_matmul_precision("highest"):  # a GPU would round to TF32
             program = t.trace_train_step().lower().compile()
+        again, _ = program(t.init(), t.put_batch(batch))
         state, metrics = program(t.init(), t.put_batch(batch))
+        jax.tree.map(np.testing.assert_array_equal, state, again)
         results[parts] = (metrics, optax.tree.get(state.opt_state, "mu"))
     # Compare first moments, which are the gradients.  The parameters moved by lr sign(gradient),
     # even where the gradient is rounding noise.

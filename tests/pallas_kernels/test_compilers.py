@@ -7,6 +7,7 @@ the benchmark is compiled by every ptxas that PTXAS names, as this JAX would cal
 PTXAS wants the test: nothing is skipped.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -171,3 +172,16 @@ def test_what_a_compiler_says_is_understood(
     assert [complaint.split()[0] for complaint in made.complaints] == codes, made
     assert (made.spilled > 0) == spills
     assert made.bad() == bool(spills or codes)
+
+
+@pytest.mark.parametrize("fp8", ["none", "all"])
+def test_sums_of_gradients_are_written_inside_matmuls(fp8):
+    """But those of q, k and v, whose gradients one matmul yields; the table's are a kernel's."""
+    bin_ = os.pathsep.join([str(Path(compile_ahead.ptxas()[0]).parent), os.environ["PATH"]])
+    script = Path(__file__).parents[1] / "accumulated_step.py"
+    paths = os.pathsep.join([str(script.parents[1]), *sys.path])
+    environment = os.environ | {"PATH": bin_, "PYTHONPATH": paths, "XLA_FLAGS": ""}
+    ran = subprocess.run([sys.executable, script, fp8], env=environment, stdout=subprocess.PIPE)
+    assert ran.returncode == 0
+    wanted = {"table": [0, 0], "head": [1, 0], "gate and up": [2, 0], "down": [1, 0]}
+    assert json.loads(ran.stdout.splitlines()[-1]) == wanted

@@ -1,0 +1,35 @@
+"""Sums of weights' gradients over several calls, as gradient accumulation needs them.
+
+An op that takes a weight W takes `total` beside it, a float32 array like W.  Its gradient is
+
+    total + dW,   and W has none
+
+so whoever differentiates by `total` gets the next total.  Sums of separate gradients would write dW
+in W's dtype, then read it and the sum: 12 bytes a parameter of bf16, 16 of float32.  Here the
+matmul of dW adds to the sum's own buffer (cuBLASLt's C with beta = 1), and dW is never rounded.
+"""
+
+import functools
+
+import jax
+
+
+def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax.Array:
+    """The weight for any operation, whose gradient goes to `total`; None: the weight as it is.
+
+    adds: False: the gradient of `total` is dW alone, as another op's is total + dW.
+    XLA adds to the total inside a matmul if that alone yields the gradient, of operands in bf16.
+    """
+    return weight if total is None else _summed(weight, total, adds)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _summed(weight, total, adds):
+    return weight
+
+
+def _backward(adds, total, dw):
+    return None, total + dw.astype(total.dtype) if adds else dw.astype(total.dtype)
+
+
+_summed.defvjp(lambda weight, total, adds: (weight, total), _backward)
