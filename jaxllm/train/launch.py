@@ -314,7 +314,9 @@ def open_log(
         return SilentLog()
     config = trainer.config
     tokens = config.train.batch_size * config.train.seq_len
-    out_dir.mkdir(parents=True, exist_ok=True)
+    # A run that is killed before its first checkpoint begins again at --resume; a copy without this
+    # folder does not.
+    (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     if dataset.tokenizer is not None:  # makes the directory self-contained
         path, tokenizer = out_dir / "tokenizer.json", dataset.tokenizer
         if path.exists() and Tokenizer(path).digest != tokenizer.digest:

@@ -58,19 +58,19 @@ VLSTM = (
     [
         ("attention:0:1", "sm_80", 64, ATTENTION),  # D 128
         ("attention:0:0", "sm_120", 0, ATTENTION),  # D 64
-        ("layer_norm:0:0", "sm_80", 0, ("general_layer_norm_backward",)),
-        slow("layer_norm:2:0", "sm_80", 0, ("general_gated_layer_norm_backward",)),
+        ("layer_norm:0:0", "sm_80", 0, ("layer_norm_backward",)),
+        slow("layer_norm:2:0", "sm_80", 0, ("gated_layer_norm_backward",)),
         slow("layer_norm:2:0", "sm_90", 0, ("gated_layer_norm_backward",)),
         ("decode_attention:0:0", "sm_80", 0, ("general_decode_attention",)),
         ("row_linear:2:0", "sm_80", 0, ("quantized_linear_row",)),
         ("vlstm:0:1", "sm_80", 0, VLSTM),  # DQK 64, DV 128
         slow("vlstm:0:0", "sm_120", 0, VLSTM),  # 64, 64
         slow("vlstm:2:0", "sm_80", 0, VLSTM),
-        slow("vlstm:4:0", "sm_80", 0, (*VLSTM, "general_gated_layer_norm_backward")),
+        slow("vlstm:4:0", "sm_80", 0, (*VLSTM, "gated_layer_norm_backward")),
         # 256, 512: dq keeps A states in all registers; one of JAX 0.11.2 spills (docs/vlstm.md).
         *(slow("vlstm:1:1", gpu, 4, VLSTM) for gpu in ("sm_80", "sm_100", "sm_120")),
         ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
-        slow("layer_norm:1:2", "sm_120", 0, ("general_add_layer_norm_backward",)),
+        slow("layer_norm:1:2", "sm_120", 0, ("add_layer_norm_backward",)),
     ],
 )
 def test_kernels_for_other_gpus_hardly_spill(spec, gpu, bytes_, kernels):
