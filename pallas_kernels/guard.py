@@ -18,7 +18,7 @@ _NO_GPU = (
 )
 _NO_DERIVATIVE = (
     "its kernels compute no jvp and no second gradient (jvp, jacfwd, hessian, grad of grad), and"
-    ' those of generation no gradient; pass implementation="xla"'
+    ' kernels of generation no gradient; pass implementation="xla"'
 )
 _SHARD_MAP = "call it inside jax.shard_map(..., check_vma=False)"
 

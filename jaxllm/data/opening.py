@@ -123,8 +123,8 @@ def _describe(found: Found, val_found: Found, trained: int) -> str:
 
 def _nothing_left(config: DataConfig) -> InputError:
     return InputError(
-        f"data.path={config.path} has no file besides those of data.val_path={config.val_path},"
-        " which are not trained on; name other data, or omit data.val_path to hold out a part"
+        f"data.path={config.path} has no file outside data.val_path={config.val_path}, whose files"
+        " are not trained on; name other data, or omit data.val_path to hold out a part"
     )
 
 

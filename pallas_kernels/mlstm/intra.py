@@ -164,7 +164,7 @@ def load_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, 
 def prepared(s: Schedule, a: Heads, x: Heads, vectors, along, like: Heads | None, joint):
     """(the vectors that the mode reads; the shape and place of the result; the kernel's results).
 
-    The arguments are those of `intra_chunk.chunk_outputs`.
+    Takes the arguments of `intra_chunk.chunk_outputs`.
     """
     # JAX would sort the keys of a plain dict.
     given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))

@@ -166,7 +166,7 @@ class _Transposed:
         """The same in Mosaic, on the registers of one thread.
 
         A plane has four 8 x 8 matrices, one in each register; each is transposed by itself, and
-        those of n + 8 and of k + 8 change places.
+        the matrices of n + 8 and k + 8 change places.
         """
         del ctx
         out = {}
