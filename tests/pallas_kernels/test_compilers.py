@@ -176,7 +176,7 @@ def test_what_a_compiler_says_is_understood(
 
 @pytest.mark.parametrize("fp8", ["none", "all"])
 def test_sums_of_gradients_are_written_inside_matmuls(fp8):
-    """All but the sums of q, k and v, which one matmul yields, and the table, which has a kernel."""
+    """All but the sums of q, k and v, which one matmul yields, and the table, a kernel's."""
     bin_ = os.pathsep.join([str(Path(compile_ahead.ptxas()[0]).parent), os.environ["PATH"]])
     script = Path(__file__).parents[1] / "accumulated_step.py"
     paths = os.pathsep.join([str(script.parents[1]), *sys.path])
