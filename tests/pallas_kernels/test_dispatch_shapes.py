@@ -51,7 +51,8 @@ ARRAYS = {  # shapes that the kernels of these ops do not support
 
 @pytest.mark.parametrize("op", list(ARRAYS))
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, platform, op):
+def test_without_a_gpu_or_with_an_old_one_that_is_the_reason(monkeypatch, request, platform, op):
+    request.addfinalizer(dispatch._device_lacks.cache_clear)  # this GPU is for no other test
     device = SimpleNamespace(compute_capability="7.5", core_count=40)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "devices", lambda: [device])
