@@ -957,7 +957,8 @@ def main():
         return [s for s in specs if not only or s in only or s.split(":")[0] in only]
 
     count, cores = gpus(), os.cpu_count() or 1
-    aside = count > 1  # timed cases on the first GPU, checks on the second at the same time
+    # Timed cases on the first GPU, checks on the second at the same time, unless one is chosen.
+    aside = count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
     mine = f"0-{max(cores // 3, 1) - 1}" if aside else ""
     rest = f"{cores // 3}-{cores - 1}" if aside else ""
     names = [s[3:] for s in chosen(CHECKS) if s.startswith("op:")]
