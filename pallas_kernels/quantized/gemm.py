@@ -69,6 +69,11 @@ _FINISH = 4000  # of the kernel that adds the sums of splits
 _BYTES = 1500  # a clock, of these sums
 
 
+def _tiles(back: bool) -> int:
+    """Tiles of 16 n in a slot."""
+    return _TURN // COLUMNS if back else _TILES
+
+
 class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
@@ -91,8 +96,7 @@ class ManyPlan(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles of 16 n in a slot."""
-        return _TURN // COLUMNS if self.back else _TILES
+        return _tiles(self.back)
 
 
 def plan(
@@ -110,7 +114,7 @@ def plan(
     splits = range(1, min(most_splits, turns) + 1)
     choices = [(rows, n) for rows in (256, 192, 128) for n in splits]
     rows, splits = min(choices, key=lambda choice: _clocks(m, sets, turns, *choice))
-    tiles = _TURN // COLUMNS if back else _TILES
+    tiles = _tiles(back)
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
