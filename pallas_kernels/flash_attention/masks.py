@@ -11,7 +11,6 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
@@ -45,38 +44,29 @@ class Visits(NamedTuple):
         """In all."""
         return mosaic.cdiv(self.lengths[0 if self.by_keys else 1], self.size)
 
-    def seen(self, first, end, low, high):
-        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none.
-
-        Rows: integers of a kernel, or numpy arrays.
-        """
-        size, offset = self.size, self.offset
-        clip = np.clip if isinstance(first, np.ndarray) else jnp.clip
+    def columns(self, row):
+        """(the first one that a row sees, the one after its last), None where nothing limits it."""
+        causal, window, offset = self.causal, self.window, self.offset
         if self.by_keys:
-            if self.causal:
-                low = clip((first - offset) // size, low, high - 1)
-            if self.window is not None:
-                high = clip((end + self.window - 2 - offset) // size + 1, low + 1, high)
-        else:
-            if self.causal:
-                high = clip((end + offset + size - 1) // size, low + 1, high)
-            if self.window is not None:
-                low = clip((first + offset - self.window + 1) // size, low, high - 1)
+            return row - offset if causal else None, window and row + window - offset
+        return window and row + offset - window + 1, row + offset + 1 if causal else None
+
+    def seen(self, first, end, low, high):
+        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none."""
+        start, stop = self.columns(first)[0], self.columns(end - 1)[1]
+        if start is not None:
+            low = jnp.clip(start // self.size, low, high - 1)
+        if stop is not None:
+            high = jnp.clip((stop + self.size - 1) // self.size, low + 1, high)
         return low, high
 
     def whole(self, first, end, low, high):
-        """Those of which each of the rows sees each column; low >= high where there are none."""
-        size, offset = self.size, self.offset
-        if self.by_keys:
-            if self.causal:
-                low = jnp.maximum(low, (end - 1 - offset + size - 1) // size)
-            if self.window is not None:
-                high = jnp.minimum(high, (first + self.window - offset) // size)
-        else:
-            if self.causal:
-                high = jnp.minimum(high, (first + offset + 1) // size)
-            if self.window is not None:
-                low = jnp.maximum(low, (end - 1 + offset - self.window + size) // size)
+        """Tiles whose columns all of these rows see; low >= high where there are none."""
+        start, stop = self.columns(end - 1)[0], self.columns(first)[1]
+        if start is not None:
+            low = jnp.maximum(low, (start + self.size - 1) // self.size)
+        if stop is not None:
+            high = jnp.minimum(high, stop // self.size)
         return low, high
 
 
