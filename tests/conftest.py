@@ -97,11 +97,11 @@ def one_team(monkeypatch):
     from kernel_checks import ON_GPU
 
     from pallas_kernels import mosaic
-    from pallas_kernels.mlstm import intra
+    from pallas_kernels.mlstm import intra_chunk
 
     if not ON_GPU:
         monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
-        monkeypatch.setattr(intra, "TEAMS", 1)
+        monkeypatch.setattr(intra_chunk, "TEAMS", 1)
 
 
 @pytest.fixture

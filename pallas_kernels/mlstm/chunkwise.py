@@ -11,10 +11,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm import general_outputs, general_states, inter_chunk, reference
+from pallas_kernels.mlstm import (
+    general_outputs,
+    general_states,
+    inter_chunk,
+    intra,
+    intra_chunk,
+    reference,
+)
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mlstm.intra_chunk import chunk_outputs
 from pallas_kernels.mlstm.walk import states
 
 
@@ -29,11 +35,14 @@ class CellForm(NamedTuple):
 
 # TMA copies groups of 8 rows into wgmma's layout.
 HOPPER = CellForm(
-    functools.partial(states, walk=inter_chunk.walk), chunk_outputs, largest=128, rows=8
+    functools.partial(states, form=inter_chunk.FORM),
+    functools.partial(intra.chunk_outputs, form=intra_chunk.FORM),
+    largest=128,
+    rows=8,
 )
 GENERAL = CellForm(
-    functools.partial(states, walk=general_states.walk),
-    general_outputs.chunk_outputs,
+    functools.partial(states, form=general_states.FORM),
+    functools.partial(intra.chunk_outputs, form=general_outputs.FORM),
     largest=64,
     rows=1,
 )

@@ -1,8 +1,5 @@
-"""The inter-chunk states of the mLSTM cell for every NVIDIA GPU since Ampere.
-
-It computes what inter_chunk.py computes, on mma and cp.async (ampere.py):
-
-    S <- decay S + (weight * X)^T Y          s <- decay s + X^T vector
+"""The inter-chunk states of the mLSTM cell (walk.py) for every NVIDIA GPU since Ampere, on mma and
+cp.async (ampere.py).
 
     a block: one warpgroup, a 64 x 64 tile of S in registers
 
@@ -16,7 +13,6 @@ It computes what inter_chunk.py computes, on mma and cp.async (ampere.py):
 Tiles of 64 columns are a separate axis in global memory: X and Y are (B,T,tiles,64), states
 and `other` (B H N,DX,y_tiles,64).  X is read transposed (ldmatrix can), and scaled in the registers
 where mma wants its left operand.
-Long sequences are walked in spans, as on Hopper.
 """
 
 import functools
@@ -29,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs, narrow, walker
+from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkForm, WalkInputs, narrow
 from pallas_kernels.mosaic import COL, ROW, WGMMA, along
 
 SIZE = 64  # positions of a chunk, and edge of all tiles
@@ -46,33 +42,15 @@ class GeneralWalkScratch(NamedTuple):
     out: Any
 
 
-def walk(s: Walk, inputs: WalkInputs, out_types):
-    """The kernel of `walk.states` for chunks of 64 positions."""
-    (batch, heads, chunks), dx = inputs.decay.shape, s.x_tiles * SIZE
-
-    def general_vlstm_states(inputs, outputs, smem):
-        _body(s, inputs, outputs, smem)
-
-    squares = (batch * heads * chunks, dx, s.y_tiles, SIZE)
+def _prepared(s: Walk, inputs: WalkInputs, out_types):
+    batch, heads, chunks = inputs.decay.shape
+    squares = (batch * heads * chunks, s.x_tiles * SIZE, s.y_tiles, SIZE)
     flat = lambda z: z.reshape(batch, heads, -1)
-    before, other = out_types.before, inputs.other
     if s.keep:
         out_types = out_types._replace(before=jax.ShapeDtypeStruct(squares, s.dtype))
-    (out,) = mosaic.kernel(
-        general_vlstm_states,
-        out_type=(out_types,),
-        scratch_types=(_scratch(s, other is not None),),
-        **mosaic.grid(block=batch * heads * s.walked * s.tiles),
-        # No sum crosses warps.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(
-        inputs._replace(
-            weight=flat(inputs.weight),
-            vector=flat(inputs.vector),
-            other=None if other is None else other.reshape(squares),
-        )
-    )
-    return out._replace(before=out.before.reshape(before.shape)) if s.keep else out
+    other = None if inputs.other is None else inputs.other.reshape(squares)
+    weight, vector = flat(inputs.weight), flat(inputs.vector)
+    return inputs._replace(weight=weight, vector=vector, other=other), out_types
 
 
 def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
@@ -89,17 +67,9 @@ def _scratch(s: Walk, with_other: bool) -> GeneralWalkScratch:
 
 
 def _body(s: Walk, inputs, outputs, smem: GeneralWalkScratch):
-    w = walker(s, inputs, outputs, smem)
-
-    # Load the first chunk and the state before it.
+    w = Walker.of(s, inputs, outputs, smem)
     _load(w, 0)
-    state, sums = mosaic.zeros((SIZE, SIZE), WGMMA), mosaic.zeros((SIZE,), ROW)
-    if inputs.first is not None:
-        state = mosaic.load(inputs.first[0].at[w.b, w.h, w.span, *w.here], WGMMA)
-        sums = mosaic.load(inputs.first[1].at[w.b, w.h, w.span, w.mine], ROW)
-
-    # Walk along the span.
-    carry = inputs.decay[w.b, w.h, w.chunk(0)], state, sums
+    carry = w.decay(0), *w.first(ROW)
     _, state, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w), carry)
     w.store_end(state, sums)
 
@@ -127,15 +97,14 @@ def _load(w: Walker, n):
 def _step(w: Walker, n, carry):
     decay, state, sums = carry
     smem, stage = w.smem, lax.rem(n, STAGES)
-    # Load the next decay now: from global memory it takes as long as the matmul.
-    ahead = w.inputs.decay[w.b, w.h, w.chunk(jnp.minimum(n + 1, w.steps - 1))]
+    ahead = w.decay(n + 1)
     ampere.wait()
     pl.when(n + 1 < w.steps)(lambda: _load(w, n + 1))
     # Store the state before the chunk.
     if w.outputs.before is not None:
         _store_state(w, n, state, sums)
     if w.inputs.other is not None:
-        _multiply_other(w, n, state)
+        w.multiply_other(n, state, smem.other.at[stage])
     # Decay the state and add X^T Y.
     x = plgpu.load(smem.x.at[stage].transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
     across = lambda ref: along(_columns(ref.at[stage]), x.shape, 1)
@@ -157,7 +126,4 @@ def _store_state(w: Walker, n, state, sums):
     w.store_before(n, sums)
 
 
-def _multiply_other(w: Walker, n, state):
-    other = plgpu.load(w.smem.other.at[lax.rem(n, STAGES)], layout=WGMMA).astype(jnp.float32)
-    dots = w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine]
-    mosaic.store(dots, jnp.sum(state * other, axis=1))
+FORM = WalkForm("general_", _prepared, _scratch, _body)

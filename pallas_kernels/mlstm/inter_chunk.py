@@ -1,20 +1,13 @@
-"""The inter-chunk states of the mLSTM cell on Hopper: a recurrence over the chunks of a head.
+"""The inter-chunk states of the mLSTM cell (walk.py) on Hopper.
 
-    S <- decay S + (weight * X)^T Y          s <- decay s + X^T vector
+a block: an L x L tile of S, in registers; for L = 128 two warpgroups of 64 rows each
 
-The kernel writes S and s as they are before each chunk.  (X, Y) = (k, v) gives C and n; (q, dh),
-backward in time, gives dC and dn.
-
-    a block: an L x L tile of S, in registers; for L = 128 two warpgroups of 64 rows each
-
-        X: L positions x 64     --TMA->  x[2][warpgroup]  --weight *-->  scaled[warpgroup]
-        Y: L positions x L      --TMA->  y[2]                                   |
-        weight, vector          --TMA->  vectors[2]               acc <- decay acc + scaled^T Y
-                                            ^     |                             |
-              the last warpgroup loads      |     | full[2]                     v
-              two chunks ahead              +-----+------- free[2] --- out[warpgroup] --TMA-> S
-
-Long sequences are walked in spans (walk.py).
+    X: L positions x 64     --TMA->  x[2][warpgroup]  --weight *-->  scaled[warpgroup]
+    Y: L positions x L      --TMA->  y[2]                                   |
+    weight, vector          --TMA->  vectors[2]               acc <- decay acc + scaled^T Y
+                                        ^     |                             |
+          the last warpgroup loads      |     | full[2]                     v
+          two chunks ahead              +-----+------- free[2] --- out[warpgroup] --TMA-> S
 """
 
 import functools
@@ -26,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkInputs, narrow, walker
+from pallas_kernels.mlstm.walk import STAGES, Walk, Walker, WalkForm, WalkInputs, narrow
 from pallas_kernels.mosaic import ROW, ROWS, WGMMA
 from pallas_kernels.pipeline import Ring
 
@@ -47,25 +40,8 @@ class WalkScratch(NamedTuple):
     other_full: Any  # for each warpgroup
 
 
-def walk(s: Walk, inputs: WalkInputs, out_types):
-    """The kernel of `walk.states` for Hopper."""
-
-    def vlstm_states(*refs):
-        _body(s, *refs)
-
-    batch, with_other = inputs.decay.shape[0], inputs.other is not None
-    (out,) = mosaic.kernel(
-        vlstm_states,
-        out_type=(out_types,),
-        scratch_types=(_scratch(s, with_other),),
-        grid=(batch * s.heads * s.walked * s.tiles,),
-        grid_names=("block",),
-        num_threads=s.wgs,
-        thread_name="wg",
-        # No sum crosses warps, and shared memory is full.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(inputs._replace(x=inputs.x.cut(s.wgs)))
-    return out
+def _prepared(s: Walk, inputs: WalkInputs, out_types):
+    return inputs._replace(x=inputs.x.cut(s.wgs)), out_types
 
 
 def _scratch(s: Walk, with_other: bool) -> WalkScratch:
@@ -89,7 +65,7 @@ def _body(s: Walk, inputs: WalkInputs, outputs, smem: WalkScratch):
     wg = lax.axis_index("wg")
     # The last warpgroup loads what all read; each loads its own columns of X.
     ring = Ring(STAGES, smem.full, smem.free, wg=wg, loader=s.wgs - 1)
-    w = walker(s, inputs, outputs, smem, wg, ring)
+    w = Walker.of(s, inputs, outputs, smem, wg, ring)
 
     # Load the first chunks.
     pl.loop(0, STAGES)(functools.partial(_load_x, w))
@@ -138,25 +114,17 @@ def _load_other(w: Walker, n):
 
 def _along_chunks(w: Walker, acc):
     """Walks along the span's chunks; returns the final (s, S)."""
-    s, inputs = w.schedule, w.inputs
-    acc[...] = mosaic.zeros((ROWS, s.size), WGMMA)
-    sums = mosaic.zeros((ROWS,), TRANSPOSED.reduce(1))
-    if inputs.first is not None:
-        load = functools.partial(plgpu.load, optimized=False)
-        acc[...] = load(inputs.first[0].at[w.b, w.h, w.span, *w.here], layout=WGMMA)
-        sums = load(inputs.first[1].at[w.b, w.h, w.span, w.mine], layout=TRANSPOSED.reduce(1))
-    if inputs.other is not None:
+    acc[...], sums = w.first(TRANSPOSED.reduce(1))
+    if w.inputs.other is not None:
         _load_other(w, 0)
-    carry = inputs.decay[w.b, w.h, w.chunk(0)], sums
-    _, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w, acc), carry)
+    _, sums = lax.fori_loop(0, w.steps, functools.partial(_step, w, acc), (w.decay(0), sums))
     return sums, acc[...]
 
 
 def _step(w: Walker, acc, n, carry):
     decay, sums = carry
     smem, stage = w.smem, w.ring.slot(n)
-    # Load the next decay now: from global memory it takes as long as the matmul.
-    ahead = w.inputs.decay[w.b, w.h, w.chunk(jnp.minimum(n + 1, w.steps - 1))]
+    ahead = w.decay(n + 1)
     # Store the state before the chunk.
     state = acc[...]
     if w.outputs.before is not None:
@@ -193,9 +161,7 @@ def _store_state(w: Walker, n, state, sums):
 
 def _multiply_other(w: Walker, n, state):
     plgpu.barrier_wait(w.smem.other_full.at[w.wg])
-    other = plgpu.load(w.smem.other.at[w.wg], layout=WGMMA).astype(jnp.float32)
-    dot = jnp.sum(state * other, axis=1)
-    mosaic.store(w.outputs.dots.at[w.b, w.h, w.chunk(n), w.y_tile, w.mine], dot)
+    w.multiply_other(n, state, w.smem.other.at[w.wg])
     plgpu.commit_smem()
     pl.when(n + 1 < w.steps)(lambda: _load_other(w, n + 1))
 
@@ -206,3 +172,6 @@ def _sum_columns(w: Walker, stage):
     x = plgpu.load(square, layout=TRANSPOSED).astype(jnp.float32)
     vector = plgpu.load(w.smem.vectors.at[stage, 1], layout=TRANSPOSED.reduce(0), optimized=False)
     return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
+
+
+FORM = WalkForm("", _prepared, _scratch, _body)

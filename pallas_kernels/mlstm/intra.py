@@ -1,11 +1,27 @@
-"""What both forms of the intra-chunk kernel share: schedule, D, vectors with one number a position.
+"""The intra-chunk kernel of the mLSTM cell: h, dq, dk and dv of all chunks at once.
 
-w is a Worker of either form.
+The L x L matrix W is an elementwise function of A B^T, and out = W X + scale * (A states):
+
+                A    B    X    states   W                        out
+    forward     q    k    v    C        A B^T * D                h
+    dq          dh   v    k    C^T      (A B^T + shift) * D      dq  (A states + shift n)
+    dk          v    dh   q    dC^T     the same, transposed     dk  (A states + dn)
+    dv          k    q    dh   dC       forward's W, transposed  dv
+
+D[t,j] = exp2(row[t] + col[j]) for the j <= t in t's document.  The forward mode divides W by the
+normaliser N; in the backward modes row[t] contains N.  shift = -sign(l) dh . h where l divides h,
+else 0.  dq and dk also compute Y X^T (q k^T, transposed for dk), so that dh . h and the sums of
+dP * P, which give the gates' gradients, use W before it is rounded.
+
+All operands but the vectors are loaded as squares of edge L; A stays in shared memory, the others
+pass through a ring in the order of `load_order`.  Here are the modes, their vectors and the call;
+intra_chunk.py loads and multiplies on Hopper, general_outputs.py on every GPU since Ampere.
 """
 
 import collections
 import functools
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,10 +33,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA
-from pallas_kernels.pipeline import Ring
-
-SMEM = 224 * 1024  # bytes of a block's shared memory for its large buffers
-TEAMS = 3  # chunks that a block of 64-row tiles computes at a time; 6% over 2 at DQK = DV = 64
 
 Mode = Literal["forward", "dq", "dk", "dv"]
 # The vectors that a mode reads along the rows and the columns of W, and how many it writes.
@@ -32,6 +44,8 @@ OF_ROWS = {
 }
 OF_COLUMNS = {"forward": ("col",), "dq": ("col",), "dk": ("row", "shift"), "dv": ("row",)}
 STATS = {"forward": 2, "dq": 1, "dk": 2, "dv": 0}
+B, X, STATES, Y = range(4)  # kinds of squares
+ORDER = 128  # squares that the list in shared memory has room for
 
 
 class Schedule(NamedTuple):
@@ -48,10 +62,11 @@ class Schedule(NamedTuple):
     size: int  # L
     parts: int  # squares across A and B
     tiles: int  # squares across X and out
-    wgs: int  # warpgroups that share a chunk
-    teams: int  # chunks that a block computes at a time, each with its own buffers
-    slots: int  # squares in a team's ring
     blocks: int
+    slots: int  # squares in a team's ring
+    wgs: int = 1  # warpgroups that share a chunk
+    teams: int = 1  # chunks that a block computes at a time, each with its own buffers
+    rings_y: int = 0  # 1 if Y passes through the ring
 
     @property
     def transposes_state(self):
@@ -64,11 +79,6 @@ class Schedule(NamedTuple):
         return self.mode in ("dk", "dv")
 
     @property
-    def steps(self):
-        """Squares that a chunk loads."""
-        return len(load_order(self.mode, self.parts, self.tiles))
-
-    @property
     def of_rows(self):
         return OF_ROWS[self.mode] + ("start",) * (self.packed and not self.transposed)
 
@@ -76,11 +86,28 @@ class Schedule(NamedTuple):
     def of_columns(self):
         return OF_COLUMNS[self.mode] + ("start",) * (self.packed and self.transposed)
 
+    @property
+    def order(self) -> list[tuple[int, int, int]]:
+        """(kind, row, column) of a chunk's squares in the order of their use."""
+        tiles, parts, turned = range(self.tiles), range(self.parts), self.transposes_state
+        x = [[(X, 0, tile)] for tile in tiles]
+        y = [[(Y, 0, tile)] * (turned * self.rings_y) for tile in tiles]
+        states = [
+            [(STATES, tile, part) if turned else (STATES, part, tile) for part in parts]
+            for tile in tiles
+        ]
+        order = [(B, 0, part) for part in parts]
+        if turned:  # Y X^T starts at the last tile
+            order += sum((y[tile] + x[tile] for tile in reversed(tiles)), [])
+        if self.mode == "dq":
+            return order + sum((states[tile] + y[tile] for tile in tiles), []) + sum(x, [])
+        return order + sum((states[tile] + y[tile] + x[tile] for tile in tiles), [])
+
 
 class Inputs(NamedTuple):
     """References to global memory."""
 
-    order: Any  # (steps,4), from `load_order`
+    order: Any  # (ORDER,): kind, row and column of each square, in 8, 8 and 16 bits
     a: Heads
     b: Heads
     x: Heads
@@ -90,35 +117,6 @@ class Inputs(NamedTuple):
     vectors: dict[str, Any]  # (B,H,N,L) each; "along" is (B,H,N,DX)
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a block (see the picture in intra_chunk.py)."""
-
-    order: Any  # (steps,4)
-    a: Any  # (threads,parts,64,L)
-    ring: Any  # (teams slots,L,L)
-    out: Any  # (threads,64,L)
-    order_full: Any
-    a_full: Any  # for each thread
-    full: Any  # for each slot
-    free: Any  # for each slot
-    y_full: Any  # for each thread
-
-
-class Worker(NamedTuple):
-    """A warpgroup of a block and its work."""
-
-    schedule: Schedule
-    inputs: Inputs
-    out: Heads
-    stat_refs: tuple
-    smem: Scratch
-    thread: Any  # index among all warpgroups of the block
-    team: Any
-    wg: Any  # index among the warpgroups that share a chunk
-    first: Any  # the item of its team's first chunk
-    ring: Ring  # of the team
-
-
 class Chunk(NamedTuple):
     """A chunk of a sequence and head, as one warpgroup sees it."""
 
@@ -126,13 +124,73 @@ class Chunk(NamedTuple):
     b: Any
     h: Any
     index: Any  # n of N
-    row0: Any  # the warpgroup's first position in the sequence
     mine: Any  # the warpgroup's positions in the chunk
-    at: tuple  # index of the chunk in the vectors of `Inputs`
+    at: tuple  # index of the chunk in `Worker.vectors`
 
-    def tile(self, heads: Heads, n):
-        """The warpgroup's rows of the n-th tile of Y or out."""
-        return heads.at(self.b, pl.ds(self.row0, ROWS), self.h, n)
+
+@dataclass(frozen=True)
+class Worker:
+    """A warpgroup of a block and its work.  n is the number of a square in the ring."""
+
+    schedule: Schedule
+    inputs: Inputs
+    out: Heads
+    stat_refs: tuple
+    smem: Any
+    vectors: dict[str, Any]  # in global or shared memory
+    chunk: Any  # a Chunk, None before the first
+
+    @property
+    def row0(self):
+        """The warpgroup's first position in the sequence."""
+        return self.chunk.index * self.schedule.size + self.chunk.mine.start
+
+    def a(self, part):
+        """The warpgroup's rows of a square of A, in shared memory."""
+        raise NotImplementedError
+
+    def a_times(self, n, transpose):
+        """A times `parts` squares, from the n-th on."""
+        raise NotImplementedError
+
+    def done_with_a(self):
+        """A is not read any more in this chunk."""
+
+    def y_times_x(self, n):
+        """Y X^T, from the last tile to the first."""
+        raise NotImplementedError
+
+    def load_y(self, tile):
+        """Starts to load a tile of Y, of which the first is there after `y_times_x`."""
+
+    def sums_with_y(self, z, tile, n):
+        """The sums of the rows of z * Y; n: the number of Y where it passes through the ring."""
+        raise NotImplementedError
+
+    def left(self, weights):
+        """W, rounded, as the left operand of a matmul."""
+        raise NotImplementedError
+
+    def computed(self, x):
+        """x, which dq must not compute later: on Hopper its factors would stay in registers."""
+        return x
+
+    def anew(self):
+        """This worker, for a second D: in the general form the first one's would stay there."""
+        return self
+
+    def finish(self, tile, start, weights, n):
+        """Stores a tile of start + W X; n: the number of X."""
+        raise NotImplementedError
+
+
+class Form(NamedTuple):
+    """A form of the kernel."""
+
+    prefix: str  # of the kernel's name
+    prepared: Callable  # (schedule, inputs, sms) -> (schedule, inputs)
+    scratch: Callable  # (schedule, vectors) -> shared memory
+    body: Callable  # (schedule, inputs, out, stat_refs, shared memory)
 
 
 def locate(s: Schedule, item):
@@ -146,72 +204,6 @@ def nth_square(s: Schedule, n):
     return pl.ds(n * s.size, s.size)
 
 
-def load_order(mode: Mode, parts: int, tiles: int) -> list[tuple[int, int, int, int]]:
-    """A chunk's squares in the order of use: (0 B, 1 X, 2 states; row; column; 0 for 16 bytes)."""
-    transposes_state = mode in ("dq", "dk")
-    b = [(0, 0, part, 0) for part in range(parts)]
-    x = [(1, 0, tile, 0) for tile in range(tiles)]
-    states = [
-        [(2, tile, part, 0) if transposes_state else (2, part, tile, 0) for part in range(parts)]
-        for tile in range(tiles)
-    ]
-    order = b + x[::-1] * transposes_state  # Y X^T starts at the last tile
-    if mode == "dq":
-        return order + sum(states, []) + x
-    return order + sum(([*states[tile], x[tile]] for tile in range(tiles)), [])
-
-
-def prepared(s: Schedule, a: Heads, x: Heads, vectors, along, like: Heads | None, joint):
-    """(the vectors that the mode reads; the shape and place of the result; the kernel's results).
-
-    Takes the arguments of `intra_chunk.chunk_outputs`.
-    """
-    # JAX would sort the keys of a plain dict.
-    given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
-    if along is not None:
-        given["along"] = along
-    batch, length, _, size = a.array.shape
-    shape = (batch, length, s.heads * x.tiles, size) if like is None else like.array.shape
-    array = jax.ShapeDtypeStruct(shape, s.dtype)
-    place = Heads(array, x.tiles, 0) if like is None else replace(like, array=array)
-    of_position = jax.ShapeDtypeStruct(vectors["row"].shape, jnp.float32)
-    return given, place, (place if joint is None else None, (of_position,) * STATS[s.mode])
-
-
-def schedule(a: Heads, x: Heads, row, *, mode, normalize, packed, sms) -> Schedule:
-    """row: a vector, (B,H,N,L)."""
-    (batch, heads, chunks, size), parts, tiles = row.shape, a.tiles, x.tiles
-    dtype, length, wgs = a.array.dtype, a.array.shape[1], size // ROWS
-    square = size * size * dtype.itemsize
-    slots = min(4, SMEM // square - parts - 1)
-    # The tiles that dq keeps in registers leave no room for a third team.
-    most = 2 if mode == "dq" and tiles > 2 else TEAMS
-    teams = 1 if wgs > 1 else min(most, SMEM // ((slots + parts + 1) * square))
-    items = batch * heads * chunks
-    blocks = min(mosaic.cdiv(items, teams), sms)
-    return Schedule(
-        mode, normalize, packed, dtype, length, heads, chunks, items, size, parts, tiles,
-        wgs, teams, slots, blocks,
-    )  # fmt: skip
-
-
-def scratch(s: Schedule) -> Scratch:
-    swizzled = mosaic.wgmma_tiles(s.size, s.dtype)
-    buffer = lambda *shape: plgpu.SMEM(shape, s.dtype, transforms=swizzled)
-    threads = s.teams * s.wgs
-    return Scratch(
-        order=plgpu.SMEM((s.steps, 4), jnp.int32),
-        a=buffer(threads, s.parts, ROWS, s.size),
-        ring=buffer(s.teams * s.slots, s.size, s.size),
-        out=buffer(threads, ROWS, s.size),
-        order_full=plgpu.Barrier(),
-        a_full=plgpu.Barrier(num_barriers=threads, num_arrivals=s.parts),
-        full=plgpu.Barrier(num_barriers=s.teams * s.slots),
-        free=plgpu.Barrier(num_barriers=s.teams * s.slots, num_arrivals=s.wgs),
-        y_full=plgpu.Barrier(num_barriers=threads),
-    )
-
-
 # Vectors and tiles of W.
 
 sum_rows = functools.partial(jnp.sum, axis=1)
@@ -219,66 +211,197 @@ sum_rows = functools.partial(jnp.sum, axis=1)
 materialize = lax.optimization_barrier
 
 
-def broadcast_rows(vector, size):
+def broadcast_rows(w: Worker, vector):
     """Broadcasts one number for each row to a tile of W."""
-    return mosaic.along(vector, (ROWS, size), 0)
+    return mosaic.along(vector, (ROWS, w.schedule.size), 0)
 
 
-def broadcast_columns(vector, size):
-    """Broadcasts one number for each column to a tile of W."""
-    return mosaic.along(vector, (ROWS, size), 1)
-
-
-def load_rows(w, c: Chunk, name):
+def load_rows(w: Worker, name):
     """Loads a vector at the warpgroup's rows."""
-    return plgpu.load(w.inputs.vectors[name].at[*c.at, c.mine], layout=ROW, optimized=False)
+    c = w.chunk
+    return plgpu.load(w.vectors[name].at[*c.at, c.mine], layout=ROW, optimized=False)
 
 
-def load_tile(w, c: Chunk, name):
+def load_columns(w: Worker, name, tile=0):
+    """Loads a vector at a tile's columns and broadcasts it to all rows."""
+    at = w.vectors[name].at[*w.chunk.at, nth_square(w.schedule, tile)]
+    vector = plgpu.load(at, layout=COL, optimized=False)
+    return mosaic.along(vector, (ROWS, w.schedule.size), 1)
+
+
+def load_tile(w: Worker, name):
     """Loads a vector and broadcasts it to a tile of W, along rows or columns as the mode needs."""
-    s = w.schedule
-    if name in s.of_rows:
-        return broadcast_rows(load_rows(w, c, name), s.size)
-    at = w.inputs.vectors[name].at[*c.at, pl.ds(0, s.size)]
-    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), s.size)
+    if name in w.schedule.of_rows:
+        return broadcast_rows(w, load_rows(w, name))
+    return load_columns(w, name)
 
 
-def load_along(w, c: Chunk, tile):
-    """Loads n or dn at a tile's columns and broadcasts it to all rows."""
-    at = w.inputs.vectors["along"].at[*c.at, nth_square(w.schedule, tile)]
-    return broadcast_columns(plgpu.load(at, layout=COL, optimized=False), w.schedule.size)
-
-
-def store_stats(w, c: Chunk, *stats):
+def store_stats(w: Worker, *stats):
+    c = w.chunk
     for ref, value in zip(w.stat_refs, stats, strict=True):
         mosaic.store(ref.at[c.b, c.h, c.index, c.mine], value)
 
 
-def positions(w, c: Chunk):
-    """Positions of W's rows and columns in the sequence.
-
-    Positions in a chunk are the same for all chunks, so the compiler would keep them in 40
-    registers throughout the kernel.
-    """
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, w.schedule.size))
-    return c.row0 + iota(0, layout=WGMMA), c.index * w.schedule.size + iota(1, layout=WGMMA)
-
-
-def decays(w, c: Chunk):
+def decays(w: Worker):
     """Computes D of the warpgroup's rows; keeping it would cost 64 registers."""
-    s = w.schedule
-    i, j = positions(w, c)
+    s, c = w.schedule, w.chunk
+    # Positions in a chunk are the same for all chunks, so the compiler would keep them in 40
+    # registers throughout the kernel.  Positions in the sequence are not.
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, s.size))
+    i, j = w.row0 + iota(0, layout=WGMMA), c.index * s.size + iota(1, layout=WGMMA)
     seeing, position = (j, i) if s.transposed else (i, j)
     visible = position <= seeing
     if s.packed:
-        start = load_tile(w, c, "start").astype(jnp.int32)
+        start = load_tile(w, "start").astype(jnp.int32)
         visible = visible & (position >= start + c.index * s.size)
-    return jnp.exp2(jnp.where(visible, load_tile(w, c, "row") + load_tile(w, c, "col"), -jnp.inf))
+    return jnp.exp2(jnp.where(visible, load_tile(w, "row") + load_tile(w, "col"), -jnp.inf))
 
 
-def normaliser(weights, scale, qn, one):
-    """1 / N of each row, and -sign(l), or 0 where l does not divide h."""
-    l = sum_rows(weights) + scale * qn
-    above = jnp.abs(l) > one
-    norm = 1 / jnp.where(above, jnp.abs(l), one)
-    return norm, jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
+# Each mode has a function of the scores A B^T.  n is the next square.
+
+
+def forward(w: Worker, ab, n):
+    s = w.schedule
+    # Weight the scores by their decays.
+    weights, scale, norm = ab * decays(w), load_rows(w, "scale"), load_rows(w, "one")
+    # Compute the normaliser from the chunk and from the state.
+    sign = norm * 0.0
+    if s.normalize:
+
+        def q_times_n(part, sums):
+            q = plgpu.load(w.a(part), layout=WGMMA).astype(jnp.float32)
+            return sums + sum_rows(q * load_columns(w, "along", part))
+
+        qn = lax.fori_loop(0, s.parts, q_times_n, mosaic.zeros((ROWS,), ROW))
+        l = sum_rows(weights) + scale * qn
+        above = jnp.abs(l) > norm
+        norm = 1 / jnp.where(above, jnp.abs(l), norm)
+        sign = jnp.where(above, jnp.where(l > 0, -1.0, 1.0), 0.0)
+    store_stats(w, norm, sign)
+    # Add the values of the chunk and the part from the state, and store.
+    finish_all(w, w.left(weights * broadcast_rows(w, norm)), scale * norm, n)
+
+
+def backward_dv(w: Worker, ab, n):
+    finish_all(w, w.left(ab * decays(w)), load_rows(w, "scale"), n)
+
+
+def finish_all(w: Worker, weights, scale, n):
+    """Stores W X + scale * (A states)."""
+    s = w.schedule
+
+    @pl.loop(0, s.tiles)
+    def _(tile):
+        step = n + tile * (s.parts + 1)
+        through = w.a_times(step, False) * broadcast_rows(w, scale)
+        pl.when(tile == s.tiles - 1)(w.done_with_a)
+        w.finish(tile, through, weights, step + s.parts)
+
+
+def backward_dk(w: Worker, ab, n):
+    s = w.schedule
+    # Weight the scores by their decays.
+    weights = materialize((ab + load_tile(w, "shift")) * decays(w))
+    scale = load_rows(w, "scale")
+    # Sum the input gate's gradient from the chunk.
+    inside = sum_rows(weights * w.y_times_x(n))
+    weights, n = w.left(weights), n + s.tiles * (1 + s.rings_y)
+
+    # Compute and store dk, and sum the input gate's gradient from the state.
+    def one_tile(tile, sums):
+        w.load_y(tile)
+        step = n + tile * (s.parts + s.rings_y + 1)
+        through = w.a_times(step, True) + load_columns(w, "along", tile)
+        through = through * broadcast_rows(w, scale)
+        pl.when(tile == s.tiles - 1)(w.done_with_a)
+        sums += w.sums_with_y(through, tile, step + s.parts)
+        w.finish(tile, through, weights, step + s.parts + s.rings_y)
+        return sums
+
+    outside = lax.fori_loop(0, s.tiles, one_tile, mosaic.zeros((ROWS,), ROW))
+    store_stats(w, inside, outside)
+
+
+def backward_dq(w: Worker, ab, n):
+    """Computes dq.  W needs the shift, to which the state contributes."""
+    s = w.schedule
+    # Weight the scores by their decays.
+    weights, scale = w.computed(ab * decays(w)), load_rows(w, "scale")
+    # Sum dh . h from the chunk and from the state, whose tiles all stay in registers.
+    dot = sum_rows(weights * w.y_times_x(n))
+    n, through = n + s.tiles * (1 + s.rings_y), []
+    for tile in range(s.tiles):
+        w.load_y(tile)
+        through.append(w.a_times(n, True))
+        dot += scale * w.sums_with_y(through[-1], tile, n + s.parts)
+        n += s.parts + s.rings_y
+    w.done_with_a()
+    store_stats(w, dot)
+    # Add the normaliser's part of the gradient of every weight in a row.
+    w, shift = w.anew(), load_rows(w, "sign") * dot
+    weights = w.computed(w.left(weights + decays(w) * broadcast_rows(w, shift)))
+    # Compute and store dq.
+    for tile, part in enumerate(through):
+        part = part + broadcast_rows(w, shift) * load_columns(w, "along", tile)
+        w.finish(tile, part * broadcast_rows(w, scale), weights, n + tile)
+
+
+MODES = {"forward": forward, "dq": backward_dq, "dk": backward_dk, "dv": backward_dv}
+
+
+def one_chunk(w: Worker, n):
+    """Computes a chunk, whose first square has the number n."""
+    s = w.schedule
+    MODES[s.mode](w, w.a_times(n, True), n + s.parts)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "mode", "normalize", "packed", "sms"))
+def chunk_outputs(
+    a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
+    joint=None, *, form: Form, mode: Mode, normalize=True, packed=False, sms: int,
+):  # fmt: skip
+    """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,L),
+
+    forward  1 / N of each row; -sign(l), or 0 where l does not divide h
+    dq       dh . h of each row
+    dk       k . dk of each row: the part from the chunk; the part from the state
+
+    vectors: name -> (B,H,N,L) float32, the names of OF_ROWS and OF_COLUMNS, and "start" if packed.
+    along: (B,H,N,DX) float32, n or dn.
+    like: q for dq (which reads it as Y), k for dk (too), v for dv.  The result is shaped like its
+        array and stands where it stands; the array's other columns are undefined.
+    joint: a reference to an array of that shape.  The result is then written there, not returned.
+    """
+    (batch, heads, chunks, size), length = vectors["row"].shape, a.array.shape[1]
+    items = batch * heads * chunks
+    s = Schedule(
+        mode, normalize, packed, a.array.dtype, length, heads, chunks, items, size, a.tiles,
+        x.tiles, blocks=items, slots=3,
+    )  # fmt: skip
+    # JAX would sort the keys of a plain dict.
+    given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))
+    if along is not None:
+        given["along"] = along
+    shape = (batch, length, heads * x.tiles, size) if like is None else like.array.shape
+    array = jax.ShapeDtypeStruct(shape, s.dtype)
+    place = Heads(array, x.tiles, 0) if like is None else replace(like, array=array)
+    of_position = jax.ShapeDtypeStruct(vectors["row"].shape, jnp.float32)
+    y = like if s.transposes_state else None
+    out = None if joint is None else replace(place, array=joint)
+    s, inputs = form.prepared(s, Inputs(None, a, b, x, chunk_states, y, out, given), sms)
+    firsts = {B: b.first, X: x.first, STATES: 0, Y: place.first}
+    order = [kind << 24 | i << 16 | (j + firsts[kind]) for kind, i, j in s.order]
+    order = jnp.array(order + [0] * (ORDER - len(order)), jnp.int32)
+    out, stats = mosaic.kernel(
+        functools.partial(form.body, s),
+        name=f"{form.prefix}vlstm_{'' if mode == 'forward' else 'backward_'}{mode}",
+        out_type=(place if joint is None else None, (of_position,) * STATS[mode]),
+        scratch_types=(form.scratch(s, inputs.vectors),),
+        grid=(s.blocks,),
+        grid_names=("block",),
+        num_threads=s.teams * s.wgs,
+        thread_name="wg",
+        # No sum crosses warps, and Hopper's shared memory is full.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(inputs._replace(order=order))
+    return stats if joint is not None else (out.array, *stats)

@@ -1,12 +1,14 @@
-"""What both forms of the inter-chunk kernel share: the walk along a head's chunks, and its spans.
+"""The inter-chunk states of the mLSTM cell: a recurrence over the chunks of a head.
 
     S <- decay S + (weight * X)^T Y          s <- decay s + X^T vector
 
+The kernel writes S and s as they are before each chunk.  (X, Y) = (k, v) gives C and n; (q, dh),
+backward in time, gives dC and dn.  Here are the call, its work and what both forms share;
+inter_chunk.py has the form for Hopper, general_states.py the one for every GPU since Ampere.
+
 The recurrence is serial.  If batch, heads and tiles would leave SMs idle, the chunks are split into
 spans: a first walk starts all spans from zero at once and finds what each adds to the state;
-`join_spans` carries the state over the spans; a second walk starts each span from that state:
-
-    S before span n + 1 = (product of span n's decays) (S before span n) + what span n adds
+`join_spans` carries the state over the spans; a second walk starts each span from that state.
 """
 
 import functools
@@ -21,9 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.mlstm.heads import Heads
-from pallas_kernels.mosaic import COL, ROWS
+from pallas_kernels.mosaic import ROWS, WGMMA
 
-MIN_SPAN = 8  # chunks in a span; with fewer, three kernels take longer than one
+MIN_SPAN = 8  # chunks in a span; with fewer, two walks take longer than one
 STAGES = 2  # chunks whose operands are in shared memory
 
 
@@ -78,6 +80,15 @@ class WalkOutputs(NamedTuple):
     dots: Any  # sums of S * other
 
 
+class WalkForm(NamedTuple):
+    """A form of the kernel."""
+
+    prefix: str  # of the kernel's name
+    prepared: Callable  # (walk, inputs, out_types) -> (inputs, out_types)
+    scratch: Callable  # (walk, with other) -> shared memory
+    body: Callable  # (walk, inputs, outputs, shared memory)
+
+
 class Walker(NamedTuple):
     """A warpgroup of a block and its work."""
 
@@ -86,6 +97,7 @@ class Walker(NamedTuple):
     outputs: WalkOutputs
     smem: Any
     wg: Any
+    ring: Any  # on Hopper a Ring
     b: Any
     h: Any
     span: Any
@@ -95,17 +107,51 @@ class Walker(NamedTuple):
     steps: Any  # chunks to walk
     mine: Any  # the warpgroup's rows of S, which are columns of X
     here: tuple  # the warpgroup's part of S
-    ring: Any  # on Hopper a Ring
+
+    @classmethod
+    def of(cls, s: Walk, inputs, outputs, smem, wg=0, ring=None):
+        """The work of a warpgroup of this block."""
+        block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
+        block, x_tile = mosaic.divide(block, s.x_tiles)
+        pair, span = mosaic.divide(block, s.walked)
+        b, h = mosaic.divide(pair, s.heads)
+        start = span * s.span
+        steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
+        mine = pl.ds(x_tile * s.size + wg * ROWS, ROWS)
+        here = mine, pl.ds(y_tile * s.size, s.size)
+        work = b, h, span, x_tile, y_tile, start, steps, mine, here
+        return cls(s, inputs, outputs, smem, wg, ring, *work)
 
     def chunk(self, n):
         """The chunk of the walk's step n."""
         s = self.schedule
         return s.chunks - 1 - self.start - n if s.reverse else self.start + n
 
+    def first(self, of_sums):
+        """(S, s) before the span; of_sums: the layout of s."""
+        s, first = self.schedule, self.inputs.first
+        if first is None:
+            return mosaic.zeros((ROWS, s.size), WGMMA), mosaic.zeros((ROWS,), of_sums)
+        at = self.b, self.h, self.span
+        state = mosaic.load(first[0].at[*at, *self.here], WGMMA)
+        return state, mosaic.load(first[1].at[*at, self.mine], of_sums)
+
+    def decay(self, n):
+        """The decay of step n, the last one's past it."""
+        # A step loads the next decay: from global memory it takes as long as the matmul.
+        n = jnp.minimum(n, self.steps - 1) if not isinstance(n, int) else n
+        return self.inputs.decay[self.b, self.h, self.chunk(n)]
+
     def store_before(self, n, sums):
         """Stores s before the chunk of step n."""
         at = self.outputs.s_before.at[self.b, self.h, self.chunk(n), self.mine]
         pl.when(self.y_tile == 0)(lambda: mosaic.store(at, sums))
+
+    def multiply_other(self, n, state, other):
+        """Stores the sums of S * other before the chunk of step n; other: in shared memory."""
+        other = plgpu.load(other, layout=WGMMA).astype(jnp.float32)
+        at = self.b, self.h, self.chunk(n), self.y_tile, self.mine
+        mosaic.store(self.outputs.dots.at[*at], jnp.sum(state * other, axis=1))
 
     def store_end(self, state, sums):
         """Stores the state after the last chunk."""
@@ -120,21 +166,6 @@ class Walker(NamedTuple):
             mosaic.store(outputs.last.at[*at, *self.here], state)
             s_last = lambda: mosaic.store(outputs.s_last.at[*at, self.mine], sums)
             pl.when(self.y_tile == 0)(s_last)
-
-
-def walker(s: Walk, inputs, outputs, smem, wg=0, ring=None) -> Walker:
-    """The work of a warpgroup of this block."""
-    block, y_tile = mosaic.divide(lax.axis_index("block"), s.y_tiles)
-    block, x_tile = mosaic.divide(block, s.x_tiles)
-    pair, span = mosaic.divide(block, s.walked)
-    b, h = mosaic.divide(pair, s.heads)
-    start = span * s.span
-    steps = jnp.minimum(s.span, s.chunks - start) if s.spans > 1 else s.chunks
-    mine = pl.ds(x_tile * s.size + wg * ROWS, ROWS)
-    here = mine, pl.ds(y_tile * s.size, s.size)
-    return Walker(
-        s, inputs, outputs, smem, wg, b, h, span, x_tile, y_tile, start, steps, mine, here, ring
-    )  # fmt: skip
 
 
 def saturated(x, dtype):
@@ -153,10 +184,10 @@ def spans(blocks: int, chunks: int, at_once: int) -> int:
     return mosaic.cdiv(chunks, mosaic.cdiv(chunks, most)) if most > 2 else 1
 
 
-@functools.partial(jax.jit, static_argnames=("walk", "reverse", "saturate", "last", "sms"))
+@functools.partial(jax.jit, static_argnames=("form", "reverse", "saturate", "last", "sms"))
 def states(
     x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
-    walk: Callable, reverse=False, saturate=True, last=True, sms: int,
+    form: WalkForm, reverse=False, saturate=True, last=True, sms: int,
 ):  # fmt: skip
     """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
@@ -166,7 +197,6 @@ def states(
     float32, None if not `last`.
     other: shaped like the states before.  dots are then (B,H,N,tiles,DX) float32, and their sums
     over the last two axes are the inner products of the unrounded S with `other`; else None.
-    walk: a form's kernel, walk(Walk, WalkInputs, out_types) -> WalkOutputs.
     reverse: walks from the last chunk to the first; "before" and "last" refer to that order.
     """
     (batch, heads, chunks, size), dtype = weight.shape, x.array.dtype
@@ -180,8 +210,7 @@ def states(
             walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
             keep=keep, reverse=reverse, saturate=saturate,
         )  # fmt: skip
-        inputs = WalkInputs(x, y, weight, vector, decay, first, other)
-        return walk(s, inputs, _out_types(s, batch, other is not None))
+        return _kernel(s, WalkInputs(x, y, weight, vector, decay, first, other), form)
 
     if parts > 1:
         ends = walk_along(None, None, keep=False, ends=parts - 1)
@@ -193,72 +222,55 @@ def states(
     return out.before, out.s_before, end, out.dots
 
 
-def _out_types(s: Walk, batch: int, with_other: bool) -> WalkOutputs:
+def _kernel(s: Walk, inputs: WalkInputs, form: WalkForm) -> WalkOutputs:
+    batch, with_other = inputs.decay.shape[0], inputs.other is not None
     shape = lambda dtype, *shape: jax.ShapeDtypeStruct((batch, s.heads, *shape), dtype)
     of_head, dx, dy = functools.partial(shape, jnp.float32), s.x_tiles * s.size, s.y_tiles * s.size
-    return WalkOutputs(
+    out_types = WalkOutputs(
         before=shape(s.dtype, s.chunks, dx, dy) if s.keep else None,
         s_before=of_head(s.chunks, dx) if s.keep else None,
         last=of_head(s.ends, dx, dy) if s.ends else None,
         s_last=of_head(s.ends, dx) if s.ends else None,
         dots=of_head(s.chunks, s.y_tiles, dx) if with_other else None,
     )
+    inputs, made = form.prepared(s, inputs, out_types)
+    (out,) = mosaic.kernel(
+        functools.partial(form.body, s),
+        name=f"{form.prefix}vlstm_states",
+        out_type=(made,),
+        scratch_types=(form.scratch(s, with_other),),
+        grid=(batch * s.heads * s.walked * s.tiles,),
+        grid_names=("block",),
+        num_threads=s.wgs,
+        thread_name="wg",
+        # No sum crosses warps, and Hopper's shared memory is full.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(inputs)
+    return out._replace(before=out.before.reshape(out_types.before.shape)) if s.keep else out
 
 
 def join_spans(decay, ends, first, parts, reverse):
-    """Returns (S, s) before each span, (B,H,spans,...).
+    """Returns (S, s) before each span, (B,H,spans,...): of span n, with `first` as number 0,
 
-    ends: the states that all spans but the last reach from zero.  A block of the kernel walks along
-    the spans with some elements of the state in registers.
+        sum over j <= n of (product of the decays of spans j to n - 1) (state j)
+
+    ends: the states that all spans but the last reach from zero; they are states 1, 2, ...
     """
     *pairs, chunks = decay.shape
     span = mosaic.cdiv(chunks, parts)
     decay = decay[:, :, ::-1] if reverse else decay
-    decay = decay[:, :, : (parts - 1) * span].reshape(*pairs, parts - 1, span)
-    if first is None:
-        first = tuple(jnp.zeros((*pairs, *z.shape[3:])) for z in ends)
-    first = tuple(z.reshape(-1, *z.shape[2:]) for z in first)
-    dx, dy = first[0].shape[1:]
-    width = 512  # 4 numbers for each thread, with 8 spans in flight
-    wide = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
-
-    def vlstm_join(decay_ref, ends_ref, s_ends_ref, first_ref, s_first_ref, out_ref, s_out_ref):
-        pair, block = lax.axis_index("pair"), lax.axis_index("block")
-        carry = functools.partial(_carry, pair, decay_ref)
-        carry(ends_ref, first_ref, out_ref, pl.ds(block * width, width), wide)
-
-        @pl.when(block < dx // ROWS)
-        def _():
-            carry(s_ends_ref, s_first_ref, s_out_ref, pl.ds(block * ROWS, ROWS), COL)
-
-    out = mosaic.kernel(
-        vlstm_join,
-        out_type=(
-            jax.ShapeDtypeStruct((len(first[0]), parts, dx * dy), jnp.float32),
-            jax.ShapeDtypeStruct((len(first[0]), parts, dx), jnp.float32),
-        ),
-        grid=(len(first[0]), dx * dy // width),
-        grid_names=("pair", "block"),
-    )(
-        jnp.prod(decay, -1).reshape(-1, parts - 1),
-        ends[0].reshape(-1, parts - 1, dx * dy),
-        ends[1].reshape(-1, parts - 1, dx),
-        first[0].reshape(-1, dx * dy),
-        first[1],
+    decay = decay[:, :, : (parts - 1) * span].reshape(*pairs, 1, 1, parts - 1, span)
+    n, j, spanned = (
+        jnp.arange(parts)[:, None, None],
+        jnp.arange(parts)[:, None],
+        jnp.arange(parts - 1),
     )
-    return out[0].reshape(*pairs, parts, dx, dy), out[1].reshape(*pairs, parts, dx)
-
-
-def _carry(pair, decay_ref, ends_ref, first_ref, out_ref, at, layout):
-    """Carries the elements `at` of a state over all spans; the loads of eight are in flight."""
-    state = mosaic.load(first_ref.at[pair, at], layout)
-    mosaic.store(out_ref.at[pair, 0, at], state)
-    joined = ends_ref.shape[1]
-    for n in range(0, joined, 8):
-        group = range(n, min(n + 8, joined))
-        loaded = [
-            (decay_ref[pair, n], mosaic.load(ends_ref.at[pair, n, at], layout)) for n in group
-        ]
-        for n, (decay, end) in zip(group, loaded, strict=True):
-            state = state * decay + end
-            mosaic.store(out_ref.at[pair, n + 1, at], state)
+    crossed = jnp.where((j <= spanned) & (spanned < n), jnp.prod(decay, -1), 1)
+    weights = jnp.where(j[:, 0] <= n[:, 0], jnp.prod(crossed, -1), 0)  # (B,H,n,j)
+    sums = functools.partial(jnp.einsum, "bhnj,bhj...->bhn...", precision="highest")
+    joined = tuple(sums(weights[..., 1:], z) for z in ends)
+    if first is None:
+        return joined
+    return tuple(
+        x + sums(weights[..., :1], z[:, :, None]) for x, z in zip(joined, first, strict=True)
+    )

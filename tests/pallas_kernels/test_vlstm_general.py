@@ -13,8 +13,7 @@ from kernel_checks import ON_GPU, assert_lowers, check_op, kernels_run_here, nor
 from vlstm_twins import FOUR, flat, inputs
 
 from pallas_kernels import dispatch, explain, vlstm
-from pallas_kernels.mlstm import chunkwise, general_outputs, general_states, walk
-from pallas_kernels.mlstm.intra import STATS, Schedule
+from pallas_kernels.mlstm import chunkwise, general_outputs, general_states, intra, walk
 
 BACKWARD = tuple(f"general_vlstm_backward_{mode}" for mode in ("dq", "dk", "dv"))
 KERNELS = ("general_vlstm_states", "general_vlstm_forward", *BACKWARD)
@@ -80,7 +79,7 @@ def test_states_of_several_tiles(reverse, sms, monkeypatch):
     x, y = (vlstm_twins.together(z, 64) for z in (x, y))
     arguments = (x, y, weight, vector, decay, first, other)
     states = functools.partial(chunkwise.GENERAL.states, reverse=reverse, sms=sms)
-    assert_lowers(states, arguments, ("general_vlstm_states", *["vlstm_join"] * (sms > 1)))
+    assert_lowers(states, arguments, ("general_vlstm_states",))
     with kernels_run_here():
         *actual, dots = jax.block_until_ready(jax.jit(states)(*arguments))
     *expected, sums = vlstm_twins.states(*arguments, reverse=reverse)
@@ -137,20 +136,18 @@ def test_explain_lists_its_kernels():
 # ---- what the kernels take for granted -------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", STATS)
+@pytest.mark.parametrize("mode", intra.STATS)
 def test_the_largest_call_fits_the_smallest_gpus(mode):
     da, dx = (256, 512) if mode in ("forward", "dv") else (512, 256)
-    s = Schedule(
-        mode, True, True, BF16, 64, 1, 1, 1, 64, da // 64, dx // 64, wgs=1, teams=1, slots=3,
-        blocks=1,
-    )  # fmt: skip
+    s = intra.Schedule(
+        mode, True, True, BF16, 64, 1, 1, 1, 64, da // 64, dx // 64, 1, slots=3, rings_y=1
+    )
     vector = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     vectors = dict.fromkeys((*s.of_rows, *s.of_columns), vector)
     vectors["along"] = jax.ShapeDtypeStruct((1, 1, 256), jnp.float32)
     assert _bytes(general_outputs.scratch(s, vectors)) <= SMALLEST - 1024  # the system's share
-    order = general_outputs.load_order(s)
-    assert len(order) <= general_outputs.ORDER
-    assert all(x < 256 for square in order for x in square)  # the columns may be more
+    assert len(s.order) <= intra.ORDER
+    assert all(x < 256 for square in s.order for x in square)  # the columns may be more
 
 
 def test_two_walks_fit_an_a100():
