@@ -29,7 +29,7 @@ from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear as fp8_linear
 from pallas_kernels.float8.quantize import TILE, cast
 from pallas_kernels.losses import fp8_head
-from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
+from pallas_kernels.losses.cross_entropy import losses, mask_by_label
 from pallas_kernels.losses.kernels import logits_kernel
 from pallas_kernels.options import checked
 from pallas_kernels.totals import summed
@@ -119,12 +119,12 @@ def _kernels(x, weight, labels, *, reduction, scale, chunk, total, **options):
     inside, after = scale, 1
     if x.dtype == jnp.float16:
         inside, after, weight, total = jnp.float32(1), scale, summed(weight, total), None
-    o = _Options(**options, chunk=_chunk(rows, weight, chunk, **options))
+    o = _Options(**options, chunk=_tokens(rows, weight, chunk, **options))
     loss = _linear_cross_entropy(rows, weight, labels, inside, total, o)
     return _reduce(loss, labels, o.ignore_index, reduction) * after
 
 
-def _chunk(x, weight, asked: int | None, *, fp8, transposed, **options) -> int:
+def _tokens(x, weight, asked: int | None, *, fp8, transposed, **options) -> int:
     """Tokens whose logits exist at a time."""
     if asked is not None:
         return mosaic.cdiv(asked, TILE) * TILE if fp8 else asked
@@ -179,18 +179,9 @@ def linear_cross_entropy_reference(
     z = z.astype(mosaic.stat_dtype(x.dtype))
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
-    if vocab_axis is None:
-        options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
-        loss = cross_entropy_reference(z, labels, **options)
-    else:
-        column = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
-        local, valid = _local(labels, z.shape[-1], vocab_size, vocab_axis)
-        z = jnp.where(column < valid, z, -jnp.inf)
-        top = lax.pmax(lax.stop_gradient(z.max(-1)), vocab_axis)
-        picked = jnp.where(column == local[..., None], z, 0).sum(-1)
-        total = jnp.exp(z - top[..., None]).sum(-1)
-        total, picked = lax.psum((total, picked), vocab_axis)
-        loss = mask_by_label(jnp.log(total) - (picked - top), labels, vocab_size, ignore_index)
+    vocab_size = z.shape[-1] if vocab_size is None else vocab_size
+    loss = losses(z, *_local(labels, z.shape[-1], vocab_size, vocab_axis), vocab_axis)
+    loss = mask_by_label(loss, labels, vocab_size, ignore_index)
     scale = lax.stop_gradient(jnp.asarray(scale, loss.dtype))
     return _reduce(loss.sum(), labels, ignore_index, reduction) * scale
 
@@ -226,71 +217,72 @@ def _local(labels, v, vocab_size, vocab_axis):
 
 def _run(
     x, weight, labels, scale, dw, o: _Options, differentiate: bool, frozen: bool = False
-) -> tuple[Any, Any]:
+) -> tuple[Any, tuple[Any, Any]]:
     """`scale` times the sum of all losses, and its gradients dx and dw + dW (float32) or None.
 
     dw: float32 or None, which stands for 0.
     frozen: the weight needs no gradient, so dW is None.
     """
-    w = weight.astype(x.dtype)
-    v = w.shape[1] if o.transposed else w.shape[0]
-    w = _padded(w, o)
+    v = weight.shape[1 if o.transposed else 0]
+    w = _padded(weight if o.fp8 else weight.astype(x.dtype), o)
+    w = fp8_head.cast_weight(w, o.transposed) if o.fp8 else w
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
-    scale = mask_by_label(scale, labels, o.vocab_size, o.ignore_index)
+    # fp8: 1, so that dz = -1 is exact; the products are multiplied by `scale`.
+    factor = mask_by_label(1.0 if o.fp8 else scale, labels, o.vocab_size, o.ignore_index)
     loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
+    chunk = functools.partial(
+        _fp8_chunk if o.fp8 else _chunk, w, scale, valid, o, differentiate, frozen
+    )
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
-        x_chunk, w_now = of(x), w
+        now = of(x), w
         if dx:  # delays the next logits until the last dz can be freed
             # Without dx, XLA postpones its matmuls on a mesh, to overlap them with the sum of dw
             # over the devices, and keeps all logits until then.
-            x_chunk, w_now, dw, dx[-1] = lax.optimization_barrier((x_chunk, w, dw, dx[-1]))
-        z = _logits(x_chunk, w_now, o.transposed)
-        losses, dz = _losses(z, of(local), of(scale), valid, o, differentiate)
-        loss += jnp.where(of(labels) == o.ignore_index, 0, losses).sum()
+            *now, dw, dx[-1] = lax.optimization_barrier((*now, dw, dx[-1]))
+        some, more_dx, more = chunk(*now, of(local), of(factor))
+        loss += jnp.where(of(labels) == o.ignore_index, 0, some).sum()
         if differentiate:
-            dx.append(jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype))
-        if differentiate and not frozen:
-            pair = (x_chunk, dz) if o.transposed else (dz, x_chunk)
-            more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
+            dx.append(more_dx)
+        if more is not None:
             dw = more if dw is None else dw + more
     if dw is not None:
         dw = dw[:, :v] if o.transposed else dw[:v]
-    return loss, (jnp.concatenate(dx), dw) if dx else None
+    dx = jnp.concatenate(dx) if dx else None
+    if o.fp8:
+        loss, dx = loss * scale, None if dx is None else (dx * scale).astype(x.dtype)
+    return loss, (dx, dw)
 
 
-def _run_fp8(x, weight, labels, scale, dw, o: _Options, differentiate: bool) -> tuple[Any, Any]:
-    """`_run` with fp8 operands, see fp8_head.py; `scale` multiplies the products and not dz."""
-    v = weight.shape[1] if o.transposed else weight.shape[0]
-    w8 = fp8_head.cast_weight(_padded(weight, o), o.transposed)
-    local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
-    known = mask_by_label(jnp.float32(1), labels, o.vocab_size, o.ignore_index)
-    loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
-    for start in range(0, x.shape[0], o.chunk):
-        of = lambda a, start=start: a[start : start + o.chunk]
-        x_chunk = of(x)
-        if dx:  # as in `_run`
-            x_chunk, dw, dx[-1] = lax.optimization_barrier((x_chunk, dw, dx[-1]))
-        x8 = cast(x_chunk, fp8_linear.FORWARD, True)
-        z = fp8_linear.times(x8, w8, x.dtype)
-        top, total, picked, _ = _sums(z, of(local), valid, o)
-        loss += jnp.where(of(known) == 0, 0, _loss(top, total, picked, o) * of(known)).sum()
-        if differentiate:
-            # No gradient where the label is ignored (known is 0), NaN where it is wrong.
-            log_sum = jnp.where(of(known) == 0, jnp.inf, (top + jnp.log(total)) * of(known))
-            target = jnp.where(of(known) == 0, -1, of(local))  # ignore_index may be a class
-            dz8 = fp8_head.gradient(z, target, log_sum, valid, o.softcap)
-            dx.append(fp8_linear.times_weight(dz8, w8, x.dtype))
-            # In float32 here, so any factor is exact.
-            dz8 = dz8._replace(inverse=dz8.inverse * scale)
-            more = fp8_linear.weight_gradient(
-                *((x8, dz8) if o.transposed else (dz8, x8)), jnp.float32
-            )
-            dw = more if dw is None else dw + more
-    if dw is None:  # nor dx
-        return loss * scale, None
-    dw = dw[:, :v] if o.transposed else dw[:v]
-    return loss * scale, ((jnp.concatenate(dx) * scale).astype(x.dtype), dw)
+def _chunk(w, _, valid, o: _Options, differentiate, frozen, x, w_now, local, scale):
+    """The losses of some tokens, their dx and their dW."""
+    losses, dz = _losses(_logits(x, w_now, o.transposed), local, scale, valid, o, differentiate)
+    if dz is None:
+        return losses, None, None
+    dx = jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype)
+    if frozen:
+        return losses, dx, None
+    pair = (x, dz) if o.transposed else (dz, x)
+    return losses, dx, jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
+
+
+def _fp8_chunk(_, scale, valid, o: _Options, differentiate, frozen, x, w, local, known):
+    """The same with fp8 operands (fp8_head.py); known: 0 where a label is ignored, NaN if wrong."""
+    x8 = cast(x, fp8_linear.FORWARD, True)
+    z = fp8_linear.times(x8, w, x.dtype)
+    top, total, picked, _ = _sums(z, local, valid, o)
+    losses = _loss(top, total, picked, o) * known
+    if not differentiate:
+        return losses, None, None
+    log_sum = jnp.where(known == 0, jnp.inf, (top + jnp.log(total)) * known)
+    target = jnp.where(known == 0, -1, local)  # ignore_index may be a class
+    dz8 = fp8_head.gradient(z, target, log_sum, valid, o.softcap)
+    dx = fp8_linear.times_weight(dz8, w, x.dtype)
+    if frozen:
+        return losses, dx, None
+    dz8 = dz8._replace(inverse=dz8.inverse * scale)  # in float32 here, so any factor is exact
+    pair = (x8, dz8) if o.transposed else (dz8, x8)
+    return losses, dx, fp8_linear.weight_gradient(*pair, jnp.float32)
 
 
 def _padded(weight, o: _Options):
@@ -312,8 +304,7 @@ def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[A
 
 def _sums(z, local, valid, o: _Options):
     """top, total and z[label] of rows, of the devices of vocab_axis together, and our z[label]."""
-    ones = jnp.ones(local.shape, jnp.float32)
-    kernel = functools.partial(logits_kernel, z, local, ones, softcap=o.softcap, write=False)
+    kernel = functools.partial(logits_kernel, z, local, None, softcap=o.softcap, write=False)
     if o.vocab_axis is None:
         _, top, total, picked = kernel(real=valid)
         return top, total, picked, picked
@@ -333,16 +324,13 @@ def _loss(top, total, picked, o: _Options):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _linear_cross_entropy(x, weight, labels, scale, total, o):
-    return (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, None, o, False)[0]
+    return _run(x, weight, labels, scale, None, o, False)[0]
 
 
 def _forward(x, weight, labels, scale, total, o):
     values = x.value, weight.value, labels.value, scale.value, total and total.value
-    if o.fp8:
-        loss, gradients = _run_fp8(*values, o, True)
-    else:
-        frozen = total is None and not weight.perturbed
-        loss, gradients = _run(*values, o, True, frozen=frozen)
+    frozen = total is None and not weight.perturbed
+    loss, gradients = _run(*values, o, True, frozen)
     return loss, (gradients, jnp.zeros((), weight.value.dtype) if total is None else None)
 
 
