@@ -35,9 +35,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
-from pallas_kernels.quantized.dot import Turn, dot, load_words
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, QuantizedWeight
-from pallas_kernels.quantized.unpack import read
+from pallas_kernels.quantized.unpack import Turn, dot, load_words, read
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
