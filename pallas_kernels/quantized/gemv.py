@@ -10,7 +10,7 @@ blocks share the bytes of any layer, and its warps share K: no other block adds 
     warpgroup    every `wgs`-th turn of four steps; each of its warps has one of the four
     lane         its words of the next `ahead` turns are in flight while it multiplies those before
 
-    words of a step: 512 bytes in a row -> registers -> operands of mma m16n8k16 (dot.py)
+    words of a step: 512 bytes in a row -> registers -> operands of mma m16n8k16
     x of a step -> shared memory        -> registers -> mma's eight columns, all equal
     sums of a group of k                -> acc += s sum, and offset sum of x
 
@@ -35,8 +35,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
-from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, QuantizedWeight
-from pallas_kernels.quantized.unpack import Turn, dot, load_words, read
+from pallas_kernels.quantized.formats import (
+    COLUMNS,
+    LANES,
+    TURN,
+    WORDS,
+    Format,
+    QuantizedWeight,
+)
+from pallas_kernels.quantized.unpack import dot, load_words, read
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
@@ -48,7 +55,44 @@ _BROUGHT = 16  # numbers of x, or half as many with a norm, that a thread reques
 _NORMED = 64  # numbers of a row that a thread normalises, at most
 
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
+# (4, 8 i) of x: a warp has a row, and lanes 4 r + j the neighbours 2 j and 2 j + 1, for any r.
+_X = _TILED(plgpu.Tiling(((TURN, 8), (2,))), (-3,), (_Any(8), -2), -1)
+# (4, 32 i) of x for 2:4: lanes 4 r + j have two fours.
+_X_FOURS = _TILED(plgpu.Tiling(((TURN, 32), (8,))), (-3,), (_Any(8), -2), -1)
 _COLUMNS = _TILED(plgpu.Tiling(((COLUMNS,), (1,))), (_Any(4),), (_Any(2), -2), -1)
+
+
+class Turn(NamedTuple):
+    """Four steps of a weight, one for each warp of the kernel of one row."""
+
+    step: int  # k of a step
+    bits: int
+    format: Format
+    group: int  # k in a group
+
+    @property
+    def rows(self) -> int:
+        """The rows of scales of a turn: one for each warp, or fewer if warps share a group."""
+        return max(1, min(TURN, TURN * self.step // self.group))
+
+    @property
+    def groups(self) -> int:
+        """The groups of a step."""
+        return max(1, self.step // self.group)
+
+    @property
+    def x_layout(self) -> plgpu.Layout:
+        """Of (4, step) of x."""
+        # pyrefly: ignore[bad-return]
+        return _X_FOURS if self.format == "2:4" else _X
+
+    @property
+    def scales_layout(self) -> plgpu.Layout:
+        """Of (rows, 16 groups) scales; n = r and r + 8 are in a register."""
+        warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[self.rows]
+        tiling = plgpu.Tiling(((self.rows, COLUMNS), (2,)))
+        # pyrefly: ignore[bad-return]
+        return _TILED(tiling, warps, (-2, _Any(4)), -1)
 
 
 class RowPlan(NamedTuple):
@@ -262,40 +306,33 @@ def _bring(p: RowPlan, refs: _RowRefs, wg):
 
     With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
     """
-    numbers = p.turn.step // LANES
-    at_once, squares = _BROUGHT // numbers // (1 if refs.norm is None else 2), []
-    for first in range(0, p.share, at_once):
-        squares += _bring_some(p, refs, wg, range(first, min(first + at_once, p.share)))
-    if refs.norm is not None:
+    layout = mosaic.warp_rows(p.turn.step // LANES)
+    at_once = _BROUGHT // (p.turn.step // LANES) // (1 if refs.norm is None else 2)
+    squares = []
+    for start in range(0, p.share, at_once):
+        turns = range(start, min(start + at_once, p.share))
+        if p.even:
+            parts = [(wg * p.share + start, len(turns))]
+        else:
+            parts = [(i * p.wgs + wg, 1) for i in turns]
+        at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
+        # All loads come before the stores: a warpgroup's warps wait for each other at a store.
+        ys = [read(refs.x.at[rows], layout) for rows in at]
+        if refs.norm is not None:
+            weights = [read(refs.norm[0].at[rows], layout) for rows in at]
+            xs = [y.astype(jnp.float32) for y in ys]
+            for (turn, n), x in zip(parts, xs, strict=True):
+                some = [x[i * TURN : (i + 1) * TURN] for i in range(n)]
+                exists = [jnp.broadcast_to(turn + i < p.turns, some[0].shape) for i in range(n)]
+                squares += [jnp.where(e, x * x, 0.0) for e, x in zip(exists, some, strict=True)]
+            ys = [x * w for x, w in zip(xs, weights, strict=True)]
+        for (turn, _), rows, y in zip(parts, at, ys, strict=True):
+            store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
+            store() if p.even else pl.when(turn < p.turns)(store)
+    if squares:
         total = jnp.sum(functools.reduce(jnp.add, squares), axis=1)
         mosaic.store(refs.smem["norm_smem"].at[wg], total)
     plgpu.barrier_arrive(refs.smem["x_bar"])
-
-
-def _bring_some(p: RowPlan, refs: _RowRefs, wg, turns: range) -> list:
-    """Brings the `turns` of this warpgroup; returns their x^2 for RMS norm, (4, step) each.
-
-    All loads come before the stores: the warps of a warpgroup wait for each other at a store.
-    """
-    layout = mosaic.warp_rows(p.turn.step // LANES)
-    if p.even:
-        parts = [(wg * p.share + turns.start, len(turns))]
-    else:
-        parts = [(i * p.wgs + wg, 1) for i in turns]
-    at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
-    load = lambda ref: [read(ref.at[rows], layout) for rows in at]
-    ys, squares = load(refs.x), []
-    if refs.norm is not None:
-        weights, xs = load(refs.norm[0]), [x.astype(jnp.float32) for x in ys]
-        for (turn, n), x in zip(parts, xs, strict=True):
-            some = [x[i * TURN : (i + 1) * TURN] for i in range(n)]
-            exists = [jnp.broadcast_to(turn + i < p.turns, some[0].shape) for i in range(n)]
-            squares += [jnp.where(e, x * x, 0.0) for e, x in zip(exists, some, strict=True)]
-        ys = [x * w for x, w in zip(xs, weights, strict=True)]
-    for (turn, _), rows, y in zip(parts, at, ys, strict=True):
-        store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
-        store() if p.even else pl.when(turn < p.turns)(store)
-    return squares
 
 
 def _normalize(p: RowPlan, refs: _RowRefs):

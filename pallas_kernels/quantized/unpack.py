@@ -15,7 +15,7 @@ registers of one thread; tests/specifications.py says what they do to whole arra
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,7 @@ from jaxlib.mlir.dialects import gpu, llvm
 
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import ROW, WGMMA, warp_rows
+from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format
 
 PLANES = 4  # planes of a block: 64 of k, 128 bytes of bfloat16, one swizzle
@@ -43,43 +44,6 @@ PLANE_WORDS = {
 }
 # (1, 16) scales of 16 n, the same in all warps.
 COLUMN_SCALES = _TILED(plgpu.Tiling(((1, COLUMNS), (2,))), (_Any(4),), (-2, _Any(4)), -1)
-# (4, 8 i) of x: a warp has a row, and lanes 4 r + j the neighbours 2 j and 2 j + 1, for any r.
-_X = _TILED(plgpu.Tiling(((TURN, 8), (2,))), (-3,), (_Any(8), -2), -1)
-# (4, 32 i) of x for 2:4: lanes 4 r + j have two fours.
-_X_FOURS = _TILED(plgpu.Tiling(((TURN, 32), (8,))), (-3,), (_Any(8), -2), -1)
-
-
-class Turn(NamedTuple):
-    """Four steps of a weight, one for each warp of the kernel of one row."""
-
-    step: int  # k of a step
-    bits: int
-    format: Format
-    group: int  # k in a group
-
-    @property
-    def rows(self) -> int:
-        """The rows of scales of a turn: one for each warp, or fewer if warps share a group."""
-        return max(1, min(TURN, TURN * self.step // self.group))
-
-    @property
-    def groups(self) -> int:
-        """The groups of a step."""
-        return max(1, self.step // self.group)
-
-    @property
-    def x_layout(self) -> plgpu.Layout:
-        """Of (4, step) of x."""
-        # pyrefly: ignore[bad-return]
-        return _X_FOURS if self.format == "2:4" else _X
-
-    @property
-    def scales_layout(self) -> plgpu.Layout:
-        """Of (rows, 16 groups) scales; n = r and r + 8 are in a register."""
-        warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[self.rows]
-        tiling = plgpu.Tiling(((self.rows, COLUMNS), (2,)))
-        # pyrefly: ignore[bad-return]
-        return _TILED(tiling, warps, (-2, _Any(4)), -1)
 
 
 def tile(words, scales, offsets, block: int, bits: int, format: Format):
@@ -117,11 +81,12 @@ def load_words(ref, parts: int):
     return _inline(code, shape, jnp.int32, LANE_WORDS, (plgpu.RefType(),))(ref)
 
 
-def dot(t: Turn, acc, x, words, scales):
+def dot(t, acc, x, words, scales):
     """acc + the products of four steps, one for each warp: (64,), of (step, n).
 
+    t: a Turn of gemv.py.  scales: the scales, or scales and offsets.
     A warp multiplies its words by x on the tensor core (mma m16n8k16), whose eight columns are all
-    the same row of x.  scales: the scales, or scales and offsets.
+    the same row of x.
     """
     types = (ROW, t.x_layout, [LANE_WORDS] * len(words), [t.scales_layout] * len(scales))
     code = functools.partial(_dot, t)
@@ -136,6 +101,33 @@ def _inline(code, shape, dtype, layout, types):
 def read(ref, layout):
     """Loads a global or unswizzled shared ref into registers of `layout`, in its dtype."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def by_tile(words, scales, offsets) -> tuple:
+    """The arrays of a weight for the kernels of several rows: (tiles, parts or groups, numbers)."""
+    by = lambda a, n: None if a is None else a.reshape(len(a), -1, n)
+    return by(words, LANES * WORDS), by(scales, COLUMNS), by(offsets, COLUMNS)
+
+
+def buffers(slots: int, tiles: int, parts: int, groups: int, asymmetric: bool) -> dict:
+    """Shared memory for `slots` turns of some tiles."""
+    small = plgpu.SMEM((slots, tiles, groups, COLUMNS), jnp.bfloat16)
+    words = plgpu.SMEM((slots, tiles, parts, LANES * WORDS), jnp.int32)
+    return dict(words_smem=words, scales_smem=small, offsets_smem=small if asymmetric else None)
+
+
+def send(ring: Ring, i, refs, tiles, parts, groups) -> None:
+    """Starts the copies of some tiles' words, scales and offsets for step i of a ring."""
+    ring.send(i, refs.words.at[tiles, parts], refs.words_smem)
+    ring.send(i, refs.scales.at[tiles, groups], refs.scales_smem)
+    if refs.offsets is not None:
+        ring.send(i, refs.offsets.at[tiles, groups], refs.offsets_smem)
+
+
+def read_scales(refs, layout, *places) -> tuple[list, list]:
+    """Scales and offsets of these places in shared memory; no offsets for symmetric weights."""
+    arrays = (refs.scales_smem, refs.offsets_smem)
+    return tuple([] if a is None else [read(a.at[at], layout) for at in places] for a in arrays)
 
 
 def right_operand(x, format: Format):

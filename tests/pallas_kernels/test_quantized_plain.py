@@ -10,7 +10,7 @@ from kernel_checks import ON_GPU, normal
 
 from pallas_kernels import quantize, quantized_linear
 from pallas_kernels.quantized.formats import PlainWeight, dequantize
-from pallas_kernels.quantized.plain import quantize_rows
+from pallas_kernels.quantized.op import quantize_rows
 
 FORMATS = ["int", "fp8"]
 
