@@ -1,4 +1,5 @@
-"""Checks the options of public ops by their annotations: int, float, bool, Literal, NamedTuple.
+"""Checks the arguments of public ops by their annotations: arrays, and options of the types int,
+float, bool, Literal and NamedTuple.
 
 `dtype` is checked by its name.  Options are static: kernels are built from their values.  So each
 is converted to Python's own type before an op looks at it, whatever kind of number it was.
@@ -8,12 +9,16 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import AbstractArray
+
+_SEQUENCES = (tuple, Sequence)
 
 
 @contextlib.contextmanager
@@ -33,8 +38,8 @@ def promotions() -> Iterator[None]:
 def checked[Op: Callable](op: Op) -> Op:
     """Converts the options of `op` to the types of their annotations.
 
-    Raises ValueError, in one line, for a value of another type, a traced one included.  The op
-    runs under `promotions`.
+    Raises ValueError, in one line, for an option of another type, a traced one included, and for
+    what is no array where one is due.  The op runs under `promotions`.
     """
     convert = _converters(op)
     names = list(inspect.signature(op).parameters)
@@ -55,19 +60,46 @@ def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
     """For each parameter with a type that is checked here a function (name, value) -> value."""
     found = {}
     for name, parameter in inspect.signature(of).parameters.items():
-        kinds = get_args(parameter.annotation)
-        if get_origin(parameter.annotation) is Literal or not kinds:
-            kinds = (parameter.annotation,)
-        kinds = [kind for kind in kinds if kind is not type(None)]
-        if len(kinds) == 1 and (convert := _converter(kinds[0])):
-            found[name] = functools.partial(_unless_none, convert, parameter)
+        kinds = _members(parameter.annotation)
+        others = [kind for kind in kinds if kind is not NoneType]
+        if any(map(_is_array, others)) or any(get_origin(kind) in _SEQUENCES for kind in others):
+            found[name] = functools.partial(_arrays, kinds)
+        elif len(others) == 1 and (convert := _converter(others[0])):
+            found[name] = functools.partial(_unless_none, convert, NoneType in kinds)
         elif name == "dtype":
             found[name] = _dtype
     return found
 
 
-def _unless_none(convert, parameter, name: str, x):
-    optional = type(None) in get_args(parameter.annotation)
+def _members(annotation) -> tuple:
+    """The types of a union, or the only one."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_array(kind) -> bool:
+    return isinstance(kind, type) and issubclass(kind, AbstractArray)
+
+
+def _arrays(kinds, name: str, x):
+    """x, if it is an array or what else its annotation names; a sequence is checked by element."""
+    classes = tuple(kind for kind in kinds if isinstance(kind, type) and not _is_array(kind))
+    if any(_is_array(kind) and not kind.dims for kind in kinds) or float in classes:
+        classes += int, float
+    elements = [kind for of in kinds if get_origin(of) in _SEQUENCES for kind in get_args(of)]
+    if elements and isinstance(x, list | tuple):
+        kinds = [kind for element in elements for kind in _members(element)]
+        for i, y in enumerate(x):
+            _arrays(kinds, f"{name}[{i}]", y)
+    elif x is None and NoneType not in kinds:
+        raise ValueError(f"{name} is None, not an array")
+    elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
+        if not hasattr(x, "__jax_array__"):
+            what = f"a {type(x).__name__}, not an array"
+            raise ValueError(f"{name} is {what}: pass jnp.asarray({name})")
+    return x
+
+
+def _unless_none(convert, optional: bool, name: str, x):
     return None if x is None and optional else convert(name, x)
 
 
