@@ -43,7 +43,7 @@ def gradient(z, labels, log_sum, valid, softcap) -> Cast:
         rows.append(jnp.full(labels.shape, valid))
 
     def tile(u, log_sum, label, valid=valid):
-        x, slope = capped(u, softcap, z.dtype)
+        x, slope = capped(u, softcap)
         column = quantize.column_numbers()
         dz = jnp.exp(x - log_sum)
         dz = jnp.where(column == label, dz - 1, dz)

@@ -32,7 +32,6 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)  # the initial maximum; finite, as -
 # registers leave room for one block.  Measured between matmuls: 8192x50304 0.642 ms, with wide
 # tiles 0.717; 2048x128256 0.477 ms, with narrow tiles 0.541.
 _GROUPS = 4  # warpgroups that share a row
-_BOUNDED = 70.0  # a softcap: exp(70) = 3e30, and float32 holds sums of 1e8 of them
 _UNROLL = 6
 _TILES = ((112 * 1024, 128), (None, 256))  # (maximum bytes of a row, columns of a warp's tile)
 
@@ -51,7 +50,7 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
     """
     n, v = z.shape
     tile = next(t for most, t in _TILES if most is None or v * z.dtype.itemsize <= most)
-    cut = _Cut(v // 4, tile, softcap, z.dtype)
+    cut = _Cut(v // 4, tile, softcap)
     bar = plgpu.Barrier(num_arrivals=_GROUPS)
     lines = plgpu.SMEM((_GROUPS, 4), jnp.float32)
     both = "" if given or not write else "_and_gradient"
@@ -86,7 +85,6 @@ class _Cut(NamedTuple):
     part: int  # columns of a warp
     tile: int  # columns that a warp takes at a time
     softcap: Any  # a number or None
-    dtype: Any  # of the logits
 
     @property
     def tiles(self) -> int:
@@ -102,39 +100,24 @@ class _Cut(NamedTuple):
     @property
     def unroll(self) -> int:
         """Loads that a thread has in flight."""
-        if self.softcap is None or self.tile != 128:
-            return _UNROLL
-        # A cap takes registers: of a narrow tile six loads need 79 in bf16, 87 in fp16.
-        return 4 if self.dtype == jnp.bfloat16 else 3  # 63 and 62
-
-    @property
-    def bounded(self) -> bool:
-        """Whether no exponential of a capped logit can leave float32, so none needs a maximum."""
-        return self.softcap is not None and self.softcap <= _BOUNDED
-
-    def capped(self, u):
-        return capped(u, self.softcap, self.dtype)
-
-    def exponential(self, x, top):
-        """exp(x - top) of a capped logit; top is 0 if they are bounded."""
-        return jnp.exp(x) if self.bounded else jnp.exp(x - top)
-
-    def add(self, state, *xs):
-        """Updates (maximum, sum of exponentials relative to it) of each lane with more logits.
-
-        The lanes are combined only at the end of the row.
-        """
-        if not self.bounded:
-            old, total = state
-            top = functools.reduce(jnp.maximum, xs, old)
-            return top, sum((jnp.exp(x - top) for x in xs), start=total * jnp.exp(old - top))
-        return state[0], sum((jnp.exp(x) for x in xs), start=state[1])
+        # A cap takes registers: of a narrow tile six loads need 87, three 62.
+        return _UNROLL if self.softcap is None or self.tile != 128 else _UNROLL // 2
 
     def columns(self, start, width):
         """The column of every element of a (4, width) array that starts at `start`."""
         layout = self.layout(width)
         part = plgpu.broadcasted_iota(jnp.int32, (4, width), 0, layout=layout) * self.part
         return part + plgpu.broadcasted_iota(jnp.int32, (4, width), 1, layout=layout) + start
+
+
+def _online(state, *xs):
+    """Updates (maximum, sum of exponentials relative to it) of each lane with more logits.
+
+    The lanes are combined only at the end of the row.
+    """
+    old, total = state
+    top = functools.reduce(jnp.maximum, xs, old)
+    return top, sum((jnp.exp(x - top) for x in xs), start=total * jnp.exp(old - top))
 
 
 class _Row(NamedTuple):
@@ -160,18 +143,10 @@ class _Row(NamedTuple):
         return mosaic.load(self.z.at[:, pl.ds(start, width)], layout)
 
 
-def capped(u, softcap, dtype):
-    """(capped logit, its derivative) of a logit, inside a kernel; without a cap (u, None).
-
-    dtype: of the logits in memory.
-    """
+def capped(u, softcap):
+    """(capped logit, its derivative) of a logit, inside a kernel; without a cap (u, None)."""
     if softcap is None:
         return u, None
-    if dtype == jnp.bfloat16:
-        # The special function units bound this kernel, and tanh.approx is one instruction of
-        # theirs instead of two.  Its error is 2^-11 of tanh; logits in bf16 are rounded by 2^-9.
-        t = jnp.tanh(u * (1 / softcap))
-        return softcap * t, 1 - t * t
     # 1 - tanh^2 is 4 s (1 - s), and the fast exp2 is accurate enough.
     s = 1 / (jnp.exp2(u * (2 * LOG2E / softcap)) + 1)
     return softcap - 2 * softcap * s, 4 * s * (1 - s)
@@ -232,7 +207,7 @@ def _statistics(cut: _Cut, row: _Row):
     layout = cut.layout(cut.tile)
 
     def load(start, end=None, width=cut.tile):
-        x, _ = cut.capped(row.load(start, width, cut.layout(width)))
+        x, _ = capped(row.load(start, width, cut.layout(width)), cut.softcap)
         return x if end is None else jnp.where(cut.columns(start, width) < end, x, -jnp.inf)
 
     # Load the rest of the row while the tiles are in flight.  Only the last group counts it.
@@ -242,17 +217,16 @@ def _statistics(cut: _Cut, row: _Row):
         tail = load(cut.tiles * cut.tile, end, cut.rest)
 
     # Compute the online softmax over the tiles.
-    whole = lambda i, s: cut.add(s, *(load(row.start(cut, i, u)) for u in range(cut.unroll)))
-    late = lambda i, s: cut.add(s, load(row.late_start(cut, i), row.valid))
-    least = 0.0 if cut.bounded else _LOWEST
-    lowest = plgpu.layout_cast(jnp.full((4, cut.tile), least, jnp.float32), layout)
+    whole = lambda i, s: _online(s, *(load(row.start(cut, i, u)) for u in range(cut.unroll)))
+    late = lambda i, s: _online(s, load(row.late_start(cut, i), row.valid))
+    lowest = plgpu.layout_cast(jnp.full((4, cut.tile), _LOWEST, jnp.float32), layout)
     state = lowest, mosaic.zeros((4, cut.tile), layout)
     state = lax.fori_loop(0, row.whole, whole, state)
     tops, totals = lax.fori_loop(0, row.more, late, state)
 
     # Reduce the lanes of each warp and add the rest.
     top = jnp.max(tops, axis=1)
-    if tail is not None and not cut.bounded:
+    if tail is not None:
         top = jnp.maximum(top, plgpu.layout_cast(jnp.max(tail, axis=1), layout.reduce(1)))
     total = jnp.sum(totals * jnp.exp(tops - mosaic.along(top, tops.shape, 0)), axis=1)
     if tail is not None:
@@ -294,8 +268,8 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
 
     @pl.when((row.group == 0) & (label >= 0))
     def _():
-        x, slope = cut.capped(picked)
-        dz = factor * cut.exponential(x, top) - scale
+        x, slope = capped(picked, cut.softcap)
+        dz = factor * jnp.exp(x - top) - scale
         dz = dz if slope is None else dz * slope
         row.dz[label // cut.part, label % cut.part] = dz.astype(row.dz.dtype)
 
@@ -305,8 +279,8 @@ def _write(cut: _Cut, row: _Row, top, factor, starts, width, masked=False):
     layout = cut.layout(width)
     xs = [row.load(start, width, layout) for start in starts]
     for start, x in zip(starts, xs, strict=True):
-        x, slope = cut.capped(x)
-        dz = factor * cut.exponential(x, top)
+        x, slope = capped(x, cut.softcap)
+        dz = factor * jnp.exp(x - top)
         dz = dz if slope is None else dz * slope
         if masked:
             dz = jnp.where(cut.columns(start, width) < row.valid, dz, 0.0)
