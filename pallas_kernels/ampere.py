@@ -137,7 +137,7 @@ def _load_rows(shape, tile_shape, _, array, tile, *where):
 
 
 def _store_rows(shape, tile_shape, _, array, tile, *where):
-    words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+    words = ir.VectorType.get((4,), i32())
     target, source, found = _pieces(shape, tile_shape, array, tile, *where)
     byte = ir.IntegerType.get_signless(8)
     for to, from_, ok in found:
@@ -164,29 +164,29 @@ def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
     add, multiply = arith.addi, arith.muli
     wide = lambda x: arith.extsi(i64, x)
     constant64 = lambda n: arith.constant(i64, ir.IntegerAttr.get(i64, n))
-    thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
-    row, piece = (f(thread, _constant(across)) for f in (arith.divui, arith.remui))
-    turn = arith.divui(arith.remui(row, _constant(8)), _constant(8 // across))
-    place = multiply(arith.xori(piece, turn), _constant(8))
-    inside = add(multiply(row, _constant(line)), place)
+    thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
+    row, piece = (f(thread, constant(across)) for f in (arith.divui, arith.remui))
+    turn = arith.divui(arith.remui(row, constant(8)), constant(8 // across))
+    place = multiply(arith.xori(piece, turn), constant(8))
+    inside = add(multiply(row, constant(line)), place)
     # Rows r and r + 8 stand in different tiles of 8 rows: row r at r // 8 * 8 * width.
-    block = multiply(arith.divui(row, _constant(8)), _constant(8 * (width - line)))
+    block = multiply(arith.divui(row, constant(8)), constant(8 * (width - line)))
     inside = add(inside, block)
     first_row = add(first, row)
     line_of = add(multiply(wide(batch), constant64(t)), wide(first_row))
     from_ = add(multiply(line_of, constant64(h)), wide(head))
-    from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, _constant(8))))
+    from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, constant(8))))
     global_ = mgpu.utils.getelementptr(_global(array), [from_], element)
     shared = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [inside], element)
     found = []
     for r in range(0, rows, at_once):
-        here = _less(add(first_row, _constant(r)), end)
+        here = _less(add(first_row, constant(r)), end)
         for c in range(0, width, line):
             ok = here
             if c >= d:
                 ok = arith.constant(ir.IntegerType.get_signless(1), 0)
             elif c + line > d:
-                ok = arith.andi(here, _less(multiply(piece, _constant(8)), _constant(d - c)))
+                ok = arith.andi(here, _less(multiply(piece, constant(8)), constant(d - c)))
             found.append((2 * (r * h * d + c), 2 * (r * width + c * 8), ok))
     return global_, shared, found
 
@@ -196,29 +196,33 @@ def _load_line(shape, length, _, array, target, batch, head, first):
     wide = lambda x: arith.extsi(i64, x)
     times = lambda x, n: arith.muli(x, arith.constant(i64, ir.IntegerAttr.get(i64, n)))
     batch, head, first = (wide(x.registers.item()) for x in (batch, head, first))
-    thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
-    mine = arith.muli(thread, _constant(4))
+    thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
+    mine = arith.muli(thread, constant(4))
     _, heads, t = shape
     place = arith.addi(times(arith.addi(times(batch, heads), head), t), first)
     place = arith.addi(place, wide(mine))
     source = mgpu.utils.getelementptr(_global(array), [place], f32)
     target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [mine], f32)
-    with mgpu.when(_less(mine, _constant(length))):
+    with mgpu.when(_less(mine, constant(length))):
         _copy(source, target)
 
 
 def _copy(source, target, ok=None, from_=0, to=0):
     """Starts to copy 16 bytes, or to write zeros if not ok; from_, to: added to the addresses."""
-    size = _constant(16) if ok is None else arith.select(ok, _constant(16), _constant(0))
+    size = constant(16) if ok is None else arith.select(ok, constant(16), constant(0))
     target = llvm.ptrtoint(size.type, target)
     code = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {from_}], 16, $2;"
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, [target, source, size], code, "r,l,r", has_side_effects=True)
 
 
-def _constant(n: int):
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+def i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(n: int):
+    """A number of 32 bits, signed or not."""
+    return arith.constant(i32(), ir.IntegerAttr.get(i32(), n - 2**32 * (n >> 31 & 1)))
 
 
 def _less(x, y):

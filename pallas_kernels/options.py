@@ -65,7 +65,7 @@ def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
         if any(map(_is_array, others)) or any(get_origin(kind) in _SEQUENCES for kind in others):
             found[name] = functools.partial(_arrays, kinds)
         elif len(others) == 1 and (convert := _converter(others[0])):
-            found[name] = functools.partial(_unless_none, convert, NoneType in kinds)
+            found[name] = _optional(convert) if NoneType in kinds else convert
         elif name == "dtype":
             found[name] = _dtype
     return found
@@ -99,8 +99,8 @@ def _arrays(kinds, name: str, x):
     return x
 
 
-def _unless_none(convert, optional: bool, name: str, x):
-    return None if x is None and optional else convert(name, x)
+def _optional(convert):
+    return lambda name, x: None if x is None else convert(name, x)
 
 
 def _converter(kind) -> Callable[[str, Any], Any] | None:

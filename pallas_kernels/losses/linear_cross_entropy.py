@@ -13,7 +13,15 @@ backward pass has nothing to do.
 
 XLA runs the matmuls, at the hardware's limit.  The kernel between them (kernels.py) reads a row of
 logits and overwrites it with dz.  Statistics, loss and dW are float32; dz is rounded to x's dtype
-for its matmuls.  With `fp8` x, W and dz are rounded to 8 bits (fp8_head.py).
+for its matmuls.
+
+With `fp8` z = Q4(x) Q4(W)^T, dx = Q5(dz) Q4(W), dW = Q5(dz)^T Q4(x), where Q4 and Q5 round to e4m3
+and e5m2; the products are fp8_linear's.  dz = exp(z - log_sum) - [v = label] needs no maximum:
+without the loss's factor it lies in [-1, 1].  The factor multiplies the products instead, so dz =
+-1 is exact, and the label's share has no error that is the same for all tokens.  e5m2 holds
+probabilities down to 2^-31.  A separate kernel reads the logits and writes dz in fp8, in both
+orders: 4 bytes a logit, as in bfloat16.  The sum over a row must be known before, which takes one
+more pass over the logits.
 """
 
 import functools
@@ -27,10 +35,10 @@ from jaxtyping import Array, Float, Integer
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear as fp8_linear
-from pallas_kernels.float8.quantize import TILE, cast
-from pallas_kernels.losses import fp8_head
+from pallas_kernels.float8 import quantize
+from pallas_kernels.float8.quantize import TILE, Cast, cast
 from pallas_kernels.losses.cross_entropy import losses, mask_by_label
-from pallas_kernels.losses.kernels import logits_kernel
+from pallas_kernels.losses.kernels import capped, logits_kernel
 from pallas_kernels.options import checked
 from pallas_kernels.totals import summed
 
@@ -82,7 +90,7 @@ def linear_cross_entropy(
     vocab_axis: the mesh axis that splits the vocabulary, inside `shard_map` (check_vma=False).
     weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
     The loss is the whole vocabulary's; x's gradient is this part's share, which shard_map sums.
-    fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
+    fp8: whether the three matmuls take fp8 operands, where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
     total: of gradients of the weight so far (totals.py), for reduction="sum"; the gradient of the
@@ -98,7 +106,7 @@ def linear_cross_entropy(
     if total is not None and reduction == "mean":
         raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
     labels, ignore_index = ids.labels(labels, ignore_index)
-    if fp8 and (reason := fp8_head.why_not(x)):
+    if fp8 and (reason := quantize.not_a_multiple(TILE, tokens=labels.size, C=x.shape[-1])):
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
         fp8 = False
@@ -225,7 +233,9 @@ def _run(
     """
     v = weight.shape[1 if o.transposed else 0]
     w = _padded(weight if o.fp8 else weight.astype(x.dtype), o)
-    w = fp8_head.cast_weight(w, o.transposed) if o.fp8 else w
+    if o.fp8:
+        w = cast(w, fp8_linear.FORWARD, True)
+        w = w if o.transposed else w._replace(values=w.transposed, transposed=w.values)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
     # fp8: 1, so that dz = -1 is exact; the products are multiplied by `scale`.
     factor = mask_by_label(1.0 if o.fp8 else scale, labels, o.vocab_size, o.ignore_index)
@@ -267,7 +277,7 @@ def _chunk(w, _, valid, o: _Options, differentiate, frozen, x, w_now, local, sca
 
 
 def _fp8_chunk(_, scale, valid, o: _Options, differentiate, frozen, x, w, local, known):
-    """The same with fp8 operands (fp8_head.py); known: 0 where a label is ignored, NaN if wrong."""
+    """The same with fp8 operands; known: 0 where a label is ignored, NaN where it is wrong."""
     x8 = cast(x, fp8_linear.FORWARD, True)
     z = fp8_linear.times(x8, w, x.dtype)
     top, total, picked, _ = _sums(z, local, valid, o)
@@ -276,13 +286,36 @@ def _fp8_chunk(_, scale, valid, o: _Options, differentiate, frozen, x, w, local,
         return losses, None, None
     log_sum = jnp.where(known == 0, jnp.inf, (top + jnp.log(total)) * known)
     target = jnp.where(known == 0, -1, local)  # ignore_index may be a class
-    dz8 = fp8_head.gradient(z, target, log_sum, valid, o.softcap)
+    dz8 = fp8_gradient(z, target, log_sum, valid, o.softcap)
     dx = fp8_linear.times_weight(dz8, w, x.dtype)
     if frozen:
         return losses, dx, None
     dz8 = dz8._replace(inverse=dz8.inverse * scale)  # in float32 here, so any factor is exact
     pair = (x8, dz8) if o.transposed else (dz8, x8)
     return losses, dx, fp8_linear.weight_gradient(*pair, jnp.float32)
+
+
+def fp8_gradient(z, labels, log_sum, valid, softcap) -> Cast:
+    """dz of rows of logits, in both orders.
+
+    labels: (n,), a column or -1.  log_sum: (n,), of the exponentials of the capped logits; infinite
+    for rows without a gradient.  valid: columns that are not padding, an int or an array ().
+    """
+    rows = [log_sum, labels]
+    if not isinstance(valid, int):
+        rows.append(jnp.full(labels.shape, valid))
+
+    def tile(u, log_sum, label, valid=valid):
+        x, slope = capped(u, softcap)
+        column = quantize.column_numbers()
+        dz = jnp.exp(x - log_sum)
+        dz = jnp.where(column == label, dz - 1, dz)
+        dz = dz if slope is None else dz * slope
+        return (jnp.where(column < valid, dz, 0.0),)
+
+    name, one = "linear_cross_entropy_gradient_fp8", [jnp.float32(1)]
+    options = dict(rows=rows, name=name, approx=True)
+    return quantize.cast_results(tile, [z], one, fp8_linear.BACKWARD, **options)[0][0]
 
 
 def _padded(weight, o: _Options):

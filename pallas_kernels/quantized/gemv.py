@@ -62,13 +62,22 @@ _X_FOURS = _TILED(plgpu.Tiling(((TURN, 32), (8,))), (-3,), (_Any(8), -2), -1)
 _COLUMNS = _TILED(plgpu.Tiling(((COLUMNS,), (1,))), (_Any(4),), (_Any(2), -2), -1)
 
 
-class Turn(NamedTuple):
-    """Four steps of a weight, one for each warp of the kernel of one row."""
+class RowPlan(NamedTuple):
+    """How a product is split; see the picture."""
 
     step: int  # k of a step
     bits: int
     format: Format
     group: int  # k in a group
+    turns: int
+    wgs: int
+    ahead: int
+    each: int  # weights of a block
+    activation: str | None
+    eps: float  # of the norm
+    staged: bool  # x is in shared memory
+    late: bool  # the norm is a factor of the sums
+    centered: bool
 
     @property
     def rows(self) -> int:
@@ -94,21 +103,6 @@ class Turn(NamedTuple):
         # pyrefly: ignore[bad-return]
         return _TILED(tiling, warps, (-2, _Any(4)), -1)
 
-
-class RowPlan(NamedTuple):
-    """How a product is split; see the picture."""
-
-    turn: Turn
-    turns: int
-    wgs: int
-    ahead: int
-    each: int  # weights of a block
-    activation: str | None
-    eps: float  # of the norm
-    staged: bool  # x is in shared memory
-    late: bool  # the norm is a factor of the sums
-    centered: bool
-
     @property
     def even(self) -> bool:
         """Whether all warpgroups have equally many turns."""
@@ -129,10 +123,10 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     blocks = mosaic.cdiv(tiles, _SMS)  # of an SM
     wgs = max(1, min(_WGS // blocks, turns))
     ahead = min(_AHEAD // each, mosaic.cdiv(turns, wgs))
-    turn = Turn(weight.step, weight.bits, weight.format, group)
     late = norm is not None and not centered and norm[1] is None
     staged = norm is not None or turns * TURN * weight.step <= _STAGED
-    return RowPlan(turn, turns, wgs, ahead, each, activation, eps, staged, late, centered)
+    kind = weight.step, weight.bits, weight.format, group
+    return RowPlan(*kind, turns, wgs, ahead, each, activation, eps, staged, late, centered)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
@@ -171,10 +165,10 @@ def products(
 
 @functools.partial(jax.jit, static_argnums=(4, 5))  # traced and lowered once for all layers
 def _products(x, parts, norm, residual, dtypes, p: RowPlan):
-    step, blocks = p.turn.step, [len(part[0][0]) for part in parts]
+    step, blocks = p.step, [len(part[0][0]) for part in parts]
 
     def by_step(words, scales, offsets, bias):
-        flat = lambda a: None if a is None else a.reshape(len(a), -1, p.turn.groups * COLUMNS)
+        flat = lambda a: None if a is None else a.reshape(len(a), -1, p.groups * COLUMNS)
         words = words.reshape(*words.shape[:3], LANES * WORDS)
         return _Weight(words, flat(scales), flat(offsets), bias)
 
@@ -281,20 +275,20 @@ def _existing(p: RowPlan, turn):
 
 def _fetch(p: RowPlan, weight: _Weight, n, turn):
     """The words, scales and offsets of a turn; past the last turn those of the last one."""
-    turn, parts, t = _existing(p, turn), weight.words.shape[2], p.turn
+    turn, parts = _existing(p, turn), weight.words.shape[2]
     steps = pl.ds(turn * TURN, TURN)
     words = [load_words(weight.words.at[n, steps, i], parts) for i in range(parts)]
-    shared = max(1, t.group // (TURN * t.step))  # turns with the same group
-    groups = pl.ds(lax.div(turn, jnp.int32(shared)) * t.rows, t.rows)
+    shared = max(1, p.group // (TURN * p.step))  # turns with the same group
+    groups = pl.ds(lax.div(turn, jnp.int32(shared)) * p.rows, p.rows)
     rows = [a for a in (weight.scales, weight.offsets) if a is not None]
-    return words, [read(a.at[n, groups], t.scales_layout) for a in rows]
+    return words, [read(a.at[n, groups], p.scales_layout) for a in rows]
 
 
 def _multiply(p: RowPlan, refs: _RowRefs, turn, fetched, accs):
     """accs + the products of a turn; past the last turn accs."""
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
-    x = read((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.turn.x_layout)
-    totals = [dot(p.turn, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
+    x = read((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.x_layout)
+    totals = [dot(p, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
     if p.even:
         return totals
     exists = jnp.broadcast_to(turn < p.turns, (TURN * COLUMNS,))
@@ -306,8 +300,8 @@ def _bring(p: RowPlan, refs: _RowRefs, wg):
 
     With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
     """
-    layout = mosaic.warp_rows(p.turn.step // LANES)
-    at_once = _BROUGHT // (p.turn.step // LANES) // (1 if refs.norm is None else 2)
+    layout = mosaic.warp_rows(p.step // LANES)
+    at_once = _BROUGHT // (p.step // LANES) // (1 if refs.norm is None else 2)
     squares = []
     for start in range(0, p.share, at_once):
         turns = range(start, min(start + at_once, p.share))
@@ -337,11 +331,11 @@ def _bring(p: RowPlan, refs: _RowRefs, wg):
 
 def _normalize(p: RowPlan, refs: _RowRefs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
-    layout = mosaic.warp_rows(p.turn.step // LANES)
+    layout = mosaic.warp_rows(p.step // LANES)
     load = lambda ref: read(ref, layout).astype(jnp.float32)
     x, weight = load(refs.x), load(refs.norm[0])
     bias = None if refs.norm[1] is None else load(refs.norm[1])
-    k = p.turns * TURN * p.turn.step
+    k = p.turns * TURN * p.step
 
     def mean(x, slot):
         """The mean of all numbers, by way of the sums of the warps."""
@@ -371,7 +365,7 @@ def _finish(p: RowPlan, refs: _RowRefs, here, biases, residual):
     ys = [functools.reduce(jnp.add, sums(i)) for i in range(p.each)]
     if p.late:
         parts = [refs.smem["norm_smem"][w, i] for w in range(p.wgs) for i in range(TURN)]
-        k = p.turns * TURN * p.turn.step
+        k = p.turns * TURN * p.step
         scale = lax.rsqrt(functools.reduce(jnp.add, parts) * (1 / k) + p.eps)
         ys = [y * scale for y in ys]
     ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]

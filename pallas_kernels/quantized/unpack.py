@@ -26,6 +26,7 @@ from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import gpu, llvm
 
 from pallas_kernels import mosaic
+from pallas_kernels.ampere import constant, i32
 from pallas_kernels.mosaic import ROW, WGMMA, warp_rows
 from pallas_kernels.pipeline import Ring
 from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format
@@ -84,7 +85,7 @@ def load_words(ref, parts: int):
 def dot(t, acc, x, words, scales):
     """acc + the products of four steps, one for each warp: (64,), of (step, n).
 
-    t: a Turn of gemv.py.  scales: the scales, or scales and offsets.
+    t: the plan of gemv.py.  scales: the scales, or scales and offsets.
     A warp multiplies its words by x on the tensor core (mma m16n8k16), whose eight columns are all
     the same row of x.
     """
@@ -204,8 +205,8 @@ def _load(parts, _, ref):
         '{ .pragma "nounroll"; .reg .u64 a; cvta.to.global.u64 a, $4; '
         "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [a]; }"
     )
-    words = _results([_i32()] * WORDS, code, "=r,=r,=r,=r,l", address)
-    register = llvm.mlir_undef(ir.VectorType.get((WORDS,), _i32()))
+    words = _results([i32()] * WORDS, code, "=r,=r,=r,=r,l", address)
+    register = llvm.mlir_undef(ir.VectorType.get((WORDS,), i32()))
     for i, word in enumerate(words):
         register = llvm.insertelement(register, word, constant(i))
     layout = LANE_WORDS.to_mgpu()
@@ -247,9 +248,9 @@ def _right_operands(x, format: Format) -> list:
     In 2:4 plane 4 p + m has place m of the fours of block p.
     """
     if format == "2:4":
-        words = ir.VectorType.get((4,), _i32())
+        words = ir.VectorType.get((4,), i32())
         return _places([_elements(vector.bitcast(words, eight)) for eight in x.registers.flat])
-    pairs = [llvm.bitcast(_i32(), pair) for pair in x.registers.flat]
+    pairs = [llvm.bitcast(i32(), pair) for pair in x.registers.flat]
     return [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
 
 
@@ -266,7 +267,7 @@ def _places(eights) -> list:
 
 def _widen(pair) -> list:
     """Both halves of a register as float32."""
-    f32, word = ir.F32Type.get(), llvm.bitcast(_i32(), pair)
+    f32, word = ir.F32Type.get(), llvm.bitcast(i32(), pair)
     high = arith.andi(word, constant(0xFFFF0000))
     return [llvm.bitcast(f32, bits) for bits in (arith.shli(word, constant(16)), high)]
 
@@ -344,19 +345,11 @@ def _level(halves, place: int, bits: int, format: Format):
     return _subtract(value, constant(base * _HALVES))
 
 
-def constant(value: int):
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value - 2**32 * (value >> 31)))
-
-
 def asm(code: str, *registers, kind: str = "r") -> Any:
     """The result of an instruction of one kind of registers: "r" or "f", float32."""
     constraints = ",".join([f"={kind}", *[kind] * len(registers)])
-    result = _i32() if kind == "r" else ir.F32Type.get()
+    result = i32() if kind == "r" else ir.F32Type.get()
     return llvm.inline_asm(result, list(registers), code, constraints)
-
-
-def _i32():
-    return ir.IntegerType.get_signless(32)
 
 
 def _shift(halves, left: int):
@@ -397,5 +390,5 @@ def _elements(register) -> list:
 
 def doubled(pair) -> list:
     """Each half of a register, in both halves."""
-    word = llvm.bitcast(_i32(), pair)
+    word = llvm.bitcast(i32(), pair)
     return [asm(f"prmt.b32 $0, $1, $1, {selector};", word) for selector in (0x1010, 0x3232)]
