@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def _converter(kind) -> Callable[[str, Any], Any] | None:
         return functools.partial(_choice, get_args(kind))
     if isinstance(kind, type) and hasattr(kind, "_fields"):
         return functools.partial(_fields, kind, _converters(kind))
-    return {int: _whole, float: _number, bool: _flag}.get(kind)
+    return functools.partial(_scalar, kind) if kind in _SCALARS else None
 
 
 def _choice(choices, name: str, x):
@@ -134,33 +134,30 @@ def _fields(kind, convert, name: str, x):
     return x._replace(**fields)
 
 
-def _scalar(name: str, x, what: str):
+class _Scalar(NamedTuple):
+    """A kind of option that is a number: its name, what it must be, and whether a number is."""
+
+    what: str
+    must: str
+    fits: Callable[[Any], bool]
+
+
+_SCALARS = {
+    float: _Scalar("number", "a finite number", math.isfinite),
+    int: _Scalar("integer", "a whole number of 32 bits", lambda x: abs(x) < 2**31 and x == int(x)),
+    bool: _Scalar("bool", "True or False", lambda x: x in (0, 1)),
+}
+
+
+def _scalar(kind, name: str, x):
     """A Python scalar of a Python or NumPy scalar or a concrete array of no axes."""
+    what, must, fits = _SCALARS[kind]
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"{name} is traced, but an option is static: pass a Python {what}")
     if isinstance(x, np.generic | np.ndarray | jax.Array) and not x.ndim:
         x = x.item()
     if not isinstance(x, bool | int | float):
         raise ValueError(f"{name}={x!r} is not a Python {what}")
-    return x
-
-
-def _number(name: str, x) -> float:
-    x = _scalar(name, x, "number")
-    if isinstance(x, bool) or not math.isfinite(x):
-        raise ValueError(f"{name}={x} is not a finite number")
-    return float(x)
-
-
-def _whole(name: str, x) -> int:
-    x = _scalar(name, x, "integer")
-    if isinstance(x, bool) or x != x or abs(x) >= 2**31 or x != int(x):
-        raise ValueError(f"{name}={x} is not a whole number of 32 bits")
-    return int(x)
-
-
-def _flag(name: str, x) -> bool:
-    x = _scalar(name, x, "bool")
-    if x not in (0, 1):
-        raise ValueError(f"{name}={x} is not True or False")
-    return bool(x)
+    if not fits(x) or (isinstance(x, bool) and kind is not bool):
+        raise ValueError(f"{name}={x} is not {must}")
+    return kind(x)

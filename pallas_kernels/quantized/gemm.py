@@ -22,7 +22,7 @@ the tensor core 1024 clocks for both warpgroups, for which a scheduler issues 25
 instructions: docs/decoding.md counts them.
 
 Without splits the block turns its tile round in the buffers of x, and writes y.  Otherwise, and for
-a bias or an activation, it writes float32 sums, which XLA adds in order.  There are no atomics, so
+a bias, it writes float32 sums, which XLA adds in order.  There are no atomics, so
 two runs are equal bit for bit.
 """
 

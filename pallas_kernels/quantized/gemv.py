@@ -152,8 +152,8 @@ def products(
 ) -> list:
     """activation(norm(x) w' + bias) + residual for each weight, (N,) in its dtype of `dtypes`.
 
-    x: (K,) bfloat16.  norm: its weight and its bias or None, (K,).  activation: None, "gelu",
-    "silu", or "swiglu", which makes one result of two weights.
+    x: (K,) bfloat16.  norm: its weight and its bias or None, (K,).  activation: None, "gelu" or
+    "swiglu", which makes one result of two weights.
     """
     p = plan(weights, activation, norm, eps, centered)
     wide = lambda a: None if a is None else mosaic.pad_axis(a, 0, COLUMNS)

@@ -125,7 +125,7 @@ def send(ring: Ring, i, refs, tiles, parts, groups) -> None:
         ring.send(i, refs.offsets.at[tiles, groups], refs.offsets_smem)
 
 
-def read_scales(refs, layout, *places) -> tuple[list, list]:
+def read_scales(refs, layout, *places) -> tuple[list, ...]:
     """Scales and offsets of these places in shared memory; no offsets for symmetric weights."""
     arrays = (refs.scales_smem, refs.offsets_smem)
     return tuple([] if a is None else [read(a.at[at], layout) for at in places] for a in arrays)
