@@ -6,7 +6,7 @@
 
 A block of such a kernel is one warpgroup: 128 threads, which meet at their own barrier.
 Mosaic has cp.async as well, but only before Hopper and only inside an array's bounds.  So the
-copies are written here in Mosaic's own language.  `in_numpy` of each is its specification, which
+copies are written here in Mosaic's own language; tests/specifications.py says what they do, which
 the tests' interpreter runs.
 
 A tile in shared memory has rows of 8 x 16 bytes (or 4), and 16 bytes number c of row r stand at
@@ -14,11 +14,9 @@ place c ^ (r % 8) of their row ("swizzled"; with 4: c ^ (r % 8 // 2)): eight row
 lie in different banks, which ldmatrix reads at once.
 """
 
-import dataclasses
-from typing import Any
+import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -38,7 +36,7 @@ def load_rows(source, target, batch, head, first, end) -> None:
     source: (B, T, H, D) in global memory, D a multiple of 8.  target: (rows, D or more) in shared
     memory, see `tile`.  Rows from `end` on and columns from D on are filled with zeros.
     """
-    _move(_LoadMatrix(source.shape, target.shape), source, target, batch, head, first, end)
+    _move(_load_rows, source, target, batch, head, first, end)
 
 
 def load_line(source, target, batch, head, first) -> None:
@@ -49,13 +47,13 @@ def load_line(source, target, batch, head, first) -> None:
     """
     types = (plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 3)
     scalars = (jnp.asarray(x, jnp.int32) for x in (batch, head, first))
-    code = _LoadLine(source.shape, target.shape[0])
+    code = functools.partial(_load_line, source.shape, target.shape[0])
     plgpu.inline_mgpu(arg_types=types)(code)(source, target, *scalars)
 
 
 def store_rows(source, target, batch, head, first, end) -> None:
     """Copies source to rows first, first + 1, ... of target[batch, :, head], none from `end` on."""
-    _move(_Store(target.shape, source.shape), target, source, batch, head, first, end)
+    _move(_store_rows, target, source, batch, head, first, end)
 
 
 def wait(n: int = 0) -> None:
@@ -63,12 +61,12 @@ def wait(n: int = 0) -> None:
 
     All threads have done then what stands before: nobody reads any longer what they have read.
     """
-    plgpu.inline_mgpu()(_Wait(n))()
+    plgpu.inline_mgpu()(functools.partial(_wait, n))()
 
 
 def meet() -> None:
     """Waits until all threads are here: what they have written to shared memory can be read."""
-    plgpu.inline_mgpu()(_Wait(None))()
+    plgpu.inline_mgpu()(functools.partial(_wait, None))()
 
 
 def tile(rows: int, columns: int, dtype):
@@ -114,8 +112,10 @@ def left(x):
 
 def as_left(x, dtype):
     """A result of mma, rounded to dtype, as the left operand of the next: no thread moves it."""
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=plgpu.Layout.MMA_LHS(dtype))
-    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)(_AsLeft(jnp.dtype(dtype)))(x)
+    dtype = jnp.dtype(dtype)
+    result = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=plgpu.Layout.MMA_LHS(dtype))
+    code = functools.partial(_as_left, dtype)
+    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)(code)(x)
 
 
 # ---- in Mosaic's own language ----------------------------------------------------------------
@@ -125,114 +125,104 @@ def _move(code, array, tile, batch, head, first, end):
     width, dtype = tile.shape[-1], tile.dtype
     types = (plgpu.RefType(), plgpu.RefType(wgmma_tiles(width, dtype)), *(_SCALAR,) * 4)
     scalars = (jnp.asarray(x, jnp.int32) for x in (batch, head, first, end))
+    code = functools.partial(code, array.shape, tile.shape)
     plgpu.inline_mgpu(arg_types=types)(code)(array, tile, *scalars)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Move:
-    """Each thread moves 16 bytes of each of several rows."""
-
-    array: tuple[int, int, int, int]  # shape
-    tile: tuple[int, int]
-
-    def pieces(self, array, tile, batch, head, first, end):
-        """A thread's first addresses in global and in shared memory, and its pieces.
-
-        A piece: what to add to both addresses, in bytes, and whether it is inside of the array.
-        """
-        i64 = ir.IntegerType.get_signless(64)
-        element = ir.MemRefType(array.type).element_type
-        batch, head, first, end = (x.registers.item() for x in (batch, head, first, end))
-        (_, t, h, d), (rows, width) = self.array, self.tile
-        line = ir.MemRefType(tile.type).shape[-1]  # elements of a row of 128 or 64 bytes
-        across = line // 8
-        at_once = _THREADS // across
-        assert rows % at_once == 0, f"{rows} rows are not a multiple of {at_once}"
-        add, multiply = arith.addi, arith.muli
-        wide = lambda x: arith.extsi(i64, x)
-        constant64 = lambda n: arith.constant(i64, ir.IntegerAttr.get(i64, n))
-        thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
-        row, piece = (f(thread, _constant(across)) for f in (arith.divui, arith.remui))
-        turn = arith.divui(arith.remui(row, _constant(8)), _constant(8 // across))
-        place = multiply(arith.xori(piece, turn), _constant(8))
-        inside = add(multiply(row, _constant(line)), place)
-        # Rows r and r + 8 stand in different tiles of 8 rows: row r at r // 8 * 8 * width.
-        block = multiply(arith.divui(row, _constant(8)), _constant(8 * (width - line)))
-        inside = add(inside, block)
-        first_row = add(first, row)
-        line_of = add(multiply(wide(batch), constant64(t)), wide(first_row))
-        from_ = add(multiply(line_of, constant64(h)), wide(head))
-        from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, _constant(8))))
-        global_ = mgpu.utils.getelementptr(_global(array), [from_], element)
-        shared = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [inside], element)
-        found = []
-        for r in range(0, rows, at_once):
-            here = _less(add(first_row, _constant(r)), end)
-            for c in range(0, width, line):
-                ok = here
-                if c >= d:
-                    ok = arith.constant(ir.IntegerType.get_signless(1), 0)
-                elif c + line > d:
-                    ok = arith.andi(here, _less(multiply(piece, _constant(8)), _constant(d - c)))
-                found.append((2 * (r * h * d + c), 2 * (r * width + c * 8), ok))
-        return global_, shared, found
+def _load_rows(shape, tile_shape, _, array, tile, *where):
+    source, target, found = _pieces(shape, tile_shape, array, tile, *where)
+    for from_, to, ok in found:
+        _copy(source, target, ok, from_, to)
+    nvvm.cp_async_commit_group()
 
 
-class _LoadMatrix(_Move):
-    asynchronous = commits = True
-
-    def in_numpy(self, array, tile, batch, head, first, end):
-        rows, found = np.arange(first, first + len(tile)), np.zeros_like(tile)
-        ok = rows < end
-        found[ok, : array.shape[3]] = array[batch, rows[ok], head]
-        return {1: found}
-
-    def __call__(self, ctx, array, tile, *where):
-        del ctx
-        source, target, found = self.pieces(array, tile, *where)
-        for from_, to, ok in found:
-            _copy(source, target, ok, from_, to)
-        nvvm.cp_async_commit_group()
+def _store_rows(shape, tile_shape, _, array, tile, *where):
+    words = ir.VectorType.get((4,), i32())
+    target, source, found = _pieces(shape, tile_shape, array, tile, *where)
+    byte = ir.IntegerType.get_signless(8)
+    for to, from_, ok in found:
+        here, there = (
+            mgpu.utils.getelementptr(p, [n], byte) for p, n in ((source, from_), (target, to))
+        )
+        with mgpu.when(ok):
+            llvm.store(llvm.load(words, here, alignment=16), there, alignment=16)
 
 
-@dataclasses.dataclass(frozen=True)
-class _LoadLine:
-    asynchronous, commits = True, False
-    array: tuple[int, int, int]  # shape
-    length: int
+def _pieces(shape, tile_shape, array, tile, batch, head, first, end):
+    """A thread's first addresses in global and in shared memory, and its pieces of 16 bytes.
 
-    def in_numpy(self, array, target, batch, head, first):
-        return {1: array[batch, head, first : first + len(target)]}
+    A piece: what to add to both addresses, in bytes, and whether it is inside of the array.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    element = ir.MemRefType(array.type).element_type
+    batch, head, first, end = (x.registers.item() for x in (batch, head, first, end))
+    (_, t, h, d), (rows, width) = shape, tile_shape
+    line = ir.MemRefType(tile.type).shape[-1]  # elements of a row of 128 or 64 bytes
+    across = line // 8
+    at_once = _THREADS // across
+    assert rows % at_once == 0, f"{rows} rows are not a multiple of {at_once}"
+    add, multiply = arith.addi, arith.muli
+    wide = lambda x: arith.extsi(i64, x)
+    constant64 = lambda n: arith.constant(i64, ir.IntegerAttr.get(i64, n))
+    thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
+    row, piece = (f(thread, constant(across)) for f in (arith.divui, arith.remui))
+    turn = arith.divui(arith.remui(row, constant(8)), constant(8 // across))
+    place = multiply(arith.xori(piece, turn), constant(8))
+    inside = add(multiply(row, constant(line)), place)
+    # Rows r and r + 8 stand in different tiles of 8 rows: row r at r // 8 * 8 * width.
+    block = multiply(arith.divui(row, constant(8)), constant(8 * (width - line)))
+    inside = add(inside, block)
+    first_row = add(first, row)
+    line_of = add(multiply(wide(batch), constant64(t)), wide(first_row))
+    from_ = add(multiply(line_of, constant64(h)), wide(head))
+    from_ = add(multiply(from_, constant64(d)), wide(multiply(piece, constant(8))))
+    global_ = mgpu.utils.getelementptr(_global(array), [from_], element)
+    shared = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [inside], element)
+    found = []
+    for r in range(0, rows, at_once):
+        here = _less(add(first_row, constant(r)), end)
+        for c in range(0, width, line):
+            ok = here
+            if c >= d:
+                ok = arith.constant(ir.IntegerType.get_signless(1), 0)
+            elif c + line > d:
+                ok = arith.andi(here, _less(multiply(piece, constant(8)), constant(d - c)))
+            found.append((2 * (r * h * d + c), 2 * (r * width + c * 8), ok))
+    return global_, shared, found
 
-    def __call__(self, ctx, array, target, batch, head, first):
-        del ctx
-        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-        wide = lambda x: arith.extsi(i64, x)
-        times = lambda x, n: arith.muli(x, arith.constant(i64, ir.IntegerAttr.get(i64, n)))
-        batch, head, first = (wide(x.registers.item()) for x in (batch, head, first))
-        thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
-        mine = arith.muli(thread, _constant(4))
-        _, heads, length = self.array
-        place = arith.addi(times(arith.addi(times(batch, heads), head), length), first)
-        place = arith.addi(place, wide(mine))
-        source = mgpu.utils.getelementptr(_global(array), [place], f32)
-        target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [mine], f32)
-        with mgpu.when(_less(mine, _constant(self.length))):
-            _copy(source, target)
+
+def _load_line(shape, length, _, array, target, batch, head, first):
+    i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+    wide = lambda x: arith.extsi(i64, x)
+    times = lambda x, n: arith.muli(x, arith.constant(i64, ir.IntegerAttr.get(i64, n)))
+    batch, head, first = (wide(x.registers.item()) for x in (batch, head, first))
+    thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
+    mine = arith.muli(thread, constant(4))
+    _, heads, t = shape
+    place = arith.addi(times(arith.addi(times(batch, heads), head), t), first)
+    place = arith.addi(place, wide(mine))
+    source = mgpu.utils.getelementptr(_global(array), [place], f32)
+    target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [mine], f32)
+    with mgpu.when(_less(mine, constant(length))):
+        _copy(source, target)
 
 
 def _copy(source, target, ok=None, from_=0, to=0):
     """Starts to copy 16 bytes, or to write zeros if not ok; from_, to: added to the addresses."""
-    size = _constant(16) if ok is None else arith.select(ok, _constant(16), _constant(0))
+    size = constant(16) if ok is None else arith.select(ok, constant(16), constant(0))
     target = llvm.ptrtoint(size.type, target)
     code = f"cp.async.cg.shared.global [$0 + {to}], [$1 + {from_}], 16, $2;"
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, [target, source, size], code, "r,l,r", has_side_effects=True)
 
 
-def _constant(n: int):
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+def i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(n: int):
+    """A number of 32 bits, signed or not."""
+    return arith.constant(i32(), ir.IntegerAttr.get(i32(), n - 2**32 * (n >> 31 & 1)))
 
 
 def _less(x, y):
@@ -243,54 +233,17 @@ def _global(array):
     return llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(array))
 
 
-class _Store(_Move):
-    asynchronous = False
-
-    def in_numpy(self, array, tile, batch, head, first, end):
-        rows, array = np.arange(first, first + len(tile)), array.copy()
-        ok = rows < end
-        array[batch, rows[ok], head] = tile[ok, : array.shape[3]]
-        return {0: array}
-
-    def __call__(self, ctx, array, tile, *where):
-        del ctx
-        words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
-        target, source, found = self.pieces(array, tile, *where)
-        byte = ir.IntegerType.get_signless(8)
-        for to, from_, ok in found:
-            here, there = (
-                mgpu.utils.getelementptr(p, [n], byte) for p, n in ((source, from_), (target, to))
-            )
-            with mgpu.when(ok):
-                llvm.store(llvm.load(words, here, alignment=16), there, alignment=16)
+def _wait(copies: int | None, _):
+    """copies: those that may still be under way; None: of whatever number."""
+    if copies is not None:
+        nvvm.cp_async_wait_group(copies)
+    mgpu.warpgroup_barrier()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wait:
-    copies: int | None  # that may still be under way; None: of whatever
-
-    def in_numpy(self):
-        return {}
-
-    def __call__(self, ctx):
-        del ctx
-        if self.copies is not None:
-            nvvm.cp_async_wait_group(self.copies)
-        mgpu.warpgroup_barrier()
-
-
-@dataclasses.dataclass(frozen=True)
-class _AsLeft:
-    dtype: Any
-
-    def in_jnp(self, x):
-        return x.astype(self.dtype)
-
-    def __call__(self, ctx, x):
-        del ctx
-        # Both layouts have the same numbers in the same threads, in the same order.  They are
-        # rounded here because MLIR would hand on unchanged registers in their old layout.
-        x = x.astype(mgpu.utils.dtype_to_ir_type(self.dtype))
-        layout = plgpu.Layout.MMA_LHS(self.dtype).to_mgpu()
-        registers = x.registers.reshape(layout.registers_shape(x.shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+def _as_left(dtype, _, x):
+    # Both layouts have the same numbers in the same threads, in the same order.  They are rounded
+    # here because MLIR would hand on unchanged registers in their old layout.
+    x = x.astype(mgpu.utils.dtype_to_ir_type(dtype))
+    layout = plgpu.Layout.MMA_LHS(dtype).to_mgpu()
+    registers = x.registers.reshape(layout.registers_shape(x.shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -99,7 +99,6 @@ _SMALL = ("sm_80", "sm_89")  # kernels for these need neither TMA nor much share
 _KERNELS = ("hopper", "general")  # the forms that run our kernels
 _NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _decisions: dict[Decision, int] = {}  # number of traced calls, in the order of the first call
-_recording = True
 _rehearsing = False  # whether ops decide as on an H100 where there is no GPU
 
 
@@ -181,8 +180,6 @@ def _why_not(form: Form, forms, implementation, arrays, options) -> tuple[Kind, 
 
 def record(decision: Decision) -> None:
     """Records a decision for `explain()`, and logs the first one of a kind that is no kernel's."""
-    if not _recording:
-        return
     if decision not in _decisions and decision.kind != "asked" and decision.runs not in _KERNELS:
         # On a GPU an unsupported call loses speed, a call that XLA runs faster does not.
         missed = jax.default_backend() != "cpu" and not decision.supported
@@ -344,19 +341,8 @@ def reset() -> None:
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """A context in which decisions are neither recorded nor logged."""
-    global _recording
-    before, _recording = _recording, False
-    try:
-        yield
-    finally:
-        _recording = before
-
-
-@contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """A context for calls that will not run: ops decide as on an H100, and that is forgotten."""
+    """A context that forgets how ops decide in it; without a GPU they decide as on an H100."""
     global _rehearsing
     before, outer = dict(_decisions), _rehearsing
     _rehearsing = True

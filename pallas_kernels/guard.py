@@ -20,7 +20,10 @@ _NO_DERIVATIVE = (
     "its kernels compute no jvp and no second gradient (jvp, jacfwd, hessian, grad of grad), and"
     ' kernels of generation no gradient; pass implementation="xla"'
 )
-_SHARD_MAP = "call it inside jax.shard_map(..., check_vma=False)"
+_SHARDED = (
+    "its kernel would get whole arrays on each of {} devices; call it inside"
+    " jax.shard_map(..., check_vma=False)"
+)
 
 
 def sharded(arrays) -> str | None:
@@ -28,9 +31,11 @@ def sharded(arrays) -> str | None:
     leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     for x in leaves:
-        by_type = any(axis is not None for axis in jax.typeof(x).sharding.spec)
-        if by_type or not traced and x.sharding.num_devices > 1:
-            return f"an array of shape {x.shape} is sharded; {_SHARD_MAP}"
+        of = jax.typeof(x).sharding
+        by_type = any(axis is not None for axis in of.spec)
+        devices = of.mesh.size if by_type else 1 if traced else x.sharding.num_devices
+        if devices > 1:
+            return _SHARDED.format(devices)
     return None
 
 
@@ -69,7 +74,7 @@ def _lower(context, *arrays, op, asked, interpreted, differentiable):
         manual = module.axis_context.manual_axes
         devices = math.prod(n for axis, n in mesh.shape.items() if axis not in manual)
     if devices > 1 and asked is not None:
-        why = f"{op}: its kernel would get whole arrays on each of {devices} devices; {_SHARD_MAP}"
+        why = f"{op}: {_SHARDED.format(devices)}"
         if asked:
             raise NotImplementedError(why)
         logging.getLogger("pallas_kernels").warning(why)

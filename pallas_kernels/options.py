@@ -1,4 +1,5 @@
-"""Checks the options of public ops by their annotations: int, float, bool, Literal, NamedTuple.
+"""Checks the arguments of public ops by their annotations: arrays, and options of the types int,
+float, bool, Literal and NamedTuple.
 
 `dtype` is checked by its name.  Options are static: kernels are built from their values.  So each
 is converted to Python's own type before an op looks at it, whatever kind of number it was.
@@ -8,12 +9,16 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import AbstractArray
+
+_SEQUENCES = (tuple, Sequence)
 
 
 @contextlib.contextmanager
@@ -33,8 +38,8 @@ def promotions() -> Iterator[None]:
 def checked[Op: Callable](op: Op) -> Op:
     """Converts the options of `op` to the types of their annotations.
 
-    Raises ValueError, in one line, for a value of another type, a traced one included.  The op
-    runs under `promotions`.
+    Raises ValueError, in one line, for an option of another type, a traced one included, and for
+    what is no array where one is due.  The op runs under `promotions`.
     """
     convert = _converters(op)
     names = list(inspect.signature(op).parameters)
@@ -55,20 +60,47 @@ def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:
     """For each parameter with a type that is checked here a function (name, value) -> value."""
     found = {}
     for name, parameter in inspect.signature(of).parameters.items():
-        kinds = get_args(parameter.annotation)
-        if get_origin(parameter.annotation) is Literal or not kinds:
-            kinds = (parameter.annotation,)
-        kinds = [kind for kind in kinds if kind is not type(None)]
-        if len(kinds) == 1 and (convert := _converter(kinds[0])):
-            found[name] = functools.partial(_unless_none, convert, parameter)
+        kinds = _members(parameter.annotation)
+        others = [kind for kind in kinds if kind is not NoneType]
+        if any(map(_is_array, others)) or any(get_origin(kind) in _SEQUENCES for kind in others):
+            found[name] = functools.partial(_arrays, kinds)
+        elif len(others) == 1 and (convert := _converter(others[0])):
+            found[name] = _optional(convert) if NoneType in kinds else convert
         elif name == "dtype":
             found[name] = _dtype
     return found
 
 
-def _unless_none(convert, parameter, name: str, x):
-    optional = type(None) in get_args(parameter.annotation)
-    return None if x is None and optional else convert(name, x)
+def _members(annotation) -> tuple:
+    """The types of a union, or the only one."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_array(kind) -> bool:
+    return isinstance(kind, type) and issubclass(kind, AbstractArray)
+
+
+def _arrays(kinds, name: str, x):
+    """x, if it is an array or what else its annotation names; a sequence is checked by element."""
+    classes = tuple(kind for kind in kinds if isinstance(kind, type) and not _is_array(kind))
+    if any(_is_array(kind) and not kind.dims for kind in kinds) or float in classes:
+        classes += int, float
+    elements = [kind for of in kinds if get_origin(of) in _SEQUENCES for kind in get_args(of)]
+    if elements and isinstance(x, list | tuple):
+        kinds = [kind for element in elements for kind in _members(element)]
+        for i, y in enumerate(x):
+            _arrays(kinds, f"{name}[{i}]", y)
+    elif x is None and NoneType not in kinds:
+        raise ValueError(f"{name} is None, not an array")
+    elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
+        if not hasattr(x, "__jax_array__"):
+            what = f"a {type(x).__name__}, not an array"
+            raise ValueError(f"{name} is {what}: pass jnp.asarray({name})")
+    return x
+
+
+def _optional(convert):
+    return lambda name, x: None if x is None else convert(name, x)
 
 
 def _converter(kind) -> Callable[[str, Any], Any] | None:
@@ -76,7 +108,7 @@ def _converter(kind) -> Callable[[str, Any], Any] | None:
         return functools.partial(_choice, get_args(kind))
     if isinstance(kind, type) and hasattr(kind, "_fields"):
         return functools.partial(_fields, kind, _converters(kind))
-    return {int: _whole, float: _number, bool: _flag}.get(kind)
+    return functools.partial(_scalar, kind) if kind in _SCALARS else None
 
 
 def _choice(choices, name: str, x):
@@ -102,33 +134,30 @@ def _fields(kind, convert, name: str, x):
     return x._replace(**fields)
 
 
-def _scalar(name: str, x, what: str):
+class _Scalar(NamedTuple):
+    """A kind of option that is a number: its name, what it must be, and whether a number is."""
+
+    what: str
+    must: str
+    fits: Callable[[Any], bool]
+
+
+_SCALARS = {
+    float: _Scalar("number", "a finite number", math.isfinite),
+    int: _Scalar("integer", "a whole number of 32 bits", lambda x: abs(x) < 2**31 and x == int(x)),
+    bool: _Scalar("bool", "True or False", lambda x: x in (0, 1)),
+}
+
+
+def _scalar(kind, name: str, x):
     """A Python scalar of a Python or NumPy scalar or a concrete array of no axes."""
+    what, must, fits = _SCALARS[kind]
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"{name} is traced, but an option is static: pass a Python {what}")
     if isinstance(x, np.generic | np.ndarray | jax.Array) and not x.ndim:
         x = x.item()
     if not isinstance(x, bool | int | float):
         raise ValueError(f"{name}={x!r} is not a Python {what}")
-    return x
-
-
-def _number(name: str, x) -> float:
-    x = _scalar(name, x, "number")
-    if isinstance(x, bool) or not math.isfinite(x):
-        raise ValueError(f"{name}={x} is not a finite number")
-    return float(x)
-
-
-def _whole(name: str, x) -> int:
-    x = _scalar(name, x, "integer")
-    if isinstance(x, bool) or x != x or abs(x) >= 2**31 or x != int(x):
-        raise ValueError(f"{name}={x} is not a whole number of 32 bits")
-    return int(x)
-
-
-def _flag(name: str, x) -> bool:
-    x = _scalar(name, x, "bool")
-    if x not in (0, 1):
-        raise ValueError(f"{name}={x} is not True or False")
-    return bool(x)
+    if not fits(x) or (isinstance(x, bool) and kind is not bool):
+        raise ValueError(f"{name}={x} is not {must}")
+    return kind(x)

@@ -180,32 +180,31 @@ def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
         raise ValueError("weights is empty: row_linear needs at least one")
     if len({isinstance(w, QuantizedWeight) for w in weights}) > 1:
         raise ValueError("some weights are packed and some are not")
+    if len(biases) != len(weights):
+        raise ValueError(f"there are {len(biases)} biases for {len(weights)} weights")
     k, packed = x.shape[-1], _packed(weights)
-    for i, w in enumerate(weights):
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         if packed:
             w.check()
         if len(w.shape) != 2 or w.shape[0 if packed else 1] != k:
             need = f"({k}, N)" if packed else f"(N, {k})"
             raise ValueError(f"weights[{i}] has shape {w.shape}, but x needs {need}")
-    if len(biases) != len(weights):
-        raise ValueError(f"there are {len(biases)} biases for {len(weights)} weights")
-    widths = [w.shape[1 if packed else 0] for w in weights]
-    for i, (n, b) in enumerate(zip(widths, biases, strict=True)):
-        if b is not None and b.shape != (n,):
-            raise ValueError(f"biases[{i}] has shape {b.shape}, but needs ({n},)")
+        _check_shape(f"biases[{i}]", b, (w.shape[packed],))
     shapes = {w.shape for w in weights}
     if activation == "swiglu" and (len(weights) != 2 or len(shapes) != 1):
         raise ValueError(f"swiglu needs two weights of one shape, not {sorted(shapes)}")
-    for name, a in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if a is not None and a.shape != (k,):
-            raise ValueError(f"{name} has shape {a.shape}, but x needs ({k},)")
+    _check_shape("norm_weight", norm_weight, (k,))
+    _check_shape("norm_bias", norm_bias, (k,))
     if norm_bias is not None and norm_weight is None:
         raise ValueError("norm_bias needs a norm_weight")
     if residual is not None and len(weights) > 1 and activation != "swiglu":
         raise ValueError(f"a residual needs one result, not {len(weights)}")
-    need = (*x.shape[:-1], widths[0])
-    if residual is not None and residual.shape != need:
-        raise ValueError(f"residual has shape {residual.shape}, but needs {need}")
+    _check_shape("residual", residual, (*x.shape[:-1], weights[0].shape[packed]))
+
+
+def _check_shape(name: str, a, need: tuple) -> None:
+    if a is not None and a.shape != need:
+        raise ValueError(f"{name} has shape {a.shape}, but needs {need}")
 
 
 def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
@@ -270,16 +269,9 @@ class SingleRowPlan(NamedTuple):
 def _warpgroups(k: int, dtype) -> dict[int, int]:
     """How many warpgroups can divide K, and how many loads of a row are then a lane's."""
     spans, size = k // _SPAN, dtype.itemsize // 2  # loads of a span
-    return {
-        n: spans // n * size
-        for n in range(1, _WGS + 1)
-        if spans % n == 0 and spans // n * size <= _loads(n)
-    }
-
-
-def _loads(wgs: int) -> int:
-    """The loads that a thread's registers hold: of 1,024 threads each has 64 registers."""
-    return _LOADS if wgs <= 4 else _LOADS // 2
+    most = lambda n: _LOADS if n <= 4 else _LOADS // 2  # of 1,024 threads each has 64 registers
+    even = [n for n in range(1, _WGS + 1) if spans % n == 0]
+    return {n: loads for n in even if (loads := spans // n * size) <= most(n)}
 
 
 def plan(k: int, sizes: Sequence[int], dtype, eps, centered, activation) -> SingleRowPlan:

@@ -266,7 +266,7 @@ def quantized_linear(r: Draw):
     k = r.one(32, 64, 64, 128, 192, 320, 512, 4 * r.size(8, 16, zero=0))
     n, rows = r.size(16, 64, 72, zero=0), r.one((1,), r.rows(8), r.rows(64))
     weight = _quantized_weight(r, k, n, plain=r.odds(0.06))
-    options = dict(activation=r.maybe(r.one("gelu", "silu"), 0.3), dtype=r.maybe("float32", 0.3))
+    options = dict(dtype=r.maybe("float32", 0.3))
     bias = r.maybe(A((n,), r.weight_dtype()), 0.4)
     return dict(x=r.floats(*rows, k, huge=1e3), weight=weight, bias=bias), options
 

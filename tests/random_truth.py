@@ -253,10 +253,9 @@ def _parts(packed: Packed) -> list[jax.Array]:
     return [x.reshape(*x.shape[:2], *part) for x, part in parts]
 
 
-def quantized_linear(x, weight, bias=None, *, activation=None, dtype=None):
+def quantized_linear(x, weight, bias=None, *, dtype=None):
     y = x @ dequantize(weight, jnp.float64)
-    y = y if bias is None else y + bias
-    return {None: lambda y: y, "gelu": gelu_of, "silu": silu_of}[activation](y)
+    return y if bias is None else y + bias
 
 
 def row_linear(

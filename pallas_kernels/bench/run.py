@@ -289,7 +289,7 @@ def has_kernel(case: Case, sizes: dict[str, int]) -> bool:
     """Whether a kernel of ours runs on this GPU, even if something else does by default."""
     if dispatch.device_lacks("sm_80"):
         return False
-    with dispatch.unrecorded():
+    with dispatch.rehearsal():
         try:
             jax.eval_shape(public(case, implementation="mosaic"), *structs(case, sizes))
         except NotImplementedError:
@@ -324,7 +324,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
         ops = {"mosaic": public(case, implementation="mosaic")} | ops
     if case.cudnn and tops:
         ops["cudnn"] = functools.partial(case.cudnn, **case.options)
-    with dispatch.unrecorded():
+    with dispatch.rehearsal():
         key = (*ops, case.op, case.variant, *small(case, sizes).items())
         if key not in known:
             truth = functools.cache(lambda: Truth(case, small(case, sizes)))

@@ -1,8 +1,8 @@
-"""The kernel of linear_cross_entropy computes the statistics of a row of logits and overwrites it
-with its gradient.
+"""The kernel of both losses computes the statistics of a row of logits and then its gradient.
 
-A block takes one row of logits.  It reads the row from memory for its maximum and its sum, reads it
-again from the L2 cache, and overwrites it with dz.  Its warpgroups share the row:
+A block takes one row of logits.  It reads the row from memory for its maximum and its sum (Milakov
+and Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3), reads it again from
+the L2 cache, and overwrites it with dz.  Its warpgroups share the row:
 
     a row              | part 0        | part 1        | part 2        | part 3        |
                          warp 0          warp 1          warp 2          warp 3     of every group
@@ -23,39 +23,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.losses.cross_entropy import LOWEST, online
 from pallas_kernels.mosaic import LOG2E
 
+COLUMNS = 128  # a row is a multiple of it
+_LOWEST = float(jnp.finfo(jnp.float32).min)  # the initial maximum; finite, as -inf - -inf is NaN
 # If the rows of all running blocks fit the L2 cache, two blocks on an SM hide each other's waits;
 # they need narrow tiles, for at most 64 registers a thread.  Longer rows use wide tiles, whose
 # registers leave room for one block.  Measured between matmuls: 8192x50304 0.642 ms, with wide
 # tiles 0.717; 2048x128256 0.477 ms, with narrow tiles 0.541.
 _GROUPS = 4  # warpgroups that share a row
-_BOUNDED = 70.0  # a softcap: exp(70) = 3e30, and float32 holds sums of 1e8 of them
 _UNROLL = 6
 _TILES = ((112 * 1024, 128), (None, 256))  # (maximum bytes of a row, columns of a warp's tile)
 
 
-@functools.partial(jax.jit, static_argnames=("real", "softcap", "write"))
-def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, write):
+@functools.partial(jax.jit, static_argnames=("real", "softcap", "write", "keep"))
+def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, write, keep=False):
     """Computes statistics of rows of logits and overwrites the rows with their gradient.
 
-    z: (n, V), V a multiple of 128.  labels: (n,), a column or -1.  scale: (n,), multiplies dz.
+    z: (n, V), V a multiple of 128.  labels: (n,), a column or -1.  scale: (n,), multiplies dz, or
+    None if not `write`.
     real or valid: the number of columns that are not padding, an int or an array ().
     given: top, total and z[label] of the rows, or ().
+    keep: with `given`, whether dz is another array than z.
     Returns dz (None if not `write`) and, if not given, top and total of the capped logits and
     z[label] uncapped, (n,) float32.  Each row has one block.
     """
     n, v = z.shape
     tile = next(t for most, t in _TILES if most is None or v * z.dtype.itemsize <= most)
-    cut = _Cut(v // 4, tile, softcap, z.dtype)
+    cut = _Cut(v // 4, tile, softcap)
     bar = plgpu.Barrier(num_arrivals=_GROUPS)
     lines = plgpu.SMEM((_GROUPS, 4), jnp.float32)
     both = "" if given or not write else "_and_gradient"
+    rows = jax.ShapeDtypeStruct((n, 4, cut.part), z.dtype)
     call = mosaic.kernel(
         functools.partial(_body, cut, real, write),
         name=f"linear_cross_entropy_{'gradient' if given else 'statistics'}{both}",
-        out_type=[] if given else [jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
+        out_type=[rows] * keep if given else [jax.ShapeDtypeStruct((n,), jnp.float32)] * 3,
         **mosaic.grid(row=n),
         num_threads=_GROUPS,
         thread_name="group",
@@ -66,9 +69,10 @@ def logits_kernel(z, labels, scale, valid=None, given=(), *, real=0, softcap, wr
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     arrays = labels, scale, None if valid is None else valid[None], given
-    z = z.reshape(n, 4, cut.part)
+    z = z.reshape(rows.shape)
     if given:
-        return (mosaic.in_place(call, z, *arrays).reshape(n, v),)
+        dz = call(z, *arrays)[0] if keep else mosaic.in_place(call, z, *arrays)
+        return (dz.reshape(n, v),)
     if not write:
         return None, *call(z, *arrays)
     z, stats = mosaic.in_place_with_results(call, z, *arrays)
@@ -81,7 +85,6 @@ class _Cut(NamedTuple):
     part: int  # columns of a warp
     tile: int  # columns that a warp takes at a time
     softcap: Any  # a number or None
-    dtype: Any  # of the logits
 
     @property
     def tiles(self) -> int:
@@ -97,28 +100,8 @@ class _Cut(NamedTuple):
     @property
     def unroll(self) -> int:
         """Loads that a thread has in flight."""
-        if self.softcap is None or self.tile != 128:
-            return _UNROLL
-        # A cap takes registers: of a narrow tile six loads need 79 in bf16, 87 in fp16.
-        return 4 if self.dtype == jnp.bfloat16 else 3  # 63 and 62
-
-    @property
-    def bounded(self) -> bool:
-        """Whether no exponential of a capped logit can leave float32, so none needs a maximum."""
-        return self.softcap is not None and self.softcap <= _BOUNDED
-
-    def capped(self, u):
-        return capped(u, self.softcap, self.dtype)
-
-    def exponential(self, x, top):
-        """exp(x - top) of a capped logit; top is 0 if they are bounded."""
-        return jnp.exp(x) if self.bounded else jnp.exp(x - top)
-
-    def add(self, state, *xs):
-        """Updates (maximum, sum of exponentials relative to it) of each lane with more logits."""
-        if not self.bounded:
-            return online(state, *xs)
-        return state[0], sum((jnp.exp(x) for x in xs), start=state[1])
+        # A cap takes registers: of a narrow tile six loads need 87, three 62.
+        return _UNROLL if self.softcap is None or self.tile != 128 else _UNROLL // 2
 
     def columns(self, start, width):
         """The column of every element of a (4, width) array that starts at `start`."""
@@ -127,10 +110,21 @@ class _Cut(NamedTuple):
         return part + plgpu.broadcasted_iota(jnp.int32, (4, width), 1, layout=layout) + start
 
 
+def _online(state, *xs):
+    """Updates (maximum, sum of exponentials relative to it) of each lane with more logits.
+
+    The lanes are combined only at the end of the row.
+    """
+    old, total = state
+    top = functools.reduce(jnp.maximum, xs, old)
+    return top, sum((jnp.exp(x - top) for x in xs), start=total * jnp.exp(old - top))
+
+
 class _Row(NamedTuple):
     """A block's row, as one of its warpgroups sees it."""
 
     z: Any  # (4, part)
+    dz: Any  # where the gradient goes, often z itself
     group: Any
     valid: Any  # columns that are not padding
     whole: Any  # steps of `unroll` tiles for each group in which no warp reads padding
@@ -149,18 +143,10 @@ class _Row(NamedTuple):
         return mosaic.load(self.z.at[:, pl.ds(start, width)], layout)
 
 
-def capped(u, softcap, dtype):
-    """(capped logit, its derivative) of a logit, inside a kernel; without a cap (u, None).
-
-    dtype: of the logits in memory.
-    """
+def capped(u, softcap):
+    """(capped logit, its derivative) of a logit, inside a kernel; without a cap (u, None)."""
     if softcap is None:
         return u, None
-    if dtype == jnp.bfloat16:
-        # The special function units bound this kernel, and tanh.approx is one instruction of
-        # theirs instead of two.  Its error is 2^-11 of tanh; logits in bf16 are rounded by 2^-9.
-        t = jnp.tanh(u * (1 / softcap))
-        return softcap * t, 1 - t * t
     # 1 - tanh^2 is 4 s (1 - s), and the fast exp2 is accurate enough.
     s = 1 / (jnp.exp2(u * (2 * LOG2E / softcap)) + 1)
     return softcap - 2 * softcap * s, 4 * s * (1 - s)
@@ -175,7 +161,7 @@ def _body(
     scale_ref,
     valid_ref,
     given_refs,
-    *stat_refs,
+    *out_refs,
     tops_smem=None,
     totals_smem=None,
     meet_bar=None,
@@ -185,7 +171,8 @@ def _body(
     index, group = lax.axis_index("row"), lax.axis_index("group")
     label = labels_ref[index]
     valid = real if valid_ref is None else valid_ref[0]
-    row = _row(cut, z_ref.at[index], group, valid)
+    dz_ref = out_refs[0] if given_refs and out_refs else z_ref
+    row = _row(cut, z_ref.at[index], dz_ref.at[index], group, valid)
     if given_refs:
         top, total, picked = (ref[index] for ref in given_refs)
         _gradient(cut, row, label, top, total, picked, scale_ref.at[index], written_bar)
@@ -197,14 +184,14 @@ def _body(
 
     @pl.when(group == 0)
     def _():
-        for ref, value in zip(stat_refs, (top, total, picked), strict=True):
+        for ref, value in zip(out_refs, (top, total, picked), strict=True):
             ref[index] = value
 
     if write:
         _gradient(cut, row, label, top, total, picked, scale_ref.at[index], written_bar)
 
 
-def _row(cut: _Cut, z_ref, group, valid) -> _Row:
+def _row(cut: _Cut, z_ref, dz_ref, group, valid) -> _Row:
     """Distributes the tiles of a row over the warpgroups."""
     before_padding = cut.part - (4 * cut.part - valid)  # columns of the last part
     static = isinstance(valid, int)
@@ -212,7 +199,7 @@ def _row(cut: _Cut, z_ref, group, valid) -> _Row:
     whole = least // (_GROUPS * cut.unroll * cut.tile)
     first = whole * (_GROUPS * cut.unroll) + group
     more = lax.div(cut.tiles - first + (_GROUPS - 1), jnp.int32(_GROUPS))
-    return _Row(z_ref, group, valid, whole, first, more)
+    return _Row(z_ref, dz_ref, group, valid, whole, first, more)
 
 
 def _statistics(cut: _Cut, row: _Row):
@@ -220,7 +207,7 @@ def _statistics(cut: _Cut, row: _Row):
     layout = cut.layout(cut.tile)
 
     def load(start, end=None, width=cut.tile):
-        x, _ = cut.capped(row.load(start, width, cut.layout(width)))
+        x, _ = capped(row.load(start, width, cut.layout(width)), cut.softcap)
         return x if end is None else jnp.where(cut.columns(start, width) < end, x, -jnp.inf)
 
     # Load the rest of the row while the tiles are in flight.  Only the last group counts it.
@@ -230,17 +217,16 @@ def _statistics(cut: _Cut, row: _Row):
         tail = load(cut.tiles * cut.tile, end, cut.rest)
 
     # Compute the online softmax over the tiles.
-    whole = lambda i, s: cut.add(s, *(load(row.start(cut, i, u)) for u in range(cut.unroll)))
-    late = lambda i, s: cut.add(s, load(row.late_start(cut, i), row.valid))
-    least = 0.0 if cut.bounded else LOWEST
-    lowest = plgpu.layout_cast(jnp.full((4, cut.tile), least, jnp.float32), layout)
+    whole = lambda i, s: _online(s, *(load(row.start(cut, i, u)) for u in range(cut.unroll)))
+    late = lambda i, s: _online(s, load(row.late_start(cut, i), row.valid))
+    lowest = plgpu.layout_cast(jnp.full((4, cut.tile), _LOWEST, jnp.float32), layout)
     state = lowest, mosaic.zeros((4, cut.tile), layout)
     state = lax.fori_loop(0, row.whole, whole, state)
     tops, totals = lax.fori_loop(0, row.more, late, state)
 
     # Reduce the lanes of each warp and add the rest.
     top = jnp.max(tops, axis=1)
-    if tail is not None and not cut.bounded:
+    if tail is not None:
         top = jnp.maximum(top, plgpu.layout_cast(jnp.max(tail, axis=1), layout.reduce(1)))
     total = jnp.sum(totals * jnp.exp(tops - mosaic.along(top, tops.shape, 0)), axis=1)
     if tail is not None:
@@ -266,7 +252,7 @@ def _wait_for_all(bar):
 
 
 def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
-    """Overwrites the row with dz."""
+    """Writes dz of the row."""
     scale = scale_ref[...]
     factor = scale / total
     write = functools.partial(_write, cut, row, top, factor)
@@ -282,20 +268,20 @@ def _gradient(cut: _Cut, row: _Row, label, top, total, picked, scale_ref, bar):
 
     @pl.when((row.group == 0) & (label >= 0))
     def _():
-        x, slope = cut.capped(picked)
-        dz = factor * cut.exponential(x, top) - scale
+        x, slope = capped(picked, cut.softcap)
+        dz = factor * jnp.exp(x - top) - scale
         dz = dz if slope is None else dz * slope
-        row.z[label // cut.part, label % cut.part] = dz.astype(row.z.dtype)
+        row.dz[label // cut.part, label % cut.part] = dz.astype(row.dz.dtype)
 
 
 def _write(cut: _Cut, row: _Row, top, factor, starts, width, masked=False):
-    """Overwrites the logits of some tiles with factor exp(z - top), and padding with 0."""
+    """Writes factor exp(z - top) for the logits of some tiles, and 0 for padding."""
     layout = cut.layout(width)
     xs = [row.load(start, width, layout) for start in starts]
     for start, x in zip(starts, xs, strict=True):
-        x, slope = cut.capped(x)
-        dz = factor * cut.exponential(x, top)
+        x, slope = capped(x, cut.softcap)
+        dz = factor * jnp.exp(x - top)
         dz = dz if slope is None else dz * slope
         if masked:
             dz = jnp.where(cut.columns(start, width) < row.valid, dz, 0.0)
-        mosaic.store(row.z.at[:, pl.ds(start, width)], dz)
+        mosaic.store(row.dz.at[:, pl.ds(start, width)], dz)

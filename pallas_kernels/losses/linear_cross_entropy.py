@@ -13,7 +13,15 @@ backward pass has nothing to do.
 
 XLA runs the matmuls, at the hardware's limit.  The kernel between them (kernels.py) reads a row of
 logits and overwrites it with dz.  Statistics, loss and dW are float32; dz is rounded to x's dtype
-for its matmuls.  With `fp8` x, W and dz are rounded to 8 bits (fp8_head.py).
+for its matmuls.
+
+With `fp8` z = Q4(x) Q4(W)^T, dx = Q5(dz) Q4(W), dW = Q5(dz)^T Q4(x), where Q4 and Q5 round to e4m3
+and e5m2; the products are fp8_linear's.  dz = exp(z - log_sum) - [v = label] needs no maximum:
+without the loss's factor it lies in [-1, 1].  The factor multiplies the products instead, so dz =
+-1 is exact, and the label's share has no error that is the same for all tokens.  e5m2 holds
+probabilities down to 2^-31.  A separate kernel reads the logits and writes dz in fp8, in both
+orders: 4 bytes a logit, as in bfloat16.  The sum over a row must be known before, which takes one
+more pass over the logits.
 """
 
 import functools
@@ -27,10 +35,10 @@ from jaxtyping import Array, Float, Integer
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear as fp8_linear
-from pallas_kernels.float8.quantize import TILE, cast
-from pallas_kernels.losses import fp8_head
-from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
-from pallas_kernels.losses.kernels import logits_kernel
+from pallas_kernels.float8 import quantize
+from pallas_kernels.float8.quantize import TILE, Cast, cast
+from pallas_kernels.losses.cross_entropy import losses, mask_by_label
+from pallas_kernels.losses.kernels import capped, logits_kernel
 from pallas_kernels.options import checked
 from pallas_kernels.totals import summed
 
@@ -82,7 +90,7 @@ def linear_cross_entropy(
     vocab_axis: the mesh axis that splits the vocabulary, inside `shard_map` (check_vma=False).
     weight is then this device's part, while vocab_size and labels refer to the whole vocabulary.
     The loss is the whole vocabulary's; x's gradient is this part's share, which shard_map sums.
-    fp8: whether the three matmuls take fp8 operands (fp8_head.py), where the number of tokens and C
+    fp8: whether the three matmuls take fp8 operands, where the number of tokens and C
     are multiples of 64; `dispatch.explain()` reports other calls, which stay in x's dtype.  It
     needs the flag of XLA that `fp8_linear` needs.
     total: of gradients of the weight so far (totals.py), for reduction="sum"; the gradient of the
@@ -98,7 +106,7 @@ def linear_cross_entropy(
     if total is not None and reduction == "mean":
         raise ValueError('a total needs reduction="sum", with 1 / count as a part of `scale`')
     labels, ignore_index = ids.labels(labels, ignore_index)
-    if fp8 and (reason := fp8_head.why_not(x)):
+    if fp8 and (reason := quantize.not_a_multiple(TILE, tokens=labels.size, C=x.shape[-1])):
         why = f"{x.dtype}, not fp8: {reason}"
         dispatch.record(dispatch.Decision("linear_cross_entropy", "general", "unsupported", why))
         fp8 = False
@@ -119,12 +127,12 @@ def _kernels(x, weight, labels, *, reduction, scale, chunk, total, **options):
     inside, after = scale, 1
     if x.dtype == jnp.float16:
         inside, after, weight, total = jnp.float32(1), scale, summed(weight, total), None
-    o = _Options(**options, chunk=_chunk(rows, weight, chunk, **options))
+    o = _Options(**options, chunk=_tokens(rows, weight, chunk, **options))
     loss = _linear_cross_entropy(rows, weight, labels, inside, total, o)
     return _reduce(loss, labels, o.ignore_index, reduction) * after
 
 
-def _chunk(x, weight, asked: int | None, *, fp8, transposed, **options) -> int:
+def _tokens(x, weight, asked: int | None, *, fp8, transposed, **options) -> int:
     """Tokens whose logits exist at a time."""
     if asked is not None:
         return mosaic.cdiv(asked, TILE) * TILE if fp8 else asked
@@ -179,18 +187,9 @@ def linear_cross_entropy_reference(
     z = z.astype(mosaic.stat_dtype(x.dtype))
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
-    if vocab_axis is None:
-        options = dict(vocab_size=vocab_size, ignore_index=ignore_index)
-        loss = cross_entropy_reference(z, labels, **options)
-    else:
-        column = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
-        local, valid = _local(labels, z.shape[-1], vocab_size, vocab_axis)
-        z = jnp.where(column < valid, z, -jnp.inf)
-        top = lax.pmax(lax.stop_gradient(z.max(-1)), vocab_axis)
-        picked = jnp.where(column == local[..., None], z, 0).sum(-1)
-        total = jnp.exp(z - top[..., None]).sum(-1)
-        total, picked = lax.psum((total, picked), vocab_axis)
-        loss = mask_by_label(jnp.log(total) - (picked - top), labels, vocab_size, ignore_index)
+    vocab_size = z.shape[-1] if vocab_size is None else vocab_size
+    loss = losses(z, *_local(labels, z.shape[-1], vocab_size, vocab_axis), vocab_axis)
+    loss = mask_by_label(loss, labels, vocab_size, ignore_index)
     scale = lax.stop_gradient(jnp.asarray(scale, loss.dtype))
     return _reduce(loss.sum(), labels, ignore_index, reduction) * scale
 
@@ -226,71 +225,97 @@ def _local(labels, v, vocab_size, vocab_axis):
 
 def _run(
     x, weight, labels, scale, dw, o: _Options, differentiate: bool, frozen: bool = False
-) -> tuple[Any, Any]:
+) -> tuple[Any, tuple[Any, Any]]:
     """`scale` times the sum of all losses, and its gradients dx and dw + dW (float32) or None.
 
     dw: float32 or None, which stands for 0.
     frozen: the weight needs no gradient, so dW is None.
     """
-    w = weight.astype(x.dtype)
-    v = w.shape[1] if o.transposed else w.shape[0]
-    w = _padded(w, o)
+    v = weight.shape[1 if o.transposed else 0]
+    w = _padded(weight if o.fp8 else weight.astype(x.dtype), o)
+    if o.fp8:
+        w = cast(w, fp8_linear.FORWARD, True)
+        w = w if o.transposed else w._replace(values=w.transposed, transposed=w.values)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
-    scale = mask_by_label(scale, labels, o.vocab_size, o.ignore_index)
+    # fp8: 1, so that dz = -1 is exact; the products are multiplied by `scale`.
+    factor = mask_by_label(1.0 if o.fp8 else scale, labels, o.vocab_size, o.ignore_index)
     loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
+    chunk = functools.partial(
+        _fp8_chunk if o.fp8 else _chunk, w, scale, valid, o, differentiate, frozen
+    )
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
-        x_chunk, w_now = of(x), w
+        now = of(x), w
         if dx:  # delays the next logits until the last dz can be freed
             # Without dx, XLA postpones its matmuls on a mesh, to overlap them with the sum of dw
             # over the devices, and keeps all logits until then.
-            x_chunk, w_now, dw, dx[-1] = lax.optimization_barrier((x_chunk, w, dw, dx[-1]))
-        z = _logits(x_chunk, w_now, o.transposed)
-        losses, dz = _losses(z, of(local), of(scale), valid, o, differentiate)
-        loss += jnp.where(of(labels) == o.ignore_index, 0, losses).sum()
+            *now, dw, dx[-1] = lax.optimization_barrier((*now, dw, dx[-1]))
+        some, more_dx, more = chunk(*now, of(local), of(factor))
+        loss += jnp.where(of(labels) == o.ignore_index, 0, some).sum()
         if differentiate:
-            dx.append(jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype))
-        if differentiate and not frozen:
-            pair = (x_chunk, dz) if o.transposed else (dz, x_chunk)
-            more = jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
+            dx.append(more_dx)
+        if more is not None:
             dw = more if dw is None else dw + more
     if dw is not None:
         dw = dw[:, :v] if o.transposed else dw[:v]
-    return loss, (jnp.concatenate(dx), dw) if dx else None
+    dx = jnp.concatenate(dx) if dx else None
+    if o.fp8:
+        loss, dx = loss * scale, None if dx is None else (dx * scale).astype(x.dtype)
+    return loss, (dx, dw)
 
 
-def _run_fp8(x, weight, labels, scale, dw, o: _Options, differentiate: bool) -> tuple[Any, Any]:
-    """`_run` with fp8 operands, see fp8_head.py; `scale` multiplies the products and not dz."""
-    v = weight.shape[1] if o.transposed else weight.shape[0]
-    w8 = fp8_head.cast_weight(_padded(weight, o), o.transposed)
-    local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
-    known = mask_by_label(jnp.float32(1), labels, o.vocab_size, o.ignore_index)
-    loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
-    for start in range(0, x.shape[0], o.chunk):
-        of = lambda a, start=start: a[start : start + o.chunk]
-        x_chunk = of(x)
-        if dx:  # as in `_run`
-            x_chunk, dw, dx[-1] = lax.optimization_barrier((x_chunk, dw, dx[-1]))
-        x8 = cast(x_chunk, fp8_linear.FORWARD, True)
-        z = fp8_linear.times(x8, w8, x.dtype)
-        top, total, picked, _ = _sums(z, of(local), valid, o)
-        loss += jnp.where(of(known) == 0, 0, _loss(top, total, picked, o) * of(known)).sum()
-        if differentiate:
-            # No gradient where the label is ignored (known is 0), NaN where it is wrong.
-            log_sum = jnp.where(of(known) == 0, jnp.inf, (top + jnp.log(total)) * of(known))
-            target = jnp.where(of(known) == 0, -1, of(local))  # ignore_index may be a class
-            dz8 = fp8_head.gradient(z, target, log_sum, valid, o.softcap)
-            dx.append(fp8_linear.times_weight(dz8, w8, x.dtype))
-            # In float32 here, so any factor is exact.
-            dz8 = dz8._replace(inverse=dz8.inverse * scale)
-            more = fp8_linear.weight_gradient(
-                *((x8, dz8) if o.transposed else (dz8, x8)), jnp.float32
-            )
-            dw = more if dw is None else dw + more
-    if dw is None:  # nor dx
-        return loss * scale, None
-    dw = dw[:, :v] if o.transposed else dw[:v]
-    return loss * scale, ((jnp.concatenate(dx) * scale).astype(x.dtype), dw)
+def _chunk(w, _, valid, o: _Options, differentiate, frozen, x, w_now, local, scale):
+    """The losses of some tokens, their dx and their dW."""
+    losses, dz = _losses(_logits(x, w_now, o.transposed), local, scale, valid, o, differentiate)
+    if dz is None:
+        return losses, None, None
+    dx = jnp.matmul(dz, w.T if o.transposed else w, preferred_element_type=x.dtype)
+    if frozen:
+        return losses, dx, None
+    pair = (x, dz) if o.transposed else (dz, x)
+    return losses, dx, jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
+
+
+def _fp8_chunk(_, scale, valid, o: _Options, differentiate, frozen, x, w, local, known):
+    """The same with fp8 operands; known: 0 where a label is ignored, NaN where it is wrong."""
+    x8 = cast(x, fp8_linear.FORWARD, True)
+    z = fp8_linear.times(x8, w, x.dtype)
+    top, total, picked, _ = _sums(z, local, valid, o)
+    losses = _loss(top, total, picked, o) * known
+    if not differentiate:
+        return losses, None, None
+    log_sum = jnp.where(known == 0, jnp.inf, (top + jnp.log(total)) * known)
+    target = jnp.where(known == 0, -1, local)  # ignore_index may be a class
+    dz8 = fp8_gradient(z, target, log_sum, valid, o.softcap)
+    dx = fp8_linear.times_weight(dz8, w, x.dtype)
+    if frozen:
+        return losses, dx, None
+    dz8 = dz8._replace(inverse=dz8.inverse * scale)  # in float32 here, so any factor is exact
+    pair = (x8, dz8) if o.transposed else (dz8, x8)
+    return losses, dx, fp8_linear.weight_gradient(*pair, jnp.float32)
+
+
+def fp8_gradient(z, labels, log_sum, valid, softcap) -> Cast:
+    """dz of rows of logits, in both orders.
+
+    labels: (n,), a column or -1.  log_sum: (n,), of the exponentials of the capped logits; infinite
+    for rows without a gradient.  valid: columns that are not padding, an int or an array ().
+    """
+    rows = [log_sum, labels]
+    if not isinstance(valid, int):
+        rows.append(jnp.full(labels.shape, valid))
+
+    def tile(u, log_sum, label, valid=valid):
+        x, slope = capped(u, softcap)
+        column = quantize.column_numbers()
+        dz = jnp.exp(x - log_sum)
+        dz = jnp.where(column == label, dz - 1, dz)
+        dz = dz if slope is None else dz * slope
+        return (jnp.where(column < valid, dz, 0.0),)
+
+    name, one = "linear_cross_entropy_gradient_fp8", [jnp.float32(1)]
+    options = dict(rows=rows, name=name, approx=True)
+    return quantize.cast_results(tile, [z], one, fp8_linear.BACKWARD, **options)[0][0]
 
 
 def _padded(weight, o: _Options):
@@ -312,8 +337,7 @@ def _losses(z, local, scale, valid, o: _Options, differentiate: bool) -> tuple[A
 
 def _sums(z, local, valid, o: _Options):
     """top, total and z[label] of rows, of the devices of vocab_axis together, and our z[label]."""
-    ones = jnp.ones(local.shape, jnp.float32)
-    kernel = functools.partial(logits_kernel, z, local, ones, softcap=o.softcap, write=False)
+    kernel = functools.partial(logits_kernel, z, local, None, softcap=o.softcap, write=False)
     if o.vocab_axis is None:
         _, top, total, picked = kernel(real=valid)
         return top, total, picked, picked
@@ -333,16 +357,13 @@ def _loss(top, total, picked, o: _Options):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _linear_cross_entropy(x, weight, labels, scale, total, o):
-    return (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, None, o, False)[0]
+    return _run(x, weight, labels, scale, None, o, False)[0]
 
 
 def _forward(x, weight, labels, scale, total, o):
     values = x.value, weight.value, labels.value, scale.value, total and total.value
-    if o.fp8:
-        loss, gradients = _run_fp8(*values, o, True)
-    else:
-        frozen = total is None and not weight.perturbed
-        loss, gradients = _run(*values, o, True, frozen=frozen)
+    frozen = total is None and not weight.perturbed
+    loss, gradients = _run(*values, o, True, frozen)
     return loss, (gradients, jnp.zeros((), weight.value.dtype) if total is None else None)
 
 

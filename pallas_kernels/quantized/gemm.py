@@ -21,13 +21,14 @@ A warpgroup has at most two wgmmas in flight, whose w' take 32 registers.  A ste
 the tensor core 1024 clocks for both warpgroups, for which a scheduler issues 250 to 440
 instructions: docs/decoding.md counts them.
 
-Without splits the block adds the bias, applies the activation, turns its tile round in the buffers
-of x, and writes y.  Otherwise it writes float32 sums, which XLA adds in order.  There are no
-atomics, so two runs are equal bit for bit.
+Without splits the block turns its tile round in the buffers of x, and writes y.  Otherwise, and for
+a bias, it writes float32 sums, which XLA adds in order.  There are no atomics, so
+two runs are equal bit for bit.
 """
 
 import functools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +37,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.activations.elementwise import activate
-from pallas_kernels.mosaic import ROW
 from pallas_kernels.pipeline import Ring
+from pallas_kernels.quantized import unpack
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import (
-    COLUMN_SCALES,
-    LANE_WORDS,
-    PLANE_WORDS,
-    SCALES,
-    read,
-    right_operand,
-    tile,
-    transposed_tile,
-)
+from pallas_kernels.quantized.unpack import COLUMN_SCALES, LANE_WORDS, PLANE_WORDS, SCALES, read
 
 _N = 64  # rows of a wgmma, the columns of four tiles
 _TILES = _N // COLUMNS
@@ -134,20 +125,17 @@ def _clocks(m: int, sets: int, turns: int, rows: int, splits: int) -> float:
     return mosaic.cdiv(blocks * splits, _SMS) * (_START + steps) + others
 
 
-def linear(x, weight: QuantizedWeight, bias=None, activation=None, *, back: bool = False):
-    """activation(x w' + bias) as bfloat16 (M, N), for x (M, K) bfloat16, without splits.
+def linear(x, weight: QuantizedWeight, *, back: bool = False):
+    """x w' as bfloat16 (M, N), for x (M, K) bfloat16, without splits.
 
     back: x w'^T (M, K) for x (M, N) instead.
     """
     p, columns = plan(x.shape[0], weight, most_splits=1, back=back), weight.shape[not back]
-    if bias is not None:
-        bias = mosaic.pad_axis(bias, 0, _WGS * _N)
     # Mosaic wants whole swizzle tiles.  The copy of a warpgroup past the last one changes nothing;
     # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
     width = max(_WGS, mosaic.cdiv(columns, _N)) * _N
     out = jax.ShapeDtypeStruct((mosaic.cdiv(p.m, 8) * 8, width), jnp.bfloat16)
-    y = _product(x, weight.words, weight.scales, weight.offsets, bias, activation, out, p)
-    return y[: p.m, :columns]
+    return _product(x, weight.words, weight.scales, weight.offsets, out, p)[: p.m, :columns]
 
 
 def has_gradient(weight: QuantizedWeight) -> bool:
@@ -160,23 +148,18 @@ def sums(x, weight: QuantizedWeight):
     p = plan(x.shape[0], weight)
     shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(p.m, p.rows) * p.rows
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return _product(x, weight.words, weight.scales, weight.offsets, None, None, out, p)
+    return _product(x, weight.words, weight.scales, weight.offsets, out, p)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _product(x, words, scales, offsets, bias, activation, out, p: ManyPlan):
-    x = mosaic.pad_axis(right_operand(x, p.format), 0, 8)
-    tiles = words.shape[0]
-    by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
-    own = lambda shape, dtype: plgpu.SMEM((_WGS * p.slots, p.tiles, *shape), dtype)
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _product(x, words, scales, offsets, out, p: ManyPlan):
+    x = mosaic.pad_axis(unpack.right_operand(x, p.format), 0, 8)
     return mosaic.kernel(
-        functools.partial(_body, p, activation),
+        functools.partial(_body, p),
         name="quantized_linear_dx" if p.back else "quantized_linear_many",
         out_type=out,
         scratch_types=dict(
-            words_smem=own((p.parts, LANES * WORDS), jnp.int32),
-            scales_smem=own((p.groups, COLUMNS), jnp.bfloat16),
-            offsets_smem=own((p.groups, COLUMNS), jnp.bfloat16) if p.asymmetric else None,
+            **unpack.buffers(_WGS * p.slots, p.tiles, p.parts, p.groups, p.asymmetric),
             x_smem=plgpu.SMEM(
                 (p.stages, p.rows, _BLOCK),
                 jnp.bfloat16,
@@ -190,29 +173,11 @@ def _product(x, words, scales, offsets, bias, activation, out, p: ManyPlan):
         **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
         num_threads=_WGS,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),  # else GELU spills 16 bytes
-    )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x, bias)
+    )(*unpack.by_tile(words, scales, offsets), x)
 
 
-class _ManyRefs(NamedTuple):
-    words: Any
-    scales: Any
-    offsets: Any
-    x: Any
-    bias: Any
-    out: Any
-    words_smem: Any
-    scales_smem: Any
-    offsets_smem: Any
-    x_smem: Any
-    word_bars: Any
-    x_bars: Any
-    free_bars: Any
-    done_bar: Any
-
-
-def _body(p: ManyPlan, activation, *arrays, **scratch):
-    refs = _ManyRefs(*arrays, **scratch)
+def _body(p: ManyPlan, words, scales, offsets, x, out, **smem):
+    refs = SimpleNamespace(words=words, scales=scales, offsets=offsets, x=x, out=out, **smem)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
     count = lax.div((split + 1) * p.turns, jnp.int32(p.splits)) - first
@@ -236,23 +201,20 @@ def _body(p: ManyPlan, activation, *arrays, **scratch):
         return acc[...]
 
     total = pl.run_scoped(multiply, plgpu.ACC((_N, p.rows), jnp.float32))
-    if refs.out.dtype == jnp.float32:
-        _store_sums(p, refs, total)
-    else:
-        _finish(p, refs, total, activation)
+    (_store_sums if refs.out.dtype == jnp.float32 else _store_turned)(p, refs, total)
 
 
-def _ring(p: ManyPlan, refs: _ManyRefs) -> Ring:
+def _ring(p: ManyPlan, refs) -> Ring:
     """This warpgroup's ring of words and scales; its steps are turns."""
     return Ring(p.slots, refs.word_bars, first=lax.axis_index("wg") * p.slots, flat=True)
 
 
-def _x_ring(p: ManyPlan, refs: _ManyRefs, wg=0) -> Ring:
+def _x_ring(p: ManyPlan, refs, wg=0) -> Ring:
     """The ring of x, which warpgroup 0 fills."""
     return Ring(p.stages, refs.x_bars, refs.free_bars, wg=wg)
 
 
-def _fetch_words(p: ManyPlan, refs: _ManyRefs, i, turn):
+def _fetch_words(p: ManyPlan, refs, i, turn):
     """Starts the copies of this warpgroup's words and scales of the i-th turn."""
     ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     if p.back:
@@ -261,13 +223,10 @@ def _fetch_words(p: ManyPlan, refs: _ManyRefs, i, turn):
     else:
         tile, part, group = _columns() // COLUMNS, turn * p.parts, turn * p.groups
     tiles, group = pl.ds(tile, p.tiles), pl.ds(group if p.grouped else zero, p.groups)
-    ring.send(i, refs.words.at[tiles, pl.ds(part, p.parts)], refs.words_smem)
-    ring.send(i, refs.scales.at[tiles, group], refs.scales_smem)
-    if p.asymmetric:
-        ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
+    unpack.send(ring, i, refs, tiles, pl.ds(part, p.parts), group)
 
 
-def _load_x(p: ManyPlan, refs: _ManyRefs, s, k):
+def _load_x(p: ManyPlan, refs, s, k):
     """Starts the copy of x of step s of the block, whose K begins at k; zeros past M and K."""
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
     _x_ring(p, refs).send(s, refs.x.at[rows, pl.ds(k + s * _BLOCK, _BLOCK)], refs.x_smem)
@@ -278,7 +237,7 @@ def _columns():
     return (lax.axis_index("n") * _WGS + lax.axis_index("wg")) * _N
 
 
-def _multiply(p: ManyPlan, refs: _ManyRefs, i, acc, load):
+def _multiply(p: ManyPlan, refs, i, acc, load):
     """acc += w' x^T of the i-th turn."""
     slot = _ring(p, refs).wait(i)
     unpacked = (_transposed if p.back else _columns_of)(p, refs, slot)
@@ -291,9 +250,8 @@ def _multiply(p: ManyPlan, refs: _ManyRefs, i, acc, load):
         pl.when(s >= 2)(refill)
 
 
-def _columns_of(p: ManyPlan, refs: _ManyRefs, slot):
+def _columns_of(p: ManyPlan, refs, slot):
     """w' of each step of a turn, 64 n x 64 k."""
-    row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
     per = p.step // _BLOCK  # blocks of a step of the packed form
     parts = p.parts * per // _BLOCKS
     words = []
@@ -302,39 +260,31 @@ def _columns_of(p: ManyPlan, refs: _ManyRefs, slot):
             own = range(block // per * parts, (block // per + 1) * parts)
             words = [read(refs.words_smem.at[slot, :, j], LANE_WORDS) for j in own]
         groups = range(block * p.groups // _BLOCKS, ((block + 1) * p.groups - 1) // _BLOCKS + 1)
-        scales = [row(refs.scales_smem, g) for g in groups]
-        offsets = [row(refs.offsets_smem, g) for g in groups if p.asymmetric]
-        yield tile(words, scales, offsets, block % per, p.bits, p.format)
+        scales = unpack.read_scales(refs, SCALES, *((slot, slice(None), g) for g in groups))
+        yield unpack.tile(words, *scales, block % per, p.bits, p.format)
 
 
-def _transposed(p: ManyPlan, refs: _ManyRefs, slot):
+def _transposed(p: ManyPlan, refs, slot):
     """w' of each step of a turn, 64 k x 64 n."""
     for block in range(_BLOCKS):
         tiles = range(block * _TILES, (block + 1) * _TILES)
         words = [read(refs.words_smem.at[slot, t], PLANE_WORDS[p.bits]) for t in tiles]
-        row = lambda smem, tiles=tiles: [read(smem.at[slot, t], COLUMN_SCALES) for t in tiles]
-        offsets = row(refs.offsets_smem) if p.asymmetric else []
-        yield transposed_tile(words, row(refs.scales_smem), offsets, p.bits, p.format)
+        scales = unpack.read_scales(refs, COLUMN_SCALES, *((slot, t) for t in tiles))
+        yield unpack.transposed_tile(words, *scales, p.bits, p.format)
 
 
-def _store_sums(p: ManyPlan, refs: _ManyRefs, total):
+def _store_sums(p: ManyPlan, refs, total):
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)
     mosaic.store(refs.out.at[lax.axis_index("split"), pl.ds(_columns(), _N), rows], total)
 
 
-def _finish(p: ManyPlan, refs: _ManyRefs, total, activation):
-    """Adds the bias, applies the activation, turns the tile round and stores it."""
+def _store_turned(p: ManyPlan, refs, total):
+    """Turns the tile round and stores it."""
     plgpu.barrier_arrive(refs.done_bar)
     plgpu.barrier_wait(refs.done_bar)  # both have read x, whose buffers now take y
     y_smem = refs.x_smem.at[lax.axis_index("wg")]
-    bias = None
-    if refs.bias is not None:
-        bias = mosaic.load(refs.bias.at[pl.ds(_columns(), _N)], ROW)
     for c in range(0, p.rows, _CHUNK):
-        y = total[:, c : c + _CHUNK]
-        if bias is not None:
-            y = y + mosaic.along(bias, y.shape, 0)
-        y = activate(y, activation).astype(jnp.bfloat16)
+        y = total[:, c : c + _CHUNK].astype(jnp.bfloat16)
         y_smem.at[pl.ds(c, _CHUNK)].transpose((1, 0))[...] = y
     plgpu.commit_smem()
     rows = pl.ds(lax.axis_index("m") * p.rows, p.rows)

@@ -10,7 +10,7 @@ blocks share the bytes of any layer, and its warps share K: no other block adds 
     warpgroup    every `wgs`-th turn of four steps; each of its warps has one of the four
     lane         its words of the next `ahead` turns are in flight while it multiplies those before
 
-    words of a step: 512 bytes in a row -> registers -> operands of mma m16n8k16 (dot.py)
+    words of a step: 512 bytes in a row -> registers -> operands of mma m16n8k16
     x of a step -> shared memory        -> registers -> mma's eight columns, all equal
     sums of a group of k                -> acc += s sum, and offset sum of x
 
@@ -35,9 +35,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.mosaic import ROW
-from pallas_kernels.quantized.dot import Turn, dot, load_words
-from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, QuantizedWeight
-from pallas_kernels.quantized.unpack import read
+from pallas_kernels.quantized.formats import (
+    COLUMNS,
+    LANES,
+    TURN,
+    WORDS,
+    Format,
+    QuantizedWeight,
+)
+from pallas_kernels.quantized.unpack import dot, load_words, read
 
 _SMS = 132  # of an H100
 _WGS = 8  # of an SM, whose registers hold them at 64 a thread
@@ -49,13 +55,20 @@ _BROUGHT = 16  # numbers of x, or half as many with a norm, that a thread reques
 _NORMED = 64  # numbers of a row that a thread normalises, at most
 
 _TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
+# (4, 8 i) of x: a warp has a row, and lanes 4 r + j the neighbours 2 j and 2 j + 1, for any r.
+_X = _TILED(plgpu.Tiling(((TURN, 8), (2,))), (-3,), (_Any(8), -2), -1)
+# (4, 32 i) of x for 2:4: lanes 4 r + j have two fours.
+_X_FOURS = _TILED(plgpu.Tiling(((TURN, 32), (8,))), (-3,), (_Any(8), -2), -1)
 _COLUMNS = _TILED(plgpu.Tiling(((COLUMNS,), (1,))), (_Any(4),), (_Any(2), -2), -1)
 
 
 class RowPlan(NamedTuple):
     """How a product is split; see the picture."""
 
-    turn: Turn
+    step: int  # k of a step
+    bits: int
+    format: Format
+    group: int  # k in a group
     turns: int
     wgs: int
     ahead: int
@@ -65,6 +78,30 @@ class RowPlan(NamedTuple):
     staged: bool  # x is in shared memory
     late: bool  # the norm is a factor of the sums
     centered: bool
+
+    @property
+    def rows(self) -> int:
+        """The rows of scales of a turn: one for each warp, or fewer if warps share a group."""
+        return max(1, min(TURN, TURN * self.step // self.group))
+
+    @property
+    def groups(self) -> int:
+        """The groups of a step."""
+        return max(1, self.step // self.group)
+
+    @property
+    def x_layout(self) -> plgpu.Layout:
+        """Of (4, step) of x."""
+        # pyrefly: ignore[bad-return]
+        return _X_FOURS if self.format == "2:4" else _X
+
+    @property
+    def scales_layout(self) -> plgpu.Layout:
+        """Of (rows, 16 groups) scales; n = r and r + 8 are in a register."""
+        warps = {1: (_Any(4),), 2: (-3, _Any(2)), 4: (-3,)}[self.rows]
+        tiling = plgpu.Tiling(((self.rows, COLUMNS), (2,)))
+        # pyrefly: ignore[bad-return]
+        return _TILED(tiling, warps, (-2, _Any(4)), -1)
 
     @property
     def even(self) -> bool:
@@ -86,10 +123,10 @@ def plan(weights, activation=None, norm=None, eps: float = 0.0, centered=False) 
     blocks = mosaic.cdiv(tiles, _SMS)  # of an SM
     wgs = max(1, min(_WGS // blocks, turns))
     ahead = min(_AHEAD // each, mosaic.cdiv(turns, wgs))
-    turn = Turn(weight.step, weight.bits, weight.format, group)
     late = norm is not None and not centered and norm[1] is None
     staged = norm is not None or turns * TURN * weight.step <= _STAGED
-    return RowPlan(turn, turns, wgs, ahead, each, activation, eps, staged, late, centered)
+    kind = weight.step, weight.bits, weight.format, group
+    return RowPlan(*kind, turns, wgs, ahead, each, activation, eps, staged, late, centered)
 
 
 def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
@@ -115,8 +152,8 @@ def products(
 ) -> list:
     """activation(norm(x) w' + bias) + residual for each weight, (N,) in its dtype of `dtypes`.
 
-    x: (K,) bfloat16.  norm: its weight and its bias or None, (K,).  activation: None, "gelu",
-    "silu", or "swiglu", which makes one result of two weights.
+    x: (K,) bfloat16.  norm: its weight and its bias or None, (K,).  activation: None, "gelu" or
+    "swiglu", which makes one result of two weights.
     """
     p = plan(weights, activation, norm, eps, centered)
     wide = lambda a: None if a is None else mosaic.pad_axis(a, 0, COLUMNS)
@@ -128,10 +165,10 @@ def products(
 
 @functools.partial(jax.jit, static_argnums=(4, 5))  # traced and lowered once for all layers
 def _products(x, parts, norm, residual, dtypes, p: RowPlan):
-    step, blocks = p.turn.step, [len(part[0][0]) for part in parts]
+    step, blocks = p.step, [len(part[0][0]) for part in parts]
 
     def by_step(words, scales, offsets, bias):
-        flat = lambda a: None if a is None else a.reshape(len(a), -1, p.turn.groups * COLUMNS)
+        flat = lambda a: None if a is None else a.reshape(len(a), -1, p.groups * COLUMNS)
         words = words.reshape(*words.shape[:3], LANES * WORDS)
         return _Weight(words, flat(scales), flat(offsets), bias)
 
@@ -238,20 +275,20 @@ def _existing(p: RowPlan, turn):
 
 def _fetch(p: RowPlan, weight: _Weight, n, turn):
     """The words, scales and offsets of a turn; past the last turn those of the last one."""
-    turn, parts, t = _existing(p, turn), weight.words.shape[2], p.turn
+    turn, parts = _existing(p, turn), weight.words.shape[2]
     steps = pl.ds(turn * TURN, TURN)
     words = [load_words(weight.words.at[n, steps, i], parts) for i in range(parts)]
-    shared = max(1, t.group // (TURN * t.step))  # turns with the same group
-    groups = pl.ds(lax.div(turn, jnp.int32(shared)) * t.rows, t.rows)
+    shared = max(1, p.group // (TURN * p.step))  # turns with the same group
+    groups = pl.ds(lax.div(turn, jnp.int32(shared)) * p.rows, p.rows)
     rows = [a for a in (weight.scales, weight.offsets) if a is not None]
-    return words, [read(a.at[n, groups], t.scales_layout) for a in rows]
+    return words, [read(a.at[n, groups], p.scales_layout) for a in rows]
 
 
 def _multiply(p: RowPlan, refs: _RowRefs, turn, fetched, accs):
     """accs + the products of a turn; past the last turn accs."""
     steps = pl.ds(_existing(p, turn) * TURN, TURN)
-    x = read((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.turn.x_layout)
-    totals = [dot(p.turn, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
+    x = read((refs.smem["x_smem"] if p.staged else refs.x).at[steps], p.x_layout)
+    totals = [dot(p, acc, x, *arrays) for acc, arrays in zip(accs, fetched, strict=True)]
     if p.even:
         return totals
     exists = jnp.broadcast_to(turn < p.turns, (TURN * COLUMNS,))
@@ -263,49 +300,42 @@ def _bring(p: RowPlan, refs: _RowRefs, wg):
 
     With RMS norm x times the norm's weight, and the sums of x^2 of each warp.
     """
-    numbers = p.turn.step // LANES
-    at_once, squares = _BROUGHT // numbers // (1 if refs.norm is None else 2), []
-    for first in range(0, p.share, at_once):
-        squares += _bring_some(p, refs, wg, range(first, min(first + at_once, p.share)))
-    if refs.norm is not None:
+    layout = mosaic.warp_rows(p.step // LANES)
+    at_once = _BROUGHT // (p.step // LANES) // (1 if refs.norm is None else 2)
+    squares = []
+    for start in range(0, p.share, at_once):
+        turns = range(start, min(start + at_once, p.share))
+        if p.even:
+            parts = [(wg * p.share + start, len(turns))]
+        else:
+            parts = [(i * p.wgs + wg, 1) for i in turns]
+        at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
+        # All loads come before the stores: a warpgroup's warps wait for each other at a store.
+        ys = [read(refs.x.at[rows], layout) for rows in at]
+        if refs.norm is not None:
+            weights = [read(refs.norm[0].at[rows], layout) for rows in at]
+            xs = [y.astype(jnp.float32) for y in ys]
+            for (turn, n), x in zip(parts, xs, strict=True):
+                some = [x[i * TURN : (i + 1) * TURN] for i in range(n)]
+                exists = [jnp.broadcast_to(turn + i < p.turns, some[0].shape) for i in range(n)]
+                squares += [jnp.where(e, x * x, 0.0) for e, x in zip(exists, some, strict=True)]
+            ys = [x * w for x, w in zip(xs, weights, strict=True)]
+        for (turn, _), rows, y in zip(parts, at, ys, strict=True):
+            store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
+            store() if p.even else pl.when(turn < p.turns)(store)
+    if squares:
         total = jnp.sum(functools.reduce(jnp.add, squares), axis=1)
         mosaic.store(refs.smem["norm_smem"].at[wg], total)
     plgpu.barrier_arrive(refs.smem["x_bar"])
 
 
-def _bring_some(p: RowPlan, refs: _RowRefs, wg, turns: range) -> list:
-    """Brings the `turns` of this warpgroup; returns their x^2 for RMS norm, (4, step) each.
-
-    All loads come before the stores: the warps of a warpgroup wait for each other at a store.
-    """
-    layout = mosaic.warp_rows(p.turn.step // LANES)
-    if p.even:
-        parts = [(wg * p.share + turns.start, len(turns))]
-    else:
-        parts = [(i * p.wgs + wg, 1) for i in turns]
-    at = [pl.ds(_existing(p, turn) * TURN, n * TURN) for turn, n in parts]
-    load = lambda ref: [read(ref.at[rows], layout) for rows in at]
-    ys, squares = load(refs.x), []
-    if refs.norm is not None:
-        weights, xs = load(refs.norm[0]), [x.astype(jnp.float32) for x in ys]
-        for (turn, n), x in zip(parts, xs, strict=True):
-            some = [x[i * TURN : (i + 1) * TURN] for i in range(n)]
-            exists = [jnp.broadcast_to(turn + i < p.turns, some[0].shape) for i in range(n)]
-            squares += [jnp.where(e, x * x, 0.0) for e, x in zip(exists, some, strict=True)]
-        ys = [x * w for x, w in zip(xs, weights, strict=True)]
-    for (turn, _), rows, y in zip(parts, at, ys, strict=True):
-        store = functools.partial(mosaic.store, refs.smem["x_smem"].at[rows], y)
-        store() if p.even else pl.when(turn < p.turns)(store)
-    return squares
-
-
 def _normalize(p: RowPlan, refs: _RowRefs):
     """Writes norm(x) to shared memory, by the first warpgroup; each warp has a step of a turn."""
-    layout = mosaic.warp_rows(p.turn.step // LANES)
+    layout = mosaic.warp_rows(p.step // LANES)
     load = lambda ref: read(ref, layout).astype(jnp.float32)
     x, weight = load(refs.x), load(refs.norm[0])
     bias = None if refs.norm[1] is None else load(refs.norm[1])
-    k = p.turns * TURN * p.turn.step
+    k = p.turns * TURN * p.step
 
     def mean(x, slot):
         """The mean of all numbers, by way of the sums of the warps."""
@@ -335,7 +365,7 @@ def _finish(p: RowPlan, refs: _RowRefs, here, biases, residual):
     ys = [functools.reduce(jnp.add, sums(i)) for i in range(p.each)]
     if p.late:
         parts = [refs.smem["norm_smem"][w, i] for w in range(p.wgs) for i in range(TURN)]
-        k = p.turns * TURN * p.turn.step
+        k = p.turns * TURN * p.step
         scale = lax.rsqrt(functools.reduce(jnp.add, parts) * (1 / k) + p.eps)
         ys = [y * scale for y in ys]
     ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]

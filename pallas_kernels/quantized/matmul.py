@@ -22,7 +22,8 @@ No sweep has chosen the constants; docs/decoding.md has the times.
 """
 
 import functools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.mosaic import WGMMA
 from pallas_kernels.pipeline import Ring
-from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format, QuantizedWeight
-from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, read, right_operand, tile
+from pallas_kernels.quantized import unpack
+from pallas_kernels.quantized.formats import COLUMNS, Format, QuantizedWeight
+from pallas_kernels.quantized.unpack import LANE_WORDS, SCALES, read
 
 MAX_ROWS = 64
 _N = 64  # rows of a wgmma, the columns of four tiles
@@ -103,24 +105,17 @@ def product(x, weight: QuantizedWeight):
 
 @functools.partial(jax.jit, static_argnums=4)
 def _product(x, words, scales, offsets, p: FewPlan):
-    x = right_operand(x, p.format)
+    x = unpack.right_operand(x, p.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
-    tiles, slots = words.shape[0], p.wgs * p.stages
-    by_tile = lambda a: None if a is None else a.reshape(tiles, -1, COLUMNS)
-    swizzled = lambda shape, dtype: plgpu.SMEM(
-        (slots, *shape), dtype, transforms=mosaic.wgmma_tiles(shape[-1], dtype)
-    )
-    small = plgpu.SMEM((slots, _TILES, p.groups, COLUMNS), jnp.bfloat16)
+    slots, swizzle = p.wgs * p.stages, mosaic.wgmma_tiles(p.step, jnp.bfloat16)
     return mosaic.kernel(
         functools.partial(_body, p),
         name="quantized_linear",
         out_type=jax.ShapeDtypeStruct((p.splits, p.sets * _N, p.rows), jnp.float32),
         scratch_types=dict(
-            words_smem=plgpu.SMEM((slots, _TILES, p.span * p.parts, LANES * WORDS), jnp.int32),
-            scales_smem=small,
-            offsets_smem=small if p.asymmetric else None,
-            x_smem=swizzled((p.span, p.rows, p.step), jnp.bfloat16),
+            **unpack.buffers(slots, _TILES, p.span * p.parts, p.groups, p.asymmetric),
+            x_smem=plgpu.SMEM((slots, p.span, p.rows, p.step), jnp.bfloat16, transforms=swizzle),
             sum_smem=plgpu.SMEM((_N, p.rows), jnp.float32),
             bars=plgpu.Barrier(num_arrivals=2 + p.asymmetric + p.span, num_barriers=slots),
             turn_bars=plgpu.Barrier(num_barriers=p.wgs),
@@ -128,26 +123,11 @@ def _product(x, words, scales, offsets, p: FewPlan):
         **mosaic.grid(split=p.splits, n=p.sets),
         num_threads=p.wgs,
         thread_name="wg",
-    )(words.reshape(tiles, -1, LANES * WORDS), by_tile(scales), by_tile(offsets), x)
+    )(*unpack.by_tile(words, scales, offsets), x)
 
 
-class _FewRefs(NamedTuple):
-    words: Any
-    scales: Any
-    offsets: Any
-    x: Any
-    out: Any
-    words_smem: Any
-    scales_smem: Any
-    offsets_smem: Any
-    x_smem: Any
-    sum_smem: Any
-    bars: Any
-    turn_bars: Any
-
-
-def _body(p: FewPlan, *arrays, **scratch):
-    refs = _FewRefs(*arrays, **scratch)
+def _body(p: FewPlan, words, scales, offsets, x, out, **smem):
+    refs = SimpleNamespace(words=words, scales=scales, offsets=offsets, x=x, out=out, **smem)
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     first = lax.div(split * p.turns, jnp.int32(p.splits))
     last = lax.div((split + 1) * p.turns, jnp.int32(p.splits))
@@ -170,32 +150,28 @@ def _body(p: FewPlan, *arrays, **scratch):
         pl.when(wg == w)(functools.partial(_pass_on, p, refs, w, total))
 
 
-def _ring(p: FewPlan, refs: _FewRefs) -> Ring:
+def _ring(p: FewPlan, refs) -> Ring:
     """The ring of this warpgroup."""
     return Ring(p.stages, refs.bars, first=lax.axis_index("wg") * p.stages, flat=True)
 
 
-def _fetch(p: FewPlan, refs: _FewRefs, i, turn):
+def _fetch(p: FewPlan, refs, i, turn):
     """Starts the copies of this warpgroup's i-th turn; past K and M they are zeros."""
     ring, zero = _ring(p, refs), lax.rem(turn, jnp.int32(1))
     tiles = pl.ds(lax.axis_index("n") * _TILES, _TILES)
     k = turn * p.span * p.step
     group = pl.ds(lax.div(k, jnp.int32(p.group)), p.groups)
     parts = p.span * p.parts
-    ring.send(i, refs.words.at[tiles, pl.ds(turn * parts, parts)], refs.words_smem)
-    ring.send(i, refs.scales.at[tiles, group], refs.scales_smem)
-    if p.asymmetric:
-        ring.send(i, refs.offsets.at[tiles, group], refs.offsets_smem)
+    unpack.send(ring, i, refs, tiles, pl.ds(turn * parts, parts), group)
     # JAX 0.12 rejects slices that are statically too wide, so the first row is a variable.
     for s in range(p.span):
         x = refs.x.at[pl.ds(zero * 8, p.rows), pl.ds(k + s * p.step, p.step)]
         ring.send(i, x, refs.x_smem, s)
 
 
-def _multiply(p: FewPlan, refs: _FewRefs, i, acc):
+def _multiply(p: FewPlan, refs, i, acc):
     """acc += w x^T of this warpgroup's i-th turn."""
     slot = _ring(p, refs).wait(i)
-    row = lambda smem, g: read(smem.at[slot, :, g], SCALES)
     per = max(1, p.groups // p.span)  # groups of a step
 
     @pl.loop(0, p.span)
@@ -205,17 +181,16 @@ def _multiply(p: FewPlan, refs: _FewRefs, i, acc):
         for block in range(p.step // _BLOCK):
             k = block * _BLOCK
             own = range(k * per // p.step, (k + _BLOCK - 1) * per // p.step + 1)
-            own = [lax.div(s * p.groups, jnp.int32(p.span)) + g for g in own]
-            scales = [row(refs.scales_smem, g) for g in own]
-            offsets = [row(refs.offsets_smem, g) for g in own if p.asymmetric]
-            w = tile(words, scales, offsets, block, p.bits, p.format)
+            own = [(slot, slice(None), lax.div(s * p.groups, jnp.int32(p.span)) + g) for g in own]
+            scales = unpack.read_scales(refs, SCALES, *own)
+            w = unpack.tile(words, *scales, block, p.bits, p.format)
             x = refs.x_smem.at[slot, s, :, pl.ds(k, _BLOCK)]
             plgpu.wgmma(acc, w, x.transpose((1, 0)))
             plgpu.wgmma_wait(1)  # each one in flight needs 16 registers
         plgpu.wgmma_wait(0)
 
 
-def _pass_on(p: FewPlan, refs: _FewRefs, w: int, total):
+def _pass_on(p: FewPlan, refs, w: int, total):
     """Adds the sum of the warpgroups after w, and gives the sum to w - 1, or to memory."""
     if w < p.wgs - 1:
         plgpu.barrier_wait(refs.turn_bars.at[w])

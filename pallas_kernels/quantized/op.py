@@ -1,48 +1,52 @@
 """A linear layer whose weight has 8, 4, 2 or 1 bits: quantized_linear.
 
-    y = activation(x w' + bias),   w' = level s + offset (formats.py),   dx = dy w'^T
+    y = x w' + bias,   w' = level s + offset (formats.py),   dx = dy w'^T
 
 Few rows of x read the whole weight, so memory limits the speed, and 4 bits take a quarter of
 the time of bfloat16.  The kernels, gemv.py for one row, matmul.py for 2 to 64 and
 gemm.py for more, unpack words in registers and multiply on the tensor core; w' never exists in
 memory.  XLA writes w' and reads it again, which is nine times the bytes for 4 bits.
 
-With `weight.plain()` in place of the weight x is quantised, too (plain.py), for many rows.
+With `weight.plain()` in place of the weight x is quantised, too, for many rows: the tensor core
+multiplies 8 bits twice as fast as bfloat16.
+
+    x ~ codes t,   t = max |x| / 127 (int8) or / 448 (fp8) of a row;   w' = codes s of a column
+    |x - codes t|  at most t / 2 (int8), or 2^-4 |x| + 2^-10 t (fp8), and float32's rounding
+
+XLA quantises the rows in two small kernels and multiplies by cuBLASLt or by Triton, whichever it
+times faster.  The sums of int8 are exact, in int32; an H100 adds about 14 bits of those of fp8.
 
 All forms add in float32.  XLA and the kernels of several rows round w' to x's dtype; the kernel of
 one row does not round it.  The gradient of x, for LoRA, is gemm.py's kernel for 4 and 8 bits and
-more than 64 rows; otherwise XLA dequantizes and multiplies.  The weight has no gradient.  Frantar
-et al. 2024, "MARLIN", and Park et al. 2022, "LUT-GEMM", describe such kernels.
+more than 64 rows; otherwise XLA dequantizes and multiplies.  The weight has no gradient.
+
+Frantar et al. 2024, "MARLIN"; Park et al. 2022, "LUT-GEMM"; Dettmers et al. 2022, "LLM.int8()";
+Micikevicius et al. 2022, "FP8 formats for deep learning".
 """
 
 import dataclasses
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
-from pallas_kernels.quantized import gemm, gemv, matmul, plain
+from pallas_kernels.quantized import gemm, gemv, matmul
 from pallas_kernels.quantized.formats import (
+    E4M3_MAX,
     PlainWeight,
     QuantizedWeight,
     check_packed,
     dequantize,
 )
 
-Activation = Literal["gelu", "silu"]
 # The most that was measured: an H100 takes 631 us for 4096 rows and 4096 x 14336 of 4 bits.  XLA,
 # which dequantizes first, takes 956; with some 30,000 rows it should be as fast.
 MOST_ROWS = 4096
-_ACTIVATIONS = {
-    None: lambda y: y,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
-    "silu": jax.nn.silu,
-}
 
 
 @checked
@@ -51,13 +55,11 @@ def quantized_linear(
     weight: QuantizedWeight | PlainWeight,
     bias: Float[Array, " N"] | None = None,
     *,
-    activation: Activation | None = None,
     dtype=None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows N"]:
-    """activation(x w' + bias), with sums, bias and activation in float32.
+    """x w' + bias, with sums and bias in float32.
 
-    activation: None, "gelu" (its tanh form) or "silu".
     dtype: of the result; None: x's.  float32 keeps apart logits that are equal in bfloat16.
     weight: `weight.plain()` quantises each row of x to the weight's own int8 or fp8; it has no
     kernel, and its gradient ignores that rounding of x.
@@ -70,22 +72,21 @@ def quantized_linear(
     if isinstance(weight, PlainWeight):
         implementation = implementation or "xla"
     forms = ONE_ROW if _row_count(x) == 1 else FORMS
-    options = dict(activation=activation, dtype=dtype)
-    return dispatch.run("quantized_linear", forms, implementation, x, weight, bias, **options)
+    return dispatch.run("quantized_linear", forms, implementation, x, weight, bias, dtype=dtype)
 
 
-def quantized_linear_reference(x, weight, bias=None, *, activation=None, dtype=None):
+def quantized_linear_reference(x, weight, bias=None, *, dtype=None):
     """The formula in jnp: dequantize to x's dtype, and a matmul with sums in float32."""
-    return _rows(x, weight, bias, activation=activation, dtype=dtype, kernel=False)
+    return _rows(x, weight, bias, dtype=dtype, kernel=False)
 
 
 def _row_count(x) -> int:
     return x.size // max(x.shape[-1], 1)
 
 
-def _rows(x, weight, bias, *, activation, dtype, kernel=True):
+def _rows(x, weight, bias, *, dtype, kernel=True):
     dtype = jnp.dtype(dtype or x.dtype)
-    y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, activation, dtype, kernel)
+    y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, dtype, kernel)
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
@@ -110,54 +111,70 @@ def _check(x, weight, bias):
         raise ValueError(f"bias has shape {bias.shape}, but the weight needs ({n},)")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _linear(x, weight, bias, activation, dtype, kernel: bool):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _linear(x, weight, bias, dtype, kernel: bool):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:
-        (y,) = gemv.products(x[0], (weight,), (bias,), (dtype,), activation=activation)
-        return y[None]
-    if kernel and dtype == x.dtype and _many(x) and gemm.plan(x.shape[0], weight).splits == 1:
-        return gemm.linear(x, weight, bias, activation)
-    return _finish(_sums(x, weight, dtype, kernel), bias, activation, dtype)
+        return gemv.products(x[0], (weight,), (bias,), (dtype,))[0][None]
+    bare = bias is None and dtype == x.dtype
+    if kernel and bare and _many(x) and gemm.plan(x.shape[0], weight).splits == 1:
+        return gemm.linear(x, weight)
+    y = _sums(x, weight, dtype, kernel)
+    return (y if bias is None else y + bias.astype(y.dtype)).astype(dtype)
 
 
 def _sums(x, weight, dtype, kernel: bool):
     """x w' in float32 (float64 for float64); dtype: the result's."""
     wide = mosaic.stat_dtype(x.dtype)
     if isinstance(weight, PlainWeight):
-        return plain.product(x, weight, dtype)
+        return _plain_sums(x, weight, dtype)
     if not kernel:
         return jnp.matmul(x, _dense(weight, x), preferred_element_type=wide)
-    if x.shape[0] == 1:
-        return gemv.products(x[0], (weight,), (None,), (wide,))[0][None]
     parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
     y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
     return y[: weight.shape[1], : x.shape[0]].T
+
+
+def _plain_sums(x, weight: PlainWeight, dtype):
+    """x w' in float32 (M, N) for x (M, K), quantised by row (float64 for float64).
+
+    dtype: of the result that is made of it.
+    """
+    codes, t = quantize_rows(x, weight.codes.dtype)
+    # Sums of fp8 as bfloat16 are half the bytes: for 4096 x 4096 x 14336 an H100 takes 416 us, and
+    # 470 with float32.  y is then rounded twice, unless XLA keeps the sums wider.
+    out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    out = jnp.int32 if codes.dtype == jnp.int8 else out
+    along_k = (((1,), (1,)), ((), ()))
+    sums = lax.dot_general(codes, weight.codes, along_k, preferred_element_type=out)
+    return sums.astype(t.dtype) * t * weight.scales
+
+
+def quantize_rows(x, dtype):
+    """x (M, K) as codes in int8 or float8_e4m3fn, and scales (M, 1): x is about their product.
+
+    A row that is not finite gets a scale that is not.
+    """
+    x = x.astype(mosaic.stat_dtype(x.dtype))
+    integer = dtype == jnp.int8
+    scales = jnp.abs(x).max(1, keepdims=True) / (127 if integer else E4M3_MAX)
+    v = x / jnp.where(scales == 0, 1, scales)
+    return (jnp.round(v) if integer else v).astype(dtype), scales
 
 
 def _many(x) -> bool:
     return x.shape[0] > matmul.MAX_ROWS
 
 
-def _finish(y, bias, activation, dtype):
-    if bias is not None:
-        y = y + bias.astype(y.dtype)
-    return _ACTIVATIONS[activation](y).astype(dtype)
+def _forward(x, weight, bias, dtype, kernel):
+    like = x[:0], None if bias is None else bias[:0]
+    return _linear(x, weight, bias, dtype, kernel), (weight, *like)
 
 
-def _forward(x, weight, bias, activation, dtype, kernel):
-    if activation is None:  # then the gradients need no y, and the kernel may round it itself
-        y = _linear(x, weight, bias, activation, dtype, kernel)
-        return y, (weight, bias, None, x[:0])
-    y = _sums(x, weight, dtype, kernel)
-    return _finish(y, bias, activation, dtype), (weight, bias, y, x[:0])
-
-
-def _backward(activation, dtype, kernel, saved, dz):
-    weight, bias, y, like = saved
-    y = dz.astype(mosaic.stat_dtype(like.dtype)) if y is None else y
-    _, pull = jax.vjp(lambda y, bias: _finish(y, bias, activation, dtype), y, bias)
-    dy, dbias = pull(dz)
+def _backward(dtype, kernel, saved, dy):
+    weight, like, bias = saved
+    wide = mosaic.stat_dtype(like.dtype)
+    dbias = None if bias is None else dy.astype(wide).sum(0).astype(bias.dtype)
     dy = dy.astype(like.dtype)
     if kernel and _many(dy) and gemm.has_gradient(weight):
         return gemm.linear(dy, weight, back=True), None, dbias

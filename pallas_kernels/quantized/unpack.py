@@ -8,12 +8,13 @@ of a word.  For 4 bits and plane q of a step:
     subtract           code - 8      code - 8          128 + 8, exact
 
 So two weights cost three instructions.  In 128 + code the last bit of the mantissa is 1; other
-widths have other places and exponents (`_level`).  Mosaic has no such instructions on arrays, so
-this file and dot.py make Mosaic's own; their `in_jnp`, which the tests' interpreter calls, is the
-specification.
+widths have other places and exponents (`_level`).
+
+Mosaic has no such instructions on arrays.  So this file makes them in Mosaic's own language, on the
+registers of one thread; tests/specifications.py says what they do to whole arrays.
 """
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,42 +23,28 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import gpu, llvm
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import WGMMA, warp_rows
-from pallas_kernels.quantized import formats
-from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, Format
+from pallas_kernels.ampere import constant, i32
+from pallas_kernels.mosaic import ROW, WGMMA, warp_rows
+from pallas_kernels.pipeline import Ring
+from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format
 
 PLANES = 4  # planes of a block: 64 of k, 128 bytes of bfloat16, one swizzle
 _HALVES = 0x00010001  # of a register
+_TILED, _Any = plgpu.Layout.TILED, plgpu.Replicated
 
 LANE_WORDS = warp_rows(WORDS)  # (4, 128) words: each warp has one step and tile
 # (4, 16 i) scales of i groups: each warp has one tile, a register n = r and r + 8.
-SCALES = plgpu.Layout.TILED(
-    plgpu.Tiling(((4, COLUMNS), (2,))),
-    warp_dims=(-3,),
-    lane_dims=(-2, plgpu.Replicated(4)),
-    vector_dim=-1,
-)
+SCALES = _TILED(plgpu.Tiling(((4, COLUMNS), (2,))), (-3,), (-2, _Any(4)), -1)
 # (64 / step, 128) words of 64 k and 16 n: each warp has the words of one plane, 16 k.
 PLANE_WORDS = {
-    4: plgpu.Layout.TILED(
-        plgpu.Tiling(((1, LANES * WORDS), (WORDS,), (1,))), warp_dims=(-2,), lane_dims=(-3,),
-        vector_dim=-1,
-    ),
-    8: plgpu.Layout.TILED(
-        plgpu.Tiling(((2, LANES * WORDS), (WORDS,), (2,))), warp_dims=(-4, -2), lane_dims=(-3,),
-        vector_dim=-1,
-    ),
-}  # fmt: skip
+    4: _TILED(plgpu.Tiling(((1, LANES * WORDS), (WORDS,), (1,))), (-2,), (-3,), -1),
+    8: _TILED(plgpu.Tiling(((2, LANES * WORDS), (WORDS,), (2,))), (-4, -2), (-3,), -1),
+}
 # (1, 16) scales of 16 n, the same in all warps.
-COLUMN_SCALES = plgpu.Layout.TILED(
-    plgpu.Tiling(((1, COLUMNS), (2,))),
-    warp_dims=(plgpu.Replicated(4),),
-    lane_dims=(-2, plgpu.Replicated(4)),
-    vector_dim=-1,
-)
+COLUMN_SCALES = _TILED(plgpu.Tiling(((1, COLUMNS), (2,))), (_Any(4),), (-2, _Any(4)), -1)
 
 
 def tile(words, scales, offsets, block: int, bits: int, format: Format):
@@ -68,7 +55,8 @@ def tile(words, scales, offsets, block: int, bits: int, format: Format):
     block's k; no offsets for symmetric weights.
     In 2:4 column 16 m + c of the result belongs to k = 64 block + 4 c + m.
     """
-    return _run(_Tile(block, bits, format), (LANE_WORDS, SCALES, SCALES), words, scales, offsets)
+    code = functools.partial(_tile, block, bits, format)
+    return _weights(code, (LANE_WORDS, SCALES, SCALES), words, scales, offsets)
 
 
 def transposed_tile(words, scales, offsets, bits: int, format: Format):
@@ -78,20 +66,69 @@ def transposed_tile(words, scales, offsets, bits: int, format: Format):
     scales, offsets: register arrays (1, 16) bfloat16 of these tiles; no offsets for symmetric
     weights.
     """
-    layouts = PLANE_WORDS[bits], COLUMN_SCALES, COLUMN_SCALES
-    return _run(_Transposed(bits, format), layouts, words, scales, offsets)
+    code = functools.partial(_transposed, bits, format)
+    return _weights(code, (PLANE_WORDS[bits], COLUMN_SCALES, COLUMN_SCALES), words, scales, offsets)
 
 
-def _run(code, layouts, *arguments):
+def _weights(code, layouts, *arguments):
     """The 64 x 64 weights that `code` makes of lists of registers, each list of one layout."""
     types = tuple([layout] * len(a) for layout, a in zip(layouts, arguments, strict=True))
-    result = plgpu.ShapeDtypeStruct((64, 64), jnp.dtype(jnp.bfloat16), layout=WGMMA)
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)(*arguments)
+    return _inline(code, (64, 64), jnp.bfloat16, WGMMA, types)(*arguments)
+
+
+def load_words(ref, parts: int):
+    """Words (4, 128) of a part of four steps."""
+    code, shape = functools.partial(_load, parts), (TURN, LANES * WORDS)
+    return _inline(code, shape, jnp.int32, LANE_WORDS, (plgpu.RefType(),))(ref)
+
+
+def dot(t, acc, x, words, scales):
+    """acc + the products of four steps, one for each warp: (64,), of (step, n).
+
+    t: the plan of gemv.py.  scales: the scales, or scales and offsets.
+    A warp multiplies its words by x on the tensor core (mma m16n8k16), whose eight columns are all
+    the same row of x.
+    """
+    types = (ROW, t.x_layout, [LANE_WORDS] * len(words), [t.scales_layout] * len(scales))
+    code = functools.partial(_dot, t)
+    return _inline(code, acc.shape, jnp.float32, ROW, types)(acc, x, words, scales)
+
+
+def _inline(code, shape, dtype, layout, types):
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(code)
 
 
 def read(ref, layout):
     """Loads a global or unswizzled shared ref into registers of `layout`, in its dtype."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def by_tile(words, scales, offsets) -> tuple:
+    """The arrays of a weight for the kernels of several rows: (tiles, parts or groups, numbers)."""
+    by = lambda a, n: None if a is None else a.reshape(len(a), -1, n)
+    return by(words, LANES * WORDS), by(scales, COLUMNS), by(offsets, COLUMNS)
+
+
+def buffers(slots: int, tiles: int, parts: int, groups: int, asymmetric: bool) -> dict:
+    """Shared memory for `slots` turns of some tiles."""
+    small = plgpu.SMEM((slots, tiles, groups, COLUMNS), jnp.bfloat16)
+    words = plgpu.SMEM((slots, tiles, parts, LANES * WORDS), jnp.int32)
+    return dict(words_smem=words, scales_smem=small, offsets_smem=small if asymmetric else None)
+
+
+def send(ring: Ring, i, refs, tiles, parts, groups) -> None:
+    """Starts the copies of some tiles' words, scales and offsets for step i of a ring."""
+    ring.send(i, refs.words.at[tiles, parts], refs.words_smem)
+    ring.send(i, refs.scales.at[tiles, groups], refs.scales_smem)
+    if refs.offsets is not None:
+        ring.send(i, refs.offsets.at[tiles, groups], refs.offsets_smem)
+
+
+def read_scales(refs, layout, *places) -> tuple[list, ...]:
+    """Scales and offsets of these places in shared memory; no offsets for symmetric weights."""
+    arrays = (refs.scales_smem, refs.offsets_smem)
+    return tuple([] if a is None else [read(a.at[at], layout) for at in places] for a in arrays)
 
 
 def right_operand(x, format: Format):
@@ -107,77 +144,34 @@ def right_operand(x, format: Format):
     return mosaic.pad_axis(x, 1, across if x.shape[1] > across else 2 * across)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tile:
-    """The code of `tile`."""
-
-    block: int
-    bits: int
-    format: Format
-
-    def in_jnp(self, words, scales, offsets):
-        """The specification, on whole arrays."""
-        words = jnp.stack([w.reshape(4, LANES, WORDS) for w in words], 1)
-        steps = 1 if self.format == "2:4" else words.shape[1]
-        words = words.reshape(4, steps, -1, LANES, WORDS)
-        w = formats.unpack(words, self.bits, self.format).T[:, 64 * self.block :][:, :64]
-        across = lambda rows: jnp.concatenate(
-            [jnp.repeat(_by_column(s), 64 // len(rows), 1) for s in rows], 1
-        )
-        w = w * across(scales)
-        if offsets:
-            w = w + across(offsets)
-        if self.format == "2:4":
-            w = w.reshape(64, 16, 4).swapaxes(1, 2).reshape(64, 64)
-        return w.astype(jnp.bfloat16)
-
-    def __call__(self, ctx, words, scales, offsets):
-        """The same in Mosaic, on the registers of one thread."""
-        del ctx
-        words = [lane_words(w) for w in words]
-        scales, offsets = (
-            [doubled(a.registers.flat[0]) for a in rows] for rows in (scales, offsets)
-        )
-        out = {}
-        planes = range(PLANES * self.block, PLANES * (self.block + 1))
-        for p, weights in enumerate(operands(words, planes, self.bits, self.format)):
-            group = p * len(scales) // PLANES
-            for a, weight in enumerate(weights):
-                offset = [offsets[group][a % 2]] if offsets else []
-                out[2 * p + a // 2, a % 2] = _scaled(weight, scales[group][a % 2], *offset)
-        return _left_operand(out)
+# ---- in Mosaic's own language, on the registers of one thread ------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Transposed:
-    """The code of `transposed_tile`."""
+def _tile(block, bits, format, _, words, scales, offsets):
+    words = [lane_words(w) for w in words]
+    scales, offsets = ([doubled(a.registers.flat[0]) for a in rows] for rows in (scales, offsets))
+    out = {}
+    planes = range(PLANES * block, PLANES * (block + 1))
+    for p, weights in enumerate(operands(words, planes, bits, format)):
+        group = p * len(scales) // PLANES
+        for a, weight in enumerate(weights):
+            offset = [offsets[group][a % 2]] if offsets else []
+            out[2 * p + a // 2, a % 2] = _scaled(weight, scales[group][a % 2], *offset)
+    return _left_operand(out)
 
-    bits: int
-    format: Format
 
-    def in_jnp(self, words, scales, offsets):
-        """The specification, on whole arrays."""
-        words = jnp.stack(words).reshape(len(words), -1, 1, LANES, WORDS)
-        by_n = lambda rows: jnp.concatenate([_by_column(s) for s in rows]).T
-        w = formats.unpack(words, self.bits, self.format) * by_n(scales)
-        return (w + by_n(offsets) if offsets else w).astype(jnp.bfloat16)
-
-    def __call__(self, ctx, words, scales, offsets):
-        """The same in Mosaic, on the registers of one thread.
-
-        A plane has four 8 x 8 matrices, one in each register; each is transposed by itself, and
-        the matrices of n + 8 and k + 8 change places.
-        """
-        del ctx
-        out = {}
-        for t, own in enumerate(words):
-            (levels,) = operands([lane_words(own)], range(1), self.bits, self.format)
-            s, *offset = (doubled(a[t].registers.flat[0]) for a in (scales, offsets) if a)
-            for a, level in enumerate(levels):
-                weight = _scaled(level, s[a % 2], *(o[a % 2] for o in offset))
-                weight = asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", weight)
-                out[2 * t + a % 2, a // 2] = weight
-        return _left_operand(out)
+def _transposed(bits, format, _, words, scales, offsets):
+    # A plane has four 8 x 8 matrices, one in each register; each is transposed by itself, and the
+    # matrices of n + 8 and k + 8 change places.
+    out = {}
+    for t, own in enumerate(words):
+        (levels,) = operands([lane_words(own)], range(1), bits, format)
+        s, *offset = (doubled(a[t].registers.flat[0]) for a in (scales, offsets) if a)
+        for a, level in enumerate(levels):
+            weight = _scaled(level, s[a % 2], *(o[a % 2] for o in offset))
+            weight = asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", weight)
+            out[2 * t + a % 2, a // 2] = weight
+    return _left_operand(out)
 
 
 def _left_operand(words: dict):
@@ -195,9 +189,105 @@ def _scaled(level, s, offset=None):
     return asm("fma.rn.bf16x2 $0, $1, $2, $3;", level, s, offset)
 
 
-def _by_column(scales):
-    """Scales (tiles, 16) of n = (tile, r, 8) as (16 tiles, 1) float32."""
-    return scales.reshape(-1, 8, 2).swapaxes(1, 2).reshape(-1, 1).astype(jnp.float32)
+def _load(parts, _, ref):
+    i64, index = ir.IntegerType.get_signless(64), ir.IndexType.get()
+    number = lambda n: arith.constant(index, ir.IntegerAttr.get(index, n))
+    thread = gpu.thread_id(gpu.Dimension.x)
+    warp = arith.remui(arith.divui(thread, number(LANES)), number(TURN))
+    at = arith.muli(warp, number(4 * LANES * WORDS * parts))
+    lane = arith.remui(thread, number(LANES))
+    at = arith.addi(at, arith.muli(lane, number(4 * WORDS)))
+    address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+    address = arith.addi(address, arith.index_cast(i64, at))
+    # Mosaic's own load cannot spare the L1 cache, which keeps x.
+    # ptxas would unroll the loop, and for 8 bits take 99 registers instead of 55.
+    code = (
+        '{ .pragma "nounroll"; .reg .u64 a; cvta.to.global.u64 a, $4; '
+        "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [a]; }"
+    )
+    words = _results([i32()] * WORDS, code, "=r,=r,=r,=r,l", address)
+    register = llvm.mlir_undef(ir.VectorType.get((WORDS,), i32()))
+    for i, word in enumerate(words):
+        register = llvm.insertelement(register, word, constant(i))
+    layout = LANE_WORDS.to_mgpu()
+    out = np.full(layout.registers_shape((TURN, LANES * WORDS)), register, dtype=object)
+    return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=True)
+
+
+def _dot(t, _, acc, x, words, scales):
+    f32 = ir.F32Type.get()
+    words = [lane_words(w) for w in words]
+    rights = _right_operands(x, t.format)
+    scales = [[_widen(pair) for pair in a.registers.flat] for a in scales]
+    shape, acc_of = acc.registers.shape, acc.registers.flat
+    totals = [vector.extract(a, dynamic_position=[], static_position=[0]) for a in acc_of]
+    planes = t.step // COLUMNS
+    zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+    ones = [constant(0x3F803F80)] * 4
+    for g in range(t.groups):
+        sums, x_sums = [zero] * 4, [zero] * 4
+        own = range(g * planes // t.groups, (g + 1) * planes // t.groups)
+        for plane, left in zip(own, operands(words, own, t.bits, t.format), strict=True):
+            sums = _mma(left, rights[plane], sums)
+            if scales[1:]:
+                x_sums = _mma(ones, rights[plane], x_sums)
+        for half in range(2):  # n = r and r + 8; all columns of the sums are equal
+            terms = [(sums, scales[0]), *([(x_sums, scales[1])] if scales[1:] else [])]
+            for a, s in terms:
+                factors = a[2 * half], s[g][half], totals[half]
+                totals[half] = asm("fma.rn.f32 $0, $1, $2, $3;", *factors, kind="f")
+    out = np.empty(shape, dtype=object)
+    for i, total in enumerate(totals):
+        out.flat[i] = vector.broadcast(ir.VectorType.get((1,), f32), total)
+    return mgpu.FragmentedArray(_registers=out, _layout=acc.layout, _is_signed=None)
+
+
+def _right_operands(x, format: Format) -> list:
+    """For each plane k = 2 j and the next, and those 8 further.
+
+    In 2:4 plane 4 p + m has place m of the fours of block p.
+    """
+    if format == "2:4":
+        words = ir.VectorType.get((4,), i32())
+        return _places([_elements(vector.bitcast(words, eight)) for eight in x.registers.flat])
+    pairs = [llvm.bitcast(i32(), pair) for pair in x.registers.flat]
+    return [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
+
+
+def _places(eights) -> list:
+    """Planes of 2:4 from the four words of two fours each: c = 2 j first, then c = 2 j + 8."""
+    planes = []
+    for block in range(0, len(eights), 2):
+        for m in range(4):
+            code = f"prmt.b32 $0, $1, $2, {0x7632 if m % 2 else 0x5410};"
+            two = eights[block : block + 2]
+            planes.append([asm(code, words[m // 2], words[2 + m // 2]) for words in two])
+    return planes
+
+
+def _widen(pair) -> list:
+    """Both halves of a register as float32."""
+    f32, word = ir.F32Type.get(), llvm.bitcast(i32(), pair)
+    high = arith.andi(word, constant(0xFFFF0000))
+    return [llvm.bitcast(f32, bits) for bits in (arith.shli(word, constant(16)), high)]
+
+
+def _mma(left, right, acc) -> list:
+    """acc + left right, of 16 n x 16 k and 16 k x 8 columns."""
+    f32 = ir.F32Type.get()
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    return _results([f32] * 4, code, constraints, *left, *right, *acc)
+
+
+def _results(types, code: str, constraints: str, *operands) -> list:
+    """The results of an instruction that has several."""
+    struct = llvm.StructType.get_literal(types)
+    result: Any = llvm.inline_asm(struct, list(operands), code, constraints)
+    return [llvm.extractvalue(type_, result, [i]) for i, type_ in enumerate(types)]
 
 
 def operands(words, planes: range, bits: int, format: Format) -> list:
@@ -255,14 +345,11 @@ def _level(halves, place: int, bits: int, format: Format):
     return _subtract(value, constant(base * _HALVES))
 
 
-def constant(value: int):
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value - 2**32 * (value >> 31)))
-
-
-def asm(code: str, *registers) -> Any:
-    constraints = ",".join(["=r", *["r"] * len(registers)])
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(registers), code, constraints)
+def asm(code: str, *registers, kind: str = "r") -> Any:
+    """The result of an instruction of one kind of registers: "r" or "f", float32."""
+    constraints = ",".join([f"={kind}", *[kind] * len(registers)])
+    result = i32() if kind == "r" else ir.F32Type.get()
+    return llvm.inline_asm(result, list(registers), code, constraints)
 
 
 def _shift(halves, left: int):
@@ -292,14 +379,16 @@ def _multiply(a, b):
 
 def lane_words(array) -> list:
     """A lane's words of an array of words, which are one register."""
-    (register,) = array.registers.flat
+    return _elements(*array.registers.flat)
+
+
+def _elements(register) -> list:
     count = ir.VectorType(register.type).shape[0]
-    return [
-        vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(count)
-    ]
+    extract = lambda i: vector.extract(register, dynamic_position=[], static_position=[i])
+    return [extract(i) for i in range(count)]
 
 
 def doubled(pair) -> list:
     """Each half of a register, in both halves."""
-    word = llvm.bitcast(ir.IntegerType.get_signless(32), pair)
+    word = llvm.bitcast(i32(), pair)
     return [asm(f"prmt.b32 $0, $1, $1, {selector};", word) for selector in (0x1010, 0x3232)]

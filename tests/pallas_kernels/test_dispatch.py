@@ -1,4 +1,3 @@
-import contextlib
 import ctypes
 import logging
 import re
@@ -198,19 +197,6 @@ def test_explain_counts_what_was_traced_not_what_was_called(capable):
         "gelu       general  supported (2 calls traced)",
         "attention  xla      D=7 is odd (1 call traced)",
     ]
-
-
-def test_unrecorded_decisions_are_taken_but_neither_recorded_nor_logged(capable, caplog):
-    with caplog.at_level(logging.INFO, "pallas_kernels"):
-        with dispatch.unrecorded(), dispatch.unrecorded():
-            assert use_kernel("op", None, None)
-            assert not use_kernel("op", None, "D=7 is odd")
-        with contextlib.suppress(KeyError), dispatch.unrecorded():
-            raise KeyError  # the context ends on an exception, too
-        assert dispatch.decisions() == []
-        assert not caplog.records
-        use_kernel("op", None, None)
-    assert len(dispatch.decisions()) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, kernels_run_here, normal
 
 from pallas_kernels import dispatch
-from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.kernels import logits_kernel
 from pallas_kernels.losses.linear_cross_entropy import (
+    fp8_gradient,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
@@ -83,7 +83,7 @@ def test_fp8_rounds_a_probability_and_not_the_label():
     local = jnp.where(labels < 0, -1, labels)
     for valid in (200, jnp.int32(200)):
         with kernels_run_here():
-            dz = jax.block_until_ready(fp8_head.gradient(z, local, log_sum, valid, None))
+            dz = jax.block_until_ready(fp8_gradient(z, local, log_sum, valid, None))
         p = jnp.exp(z - log_sum[:, None]) - jax.nn.one_hot(local, 256)
         wide = dz.values.astype(jnp.float32) * dz.inverse
         np.testing.assert_allclose(wide[:, :200], p[:, :200], rtol=2**-3, atol=2**-31)

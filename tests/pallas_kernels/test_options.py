@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from kernel_checks import NO_KERNEL
 
 import pallas_kernels as ops
@@ -55,6 +56,30 @@ def test_every_kind_of_number_is_converted(op, kind):
 def test_what_no_option_is(options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         attention(**options)
+
+
+OPS = [op for op in map(ops.__dict__.get, ops.__all__) if inspect.isfunction(op)]
+arrays_of = lambda op: [n for n, p in inspect.signature(op).parameters.items() if "Array" in str(p)]
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in arrays_of(op)])
+def test_what_no_array_is(op, name):
+    """The wrong argument is named, whatever the others are."""
+    others = {other: jnp.ones(2) for other in arrays_of(op)}
+    for wrong, what in (([1.0, 2.0], "a list"), ("zzz", "a str"), (lambda: 0, "a function")):
+        refused = rf"^{name}( is {what}|\[0\] is a float), not an array: pass jnp.asarray"
+        with pytest.raises(ValueError, match=refused):
+            op(**others | {name: wrong})
+
+
+def test_a_missing_array_and_what_holds_one():
+    with pytest.raises(ValueError, match="^x is None, not an array$"):
+        ops.rms_norm(None, jnp.ones(4))
+    with pytest.raises(ValueError, match=r"^weights\[1\] is None, not an array$"):
+        ops.row_linear(jnp.ones((1, 4)), [jnp.ones((4, 4)), None])
+    parameter = nnx.Param(jnp.ones(4))
+    y = ops.rms_norm(np.ones((2, 4), np.float32), parameter, implementation="xla")
+    np.testing.assert_allclose(y, 1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["zzz", 3, int, np.complex64])

@@ -28,7 +28,7 @@ MANY = ("quantized_linear_many",)
 DX = ("quantized_linear_dx",)
 
 
-def check(rows, k, n, bias=None, activation=None, spread=0.0, wide=False, **options):
+def check(rows, k, n, bias=None, spread=0.0, wide=False, **options):
     """spread: of the logarithms of the weights, so that fp8 has subnormal numbers.
 
     wide: the result is float32.
@@ -44,7 +44,6 @@ def check(rows, k, n, bias=None, activation=None, spread=0.0, wide=False, **opti
         *arrays,
         kernels=ROW if m == 1 else FEW if m <= 64 else MANY + DX * gemm.has_gradient(arrays[1]),
         differentiable=given,
-        activation=activation,
     )
 
 
@@ -80,24 +79,21 @@ def test_quantized_linear_matches_float64(rows, k, n, options):
     check(rows, k, n, **options)
 
 
-def test_blocks_split_k_and_add_bias_and_activation():
+def test_blocks_split_k_and_add_bias():
     weight = quantize(normal(1, (2048, 64)))
     assert plan(2, weight).splits > 1
-    check((2,), 2048, 64, bias=normal(3, (64,)), activation="gelu")
+    check((2,), 2048, 64, bias=normal(3, (64,)))
 
 
-@pytest.mark.parametrize(
-    ("m", "rows", "activation"), [(141, 192, "gelu"), (200, 256, None), slow(67, 128, "silu")]
-)
-def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows, activation):
+@pytest.mark.parametrize(("m", "rows"), [(141, 192), (200, 256), slow(67, 128)])
+def test_many_rows_are_finished_in_their_kernel(monkeypatch, m, rows):
     monkeypatch.setattr(gemm, "_SMS", 1)
     x, weight = normal(0, (m, 1152), jnp.bfloat16), quantize(normal(1, (1152, 76)))
-    bias = None if activation is None else normal(3, (76,))
     p = gemm.plan(m, weight)
     assert (p.rows, p.splits) == (rows, 1)
     assert p.turns > p.slots  # so that all buffers are filled again
     assert 4 * p.turns > p.stages
-    layer = lambda x, f: f(x, weight, bias, activation=activation)
+    layer = lambda x, f: f(x, weight)
     kernel = functools.partial(quantized_linear, implementation="mosaic")
     assert_lowers(lambda x: layer(x, kernel), (x,), MANY)
     with jax.enable_x64(True):
@@ -147,7 +143,7 @@ def test_the_result_has_the_dtype_that_is_asked_for(rows):
 def test_many_rows_split_k():
     weight = quantize(normal(1, (2048, 64)))
     assert gemm.plan(65, weight).splits > 1
-    check((65,), 2048, 64, bias=normal(3, (64,)), activation="silu")
+    check((65,), 2048, 64, bias=normal(3, (64,)))
 
 
 @pytest.mark.parametrize(
@@ -179,12 +175,11 @@ def test_the_plan_of_many_rows_fits_an_sm(m, k, options):
     assert p.rows * -(-m // p.rows) < m + p.rows
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_warpgroups_share_the_turns_of_one_row(monkeypatch, activation):
+def test_warpgroups_share_the_turns_of_one_row(monkeypatch):
     monkeypatch.setattr(gemv, "_WGS", 2)
     p = gemv.plan([quantize(normal(1, (2304, 40)))])
     assert (p.turns, p.wgs, p.share, p.ahead) == (9, 2, 5, 2)
-    check((1,), 2304, 40, bias=normal(3, (40,)), activation=activation)
+    check((1,), 2304, 40, bias=normal(3, (40,)))
 
 
 @pytest.mark.parametrize("k", [128, 4096, 14336])
@@ -229,13 +224,11 @@ def test_the_largest_blocks_fit_into_shared_memory(m, k, options):
     assert_lowers(linear, (x, weight), FEW)
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
-def test_the_gradient_is_that_of_the_dense_layer(activation):
+def test_the_gradient_is_that_of_the_dense_layer():
     x, bias = normal(0, (5, 128)), normal(2, (64,))
     weight = quantize(normal(1, (128, 64)), bits=4, symmetric=False)
-    act = {None: lambda y: y, "gelu": jax.nn.gelu, "silu": jax.nn.silu}[activation]
-    dense = lambda x, bias: act(x @ dequantize(weight) + bias)
-    ours = lambda x, bias: quantized_linear(x, weight, bias, activation=activation)
+    dense = lambda x, bias: x @ dequantize(weight) + bias
+    ours = lambda x, bias: quantized_linear(x, weight, bias)
     results = []
     for f in (dense, ours):
         y, pull = jax.vjp(f, x, bias)
@@ -285,11 +278,6 @@ def arrays():
 def test_arrays_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         quantized_linear(*change(*arrays()))
-
-
-def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="activation='relu' is not one of gelu, silu"):
-        quantized_linear(*arrays(), activation="relu")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized import dot, formats, unpack
+from pallas_kernels.quantized import formats, unpack
 from pallas_kernels.quantized.formats import COLUMNS, LANES, WORDS, levels
 
 
@@ -65,8 +65,7 @@ def in_numpy(monkeypatch):
     )
     monkeypatch.setattr(unpack, "arith", arith)
     monkeypatch.setattr(unpack, "constant", np.uint32)
-    for module in (unpack, dot):
-        monkeypatch.setattr(module, "asm", asm)
+    monkeypatch.setattr(unpack, "asm", asm)
 
 
 @pytest.mark.parametrize(("format", "bits"), [*[("int", b) for b in (8, 4, 2, 1)], ("fp8", 8)])
@@ -118,7 +117,7 @@ def test_x_of_two_of_four_is_in_the_order_of_its_weights(in_numpy):
     x = np.arange(64, dtype=np.float32)  # exact in bfloat16
     # Lane j has the fours 2 j and 2 j + 1, and those 8 further.
     eights = [register(x.reshape(8, 8)[4 * i : 4 * i + 4]).reshape(4, 4).T for i in range(2)]
-    for m, right in enumerate(dot._places(eights)):
+    for m, right in enumerate(unpack._places(eights)):
         for i, pair in enumerate(right):
             fours = 2 * np.arange(4) + 8 * i
             np.testing.assert_array_equal(halves(pair), 4 * np.stack([fours, fours + 1], 1) + m)

@@ -132,7 +132,7 @@ BAD = [
     (dict(activation="relu"), "activation='relu' is not one of gelu, swiglu"),
     (dict(activation="swiglu"), "swiglu needs two weights of one shape, not [(8, 256)]"),
     (dict(weights=[]), "weights is empty: row_linear needs at least one"),
-    (dict(norm_weight=jnp.ones(8)), "norm_weight has shape (8,), but x needs (256,)"),
+    (dict(norm_weight=jnp.ones(8)), "norm_weight has shape (8,), but needs (256,)"),
     (dict(norm_bias=jnp.ones(256)), "norm_bias needs a norm_weight"),
     (dict(residual=jnp.ones((1, 4))), "residual has shape (1, 4), but needs (1, 8)"),
     (
