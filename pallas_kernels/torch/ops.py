@@ -13,7 +13,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,27 +23,16 @@ from torch.autograd.function import once_differentiable
 
 from pallas_kernels import QuantizedWeight
 from pallas_kernels import quantize as jax_quantize
-from pallas_kernels.torch import glue, launch, run
 from pallas_kernels.torch import program as programs
+from pallas_kernels.torch import run
 from pallas_kernels.torch.plan import Plan, plan
-from pallas_kernels.torch.program import Program
+from pallas_kernels.torch.program import Entry, Program, trace
 
 log = logging.getLogger("pallas_kernels")
 
 # Tracing needs no device.  Left alone, JAX would start on the GPU and take most of its memory.
 if not xla_bridge.backends_are_initialized():
     jax.config.update("jax_platforms", "cpu")
-
-
-class Entry(NamedTuple):
-    """What is kept on disk of a call."""
-
-    forward: Program | Plan
-    tree: Any  # of the op's outputs
-    floats: tuple[bool, ...] = ()  # of these, whether they have gradients
-    saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
-    backward: Program | Plan | None = None
-    gradients: tuple[int, ...] = ()  # places among the results of the backward pass
 
 
 _TENSOR = type("Tensor", (), {"__repr__": lambda _: "*"})()  # stands for each among the arguments
@@ -68,24 +57,18 @@ class Call:
         digest = hashlib.sha256(repr((what, programs.source_hash())).encode()).hexdigest()
         self.key = f"{name}-{digest[:32]}"
         _calls[self.key] = self
-        self.entry = self._load() or self._trace(op, leaves, structure, structs)
+        self.entry = self._load() or trace(
+            functools.partial(self._op, op, leaves, structure), structs, wrt
+        )
         self.leaf = self.entry.tree == jax.tree.structure(0)
         self.runners: dict[tuple, run.Runner] = {}
 
-    def _trace(self, op, leaves, structure, structs) -> Entry:
-        def call(*arrays):
-            left = iter(arrays)
-            full = [next(left) if x is _TENSOR else x for x in leaves]
-            args, kwargs = jax.tree.unflatten(structure, full)
-            return op(*args, **kwargs, implementation="mosaic")
-
-        if not self.wrt:
-            jaxpr, tree = programs.trace_run(call, structs)
-            return Entry(programs.build(jaxpr), tree)
-        jaxpr, tree, n, floats, back = programs.trace_train(call, structs, self.wrt)
-        forward, saved = programs.split_forward(programs.build(jaxpr), n)
-        backward = programs.distinct(programs.build(back))
-        return Entry(forward, tree, tuple(floats), saved, *backward)
+    @staticmethod
+    def _op(op, leaves, structure, *arrays):
+        left = iter(arrays)
+        full = [next(left) if x is _TENSOR else x for x in leaves]
+        args, kwargs = jax.tree.unflatten(structure, full)
+        return op(*args, **kwargs, implementation="mosaic")
 
     @property
     def _path(self) -> Path:
@@ -101,19 +84,18 @@ class Call:
 
     def plans(self) -> Entry:
         """The entry with plans, which are made and kept on disk if they are not yet."""
-        found = self.entry
-        if isinstance(found.forward, Plan):
-            return found
-        backward = found.backward and _lowered(found.backward)
-        self.entry = found = found._replace(forward=_lowered(found.forward), backward=backward)
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own = self._path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(pickle.dumps(found))
-            own.replace(self._path)
-        except (OSError, pickle.PicklingError, TypeError) as error:
-            log.warning("%s is not cached on disk: %s", self.name, error)
-        return found
+        entry = self.entry
+        if isinstance(entry.forward, Program):
+            made = {k: plan(p) for k in ("forward", "backward") if (p := getattr(entry, k))}
+            self.entry = entry = entry._replace(**made)
+            try:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                own = self._path.with_suffix(f".{os.getpid()}")
+                own.write_bytes(pickle.dumps(entry))
+                own.replace(self._path)
+            except (OSError, pickle.PicklingError, TypeError) as error:
+                log.warning("%s is not cached on disk: %s", self.name, error)
+        return entry
 
     def runner(self, arrays, backward: bool, traced: bool) -> run.Runner:
         """Runs one of the passes; `traced` for an operator's, which defines all of its results."""
@@ -128,19 +110,8 @@ class Call:
         return found
 
     def results(self, backward: bool) -> list[programs.Array]:
-        made: Any = self.entry.backward if backward else self.entry.forward
+        made = self.entry.backward if backward else self.entry.forward
         return [(made.slots if isinstance(made, Plan) else made.arrays)[i] for i in made.outputs]
-
-
-def _lowered(program: Any) -> Plan:
-    """The plan of a program, with its kernels lowered and its glue compiled; needs no GPU."""
-    steps = [
-        s._replace(params=programs.kernel(s.params)) if s.primitive == "kernel" else s
-        for s in program.steps
-    ]
-    made = plan(program._replace(steps=tuple(steps)))
-    compiled = lambda x: x._replace(binary=launch.binary(x)) if isinstance(x, glue.Glue) else x
-    return made._replace(units=tuple(u._replace(what=compiled(u.what)) for u in made.units))
 
 
 def _check(name: str, arrays) -> None:

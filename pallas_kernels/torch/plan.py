@@ -1,14 +1,15 @@
 """Orders a program into launches: kernels, glue (glue.py), and PyTorch's operators for the rest."""
 
+import functools
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
-from pallas_kernels.torch import glue
+from pallas_kernels.torch import glue, launch
+from pallas_kernels.torch import program as programs
 from pallas_kernels.torch.program import Array, Kernel, Program, Step
-
-SMALL = 2**20  # bytes; temporary arrays up to this size share one allocation
 
 
 class View(NamedTuple):
@@ -16,7 +17,7 @@ class View(NamedTuple):
 
     slot: int
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None  # of its axes
+    order: tuple[int, ...]  # of its axes
 
 
 class Unit(NamedTuple):
@@ -36,121 +37,97 @@ class Plan(NamedTuple):
     constants: tuple[np.ndarray, ...]
     units: tuple[Unit, ...]
     slots: tuple[Array, ...]
-    scratch: tuple[tuple[int, int], ...]  # slot, byte in the shared allocation
+    shared: dict[int, int]  # slot: its byte in an allocation that temporary arrays share
     size: int  # of it, in bytes
     outputs: tuple[int, ...]
 
 
 class _Planner:
-    """A program's steps with all arguments of the kernels, and with steps that fill or copy."""
+    """A program's steps, with copies of what a kernel or the caller may not overwrite."""
 
     def __init__(self, program: Program, native: bool):
         self.arrays, self.roots = list(program.arrays), list(program.roots)
-        self.constants = dict(program.constants)
+        self.native = native
         self.steps: list[Step] = []
         self.made: dict[int, Step] = {}  # by array
         self.same: dict[int, int] = {}  # arrays written into another's memory
-        last, read = dict.fromkeys((self.roots[i] for i in program.outputs), math.inf), set()
-        for n, step in enumerate(program.steps):
-            roots = [self.roots[i] for i in step.ins]
-            last |= {r: n for r in roots if last.get(r) != math.inf}
-            # Glue reads an array perhaps later than its step, so no kernel may overwrite it.
-            read.update(roots if glue.fits(step, program) else ())
-        for n, step in enumerate(program.steps):
-            if isinstance(step.params, Kernel) and native:
-                roots = [self.roots[i] for i in step.ins]
-                own = {r for r in roots if last[r] == n and roots.count(r) == 1 and r in self.made}
-                step = self.kernel(step, own - read)
-            self.add(step)
         self.outputs: list[int] = []  # neither inputs, nor constants, nor each other
+        read = (*(i for step in program.steps for i in step.ins), *program.outputs)
+        reads = Counter(self.roots[i] for i in read)
+        for step in program.steps:
+            if step.primitive == "kernel" and native:
+                kernel, ins = programs.kernel(step.params), list(step.ins)
+                for result, i in kernel.aliases.items():
+                    if reads[self.roots[ins[i]]] > 1 or self.roots[ins[i]] not in self.made:
+                        ins[i] = self.copy(ins[i])
+                    self.same[step.outs[result]] = ins[i]
+                step = Step("kernel", kernel, tuple(ins), step.outs)
+            self.add(step)
         for number in program.outputs:
             root = self.roots[number]
-            if root not in self.made or root in self.outputs:
-                root = self.glued("copy", {}, number, self.arrays[number])
-            self.outputs.append(root)
-        arrays, roots = tuple(self.arrays), tuple(self.roots)
-        self.program = program._replace(arrays=arrays, roots=roots, constants=self.constants)
+            known = root in self.made and root not in self.outputs
+            self.outputs.append(root if known else self.copy(number))
+        self.program = program._replace(arrays=tuple(self.arrays), roots=tuple(self.roots))
 
     def add(self, step: Step) -> None:
         self.steps.append(step)
         self.made.update(dict.fromkeys(step.outs, step))
 
-    def new(self, array: Array) -> int:
-        self.arrays.append(array)
-        self.roots.append(len(self.roots))
-        return len(self.roots) - 1
-
-    def glued(self, primitive: str, params: dict, source: int, array: Array) -> int:
-        made = self.new(array)
-        self.add(Step(primitive, params, (source,), (made,)))
+    def copy(self, number: int) -> int:
+        made = len(self.arrays)
+        self.arrays.append(self.arrays[number])
+        self.roots.append(made)
+        self.add(Step("copy", {}, (number,), (made,)))
         return made
 
-    def kernel(self, step: Step, own: set[int]) -> Step:
-        """The step with all of the kernel's arguments; it may overwrite the arrays in `own`."""
-        kernel: Kernel = step.params
-        operands = []
-        for i, x in enumerate(kernel.operands):
-            if isinstance(x, int):
-                root = self.roots[step.ins[x]]
-                if i in kernel.aliases.values() and root not in own:
-                    root = self.glued("copy", {}, root, self.arrays[root])
-            elif isinstance(x, Array):
-                root = self.new(x)
-            else:
-                value = self.new(Array((), x[0].dtype))
-                self.constants[value] = np.asarray(x[1])
-                root = self.glued("broadcast_in_dim", {"broadcast_dimensions": ()}, value, x[0])
-            operands.append(root)
-        outs = dict(zip(kernel.returned, step.outs, strict=True))
-        results = [outs[i] if i in outs else self.new(r) for i, r in enumerate(kernel.results)]
-        self.same |= {results[i]: operands[j] for i, j in kernel.aliases.items()}
-        return Step("kernel", kernel, tuple(operands), tuple(results))
+    def owner(self, number: int) -> int:
+        """The array in whose memory this one lies."""
+        root = self.roots[number]
+        return self.owner(self.same[root]) if root in self.same else root
 
-    def source(self, step: Step, i: int) -> tuple[int, tuple[int, ...] | None]:
+    def source(self, step: Step, i: int) -> tuple[int, tuple[int, ...]]:
         """What a step reads as array i: products read arrays that are transposed otherwise."""
         before = self.made.get(i)
         if step.primitive == "dot_general" and before and before.primitive == "transpose":
             return before.ins[0], before.params["permutation"]
-        return i, None
+        return i, tuple(range(len(self.arrays[i].shape)))
 
     def launches(self) -> list[Step | glue.Glue]:
         """Steps in order, and before each the glue that it waits for, as much at once as can be."""
-        stored = {*range(len(self.program.inputs)), *self.constants}
-        joins = {id(s) for s in self.steps if glue.fits(s, self.program)}
-        reads = {
-            id(s): [self.roots[self.source(s, i)[0]] for i in s.ins]
-            for s in self.steps
-            if id(s) not in joins
-        }
-        kept = self.program.kept
-        wanted = {*self.outputs, *kept, *(root for each in reads.values() for root in each)}
+        roots, kept = self.roots, self.program.kept
+        stored = {*range(len(self.program.inputs)), *self.program.constants}
+        joins = [glue.fits(step, self.arrays) for step in self.steps]
+        reads = [
+            [] if joined else [roots[self.source(step, i)[0]] for i in step.ins]
+            for step, joined in zip(self.steps, joins, strict=True)
+        ]
+        wanted = {*self.outputs, *kept}.union(*reads)
         done: list[Step | glue.Glue] = []
         waiting: list[int] = []
 
-        def behind(root: int, known: dict[int, bool], top: bool = True) -> bool:
-            """Whether glue must first write another array, which shall lie in memory."""
-            if root in stored:
-                return False
-            if not top and root in kept and root in waiting:
-                return True
-            if root not in known:
-                ins = [self.roots[i] for i in self.made[root].ins]
-                known[root] = any(behind(i, known, False) for i in ins)
-            return known[root]
-
         def flush() -> None:
-            while waiting:
-                known: dict[int, bool] = {}
-                now = [root for root in waiting if not behind(root, known)]
-                done.append(glue.write(self.program, self.made, stored, now))
-                stored.update(now)
-                waiting[:] = [root for root in waiting if root not in stored]
+            @functools.cache
+            def stage(root: int) -> int:
+                """How many functions must run before the one that computes this array."""
+                if root in stored:
+                    return 0
+                ins = [roots[i] for i in self.made[root].ins]
+                return max((stage(i) + (i in kept and i not in stored) for i in ins), default=0)
 
-        for step in self.steps:
-            if id(step) in joins:
+            stages: dict[int, list[int]] = {}
+            for root in waiting:
+                stages.setdefault(stage(root), []).append(root)
+            for _, now in sorted(stages.items()):
+                made = glue.write(self.program, self.made, stored, now)
+                done.append(made._replace(binary=launch.binary(made)) if self.native else made)
+                stored.update(now)
+            waiting.clear()
+
+        for step, joined, ins in zip(self.steps, joins, reads, strict=True):
+            if joined:
                 waiting += [root for root in step.outs if root in wanted]
                 continue
-            if not set(waiting).isdisjoint(reads[id(step)]):
+            if not set(waiting).isdisjoint(ins):
                 flush()
             done.append(step)
             stored.update(step.outs)
@@ -161,50 +138,60 @@ class _Planner:
 def plan(program: Program, native: bool = True) -> Plan:
     """native: kernels are launched; otherwise they are functions of tensors, as operators are."""
     p = _Planner(program, native)
-    done: list = p.launches()
-    inputs = range(len(program.inputs))
-    launched = [isinstance(x, glue.Glue) or isinstance(x.params, Kernel) for x in done]
-
-    def owner(number: int) -> int:
-        root = p.roots[number]
-        return owner(p.same[root]) if root in p.same else root
-
-    used = []  # the arrays in memory of each
+    done = p.launches()
+    used: list[list[int]] = []  # the arrays in memory of each
+    launched: list[bool] = []
     for x in done:
-        args = x.arrays if isinstance(x, glue.Glue) else [p.source(x, i)[0] for i in x.ins]
-        used.append([owner(i) for i in (*args, *(() if isinstance(x, glue.Glue) else x.outs))])
+        joined = isinstance(x, glue.Glue)
+        args = x.arrays if joined else (*(p.source(x, i)[0] for i in x.ins), *x.outs)
+        used.append([p.owner(i) for i in args])
+        launched.append(joined or isinstance(x.params, Kernel))
     every = [root for each in used for root in each]
-    constants = [root for root in dict.fromkeys(every) if root in p.constants]
-    number = {root: n for n, root in enumerate(dict.fromkeys((*inputs, *constants, *every)))}
-    last = {root: n for n, each in enumerate(used) for root in each}
-    outputs = [owner(root) for root in p.outputs]
-    tensors = {*outputs, *(r for n, each in enumerate(used) if not launched[n] for r in each)}
+    constants = [root for root in dict.fromkeys(every) if root in program.constants]
+    given = [*range(len(program.inputs)), *constants]
+    number = {root: n for n, root in enumerate(dict.fromkeys((*given, *every)))}
+    outputs = [p.owner(root) for root in p.outputs]
     slots = [p.arrays[root] for root in number]
     for n, root in zip(program.outputs, outputs, strict=True):
         slots[number[root]] = p.arrays[n]
-    units, size = [], 0
-    seen, scratch = {*inputs, *constants}, {}
+    first, last = ({r: n for n, each in order for r in each} for order in (
+        reversed(list(enumerate(used))), enumerate(used),
+    ))  # fmt: skip
+    # Tensors: what operators read or make, and the outputs.  The rest shares one allocation.
+    own = {*outputs}.union(*(each for each, yes in zip(used, launched, strict=True) if not yes))
+    shared, size = _share({r: (first[r], last[r]) for r in first.keys() - own - {*given}}, p.arrays)
+    units = []
     for n, (x, each) in enumerate(zip(done, used, strict=True)):
-        fresh = [] if not launched[n] else [r for r in dict.fromkeys(each) if r not in seen]
-        seen.update(each)
-        for root in fresh:
-            space = math.prod(p.arrays[root].shape) * np.dtype(p.arrays[root].dtype).itemsize
-            if root not in tensors and space <= SMALL:
-                scratch[number[root]] = size
-                size += -(-space // 256) * 256
-        made = tuple(number[r] for r in fresh if number[r] not in scratch)
-        fixed = {*inputs, *constants, *outputs}
-        dead = {number[r] for r in each if last[r] == n and r not in fixed}.difference(scratch)
-        views = []
+        what, views, made = x, [], []
         if not launched[n]:
             for i in x.ins:
                 of, order = p.source(x, i)
-                views.append(View(number[owner(of)], p.arrays[of].shape, order))
-            each = [owner(i) for i in x.outs]
-        what = x.params if launched[n] and isinstance(x, Step) else x
-        places = tuple(number[r] for r in each)
-        units.append(Unit(what, places, tuple(views), made, tuple(dead)))
+                views.append(View(number[p.owner(of)], p.arrays[of].shape, order))
+        else:
+            made = [r for r in dict.fromkeys(each) if r in own.difference(given) and first[r] == n]
+            what = x if isinstance(x, glue.Glue) else x.params
+        dead = {number[r] for r in own.difference(given, outputs) if last.get(r) == n}
+        places = each if launched[n] else [p.owner(i) for i in x.outs]
+        units.append(
+            Unit(what, *(tuple(number[r] for r in rs) for rs in (places,)), tuple(views),
+                 tuple(number[r] for r in made), tuple(dead))
+        )  # fmt: skip
     return Plan(
-        program.inputs, tuple(p.constants[r] for r in constants), tuple(units), tuple(slots),
-        tuple(scratch.items()), size, tuple(number[r] for r in outputs),
+        program.inputs, tuple(program.constants[r] for r in constants), tuple(units), tuple(slots),
+        {number[r]: at for r, at in shared.items()}, size, tuple(number[r] for r in outputs),
     )  # fmt: skip
+
+
+def _share(lives: dict[int, tuple[int, int]], arrays) -> tuple[dict[int, int], int]:
+    """Places arrays with these first and last uses in one allocation: bytes by array, the size."""
+    placed: list[tuple[int, int, int]] = []  # byte, end, array
+    space = lambda r: (
+        -(-math.prod(arrays[r].shape) * np.dtype(arrays[r].dtype).itemsize // 256) * 256
+    )
+    for root in sorted(lives, key=lambda r: (-space(r), r)):
+        at, (first, last) = 0, lives[root]
+        for begin, end, other in sorted(placed):
+            if lives[other][0] <= last and first <= lives[other][1] and begin < at + space(root):
+                at = max(at, end)
+        placed.append((at, at + space(root), root))
+    return {root: at for at, _, root in placed}, max((end for _, end, _ in placed), default=0)

@@ -5,6 +5,7 @@ import math
 import threading
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any
 
@@ -29,19 +30,17 @@ def dtype(name: str) -> torch.dtype:
 
 def _dot_general(x, y, out, *, dimension_numbers):
     (lc, rc), (lb, rb) = dimension_numbers
-    lf = [i for i in range(x.dim()) if i not in (*lc, *lb)]
-    rf = [i for i in range(y.dim()) if i not in (*rc, *rb)]
-    batch, left, right = ([z.shape[i] for i in axes] for z, axes in ((x, lb), (x, lf), (y, rf)))
+    if lb:
+        raise NotImplementedError("products of batches have no form in PyTorch")
+    left = [i for i in range(x.dim()) if i not in lc]
+    right = [i for i in range(y.dim()) if i not in rc]
     k = math.prod(x.shape[i] for i in lc)
-    a = x.permute(*lb, *lf, *lc).reshape(-1, math.prod(left), k)
-    b = y.permute(*rb, *rc, *rf).reshape(-1, k, math.prod(right))
-    options = {}
+    a, b = x.permute(*left, *lc).reshape(-1, k), y.permute(*rc, *right).reshape(k, -1)
     if x.is_cuda and x.dtype == y.dtype != out == torch.float32:
-        options["out_dtype"] = out
+        product = torch.mm(a, b, out_dtype=out)
     else:
-        a, b = a.to(out), b.to(out)
-    product = torch.bmm(a, b, **options) if batch else torch.mm(a[0], b[0], **options)
-    return product.reshape(*batch, *left, *right)
+        product = torch.mm(a.to(out), b.to(out))
+    return product.reshape(*(x.shape[i] for i in left), *(y.shape[i] for i in right))
 
 
 def _sort(*x, dimension, num_keys, **_):
@@ -76,12 +75,6 @@ def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand
     return out.index_copy(axes[0], within, updates)
 
 
-def _cumulative(function):
-    return lambda x, *, axis, reverse: (
-        function(x.flip(axis), axis).flip(axis) if reverse else function(x, axis)
-    )
-
-
 _OPERATORS = {
     "sort": _sort, "scatter": _scatter,
     # XLA adds bf16 in fp32 and rounds once, as PyTorch does.
@@ -90,8 +83,8 @@ _OPERATORS = {
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
     "reduce_and": lambda x, *, axes, **_: torch.all(x, axes),
     "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
-    "cumsum": _cumulative(lambda x, axis: torch.cumsum(x, axis, dtype=x.dtype)),
-    "cummax": _cumulative(lambda x, axis: torch.cummax(x, axis).values),
+    "argmax": lambda x, *, axes, **_: torch.argmax(x.float(), axes[0]).int(),
+    "cumsum": lambda x, *, axis, **_: torch.cumsum(x, axis, dtype=x.dtype),
 }  # fmt: skip
 
 
@@ -140,37 +133,43 @@ class Runner:
         """
         self.name, self.plan = name, plan
         self.zeros = frozenset(() if own is None else plan.outputs[own:])
-        self.ready: dict[torch.device, tuple] = {}
+        self.units: list[tuple] | None = None
 
-    def _prepare(self, device) -> tuple:
-        """The constants on a device, their addresses, and the units."""
-        constants: list[torch.Tensor] = []
+    def _prepare(self, device) -> list[tuple]:
+        """Makes the constants, and what __call__ needs of each unit."""
         # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
         # memory nor be inference tensors, both of which belong to a thread.
-        thread = threading.Thread(target=self._constants, args=(device, constants))
-        thread.start()
-        thread.join()
-        units = [self._unit(unit, device) for unit in self.plan.units]
-        return constants, [x.data_ptr() for x in constants], units
+        with ThreadPoolExecutor(1) as thread:
+            self.constants = thread.submit(self._constants, device).result()
+        self.addresses = [x.data_ptr() for x in self.constants]
+        self.units = [self._unit(unit, device) for unit in self.plan.units]
+        return self.units
 
-    def _constants(self, device, made: list) -> None:
+    def _constants(self, device) -> list[torch.Tensor]:
+        made = []
         for n, x in enumerate(self.plan.constants, len(self.plan.inputs)):
             wide = x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
             made.append(torch.tensor(wide, dtype=dtype(self.plan.slots[n].dtype)).to(device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams read them, too
+        return made
 
     def _unit(self, unit: Unit, device) -> tuple:
-        slots = self.plan.slots
-        what: Any = unit.what
+        slots, what = self.plan.slots, unit.what
         if isinstance(what, Step):
             return operator(what, slots[unit.slots[0]]), (), None, unit
-        compiled: Any = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
-        fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
-        kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
+        made = [
+            (
+                torch.zeros if s in self.zeros else torch.empty,
+                s,
+                slots[s].shape,
+                dtype(slots[s].dtype),
+            )
+            for s in unit.made
+        ]
+        start = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
-        made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
-        return compiled(what, device.index), made, addresses, unit
+        return start(what, device.index), made, addresses, unit
 
     def __call__(self, tensors) -> list[torch.Tensor]:
         device, stream = tensors[0].device, 0
@@ -182,13 +181,9 @@ class Runner:
             if index not in _bound.devices:
                 _bind(index)
             stream = torch._C._cuda_getCurrentRawStream(index)
-        ready = self.ready.get(device)
-        if ready is None:
-            ready = self.ready[device] = self._prepare(device)
-        constants, addresses, units = ready
-        plan = self.plan
-        held: list[Any] = [*tensors, *constants]
-        at = []
+        plan, units = self.plan, self.units or self._prepare(device)
+        held: list[Any] = [*tensors, *self.constants]
+        at: list[Any] = []
         for i, x in enumerate(tensors):
             place = x.data_ptr()
             if place % _ALIGNMENT or not x.is_contiguous():
@@ -197,12 +192,12 @@ class Runner:
             at.append(place)
         rest = [None] * (len(plan.slots) - len(held))
         held += rest
-        at += addresses
+        at += self.addresses
         at += rest
         if plan.size:
-            scratch = torch.empty(plan.size, dtype=torch.uint8, device=device)
-            base = scratch.data_ptr()
-            for slot, offset in plan.scratch:
+            shared = torch.empty(plan.size, dtype=torch.uint8, device=device)
+            base = shared.data_ptr()
+            for slot, offset in plan.shared.items():
                 at[slot] = base + offset
         for start, made, chosen, unit in units:
             if chosen is None:
@@ -221,11 +216,8 @@ class Runner:
 
     def _operate(self, run: Callable, unit: Unit, held: list, at: list) -> None:
         """One operator of PyTorch; its results get the shape of their slot."""
-        arrays = []
-        for slot, shape, order in unit.views:
-            # A saved tensor may have another shape than the program's input, its view.
-            x = held[slot].view(shape)
-            arrays.append(x if order is None else x.permute(order))
+        # A saved tensor may have another shape than the program's input, its view.
+        arrays = [held[slot].view(shape).permute(order) for slot, shape, order in unit.views]
         with torch.autocast(arrays[0].device.type, enabled=False):
             results = run(*arrays)
         results = results if isinstance(results, list) else [results]

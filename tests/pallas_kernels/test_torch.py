@@ -1,6 +1,7 @@
 """pallas_kernels.torch without a GPU: interpreted kernels against JAX, fakes, errors."""
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def interprets(monkeypatch):
         return interpreted(step) if step.primitive == "kernel" else operator(step, out)
 
     monkeypatch.setattr(ops, "_check", lambda name, arrays: None)
-    monkeypatch.setattr(ops, "_lowered", lambda program: plan.plan(program, native=False))
+    monkeypatch.setattr(ops, "plan", functools.partial(plan.plan, native=False))
     monkeypatch.setattr(ops, "_known", {})
     monkeypatch.setattr(ops.Call, "_load", lambda call: None)
     monkeypatch.setattr(run, "operator", here)
@@ -293,13 +294,20 @@ def test_torch_compile_and_checkpoint_see_two_operators(interprets):
 @pytest.fixture
 def launches(monkeypatch):
     """Kernels are lowered, and their launches only look at the addresses that they get."""
-    seen = []
+    seen, arguments, lower = [], {}, program.kernel
+
+    def lowered(eqn):
+        made = lower(eqn)
+        refs = [v for v in eqn.invars if hasattr(v.aval, "inner_aval")]
+        arguments[made.module] = len(eqn.invars), len(eqn.outvars) + len(refs)
+        return made
 
     def launcher(kernel, device):
         def launch(pointers, count, stream):
-            assert count == len(kernel.operands) + len(kernel.results)
+            reads, writes = arguments[kernel.module]
+            assert count == reads + writes
             *at, own = (ctypes.c_uint64 * (count + 1)).from_address(pointers)
-            operands, results = at[: len(kernel.operands)], at[len(kernel.operands) :]
+            operands, results = at[:reads], at[reads:]
             assert own == pointers
             assert all(x and x % 16 == 0 for x in at)
             for i, x in enumerate(results):
@@ -315,6 +323,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "binary", lambda glue: b"")
     monkeypatch.setattr(launch, "glue_launcher", compiled_here)
     monkeypatch.setattr(launch, "launcher", launcher)
+    monkeypatch.setattr(program, "kernel", lowered)
     monkeypatch.setenv("PALLAS_KERNELS_CACHE", os.devnull)
     return seen
 
@@ -360,11 +369,9 @@ def test_a_call_has_few_launches(name):
         named = {n: x for x, n in zip(values, names, strict=True) if n}
         return getattr(jk, name.rstrip("+"))(*args, **named, implementation="mosaic")
 
-    alone = program.build(program.trace_run(op, arrays)[0])
-    jaxpr, _, n, _, back = program.trace_train(op, arrays, wrt)
-    forward, _ = program.split_forward(program.build(jaxpr), n)
-    backward, _ = program.distinct(program.build(back))
-    counts = [len(plan.plan(x, native=False).units) for x in (alone, forward, backward)]
+    alone, entry = program.trace(op, arrays).forward, program.trace(op, arrays, wrt)
+    programs = alone, entry.forward, entry.backward
+    counts = [len(plan.plan(x, native=False).units) for x in programs]
     assert all(map(int.__le__, counts, MOST_UNITS[name])), counts
 
 
