@@ -1,6 +1,6 @@
 """Orders a program into launches: kernels, glue (glue.py), and PyTorch's operators for the rest."""
 
-import functools
+import itertools
 import math
 from collections import Counter
 from typing import NamedTuple
@@ -12,20 +12,12 @@ from pallas_kernels.torch import program as programs
 from pallas_kernels.torch.program import Array, Kernel, Program, Step
 
 
-class View(NamedTuple):
-    """An array as an operator of PyTorch reads it."""
-
-    slot: int
-    shape: tuple[int, ...]
-    order: tuple[int, ...]  # of its axes
-
-
 class Unit(NamedTuple):
-    """One launch with the slots of its arguments, or an operator of PyTorch with views."""
+    """One launch with the slots of its arguments, or an operator of PyTorch."""
 
     what: Kernel | glue.Glue | Step
     slots: tuple[int, ...]  # of an operator: its results
-    views: tuple[View, ...]
+    reads: tuple[tuple[int, tuple[int, ...]], ...]  # of an operator: slots with shapes
     made: tuple[int, ...]  # slots to allocate before
     dead: tuple[int, ...]  # slots whose memory is free after
 
@@ -52,8 +44,8 @@ class _Planner:
         self.made: dict[int, Step] = {}  # by array
         self.same: dict[int, int] = {}  # arrays written into another's memory
         self.outputs: list[int] = []  # neither inputs, nor constants, nor each other
-        read = (*(i for step in program.steps for i in step.ins), *program.outputs)
-        reads = Counter(self.roots[i] for i in read)
+        true = (s.ins for s in program.steps if s.outs)  # all but barriers
+        reads = Counter(self.roots[i] for each in (*true, program.outputs) for i in each)
         for step in program.steps:
             if step.primitive == "kernel" and native:
                 kernel, ins = programs.kernel(step.params), list(step.ins)
@@ -85,53 +77,38 @@ class _Planner:
         root = self.roots[number]
         return self.owner(self.same[root]) if root in self.same else root
 
-    def source(self, step: Step, i: int) -> tuple[int, tuple[int, ...]]:
-        """What a step reads as array i: products read arrays that are transposed otherwise."""
-        before = self.made.get(i)
-        if step.primitive == "dot_general" and before and before.primitive == "transpose":
-            return before.ins[0], before.params["permutation"]
-        return i, tuple(range(len(self.arrays[i].shape)))
-
     def launches(self) -> list[Step | glue.Glue]:
-        """Steps in order, and before each the glue that it waits for, as much at once as can be."""
-        roots, kept = self.roots, self.program.kept
+        """Steps in order, and before each the glue that it waits for, as much at once as can be.
+
+        XLA's barriers say which arrays lie in memory, too.
+        """
         stored = {*range(len(self.program.inputs)), *self.program.constants}
         joins = [glue.fits(step, self.arrays) for step in self.steps]
         reads = [
-            [] if joined else [roots[self.source(step, i)[0]] for i in step.ins]
+            set() if joined else {self.roots[i] for i in step.ins}
             for step, joined in zip(self.steps, joins, strict=True)
         ]
-        wanted = {*self.outputs, *kept}.union(*reads)
+        wanted = {*self.outputs}.union(*reads)
         done: list[Step | glue.Glue] = []
         waiting: list[int] = []
 
-        def flush() -> None:
-            @functools.cache
-            def stage(root: int) -> int:
-                """How many functions must run before the one that computes this array."""
-                if root in stored:
-                    return 0
-                ins = [roots[i] for i in self.made[root].ins]
-                return max((stage(i) + (i in kept and i not in stored) for i in ins), default=0)
-
-            stages: dict[int, list[int]] = {}
-            for root in waiting:
-                stages.setdefault(stage(root), []).append(root)
-            for _, now in sorted(stages.items()):
+        def flush(now: list[int]) -> None:
+            if now:
                 made = glue.write(self.program, self.made, stored, now)
                 done.append(made._replace(binary=launch.binary(made)) if self.native else made)
                 stored.update(now)
-            waiting.clear()
+                waiting[:] = [root for root in waiting if root not in stored]
 
         for step, joined, ins in zip(self.steps, joins, reads, strict=True):
             if joined:
                 waiting += [root for root in step.outs if root in wanted]
                 continue
-            if not set(waiting).isdisjoint(ins):
-                flush()
-            done.append(step)
-            stored.update(step.outs)
-        flush()
+            if not ins.isdisjoint(waiting):
+                flush([root for root in waiting if step.outs or root in ins])
+            if step.outs:
+                done.append(step)
+                stored.update(step.outs)
+        flush(waiting)
         return done
 
 
@@ -139,13 +116,11 @@ def plan(program: Program, native: bool = True) -> Plan:
     """native: kernels are launched; otherwise they are functions of tensors, as operators are."""
     p = _Planner(program, native)
     done = p.launches()
-    used: list[list[int]] = []  # the arrays in memory of each
-    launched: list[bool] = []
-    for x in done:
-        joined = isinstance(x, glue.Glue)
-        args = x.arrays if joined else (*(p.source(x, i)[0] for i in x.ins), *x.outs)
-        used.append([p.owner(i) for i in args])
-        launched.append(joined or isinstance(x.params, Kernel))
+    operators = [isinstance(x, Step) and not isinstance(x.params, Kernel) for x in done]
+    used = [  # the arrays in memory of each
+        [p.owner(i) for i in (x.arrays if isinstance(x, glue.Glue) else (*x.ins, *x.outs))]
+        for x in done
+    ]
     every = [root for each in used for root in each]
     constants = [root for root in dict.fromkeys(every) if root in program.constants]
     given = [*range(len(program.inputs)), *constants]
@@ -154,28 +129,23 @@ def plan(program: Program, native: bool = True) -> Plan:
     slots = [p.arrays[root] for root in number]
     for n, root in zip(program.outputs, outputs, strict=True):
         slots[number[root]] = p.arrays[n]
-    first, last = ({r: n for n, each in order for r in each} for order in (
-        reversed(list(enumerate(used))), enumerate(used),
-    ))  # fmt: skip
+    last = {root: n for n, each in enumerate(used) for root in each}
+    first = {root: n for n, each in reversed([*enumerate(used)]) for root in each}
     # Tensors: what operators read or make, and the outputs.  The rest shares one allocation.
-    own = {*outputs}.union(*(each for each, yes in zip(used, launched, strict=True) if not yes))
-    shared, size = _share({r: (first[r], last[r]) for r in first.keys() - own - {*given}}, p.arrays)
+    tensors = {*outputs}.union(*itertools.compress(used, operators)).difference(given)
+    rest = {root: (first[root], last[root]) for root in first.keys() - tensors - {*given}}
+    shared, size = _share(rest, p.arrays)
     units = []
-    for n, (x, each) in enumerate(zip(done, used, strict=True)):
-        what, views, made = x, [], []
-        if not launched[n]:
-            for i in x.ins:
-                of, order = p.source(x, i)
-                views.append(View(number[p.owner(of)], p.arrays[of].shape, order))
+    for n, x in enumerate(done):
+        made = tensors.intersection(used[n])
+        dead = tuple(number[r] for r in made if last[r] == n and r not in outputs)
+        made = tuple(number[r] for r in made if first[r] == n)
+        if operators[n]:
+            reads = tuple((number[p.owner(i)], p.arrays[i].shape) for i in x.ins)
+            units.append(Unit(x, tuple(number[i] for i in x.outs), reads, (), dead))
         else:
-            made = [r for r in dict.fromkeys(each) if r in own.difference(given) and first[r] == n]
             what = x if isinstance(x, glue.Glue) else x.params
-        dead = {number[r] for r in own.difference(given, outputs) if last.get(r) == n}
-        places = each if launched[n] else [p.owner(i) for i in x.outs]
-        units.append(
-            Unit(what, *(tuple(number[r] for r in rs) for rs in (places,)), tuple(views),
-                 tuple(number[r] for r in made), tuple(dead))
-        )  # fmt: skip
+            units.append(Unit(what, tuple(number[r] for r in used[n]), (), made, dead))
     return Plan(
         program.inputs, tuple(program.constants[r] for r in constants), tuple(units), tuple(slots),
         {number[r]: at for r, at in shared.items()}, size, tuple(number[r] for r in outputs),

@@ -64,7 +64,6 @@ class Program(NamedTuple):
     outputs: tuple[int, ...]
     arrays: tuple[Array, ...]  # by number
     roots: tuple[int, ...]  # by number: the array that a reshaped one is, or the array itself
-    kept: frozenset[int]  # arrays that shall lie in memory, as XLA's barriers would have them
 
 
 class Entry(NamedTuple):
@@ -84,9 +83,9 @@ class _Walk:
     def __init__(self):
         self.arrays: list[Array] = []
         self.roots: list[int] = []
-        self.kept: set[int] = set()
         self.constants: dict[int, np.ndarray] = {}
         self.steps: list[Step] = []
+        self.made: dict[int, Step] = {}  # by array
         self.held: dict[int, int] = {}  # of each ref: the array that it holds now
 
     def new(self, aval, root: int | None = None) -> int:
@@ -121,17 +120,15 @@ class _Walk:
             return self.walk(eqn.params[_CALLS[name]], ins)
         if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
             if name == "optimization_barrier":
-                self.kept.update(self.roots[i] for i in ins)
+                self.steps.append(Step(name, {}, ins, ()))
             return ins
         if name in _VIEWS:
             return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
-        if name == "new_ref":
-            made = self.new(eqn.outvars[0].aval)
-            held[made] = ins[0]
-            return [made]
-        if name == "run_state":
+        if name in ("new_ref", "run_state"):
             refs = [self.new(v.aval) for v in eqn.invars]
             held.update(zip(refs, ins, strict=True))
+            if name == "new_ref":
+                return refs
             self.walk(eqn.params["jaxpr"], refs)
             return [held[n] for n in refs]
         if name == "freeze" or name == "get" and len(ins) == 1:
@@ -142,6 +139,7 @@ class _Walk:
         outs = [self.new(v.aval) for v in eqn.outvars]
         if name != "mpmd_map":
             self.steps.append(self.turned(Step(name, _plain(eqn), ins, tuple(outs))))
+            self.made.update(dict.fromkeys(outs, self.steps[-1]))
             return outs
         written = {n: self.new(v.aval) for v, n in zip(eqn.invars, ins, strict=True) if n in held}
         now = tuple(held.get(n, n) for n in ins)
@@ -150,34 +148,45 @@ class _Walk:
         return outs
 
     def turned(self, step: Step) -> Step:
-        """A transposed product is the product of the operands in the other order."""
-        if step.primitive != "transpose":
-            return step
-        dot = next((s for s in self.steps if s.outs == step.ins), step)
-        if dot.primitive == "dot_general":
-            (left, right), batch = dot.params["dimension_numbers"]
-            free = len(self.arrays[dot.ins[0]].shape) - len(left)  # left axes of the result
+        """Products read transposed operands where they lie, and are transposed by their order."""
+        before = [self.made.get(i, step) for i in step.ins]
+        if step.primitive == "transpose" and before[0].primitive == "dot_general":
+            (left, right), batch = before[0].params["dimension_numbers"]
+            free = len(self.arrays[before[0].ins[0]].shape) - len(left)  # left axes of the result
             order = tuple(step.params["permutation"])
             if not batch[0] and order == (*range(free, len(order)), *range(free)):
                 turned = {"dimension_numbers": ((right, left), batch)}
-                return Step("dot_general", turned, dot.ins[::-1], step.outs)
+                return Step("dot_general", turned, before[0].ins[::-1], step.outs)
+        if step.primitive == "dot_general":
+            (*sums,), batch = step.params["dimension_numbers"]
+            ins = list(step.ins)
+            for n, x in enumerate(before):
+                order = x.params.get("permutation", ())
+                free = [axis for i, axis in enumerate(order) if i not in sums[n]]
+                if order and not batch[n] and free == sorted(free):
+                    ins[n], sums[n] = x.ins[0], tuple(order[i] for i in sums[n])
+            step = Step(
+                "dot_general", {"dimension_numbers": (tuple(sums), batch)}, tuple(ins), step.outs
+            )
         return step
 
 
 def build(jaxpr) -> Program:
     """The program of a jaxpr; its kernels are still equations, which `kernel` lowers."""
     w = _Walk()
-    inputs = [w.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    inputs = [w.new(v.aval) for v in jaxpr.jaxpr.invars]
     outputs = w.walk(jaxpr, inputs)
     used, steps = {w.roots[i] for i in outputs}, []
     for step in reversed(w.steps):  # without what nobody reads
-        if used.intersection(step.outs):
+        ins = [i for i in step.ins if w.roots[i] in used]
+        if step.primitive == "optimization_barrier":
+            steps.append(step._replace(ins=tuple(ins)))
+        elif used.intersection(step.outs):
             used.update(w.roots[i] for i in step.ins)
-            steps.insert(0, step)
-    constants = {i: x for i, x in w.constants.items() if i in used}
+            steps.append(step)
     return Program(
-        tuple(w.arrays[i] for i in inputs), constants, tuple(steps), tuple(outputs),
-        tuple(w.arrays), tuple(w.roots), frozenset(w.kept),
+        tuple(w.arrays[i] for i in inputs), {i: x for i, x in w.constants.items() if i in used},
+        tuple(reversed(steps)), tuple(outputs), tuple(w.arrays), tuple(w.roots),
     )  # fmt: skip
 
 

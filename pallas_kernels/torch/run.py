@@ -217,7 +217,7 @@ class Runner:
     def _operate(self, run: Callable, unit: Unit, held: list, at: list) -> None:
         """One operator of PyTorch; its results get the shape of their slot."""
         # A saved tensor may have another shape than the program's input, its view.
-        arrays = [held[slot].view(shape).permute(order) for slot, shape, order in unit.views]
+        arrays = [held[slot].view(shape) for slot, shape in unit.reads]
         with torch.autocast(arrays[0].device.type, enabled=False):
             results = run(*arrays)
         results = results if isinstance(results, list) else [results]
