@@ -23,12 +23,12 @@ class Unit(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A program's launches.  Slots are arrays in memory: the inputs, the constants, the others."""
+    """A program's launches.  Slots are arrays in memory: inputs, constants, the others."""
 
     inputs: tuple[Array, ...]
     constants: tuple[np.ndarray, ...]
     units: tuple[Unit, ...]
-    slots: tuple[Array, ...]
+    arrays: tuple[Array, ...]  # of the slots
     shared: dict[int, int]  # slot: its byte in an allocation that temporary arrays share
     size: int  # of it, in bytes
     outputs: tuple[int, ...]

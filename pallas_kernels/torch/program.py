@@ -69,11 +69,10 @@ class Program(NamedTuple):
 class Entry(NamedTuple):
     """What is known of an op for certain arguments, and kept on disk with plans for programs."""
 
-    forward: Any  # Program or Plan
+    passes: tuple[Any, ...]  # the programs, or plans, of the op and of its backward pass
     tree: Any  # of the op's outputs
     floats: tuple[bool, ...] = ()  # of these, whether they have gradients
     saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
-    backward: Any = None  # Program or Plan
     gradients: tuple[int, ...] = ()  # places among the results of the backward pass
 
 
@@ -262,13 +261,14 @@ def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[i
     leaves, tree = jax.tree.flatten(out)
     program, saved = _split(build(jaxpr), len(leaves))
     if not wrt:
-        return Entry(program, tree)
+        return Entry((program,), tree)
     floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
     given = itertools.compress(leaves, floats)
     back = build(jax.make_jaxpr(backward)(vjp, *given))
     distinct = tuple(dict.fromkeys(back.outputs))
     places = tuple(map(distinct.index, back.outputs))
-    return Entry(program, tree, floats, saved, back._replace(outputs=distinct), places)
+    passes = program, back._replace(outputs=distinct)
+    return Entry(passes, tree, floats, saved, places)
 
 
 def _split(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:

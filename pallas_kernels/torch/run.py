@@ -25,6 +25,12 @@ def dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def tensor(x, device) -> torch.Tensor:
+    x = np.asarray(x)
+    plain = x.astype(np.float32) if x.dtype.kind in "fV" else x.copy()
+    return torch.from_numpy(plain).to(device, dtype(x.dtype.name))
+
+
 # ---- primitives that are no glue -----------------------------------------------------------------
 
 
@@ -43,36 +49,28 @@ def _dot_general(x, y, out, *, dimension_numbers):
     return product.reshape(*(x.shape[i] for i in left), *(y.shape[i] for i in right))
 
 
-def _sort(*x, dimension, num_keys, **_):
-    order = None
-    for key in reversed(x[:num_keys]):
-        values = key if key.is_floating_point() else key.long()
-        values = values if order is None else values.gather(dimension, order)
-        found = torch.sort(values, dim=dimension, stable=True).indices
-        order = found if order is None else order.gather(dimension, found)
-    # PyTorch gathers no unsigned integers of 16 bits or more.
-    signed = [getattr(torch, str(y.dtype).removeprefix("torch.u"), y.dtype) for y in x]
-    pairs = zip(x, signed, strict=True)
-    return [y.view(kind).gather(dimension, order).view(y.dtype) for y, kind in pairs]
+def _sort(key, *rest, dimension, num_keys, **_):
+    if num_keys != 1:
+        raise NotImplementedError(f"a sort by {num_keys} keys has no form in PyTorch")
+    # PyTorch neither sorts nor gathers unsigned integers of 16 bits or more.
+    wide = [x if x.is_floating_point() else x.long() for x in (key, *rest)]
+    values, order = torch.sort(wide[0], dim=dimension, stable=True)
+    sorted_ = [values, *(x.gather(dimension, order) for x in wide[1:])]
+    return [x.to(like.dtype) for x, like in zip(sorted_, (key, *rest), strict=True)]
 
 
 def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand_dims, **_):
-    """x[index] = update for scalars, where others are dropped, or for one slice along one axis."""
-    axes = tuple(scatter_dims_to_operand_dims)
-    if not update_window_dims and axes == (0,) and x.dim() == 1:
-        index = indices[..., 0].reshape(-1).long()
-        inside = (index >= 0) & (index < x.shape[0])
-        wide = torch.cat([x, x.new_zeros(1)])  # one more place for what is dropped
-        wide[torch.where(inside, index, x.shape[0])] = updates.reshape(-1)
-        return wide[:-1]
-    if updates.dim() != x.dim() or len(axes) > 1 or indices.dim() != 1:
+    """x[index] = update for scalars, or one slice along one axis; what is outside is dropped."""
+    if len(scatter_dims_to_operand_dims) != 1 or not update_window_dims and x.dim() != 1:
         raise NotImplementedError("this scatter has no form in PyTorch")
-    out = x.clone()
-    if not axes:
-        out[tuple(map(slice, updates.shape))] = updates
-        return out
-    within = indices.long() + torch.arange(updates.shape[axes[0]], device=x.device)
-    return out.index_copy(axes[0], within, updates)
+    (axis,), index = scatter_dims_to_operand_dims, indices.long().reshape(-1)
+    count = x.shape[axis]
+    if update_window_dims:
+        index = index + torch.arange(updates.shape[axis], device=x.device)
+    index = torch.where((index >= 0) & (index < count), index, count)
+    wide = torch.cat([x, x.narrow(axis, 0, 1)], axis)  # one more place for what is dropped
+    updates = updates if update_window_dims else updates.reshape(-1)
+    return wide.index_copy_(axis, index, updates).narrow(axis, 0, count)
 
 
 _OPERATORS = {
@@ -146,16 +144,13 @@ class Runner:
         return self.units
 
     def _constants(self, device) -> list[torch.Tensor]:
-        made = []
-        for n, x in enumerate(self.plan.constants, len(self.plan.inputs)):
-            wide = x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
-            made.append(torch.tensor(wide, dtype=dtype(self.plan.slots[n].dtype)).to(device))
+        made = [tensor(x, device) for x in self.plan.constants]
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams read them, too
         return made
 
     def _unit(self, unit: Unit, device) -> tuple:
-        slots, what = self.plan.slots, unit.what
+        slots, what = self.plan.arrays, unit.what
         if isinstance(what, Step):
             return operator(what, slots[unit.slots[0]]), (), None, unit
         made = [
@@ -190,7 +185,7 @@ class Runner:
                 x = held[i] = _copy(self.name, x)
                 place = x.data_ptr()
             at.append(place)
-        rest = [None] * (len(plan.slots) - len(held))
+        rest = [None] * (len(plan.arrays) - len(held))
         held += rest
         at += self.addresses
         at += rest
@@ -222,7 +217,7 @@ class Runner:
             results = run(*arrays)
         results = results if isinstance(results, list) else [results]
         for slot, x in zip(unit.slots, results, strict=True):
-            held[slot] = x = x.reshape(self.plan.slots[slot].shape).contiguous()
+            held[slot] = x = x.reshape(self.plan.arrays[slot].shape).contiguous()
             at[slot] = x.data_ptr()
 
 
