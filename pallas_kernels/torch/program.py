@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,12 +39,10 @@ class Kernel(NamedTuple):
     """One Mosaic kernel, whose arguments are the arrays that it reads, then those that it writes.
 
     module: serialized MLIR, which `MosaicGpuCompile` of JAX's CUDA plugin takes.
-    aliases: result -> operand in whose memory it is written.
     """
 
     name: str
     module: bytes
-    aliases: dict[int, int]
 
 
 class Step(NamedTuple):
@@ -56,9 +55,9 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """inputs, constants and the results of the steps have the numbers 0, 1, 2, ..."""
+    """`inputs` arrays, constants and the results of the steps have the numbers 0, 1, 2, ..."""
 
-    inputs: tuple[Array, ...]
+    inputs: int
     constants: dict[int, np.ndarray]
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
@@ -140,11 +139,17 @@ class _Walk:
             self.steps.append(self.turned(Step(name, _plain(eqn), ins, tuple(outs))))
             self.made.update(dict.fromkeys(outs, self.steps[-1]))
             return outs
-        written = {n: self.new(v.aval) for v, n in zip(eqn.invars, ins, strict=True) if n in held}
+        refs = [ins[i] for i in refs_of(eqn)]
+        written = [self.new(self.arrays[n]) for n in refs]
         now = tuple(held.get(n, n) for n in ins)
-        self.steps.append(Step("kernel", eqn, now, (*outs, *written.values())))
-        held.update(written)
+        self.steps.append(Step("kernel", eqn, now, (*outs, *written)))
+        held.update(zip(refs, written, strict=True))
         return outs
+
+    def copy(self, number: int) -> int:
+        made = self.new(self.arrays[number])
+        self.steps.append(Step("copy", {}, (number,), (made,)))
+        return made
 
     def turned(self, step: Step) -> Step:
         """Products read transposed operands where they lie, and are transposed by their order."""
@@ -175,18 +180,26 @@ def build(jaxpr) -> Program:
     w = _Walk()
     inputs = [w.new(v.aval) for v in jaxpr.jaxpr.invars]
     outputs = w.walk(jaxpr, inputs)
-    used, steps = {w.roots[i] for i in outputs}, []
+    used, steps, made = Counter(w.roots[i] for i in outputs), [], set()
     for step in reversed(w.steps):  # without what nobody reads
-        ins = [i for i in step.ins if w.roots[i] in used]
         if step.primitive == "optimization_barrier":
-            steps.append(step._replace(ins=tuple(ins)))
-        elif used.intersection(step.outs):
+            steps.append(step._replace(ins=tuple(i for i in step.ins if w.roots[i] in used)))
+        elif not used.keys().isdisjoint(step.outs):
             used.update(w.roots[i] for i in step.ins)
             steps.append(step)
-    return Program(
-        tuple(w.arrays[i] for i in inputs), {i: x for i, x in w.constants.items() if i in used},
-        tuple(reversed(steps)), tuple(outputs), tuple(w.arrays), tuple(w.roots),
-    )  # fmt: skip
+    w.steps = []
+    for step in reversed(steps):
+        if step.primitive == "kernel":  # it may overwrite what nobody else reads
+            ins = list(step.ins)
+            for i in refs_of(step.params):
+                if used[w.roots[ins[i]]] > 1 or w.roots[ins[i]] not in made:
+                    ins[i] = w.copy(ins[i])
+            step = step._replace(ins=tuple(ins))
+        w.steps.append(step)
+        made.update(step.outs)
+    constants = {i: x for i, x in w.constants.items() if i in used}
+    every = tuple(w.steps), tuple(outputs), tuple(w.arrays), tuple(w.roots)
+    return Program(len(inputs), constants, *every)
 
 
 def _array(aval) -> Array:
@@ -205,9 +218,14 @@ def _plain(eqn) -> dict[str, Any]:
     return {k: v for k, v in params.items() if k not in drop}
 
 
+def refs_of(eqn) -> list[int]:
+    """Which operands of a kernel it writes: its last results, each in the operand's memory."""
+    return [i for i, v in enumerate(eqn.invars) if hasattr(v.aval, "inner_aval")]
+
+
 def call_of(eqn, **override) -> Callable:
     """The equation of a kernel as a function of arrays; refs that it writes are results, too."""
-    refs = [i for i, v in enumerate(eqn.invars) if hasattr(v.aval, "inner_aval")]
+    refs = refs_of(eqn)
 
     def call(*args):
         made = {i: jax.new_ref(args[i]) for i in refs}
@@ -229,16 +247,17 @@ def kernel(eqn) -> Kernel:
         inline = passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})")
         inline.run(module.operation)
         (main,) = (f for f in module.body.operations if f.attributes["sym_name"].value == "main")
-        block, name = main.body.blocks[0], str(eqn.params["name"])
-        made, end = map(list, (block.arguments, block.operations))
-        launched: Any = end[0]
-        results = list(launched.results)
-        if list(launched.operands) != made or list(end[-1].operands) != results or len(end) != 2:
-            raise NotImplementedError(f"{name} needs more than one kernel: {block}")
+        arguments, (launch, *end) = main.body.blocks[0].arguments, main.body.blocks[0].operations
+        name, refs = str(eqn.params["name"]), refs_of(eqn)
+        plain = list(launch.operands) == list(arguments) and len(end) == 1
+        if not plain or list(end[0].operands) != list(launch.results):
+            raise NotImplementedError(f"{name} needs more than one kernel: {main}")
         pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
-        pairs = re.findall(pattern, str(launched.attributes["output_operand_aliases"]))
-        code = launched.attributes["mhlo.backend_config"]["module"].value_bytes
-        return Kernel(name, code, {int(result or 0): int(operand) for result, operand in pairs})
+        found = re.findall(pattern, str(launch.attributes["output_operand_aliases"]))
+        aliases = [(int(result or 0), int(operand)) for result, operand in found]
+        if aliases != [*enumerate(refs, len(eqn.outvars))]:
+            raise NotImplementedError(f"{name} writes its operands {aliases}, not {refs}")
+        return Kernel(name, launch.attributes["mhlo.backend_config"]["module"].value_bytes)
 
 
 def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[int] = ()) -> Entry:
@@ -275,7 +294,7 @@ def _split(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ..
     """Leaves out residuals that are inputs or repeated outputs, and says where all lie."""
     outputs, roots, saved = list(program.outputs[:n]), program.roots, []
     for number in program.outputs[n:]:
-        if roots[number] < len(program.inputs):
+        if roots[number] < program.inputs:
             saved.append(("in", roots[number]))
             continue
         if roots[number] not in [roots[i] for i in outputs]:

@@ -101,12 +101,7 @@ def operator(step: Step, out: Array) -> Callable:
 # ---- a plan --------------------------------------------------------------------------------------
 
 
-class _Threads(threading.local):
-    def __init__(self):
-        self.devices: set[int] = set()
-
-
-_bound = _Threads()
+_bound = threading.local()  # its variables are the devices whose CUDA context this thread has
 
 
 def _bind(device: int) -> None:
@@ -117,7 +112,7 @@ def _bind(device: int) -> None:
     PyTorch's cache.
     """
     torch.cuda.mem_get_info(device)
-    _bound.devices.add(device)
+    vars(_bound)[device] = True
 
 
 class Runner:
@@ -173,7 +168,7 @@ class Runner:
             if index != torch._C._cuda_getDevice():
                 with torch.cuda.device(index):
                     return self(tensors)
-            if index not in _bound.devices:
+            if index not in vars(_bound):
                 _bind(index)
             stream = torch._C._cuda_getCurrentRawStream(index)
         plan, units = self.plan, self.units or self._prepare(device)
