@@ -5,22 +5,26 @@ launch(pointers, count, stream) takes the address of the array of all arguments'
 
 import ctypes
 import functools
-import importlib.util
-import os
-import shutil
+import importlib
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from pallas_kernels.torch.glue import Glue
 from pallas_kernels.torch.program import Kernel
 
 _P = ctypes.c_void_p
+_lock = threading.Lock()
+
+
+def launcher(kernel: Kernel, device: int) -> Callable:
+    """The launch of a kernel compiled for this device; compiles it once a process."""
+    with _lock:
+        return _compile(kernel.name, kernel.module, device)
 
 
 @functools.cache
-def _library():
-    """MosaicGpuCompile of JAX's CUDA plugin, and whether launches take what it does since 0.12."""
+def _compile(name: str, module: bytes, device: int) -> Callable:
+    import jax.experimental.mosaic.gpu  # noqa: F401  (tells Mosaic where CUDA lies)
     from jax._src.lib import version
 
     try:
@@ -28,36 +32,15 @@ def _library():
     except ImportError:
         raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[torch]'") from None
     compile_ = ctypes.CDLL(str(plugin._get_library_path())).MosaicGpuCompile
-    compile_.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    compile_.restype = ctypes.POINTER(_P)
-    return compile_, version >= (0, 12, 0)
-
-
-_compiled: dict[tuple[bytes, int], Callable] = {}
-_lock = threading.Lock()
-
-
-def launcher(kernel: Kernel, device: int) -> Callable:
-    """The launch of a kernel compiled for this device; compiles it once a process."""
-    with _lock:
-        found = _compiled.get((kernel.module, device))
-        if found is None:
-            found = _compiled[kernel.module, device] = _compile(kernel, device)
-    return found
-
-
-def _compile(kernel: Kernel, device: int) -> Callable:
-    import jax.experimental.mosaic.gpu  # noqa: F401  (tells Mosaic where CUDA lies)
-
-    compile_, second = _library()
-    made = compile_(kernel.module, len(kernel.module))
+    compile_.argtypes, compile_.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.POINTER(_P)
+    made = compile_(module, len(module))
     if not made:
         raise RuntimeError(
-            f"{kernel.name} does not compile for cuda:{device}: {_why(device)}; the environment's"
-            " TF_CPP_MIN_LOG_LEVEL=0 shows more"
+            f"{name} does not compile for cuda:{device}: is ptxas on PATH? The environment's"
+            " TF_CPP_MIN_LOG_LEVEL=0 shows Mosaic's reason"
         )
     function = made[0]
-    if not second:
+    if version < (0, 12, 0):
         call = ctypes.CFUNCTYPE(None, _P, _P, _P)(made[1])
         return lambda pointers, count, stream: call(function, stream, pointers)
     whole = made[2]  # since jaxlib 0.12 a launch takes also the kernel and the device
@@ -65,26 +48,9 @@ def _compile(kernel: Kernel, device: int) -> Callable:
     return lambda pointers, count, stream: call(whole, function, stream, pointers, device)
 
 
-def _why(device: int) -> str:
-    """What Mosaic, which returns no reason, needs and lacks."""
-    driver, current = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1)
-    error = driver.cuCtxGetDevice(ctypes.byref(current))
-    if error:
-        return f"this thread has no CUDA context (error {error})"
-    if current.value != device:
-        return f"this thread's CUDA context belongs to device {current.value}"
-    root = os.environ.get("MOSAIC_GPU_CUDA_ROOT", "")
-    if not shutil.which("ptxas") and not os.path.exists(os.path.join(root, "bin", "ptxas")):
-        return "ptxas is not on PATH: pip install 'jaxllm[torch]'"
-    return "a pass of Mosaic, ptxas or the load of the module failed"
-
-
-# ---- glue ----------------------------------------------------------------------------------------
-
-
 def binary(glue: Glue) -> bytes:
-    """The function compiled for an H100 (sm_90); needs no GPU."""
-    nvrtc, made, size = _nvrtc(), _P(), ctypes.c_size_t()
+    """The function compiled for an H100 (sm_90) by PyTorch's NVRTC; needs no GPU."""
+    nvrtc, made, size = ctypes.CDLL("libnvrtc.so.13"), _P(), ctypes.c_size_t()
     text, options = glue.source().encode(), (b"--gpu-architecture=sm_90", b"--fmad=false")
     nvrtc.nvrtcCreateProgram(ctypes.byref(made), text, b"glue.cu", 0, None, None)
     failed = nvrtc.nvrtcCompileProgram(made, 2, (ctypes.c_char_p * 2)(*options))
@@ -96,18 +62,6 @@ def binary(glue: Glue) -> bytes:
     if failed:
         raise RuntimeError(f"NVRTC error {failed}: {out.value.decode()[:2000]}")
     return out.raw
-
-
-@functools.cache
-def _nvrtc():
-    """NVRTC, which PyTorch requires."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = spec.submodule_search_locations or () if spec else ()
-    found = [p for f in folders for p in Path(f).glob("cu13/lib/libnvrtc.so.13")]
-    try:
-        return ctypes.CDLL(str(found[0]) if found else "libnvrtc.so.13")
-    except OSError as error:
-        raise RuntimeError(f"no NVRTC ({error}): pip install 'jaxllm[torch]'") from None
 
 
 def glue_launcher(glue: Glue, device: int) -> Callable:

@@ -13,38 +13,23 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import torch
 from jax._src import xla_bridge
 from torch.autograd.function import once_differentiable
 
 from pallas_kernels import QuantizedWeight
 from pallas_kernels import quantize as jax_quantize
-from pallas_kernels.torch import glue, launch, run
-from pallas_kernels.torch import program as programs
+from pallas_kernels.torch import run
 from pallas_kernels.torch.plan import Plan, plan
-from pallas_kernels.torch.program import Program
+from pallas_kernels.torch.program import Entry, source_hash, trace
 
 log = logging.getLogger("pallas_kernels")
 
 # Tracing needs no device.  Left alone, JAX would start on the GPU and take most of its memory.
 if not xla_bridge.backends_are_initialized():
     jax.config.update("jax_platforms", "cpu")
-
-
-class Entry(NamedTuple):
-    """What is kept on disk of a call."""
-
-    forward: Program | Plan
-    tree: Any  # of the op's outputs
-    floats: tuple[bool, ...] = ()  # of these, whether they have gradients
-    saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
-    backward: Program | Plan | None = None
-    gradients: tuple[int, ...] = ()  # places among the results of the backward pass
-
 
 _TENSOR = type("Tensor", (), {"__repr__": lambda _: "*"})()  # stands for each among the arguments
 _calls: dict[str, "Call"] = {}  # by key
@@ -60,32 +45,25 @@ class Call:
     """
 
     def __init__(self, name: str, op: Callable, leaves, structure, wrt, arrays):
-        self.name, self.wrt = name, wrt
-        names = [str(x.dtype).removeprefix("torch.") for x in arrays]
-        shapes = [tuple(map(int, x.shape)) for x in arrays]
-        structs = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, names, strict=True)]
-        what = name, leaves, structure, wrt, shapes, names, os.environ.get("JAXLLM_KERNELS")
-        digest = hashlib.sha256(repr((what, programs.source_hash())).encode()).hexdigest()
-        self.key = f"{name}-{digest[:32]}"
-        _calls[self.key] = self
-        self.entry = self._load() or self._trace(op, leaves, structure, structs)
-        self.leaf = self.entry.tree == jax.tree.structure(0)
-        self.runners: dict[tuple, run.Runner] = {}
-
-    def _trace(self, op, leaves, structure, structs) -> Entry:
-        def call(*arrays):
+        def of(*arrays):
             left = iter(arrays)
-            full = [next(left) if x is _TENSOR else x for x in leaves]
-            args, kwargs = jax.tree.unflatten(structure, full)
+            args, kwargs = structure.unflatten(next(left) if x is _TENSOR else x for x in leaves)
             return op(*args, **kwargs, implementation="mosaic")
 
-        if not self.wrt:
-            jaxpr, tree = programs.trace_run(call, structs)
-            return Entry(programs.build(jaxpr), tree)
-        jaxpr, tree, n, floats, back = programs.trace_train(call, structs, self.wrt)
-        forward, saved = programs.split_forward(programs.build(jaxpr), n)
-        backward = programs.distinct(programs.build(back))
-        return Entry(forward, tree, tuple(floats), saved, *backward)
+        self.name, self.wrt = name, wrt
+        kinds = [str(x.dtype).removeprefix("torch.") for x in arrays]
+        if wide := {"int64", "uint64", "float64"}.intersection(kinds):
+            raise TypeError(f"{name}: {wide.pop()} among the tensors' dtypes: cast to 32 bits")
+        structs = [
+            jax.ShapeDtypeStruct(tuple(map(int, x.shape)), kind)
+            for x, kind in zip(arrays, kinds, strict=True)
+        ]
+        what = leaves, structure, wrt, structs, os.environ.get("JAXLLM_KERNELS"), source_hash()
+        self.key = f"{name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}"
+        _calls[self.key] = self
+        self.entry = self._load() or trace(of, structs, wrt)
+        self.leaf = self.entry.tree == jax.tree.structure(0)
+        self.runners: dict[tuple, run.Runner] = {}
 
     @property
     def _path(self) -> Path:
@@ -99,66 +77,44 @@ class Call:
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError):
             return None
 
-    def plans(self) -> Entry:
-        """The entry with plans, which are made and kept on disk if they are not yet."""
-        found = self.entry
-        if isinstance(found.forward, Plan):
-            return found
-        backward = found.backward and _lowered(found.backward)
-        self.entry = found = found._replace(forward=_lowered(found.forward), backward=backward)
+    def _plan(self) -> None:
+        """Makes plans of the programs, unless it is done, and keeps them on disk."""
+        if isinstance(self.entry.passes[0], Plan):
+            return
+        self.entry = self.entry._replace(passes=tuple(map(plan, self.entry.passes)))
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             own = self._path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(pickle.dumps(found))
+            own.write_bytes(pickle.dumps(self.entry))
             own.replace(self._path)
         except (OSError, pickle.PicklingError, TypeError) as error:
             log.warning("%s is not cached on disk: %s", self.name, error)
-        return found
 
     def runner(self, arrays, backward: bool, traced: bool) -> run.Runner:
         """Runs one of the passes; `traced` for an operator's, which defines all of its results."""
         what = backward, traced, arrays[0].device
         found = self.runners.get(what)
         if found is None:
-            _check(self.name, arrays)
-            entry: Any = self.plans()
-            made = entry.backward if backward else entry.forward
-            own = entry.tree.num_leaves if traced and not backward else None
-            found = self.runners[what] = run.Runner(self.name, made, own)
+            _check(self.name, {x.device for x in arrays})
+            self._plan()
+            own = self.entry.tree.num_leaves if traced and not backward else None
+            found = self.runners[what] = run.Runner(self.name, self.entry.passes[backward], own)
         return found
 
-    def results(self, backward: bool) -> list[programs.Array]:
-        made: Any = self.entry.backward if backward else self.entry.forward
-        return [(made.slots if isinstance(made, Plan) else made.arrays)[i] for i in made.outputs]
 
-
-def _lowered(program: Any) -> Plan:
-    """The plan of a program, with its kernels lowered and its glue compiled; needs no GPU."""
-    steps = [
-        s._replace(params=programs.kernel(s.params)) if s.primitive == "kernel" else s
-        for s in program.steps
-    ]
-    made = plan(program._replace(steps=tuple(steps)))
-    compiled = lambda x: x._replace(binary=launch.binary(x)) if isinstance(x, glue.Glue) else x
-    return made._replace(units=tuple(u._replace(what=compiled(u.what)) for u in made.units))
-
-
-def _check(name: str, arrays) -> None:
-    devices = {x.device for x in arrays}
+def _check(name: str, devices: set[torch.device]) -> None:
     if len(devices) > 1:
         raise ValueError(f"{name}: all tensors on one device, not {sorted(map(str, devices))}")
     (device,) = devices
     if device.type != "cuda":
         raise ValueError(f"{name}: tensors on {device}, but its kernels need cuda: move them there")
-    if not torch.version.cuda or int(torch.version.cuda.split(".")[0]) < 13:
+    if (torch.version.cuda or "").split(".")[0] < "13":
         raise RuntimeError(
-            f"{name}: PyTorch for CUDA {torch.version.cuda}, but JAX's kernels need 13"
+            f"{name}: JAX's kernels need PyTorch for CUDA 13, not {torch.version.cuda}"
         )
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        raise NotImplementedError(
-            f"{name}: compute capability {major}.{minor}, but only 9.0 (H100, H200) is supported"
-        )
+    found = torch.cuda.get_device_capability(device)
+    if found != (9, 0):
+        raise NotImplementedError(f"{name}: compute capability {found}, not (9, 0) (H100, H200)")
 
 
 # ---- the two passes ------------------------------------------------------------------------------
@@ -169,8 +125,9 @@ def _execute(arrays: list[torch.Tensor], key: str, backward: bool) -> list[torch
 
 
 def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
-    made = _calls[key].results(backward)
-    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in made]
+    made = _calls[key].entry.passes[backward]
+    results = (made.arrays[i] for i in made.outputs)
+    return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in results]
 
 
 _WITH_DATA = {torch.Tensor, torch.nn.Parameter}
@@ -194,10 +151,10 @@ class _Function(torch.autograd.Function):
         out, entry = _run(call, arrays), call.entry
         ctx.call = call
         ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
+        out = out[: len(entry.floats)]
         if not all(entry.floats):
-            rest = zip(out, entry.floats, strict=False)
-            ctx.mark_non_differentiable(*[x for x, yes in rest if not yes])
-        return tuple(out[: len(entry.floats)])
+            ctx.mark_non_differentiable(*[x for x in out if not x.is_floating_point()])
+        return tuple(out)
 
     @staticmethod
     @once_differentiable
@@ -217,8 +174,7 @@ def register(name: str, op: Callable, autocast: bool = False) -> Callable:
     autocast: whether floating point tensors take autocast's dtype.
     """
     _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
-    _library.impl(name, _execute, "CUDA")
-    _library.impl(name, _execute, "CPU")
+    _library.impl(name, _execute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pallas_kernels::{name}", _fake, lib=_library)
 
     @functools.wraps(op)
@@ -237,8 +193,8 @@ def register(name: str, op: Callable, autocast: bool = False) -> Callable:
         what = (name, rest, structure, wrt, *[(x.shape, x.dtype, x.device) for x in arrays])
         found = _known.get(what)
         if found is None:
-            kinds = [str(x) if isinstance(x, torch.dtype) else x for x in rest]
-            plain = [x.removeprefix("torch.") if isinstance(x, str) else x for x in kinds]
+            named = torch.dtype, str
+            plain = [str(x).removeprefix("torch.") if isinstance(x, named) else x for x in rest]
             found = _known[what] = Call(name, op, plain, structure, wrt, arrays)
         out = _Function.apply(found, *arrays) if wrt else _run(found, arrays)
         tree = found.entry.tree
@@ -253,10 +209,4 @@ def quantize(weight: torch.Tensor, **options) -> QuantizedWeight:
     A Linear's own weight is (out, in): give its transpose.
     """
     made = jax_quantize(weight.detach().float().cpu().numpy(), **options)
-
-    def tensor(x):
-        x = np.asarray(x)
-        wide = torch.from_numpy(x.astype(np.float32) if x.dtype.kind in "fV" else x.copy())
-        return wide.to(weight.device, run.dtype(x.dtype.name))
-
-    return jax.tree.map(tensor, made)
+    return jax.tree.map(lambda x: run.tensor(x, weight.device), made)

@@ -1,210 +1,146 @@
 """Orders a program into launches: kernels, glue (glue.py), and PyTorch's operators for the rest."""
 
+import itertools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from pallas_kernels.torch import glue
+from pallas_kernels.torch import glue, launch
+from pallas_kernels.torch import program as programs
 from pallas_kernels.torch.program import Array, Kernel, Program, Step
-
-SMALL = 2**20  # bytes; temporary arrays up to this size share one allocation
-
-
-class View(NamedTuple):
-    """An array as an operator of PyTorch reads it."""
-
-    slot: int
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None  # of its axes
 
 
 class Unit(NamedTuple):
-    """One launch with the slots of its arguments, or an operator of PyTorch with views."""
+    """One launch with the slots of its arguments, or an operator of PyTorch."""
 
     what: Kernel | glue.Glue | Step
     slots: tuple[int, ...]  # of an operator: its results
-    views: tuple[View, ...]
+    reads: tuple[tuple[int, tuple[int, ...]], ...]  # of an operator: slots with shapes
     made: tuple[int, ...]  # slots to allocate before
     dead: tuple[int, ...]  # slots whose memory is free after
 
 
 class Plan(NamedTuple):
-    """A program's launches.  Slots are arrays in memory: the inputs, the constants, the others."""
+    """A program's launches.  Slots are arrays in memory: inputs, constants, the others."""
 
-    inputs: tuple[Array, ...]
     constants: tuple[np.ndarray, ...]
     units: tuple[Unit, ...]
-    slots: tuple[Array, ...]
-    scratch: tuple[tuple[int, int], ...]  # slot, byte in the shared allocation
+    arrays: tuple[Array, ...]  # of the slots
+    shared: dict[int, int]  # slot: its byte in an allocation that temporary arrays share
     size: int  # of it, in bytes
     outputs: tuple[int, ...]
 
 
-class _Planner:
-    """A program's steps with all arguments of the kernels, and with steps that fill or copy."""
+def _launches(program: Program, steps: list[Step], native: bool) -> list[Step | glue.Glue]:
+    """Steps in order, and before each the glue that it waits for, as much at once as can be.
 
-    def __init__(self, program: Program, native: bool):
-        self.arrays, self.roots = list(program.arrays), list(program.roots)
-        self.constants = dict(program.constants)
-        self.steps: list[Step] = []
-        self.made: dict[int, Step] = {}  # by array
-        self.same: dict[int, int] = {}  # arrays written into another's memory
-        last, read = dict.fromkeys((self.roots[i] for i in program.outputs), math.inf), set()
-        for n, step in enumerate(program.steps):
-            roots = [self.roots[i] for i in step.ins]
-            last |= {r: n for r in roots if last.get(r) != math.inf}
-            # Glue reads an array perhaps later than its step, so no kernel may overwrite it.
-            read.update(roots if glue.fits(step, program) else ())
-        for n, step in enumerate(program.steps):
-            if isinstance(step.params, Kernel) and native:
-                roots = [self.roots[i] for i in step.ins]
-                own = {r for r in roots if last[r] == n and roots.count(r) == 1 and r in self.made}
-                step = self.kernel(step, own - read)
-            self.add(step)
-        self.outputs: list[int] = []  # neither inputs, nor constants, nor each other
-        for number in program.outputs:
-            root = self.roots[number]
-            if root not in self.made or root in self.outputs:
-                root = self.glued("copy", {}, number, self.arrays[number])
-            self.outputs.append(root)
-        arrays, roots = tuple(self.arrays), tuple(self.roots)
-        self.program = program._replace(arrays=arrays, roots=roots, constants=self.constants)
+    XLA's barriers say which arrays lie in memory, too.
+    """
+    made = {i: step for step in steps for i in step.outs}
+    stored = {*range(program.inputs), *program.constants}
+    joins = [glue.fits(step, program.arrays) for step in steps]
+    reads = [
+        set() if joined else {program.roots[i] for i in step.ins}
+        for step, joined in zip(steps, joins, strict=True)
+    ]
+    wanted = {program.roots[i] for i in program.outputs}.union(*reads)
+    done: list[Step | glue.Glue] = []
+    waiting: list[int] = []
 
-    def add(self, step: Step) -> None:
-        self.steps.append(step)
-        self.made.update(dict.fromkeys(step.outs, step))
+    def flush(now: list[int]) -> None:
+        if now:
+            written = glue.write(program, made, stored, now)
+            done.append(written._replace(binary=launch.binary(written)) if native else written)
+            stored.update(now)
+            waiting[:] = [root for root in waiting if root not in stored]
 
-    def new(self, array: Array) -> int:
-        self.arrays.append(array)
-        self.roots.append(len(self.roots))
-        return len(self.roots) - 1
-
-    def glued(self, primitive: str, params: dict, source: int, array: Array) -> int:
-        made = self.new(array)
-        self.add(Step(primitive, params, (source,), (made,)))
-        return made
-
-    def kernel(self, step: Step, own: set[int]) -> Step:
-        """The step with all of the kernel's arguments; it may overwrite the arrays in `own`."""
-        kernel: Kernel = step.params
-        operands = []
-        for i, x in enumerate(kernel.operands):
-            if isinstance(x, int):
-                root = self.roots[step.ins[x]]
-                if i in kernel.aliases.values() and root not in own:
-                    root = self.glued("copy", {}, root, self.arrays[root])
-            elif isinstance(x, Array):
-                root = self.new(x)
-            else:
-                value = self.new(Array((), x[0].dtype))
-                self.constants[value] = np.asarray(x[1])
-                root = self.glued("broadcast_in_dim", {"broadcast_dimensions": ()}, value, x[0])
-            operands.append(root)
-        outs = dict(zip(kernel.returned, step.outs, strict=True))
-        results = [outs[i] if i in outs else self.new(r) for i, r in enumerate(kernel.results)]
-        self.same |= {results[i]: operands[j] for i, j in kernel.aliases.items()}
-        return Step("kernel", kernel, tuple(operands), tuple(results))
-
-    def source(self, step: Step, i: int) -> tuple[int, tuple[int, ...] | None]:
-        """What a step reads as array i: products read arrays that are transposed otherwise."""
-        before = self.made.get(i)
-        if step.primitive == "dot_general" and before and before.primitive == "transpose":
-            return before.ins[0], before.params["permutation"]
-        return i, None
-
-    def launches(self) -> list[Step | glue.Glue]:
-        """Steps in order, and before each the glue that it waits for, as much at once as can be."""
-        stored = {*range(len(self.program.inputs)), *self.constants}
-        joins = {id(s) for s in self.steps if glue.fits(s, self.program)}
-        reads = {
-            id(s): [self.roots[self.source(s, i)[0]] for i in s.ins]
-            for s in self.steps
-            if id(s) not in joins
-        }
-        kept = self.program.kept
-        wanted = {*self.outputs, *kept, *(root for each in reads.values() for root in each)}
-        done: list[Step | glue.Glue] = []
-        waiting: list[int] = []
-
-        def behind(root: int, known: dict[int, bool], top: bool = True) -> bool:
-            """Whether glue must first write another array, which shall lie in memory."""
-            if root in stored:
-                return False
-            if not top and root in kept and root in waiting:
-                return True
-            if root not in known:
-                ins = [self.roots[i] for i in self.made[root].ins]
-                known[root] = any(behind(i, known, False) for i in ins)
-            return known[root]
-
-        def flush() -> None:
-            while waiting:
-                known: dict[int, bool] = {}
-                now = [root for root in waiting if not behind(root, known)]
-                done.append(glue.write(self.program, self.made, stored, now))
-                stored.update(now)
-                waiting[:] = [root for root in waiting if root not in stored]
-
-        for step in self.steps:
-            if id(step) in joins:
-                waiting += [root for root in step.outs if root in wanted]
-                continue
-            if not set(waiting).isdisjoint(reads[id(step)]):
-                flush()
+    for step, joined, ins in zip(steps, joins, reads, strict=True):
+        if joined:
+            waiting += [root for root in step.outs if root in wanted]
+            continue
+        if not ins.isdisjoint(waiting):
+            flush([root for root in waiting if step.outs or root in ins])
+        if step.outs:
             done.append(step)
             stored.update(step.outs)
-        flush()
-        return done
+    flush(waiting)
+    return done
 
 
 def plan(program: Program, native: bool = True) -> Plan:
     """native: kernels are launched; otherwise they are functions of tensors, as operators are."""
-    p = _Planner(program, native)
-    done: list = p.launches()
-    inputs = range(len(program.inputs))
-    launched = [isinstance(x, glue.Glue) or isinstance(x.params, Kernel) for x in done]
+    steps, same = list(program.steps), {}  # arrays written into another's memory
+    for n, step in enumerate(steps):
+        if step.primitive == "kernel" and native:
+            written = [step.ins[i] for i in programs.refs_of(step.params)]
+            same |= dict(zip(reversed(step.outs), reversed(written), strict=False))
+            steps[n] = step._replace(params=programs.kernel(step.params))
+
+    shaped = program.outputs
+    # Outputs are neither inputs, nor constants, nor each other.
+    arrays, roots, outputs = list(program.arrays), list(program.roots), []
+    for number in program.outputs:
+        root = roots[number]
+        if root < program.inputs or root in (*program.constants, *outputs):
+            root = len(roots)
+            arrays.append(arrays[number])
+            roots.append(root)
+            steps.append(Step("copy", {}, (number,), (root,)))
+        outputs.append(root)
+    program = program._replace(arrays=tuple(arrays), roots=tuple(roots), outputs=tuple(outputs))
 
     def owner(number: int) -> int:
-        root = p.roots[number]
-        return owner(p.same[root]) if root in p.same else root
+        root = program.roots[number]
+        return owner(same[root]) if root in same else root
 
-    used = []  # the arrays in memory of each
-    for x in done:
-        args = x.arrays if isinstance(x, glue.Glue) else [p.source(x, i)[0] for i in x.ins]
-        used.append([owner(i) for i in (*args, *(() if isinstance(x, glue.Glue) else x.outs))])
+    done = _launches(program, steps, native)
+    operators = [isinstance(x, Step) and not isinstance(x.params, Kernel) for x in done]
+    used = [  # the arrays in memory of each
+        [owner(i) for i in (x.arrays if isinstance(x, glue.Glue) else (*x.ins, *x.outs))]
+        for x in done
+    ]
     every = [root for each in used for root in each]
-    constants = [root for root in dict.fromkeys(every) if root in p.constants]
-    number = {root: n for n, root in enumerate(dict.fromkeys((*inputs, *constants, *every)))}
+    constants = [root for root in dict.fromkeys(every) if root in program.constants]
+    given = [*range(program.inputs), *constants]
+    number = {root: n for n, root in enumerate(dict.fromkeys((*given, *every)))}
+    outputs = [owner(i) for i in program.outputs]
+    slots = [program.arrays[root] for root in number]
+    for n, root in zip(shaped, outputs, strict=True):
+        slots[number[root]] = program.arrays[n]
     last = {root: n for n, each in enumerate(used) for root in each}
-    outputs = [owner(root) for root in p.outputs]
-    tensors = {*outputs, *(r for n, each in enumerate(used) if not launched[n] for r in each)}
-    slots = [p.arrays[root] for root in number]
-    for n, root in zip(program.outputs, outputs, strict=True):
-        slots[number[root]] = p.arrays[n]
-    units, size = [], 0
-    seen, scratch = {*inputs, *constants}, {}
-    for n, (x, each) in enumerate(zip(done, used, strict=True)):
-        fresh = [] if not launched[n] else [r for r in dict.fromkeys(each) if r not in seen]
-        seen.update(each)
-        for root in fresh:
-            space = math.prod(p.arrays[root].shape) * np.dtype(p.arrays[root].dtype).itemsize
-            if root not in tensors and space <= SMALL:
-                scratch[number[root]] = size
-                size += -(-space // 256) * 256
-        made = tuple(number[r] for r in fresh if number[r] not in scratch)
-        fixed = {*inputs, *constants, *outputs}
-        dead = {number[r] for r in each if last[r] == n and r not in fixed}.difference(scratch)
-        views = []
-        if not launched[n]:
-            for i in x.ins:
-                of, order = p.source(x, i)
-                views.append(View(number[owner(of)], p.arrays[of].shape, order))
-            each = [owner(i) for i in x.outs]
-        what = x.params if launched[n] and isinstance(x, Step) else x
-        places = tuple(number[r] for r in each)
-        units.append(Unit(what, places, tuple(views), made, tuple(dead)))
+    first = {root: n for n, each in reversed([*enumerate(used)]) for root in each}
+    # Tensors: what operators read or make, and the outputs.  The rest shares one allocation.
+    tensors = {*outputs}.union(*itertools.compress(used, operators)).difference(given)
+    rest = {root: (first[root], last[root]) for root in first.keys() - tensors - {*given}}
+    shared, size = _share(rest, program.arrays)
+    units = []
+    for n, x in enumerate(done):
+        made = tensors.intersection(used[n])
+        dead = tuple(number[r] for r in made if last[r] == n and r not in outputs)
+        made = tuple(number[r] for r in made if first[r] == n)
+        if operators[n]:
+            reads = tuple((number[owner(i)], program.arrays[i].shape) for i in x.ins)
+            units.append(Unit(x, tuple(number[i] for i in x.outs), reads, (), dead))
+        else:
+            what = x if isinstance(x, glue.Glue) else x.params
+            units.append(Unit(what, tuple(number[r] for r in used[n]), (), made, dead))
     return Plan(
-        program.inputs, tuple(p.constants[r] for r in constants), tuple(units), tuple(slots),
-        tuple(scratch.items()), size, tuple(number[r] for r in outputs),
+        tuple(program.constants[r] for r in constants), tuple(units), tuple(slots),
+        {number[r]: at for r, at in shared.items()}, size, tuple(number[r] for r in outputs),
     )  # fmt: skip
+
+
+def _share(lives: dict[int, tuple[int, int]], arrays) -> tuple[dict[int, int], int]:
+    """Places arrays with these first and last uses in one allocation: bytes by array, the size."""
+    placed: list[tuple[int, int, int]] = []  # byte, end, array
+    space = lambda r: (
+        -(-math.prod(arrays[r].shape) * np.dtype(arrays[r].dtype).itemsize // 256) * 256
+    )
+    for root in sorted(lives, key=lambda r: (-space(r), r)):
+        at, (first, last) = 0, lives[root]
+        for begin, end, other in sorted(placed):
+            if lives[other][0] <= last and first <= lives[other][1] and begin < at + space(root):
+                at = max(at, end)
+        placed.append((at, at + space(root), root))
+    return {root: at for at, _, root in placed}, max((end for _, end, _ in placed), default=0)

@@ -7,7 +7,9 @@ Nothing here touches a GPU or imports PyTorch: JAX traces shapes, and lowers eac
 
 import functools
 import hashlib
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir, passmanager
+from jax._src.lib.mlir import passmanager
 from jax.extend import core
 
 # What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
@@ -34,22 +36,13 @@ class Array(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One Mosaic kernel.
+    """One Mosaic kernel, whose arguments are the arrays that it reads, then those that it writes.
 
     module: serialized MLIR, which `MosaicGpuCompile` of JAX's CUDA plugin takes.
-    operands: for each argument of the kernel a number among the step's inputs, or the array that
-      JAX would allocate for it, or (array, value) for one that is filled.
-    results: the arrays that it writes.
-    aliases: result -> operand in whose memory it is written.
-    returned: the results that are outputs of the step, in order.
     """
 
     name: str
     module: bytes
-    operands: tuple[int | Array | tuple[Array, float], ...]
-    results: tuple[Array, ...]
-    aliases: dict[int, int]
-    returned: tuple[int, ...]
 
 
 class Step(NamedTuple):
@@ -62,15 +55,24 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """inputs, constants and the results of the steps have the numbers 0, 1, 2, ..."""
+    """`inputs` arrays, constants and the results of the steps have the numbers 0, 1, 2, ..."""
 
-    inputs: tuple[Array, ...]
+    inputs: int
     constants: dict[int, np.ndarray]
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     arrays: tuple[Array, ...]  # by number
     roots: tuple[int, ...]  # by number: the array that a reshaped one is, or the array itself
-    kept: frozenset[int]  # arrays that shall lie in memory, as XLA's barriers would have them
+
+
+class Entry(NamedTuple):
+    """What is known of an op for certain arguments, and kept on disk with plans for programs."""
+
+    passes: tuple[Any, ...]  # the programs, or plans, of the op and of its backward pass
+    tree: Any  # of the op's outputs
+    floats: tuple[bool, ...] = ()  # of these, whether they have gradients
+    saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
+    gradients: tuple[int, ...] = ()  # places among the results of the backward pass
 
 
 class _Walk:
@@ -79,9 +81,9 @@ class _Walk:
     def __init__(self):
         self.arrays: list[Array] = []
         self.roots: list[int] = []
-        self.kept: set[int] = set()
         self.constants: dict[int, np.ndarray] = {}
         self.steps: list[Step] = []
+        self.made: dict[int, Step] = {}  # by array
         self.held: dict[int, int] = {}  # of each ref: the array that it holds now
 
     def new(self, aval, root: int | None = None) -> int:
@@ -89,29 +91,26 @@ class _Walk:
         self.roots.append(len(self.roots) if root is None else root)
         return len(self.arrays) - 1
 
-    def constant(self, x, dtype) -> int:
-        x = np.asarray(x, dtype)
-        self.constants[len(self.arrays)] = x
-        return self.new(x)
+    def constant(self, x, aval) -> int:
+        self.constants[len(self.arrays)] = np.asarray(x, _array(aval).dtype)
+        return self.new(aval)
 
     def walk(self, jaxpr, args: Sequence[int]) -> list[int]:
         """The numbers of the jaxpr's results, given the numbers of its arguments."""
         consts = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         numbers = dict(zip(jaxpr.invars, args, strict=True))
-        if jaxpr.constvars:
-            pairs = zip(jaxpr.constvars, consts, strict=True)
-            numbers |= {v: self.constant(c, c.dtype) for v, c in pairs}
+        numbers |= {
+            v: self.constant(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)
+        }
 
         def number(v) -> int:
-            if isinstance(v, core.Literal):
-                return self.constant(v.val, _array(v.aval).dtype)
-            return numbers[v]
+            return self.constant(v.val, v.aval) if isinstance(v, core.Literal) else numbers[v]
 
         for eqn in jaxpr.eqns:
-            outs = self.equation(eqn, tuple(number(v) for v in eqn.invars))
+            outs = self.equation(eqn, tuple(map(number, eqn.invars)))
             numbers.update(zip(eqn.outvars, outs, strict=True))
-        return [number(v) for v in jaxpr.outvars]
+        return list(map(number, jaxpr.outvars))
 
     def equation(self, eqn, ins: tuple[int, ...]) -> Sequence[int]:
         name, held = eqn.primitive.name, self.held
@@ -119,17 +118,15 @@ class _Walk:
             return self.walk(eqn.params[_CALLS[name]], ins)
         if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
             if name == "optimization_barrier":
-                self.kept.update(self.roots[i] for i in ins)
+                self.steps.append(Step(name, {}, ins, ()))
             return ins
         if name in _VIEWS:
             return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
-        if name == "new_ref":
-            made = self.new(eqn.outvars[0].aval)
-            held[made] = ins[0]
-            return [made]
-        if name == "run_state":
+        if name in ("new_ref", "run_state"):
             refs = [self.new(v.aval) for v in eqn.invars]
             held.update(zip(refs, ins, strict=True))
+            if name == "new_ref":
+                return refs
             self.walk(eqn.params["jaxpr"], refs)
             return [held[n] for n in refs]
         if name == "freeze" or name == "get" and len(ins) == 1:
@@ -137,56 +134,72 @@ class _Walk:
         if name == "swap" and len(ins) == 2:
             outs, held[ins[0]] = [held[ins[0]]], ins[1]
             return outs
-        if name in ("while", "scan", "cond"):
-            raise NotImplementedError(f"{name} has no form in PyTorch")
         outs = [self.new(v.aval) for v in eqn.outvars]
         if name != "mpmd_map":
-            self.steps.append(Step(name, _plain(eqn), ins, tuple(outs)))
+            self.steps.append(self.turned(Step(name, _plain(eqn), ins, tuple(outs))))
+            self.made.update(dict.fromkeys(outs, self.steps[-1]))
             return outs
-        written = {n: self.new(v.aval) for v, n in zip(eqn.invars, ins, strict=True) if n in held}
+        refs = [ins[i] for i in refs_of(eqn)]
+        written = [self.new(self.arrays[n]) for n in refs]
         now = tuple(held.get(n, n) for n in ins)
-        self.steps.append(Step("kernel", eqn, now, (*outs, *written.values())))
-        held.update(written)
+        self.steps.append(Step("kernel", eqn, now, (*outs, *written)))
+        held.update(zip(refs, written, strict=True))
         return outs
+
+    def copy(self, number: int) -> int:
+        made = self.new(self.arrays[number])
+        self.steps.append(Step("copy", {}, (number,), (made,)))
+        return made
+
+    def turned(self, step: Step) -> Step:
+        """Products read transposed operands where they lie, and are transposed by their order."""
+        before = [self.made.get(i, step) for i in step.ins]
+        if step.primitive == "transpose" and before[0].primitive == "dot_general":
+            (left, right), batch = before[0].params["dimension_numbers"]
+            free = len(self.arrays[before[0].ins[0]].shape) - len(left)  # left axes of the result
+            order = tuple(step.params["permutation"])
+            if not batch[0] and order == (*range(free, len(order)), *range(free)):
+                turned = {"dimension_numbers": ((right, left), batch)}
+                return Step("dot_general", turned, before[0].ins[::-1], step.outs)
+        if step.primitive == "dot_general":
+            (*sums,), batch = step.params["dimension_numbers"]
+            ins = list(step.ins)
+            for n, x in enumerate(before):
+                order = x.params.get("permutation", ())
+                free = [axis for i, axis in enumerate(order) if i not in sums[n]]
+                if order and not batch[n] and free == sorted(free):
+                    ins[n], sums[n] = x.ins[0], tuple(order[i] for i in sums[n])
+            step = Step(
+                "dot_general", {"dimension_numbers": (tuple(sums), batch)}, tuple(ins), step.outs
+            )
+        return step
 
 
 def build(jaxpr) -> Program:
     """The program of a jaxpr; its kernels are still equations, which `kernel` lowers."""
     w = _Walk()
-    inputs = [w.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    inputs = [w.new(v.aval) for v in jaxpr.jaxpr.invars]
     outputs = w.walk(jaxpr, inputs)
-    used, steps = {w.roots[i] for i in outputs}, []
-    for step in reversed(_turned(w.steps, outputs, w.arrays)):  # without what nobody reads
-        if used.intersection(step.outs):
+    used, steps, made = Counter(w.roots[i] for i in outputs), [], set()
+    for step in reversed(w.steps):  # without what nobody reads
+        if step.primitive == "optimization_barrier":
+            steps.append(step._replace(ins=tuple(i for i in step.ins if w.roots[i] in used)))
+        elif not used.keys().isdisjoint(step.outs):
             used.update(w.roots[i] for i in step.ins)
             steps.append(step)
-    return Program(
-        tuple(w.arrays[i] for i in inputs),
-        {i: x for i, x in w.constants.items() if i in used},
-        tuple(reversed(steps)), tuple(outputs), tuple(w.arrays), tuple(w.roots), frozenset(w.kept),
-    )  # fmt: skip
-
-
-def _turned(steps: list[Step], outputs, arrays) -> list[Step]:
-    """A transposed product is the product of the operands in the other order."""
-    made = {i: step for step in steps for i in step.outs}
-    reads = [i for step in steps for i in step.ins] + list(outputs)
-    done = []
-    for step in steps:
-        dot = made.get(step.ins[0]) if step.primitive == "transpose" else None
-        if dot is not None and dot.primitive == "dot_general" and reads.count(dot.outs[0]) == 1:
-            (left, right), batch = dot.params["dimension_numbers"]
-            count = len(arrays[dot.ins[0]].shape) - len(left)  # left axes of the result
-            order = tuple(step.params["permutation"])
-            if not batch[0] and order == (*range(count, len(order)), *range(count)):
-                turned = {"dimension_numbers": ((right, left), batch)}
-                step = Step("dot_general", turned, dot.ins[::-1], step.outs)
-        done.append(step)
-    return done
-
-
-def _is_ref(v) -> bool:
-    return hasattr(v.aval, "inner_aval")
+    w.steps = []
+    for step in reversed(steps):
+        if step.primitive == "kernel":  # it may overwrite what nobody else reads
+            ins = list(step.ins)
+            for i in refs_of(step.params):
+                if used[w.roots[ins[i]]] > 1 or w.roots[ins[i]] not in made:
+                    ins[i] = w.copy(ins[i])
+            step = step._replace(ins=tuple(ins))
+        w.steps.append(step)
+        made.update(step.outs)
+    constants = {i: x for i, x in w.constants.items() if i in used}
+    every = tuple(w.steps), tuple(outputs), tuple(w.arrays), tuple(w.roots)
+    return Program(len(inputs), constants, *every)
 
 
 def _array(aval) -> Array:
@@ -205,9 +218,14 @@ def _plain(eqn) -> dict[str, Any]:
     return {k: v for k, v in params.items() if k not in drop}
 
 
+def refs_of(eqn) -> list[int]:
+    """Which operands of a kernel it writes: its last results, each in the operand's memory."""
+    return [i for i, v in enumerate(eqn.invars) if hasattr(v.aval, "inner_aval")]
+
+
 def call_of(eqn, **override) -> Callable:
     """The equation of a kernel as a function of arrays; refs that it writes are results, too."""
-    refs = [i for i, v in enumerate(eqn.invars) if _is_ref(v)]
+    refs = refs_of(eqn)
 
     def call(*args):
         made = {i: jax.new_ref(args[i]) for i in refs}
@@ -229,121 +247,60 @@ def kernel(eqn) -> Kernel:
         inline = passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})")
         inline.run(module.operation)
         (main,) = (f for f in module.body.operations if f.attributes["sym_name"].value == "main")
-        return _read(str(eqn.params["name"]), main.body.blocks[0])
+        arguments, (launch, *end) = main.body.blocks[0].arguments, main.body.blocks[0].operations
+        name, refs = str(eqn.params["name"]), refs_of(eqn)
+        plain = list(launch.operands) == list(arguments) and len(end) == 1
+        if not plain or list(end[0].operands) != list(launch.results):
+            raise NotImplementedError(f"{name} needs more than one kernel: {main}")
+        pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
+        found = re.findall(pattern, str(launch.attributes["output_operand_aliases"]))
+        aliases = [(int(result or 0), int(operand)) for result, operand in found]
+        if aliases != [*enumerate(refs, len(eqn.outvars))]:
+            raise NotImplementedError(f"{name} writes its operands {aliases}, not {refs}")
+        return Kernel(name, launch.attributes["mhlo.backend_config"]["module"].value_bytes)
 
 
-def _read(name: str, block) -> Kernel:
-    """The one kernel of a function; its other operations allocate or fill operands."""
-    values: dict[Any, Any] = {a: i for i, a in enumerate(block.arguments)}
-    calls, returned = [], []
-    for op in block.operations:
-        target = op.attributes["call_target_name"].value if op.name.endswith("custom_call") else ""
-        if target == "AllocateBuffer":
-            values[op.results[0]] = _typed(op.results[0])
-        elif target.startswith("mosaic_gpu"):
-            calls.append(op)
-        elif op.name == "stablehlo.constant":
-            splat: Any = ir.DenseElementsAttr(op.attributes["value"])
-            values[op.results[0]] = (_typed(op.results[0]), next(iter(splat)) if len(splat) else 0)
-        elif op.name == "stablehlo.broadcast_in_dim":
-            values[op.results[0]] = (_typed(op.results[0]), values[op.operands[0]][1])
-        elif op.name == "func.return":
-            returned = list(op.operands)
-        else:
-            raise NotImplementedError(f"{name} needs {op.name} around its kernel")
-    if len(calls) != 1:
-        raise NotImplementedError(f"{name} is {len(calls)} kernels, not one")
-    call: Any = calls[0]
-    results = list(call.results)
-    pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
-    aliases = re.findall(pattern, " ".join(map(str, call.attributes["output_operand_aliases"])))
-    return Kernel(
-        name,
-        call.attributes["mhlo.backend_config"]["module"].value_bytes,
-        tuple(values[x] for x in call.operands),
-        tuple(map(_typed, results)),
-        {int(out or 0): int(operand) for out, operand in aliases},
-        tuple(results.index(x) for x in returned),
-    )
-
-
-_DTYPES = {
-    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "f64": "float64", "i1": "bool",
-    "f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2",
-    **{f"i{n}": f"int{n}" for n in (4, 8, 16, 32, 64)},
-    **{f"ui{n}": f"uint{n}" for n in (4, 8, 16, 32, 64)},
-}  # fmt: skip
-
-
-def _typed(value) -> Array:
-    typed = ir.RankedTensorType(value.type)
-    return Array(tuple(typed.shape), _DTYPES[str(typed.element_type)])
-
-
-def trace_run(op: Callable, structs: Sequence[jax.ShapeDtypeStruct]):
-    """The jaxpr of op(*structs) and the tree of its outputs."""
-    jaxpr, shapes = jax.make_jaxpr(lambda *a: op(*a), return_shape=True)(*structs)
-    return jaxpr, jax.tree.structure(shapes)
-
-
-def trace_train(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[int]):
-    """Forward with residuals, where they lie, and backward.
-
-    Returns (forward jaxpr, tree, number of outputs, saved, backward jaxpr).
-    """
-    kept: dict[str, Any] = {}
+def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[int] = ()) -> Entry:
+    """The program of op(*structs), and of its backward pass for the arrays `wrt`."""
 
     def forward(*arrays):
         def part(*chosen):
-            full = list(arrays)
-            for i, x in zip(wrt, chosen, strict=True):
-                full[i] = x
-            return op(*full)
+            return op(*(dict(enumerate(arrays)) | dict(zip(wrt, chosen, strict=True))).values())
 
-        out, vjp = jax.vjp(part, *(arrays[i] for i in wrt))
-        leaves, kept["tree"] = jax.tree.flatten(out)
-        residuals, kept["vjp"] = jax.tree.flatten(vjp)
-        kept["n"] = len(leaves)
-        kept["floats"] = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-        kept["outs"] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        kept["residuals"] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in residuals]
-        return (*leaves, *residuals)
+        return jax.vjp(part, *(arrays[i] for i in wrt)) if wrt else (op(*arrays), ())
 
-    jaxpr = jax.make_jaxpr(forward)(*structs)
+    def backward(vjp, *given):
+        left = iter(given)
+        return vjp(tree.unflatten(
+            next(left) if yes else np.zeros(x.shape, jax.dtypes.float0)
+            for x, yes in zip(leaves, floats, strict=True)
+        ))  # fmt: skip
 
-    def backward(*arrays):
-        residuals, given = arrays[: len(kept["residuals"])], list(arrays[len(kept["residuals"]) :])
-        cts = [
-            given.pop(0) if yes else np.zeros(x.shape, jax.dtypes.float0)
-            for x, yes in zip(kept["outs"], kept["floats"], strict=True)
-        ]
-        vjp = jax.tree.unflatten(kept["vjp"], residuals)
-        return vjp(jax.tree.unflatten(kept["tree"], cts))
-
-    floats = [x for x, yes in zip(kept["outs"], kept["floats"], strict=True) if yes]
-    back = jax.make_jaxpr(backward)(*kept["residuals"], *floats)
-    return jaxpr, kept["tree"], kept["n"], kept["floats"], back
+    jaxpr, (out, vjp) = jax.make_jaxpr(forward, return_shape=True)(*structs)
+    leaves, tree = jax.tree.flatten(out)
+    program, saved = _split(build(jaxpr), len(leaves))
+    if not wrt:
+        return Entry((program,), tree)
+    floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
+    given = itertools.compress(leaves, floats)
+    back = build(jax.make_jaxpr(backward)(vjp, *given))
+    distinct = tuple(dict.fromkeys(back.outputs))
+    places = tuple(map(distinct.index, back.outputs))
+    passes = program, back._replace(outputs=distinct)
+    return Entry(passes, tree, floats, saved, places)
 
 
-def split_forward(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:
+def _split(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:
     """Leaves out residuals that are inputs or repeated outputs, and says where all lie."""
     outputs, roots, saved = list(program.outputs[:n]), program.roots, []
     for number in program.outputs[n:]:
-        lies = [roots[i] for i in outputs]
-        if roots[number] < len(program.inputs):
+        if roots[number] < program.inputs:
             saved.append(("in", roots[number]))
-        elif roots[number] in lies:
-            saved.append(("out", lies.index(roots[number])))
-        else:
-            saved.append(("out", len(outputs)))
+            continue
+        if roots[number] not in [roots[i] for i in outputs]:
             outputs.append(number)
+        saved.append(("out", [roots[i] for i in outputs].index(roots[number])))
     return program._replace(outputs=tuple(outputs)), tuple(saved)
-
-
-def distinct(program: Program) -> tuple[Program, tuple[int, ...]]:
-    """Leaves out repeated outputs, and says which is which."""
-    outputs = list(dict.fromkeys(program.outputs))
-    return program._replace(outputs=tuple(outputs)), tuple(map(outputs.index, program.outputs))
 
 
 @functools.cache

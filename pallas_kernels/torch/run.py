@@ -5,6 +5,7 @@ import math
 import threading
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any
 
@@ -24,62 +25,52 @@ def dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def tensor(x, device) -> torch.Tensor:
+    x = np.asarray(x)
+    plain = x.astype(np.float32) if x.dtype.kind in "fV" else x.copy()
+    return torch.from_numpy(plain).to(device, dtype(x.dtype.name))
+
+
 # ---- primitives that are no glue -----------------------------------------------------------------
 
 
 def _dot_general(x, y, out, *, dimension_numbers):
     (lc, rc), (lb, rb) = dimension_numbers
-    lf = [i for i in range(x.dim()) if i not in (*lc, *lb)]
-    rf = [i for i in range(y.dim()) if i not in (*rc, *rb)]
-    batch, left, right = ([z.shape[i] for i in axes] for z, axes in ((x, lb), (x, lf), (y, rf)))
+    if lb:
+        raise NotImplementedError("products of batches have no form in PyTorch")
+    left = [i for i in range(x.dim()) if i not in lc]
+    right = [i for i in range(y.dim()) if i not in rc]
     k = math.prod(x.shape[i] for i in lc)
-    a = x.permute(*lb, *lf, *lc).reshape(-1, math.prod(left), k)
-    b = y.permute(*rb, *rc, *rf).reshape(-1, k, math.prod(right))
-    options = {}
+    a, b = x.permute(*left, *lc).reshape(-1, k), y.permute(*rc, *right).reshape(k, -1)
     if x.is_cuda and x.dtype == y.dtype != out == torch.float32:
-        options["out_dtype"] = out
+        product = torch.mm(a, b, out_dtype=out)
     else:
-        a, b = a.to(out), b.to(out)
-    product = torch.bmm(a, b, **options) if batch else torch.mm(a[0], b[0], **options)
-    return product.reshape(*batch, *left, *right)
+        product = torch.mm(a.to(out), b.to(out))
+    return product.reshape(*(x.shape[i] for i in left), *(y.shape[i] for i in right))
 
 
-def _sort(*x, dimension, num_keys, **_):
-    order = None
-    for key in reversed(x[:num_keys]):
-        values = key if key.is_floating_point() else key.long()
-        values = values if order is None else values.gather(dimension, order)
-        found = torch.sort(values, dim=dimension, stable=True).indices
-        order = found if order is None else order.gather(dimension, found)
-    # PyTorch gathers no unsigned integers of 16 bits or more.
-    signed = [getattr(torch, str(y.dtype).removeprefix("torch.u"), y.dtype) for y in x]
-    pairs = zip(x, signed, strict=True)
-    return [y.view(kind).gather(dimension, order).view(y.dtype) for y, kind in pairs]
+def _sort(key, *rest, dimension, num_keys, **_):
+    if num_keys != 1:
+        raise NotImplementedError(f"a sort by {num_keys} keys has no form in PyTorch")
+    # PyTorch neither sorts nor gathers unsigned integers of 16 bits or more.
+    wide = [x if x.is_floating_point() else x.long() for x in (key, *rest)]
+    values, order = torch.sort(wide[0], dim=dimension, stable=True)
+    sorted_ = [values, *(x.gather(dimension, order) for x in wide[1:])]
+    return [x.to(like.dtype) for x, like in zip(sorted_, (key, *rest), strict=True)]
 
 
 def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand_dims, **_):
-    """x[index] = update for scalars, where others are dropped, or for one slice along one axis."""
-    axes = tuple(scatter_dims_to_operand_dims)
-    if not update_window_dims and axes == (0,) and x.dim() == 1:
-        index = indices[..., 0].reshape(-1).long()
-        inside = (index >= 0) & (index < x.shape[0])
-        wide = torch.cat([x, x.new_zeros(1)])  # one more place for what is dropped
-        wide[torch.where(inside, index, x.shape[0])] = updates.reshape(-1)
-        return wide[:-1]
-    if updates.dim() != x.dim() or len(axes) > 1 or indices.dim() != 1:
+    """x[index] = update for scalars, or one slice along one axis; what is outside is dropped."""
+    if len(scatter_dims_to_operand_dims) != 1 or not update_window_dims and x.dim() != 1:
         raise NotImplementedError("this scatter has no form in PyTorch")
-    out = x.clone()
-    if not axes:
-        out[tuple(map(slice, updates.shape))] = updates
-        return out
-    within = indices.long() + torch.arange(updates.shape[axes[0]], device=x.device)
-    return out.index_copy(axes[0], within, updates)
-
-
-def _cumulative(function):
-    return lambda x, *, axis, reverse: (
-        function(x.flip(axis), axis).flip(axis) if reverse else function(x, axis)
-    )
+    (axis,), index = scatter_dims_to_operand_dims, indices.long().reshape(-1)
+    count = x.shape[axis]
+    if update_window_dims:
+        index = index + torch.arange(updates.shape[axis], device=x.device)
+    index = torch.where((index >= 0) & (index < count), index, count)
+    wide = torch.cat([x, x.narrow(axis, 0, 1)], axis)  # one more place for what is dropped
+    updates = updates if update_window_dims else updates.reshape(-1)
+    return wide.index_copy_(axis, index, updates).narrow(axis, 0, count)
 
 
 _OPERATORS = {
@@ -90,8 +81,8 @@ _OPERATORS = {
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
     "reduce_and": lambda x, *, axes, **_: torch.all(x, axes),
     "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
-    "cumsum": _cumulative(lambda x, axis: torch.cumsum(x, axis, dtype=x.dtype)),
-    "cummax": _cumulative(lambda x, axis: torch.cummax(x, axis).values),
+    "argmax": lambda x, *, axes, **_: torch.argmax(x.float(), axes[0]).int(),
+    "cumsum": lambda x, *, axis, **_: torch.cumsum(x, axis, dtype=x.dtype),
 }  # fmt: skip
 
 
@@ -110,12 +101,7 @@ def operator(step: Step, out: Array) -> Callable:
 # ---- a plan --------------------------------------------------------------------------------------
 
 
-class _Threads(threading.local):
-    def __init__(self):
-        self.devices: set[int] = set()
-
-
-_bound = _Threads()
+_bound = threading.local()  # its variables are the devices whose CUDA context this thread has
 
 
 def _bind(device: int) -> None:
@@ -126,7 +112,7 @@ def _bind(device: int) -> None:
     PyTorch's cache.
     """
     torch.cuda.mem_get_info(device)
-    _bound.devices.add(device)
+    vars(_bound)[device] = True
 
 
 class Runner:
@@ -140,37 +126,40 @@ class Runner:
         """
         self.name, self.plan = name, plan
         self.zeros = frozenset(() if own is None else plan.outputs[own:])
-        self.ready: dict[torch.device, tuple] = {}
+        self.units: list[tuple] | None = None
 
-    def _prepare(self, device) -> tuple:
-        """The constants on a device, their addresses, and the units."""
-        constants: list[torch.Tensor] = []
+    def _prepare(self, device) -> list[tuple]:
+        """Makes the constants, and what __call__ needs of each unit."""
         # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
         # memory nor be inference tensors, both of which belong to a thread.
-        thread = threading.Thread(target=self._constants, args=(device, constants))
-        thread.start()
-        thread.join()
-        units = [self._unit(unit, device) for unit in self.plan.units]
-        return constants, [x.data_ptr() for x in constants], units
+        with ThreadPoolExecutor(1) as thread:
+            self.constants = thread.submit(self._constants, device).result()
+        self.addresses = [x.data_ptr() for x in self.constants]
+        self.units = [self._unit(unit, device) for unit in self.plan.units]
+        return self.units
 
-    def _constants(self, device, made: list) -> None:
-        for n, x in enumerate(self.plan.constants, len(self.plan.inputs)):
-            wide = x.astype(np.float64 if x.dtype.kind in "fV" else x.dtype)
-            made.append(torch.tensor(wide, dtype=dtype(self.plan.slots[n].dtype)).to(device))
+    def _constants(self, device) -> list[torch.Tensor]:
+        made = [tensor(x, device) for x in self.plan.constants]
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams read them, too
+        return made
 
     def _unit(self, unit: Unit, device) -> tuple:
-        slots = self.plan.slots
-        what: Any = unit.what
+        slots, what = self.plan.arrays, unit.what
         if isinstance(what, Step):
             return operator(what, slots[unit.slots[0]]), (), None, unit
-        compiled: Any = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
-        fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
-        kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
+        made = [
+            (
+                torch.zeros if s in self.zeros else torch.empty,
+                s,
+                slots[s].shape,
+                dtype(slots[s].dtype),
+            )
+            for s in unit.made
+        ]
+        start = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
-        made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
-        return compiled(what, device.index), made, addresses, unit
+        return start(what, device.index), made, addresses, unit
 
     def __call__(self, tensors) -> list[torch.Tensor]:
         device, stream = tensors[0].device, 0
@@ -179,30 +168,26 @@ class Runner:
             if index != torch._C._cuda_getDevice():
                 with torch.cuda.device(index):
                     return self(tensors)
-            if index not in _bound.devices:
+            if index not in vars(_bound):
                 _bind(index)
             stream = torch._C._cuda_getCurrentRawStream(index)
-        ready = self.ready.get(device)
-        if ready is None:
-            ready = self.ready[device] = self._prepare(device)
-        constants, addresses, units = ready
-        plan = self.plan
-        held: list[Any] = [*tensors, *constants]
-        at = []
+        plan, units = self.plan, self.units or self._prepare(device)
+        held: list[Any] = [*tensors, *self.constants]
+        at: list[Any] = []
         for i, x in enumerate(tensors):
             place = x.data_ptr()
             if place % _ALIGNMENT or not x.is_contiguous():
                 x = held[i] = _copy(self.name, x)
                 place = x.data_ptr()
             at.append(place)
-        rest = [None] * (len(plan.slots) - len(held))
+        rest = [None] * (len(plan.arrays) - len(held))
         held += rest
-        at += addresses
+        at += self.addresses
         at += rest
         if plan.size:
-            scratch = torch.empty(plan.size, dtype=torch.uint8, device=device)
-            base = scratch.data_ptr()
-            for slot, offset in plan.scratch:
+            shared = torch.empty(plan.size, dtype=torch.uint8, device=device)
+            base = shared.data_ptr()
+            for slot, offset in plan.shared.items():
                 at[slot] = base + offset
         for start, made, chosen, unit in units:
             if chosen is None:
@@ -221,16 +206,13 @@ class Runner:
 
     def _operate(self, run: Callable, unit: Unit, held: list, at: list) -> None:
         """One operator of PyTorch; its results get the shape of their slot."""
-        arrays = []
-        for slot, shape, order in unit.views:
-            # A saved tensor may have another shape than the program's input, its view.
-            x = held[slot].view(shape)
-            arrays.append(x if order is None else x.permute(order))
+        # A saved tensor may have another shape than the program's input, its view.
+        arrays = [held[slot].view(shape) for slot, shape in unit.reads]
         with torch.autocast(arrays[0].device.type, enabled=False):
             results = run(*arrays)
         results = results if isinstance(results, list) else [results]
         for slot, x in zip(unit.slots, results, strict=True):
-            held[slot] = x = x.reshape(self.plan.slots[slot].shape).contiguous()
+            held[slot] = x = x.reshape(self.plan.arrays[slot].shape).contiguous()
             at[slot] = x.data_ptr()
 
 
