@@ -42,10 +42,7 @@ COMMANDS = {  # {command: (module with its `main`, summary)}
     "report": ("jaxllm.train.report", "one HTML page about one or more runs"),
     "convert": ("jaxllm.weights.convert", "Hugging Face folders to runs, and back"),
     "data": ("jaxllm.data.__main__", "prepare: text to token shards; train-tokenizer: a BPE"),
-    "benchmark": (
-        "pallas_kernels.bench.run",
-        "time every kernel against XLA and cuDNN",
-    ),
+    "benchmark": ("pallas_kernels.bench.run", "time every kernel against XLA and cuDNN"),
 }
 
 
