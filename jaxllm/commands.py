@@ -7,7 +7,9 @@ or lacks JAX prints one line that says what to install, and --help is immediate.
 import errno
 import importlib
 import importlib.util
+import mmap
 import os
+import re
 import sys
 
 from jaxllm import __version__
@@ -40,10 +42,7 @@ COMMANDS = {  # {command: (module with its `main`, summary)}
     "report": ("jaxllm.train.report", "one HTML page about one or more runs"),
     "convert": ("jaxllm.weights.convert", "Hugging Face folders to runs, and back"),
     "data": ("jaxllm.data.__main__", "prepare: text to token shards; train-tokenizer: a BPE"),
-    "benchmark": (
-        "pallas_kernels.bench.run",
-        "time every kernel against XLA and cuDNN",
-    ),
+    "benchmark": ("pallas_kernels.bench.run", "time every kernel against XLA and cuDNN"),
 }
 
 
@@ -75,6 +74,9 @@ def run(name, words=None):
     kernels = os.environ.get("JAXLLM_KERNELS", "")
     if kernels not in ("", "general"):  # pallas_kernels/dispatch.py
         return _error(f"JAXLLM_KERNELS={kernels} is not general: set that, or unset it")
+    flag = _unknown_flag()
+    if flag:
+        return _error(f"XLA_FLAGS has --{flag}, which XLA here does not know: remove it")
     if name == "convert":  # it needs no GPU, whose memory another process may use
         os.environ["JAX_PLATFORMS"] = "cpu"
     from jaxllm import terminal
@@ -109,6 +111,17 @@ def _lack():
         f"{sys.executable} lacks {', '.join(missing[:3])}{more}; install them:"
         f" {sys.executable} -m pip install {what}"
     )
+
+
+def _unknown_flag():
+    """The first flag in XLA_FLAGS that is not among jaxlib's, at which XLA would abort, or None."""
+    flags = re.findall(r"(?:^|\s)--(xla\w*)", os.environ.get("XLA_FLAGS", ""))
+    folder = os.path.dirname(importlib.util.find_spec("jaxlib").origin)
+    library = os.path.join(folder, "libjax_common.so")
+    if not flags or not os.path.exists(library):
+        return None
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as names:
+        return next((flag for flag in flags if names.find(flag.encode() + b"\0") < 0), None)
 
 
 def _print(text):

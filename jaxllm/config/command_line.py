@@ -286,7 +286,6 @@ def read_overrides(words: list[str], first: str | None = None) -> dict[str, str]
 def check_free(out_dir: Path) -> None:
     """Raises InputError if `out_dir` already holds a run, or cannot hold one."""
     check_writable(out_dir, "out_dir ")
-    _check_not_packed(out_dir)
     if what := holds(out_dir):
         resume = "add --resume to continue it, or " if what == "a run" else ""
         raise InputError(f"out_dir {out_dir} already holds {what}; {resume}name another")
@@ -294,17 +293,10 @@ def check_free(out_dir: Path) -> None:
 
 def holds(folder: Path) -> str | None:
     """What a folder holds already that another command must not write into, or None."""
-    known = {"config.yaml": "a run", "metrics.jsonl": "a run", "checkpoints": "a run"}
-    known |= {"config.json": "a model", "packed.json": "packed weights"}
+    known = {"packed.json": "packed weights", "config.yaml": "a run", "metrics.jsonl": "a run"}
+    known |= {"checkpoints": "a run", "config.json": "a model"}
     known |= dict.fromkeys(("prepare.json", "chat.json"), "prepared data")
     return next((what for name, what in known.items() if (folder / name).exists()), None)
-
-
-def _check_not_packed(out_dir: Path) -> None:
-    if (out_dir / "packed.json").exists():
-        raise InputError(
-            f"out_dir {out_dir} holds packed weights, which cannot be trained; name another"
-        )
 
 
 def check_writable(folder: Path, name: str = "") -> None:
@@ -338,7 +330,8 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
 
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:
     check_writable(args.out_dir, "out_dir ")
-    _check_not_packed(args.out_dir)
+    if holds(args.out_dir) == "packed weights":
+        raise InputError(f"out_dir {args.out_dir} holds packed weights, which cannot be trained")
     stored_path = args.out_dir / "config.yaml"
     if not os.path.isfile(stored_path):
         raise InputError(f"out_dir {args.out_dir} holds no run to resume (no config.yaml)")

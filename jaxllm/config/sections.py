@@ -35,8 +35,7 @@ class DataConfig(Section):
     )
     text_column: str = Field("text", description="column of the text in JSON lines and parquet")
     tokenizer: str | None = Field(
-        None,
-        description="a tokenizer.json or its folder; null: train a byte-level BPE on the data",
+        None, description="a tokenizer.json or its folder; null: train a byte-level BPE on the data"
     )
     special_tokens: Literal["text", "tokens"] = Field(
         "text",
@@ -120,8 +119,7 @@ class TrainConfig(Section):
         " checkpoint, once for each",
     )
     tracker: Literal["none", "wandb"] = Field(
-        "none",
-        description="wandb: also log to Weights & Biases, offline unless WANDB_MODE is set",
+        "none", description="wandb: also log to Weights & Biases, offline unless WANDB_MODE is set"
     )
     fp8: Literal["none", "matmuls", "all"] = Field(
         "none",

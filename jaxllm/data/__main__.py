@@ -12,10 +12,7 @@ from jaxllm.data.sources import Source
 from jaxllm.errors import InputError
 from jaxllm.text import Tokenizer, train_tokenizer
 
-_READ = {
-    "text": "as plain text; --special_tokens tokens makes them tokens",
-    "tokens": "as tokens",
-}
+_READ = {"text": "as plain text; --special_tokens tokens makes them tokens", "tokens": "as tokens"}
 
 
 def _parser() -> Parser:

@@ -72,10 +72,7 @@ def documents(tokens: Int32[np.ndarray, "B T"], separator: int) -> Batch:
     begins = tokens == separator
     places = np.arange(tokens.shape[-1], dtype=np.int32)
     starts = np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
-    return {
-        "segment_ids": np.cumsum(begins, axis=-1, dtype=np.int32),
-        "positions": places - starts,
-    }
+    return {"segment_ids": np.cumsum(begins, axis=-1, dtype=np.int32), "positions": places - starts}
 
 
 class _Windows:

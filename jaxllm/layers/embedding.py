@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.layers.layer import Layer
-from jaxllm.layers.weight import Summed, array_and_total
+from jaxllm.layers.weight import array_and_total
 from jaxllm.sharding import (
     BATCH,
     SHARDS,
@@ -65,8 +65,8 @@ class Embedding(Layer):
 
     def with_table(
         self, tokens: Integer[Ids, "B T"], positions: Integer[Ids, "..."] | None = None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "V C"] | Summed]:
-        """(y, wte) for a tied head: embedding and head add their gradients to one array.
+    ) -> tuple[Float[Array, "B T C"], tuple[Float[Array, "V C"], Float[Array, "V C"] | None]]:
+        """(y, (wte, total)) for a tied head; both add their gradients to one array.
 
         On several devices the two gradients have different shardings, so they are computed
         separately and then summed.
@@ -93,8 +93,8 @@ class Embedding(Layer):
         dtype = self.dtype if rows is None else jnp.float32  # rounded once, after the sum
         y = self._look_up(tokens, wte, wpe, dtype, tied=tied, total=total)
         y, table = y if tied else (y, wte)
-        wte = table if total is None else Summed(wte, table)
-        return y if rows is None else (y + rows).astype(self.dtype), wte
+        y = y if rows is None else (y + rows).astype(self.dtype)
+        return y, ((table, None) if total is None else (wte, table))
 
     def _look_up(self, tokens, wte, wpe, dtype, *, tied=False, total=None):
         # The devices that shard the table do not gather it: each looks up the tokens of all in its

@@ -149,11 +149,11 @@ def _whole(
 ) -> Float[Array, "B T C"]:
     """The whole layer in one op, without the bias of `down`."""
     layers = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
-    held: dict[str, Any] = {name: layer.held for name, layer in layers.items()}
-    arrays = {name: w.cast(x.dtype) for name, w in held.items()}
+    pairs = {name: layer.held.operands(x.dtype) for name, layer in layers.items()}
+    arrays: dict[str, Any] = {name: weight for name, (weight, _) in pairs.items()}
     arrays["bias"] = None if up.bias is None else up.bias[...]
     arrays["row_norm"] = None if norm is None or not up.fp8 else norm.row_norm()
-    totals = tuple(w.total for w in held.values())
+    totals = tuple(total for _, total in pairs.values())
     arrays["totals"] = None if totals[0] is None else totals
     options = dict(saves=saves, implementation=up.implementation)
     op = lambda x, arrays: mlp(x, **arrays, precision="fp8" if up.fp8 else None, **options)

@@ -54,10 +54,15 @@ class Dense:
         """W in `dtype` (None: as stored)."""
         return summed(self.array, self.total).astype(dtype or self.array.dtype)
 
-    def cast(self, dtype) -> Float[Array, "in out"]:
-        """W in `dtype` on each device, or its part of the tensor axis; the total gets nothing."""
+    def operands(self, dtype=None) -> tuple[Float[Array, "in out"], Float[Array, "in out"] | None]:
+        """(W, total) for a larger op, which adds to the total itself.
+
+        W: in `dtype` on each device, or its part of the tensor axis; None: as stored.
+        """
+        if dtype is None:
+            return self.array, self.total
         # The constraint makes fsdp gather the cast weight, and never the activations.
-        return constrain(self.array.astype(dtype), *self.axes)
+        return constrain(self.array.astype(dtype), *self.axes), self.total
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias in `dtype` (None: x's); norm: the one that x is a result of, or None."""
@@ -78,7 +83,8 @@ class Float8(Dense):
         op = lambda x, arrays: fp8_linear(x, **arrays, implementation=implementation)
         if apart:
             op = per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS)
-        arrays = {"weight": self.cast(x.dtype), "bias": bias, "total": self.total}
+        weight, total = self.operands(x.dtype)
+        arrays = {"weight": weight, "bias": bias, "total": total}
         return op(x, arrays | {"row_norm": None if norm is None else norm.row_norm()})
 
     def casts_apart(self, x: Float[Array, "... in"]) -> bool:
@@ -110,6 +116,9 @@ class Transposed:
     def matrix(self, dtype=None) -> Float[Array, "in out"]:
         return self.array.T.astype(dtype or self.array.dtype)
 
+    def operands(self, dtype=None) -> tuple[Float[Array, "in out"], None]:
+        return self.matrix(dtype), None
+
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias; sums of a single row x are in float32."""
         if x.size == x.shape[-1]:
@@ -137,6 +146,8 @@ class LowBits:
 
     def matrix(self, dtype=None) -> Float[Array, "in out"]:
         return dequantize(self.row, dtype or jnp.float32)
+
+    operands = Transposed.operands
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias by a kernel that unpacks words in registers."""

@@ -17,7 +17,6 @@ from jaxllm.layers import Embedding, LayerNorm, Linear, RMSNorm
 from jaxllm.layers.cache import Cache
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.vlstm import soft_cap
-from jaxllm.layers.weight import Summed, array_and_total
 from jaxllm.models.stream import Stream
 from jaxllm.sharding import (
     BATCH,
@@ -177,11 +176,9 @@ class LanguageModel(Layer):
         labels, ignored = ids.labels(labels, IGNORE)
         head = self.head
         if head is None:
-            embedded, weight = self.embedding.with_table(tokens, positions)
+            embedded, (weight, total) = self.embedding.with_table(tokens, positions)
         else:
-            embedded, weight = self.embedding(tokens, positions), head.weight.get_value()
-            weight = weight if isinstance(weight, Summed) else head.held.matrix()
-        weight, total = array_and_total(weight)
+            embedded, (weight, total) = self.embedding(tokens, positions), head.held.operands()
         hidden = self.advance(embedded, positions=positions, segment_ids=segment_ids)[0]
         shape = jax.sharding.get_abstract_mesh().shape
         if shape.get("fsdp", 1) * context_size() > 1:

@@ -47,16 +47,13 @@ class Pages:
         self.template = _template(folder, self.tokenizer) if present else {}
 
     def names(self) -> dict[str, str | None]:
-        """{bos_token, eos_token, ...: name}; special_tokens_map.json counts in old folders only."""
-        page = dict(self.tokenizer)
-        if "added_tokens_decoder" not in page:
-            page |= self.specials
-        named = {key: value for key, value in page.items() if key.endswith("_token")}
-        return {
-            key: _name(value)
-            for key, value in named.items()
-            if value is None or isinstance(value, str | dict)
-        }
+        """{bos_token, eos_token, ...: name}; special_tokens_map.json counts in old folders only.
+
+        In the order in which transformers gives ids to those that the tokenizer lacks.
+        """
+        page = self.tokenizer | ({} if "added_tokens_decoder" in self.tokenizer else self.specials)
+        given = [key for key in (*_NAMES, *page) if isinstance(page.get(key), str | dict | None)]
+        return {key: _name(page[key]) for key in given if key in page and key.endswith("_token")}
 
     def more(self) -> list[str]:
         """Names of further special tokens."""
@@ -66,6 +63,7 @@ class Pages:
         return [name for name in map(_name, values) if name]
 
 
+_NAMES = [f"{name}_token" for name in "bos eos unk sep pad cls mask".split()]
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

@@ -60,8 +60,7 @@ class Tokenizer:
         last = _known(self.eos if end is None else end)
         self.begin: list[int] = before or last or _known(self.bos)
         self.finish: list[int] = (after or last) if before and last != before else []
-        stated = files.ids(pages.generation.get("eos_token_id"))
-        stated = stated or files.ids(pages.config.get("eos_token_id"))
+        stated = self._stated(pages.generation, "eos") or self._stated(pages.config, "eos")
         stated = stated or _known(self.eos) or self.begin[:1]
         self.ends = frozenset(stated + _known(end))
 
@@ -87,8 +86,12 @@ class Tokenizer:
         if f"{kind}_token" in names:
             name = names[f"{kind}_token"]
             return None if name is None else self._library.token_to_id(name)
-        found = files.ids(self._pages.config.get(f"{kind}_token_id")) or otherwise
+        found = self._stated(self._pages.config, kind) or otherwise
         return found[0] if found else None
+
+    def _stated(self, page: dict[str, Any], kind: str) -> list[int]:
+        """The ids in a file that the tokenizer has; a config.json may hold its class's defaults."""
+        return [i for i in files.ids(page.get(f"{kind}_token_id")) if i < self.vocab_size]
 
     @functools.cached_property
     def digest(self) -> str:

@@ -92,9 +92,10 @@ class LoadedRun:
     """The contents of a run's directory; raises InputError if it holds no metrics."""
 
     def __init__(self, folder: Path, color: str = COLORS[0]):
-        path = folder / "metrics.jsonl"
+        path, config = folder / "metrics.jsonl", folder / "config.yaml"
         try:
-            self.config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+            begins = (folder / ".lock").exists() and not config.exists()  # the run is compiling
+            self.config = "" if begins else config.read_text(encoding="utf-8", errors="replace")
             self.rows = read_metrics(path) if path.exists() else []  # jaxllm convert writes none
         except OSError as e:
             raise InputError(

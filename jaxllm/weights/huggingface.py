@@ -111,7 +111,10 @@ class HuggingFaceWeights:
                 f"{self.folder} declares {self.config.n_layers} layers, but holds only"
                 f" {len(self._stored)} tensors"
             )
-        if HEAD in self._stored and tied(self.config) and not self._head_is_embedding():
+        table = places(self.config)[0].name
+        if tied(self.config) and HEAD in self._stored and table not in self._stored:
+            self._stored[table] = self._stored.pop(HEAD)  # one matrix, under its other name
+        if HEAD in self._stored and tied(self.config) and not self._head_is_embedding(table):
             if self.config.type != "llama3":
                 raise InputError(
                     f"{self.folder} holds the tensor {HEAD}, which differs from the embedding; a"
@@ -149,9 +152,8 @@ class HuggingFaceWeights:
                     f"{self.folder}: {name} is {dtype}, not one of {', '.join(_READABLE)}"
                 )
 
-    def _head_is_embedding(self) -> bool:
-        head = self._slice(HEAD)
-        table = self._slice(places(self.config)[0].name)
+    def _head_is_embedding(self, name: str) -> bool:
+        head, table = self._slice(HEAD), self._slice(name)
         if head.get_shape() != table.get_shape() or head.get_dtype() != table.get_dtype():
             return False
         rows = self.config.vocab_size
@@ -198,7 +200,7 @@ def _weight_files(folder: Path, meta: bool) -> tuple[list[str], dict[str, str]]:
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
         raise InputError(f"{folder / INDEX} has no weight_map of file names")
     for name in listed.values():
-        if Path(name).name != name:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
             raise InputError(f"{folder / INDEX} names {name!r}, which is not in its folder")
     if not listed:
         raise InputError(f"{folder / INDEX} lists no tensor")

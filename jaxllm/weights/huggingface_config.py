@@ -248,10 +248,13 @@ class Page:
 
     def refuse_rest(self) -> None:
         """Raises InputError for a key that was not read and that may affect the result."""
+        if self.page.get("use_sliding_window") is False:
+            self._known.add("sliding_window")
         for key, value in self.page.items():
             if key in self._known or _HARMLESS.fullmatch(key):
                 continue
-            if value not in (None, False, "", [], {}):
+            whole = isinstance(value, list) and value == ["full_attention"] * len(value)
+            if not whole and value not in (None, False, "", {}):
                 raise InputError(
                     f"{self.path}: {key}={value!r:.100} is not supported; if it does not affect the"
                     " model's result, remove it"

@@ -34,12 +34,7 @@ from jaxllm.layers import Linear
 from jaxllm.models import create
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.sharding import spec_of
-from jaxllm.weights.checksums import (
-    array_checksums,
-    first_mismatch,
-    joint_checksum,
-    with_digest,
-)
+from jaxllm.weights.checksums import array_checksums, first_mismatch, joint_checksum, with_digest
 from jaxllm.weights.huggingface import TAGS, check_finite, write_safetensors
 from jaxllm.weights.places import named_params, tied
 from pallas_kernels import QuantizedWeight, quantize

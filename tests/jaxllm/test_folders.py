@@ -100,6 +100,8 @@ def test_settings_are_applied_as_by_transformers():
     assert llama(rope_scaling={"rope_type": "default", "factor": 2.0}) == llama()
     assert llama(hidden_act="swish", head_dim=None).head_dim == 4
     assert llama(num_key_value_heads=None).n_kv_heads == 4
+    assert llama(sliding_window=5, use_sliding_window=False) == llama()
+    assert llama(layer_types=["full_attention"] * 2) == llama()
     gpt2 = {key: x for key, x in PAGES["gpt2"].items() if key != "n_embd"}
     assert model_config(gpt2 | dict(hidden_size=16), Path("config.json")) == read("gpt2")
     blocks = dict(num_hidden_layers=None, num_blocks=2, hidden_size=None, embedding_dim=16)
@@ -214,6 +216,16 @@ def test_which_files_count(tmp_path, capsys):
     assert "model.safetensors is read, not model.safetensors.index.json" in capsys.readouterr().err
     (folder / "model.safetensors").unlink()
     assert first_tensor(folder) == right + 1
+    for name in ("sub folder/é", "./a.safetensors"):  # the names of files are free
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        save_file(other, path)
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(other, name)}))
+        assert first_tensor(folder) == right + 1
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(other, "../hf/a.safetensors")}))
+    with pytest.raises(InputError, match="which is not in its folder"):
+        open_weights(folder)
+    (folder / "a.safetensors").unlink()
     index.unlink()
     with pytest.raises(InputError, match=r"holds no model\.safetensors and no .*consolidated"):
         open_weights(folder)
@@ -247,8 +259,12 @@ def test_harmless_tensors_and_missing_prefixes(tmp_path, capsys):
         weights = open_weights(folder_of(tmp_path / str(i), "llama3", stored))
         for place in places(weights.config):
             weights.read(place)
-    tied = folder_of(tmp_path / "tied", "llama3_tied", weights_of("llama3_tied"))
-    assert open_weights(tied).config.tie_embeddings
+    tied, name = weights_of("llama3_tied"), "model.embed_tokens.weight"
+    renamed = {"lm_head.weight" if key == name else key: x for key, x in tied.items()}
+    for i, stored in enumerate((tied, tied | {"lm_head.weight": tied[name]}, renamed)):
+        weights = open_weights(folder_of(tmp_path / f"tied{i}", "llama3_tied", stored))
+        assert weights.config.tie_embeddings
+        np.testing.assert_array_equal(weights.param("embedding.wte")[:67], tied[name])
     assert capsys.readouterr().err == ""
     # transformers 5 keeps a stored head that differs from the embedding
     own = folder_of(tmp_path / "own", "llama3", tie_word_embeddings=True)

@@ -326,7 +326,7 @@ def test_bad_options_are_refused(square, packed, tmp_path, capsys):
 def test_packed_weights_are_not_trained(packed, tmp_path, capsys):
     config = ["--config", str(packed / "config.yaml")]
     status = train.main([*config, "--out_dir", str(packed)])
-    error_of(capsys, status, "holds packed weights, which cannot be trained")
+    error_of(capsys, status, "already holds packed weights; name another")
     status = train.main(["--resume", "--out_dir", str(packed)])
     error_of(capsys, status, "holds packed weights, which cannot be trained")
     text = ["--data.source", "text", "--data.path", str(TEXTS / "text.txt")]

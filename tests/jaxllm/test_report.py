@@ -146,6 +146,7 @@ def test_long_runs_stay_small_and_keep_their_extremes(tmp_path):
         ({}, "is not a run's directory"),
         ({"metrics.jsonl": "", "config.yaml": ""}, "holds no metrics yet"),
         ({"config.yaml": ""}, "holds no metrics yet; jaxllm train writes them"),  # as convert's
+        ({".lock": ""}, "holds no metrics yet; jaxllm train writes them"),  # it compiles
         ({"metrics.jsonl": '{"step": 1}', "config.yaml": "", "run.json": "{"}, "is damaged"),
         ({"metrics.jsonl": '{"step": 1}', "config.yaml": "", "run.json": "3"}, "is damaged"),
     ],

@@ -314,3 +314,27 @@ def test_chat_templates_of_a_list_and_of_files(tmp_path):
         (tmp_path / "b" / "chat_template.jinja").write_text(template)
         with pytest.raises(InputError, match="the chat template refuses"):
             Tokenizer(tmp_path / "b").chat(messages)
+
+
+def test_names_that_the_tokenizer_lacks_get_the_ids_that_transformers_gives_them(tmp_path):
+    """In the order of its attributes, whatever the order in the file (transformers 5.24)."""
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "a")
+    names = dict(
+        pad_token="<p>", unk_token="<u>", eos_token="<e>", cls_token="<c>", bos_token="<b>"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = Tokenizer(folder)
+    assert list(tokenizer.special) == ["<|endoftext|>", "<b>", "<e>", "<u>", "<p>", "<c>"]
+    assert (tokenizer.bos, tokenizer.eos) == (294, 295)
+
+
+def test_an_id_that_the_tokenizer_lacks_neither_begins_nor_ends_a_text(tmp_path):
+    """A small GPT-2 of transformers has the ids of the large one in its config.json."""
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "a")
+    page = dict(model_type="gpt2", bos_token_id=50256, eos_token_id=50256)
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps(page))
+    tokenizer, right = Tokenizer(folder), EXPECTED["families"]["gpt2"]
+    assert (tokenizer.bos, tokenizer.eos) == (right["bos"], right["eos"])
+    assert tokenizer.ends == {right["eos"]}
+    assert tokenizer.begin == [right["eos"]]
