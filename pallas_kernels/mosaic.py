@@ -241,17 +241,6 @@ def too_many(**counts: int) -> str | None:
     return None
 
 
-def put_ends(results, ends, start: int, rest: int) -> list[jax.Array]:
-    """Writes the first `rest` rows of `ends` into `results` from row `start` on.
-
-    Kernels do not check bounds, so they write the last, partial block to padded arrays.
-    """
-    # Without the barrier XLA's dynamic-slice fusion may fuse an update with the kernel whose result
-    # it needs and fail with "a cycle is detected" (GELU of 6144 elements in JAX 0.11.2).
-    results, ends = lax.optimization_barrier((tuple(results), tuple(ends)))
-    return [y.at[start:].set(end[:rest]) for y, end in zip(results, ends, strict=True)]
-
-
 def unsupported_dtype(**arrays) -> str | None:
     """Why the kernels do not support these dtypes, or None."""
     for name, x in arrays.items():

@@ -33,10 +33,9 @@ from pallas_kernels.packed import Packed
 
 Layout = Literal["half", "interleaved"]
 
-# 2.81 and 2.91 TB/s on an H100, where a copy reaches 3.03 (docs/performance.md).  More groups mean
-# more and shorter blocks, which finish at about the same time, but more sines.
-_HEADS_IN_FLIGHT = 4  # a thread issues the loads of these heads before it computes
-_GROUPS = 4  # groups of heads, each with its own blocks; fewer if H and K are not multiples
+# Heads whose loads a thread issues before it computes, if they divide the heads: 2.75 and 2.81 TB/s
+# on an H100, where a copy reaches 3.03; with 2 or 4 about 2.72 (docs/performance.md).
+_IN_FLIGHT = 8
 
 
 class RopeScaling(NamedTuple):
@@ -163,30 +162,20 @@ def _packed_why_not(qkv: Packed, positions, **options) -> str | None:
     q, k, v = qkv.shapes()
     if q.shape[3] != v.shape[3]:
         return f"q has D={q.shape[3]} and v {v.shape[3]}, so heads are not one axis"
-    n, rows = q.shape[0] * q.shape[1], _tile(q.shape[3] // 2, q.dtype.itemsize).rows
-    if n % rows:
-        return f"{n} positions are not a multiple of {rows}"
     return why_not(q, k, positions, **options)
 
 
-def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
-    (h, d), (k, _), _ = qkv.parts
-    x = qkv.array.reshape(*qkv.array.shape[:2], qkv.array.shape[2] // d, d)
-    x = _rope_in_place(theta, scaling, h + k, x, positions)
-    return dataclasses.replace(qkv, array=x.reshape(qkv.array.shape))
+def _packed_why_slower(qkv: Packed, positions, **options) -> str | None:
+    q, k, _ = qkv.shapes()
+    return why_slower(q, k, positions)
 
 
-def _packed_in_parts(qkv: Packed, positions, *, rotate, **options):
-    """rotate of q and k, which are split and joined again in copies."""
+def _packed_reference(qkv: Packed, positions, **options):
+    """q and k are split off and joined again in copies."""
     q, k, v = qkv.split()
-    parts = *rotate(q, k, positions, **options), v
+    parts = *rope_reference(q, k, positions, **options), v
     flat = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in parts]
     return dataclasses.replace(qkv, array=jnp.concatenate(flat, axis=2))
-
-
-def _of_parts(why):
-    """A reason of q and k, `why_not` or `why_slower`, as one of the array that holds them."""
-    return lambda qkv, positions, **options: why(*qkv.shapes()[:2], positions, **options)
 
 
 def _check(q, k, positions) -> jax.Array:
@@ -224,104 +213,57 @@ def _tile(pairs: int, itemsize: int) -> _PairTile:
     return _PairTile(4 * rows, width, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("theta", "scaling", "backward", "in_place"))
-def _rotate(theta, scaling, arrays, positions, *, backward, in_place=0):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="backward")
+def _rotate(theta, scaling, in_place, arrays, positions, *, backward=False):
     """Rotates every array (B, T, heads, D) by its angles, or by the negative angles.
 
-    in_place: rotates this many heads of a single array in place, and leaves the others.
+    in_place: 0, or rotates this many heads of a single array in place, and leaves the others.
+    Nothing is copied in a program that does not use the array again.
     """
     b, t, _, d = arrays[0].shape
     n = b * t
     tile = _tile(d // 2, max(x.dtype.itemsize for x in arrays))
-    flat = [x.reshape(n, x.shape[2], 2, d // 2) for x in arrays]
-    if positions.ndim == 1 and t % tile.rows == 0:  # all batch rows share the positions
-        period = t
-    else:
-        positions, period = jnp.broadcast_to(positions, (b, t)).reshape(n), n
-    # Kernels do not check bounds, so the positions after the last whole tile go through padded
-    # arrays, and their results are inserted afterwards: only the remainder is copied.
-    whole, rest = divmod(n, tile.rows)
-    ends = [mosaic.pad_axis(x[whole * tile.rows :], 0, tile.rows) for x in (*flat, positions)]
-    *end_arrays, end_positions = ends if rest else (None,)
-    heads = tuple(in_place or x.shape[1] for x in flat)
-    groups = math.gcd(*heads, _GROUPS)
-    like = lambda xs: [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
-    body = functools.partial(_body, tile, heads, groups, backward, period)
-    call = mosaic.kernel(
-        _body_in_place(body) if in_place else body,
+    # Kernels do not check bounds, so arrays that do not fill the tiles are copied.
+    pad = lambda x: mosaic.pad_axis(x, 0, tile.rows)
+    flat = [pad(x.reshape(n, x.shape[2], 2, d // 2)) for x in arrays]
+    positions = pad(jnp.broadcast_to(positions, (b, t)).reshape(n))
+    heads = [in_place or x.shape[1] for x in flat]
+    body = functools.partial(_body, tile, heads, backward)
+    call = lambda body, out_type: mosaic.kernel(
+        body,
         name="rope_backward" if backward else "rope_forward",
-        out_type=[] if in_place else [like(flat), like(end_arrays)],
-        **mosaic.grid(row=whole + bool(rest), column=d // 2 // tile.pairs, group=groups),
+        out_type=out_type,
+        **mosaic.grid(row=len(positions) // tile.rows, column=d // 2 // tile.pairs),
     )
-    frequency = frequencies(d, theta, scaling)
+    given = frequencies(d, theta, scaling), positions
     if in_place:
-        assert not rest
-        turn = lambda ref, positions: call(frequency, ref, positions)
-        results, end_results = [mosaic.in_place(turn, flat[0], positions)], []
+        turn = call(lambda freq, at, x: body(freq, at, [x], [x]), [])
+        results = [mosaic.in_place(lambda x, *given: turn(*given, x), flat[0], *given)]
     else:
-        results, end_results = call(frequency, flat, positions, end_arrays, end_positions)
-    if rest:
-        results = mosaic.put_ends(results, end_results, whole * tile.rows, rest)
-    return tuple(y.reshape(x.shape) for x, y in zip(arrays, results, strict=True))
+        (results,) = call(body, [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]])(
+            *given, flat
+        )
+    return tuple(y[:n].reshape(x.shape) for x, y in zip(arrays, results, strict=True))
 
 
-def _body_in_place(body):
-    return lambda freq_ref, x_ref, positions_ref: body(
-        freq_ref, [x_ref], positions_ref, [], None, [x_ref], []
-    )
-
-
-def _body(
-    tile: _PairTile, heads, groups, backward, period,
-    freq_ref, sources, positions_ref, end_sources, end_positions_ref, targets, end_targets,
-):  # fmt: skip
-    """A block rotates the heads of its group at one tile of positions, whole or at the end.
-
-    period: the number of positions after which they repeat.
-    """
-    i = lax.axis_index("row")
-    row = i * tile.rows
-    n = sources[0].shape[0]
-    turn = functools.partial(_rotate_tile, tile, heads, groups, backward, freq_ref)
-    if not end_sources:
-        position_row = row if period == n else row % period
-        turn(sources, positions_ref, targets, row, position_row)
-        return
-    whole = n // tile.rows
-    if whole:
-        pl.when(i < whole)(lambda: turn(sources, positions_ref, targets, row, row))
-    pl.when(i == whole)(lambda: turn(end_sources, end_positions_ref, end_targets, 0, 0))
-
-
-def _rotate_tile(
-    tile: _PairTile, heads, groups, backward,
-    freq_ref, sources, positions_ref, targets, row, position_row,
-):  # fmt: skip
-    """Rotates the heads of this block's group in every array."""
+def _body(tile: _PairTile, heads, backward, freq_ref, positions_ref, sources, targets):
+    """A block rotates all heads at one tile of positions."""
     # Compute the sines and cosines of the angles.
-    rows = pl.ds(row, tile.rows)
+    rows = pl.ds(lax.axis_index("row") * tile.rows, tile.rows)
     columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
-    at, shape = pl.ds(position_row, tile.rows), (tile.rows, tile.pairs)
-    position = mosaic.load(positions_ref.at[at], tile.layout.reduce(1))
+    shape = tile.rows, tile.pairs
+    position = mosaic.load(positions_ref.at[rows], tile.layout.reduce(1))
     freq = mosaic.load(freq_ref.at[columns], tile.layout.reduce(0))
     angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if backward:
         sin = -sin
 
-    # Rotate several heads at a time, then the remaining ones.
-    for x_ref, y_ref, of_all in zip(sources, targets, heads, strict=True):
-        of_group = of_all // groups
-        first = lax.axis_index("group") * of_group
-        loops, left = divmod(of_group, _HEADS_IN_FLIGHT)
+    # Rotate several heads at a time.
+    for x_ref, y_ref, count in zip(sources, targets, heads, strict=True):
         turn = functools.partial(_rotate_heads, tile, x_ref, y_ref, rows, columns, cos, sin)
-
-        @pl.loop(0, loops)
-        def _(i, turn=turn, first=first):
-            turn(first + i * _HEADS_IN_FLIGHT, _HEADS_IN_FLIGHT)
-
-        if left:
-            turn(first + loops * _HEADS_IN_FLIGHT, left)
+        together = math.gcd(count, _IN_FLIGHT)
+        pl.loop(0, count, step=together)(lambda i, turn=turn, n=together: turn(i, n))
 
 
 def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, count):
@@ -334,54 +276,33 @@ def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, 
             mosaic.store(half(y_ref, i, j), value)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rope(theta, scaling, q, k, positions):
-    return _rotate(theta, scaling, (q, k), positions, backward=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rope(theta, scaling, in_place, arrays, positions):
+    return _rotate(theta, scaling, in_place, arrays, positions)
 
 
 _rope.defvjp(
     lambda *args: (_rope(*args), args[-1]),
-    lambda theta, scaling, positions, dy: (
-        *_rotate(theta, scaling, dy, positions, backward=True),
-        None,
-    ),
+    lambda *args: (_rotate(*args[:3], args[4], args[3], backward=True), None),
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rope_in_place(theta, scaling, heads, x, positions):
-    """Rotates the first heads of x (B, T, P, D).
-
-    Nothing is copied in a program that does not use x again.
-    """
-    return _rotate(theta, scaling, (x,), positions, backward=False, in_place=heads)[0]
+def _kernel(q, k, positions, *, theta, scaling, layout):
+    return _rope(theta, scaling, 0, (q, k), positions)
 
 
-_rope_in_place.defvjp(
-    lambda *args: (_rope_in_place(*args), args[-1]),
-    lambda theta, scaling, heads, positions, dy: (
-        *_rotate(theta, scaling, (dy,), positions, backward=True, in_place=heads),
-        None,
-    ),
-)
-
-
-def _by_kernel(q, k, positions, *, theta, scaling, layout):
-    return _rope(theta, scaling, q, k, positions)
+def _packed_kernel(qkv: Packed, positions, *, theta, scaling, layout):
+    (h, d), (k, _), _ = qkv.parts
+    x = qkv.array.reshape(*qkv.array.shape[:2], qkv.array.shape[2] // d, d)
+    (x,) = _rope(theta, scaling, h + k, (x,), positions)
+    return dataclasses.replace(qkv, array=x.reshape(qkv.array.shape))
 
 
 FORMS = (
-    Form("general", _by_kernel, "sm_80", why_not, why_slower),
+    Form("general", _kernel, "sm_80", why_not, why_slower),
     Form("xla", rope_reference),
 )
 PACKED = (
-    Form("general", _packed_kernel, "sm_80", _packed_why_not),
-    Form(
-        "general",
-        functools.partial(_packed_in_parts, rotate=_by_kernel),
-        "sm_80",
-        _of_parts(why_not),
-        _of_parts(why_slower),
-    ),
-    Form("xla", functools.partial(_packed_in_parts, rotate=rope_reference)),
+    Form("general", _packed_kernel, "sm_80", _packed_why_not, _packed_why_slower),
+    Form("xla", _packed_reference),
 )

@@ -18,7 +18,7 @@ def encoder(r: Draw):
     special = (-1, v, info.min, info.max) if r.x64 or info.bits < 64 else (-1, v)
     tokens = A((r.one(1, 2, 3, 9), t), kind, "ids", (0, v, *(special if r.odds(0.4) else ())))
     wpe = r.maybe(A((t + r.one(0, 1, 5), c), r.one(dtype, "float32")))
-    options = dict(dtype=r.maybe(r.dtype), tied=r.odds(0.3))
+    options = dict(dtype=r.maybe(r.dtype))
     return dict(tokens=tokens, wte=A((v, c), dtype), wpe=wpe), options
 
 
@@ -156,7 +156,7 @@ def mlp(r: Draw):
     bias = A((f,), r.weight_dtype()) if gate is None and r.odds(0.9) else None
     weights = dict(up=_dense(r, c, f), down=_dense(r, f, c), gate=gate, bias=bias)
     x = A((*rows, c), r.dtype, *r.one((), (), ("rows of zeros",)))
-    return dict(x=x, **weights), dict(saves=r.one("derivatives", "derivatives", "products"))
+    return dict(x=x, **weights), {}
 
 
 def _labels(r: Draw, shape, v: int, wrong: float = 0.1) -> tuple[A, dict]:

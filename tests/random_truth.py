@@ -39,10 +39,9 @@ def gelu_of(x):
     return x * sigmoid_of(2 * u)
 
 
-def encoder(tokens, wte, wpe=None, *, dtype=None, tied=False):
+def encoder(tokens, wte, wpe=None, *, dtype=None):
     y = wte[whole(tokens, 0, wte.shape[0] - 1)]
-    y = y if wpe is None else y + wpe[: tokens.shape[1]]
-    return (y, wte) if tied else y
+    return y if wpe is None else y + wpe[: tokens.shape[1]]
 
 
 def _affine(n, weight, bias):
@@ -168,7 +167,7 @@ def gelu(x, bias=None):
     return gelu_of(x if bias is None else x + bias)
 
 
-def mlp(x, up, down, gate=None, bias=None, row_norm=None, *, saves=None, precision=None):
+def mlp(x, up, down, gate=None, bias=None, row_norm=None, *, precision=None):
     return (gelu(x @ up, bias) if gate is None else swiglu(x @ gate, x @ up)) @ down
 
 

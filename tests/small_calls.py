@@ -63,11 +63,6 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
         [(2, 12, 128), (2, 9, 128)],
         [TOKENS],
     ),
-    "encoder_tied": (
-        lambda wte, tokens, **o: ops.encoder(tokens, wte, None, tied=True, **o),
-        [(2, 12, 128)],
-        [TOKENS],
-    ),
     "attention": (ops.attention, [(2, 1, 64, 2, 64), *[(2, 1, 64, 1, 64)] * 2], [], BF16),
     "attention_packed": (
         lambda qkv, **o: ops.attention(

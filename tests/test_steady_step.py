@@ -15,7 +15,7 @@ REST = "AdamW, norms, copies"
     [  # as in profiles of an H100, JAX 0.12.0.1
         ("nvjet_sm90_tst_128x256_64x4", f"{BLOCK}/dot_general", "matmuls of the blocks"),
         ("nvjet_sm90_tst_128x256_64x4", f"{STEP}/jvp()/dot_general", "head and loss"),
-        ("swiglu_mlp_forward_mosaic_gpu_kernel", "", "matmuls of the blocks"),
+        ("swiglu_mlp_backward_mosaic_gpu_kernel", "", "matmuls of the blocks"),
         ("linear_cross_entropy_statistics_and_gradient_mosaic_gpu_kernel", "", "head and loss"),
         ("quantize_fp8_mosaic_gpu_kernel", f"{STEP}/jvp()", "head and loss"),
         ("quantize_fp8_mosaic_gpu_kernel", BLOCK, "casts to fp8, maxima, scales"),

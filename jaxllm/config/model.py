@@ -127,11 +127,6 @@ class _Model(Section):
         return None if self.kernels == "auto" else self.kernels
 
     @property
-    def saves_products(self) -> bool:
-        """Whether remat keeps the products before the MLP's activation, but not its result."""
-        return self.remat in ("dots", "mlp")
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and the head: vocab_size rounded up to a multiple of 128."""
         return round_up(self.vocab_size, 128)

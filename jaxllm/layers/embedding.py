@@ -13,13 +13,13 @@ from jaxllm.sharding import (
     all_tokens,
     constrain,
     normal,
-    one_device,
     own_tokens,
     per_device,
 )
 from pallas_kernels import encoder, ids
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ids import Ids
+from pallas_kernels.totals import summed
 
 
 class Embedding(Layer):
@@ -61,20 +61,16 @@ class Embedding(Layer):
         positions: (T,) or (B, T); None: 0 ... T-1; ignored without wpe.
         Raises ValueError if T exceeds max_seq_len.
         """
-        return self._embed(tokens, positions, tied=False)[0]
+        return self._embed(tokens, positions, adds=True)
 
     def with_table(
         self, tokens: Integer[Ids, "B T"], positions: Integer[Ids, "..."] | None = None
     ) -> tuple[Float[Array, "B T C"], tuple[Float[Array, "V C"], Float[Array, "V C"] | None]]:
-        """(y, (wte, total)) for a tied head; both add their gradients to one array.
+        """(y, (wte, total)) for a tied head, which adds its gradient to the total, if any."""
+        return self._embed(tokens, positions, adds=False), array_and_total(self.wte.get_value())
 
-        On several devices the two gradients have different shardings, so they are computed
-        separately and then summed.
-        """
-        return self._embed(tokens, positions, tied=one_device())
-
-    def _embed(self, tokens, positions, *, tied: bool):
-        (wte, total), wpe, rows = array_and_total(self.wte.get_value()), None, None
+    def _embed(self, tokens, positions, *, adds: bool):
+        wte, wpe, rows = summed(*array_and_total(self.wte.get_value()), adds), None, None
         tokens = ids.saturated("tokens", tokens)
         if positions is not None:
             positions = ids.saturated("positions", positions)
@@ -91,25 +87,17 @@ class Embedding(Layer):
             elif positions is not None:
                 wpe = wpe[positions]
         dtype = self.dtype if rows is None else jnp.float32  # rounded once, after the sum
-        y = self._look_up(tokens, wte, wpe, dtype, tied=tied, total=total)
-        y, table = y if tied else (y, wte)
-        y = y if rows is None else (y + rows).astype(self.dtype)
-        return y, ((table, None) if total is None else (wte, table))
+        y = self._look_up(tokens, wte, wpe, dtype)
+        return y if rows is None else (y + rows).astype(self.dtype)
 
-    def _look_up(self, tokens, wte, wpe, dtype, *, tied=False, total=None):
+    def _look_up(self, tokens, wte, wpe, dtype):
         # The devices that shard the table do not gather it: each looks up the tokens of all in its
         # columns, and then they exchange the results.
         def op(tokens, wte, wpe):
-            found = encoder(
-                all_tokens(tokens),
-                wte,
-                wpe,
-                dtype=dtype,
-                tied=tied,
-                total=total,
-                implementation=self.implementation,
+            y = encoder(
+                all_tokens(tokens), wte, wpe, dtype=dtype, implementation=self.implementation
             )
-            return found if isinstance(found, tuple) else own_tokens(found)  # a tuple if tied
+            return own_tokens(y)
 
         table = P(None, SHARDS)
         op = per_device(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
@@ -17,7 +17,6 @@ from jaxllm.sharding import BATCH, P, one_device, per_device
 from pallas_kernels import gelu, mlp, swiglu
 from pallas_kernels.dispatch import Implementation
 
-Saves = Literal["derivatives", "products"]
 HIDDEN = P(BATCH, "context", "tensor")  # (B, T, F)
 
 
@@ -31,16 +30,13 @@ class MLP(Layer):
         *,
         std: float = 0.02,
         out_std: float | None = None,
-        saves_products: bool = False,
         linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """saves_products: the backward pass keeps the product of `up`, but not GELU of it."""
         linear = partial(linear, bias=True, implementation=implementation, rngs=rngs)
         self.up = linear(d_model, d_ff, std=std)
         self.down = linear(d_ff, d_model, axes=ROWS, std=out_std or std)
-        self.saves: Saves = "products" if saves_products else "derivatives"
         self.implementation = implementation
 
     def __call__(
@@ -56,7 +52,7 @@ class MLP(Layer):
         norm: the norm that x is a result of, as for Linear.
         """
         if self.up.joins and _in_one_op(x, self.up):
-            y = _whole(x, self.up, self.down, norm=norm, saves=self.saves)
+            y = _whole(x, self.up, self.down, norm=norm)
             return self.down.plus_bias(y) if add_bias else y
         if not self.up.joins or self.up.bias is None:
             hidden = (self.up(x),)
@@ -94,17 +90,14 @@ class GatedMLP(Layer):
         *,
         std: float = 0.02,
         out_std: float | None = None,
-        saves_products: bool = False,
         linear: Callable[..., Linear] = Linear,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """saves_products: the backward pass keeps gate and up, but not the activation's result."""
         linear = partial(linear, implementation=implementation, rngs=rngs)
         self.gate = linear(d_model, d_ff, name="gate_proj", std=std)
         self.up = linear(d_model, d_ff, name="up_proj", std=std)
         self.down = linear(d_ff, d_model, name="down_proj", axes=ROWS, std=out_std or std)
-        self.saves: Saves = "products" if saves_products else "derivatives"
         self.implementation = implementation
 
     def __call__(
@@ -112,7 +105,7 @@ class GatedMLP(Layer):
     ) -> Float[Array, "B T C"]:
         """Applies the layer; norm: the norm that x is a result of, as for Linear."""
         if all(w.joins for w in (self.gate, self.up, self.down)) and _in_one_op(x, self.up):
-            return _whole(x, self.up, self.down, gate=self.gate, norm=norm, saves=self.saves)
+            return _whole(x, self.up, self.down, gate=self.gate, norm=norm)
         # model.remat saves these by name.
         hidden = [checkpoint_name(w(x, norm=norm), "mlp") for w in (self.gate, self.up)]
         op = per_device(
@@ -145,7 +138,6 @@ def _whole(
     *,
     gate: Linear | None = None,
     norm: LayerNorm | RMSNorm | None = None,
-    saves: Saves,
 ) -> Float[Array, "B T C"]:
     """The whole layer in one op, without the bias of `down`."""
     layers = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
@@ -155,6 +147,6 @@ def _whole(
     arrays["row_norm"] = None if norm is None or not up.fp8 else norm.row_norm()
     totals = tuple(total for _, total in pairs.values())
     arrays["totals"] = None if totals[0] is None else totals
-    options = dict(saves=saves, implementation=up.implementation)
-    op = lambda x, arrays: mlp(x, **arrays, precision="fp8" if up.fp8 else None, **options)
+    options: dict = dict(precision="fp8" if up.fp8 else None, implementation=up.implementation)
+    op = lambda x, arrays: mlp(x, **arrays, **options)
     return per_device(op, in_specs=(TOKENS, P()), out_specs=TOKENS)(x, arrays)

@@ -33,7 +33,6 @@ class GPT2Block(Layer):
         self.mlp = MLP(
             C,
             config.ff_width,
-            saves_products=config.saves_products,
             implementation=implementation,
             **weights,
         )

@@ -42,7 +42,6 @@ class Llama3Block(Layer):
         self.mlp = GatedMLP(
             C,
             config.ff_width,
-            saves_products=config.saves_products,
             implementation=implementation,
             **weights,
         )

@@ -33,7 +33,6 @@ class VLSTMBlock(Layer):
         self.mlp = GatedMLP(
             C,
             config.ff_width,
-            saves_products=config.saves_products,
             implementation=implementation,
             **weights,
         )

@@ -1,1 +1,1 @@
-"""GELU and SwiGLU, alone and as the epilogue of a matmul."""
+"""GELU and SwiGLU, alone and in a feed-forward layer."""

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import elementwise as kernel
-from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
+from pallas_kernels.activations.elementwise import elementwise, sigmoid
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 
@@ -107,23 +107,11 @@ def gelu_forward_tile(x):
     return (x * sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * (x * x))),)
 
 
-def _gelu_parts(x, sigmoid):
-    """sigmoid(2 u) and d(2 u)/dx."""
+def gelu_backward_tile(x, dy):
     xx = jnp.minimum(x * x, _FLAT)
     s = sigmoid(x * (_TWO_ROOT + _TWO_ROOT * 0.044715 * xx))
-    return s, _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx
-
-
-def gelu_backward_tile(x, dy):
-    s, dz = _gelu_parts(x, sigmoid)
+    dz = _TWO_ROOT + 3 * _TWO_ROOT * 0.044715 * xx
     return (dy * (s + s * (1 - s) * x * dz),)
-
-
-def gelu_derivative_tile(x):
-    """GELU and its derivative."""
-    s, dz = _gelu_parts(x, fast_sigmoid)
-    y = x * s
-    return y, s + y * (1 - s) * dz
 
 
 def swiglu_forward_tile(gate, up):
@@ -136,35 +124,38 @@ def swiglu_backward_tile(gate, up, dy):
     return dy * up * (s + silu * (1 - s)), dy * silu
 
 
-def swiglu_derivative_tile(gate, up):
-    """The result and its derivatives by gate and by up."""
-    s = fast_sigmoid(gate)
-    silu = gate * s
-    return silu * up, up * (s + silu * (1 - s)), silu
-
-
 # ---- both passes -------------------------------------------------------------------------------
+
+
+# The forward pass of each returns its result and what the backward pass needs; that one takes
+# apply(tile, *inputs), which computes the gradients from the inputs and dy: `_elementwise`, or the
+# kernel that multiplies for dy first (feed_forward.py).
+
+
+def _elementwise(name, dy):
+    return lambda tile, *inputs: elementwise(tile, *inputs, dy, name=name, outputs=len(inputs))
+
+
+def swiglu_forward(gate, up):
+    return elementwise(swiglu_forward_tile, gate, up, name="swiglu_forward")[0], (gate, up)
+
+
+def swiglu_backward(saved, apply):
+    return tuple(apply(swiglu_backward_tile, *saved))
 
 
 @jax.custom_vjp
 def _swiglu(gate, up):
-    return elementwise(swiglu_forward_tile, gate, up, name="swiglu_forward")[0]
+    return swiglu_forward(gate, up)[0]
 
 
 _swiglu.defvjp(
-    lambda gate, up: (_swiglu(gate, up), (gate, up)),
-    lambda saved, dy: elementwise(
-        swiglu_backward_tile, *saved, dy, name="swiglu_backward", outputs=2
-    ),
+    swiglu_forward,
+    lambda saved, dy: swiglu_backward(saved, _elementwise("swiglu_backward", dy)),
 )
 
 
-@jax.custom_vjp
-def _gelu(x, bias):
-    return _gelu_forward(x, bias)[0]
-
-
-def _gelu_forward(x, bias):
+def gelu_forward(x, bias):
     if bias is None:
         return elementwise(gelu_forward_tile, x, name="gelu_forward")[0], (x, None)
     z = _plus(x, bias)
@@ -175,9 +166,9 @@ def _gelu_forward(x, bias):
     return y, (z, bias[:0])
 
 
-def _gelu_backward(saved, dy):
+def gelu_backward(saved, apply):
     z, like_bias = saved
-    (dz,) = elementwise(gelu_backward_tile, z, dy, name="gelu_backward")
+    (dz,) = apply(gelu_backward_tile, z)
     if like_bias is None:
         return dz, None
     # XLA reads dz again: by its bytes 0.07 ms for GPT-2's 32768 x 3072, less than 2% of a step.
@@ -190,7 +181,14 @@ def _plus(x, bias):
     return checkpoint_name(x + bias.astype(x.dtype), "gelu")
 
 
-_gelu.defvjp(_gelu_forward, _gelu_backward)
+@jax.custom_vjp
+def _gelu(x, bias):
+    return gelu_forward(x, bias)[0]
+
+
+_gelu.defvjp(
+    gelu_forward, lambda saved, dy: gelu_backward(saved, _elementwise("gelu_backward", dy))
+)
 
 GELU = (
     Form("general", _gelu, "sm_80", gelu_why_not, kernel.why_slower),

@@ -1,11 +1,9 @@
 """The kernel of gelu and swiglu: an elementwise function of arrays of one shape.
 
-The arrays are flattened.  A block of 128 threads loads `_BLOCK` consecutive elements of each,
-computes in float32, and stores the results.  Threads share nothing, so only the bytes in flight
-matter: the fewer instructions an element takes, the closer the kernel comes to a plain copy.
-
-    arrays   |<- _BLOCK ->|<- _BLOCK ->|   ...   |<- _BLOCK ->|<- rest ->|
-    blocks         0            1                   whole - 1    whole (from padded copies: "ends")
+The arrays are flattened, and copied if their size is no multiple of `_BLOCK`.  A block of 128
+threads loads `_BLOCK` consecutive elements of each, computes in float32, and stores the results.
+Threads share nothing, so only the bytes in flight matter: the fewer instructions an element takes,
+the closer the kernel comes to a plain copy.
 """
 
 import functools
@@ -14,7 +12,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
@@ -25,11 +22,8 @@ _BLOCK = 4096  # 128 threads x 4 vectors of 8
 
 def why_not(**arrays) -> str | None:
     """Why the kernel cannot take these arrays, or None."""
-    # Whole blocks are counted, not their elements.
-    sizes = {f"{name}.size": x.size for name, x in arrays.items() if x.size % _BLOCK}
     return (
-        mosaic.too_many(**sizes)
-        or mosaic.mixed_dtypes(**arrays)
+        mosaic.mixed_dtypes(**arrays)
         or mosaic.unsupported_dtype(**arrays)
         or mosaic.empty(**arrays)
     )
@@ -37,6 +31,8 @@ def why_not(**arrays) -> str | None:
 
 def why_slower(x, *others) -> str | None:
     """Why XLA's form is faster, or None: generation takes as long as it has kernels."""
+    if x.size % _BLOCK:
+        return f"the kernel would pad {x.size} elements to a multiple of {_BLOCK}"
     few = x.ndim > 0 and x.size <= 64 * x.shape[-1]
     return "XLA fuses 64 rows or fewer with other ops" if few else None
 
@@ -44,11 +40,6 @@ def why_slower(x, *others) -> str | None:
 def sigmoid(z):
     """1 / (1 + exp(-z)) inside a kernel; accurate in both tails."""
     return 1 / (1 + jnp.exp(-z))  # Mosaic's division of float32 is rcp.approx
-
-
-def fast_sigmoid(z):
-    """The same through rsqrt: 4 instructions fewer than a guarded division, twice the error."""
-    return jnp.square(lax.rsqrt(1 + jnp.exp(-z)))
 
 
 def activate(y, activation):
@@ -65,41 +56,22 @@ def elementwise(tile, *arrays, name, outputs=1):
     The arrays have one shape and dtype, and so have the results, a tuple.
     """
     x = arrays[0]
-    whole, rest = divmod(x.size, _BLOCK)
-    # Kernels do not check bounds, so the elements after the last whole block go through padded
-    # arrays, and their results are inserted afterwards: only the remainder is copied.
-    shape = (x.size,) if rest else (whole, _BLOCK)
-    flat = [a.reshape(shape) for a in arrays]
-    ends = [mosaic.pad_axis(a[whole * _BLOCK :], 0, _BLOCK) for a in flat] if rest else []
-    like = lambda *shape: [jax.ShapeDtypeStruct(shape, x.dtype)] * outputs
-    results, end_results = mosaic.kernel(
-        functools.partial(_body, tile, whole),
+    flat = [mosaic.pad_axis(a.reshape(a.size), 0, _BLOCK).reshape(-1, _BLOCK) for a in arrays]
+    (results,) = mosaic.kernel(
+        functools.partial(_body, tile),
         name=name,
-        out_type=[like(*shape), like(_BLOCK) if rest else []],
-        **mosaic.grid(block=whole + bool(rest)),
+        out_type=[[jax.ShapeDtypeStruct(flat[0].shape, x.dtype)] * outputs],
+        **mosaic.grid(block=len(flat[0])),
         # approx_math computes exp in two instructions, not seven; 16-bit results hide its error.
         compiler_params=plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2),
-    )(flat, ends)
-    if rest:
-        results = mosaic.put_ends(results, end_results, whole * _BLOCK, rest)
-    return tuple(y.reshape(x.shape) for y in results)
+    )(flat)
+    return tuple(y.reshape(y.size)[: x.size].reshape(x.shape) for y in results)
 
 
-def _body(tile, whole, sources, end_sources, targets, end_targets):
-    """A block computes a whole block of the arrays, or the remainder."""
-    i = lax.axis_index("block")
-    if not end_sources:
-        _compute(tile, sources, targets, i)
-        return
-    if whole:
-        here = pl.ds(i * _BLOCK, _BLOCK)
-        pl.when(i < whole)(lambda: _compute(tile, sources, targets, here))
-    pl.when(i == whole)(lambda: _compute(tile, end_sources, end_targets, pl.ds(0, _BLOCK)))
-
-
-def _compute(tile, sources, targets, where):
-    """Loads the elements `where` of every source, computes, and stores to every target."""
+def _body(tile, sources, targets):
+    """A block loads its elements of every source, computes, and stores to every target."""
     layout = plgpu.Layout.WG_STRIDED((_BLOCK,), 16 // sources[0].dtype.itemsize)  # 16-byte loads
-    results = tile(*(mosaic.load(ref.at[where], layout) for ref in sources))
+    block = lax.axis_index("block")
+    results = tile(*(mosaic.load(ref.at[block], layout) for ref in sources))
     for ref, result in zip(targets, results, strict=True):
-        mosaic.store(ref.at[where], result)
+        mosaic.store(ref.at[block], result)

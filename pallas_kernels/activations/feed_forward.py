@@ -2,12 +2,9 @@
 
     GELU     y = gelu(x W_up + b) W_down         SwiGLU   y = (silu(x W_gate) * (x W_up)) W_down
 
-Shazeer 2020, "GLU Variants Improve Transformer".  On Hopper the forward pass is one kernel up to
-the last matmul: it computes the activation h while it multiplies (activated_matmul.py); cuBLASLt
-multiplies first.  It saves h and its derivatives instead of the products, so that the backward
-kernel, which begins with dh = dy W_down^T, only multiplies dh with them and never writes it
-(matmul_epilogue.py).  Where rows are many, SwiGLU's gradients lie side by side, [dg du]: one matmul
-then sums dx = [dg du] [W_gate W_up]^T, and one has both weights' gradients, x^T [dg du].
+Shazeer 2020, "GLU Variants Improve Transformer".  XLA multiplies, and the activation is a kernel
+between its matmuls (activation.py).  On Hopper the backward pass of an activation begins with its
+matmul, dh = dy W_down^T, and never writes dh (matmul_epilogue.py).
 
 With precision="fp8" all matmuls take fp8 operands, as in fp8_linear (float8/linear.py).  Three of
 their operands come from the activation, and are the widest arrays of a block, so the activation's
@@ -43,9 +40,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import activation, matmul_epilogue
-from pallas_kernels.activations.activated_matmul import activated_matmul
-from pallas_kernels.activations.activated_matmul import why_slower as few_tiles
 from pallas_kernels.activations.elementwise import sigmoid
+from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms, not_a_multiple
@@ -67,7 +63,6 @@ def mlp(
     bias: Float[Array, " F"] | None = None,
     precision: Literal["fp8"] | None = None,
     row_norm: Float[Array, ""] | None = None,
-    saves: Literal["derivatives", "products"] = "derivatives",
     totals: tuple | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*rows C"]:
@@ -75,13 +70,12 @@ def mlp(
 
     precision: of the matmuls' operands; None: x's and the weights' dtypes; "fp8": as in fp8_linear.
     row_norm: of x, as in fp8_linear; for fp8.
-    saves: what the backward pass keeps beside h: its derivatives, or the products x gate and x up
-        (GELU: x up + bias), which jax.checkpoint can save by the names "mlp" and "gelu".
     totals: of the gradients of (up, down, gate) or (up, down) so far (totals.py).
 
-    Hopper's kernels need one of bfloat16 and float16 for x and weights, rows and F in multiples of
-    128 and C in multiples of 64; GELU a bias.  The others run matmuls of XLA and the kernels of
-    `gelu` or `swiglu`.  The kernels for fp8 need rows, C and F in multiples of 64; other calls take
+    jax.checkpoint can save the products x gate and x up by the name "mlp", and x up + bias by
+    "gelu".  Hopper's backward kernel needs one of bfloat16 and float16 for x and weights, rows and
+    F in multiples of 128 and C in multiples of 64; other calls run the backward kernels of `gelu`
+    or `swiglu`.  The kernels for fp8 need rows, C and F in multiples of 64; other calls take
     fp8_linear.  fp8 is fast only inside jit and with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false;
     an infinity or a NaN in x, a weight or dy makes each product that it enters NaN as a whole; with
     row_norm, one in x makes at least its row NaN.
@@ -96,7 +90,6 @@ def mlp(
         *(x, up, down, gate, bias),
         precision=precision,
         row_norm=row_norm,
-        saves=saves,
         totals=totals,
         implementation=implementation,
     )
@@ -132,22 +125,28 @@ def mlp_reference(x, up, down, *, gate=None, bias=None, precision=None):
     return times(activation.swiglu_reference(times(x, gate), times(x, up)), down)
 
 
-def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implementation, **options):
-    """The same by matmuls, and the activation by its own op."""
+def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implementation, fused=False):
+    """The same by matmuls, and the activation by its own op.
+
+    fused: the backward pass of the activation is a part of the matmul before it.
+    """
     up, down, gate = _summed(up, down, gate, totals)
     first = times = jnp.matmul
     if precision is not None:
         times = functools.partial(linear.fp8_linear, implementation=implementation)
         first = functools.partial(times, row_norm=row_norm)
     if gate is not None:
-        g, u = (checkpoint_name(first(x, w), "mlp") for w in (gate, up))
-        return times(activation.swiglu(g, u, implementation=implementation), down)
-    z = first(x, up)
-    if precision is not None:
-        # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which its own
-        # compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
-        z = lax.optimization_barrier(z)
-    return times(activation.gelu(z, bias, implementation=implementation), down)
+        op, inputs = activation.swiglu, [checkpoint_name(first(x, w), "mlp") for w in (gate, up)]
+    else:
+        z = first(x, up)
+        if precision is not None:
+            # XLA would move GELU into cuBLASLt's fp8 matmul, with z as a second output, which its
+            # own compiler then refuses ("RET_CHECK ... !has_aux_output", JAX 0.12.0.1).
+            z = lax.optimization_barrier(z)
+        op, inputs = activation.gelu, [z, bias]
+    if fused:
+        return _activated(gate is not None, inputs, down)
+    return times(op(*inputs, implementation=implementation), down)
 
 
 def _parts_why_not(x, up, down, gate, bias, **options) -> str | None:
@@ -158,33 +157,43 @@ def _parts_why_not(x, up, down, gate, bias, **options) -> str | None:
     return activation.swiglu_why_not(hidden, hidden)
 
 
-def why_not(x, up, down, gate, bias, *, saves, **options) -> str | None:
-    """Why Hopper's kernels do not support this call, or None."""
-    if saves == "products":
-        return "the kernel would multiply again for the activation: it saves derivatives"
-    if gate is None and bias is None:
-        return "without a gate the kernel needs a bias"
+def why_not(x, up, down, gate, bias, **options) -> str | None:
+    """Why Hopper's kernel does not support the backward pass of this call, or None."""
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[1]), x.dtype)
     return (
         mosaic.mixed_dtypes(x=x, up=up, gate=gate)
-        or matmul_epilogue.linear_why_not(down, hidden)
+        or matmul_epilogue.why_not(down, hidden)
         or mosaic.unsupported_dtype(bias=bias)
     )
 
 
-def _why_slower(x, up, down, gate, bias, **options) -> str | None:
-    return few_tiles(x, 1 if gate is None else 2, up.shape[1])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _activated(gated, inputs, down):
+    """h down for h = swiglu(gate, up) if `gated`, else gelu(x + bias)."""
+    return _activated_forward(gated, inputs, down)[0]
 
 
-def _whole(x, up, down, gate, bias, *, totals, **options):
-    rows = x.reshape(-1, x.shape[-1])
-    up, down, gate = _summed(up, down, gate, totals)
-    if gate is None:
-        return _gelu_layer(rows, up, bias, down).reshape(x.shape)
-    # Gradients side by side save 4 N C bytes of dx, and cost 8 C F for [gate up].  To a total, XLA
-    # adds inside the matmul of one weight's gradient, but not of two.
-    joint = totals is None and len(rows) >= 2 * gate.shape[1]
-    return _swiglu_layer(rows, gate, up, down, joint).reshape(x.shape)
+def _activated_forward(gated, inputs, down):
+    h, saved = (activation.swiglu_forward if gated else activation.gelu_forward)(*inputs)
+    return h @ down, (saved, h, down)
+
+
+def _activated_backward(gated, saved, dy):
+    saved, h, down = saved
+    rows = lambda a: a.reshape(-1, a.shape[-1])
+    backward = activation.swiglu_backward if gated else activation.gelu_backward
+    name = f"{'swiglu' if gated else 'gelu'}_mlp_backward"
+
+    def multiply(tile, *inputs):
+        inputs, sms = tuple(map(rows, inputs)), mosaic.sm_count()
+        results = matmul_with_epilogue(rows(dy), down, inputs, tile, name=name, sms=sms)
+        return [d.reshape(h.shape) for d in results]
+
+    d_down = jnp.matmul(rows(h).T, rows(dy), preferred_element_type=down.dtype)
+    return list(backward(saved, multiply)), d_down
+
+
+_activated.defvjp(_activated_forward, _activated_backward)
 
 
 def fp8_why_not(x, up, down, gate, bias, **options) -> str | None:
@@ -204,66 +213,6 @@ def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
     op, first = (_gelu_fp8, (up, bias)) if gate is None else (_swiglu_fp8, (up, gate))
     row_norm = None if row_norm is None else lax.stop_gradient(jnp.float32(row_norm))
     return op(x.reshape(-1, x.shape[-1]), *first, down, row_norm, totals).reshape(x.shape)
-
-
-# ---- GELU ---------------------------------------------------------------------------------------
-
-
-@jax.custom_vjp
-def _gelu_layer(x, up, bias, down):
-    return _gelu_layer_forward(x, up, bias, down)[0]
-
-
-def _gelu_layer_forward(x, up, bias, down):
-    options = dict(name="gelu_mlp_forward", sms=mosaic.sm_count())
-    h, slope = activated_matmul(x, (up,), bias, activation.gelu_derivative_tile, **options)
-    return h @ down, (x, up, jnp.zeros((), bias.dtype), down, h, slope)
-
-
-def _gelu_layer_backward(saved, dy):
-    x, up, like_bias, down, h, slope = saved
-    options = dict(sums=True, name="gelu_mlp_backward")
-    dz, d_bias, d_down = matmul_epilogue.linear_backward((slope,), h, down, dy, **options)
-    d_up = jnp.matmul(x.T, dz, preferred_element_type=x.dtype)
-    return dz @ up.T, d_up, d_bias.astype(like_bias.dtype), d_down
-
-
-_gelu_layer.defvjp(_gelu_layer_forward, _gelu_layer_backward)
-
-
-# ---- SwiGLU -------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _swiglu_layer(x, gate, up, down, joint):
-    """joint: the gradients of both products lie side by side."""
-    return _swiglu_layer_forward(x, gate, up, down, joint)[0]
-
-
-def _swiglu_layer_forward(x, gate, up, down, joint):
-    options = dict(name="swiglu_mlp_forward", sms=mosaic.sm_count())
-    h, *slopes = activated_matmul(x, (gate, up), None, activation.swiglu_derivative_tile, **options)
-    return h @ down, (x, gate, up, down, h, slopes)
-
-
-def _swiglu_layer_backward(joint, saved, dy):
-    x, gate, up, down, h, slopes = saved
-    options = dict(joint=joint, name="swiglu_mlp_backward")
-    *dh, d_down = matmul_epilogue.linear_backward(slopes, h, down, dy, **options)
-    weights = gate, up
-    if joint:
-        # Without the barrier XLA may concatenate the weights of all layers when the step starts.
-        dh, gate, up = jax.lax.optimization_barrier((dh, gate, up))
-        weights = (jnp.concatenate([gate, up], axis=1),)
-    # XLA's second matmul adds the first one's result.
-    dx = sum(d @ w.T for d, w in zip(dh, weights, strict=True))
-    # XLA reads the halves of a joint gradient where they are used, without a copy.
-    d_weights = [jnp.matmul(x.T, d, preferred_element_type=x.dtype) for d in dh]
-    d_gate, d_up = jnp.split(d_weights[0], 2, axis=1) if joint else d_weights
-    return dx, d_gate, d_up, d_down
-
-
-_swiglu_layer.defvjp(_swiglu_layer_forward, _swiglu_layer_backward)
 
 
 # ---- fp8 ----------------------------------------------------------------------------------------
@@ -390,7 +339,7 @@ _gelu_fp8.defvjp(_gelu_fp8_forward, _gelu_fp8_backward)
 
 
 FORMS = (
-    Form("hopper", _whole, "sm_90a", why_not, _why_slower),
+    Form("hopper", functools.partial(_in_parts, fused=True), "sm_90a", why_not),
     Form("general", _in_parts, "sm_80", _parts_why_not),
     Form("xla", _in_parts),
 )

@@ -109,9 +109,9 @@ EVERY = """encoder_forward encoder_backward_sums encoder_backward_vocabulary att
     attention_backward_dq attention_backward_dkv linear_cross_entropy_statistics_and_gradient"""
 KERNELS = {
     "gpt2": """layer_norm_forward layer_norm_backward add_layer_norm_forward add_layer_norm_backward
-    gelu_mlp_forward gelu_mlp_backward""",
+    gelu_mlp_backward""",
     "llama3": """rms_norm_forward rms_norm_backward add_rms_norm_forward add_rms_norm_backward
-    swiglu_mlp_forward swiglu_mlp_backward rope_forward rope_backward""",
+    swiglu_forward swiglu_mlp_backward rope_forward rope_backward""",
 }
 
 
@@ -125,8 +125,6 @@ def test_the_step_contains_every_kernel_forward_and_backward(model_type):
     )
     text = make(model).trace_train_step().lower(lowering_platforms=("cuda",)).as_text()
     assert set(f"{KERNELS[model_type]} {EVERY}".split()) <= names_in(text)
-    vocabulary = next(x for x in text.splitlines() if "encoder_backward_vocabulary" in x)
-    assert ("output_operand_alias<" in vocabulary) == (model_type == "gpt2")  # its head is tied
 
 
 # The effect on the loss of a batch that begins with this token.

@@ -190,7 +190,7 @@ def test_explain_counts_what_was_traced_not_what_was_called(capable):
     f = jax.jit(lambda x: gelu(x, implementation="xla"))
     for _ in range(3):
         f(jnp.ones(4))
-    jax.eval_shape(lambda x: gelu(gelu(x)), jnp.ones((65, 4)))
+    jax.eval_shape(lambda x: gelu(gelu(x)), jnp.ones((128, 32)))
     use_kernel("attention", None, "D=7 is odd")
     assert dispatch.explain().splitlines()[:3] == [
         "gelu       xla      asked for (1 call traced)",
@@ -333,7 +333,7 @@ def test_a_compiler_that_is_not_found_is_no_error(capable, caplog, monkeypatch):
 def test_no_kernel_runs_where_shard_map_checks_types_that_vary(capable, op, names):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     specs = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("d"))
-    x = jnp.ones((4, 8, 3, 64), jnp.bfloat16)  # a multiple of RoPE's tiles
+    x = jnp.ones((8, 8, 3, 64), jnp.bfloat16)  # a multiple of GELU's blocks and of RoPE's tiles
     for check in (False, True):
         for asked in (None, "mosaic", "xla"):
             dispatch.reset()

@@ -1,11 +1,9 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow
-from kernel_checks import check_op, kernels_run_here, normal
+from kernel_checks import check_op, normal
 
 from pallas_kernels.embedding import encoder, encoder_reference
 
@@ -57,46 +55,6 @@ def test_encoder_without_positions(tokens):
         normal(0, (10, 128)),
         kernels=KERNELS if tokens.size >= 32 else ("encoder_backward_vocabulary",),
     )
-
-
-@pytest.mark.parametrize(
-    ("batch", "time", "v", "width", "positions", "table", "dtype"),
-    [
-        (5, 30, 37, 256, 33, jnp.float32, jnp.bfloat16),
-        slow(3, 14, 50, 384, None, jnp.bfloat16, jnp.bfloat16),
-        (2, 9, 6, 1300, 12, jnp.float32, jnp.float32),  # its loads would overlap in untied tables
-        slow(2, 9, 3, 100, None, jnp.float16, jnp.float32),
-    ],
-)
-def test_tied_encoder_adds_to_the_gradient_of_the_head(
-    batch, time, v, width, positions, table, dtype
-):
-    tokens = zipf((batch, time), v)
-    wpe = None if positions is None else normal(2, (positions, width), table)
-    check_op(
-        lambda *a, **options: encoder(tokens, *a, tied=True, **options),
-        lambda *a, dtype: encoder_reference(
-            tokens, *a, tied=True, dtype=None if a[0].dtype == jnp.float64 else dtype
-        ),
-        normal(1, (v, width), table),
-        wpe,
-        kernels=KERNELS if tokens.size >= 32 else (KERNELS[0], KERNELS[2]),
-        dtype=dtype,
-    )
-
-
-def test_tied_encoder_leaves_the_rows_that_do_not_occur():
-    """They stay the same bit for bit, and the others are the sum of the two gradients."""
-    tokens, wte = zipf((2, 40), 99), normal(0, (99, 128))
-    dy, dtable = normal(1, (2, 40, 128)), normal(2, (99, 128))
-    run = functools.partial(encoder, dtype=jnp.float32, implementation="mosaic")
-    with kernels_run_here():
-        pull = jax.vjp(lambda wte: run(tokens, wte, None, tied=True), wte)[1]
-        both = jax.block_until_ready(pull((dy, dtable))[0])
-        pull = jax.vjp(lambda wte: run(tokens, wte, None), wte)[1]
-        alone = jax.block_until_ready(pull(dy)[0])
-    assert not alone.any(1).all()
-    np.testing.assert_array_equal(both, dtable + alone)
 
 
 def test_encoder_against_one_hot_matmuls():

@@ -23,12 +23,9 @@ HEADS = SUM | dict(transposed=True, vocab_size=49, chunk=64)
 
 
 def tied(wte, total=None, **o):
-    """A table that is the head, too: the head adds to the total first."""
-    y, table = encoder(TOKENS, wte, None, dtype=BF16, tied=True, total=total, **o)
-    x = y.reshape(-1, 128)
-    if total is None:
-        return linear_cross_entropy(x, table, LABELS, **SUM | o)
-    return linear_cross_entropy(x, wte, LABELS, total=table, **SUM | o)
+    """A table that is the head, too: the head adds to the total."""
+    y = encoder(TOKENS, summed(wte, total, adds=False), None, dtype=BF16, **o)
+    return linear_cross_entropy(y.reshape(-1, 128), wte, LABELS, total=total, **SUM | o)
 
 
 def layer(precision, up, down, gate=None, totals=None, **o):
@@ -43,10 +40,6 @@ def one(f):
 
 
 CASES = {  # a scalar of weights (and totals), the weights
-    "encoder": (
-        one(lambda w, **o: encoder(TOKENS, w, None, dtype=BF16, **o).astype(F32).sum()),
-        (TABLE,),
-    ),
     "tied": (one(tied), (TABLE,)),
     "head": (
         one(lambda w, **o: linear_cross_entropy(X, w, LABELS, **HEADS | o)),

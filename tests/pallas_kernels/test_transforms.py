@@ -18,13 +18,13 @@ import pallas_kernels as ops
 
 # Where kernels are interpreted, the loop of any other op repeats what its other tests show;
 # packed attention has the kernels of attention.
-IN_PLACE = {"cross_entropy", "linear_cross_entropy", "encoder", "encoder_tied", "attention_packed"}
+IN_PLACE = {"cross_entropy", "linear_cross_entropy", "attention_packed"}
 IN_PLACE |= {"decode_attention_new", "vlstm_step", "vlstm_packed", "vlstm_gated"}
 IN_LOOPS = [name for name in CASES if ON_GPU or name in IN_PLACE]
 
 
 def test_every_op_is_here():
-    variants = {"encoder_tied", "attention_packed", "decode_attention_new"}
+    variants = {"attention_packed", "decode_attention_new"}
     variants |= {"layer_norm_residual", "layer_norm_gate", "rms_norm_residual"}
     variants |= {"mlp_gelu", "mlp_fp8", "vlstm_packed", "vlstm_gated"}
     assert set(CASES) - variants == set(ops.__all__) - NO_KERNEL
