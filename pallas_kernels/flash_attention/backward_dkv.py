@@ -30,13 +30,13 @@ from pallas_kernels.flash_attention.schedule import Call, Heads, Tiles, Worker
 from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 
 
-def tiles(head_dim: int) -> Tiles:
+def tiles(head_dim: int, group: int) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
-    if head_dim <= 64:  # in halves
-        return Tiles(2, 128, 3, 16)
+    if head_dim <= 64:  # in halves; the heads of a group leave no registers for the next item
+        return Tiles(2, 128, 3, group == 1, 16)
     if head_dim <= 96:
-        return Tiles(2, 64, 3, 16)
-    return Tiles(2, 64, 4 if head_dim <= 128 else 2, 32)
+        return Tiles(2, 64, 3, True, 16)
+    return Tiles(2, 64, 4 if head_dim <= 128 else 2, False, 32)
 
 
 # Compute P and dS, and add to dV and dK.
@@ -63,7 +63,7 @@ def probabilities(w: Worker, i: KeysItem, k_ids, scores, step: Step, slot, maske
         x = masks.same_segment(x, k_ids, q_ids)
     if masked:
         # The positions are the same for all heads; without the barrier the compiler keeps them.
-        tile = lax.optimization_barrier(i.base + step.r)
+        tile = lax.optimization_barrier(i.stream.base + step.r)
         q0 = tile * s.columns + half * ROWS + visits.offset
         x = masks.visible(x, q0, i.k0, causal=visits.causal, window=visits.window, transposed=True)
     return jnp.exp2(x - column(w, w.smem.lse2, slot, half)), slope
@@ -75,7 +75,7 @@ def own(w: Worker, i: KeysItem, step: Step):
     The minimum changes nothing.  But where the compiler sees that an operand stays in place, it
     holds the descriptors of all its slices in registers.
     """
-    return jnp.minimum(i.at, step.n + keys.sets(w.schedule))
+    return jnp.minimum(i.at, step.n + w.schedule.sides * keys.sets(w.schedule))
 
 
 def one_head(w: Worker, i: KeysItem, add, g):
@@ -96,7 +96,7 @@ def one_head(w: Worker, i: KeysItem, add, g):
         plgpu.wgmma_wait(0)
         keys.release(w, i.step(g, i.last - 1).n)
     if visits.window is not None:
-        keys.pass_by(w, i, g, i.last, i.steps)
+        keys.pass_by(w, i, g, i.last, i.stream.steps)
 
 
 def all_heads(w: Worker, i: KeysItem, add):
@@ -114,16 +114,16 @@ def wait_for_k(w: Worker, i: KeysItem):
 
 def store(w: Worker, i: KeysItem, name: str, x):
     """Scales dk, and stores it or dv."""
-    s = w.schedule
+    s, smem, at = w.schedule, w.smem, keys.set_of(w)
     # Of two warpgroups that pair up each is the only reader of one of K and V.
-    buffer = (w.smem.v if name == "dk" else w.smem.k).at[i.at]
+    buffers = dict(dk=smem.dk, dv=smem.dv) if s.persistent else dict(dk=smem.v, dv=smem.k)
     refs = dict(zip(("dk", "dv"), w.results or (w.inputs.joint,) * 2, strict=True))
     x, first = (x * s.scale, s.k_first) if name == "dk" else (x, s.v_first)
     target = refs[name].at[i.batch, pl.ds(i.k0, ROWS), first + i.kv_head]
     plgpu.commit_smem()  # all warps have read what was there
-    buffer[...] = x.astype(s.dtype)
+    buffers[name][at] = x.astype(s.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, target)
+    plgpu.copy_smem_to_gmem(buffers[name].at[at], target)
 
 
 # ---- each warpgroup has 64 keys, steps of 64 queries: D = 96 and 128 -----------------------------
@@ -137,6 +137,7 @@ def sum_own_keys(w: Worker, i: KeysItem, add):
         plgpu.barrier_wait(w.smem.v_bars.at[i.at])
         all_heads(w, i, functools.partial(add, w, i, k_ids, dk_acc, dv_acc))
         dk, dv = dk_acc[...], dv_acc[...]
+        plgpu.wait_smem_to_gmem(0)  # the block before has left
         store(w, i, "dk", dk)
         store(w, i, "dv", dv)
 
@@ -301,12 +302,18 @@ def differentiate(w: Worker, i: KeysItem):
     pl.when(w.wg == 1)(lambda: pl.run_scoped(functools.partial(sum_dk, w, i), acc))
 
 
-def body(w: Worker):
-    """One block of keys."""
-    s, end, i = w.schedule, w.schedule.visits.lengths[1], keys.item_of(w)
-    if keys.pairs_up(s):
-        pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
-    keys.begin(w, i)
+def one_item(w: Worker, item, following, side, n0):
+    """One block of keys; returns the step after its last."""
+    s, end = w.schedule, w.schedule.visits.lengths[1]
+    if following is not None:
+        pl.when(following >= 0)(lambda: keys.load_kv(w, following, 1 - side))
+    i = keys.item_of(w, item, following, side, n0)
+    total = s.group * i.stream.steps
+    if s.persistent:  # of an item of fewer steps than are on their way when it begins
+        pl.loop(total, keys.ahead(s))(
+            lambda nth: keys.load(w, Step(n0 + nth, 0, nth), nth, i.stream, following)
+        )
+
     pl.when(i.k0 < end)(lambda: differentiate(w, i))
     if mosaic.cdiv(end, s.block) * s.block - end >= ROWS:
 
@@ -314,8 +321,17 @@ def body(w: Worker):
         def _():
             plgpu.barrier_wait(w.smem.k_bars.at[i.at])
             plgpu.barrier_wait(w.smem.v_bars.at[i.at])
-            pl.loop(0, s.group)(lambda g: keys.pass_by(w, i, g, 0, i.steps))
+            pl.loop(0, s.group)(lambda g: keys.pass_by(w, i, g, 0, i.stream.steps))
 
+    return n0 + total
+
+
+def body(w: Worker):
+    if keys.pairs_up(w.schedule):
+        pl.when(w.wg == 1)(lambda: plgpu.barrier_arrive(w.smem.p_free))
+    schedule.work_items(
+        w.inputs.plan, functools.partial(keys.begin, w), functools.partial(one_item, w)
+    )
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -329,7 +345,8 @@ def backward_dkv(
     lse2, minus_delta: from the dQ kernel.
     """
     # K and V must not stay in registers: ptxas gives these away too early (docs/attention.md).
-    packed, tile = segments is not None, tiles(q.shape[-1])
+    packed, group = segments is not None, q.shape[2] // k.shape[2]
+    tile = tiles(q.shape[-1], heads.q // heads.kv if heads else group)
     block = ROWS * (1 if q.shape[-1] > 128 else tile.wgs)
     s = schedule.schedule_of(q, k, tile, call, heads, block=block, packed=packed, by_keys=True)
     written = mosaic.cdiv(call.lengths[0], ROWS) * ROWS  # by the dQ kernel

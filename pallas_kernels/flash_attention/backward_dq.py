@@ -35,11 +35,11 @@ from pallas_kernels.pipeline import Ring
 def tiles(head_dim: int, packed: bool) -> Tiles:
     """The fastest on an H100; docs/attention.md has the others."""
     if head_dim <= 64:  # the ids of queries and keys share one array, so both have 64
-        return Tiles(3, 64, 4, 16) if packed else Tiles(2, 128, 3, 16)
+        return Tiles(3, 64, 4, True, 16) if packed else Tiles(2, 128, 3, True, 16)
     if head_dim <= 96:
-        return Tiles(2, 64, 3, 16)
+        return Tiles(2, 64, 3, True, 16)
     # At 256 as much as shared memory and registers hold.
-    return Tiles(2, 64, 3 if head_dim <= 128 else 2, 0)
+    return Tiles(2, 64, 3 if head_dim <= 128 else 2, False, 0)
 
 
 def ahead(s: Schedule) -> int:
@@ -61,8 +61,8 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
     buffers = dict(
-        q=s.buffer(s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars and o
-        do=s.buffer(s.wgs, ROWS),  # through which dQ leaves
+        q=s.buffer(s.sides * s.wgs, ROWS),  # of each warpgroup, like do, stats, q_bars, o and dq
+        do=s.buffer(s.sides * s.wgs, ROWS),
         kv=s.buffer(s.stages + ahead(s), s.columns),  # the ring of K, and then the ring of V
         stats=plgpu.SMEM((1 + has_dlse, s.wgs, ROWS), jnp.float32),  # lse, dlse
         q_bars=plgpu.Barrier(num_arrivals=4 + has_dlse + s.packed, num_barriers=s.wgs),
@@ -76,6 +76,8 @@ def scratch(s: Schedule, has_dlse: bool) -> dict:
         buffers["k_free"] = ring(num_arrivals=s.wgs)
     if has_o_buffer(s):
         buffers["o"] = s.buffer(s.wgs, ROWS)
+    if s.persistent:  # otherwise dQ leaves through the buffer of dO
+        buffers["dq"] = s.buffer(s.wgs, ROWS)
     return buffers
 
 
@@ -108,27 +110,30 @@ class Rows(NamedTuple):
 # Load: a warpgroup's rows, and the tiles of K and V.
 
 
-def load_rows(w: Worker, i: Item):
+def load_rows(w: Worker, item, side):
     s, inputs, smem = w.schedule, w.inputs, w.smem
-    rows, bar = pl.ds(jnp.maximum(i.q0, 0), ROWS), smem.q_bars.at[w.wg]
-    buffers = smem.q.at[w.wg], smem.do.at[w.wg], buffer_of_o(w)
-    for ref, buffer in zip((inputs.q, inputs.do, inputs.o), buffers, strict=True):
-        plgpu.copy_gmem_to_smem(ref.at[i.batch, rows, i.head], buffer, bar)
+    row, (batch, head) = s.where(item)
+    rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
+    at, bar = side * s.wgs + w.wg, smem.q_bars.at[w.wg]
+    buffers = (inputs.q, smem.q.at[at]), (inputs.do, smem.do.at[at]), (inputs.o, buffer_of_o(w))
+    for ref, buffer in buffers:
+        plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], buffer, bar)
     stats = (inputs.lse,) if inputs.dlse is None else (inputs.lse, inputs.dlse)
     for n, ref in enumerate(stats):
-        plgpu.copy_gmem_to_smem(ref.at[i.batch, i.head, rows], smem.stats.at[n, w.wg], bar)
+        plgpu.copy_gmem_to_smem(ref.at[batch, head, rows], smem.stats.at[n, w.wg], bar)
     if s.packed:
-        ids = inputs.segments.q_ids.at[i.batch, rows]
+        ids = inputs.segments.q_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.ids.at[s.stages + w.wg], bar)
 
 
 def load(w: Worker, i: Item, n, *tiles: Keys):
-    """Loads tiles of step n, if there is one."""
+    """Loads tiles of step n, if there is one: from the stream's end on of the next item."""
 
-    @pl.when(n < i.end)
-    def _():
+    def send_all(stream):
         for x in tiles:
-            queries.send(w.schedule, i, x, n)
+            queries.send(w.schedule, x, n, stream)
+
+    queries.send_any(w, n, i.stream, i.following, send_all)
 
 
 def refill(w: Worker, i: Item, n, free, *tiles: Keys):
@@ -147,23 +152,26 @@ def refill(w: Worker, i: Item, n, free, *tiles: Keys):
 
 
 def load_first(w: Worker, i: Item):
-    """Loads the tiles of the first steps."""
+    """Loads what the item before has not loaded: it had fewer steps than `ahead`, or is none."""
     s, k, v = w.schedule, keys_of(w), values_of(w)
+    begin = jnp.where(i.n0 == 0, 0, i.end - i.n0) if s.persistent else 0
 
-    @pl.loop(0, ahead(s))
-    def _(n):
+    @pl.loop(begin, ahead(s))
+    def _(step):
         if has_o_buffer(s):
-            load(w, i, n, k, v)
+            load(w, i, i.n0 + step, k, v)
         else:  # O is in the last slot of V
-            load(w, i, n, k)
-            pl.when(n < ahead(s) - 1)(lambda: load(w, i, n, v))
+            load(w, i, i.n0 + step, k)
+            pl.when(step < ahead(s) - 1)(lambda: load(w, i, i.n0 + step, v))
 
 
-def load_over_o(w: Worker, i: Item):
-    """Loads the tile where O was, once O has been read."""
+def load_following(w: Worker, i: Item):
+    """Loads the next item's rows, and the tile where O was: O and the statistics have been read."""
     s = w.schedule
     if not has_o_buffer(s):
-        pl.when(w.wg == s.wgs - 1)(lambda: load(w, i, ahead(s) - 1, values_of(w)))
+        pl.when(w.wg == s.wgs - 1)(lambda: load(w, i, i.n0 + ahead(s) - 1, values_of(w)))
+    if s.persistent:
+        pl.when(i.following >= 0)(lambda: load_rows(w, i.following, 1 - i.side))
 
 
 # Hand buffers back.
@@ -206,7 +214,7 @@ def rows_of(w: Worker, i: Item) -> Rows:
     # Without the barrier the compiler would round the product with the logits, not before.
     lse2 = lax.optimization_barrier(stat(smem.stats.at[0, w.wg]) * LOG2E)
     q_ids = stat(smem.ids.at[s.stages + w.wg]) if s.packed else None
-    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[w.wg], buffer_of_o(w)))
+    do, out = (tile_of(x).astype(jnp.float32) for x in (smem.do.at[i.at], buffer_of_o(w)))
     minus_delta = -jnp.sum(do * out, axis=1)
     if w.inputs.dlse is not None:
         minus_delta = minus_delta + stat(smem.stats.at[1, w.wg])
@@ -251,7 +259,7 @@ def step(w: Worker, i: Item, rows: Rows, dq_acc, n, masked):
         # Issue S = Q K^T and dP = dO V^T.  These minima change nothing.  But where the compiler
         # sees that an operand stays in place, it holds the descriptors of all its slices in
         # registers, up to 64 of them.
-        here = jnp.minimum(w.wg, n + s.wgs)
+        here = jnp.minimum(i.at, n + s.sides * s.wgs)
         v = values.smem.at[jnp.minimum(slot_of_v, n)]
         if not waits_after_p(s):
             plgpu.barrier_wait(smem.k_full.at[slot])
@@ -291,27 +299,28 @@ def accumulate(w: Worker, i: Item, rows: Rows, dq_acc):
 
 
 def store(w: Worker, i: Item, dq):
-    smem = w.smem.do
-    plgpu.commit_smem()  # all warps have multiplied with dO
+    # The next item's dO may be on its way into the buffer of dO.
+    smem = w.smem.dq if w.schedule.persistent else w.smem.do
+    plgpu.wait_smem_to_gmem(0)  # the block before has left it
     smem[w.wg] = (dq * w.schedule.scale).astype(w.schedule.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.at[w.wg], w.results[0].at[i.batch, i.rows, i.head])
 
 
-def body(w: Worker):
-    """One block of queries, from the diagonal downwards."""
-    s, i = w.schedule, queries.item_of(w)
+def differentiate(w: Worker, item, following, side, n0):
+    """One block of queries, from the diagonal downwards; returns the step after its last."""
+    s = w.schedule
+    i = queries.item_of(w, item, following, side, n0)
     # Load.
-    load_rows(w, i)
     pl.when(w.wg == s.wgs - 1)(lambda: load_first(w, i))
     plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
 
     @pl.when(i.q0 >= 0)
     def _():
         rows = rows_of(w, i)
-        load_over_o(w, i)
+        load_following(w, i)
         # Compute, while others may see tiles before these and after them.
-        pass_by(w, i, 0, i.first)
+        pass_by(w, i, n0, i.first)
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
         pl.run_scoped(functools.partial(accumulate, w, i, rows), accumulator)
         if s.visits.window is not None:
@@ -321,9 +330,15 @@ def body(w: Worker):
 
         @pl.when(i.q0 < 0)  # nothing but padding
         def _():
-            load_over_o(w, i)
-            pass_by(w, i, 0, i.end)
+            load_following(w, i)
+            pass_by(w, i, n0, i.end)
 
+    return i.end
+
+
+def body(w: Worker):
+    begin, one = (lambda item: load_rows(w, item, 0)), functools.partial(differentiate, w)
+    schedule.work_items(w.inputs.plan, begin, one)
     plgpu.wait_smem_to_gmem(0)
 
 

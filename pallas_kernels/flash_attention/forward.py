@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import masks, queries, schedule
-from pallas_kernels.flash_attention.queries import Item, Keys
+from pallas_kernels.flash_attention.queries import Item, Keys, Stream
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
 from pallas_kernels.mosaic import LOG2E, ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
@@ -45,11 +45,11 @@ from pallas_kernels.pipeline import Ring
 def tiles(head_dim: int, packed: bool) -> Tiles:
     """The fastest on an H100 that fit beside the ids; docs/attention.md has the others."""
     if head_dim <= 64:
-        return Tiles(3, 128, 4, 16)
+        return Tiles(3, 128, 4, True, 16)
     if head_dim <= 128:
-        return Tiles(2, 128, 3, 16)
+        return Tiles(2, 128, 3, head_dim <= 96 or not packed, 16)
     # 256 columns of O leave registers for 64 keys.
-    return Tiles(2, 64, 2 if packed else 3, 16)
+    return Tiles(2, 64, 2 if packed else 3, False, 16)
 
 
 def v_stages(s: Schedule) -> int:
@@ -59,13 +59,13 @@ def v_stages(s: Schedule) -> int:
 
 def scratch(s: Schedule) -> dict:
     """Shared memory and barriers of a block, see the picture."""
-    ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
+    own, ring = s.sides * s.wgs, functools.partial(plgpu.Barrier, num_barriers=s.stages)
     v_ring = functools.partial(plgpu.Barrier, num_barriers=v_stages(s))
     buffers = dict(
-        qo=s.buffer(s.wgs, ROWS),  # of each warpgroup: Q, and then O
+        qo=s.buffer(own, ROWS),  # of each warpgroup: Q, and then O
         k=s.buffer(s.stages, s.columns),  # the ring of K
         v=s.buffer(v_stages(s), s.columns),  # the ring of V
-        q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=s.wgs),
+        q_bars=plgpu.Barrier(num_arrivals=1 + s.packed, num_barriers=own),
         k_full=ring(num_arrivals=1 + s.packed),
         v_full=v_ring(),
         k_free=ring(num_arrivals=s.wgs),
@@ -73,7 +73,7 @@ def scratch(s: Schedule) -> dict:
         turn=plgpu.Barrier(num_barriers=s.wgs),
     )
     if s.packed:
-        buffers["q_ids"] = plgpu.SMEM((s.wgs, ROWS), jnp.int32)
+        buffers["q_ids"] = plgpu.SMEM((own, ROWS), jnp.int32)
         buffers["k_ids"] = plgpu.SMEM((s.stages, s.columns), jnp.int32)
     return buffers
 
@@ -103,33 +103,56 @@ def mixes_masks(s: Schedule) -> bool:
 # Load: the rows of Q, and the tiles of K and V.
 
 
-def load_q(w: Worker, i: Item):
-    smem, rows, bar = w.smem, pl.ds(jnp.maximum(i.q0, 0), ROWS), w.smem.q_bars.at[w.wg]
-    plgpu.copy_gmem_to_smem(w.inputs.q.at[i.batch, rows, i.head], smem.qo.at[w.wg], bar)
-    if w.schedule.packed:
-        ids = w.inputs.segments.q_ids.at[i.batch, rows]
-        plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[w.wg], bar)
+def load_q(w: Worker, item, side):
+    s, smem = w.schedule, w.smem
+    row, (batch, head) = s.where(item)
+    rows = pl.ds(jnp.maximum(row + w.wg * ROWS, 0), ROWS)
+    at = side * s.wgs + w.wg
+    plgpu.copy_gmem_to_smem(w.inputs.q.at[batch, rows, head], smem.qo.at[at], smem.q_bars.at[at])
+    if s.packed:
+        ids = w.inputs.segments.q_ids.at[batch, rows]
+        plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[at], smem.q_bars.at[at])
 
 
-def load(w: Worker, i: Item, x: Keys, n):
-    """Loads the tile of step n, if there is one.
+def load(w: Worker, x: Keys, n, stream: Stream, following):
+    """Loads the tile of step n, which from the stream's end on is one of the next item.
 
     One warp loads; only it waits until all warpgroups have left the buffer.
     """
 
+    def send_one(stream):
+        x.ring.claim(n)
+        queries.send(w.schedule, x, n, stream)
+
     def by_warp(warp):
-        @pl.when((warp == x.warp) & (n < i.end))
-        def _():
-            x.ring.claim(n)
-            queries.send(w.schedule, i, x, n)
+        pl.when(warp == x.warp)(lambda: queries.send_any(w, n, stream, following, send_one))
 
     pl.when(w.wg == x.ring.loader)(lambda: plgpu.warp_map(by_warp))
+
+
+def load_from(w: Worker, begin, n0, stream: Stream, following):
+    """Loads the tiles from step `begin` on that must be on their way when step n0 begins."""
+    for x in (keys_of(w), values_of(w)):
+        one = functools.partial(load, w, x, stream=stream, following=following)
+        pl.loop(begin, n0 + x.ahead)(lambda n, one=one: one(n))
 
 
 def load_later(w: Worker, i: Item, n):
     """Loads tiles under the matmuls of step n: all warpgroups have left the step before."""
     for x in (keys_of(w), values_of(w)):
-        load(w, i, x, n + x.ahead)
+        load(w, x, n + x.ahead, i.stream, i.following)
+
+
+def begin(w: Worker, item):
+    """Loads what the first item of a block needs at once."""
+    load_q(w, item, 0)
+    load_from(w, 0, 0, queries.stream_of(w, item, 0), None)
+
+
+def load_following_q(w: Worker, i: Item):
+    if i.following is not None:
+        plgpu.wait_smem_to_gmem(0)  # the O before has left that buffer
+        pl.when(i.following >= 0)(lambda: load_q(w, i.following, 1 - i.side))
 
 
 # Take turns, and hand buffers back.
@@ -164,7 +187,7 @@ def mask(w: Worker, i: Item, x, n):
     s, smem = w.schedule, w.smem
     if not s.packed:
         return queries.in_sight(s, i, x, n)
-    q_ids = plgpu.load(smem.q_ids.at[w.wg], layout=ROW, optimized=False)
+    q_ids = plgpu.load(smem.q_ids.at[i.at], layout=ROW, optimized=False)
     x = queries.in_sight(s, i, x, n, q_ids, smem.k_ids.at[keys_of(w).ring.slot(n)])
     plgpu.commit_smem()  # plain loads have read the ids: done before TMA writes there
     return x
@@ -198,7 +221,7 @@ def first_step(w: Worker, i: Item):
     s, slot = w.schedule, keys_of(w).ring.slot(i.first)
 
     def issue(s_acc):
-        plgpu.wgmma(s_acc, w.smem.qo.at[w.wg], w.smem.k.at[slot].transpose((1, 0)))
+        plgpu.wgmma(s_acc, w.smem.qo.at[i.at], w.smem.k.at[slot].transpose((1, 0)))
         next_turn(w)
         load_later(w, i, i.first)
         return s_acc[...]
@@ -220,7 +243,7 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     my_turn(w)
 
     def issue(s_acc):
-        here = jnp.minimum(w.wg, n + s.wgs)  # w.wg, but the compiler may not know it
+        here = jnp.minimum(i.at, n + s.sides * s.wgs)  # i.at, but the compiler may not know it
         plgpu.wgmma(s_acc, w.smem.qo.at[here], w.smem.k.at[slot].transpose((1, 0)))
         values_of(w).ring.wait(n - 1)
         plgpu.wgmma(o_acc, p, w.smem.v.at[before])
@@ -241,10 +264,11 @@ def step(w: Worker, i: Item, o_acc, n, carry):
 def accumulate(w: Worker, i: Item, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
     # Begin with the first tile.
-    plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
+    plgpu.barrier_wait(w.smem.q_bars.at[i.at])
     keys_of(w).ring.wait(i.first)
     my_turn(w)
     carry = first_step(w, i)
+    load_following_q(w, i)
     # Walk over the others.
     p, m, l = lax.fori_loop(i.first + 1, i.last, functools.partial(step, w, i, o_acc), carry)
     if w.schedule.packed:
@@ -266,24 +290,25 @@ def store(w: Worker, i: Item, o, m, l):
     inverse = 1 / l
     if masks.some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
         inverse = jnp.where(l > 0, inverse, 0)
-    plgpu.commit_smem()  # all warps have multiplied with the queries, whose buffer O takes
-    smem.qo[w.wg] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
+    # O leaves through its queries' buffer: another buffer would not fit beside the next queries'
+    # at D = 128, and at D = 64 it gains less than 1%.
+    plgpu.commit_smem()  # all warps have multiplied with the queries
+    smem.qo[i.at] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.qo.at[w.wg], o_ref.at[i.batch, i.rows, i.head])
+    plgpu.copy_smem_to_gmem(smem.qo.at[i.at], o_ref.at[i.batch, i.rows, i.head])
     mosaic.store(lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
 
 
-def body(w: Worker):
-    """One block of queries."""
-    s, i = w.schedule, queries.item_of(w)
-    pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(w.smem.turn.at[0]))
-    load_q(w, i)
-    for x in (keys_of(w), values_of(w)):
-        pl.loop(0, x.ahead)(lambda n, x=x: load(w, i, x, n))
+def attend(w: Worker, item, following, side, n0):
+    """One block of queries, with the steps from n0 on; returns the step after its last."""
+    s = w.schedule
+    i = queries.item_of(w, item, following, side, n0)
+    if following is not None:  # its tiles may follow at once: this item has few steps
+        load_from(w, i.end, n0, i.stream, following)
 
     @pl.when(i.q0 >= 0)
     def _():
-        pass_by(w, i, 0, i.first)
+        pass_by(w, i, n0, i.first)
         accumulator = plgpu.ACC((ROWS, s.width), jnp.float32)
         o, m, l = pl.run_scoped(functools.partial(accumulate, w, i), accumulator)
         store(w, i, o, m, l)
@@ -292,9 +317,16 @@ def body(w: Worker):
 
         @pl.when(i.q0 < 0)  # nothing but padding
         def _():
-            plgpu.barrier_wait(w.smem.q_bars.at[w.wg])
-            pass_by(w, i, 0, i.end)
+            plgpu.barrier_wait(w.smem.q_bars.at[i.at])
+            load_following_q(w, i)
+            pass_by(w, i, n0, i.end)
 
+    return i.end
+
+
+def body(w: Worker):
+    pl.when(w.wg == 0)(lambda: plgpu.barrier_arrive(w.smem.turn.at[0]))
+    schedule.work_items(w.inputs.plan, functools.partial(begin, w), functools.partial(attend, w))
     plgpu.wait_smem_to_gmem(0)
 
 

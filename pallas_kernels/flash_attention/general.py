@@ -76,7 +76,7 @@ def general_schedule(tiles, q, k, call: Call, heads, *, packed: bool, by_keys=Fa
     # In the backward pass segments and softcap need registers.
     more = tiles is not forward_tiles and (packed or call.softcap is not None)
     block, step = tiles(schedule.width_of(q.shape[-1]), call.tight or more)
-    tile = Tiles(1, step, 1, 16)
+    tile = Tiles(1, step, 1, False, 16)
     options = dict(block=block, packed=packed, by_keys=by_keys)
     return schedule.schedule_of(q, k, tile, call, heads, **options)
 

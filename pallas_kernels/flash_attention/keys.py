@@ -1,7 +1,8 @@
 """A block of keys past which queries stream, for the dK/dV kernel: queries.py from the other side.
 
-A block takes the same steps for each query head of its group, one head after the other: tiles
-base, base + 1, ... from the diagonal on.  A warpgroup sees some of them:
+Steps are numbered across all items of a kernel block.  An item takes the same steps for each query
+head of its group, one head after the other: tiles base, base + 1, ... from the diagonal on.  A
+warpgroup sees some of them:
 
     0         first                 unmasked     edge            last        steps
     | others see | masked, if causal | seen whole | masked: window | others see |
@@ -23,6 +24,15 @@ from pallas_kernels.mosaic import ROWS
 from pallas_kernels.pipeline import Ring
 
 
+class QueryStream(NamedTuple):
+    """What streams past an item: tiles base ... base + steps - 1 of each head of the group."""
+
+    batch: Any
+    head: Any  # the first one
+    base: Any
+    steps: Any
+
+
 class Queries(NamedTuple):
     """Tiles of Q or of dO, the statistics that come along, their ring, and the warp that fills it.
 
@@ -42,27 +52,28 @@ class Queries(NamedTuple):
 class Step(NamedTuple):
     """One step: a tile of queries of one head."""
 
-    n: Any  # counted over all heads
+    n: Any  # counted over all items of the block
     g: Any  # the head of the group
     r: Any  # the tile of the head; past the last one come the next head's
 
 
 class KeysItem(NamedTuple):
-    """A block of keys, as one warpgroup sees it."""
+    """A block of keys, as one warpgroup sees it; its steps are n0, n0 + 1, ..."""
 
     batch: Any
     kv_head: Any
     k0: Any  # the warpgroup's first key
     at: Any  # its buffer of K and V
-    base: Any  # the first tile of queries
-    steps: Any  # of each head
+    n0: Any
+    stream: QueryStream
+    following: Any  # the block's next item, negative or None if there is none
     first: Any  # of each head the warpgroup's first step
     last: Any  # the one after its last
     unmasked: Any  # its first step without a mask
     edge: Any  # its first step after those
 
     def step(self, g, r) -> Step:
-        return Step(g * self.steps + r, g, r)
+        return Step(self.n0 + g * self.stream.steps + r, g, r)
 
 
 def sets(s: Schedule) -> int:
@@ -105,14 +116,20 @@ def set_of(w: Worker):
     return 0 if pairs_up(w.schedule) else w.wg
 
 
-def item_of(w: Worker) -> KeysItem:
-    s, visits, at = w.schedule, w.schedule.visits, set_of(w)
-    key0, (batch, kv_head) = s.where(lax.axis_index("block"))
-    k0 = key0 + at * ROWS
-    limits, same = s.limits(key0, batch, w.inputs.segments)
-    low, high = visits.seen(key0, key0 + s.block, *limits)
+def stream_of(w: Worker, item) -> QueryStream:
+    s = w.schedule
+    key0, (batch, kv_head) = s.where(item)
+    low, high = s.visits.seen(key0, key0 + s.block, *s.limits(key0, batch, w.inputs.segments)[0])
     # The first tile is a variable because JAX 0.12 rejects slices that are statically too wide.
     base = low + lax.rem(w.wg, jnp.int32(1))
+    return QueryStream(batch, kv_head * s.group, base, high - low)
+
+
+def item_of(w: Worker, item, following, side, n0) -> KeysItem:
+    s, visits, stream = w.schedule, w.schedule.visits, stream_of(w, item)
+    key0, (batch, kv_head) = s.where(item)
+    k0, base = key0 + set_of(w) * ROWS, stream.base
+    limits, same = s.limits(key0, batch, w.inputs.segments)
     own = visits.seen(k0, k0 + ROWS, *limits)
     whole = visits.whole(k0, k0 + ROWS, *same)
     first, last = own[0] - base, own[1] - base
@@ -121,7 +138,8 @@ def item_of(w: Worker) -> KeysItem:
         unmasked = jnp.clip(whole[0] - base, first + 1, last)
     if visits.window is not None or s.packed:
         edge = jnp.clip(whole[1] - base, unmasked, last)
-    return KeysItem(batch, kv_head, k0, at, base, high - low, first, last, unmasked, edge)
+    at = side * sets(s) + set_of(w)
+    return KeysItem(batch, kv_head, k0, at, n0, stream, following, first, last, unmasked, edge)
 
 
 # ---- copies -------------------------------------------------------------------------------------
@@ -130,10 +148,10 @@ def item_of(w: Worker) -> KeysItem:
 def scratch(s: Schedule) -> dict:
     """Shared memory and barriers of a block, see the picture."""
     ring = functools.partial(plgpu.Barrier, num_barriers=s.stages)
-    own, stat = sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
+    own, stat = s.sides * sets(s), plgpu.SMEM((s.stages, s.columns), jnp.float32)
     buffers = dict(
         k=s.buffer(own, ROWS),  # of each 64 keys of the block, like v and their barriers
-        v=s.buffer(own, ROWS),  # through which dK leaves, and through k dV
+        v=s.buffer(own, ROWS),
         q=s.buffer(s.stages, s.columns),  # of each slot, like do and the statistics
         do=s.buffer(s.stages, s.columns),
         lse2=stat,
@@ -151,6 +169,8 @@ def scratch(s: Schedule) -> dict:
         swizzled = mosaic.wgmma_tiles(s.columns, jnp.float32)
         buffers["p"] = plgpu.SMEM((ROWS, s.columns), jnp.float32, transforms=swizzled)
         buffers["p_full"] = buffers["p_free"] = plgpu.Barrier()
+    if s.persistent:  # otherwise dV and dK leave through the buffers of K and V
+        buffers["dv"] = buffers["dk"] = s.buffer(sets(s), ROWS)
     return buffers
 
 
@@ -169,44 +189,58 @@ def queries_of(w: Worker) -> tuple[Queries, Queries]:
 # Load: K and V of a warpgroup, and the tiles of Q and dO.
 
 
-def load_kv(w: Worker, i: KeysItem):
-    s, smem, at, rows = w.schedule, w.smem, i.at, pl.ds(i.k0, ROWS)
-    k = w.inputs.k.at[i.batch, rows, s.k_first + i.kv_head]
-    v = w.inputs.v.at[i.batch, rows, s.v_first + i.kv_head]
+def load_kv(w: Worker, item, side):
+    s, smem = w.schedule, w.smem
+    key0, (batch, kv_head) = s.where(item)
+    rows = pl.ds(key0 + set_of(w) * ROWS, ROWS)
+    at = side * sets(s) + set_of(w)
+    k = w.inputs.k.at[batch, rows, s.k_first + kv_head]
+    v = w.inputs.v.at[batch, rows, s.v_first + kv_head]
     plgpu.copy_gmem_to_smem(k, smem.k.at[at], smem.k_bars.at[at])
     plgpu.copy_gmem_to_smem(v, smem.v.at[at], smem.v_bars.at[at])
     if s.packed:
-        ids = w.inputs.segments.k_ids.at[i.batch, rows]
+        ids = w.inputs.segments.k_ids.at[batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.k_ids.at[at], smem.k_bars.at[at])
 
 
-def send(w: Worker, i: KeysItem, x: Queries, step: Step):
-    """Starts to copy the tile of a step, once all warpgroups have left its buffer."""
-    s, (n, g, r) = w.schedule, step
+def send(w: Worker, x: Queries, n, g, r, stream: QueryStream):
+    """Starts to copy tile r of head g for step n, once all warpgroups have left its buffer."""
+    s = w.schedule
     if s.group > 1:  # no division, which would take longer than the copies
-        ends = [heads * i.steps for heads in range(1, ahead(s) + 1)]
+        ends = [heads * stream.steps for heads in range(1, ahead(s) + 1)]
         over = sum((r >= end).astype(jnp.int32) for end in ends)
-        g, r = g + over, r - over * i.steps
-    head, at = i.kv_head * s.group + g, pl.ds((i.base + r) * s.columns, s.columns)
+        g, r = g + over, r - over * stream.steps
+    at = pl.ds((stream.base + r) * s.columns, s.columns)
     x.ring.claim(n)
-    x.ring.send(n, x.ref.at[i.batch, at, head], x.smem)
-    x.ring.send(n, x.stats_ref.at[i.batch, head, at], x.stats_smem)
+    x.ring.send(n, x.ref.at[stream.batch, at, stream.head + g], x.smem)
+    x.ring.send(n, x.stats_ref.at[stream.batch, stream.head + g, at], x.stats_smem)
     if x.ids_ref is not None:
-        x.ring.send(n, x.ids_ref.at[i.batch, at], x.ids_smem)
+        x.ring.send(n, x.ids_ref.at[stream.batch, at], x.ids_smem)
 
 
-def load(w: Worker, i: KeysItem, step: Step):
-    """Loads the tiles of a step, if there is one.
+def load(w: Worker, step: Step, i, stream: QueryStream, following):
+    """Loads the tiles of a step, the i-th of its item.
 
-    It may lie up to `ahead` tiles past its head's last one.  Two warps load, one Q and one dO; only
-    they wait until all warpgroups have left the buffers.
+    It may lie up to `ahead` tiles past its head's last one; the tiles of the next item follow the
+    last head's.  Two warps load, one Q and one dO; only they wait until all warpgroups have left
+    the buffers.
     """
-    there = step.n < w.schedule.group * i.steps
+
+    def one(x):
+        past = i - w.schedule.group * stream.steps
+
+        def send_following():
+            coming = stream_of(w, following)
+            in_it = past < w.schedule.group * coming.steps
+            pl.when(in_it)(lambda: send(w, x, step.n, 0, past, coming))
+
+        pl.when(past < 0)(lambda: send(w, x, step.n, step.g, step.r, stream))
+        if following is not None:
+            pl.when((past >= 0) & (following >= 0))(send_following)
 
     def by_warp(warp):
         for x in queries_of(w):
-            mine = (warp == x.warp) & (w.wg == x.ring.loader)
-            pl.when(mine & there)(lambda x=x: send(w, i, x, step))
+            pl.when((warp == x.warp) & (w.wg == x.ring.loader))(lambda x=x: one(x))
 
     plgpu.warp_map(by_warp)
 
@@ -215,13 +249,16 @@ def load_later(w: Worker, i: KeysItem, g, r):
     """Loads what must be on its way after step r of head g."""
     # Without the barriers the compiler would compute indices ahead, and hold them in registers.
     g, r = lax.optimization_barrier(g), lax.optimization_barrier(r)
-    load(w, i, i.step(g, r + ahead(w.schedule)))
+    nth = g * i.stream.steps + r + ahead(w.schedule)
+    step = Step(i.n0 + nth, g, r + ahead(w.schedule))
+    load(w, step, nth, i.stream, i.following)
 
 
-def begin(w: Worker, i: KeysItem):
-    """Loads what a block needs at once."""
-    pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, i))
-    pl.loop(0, ahead(w.schedule))(lambda n: load(w, i, Step(n, 0, n)))
+def begin(w: Worker, item):
+    """Loads what the first item of a block needs at once."""
+    pl.when(w.wg < sets(w.schedule))(lambda: load_kv(w, item, 0))
+    stream = stream_of(w, item)
+    pl.loop(0, ahead(w.schedule))(lambda n: load(w, Step(n, 0, n), n, stream, None))
 
 
 # Hand buffers back.

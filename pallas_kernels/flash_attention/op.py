@@ -338,7 +338,7 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     q, k, _ = _shapes(operands)
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
     call = Call(
-        (t, s), causal, scale_of(scale, q), window, softcap,
+        (t, s), causal, scale_of(scale, q), mosaic.sm_count(), window, softcap,
         general, general and mosaic.is_tight(),
     )  # fmt: skip
     fits = d % 8 == 0 if general else t % 8 == 0 and d in WIDTHS

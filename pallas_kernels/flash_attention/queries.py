@@ -1,16 +1,15 @@
 """A block of queries past which keys stream, for the forward and the dQ kernel.
 
-Step n of 0 ... end - 1 takes the tile top - 1 - n: from the diagonal downwards.  A warpgroup sees
-some of them:
+Steps are numbered across all items of a kernel block.  Of a block of queries with steps n0 ... end
+- 1, step n takes the tile top - 1 - n: from the diagonal downwards.  A warpgroup sees some of them:
 
-    0         first         unmasked          edge            last        end
+    n0        first         unmasked          edge            last        end
     | others see | masked, if causal | seen whole | masked: window | others see |
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -20,41 +19,65 @@ from pallas_kernels.mosaic import COL, ROWS
 from pallas_kernels.pipeline import Ring
 
 
+class Stream(NamedTuple):
+    """What streams past an item: step n takes the tile top - 1 - n, up to the step end - 1."""
+
+    batch: Any
+    kv_head: Any
+    top: Any
+    end: Any
+
+
 class Item(NamedTuple):
     """A block of queries, as one warpgroup sees it."""
 
     batch: Any
     head: Any
-    kv_head: Any
     q0: Any  # the warpgroup's first query
-    top: Any
-    end: Any
+    at: Any  # the warpgroup's buffer
+    n0: Any
+    stream: Stream
     first: Any
     last: Any
     unmasked: Any
     edge: Any
+    following: Any  # the block's next item, negative or None if there is none
+    side: Any  # 0 and 1 by turns
+
+    @property
+    def end(self):
+        return self.stream.end
 
     @property
     def rows(self):
         return pl.ds(self.q0, ROWS)
 
 
-def item_of(w: Worker) -> Item:
-    s, visits = w.schedule, w.schedule.visits
-    row, (batch, head) = s.where(lax.axis_index("block"))
+def stream_of(w: Worker, item, n0) -> Stream:
+    """The Stream of an item whose first step is n0."""
+    s = w.schedule
+    row, (batch, head) = s.where(item)
+    low, high = s.visits.seen(row, row + s.block, *s.limits(row, batch, w.inputs.segments)[0])
+    return Stream(batch, head // s.group, n0 + high, n0 + high - low)
+
+
+def item_of(w: Worker, item, following, side, n0) -> Item:
+    s, visits, at = w.schedule, w.schedule.visits, side * w.schedule.wgs + w.wg
+    row, (batch, head) = s.where(item)
     q0 = row + w.wg * ROWS
     limits, same = s.limits(row, batch, w.inputs.segments)
-    low, top = visits.seen(row, row + s.block, *limits)
-    top += jnp.int32(0)  # a variable: JAX 0.12 rejects slices that are statically too wide
+    low, high = visits.seen(row, row + s.block, *limits)
+    stream = Stream(batch, head // s.group, n0 + high, n0 + high - low)
     own = visits.seen(q0, q0 + ROWS, *limits)
     whole = visits.whole(q0, q0 + ROWS, *same)
-    first, last = top - own[1], top - own[0]
-    unmasked = jnp.clip(top - whole[1], first + 1, last)
+    first, last = stream.top - own[1], stream.top - own[0]
+    unmasked = jnp.clip(stream.top - whole[1], first + 1, last)
     edge = last
     if visits.window is not None or s.packed:
-        edge = jnp.clip(top - whole[0], unmasked, last)
-    kv_head = head // s.group
-    return Item(batch, head, kv_head, q0, top, top - low, first, last, unmasked, edge)
+        edge = jnp.clip(stream.top - whole[0], unmasked, last)
+    return Item(
+        batch, head, q0, at, n0, stream, first, last, unmasked, edge, following, side
+    )  # fmt: skip
 
 
 class Keys(NamedTuple):
@@ -70,12 +93,24 @@ class Keys(NamedTuple):
     ids_smem: Any = None
 
 
-def send(s: Schedule, i: Item, x: Keys, n):
+def send(s: Schedule, x: Keys, n, stream: Stream):
     """Starts to copy the tile of step n."""
-    keys = pl.ds((i.top - 1 - n) * s.columns, s.columns)
-    x.ring.send(n, x.ref.at[i.batch, keys, x.first_head + i.kv_head], x.smem)
+    keys = pl.ds((stream.top - 1 - n) * s.columns, s.columns)
+    x.ring.send(n, x.ref.at[stream.batch, keys, x.first_head + stream.kv_head], x.smem)
     if x.ids_ref is not None:
-        x.ring.send(n, x.ids_ref.at[i.batch, keys], x.ids_smem)
+        x.ring.send(n, x.ids_ref.at[stream.batch, keys], x.ids_smem)
+
+
+def send_any(w: Worker, n, stream: Stream, following, send):
+    """send(the stream of step n): from the stream's end on the next item's, if there is one."""
+
+    def send_following():
+        coming = stream_of(w, following, stream.end)
+        pl.when(n < coming.end)(lambda: send(coming))
+
+    pl.when(n < stream.end)(lambda: send(stream))
+    if following is not None:
+        pl.when((n >= stream.end) & (following >= 0))(send_following)
 
 
 def in_sight(s: Schedule, i: Item, x, n, q_ids: Any = None, k_ids: Any = None):
@@ -86,6 +121,6 @@ def in_sight(s: Schedule, i: Item, x, n, q_ids: Any = None, k_ids: Any = None):
     visits = s.visits
     if s.packed:
         x = same_segment(x, q_ids, plgpu.load(k_ids, layout=COL, optimized=False))
-    k0, keys = (i.top - 1 - n) * s.columns, visits.lengths[1] if s.ragged else None
+    k0, keys = (i.stream.top - 1 - n) * s.columns, visits.lengths[1] if s.ragged else None
     q0 = i.q0 + visits.offset
     return visible(x, q0, k0, causal=visits.causal, window=visits.window, keys=keys)

@@ -8,7 +8,7 @@ import pytest
 from cases import slow
 from kernel_checks import ON_GPU, assert_error_ratio, check_op, normal
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, mosaic
 from pallas_kernels.flash_attention import masks, schedule
 from pallas_kernels.flash_attention import op as attention_module
 from pallas_kernels.flash_attention.masks import Visits
@@ -16,6 +16,12 @@ from pallas_kernels.flash_attention.op import attention, attention_reference, wh
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 BF16, FP16 = jnp.bfloat16, jnp.float16
+
+
+@pytest.fixture(autouse=True)
+def _few_sms(monkeypatch):
+    """Gives each block several work items, as in a full grid."""
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 2)
 
 
 def inputs(b, t, s, h, k, d, dtype=BF16, scale=1.0):
@@ -90,16 +96,17 @@ def test_attention_matches_float64(shape, dtype, options):
     check_op(attention, attention_reference, *arrays, kernels=KERNELS, **options)
 
 
+@pytest.mark.parametrize("t", [1500, 4096])  # items that the host plans, and that it does not
 @pytest.mark.parametrize("d", [slow(128), 256])
-def test_segments_leave_room_in_shared_memory(d):
-    q = jax.ShapeDtypeStruct((2, 1500, 36, d), BF16)
-    k = jax.ShapeDtypeStruct((2, 1500, 12, d), BF16)
+def test_segments_leave_room_in_shared_memory(t, d):
+    q = jax.ShapeDtypeStruct((2, t, 36, d), BF16)
+    k = jax.ShapeDtypeStruct((2, t, 12, d), BF16)
 
     def both(q, k, ids):
         run = functools.partial(attention, segment_ids=ids, implementation="mosaic")
         return jax.vjp(lambda q, k: run(q, k, k), q, k)[1](q)
 
-    traced = jax.jit(both).trace(q, k, jax.ShapeDtypeStruct((2, 1500), jnp.int32))
+    traced = jax.jit(both).trace(q, k, jax.ShapeDtypeStruct((2, t), jnp.int32))
     traced.lower(lowering_platforms=("cuda",))  # refuses more shared memory than there is
 
 
@@ -178,27 +185,27 @@ def test_tiles_of_other_segments_are_left_out():
 # ---- schedule --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("section", [1, 24, 64, 384])
-def test_each_item_is_taken_once_long_ones_first_in_each_section(section):
-    levels, pairs = 6, 384  # B32 T1024 12/12 D64
-    of = jax.vmap(functools.partial(schedule.order, levels=levels, section=section))
-    level, pair = of(jnp.arange(levels * pairs))
-    assert len(set(zip(level.tolist(), pair.tolist(), strict=True))) == levels * pairs
-    assert (np.diff(pair // section) >= 0).all()  # sections in order
-    assert (np.diff(pair // section * levels + level) >= 0).all()
+@pytest.mark.parametrize("section", [1, 22, 64, 384])
+def test_every_item_is_planned_once_and_blocks_are_done_together(section):
+    costs, pairs, blocks = (1152, 1024, 768, 640, 384, 256), 384, 132  # B32 T1024 12/12 D64
+    table = schedule.plan(costs, pairs, section, blocks)
+    count, items = table[:, 0], table[:, 1:]
+    there = np.arange(items.shape[1]) < count[:, None]
+    np.testing.assert_array_equal(np.sort(items[there]), np.arange(len(costs) * pairs))
+    assert (items[~there] == -1).all()
+    assert (count + 3 <= table.shape[1]).all()  # the kernels read two items ahead
+    load = np.where(there, np.array(costs)[items // pairs], 0).sum(1)
+    assert load.max() - load.min() <= costs[0]
+    section_of = np.where(there, items % pairs // section, pairs)
+    assert (np.diff(section_of) >= 0).all()  # sections in order
 
 
-@pytest.mark.parametrize(("pairs", "section"), [(128, 16), (24, 12), (13, 13), (58, 2)])
-def test_sections_are_equal(pairs, section):
-    q = jax.ShapeDtypeStruct((1, 2048, pairs, 96), BF16)  # 0.75 MiB of K and V for each head
-    call = schedule.Call((2048, 2048), True, 1.0, None, None)
-    s = schedule.schedule_of(
-        q, q, schedule.Tiles(2, 128, 3, 16), call, None, block=128, packed=False
-    )
-    row, (_, head) = jax.vmap(s.where)(jnp.arange(s.grid))
-    assert s.grid == 16 * pairs
-    np.testing.assert_array_equal(row[: 2 * section], np.repeat([15 * 128, 14 * 128], section))
-    np.testing.assert_array_equal(head[:: 16 * section], np.arange(0, pairs, section))
+def test_cost_of_a_block_is_what_it_visits():
+    visits = Visits((300, 300), True, None, 64)
+    rows = np.array([192, 64, -64])
+    assert schedule.block_costs(visits, rows, 128) == (5 * 64 + 128, 3 * 64 + 128, 64 + 128)
+    full = Visits((300, 300), False, None, 64)
+    assert schedule.block_costs(full, rows, 128) == (5 * 64 + 128,) * 3
 
 
 # ---- the reference, against an independent implementation ------------------------------------

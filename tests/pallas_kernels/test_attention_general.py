@@ -138,7 +138,7 @@ def test_another_name_of_a_form_is_an_error(monkeypatch):
 def test_shared_memory_suffices_on_the_smallest_gpus(kernel, tight, width):
     tiles, scratch = (getattr(general, f"{kernel}_{what}") for what in ("tiles", "scratch"))
     q = jax.ShapeDtypeStruct((1, 512, 1, width), BF16)
-    call = Call((512, 512), True, 1.0, None, None, general=True, tight=tight)
+    call = Call((512, 512), True, 1.0, 24, None, None, general=True, tight=tight)
     s = general.general_schedule(tiles, q, q, call, None, packed=False)
     assert s.width == width
     buffers = scratch(s).values()

@@ -6,7 +6,7 @@ import pytest
 from cases import slow
 from kernel_checks import ON_GPU, check_op, names_in, normal
 
-from pallas_kernels import Packed, attention, dispatch, linear_cross_entropy, rope
+from pallas_kernels import Packed, attention, dispatch, linear_cross_entropy, mosaic, rope
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkv")
 ROPE = ("rope_forward", "rope_backward")
@@ -22,6 +22,11 @@ def attention_qkv(qkv, n_heads, *, theta=None, positions=None, implementation=No
         positions = jnp.arange(t) if positions is None else positions
         packed = rope(packed, None, positions, theta=theta, implementation=implementation)
     return attention(packed, implementation=implementation, **options)
+
+
+@pytest.fixture(autouse=True)
+def _few_sms(monkeypatch):
+    monkeypatch.setattr(mosaic, "sm_count", lambda: 16 if ON_GPU else 1)
 
 
 @pytest.mark.parametrize(
