@@ -336,16 +336,10 @@ def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
 
     The axes T and S of the arrays are padded to multiples of 8, because a TMA copy into wgmma's
     layout moves groups of 8 rows.  Rows past call.lengths mean nothing.
-    segments: ids of the queries (B, T or more) and of the keys (B, S or more), or None.
+    segments: ids of the queries and of the keys, as `pad_segments` returns them, or None.
     heads: q, k and v are the same array, which holds all three.
     """
-    (b, rows, _, d), packed = q.shape, segments is not None
-    h, tile = q.shape[2] if heads is None else heads.q, tiles(d, packed)
+    tile, packed = tiles(q.shape[-1], segments is not None), segments is not None
     s = schedule.schedule_of(q, k, tile, call, heads, block=tile.wgs * ROWS, packed=packed)
-    ids = schedule.pad_segments(segments, call.lengths) if packed else None
-    out_type = (
-        jax.ShapeDtypeStruct((b, rows, h, d), q.dtype),
-        jax.ShapeDtypeStruct((b, h, schedule.stat_rows(call.lengths[0])), jnp.float32),
-    )
-    inputs = dict(q=q, k=k, v=v)
-    return schedule.launch(s, "attention_forward", body, inputs, ids, out_type, scratch(s))
+    inputs, out_type = dict(q=q, k=k, v=v), schedule.forward_results(q, call, heads)
+    return schedule.launch(s, "attention_forward", body, inputs, segments, out_type, scratch(s))

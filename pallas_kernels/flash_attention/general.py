@@ -46,39 +46,46 @@ from pallas_kernels.flash_attention import masks, schedule
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
 from pallas_kernels.mosaic import COL, LOG2E, ROW, WGMMA, along
 
-
-def forward_tiles(width: int, tight: bool) -> tuple[int, int]:
-    """(queries of a block, keys of a step); up to 128 two blocks fit 99 KB."""
-    if width <= 64:
-        return 128, 64
-    if width <= 128:
-        return (64, 64) if tight else (128, 64)
-    return 64, 32
-
-
-def dq_tiles(width: int, tight: bool) -> tuple[int, int]:
-    """(queries of a block, keys of a step)."""
-    if width <= 64:
-        return 128, 32 if tight else 64
-    return (128, 32) if width <= 128 and not tight else (64, 32)
+_TILES = {  # kernel, tight: (rows of a block, columns of a step) for D up to 64, 128 and 256
+    ("forward", False): ((128, 64), (128, 64), (64, 32)),  # up to 128 two blocks fit 99 KB
+    ("forward", True): ((128, 64), (64, 64), (64, 32)),
+    ("backward_dq", False): ((128, 64), (128, 32), (64, 32)),
+    ("backward_dq", True): ((128, 32), (64, 32), (64, 32)),
+    ("backward_dkv", False): ((128, 32), (64, 64), (64, 16)),
+    ("backward_dkv", True): ((64, 32), (64, 32), (64, 16)),
+}
 
 
-def dkv_tiles(width: int, tight: bool) -> tuple[int, int]:
-    """(keys of a block, queries of a step)."""
-    if width <= 64 and not tight:
-        return 128, 32
-    if width <= 128:
-        return 64, 32 if tight else 64
-    return 64, 16
-
-
-def general_schedule(tiles, q, k, call: Call, heads, *, packed: bool, by_keys=False) -> Schedule:
+def general_schedule(kernel: str, q, k, call: Call, heads, *, packed: bool) -> Schedule:
     # In the backward pass segments and softcap need registers.
-    more = tiles is not forward_tiles and (packed or call.softcap is not None)
-    block, step = tiles(schedule.width_of(q.shape[-1]), call.tight or more)
-    tile = Tiles(1, step, 1, False, 16)
-    options = dict(block=block, packed=packed, by_keys=by_keys)
-    return schedule.schedule_of(q, k, tile, call, heads, **options)
+    more = kernel != "forward" and (packed or call.softcap is not None)
+    width = schedule.width_of(q.shape[-1])
+    block, step = _TILES[kernel, call.tight or more][(width > 64) + (width > 128)]
+    options = dict(block=block, packed=packed, by_keys=kernel == "backward_dkv")
+    return schedule.schedule_of(q, k, Tiles(1, step, 1, False, 16), call, heads, **options)
+
+
+def scratch(kernel: str, s: Schedule) -> dict:
+    """Shared memory for tiles of a block's rows and of a step's columns, and for statistics."""
+    rows, columns, stats = {
+        "forward": ("q", "k v", ""),
+        "backward_dq": ("q do", "k v", "lse2 delta"),  # of a block
+        "backward_dkv": ("k v", "q do", "lse delta"),  # of a step
+    }[kernel]
+    sizes = dict.fromkeys(rows.split(), s.block) | dict.fromkeys(columns.split(), s.columns)
+    tiles = {name: ampere.tile(n, s.width, s.dtype) for name, n in sizes.items()}
+    stat = plgpu.SMEM((s.columns if s.visits.by_keys else s.block,), jnp.float32)
+    return tiles | dict.fromkeys(stats.split(), stat)
+
+
+def launch(kernel: str, body, call: Call, heads, inputs: dict, segments, out_type):
+    q, k, packed = inputs["q"], inputs["k"], segments is not None
+    s = general_schedule(kernel, q, k, call, heads, packed=packed)
+    # Sums of rows need no scratch, and a head dimension of 256 leaves none.
+    return schedule.launch(
+        s, f"general_attention_{kernel}", body, inputs, segments, out_type, scratch(kernel, s),
+        reduction_scratch_bytes=0,
+    )  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -166,17 +173,7 @@ def stat(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def tiles_of(s: Schedule, rows: str, columns: str) -> dict:
-    """Shared memory for tiles of a block's rows and of a step's columns, by name."""
-    sizes = dict.fromkeys(rows.split(), s.block) | dict.fromkeys(columns.split(), s.columns)
-    return {name: ampere.tile(n, s.width, s.dtype) for name, n in sizes.items()}
-
-
 # ---- forward ---------------------------------------------------------------------------------
-
-
-def forward_scratch(s: Schedule) -> dict:
-    return tiles_of(s, "q", "k v")
 
 
 def forward_step(b: Block, n, carry):
@@ -218,27 +215,11 @@ def forward_body(w: Worker):
 @functools.partial(jax.jit, static_argnames=("call", "heads"))
 def forward(q, k, v, segments=None, *, call: Call, heads: Heads | None = None):
     """As forward.forward, but T and S may be any, and D a multiple of 8."""
-    (b, t, _, d), packed = q.shape, segments is not None
-    h = q.shape[2] if heads is None else heads.q
-    s = general_schedule(forward_tiles, q, k, call, heads, packed=packed)
-    ids = schedule.pad_segments(segments, call.lengths) if packed else None
-    out_type = (
-        jax.ShapeDtypeStruct((b, t, h, d), q.dtype),
-        jax.ShapeDtypeStruct((b, h, schedule.stat_rows(t)), jnp.float32),
-    )
-    # Sums of rows need no scratch.
-    return schedule.launch(
-        s, "general_attention_forward", forward_body, dict(q=q, k=k, v=v), ids, out_type,
-        forward_scratch(s), reduction_scratch_bytes=0,
-    )  # fmt: skip
+    inputs, out_type = dict(q=q, k=k, v=v), schedule.forward_results(q, call, heads)
+    return launch("forward", forward_body, call, heads, inputs, segments, out_type)
 
 
 # ---- dQ and delta ----------------------------------------------------------------------------
-
-
-def dq_scratch(s: Schedule) -> dict:
-    of_rows = plgpu.SMEM((s.block,), jnp.float32)
-    return tiles_of(s, "q do", "k v") | dict(lse2=of_rows, delta=of_rows)
 
 
 def dq_begin(b: Block, delta_ref):
@@ -294,14 +275,9 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: H
 
     The last two are (B, H, schedule.stat_rows(T)) fp32, what the dK/dV kernel wants.
     """
-    s = general_schedule(dq_tiles, q, k, call, heads, packed=segments is not None)
-    dq, delta = schedule.launch(
-        s, "general_attention_backward_dq", dq_body,
-        dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse), segments,
-        (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
-        # Sums of rows need no scratch, and a head dimension of 256 leaves none.
-        dq_scratch(s), reduction_scratch_bytes=0,
-    )  # fmt: skip
+    inputs = dict(q=q, k=k, v=v, o=out, lse=lse, do=dout, dlse=dlse)
+    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, lse)]
+    dq, delta = launch("backward_dq", dq_body, call, heads, inputs, segments, out_type)
     return dq, lse, delta
 
 
@@ -310,18 +286,6 @@ def backward_dq(q, k, v, out, lse, dout, dlse, segments, *, call: Call, heads: H
 # Sums stay inside the block: it streams the queries of its group's heads, one after the other.
 # At a head dimension of 256 registers hold only one of dK and dV.  The kernel then runs twice and
 # computes S^T each time: five matmuls instead of four.
-
-
-class Both(NamedTuple):
-    """Of dK and dV, or of one of them; None for the other one."""
-
-    dk: Any
-    dv: Any
-
-
-def dkv_scratch(s: Schedule) -> dict:
-    of_columns = plgpu.SMEM((s.columns,), jnp.float32)
-    return tiles_of(s, "k v", "q do") | dict(lse=of_columns, delta=of_columns)
 
 
 def load_queries(b: Block, name: str, step):
@@ -354,46 +318,42 @@ def after(b: Block, step):
 
 
 def dkv_step(b: Block, last, n, carry):
-    """Adds P^T dO of the n-th step to dV and dS^T Q to dK."""
-    s, smem, (i, (dk, dv)) = b.w.schedule, b.w.smem, carry
+    """Adds P^T dO of the n-th step to dV and dS^T Q to dK, as far as `sums` has them."""
+    s, smem, (i, sums) = b.w.schedule, b.w.smem, carry
     later = after(b, i)
     of_columns = lambda ref: along(stat(ref, COL), (s.block, s.columns), 1)
     ampere.wait(1)  # for dO
-    dp = None if dk is None else ampere.rows_times_rows(smem.v, smem.do)
+    dp = ampere.rows_times_rows(smem.v, smem.do) if "dk" in sums else None
     ampere.wait()  # for Q
     x, slope = scores(b, i[1], ampere.rows_times_rows(smem.k, smem.q))
     p = jnp.exp2(x - of_columns(smem.lse) * LOG2E)
-    if dv is not None:
-        dv = ampere.times_rows(dv, p, smem.do)
+    if "dv" in sums:
+        sums |= dict(dv=ampere.times_rows(sums["dv"], p, smem.do))
     ampere.meet()  # all have read dO
     pl.when(n < last)(lambda: load_queries(b, "do", later))
     if dp is not None:
         ds = p * (dp - of_columns(smem.delta))
-        dk = ampere.times_rows(dk, ds if slope is None else ds * slope, smem.q)
+        ds = ds if slope is None else ds * slope
+        sums |= dict(dk=ampere.times_rows(sums["dk"], ds, smem.q))
     ampere.meet()  # all have read Q
     pl.when(n < last)(lambda: load_queries(b, "q", later))
-    return later, Both(dk, dv)
+    return later, sums
 
 
-def dkv_body(wanted: Both, w: Worker):
+def dkv_body(wanted: tuple[str, ...], w: Worker):
     s, smem, b = w.schedule, w.smem, block_of(w)
-    targets = iter(w.results or (w.inputs.joint,) * 2)
-    targets = Both(*(next(targets) if wants else None for wants in wanted))
-    zeros = mosaic.zeros((s.block, s.width), WGMMA)
-    nothing = Both(*(zeros if wants else None for wants in wanted))
+    nothing = dict.fromkeys(wanted, mosaic.zeros((s.block, s.width), WGMMA))
     steps = s.group * (b.high - b.low)
     one = functools.partial(dkv_step, b, steps - 1)
-    dk, dv = lax.fori_loop(0, steps, one, (dkv_begin(b), nothing))[1]
+    sums = lax.fori_loop(0, steps, one, (dkv_begin(b), nothing))[1]
     # Scale dK, and store both through the buffers of K and V.
-    parts = []
-    if dk is not None:
-        smem.k[...] = (dk * s.scale).astype(s.dtype)
-        parts.append((smem.k, targets.dk, s.k_first))
-    if dv is not None:
-        smem.v[...] = dv.astype(s.dtype)
-        parts.append((smem.v, targets.dv, s.v_first))
+    through = dict(dk=(smem.k, s.k_first, s.scale), dv=(smem.v, s.v_first, 1))
+    for name in wanted:
+        buffer, _, scale = through[name]
+        buffer[...] = (sums[name] * scale).astype(s.dtype)
     ampere.meet()
-    for buffer, ref, first_head in parts:
+    for name, ref in zip(wanted, w.results or (w.inputs.joint,) * 2, strict=False):
+        buffer, first_head, _ = through[name]
         ampere.store_rows(buffer, ref, b.batch, first_head + b.head, b.row, s.visits.lengths[1])
 
 
@@ -402,17 +362,11 @@ def backward_dkv(
     q, k, v, lse, dout, delta, segments, joint=None, *, call: Call, heads: Heads | None = None
 ):
     """(dk, dv) like (k, v); with a ref `joint` nothing: they are written there."""
-    s = general_schedule(dkv_tiles, q, k, call, heads, packed=segments is not None, by_keys=True)
+    inputs = dict(q=q, k=k, v=v, lse=lse, do=dout, delta=delta, joint=joint)
     like = jax.ShapeDtypeStruct(k.shape, q.dtype)
 
-    def run(**wanted):
-        wanted = Both(**wanted)
-        return schedule.launch(
-            s, "general_attention_backward_dkv", functools.partial(dkv_body, wanted),
-            dict(q=q, k=k, v=v, lse=lse, do=dout, delta=delta, joint=joint), segments,
-            () if heads else (like,) * sum(wanted), dkv_scratch(s), reduction_scratch_bytes=0,
-        )  # fmt: skip
+    def run(*wanted):
+        body, out_type = functools.partial(dkv_body, wanted), () if heads else (like,) * len(wanted)
+        return launch("backward_dkv", body, call, heads, inputs, segments, out_type)
 
-    if s.width <= 128:
-        return run(dk=True, dv=True)
-    return *run(dk=True, dv=False), *run(dk=False, dv=True)
+    return run("dk", "dv") if q.shape[-1] <= 128 else (*run("dk"), *run("dv"))

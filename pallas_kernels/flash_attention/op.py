@@ -347,6 +347,8 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
         arrays = (operands.array.reshape(*q.shape[:2], -1, d),)
     else:
         heads, arrays = None, tuple(_pad(x, general) for x in _split(operands))
+    if segment_ids is not None:
+        segment_ids = pad_segments(segment_ids, call.lengths)
     out, lse = _attention(arrays, segment_ids, call, heads, return_lse)
     out = out if heads else out[:, :t, :, :d]
     return (out, lse[:, :, :t]) if return_lse else out
@@ -380,9 +382,8 @@ def backward(q, k, v, out, lse, dout, dlse, segments=None, *, call: Call, heads=
     """(dq, dk, dv), or with `heads`, where q, k and v are one array, its only gradient.
 
     lse, dlse (None: zero): (B, H, stat_rows(T)) float32.  Rows of dout past T must be zero.
+    segments: from `pad_segments`.
     """
-    if segments is not None:
-        segments = pad_segments(segments, call.lengths)
     rows = 2 * ROWS if call.general else ROWS
     if some_rows_see_nothing(call.window, segments is not None, rows):
         # A row that sees no key: P = exp(-1e30) = 0, whatever cotangent came for its lse.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -204,6 +205,14 @@ def launch(
             approx_math=True, unsafe_no_auto_barriers=True, **parameters
         ),
     )(tuple(inputs.values()))
+
+
+def forward_results(q, call: Call, heads: Heads | None):
+    """The types of O (B, T, H, D) and of the log-sum-exp (B, H, stat_rows(T))."""
+    (b, t, h, d), stats = q.shape, stat_rows(call.lengths[0])
+    h = h if heads is None else heads.q
+    lse = jax.ShapeDtypeStruct((b, h, stats), jnp.float32)
+    return jax.ShapeDtypeStruct((b, t, h, d), q.dtype), lse
 
 
 def stat_rows(t: int) -> int:
