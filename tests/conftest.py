@@ -113,7 +113,7 @@ def op_by_op(monkeypatch):
     from pallas_kernels.mlstm import chunkwise, one_array
 
     monkeypatch.setattr(chunkwise, "chunkwise", chunkwise.chunkwise.__wrapped__)
-    monkeypatch.setattr(one_array, "_in_one_array", one_array._in_one_array.__wrapped__)
+    monkeypatch.setattr(one_array, "gated_cell", one_array.gated_cell.__wrapped__)
 
 
 @pytest.fixture

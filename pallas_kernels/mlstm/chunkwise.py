@@ -22,6 +22,7 @@ from pallas_kernels.mlstm import (
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.walk import states
+from pallas_kernels.packed import Packed
 
 
 class CellForm(NamedTuple):
@@ -69,42 +70,63 @@ def tile_size(dqk: int, dv: int, form: CellForm = HOPPER) -> int:
     return min(128, form.largest) if even else 64
 
 
+def in_place(packed: Packed, form: CellForm) -> bool:
+    """Whether the kernels take the array as it is: without padding."""
+    (_, dqk), _, (_, dv), *_ = packed.parts
+    return not (dqk % 64 or dv % 64 or packed.array.shape[1] % form.rows)
+
+
 @functools.partial(
     jax.jit,  # traced and lowered once for all layers
     static_argnames=("gate", "normalize", "return_state", "form"),
 )
-def chunkwise(
-    q, k, v, i, f, *,
+def chunkwise(operands, i, f, *, return_state=False, **options):
+    """Computes `reference.chunkwise` with the kernels, for eps = 0; options: of `arguments`.
+
+    operands: q, k and v, or a Packed of them.
+    """
+    arrays, i, lf, first, m, starts, call = arguments(
+        operands, i, f, return_state=return_state, **options
+    )
+    h, last = cell(arrays, i, lf, first, m, starts, call)
+    h = h[:, : call.length, :, : call.dv]
+    if not return_state:
+        return h
+    c, n = last[0][..., : call.dqk, : call.dv], last[1][..., : call.dqk]
+    m_last = gates(i, lf, m, starts, call.size).m_last
+    scale = jnp.exp(lax.stop_gradient(m_last) - m_last)  # 1, with the gradient of e^-m
+    return h, (c * scale[..., None, None], n * scale[..., None], m_last)
+
+
+def arguments(
+    operands, i, f, *,
     gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False,
     form: CellForm = HOPPER,
 ):  # fmt: skip
-    """Computes `reference.chunkwise` with the kernels, for eps = 0."""
-    length, dqk, dv = q.shape[1], q.shape[-1], v.shape[-1]
-    packed = segment_ids is not None
-    starts = reference._starts(segment_ids, i.shape[:2]) if packed else None
-    wide = mosaic.stat_dtype(q.dtype)
+    """The arguments of `cell`.  A Packed may have further parts if it is read in place."""
+    one = isinstance(operands, Packed) and in_place(operands, form)
+    if isinstance(operands, Packed):
+        operands, array = operands.shapes() if one else operands.split(), operands.array
+    q, k, v, *_ = operands
+    dqk, dv, wide = q.shape[-1], v.shape[-1], mosaic.stat_dtype(q.dtype)
+    starts = None if segment_ids is None else reference._starts(segment_ids, i.shape[:2])
     i, lf = reference._log_gates(i, f, gate, wide)
-    size = tile_size(dqk, dv, form)
-    # The kernels do not differentiate m; these factors are 1, with the gradients of e^m and e^-m.
-    hold, first, m = lax.stop_gradient, None, jnp.zeros((i.shape[0], i.shape[2]), wide)
+    first, m = None, jnp.zeros((i.shape[0], i.shape[2]), wide)
     if initial_state is not None:
         c, n, m = reference._state(initial_state, q, v)
-        scale = jnp.exp(m - hold(m))
+        # 1, with the gradient of e^m, because the kernels do not differentiate m.
+        scale = jnp.exp(m - lax.stop_gradient(m))
         c = mosaic.pad_axis(mosaic.pad_axis(c, 2, 64), 3, 64)
         first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]
     # Tiles are multiples of 64 columns.  Other lengths and widths are padded in copies.
-    q, k, v = (mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64) for x in (q, k, v))
-    given = first is not None
-    sms = mosaic.sm_count()
-    call = CellCall(length, dqk, dv, size, normalize, packed, given, return_state, sms, form)
-    h, last = cell((q, k, v), i, lf, first, hold(m), starts, call)
-    h = h[:, :length, :, :dv]
-    if not return_state:
-        return h
-    c, n = last[0][..., :dqk, :dv], last[1][..., :dqk]
-    m_last = gates(i, lf, m, starts, size).m_last
-    scale = jnp.exp(hold(m_last) - m_last)
-    return h, (c * scale[..., None, None], n * scale[..., None], m_last)
+    pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64)
+    arrays = (array,) if one else tuple(map(pad, (q, k, v)))
+    size = tile_size(dqk, dv, form)
+    call = CellCall(
+        q.shape[1], dqk, dv, size, normalize, starts is not None, first is not None, return_state,
+        mosaic.sm_count(), form,
+    )  # fmt: skip
+    return arrays, i, lf, first, m, starts, call
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -147,18 +169,18 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
     return (h, last), (arrays, g, c, n, norm, sign)
 
 
-def _keys_and_values(q, k, v, dh, dc, dn, vectors, dq, joint: bool, call: CellCall):
-    """The gradients (dq, dk, dv) or, if `joint`, (all in dq's array,); two parts of k . dk."""
-    outputs = functools.partial(call.form.chunk_outputs, packed=call.packed, sms=call.sms)
-    of_dk = lambda joint, *operands: outputs(*operands, joint, mode="dk")
-    of_dv = lambda joint, *operands: outputs(*operands, joint, mode="dv")
-    for_dk, for_dv = (v, dh, q, dc, vectors, dn, k), (k, q, dh, dc, vectors, None, v)
-    if not joint:
-        (dk, *sums), (dv,) = of_dk(None, *for_dk), of_dv(None, *for_dv)
-        return (dq, dk, dv), *sums
-    # No copy: these kernels write their own columns of dq.
-    dqkv, sums = mosaic.in_place_with_results(of_dk, dq, *for_dk)
-    return (mosaic.in_place(of_dv, dqkv, *for_dv),), *sums
+def _gradient(call: CellCall, mode, into, *operands):
+    """(the gradient that the mode computes, further results); into: the array for it, or None."""
+    options = dict(mode=mode, packed=call.packed, sms=call.sms)
+    run = lambda into, *operands: call.form.chunk_outputs(*operands, into, **options)
+    if into is None:
+        gradient, *results = run(None, *operands)
+        return gradient, results
+    # No copy: the kernel writes its own columns of the array.
+    into = into.reshape(operands[-1].array.shape)
+    if mode == "dv":  # has no further results
+        return mosaic.in_place(run, into, *operands), ()
+    return mosaic.in_place_with_results(run, into, *operands)
 
 
 def cell_backward(call, saved, cotangents, joint=None):
@@ -167,7 +189,6 @@ def cell_backward(call, saved, cotangents, joint=None):
     joint: for one array that has further columns: an array with the gradient of these, in which
     dq, dk and dv are written.
     """
-    states, outputs = call.form.states, call.form.chunk_outputs
     arrays, g, c, n, norm, sign = saved
     dh, d_last = cotangents
     q, k, v = _heads(arrays, dh.shape[2], call)
@@ -178,24 +199,18 @@ def cell_backward(call, saved, cotangents, joint=None):
     rounded = jnp.exp2(row - g.row)
     carried, sign = g.carried * rounded, sign * norm / rounded
     seen = dict(row=row, col=g.col, start=g.start)
-    options = dict(mode="dq", packed=call.packed, sms=call.sms)
-    of_dq = lambda joint, *operands: outputs(*operands, joint, **options)
-    for_dq = dh, v, k, c, seen | dict(scale=carried, sign=sign), n, q
-    if joint is None:
-        dq, dot = of_dq(None, *for_dq)
-    else:
-        joint = joint.reshape(q.array.shape)
-        dq, (dot,) = mosaic.in_place_with_results(of_dq, joint, *for_dq)
-
+    of = functools.partial(_gradient, call)
+    dq, (dot,) = of("dq", joint, dh, v, k, c, seen | dict(scale=carried, sign=sign), n, q)
     shift = sign * dot
-    dc, dn, d_first, c_dc = states(
+    dc, dn, d_first, c_dc = call.form.states(
         q, dh, carried, carried * shift, g.decay, d_last, c,
         reverse=True, saturate=False, last=call.first, sms=call.sms,
     )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
-    gradients, inside, outside = _keys_and_values(
-        q, k, v, dh, dc, dn, seen, dq, len(arrays) == 1, call
-    )
+    one = len(arrays) == 1  # then the kernels of dk and dv write to the array of dq
+    dk, (inside, outside) = of("dk", dq if one else None, v, dh, q, dc, seen, dn, k)
+    dv, _ = of("dv", dk if one else None, k, q, dh, dc, seen, None, v)
+    gradients = (dv,) if one else (dq, dk, dv)
     gradients = tuple(d.reshape(x.shape) for d, x in zip(gradients, arrays, strict=True))
 
     di = inside + outside  # k . dk

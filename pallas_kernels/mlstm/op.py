@@ -147,34 +147,35 @@ def _kernels(
     implementation, **options,
 ):  # fmt: skip
     """The op by the kernels of this form."""
-    states = return_state or initial_state is not None
-    if isinstance(operands, Packed) and not states and one_array.fits(operands, form):
-        of_norm = norm_weight, norm_eps, implementation
-        if norm_weight is None or one_array.norm_fits(operands, *of_norm):
+    of_norm = norm_weight, norm_eps, implementation
+    if norm_weight is not None and not return_state and initial_state is None:
+        if one_array.fits(operands, *of_norm, form):
             arrays = operands, i, f, norm_weight
-            return one_array._in_one_array(*arrays, form=form, norm_eps=norm_eps, **options)
-    cell = functools.partial(chunkwise.chunkwise, form=form, initial_state=initial_state)
-    return _in_parts(
-        cell, operands, i, f, norm_weight, norm_eps, implementation, return_state, options
-    )
+            return one_array.gated_cell(*arrays, form=form, norm_eps=norm_eps, **options)
+    options |= dict(form=form, initial_state=initial_state)
+    return _before_norm(chunkwise.chunkwise, operands, i, f, *of_norm, return_state, options)
 
 
 def _in_jnp(
     operands, i, f, norm_weight, *, return_state, norm_eps, implementation, **options
 ):  # fmt: skip
-    arrays = operands, i, f, norm_weight
-    return _in_parts(reference.chunkwise, *arrays, norm_eps, implementation, return_state, options)
+    cell = lambda operands, *gates, **options: reference.chunkwise(
+        *(operands.split() if isinstance(operands, Packed) else operands), *gates, **options
+    )
+    of_norm = norm_weight, norm_eps, implementation
+    return _before_norm(cell, operands, i, f, *of_norm, return_state, options)
 
 
-def _in_parts(cell, operands, i, f, norm_weight, norm_eps, implementation, return_state, options):
-    """The cell of q, k and v apart, and the norm by its own op."""
-    q, k, v, *o = operands.split() if isinstance(operands, Packed) else operands
-    result = cell(q, k, v, i, f, return_state=return_state, **options)
-    if norm_weight is None:
+def _before_norm(cell, operands, i, f, weight, eps, implementation, return_state, options):
+    """The cell, and if there is a weight the norm by its own op."""
+    o = None
+    if weight is not None:
+        *operands, o = operands.split()
+    result = cell(operands, i, f, return_state=return_state, **options)
+    if weight is None:
         return result
     h, *state = result if return_state else (result,)
-    options = dict(eps=norm_eps, implementation=implementation)
-    y = layer_norm(h, norm_weight, gate=o[0], **options)
+    y = layer_norm(h, weight, gate=o, eps=eps, implementation=implementation)
     return (y, *state) if return_state else y
 
 
