@@ -32,7 +32,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemv
@@ -83,20 +82,9 @@ def row_linear(
     """
     weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
     _check(x, weights, biases, norm_weight, norm_bias, activation, residual)
-    return dispatch.run(
-        "row_linear",
-        FORMS,
-        implementation,
-        x,
-        weights,
-        biases,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_eps=norm_eps,
-        centered=centered,
-        activation=activation,
-        residual=residual,
-    )
+    options = dict(norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps)
+    options |= dict(centered=centered, activation=activation, residual=residual)
+    return dispatch.run("row_linear", FORMS, implementation, x, weights, biases, **options)
 
 
 def row_linear_reference(x, weights, biases=None, **options) -> tuple:
@@ -343,7 +331,7 @@ def _part(p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, **sm
 
     def finish(sums):
         for rows, ys, residual, *biases in zip(at, sums, *others, strict=True):
-            mosaic.store(out.at[rows], _finish(p, ys, biases, residual))
+            mosaic.store(out.at[rows], gemv.finished(p.activation, ys, biases, residual))
 
     if p.wgs == 1:
         finish(sums)
@@ -380,15 +368,6 @@ def _normed(p: SingleRowPlan, x_ref, norm, columns):
     weight, bias = norm
     x = x * mosaic.along(scale, x.shape, 0) * own(weight)
     return x if bias is None else x + own(bias)
-
-
-def _finish(p: SingleRowPlan, ys, biases, residual):
-    """Adds the biases of each matrix, applies the activation and adds the residual."""
-    ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
-    y = activate(ys[0], p.activation)
-    if p.activation == "swiglu":
-        y = y * ys[1]
-    return y if residual is None else y + residual
 
 
 FORMS = (

@@ -60,11 +60,6 @@ _FINISH = 4000  # of the kernel that adds the sums of splits
 _BYTES = 1500  # a clock, of these sums
 
 
-def _tiles(back: bool) -> int:
-    """Tiles of 16 n in a slot."""
-    return _TURN // COLUMNS if back else _TILES
-
-
 class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
@@ -82,12 +77,9 @@ class ManyPlan(NamedTuple):
     slots: int
     stages: int
     splits: int
+    tiles: int  # of 16 n in a slot
     back: bool = False  # dx, not y
     group: int = 1  # k in a group, if `back` and `grouped`
-
-    @property
-    def tiles(self) -> int:
-        return _tiles(self.back)
 
 
 def plan(
@@ -105,13 +97,14 @@ def plan(
     splits = range(1, min(most_splits, turns) + 1)
     choices = [(rows, n) for rows in (256, 192, 128) for n in splits]
     rows, splits = min(choices, key=lambda choice: _clocks(m, sets, turns, *choice))
-    tiles = _tiles(back)
+    tiles = _TURN // COLUMNS if back else _TILES
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
     return ManyPlan(
         m, rows, sets, turns, parts, groups, weight.group is not None, max(weight.step, _BLOCK),
-        weight.bits, weight.format, asymmetric, slots, stages, splits, back, weight.group or 1,
+        weight.bits, weight.format, asymmetric, slots, stages, splits, tiles, back,
+        weight.group or 1,
     )  # fmt: skip
 
 
