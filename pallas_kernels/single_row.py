@@ -109,7 +109,11 @@ def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | No
     """Why the kernel does not support this call, or None."""
     k, norm = x.shape[-1], norm_weight is not None
     if _packed(weights):
-        return _packed_why_not(x, weights, norm)
+        if x.dtype != jnp.bfloat16:
+            return f"x is {x.dtype}, not bfloat16"
+        if len({(w.format, w.bits, w.group, w.offsets is None) for w in weights}) > 1:
+            return "the weights have several formats"
+        return gemv.why_no_norm(k, weights[0]) if norm else None
     for name, a in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
         if reason := mosaic.unsupported_dtype(**{name: a}):
             return reason
@@ -125,15 +129,6 @@ def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | No
     if not _warpgroups(k, weights[0].dtype):
         return f"K={k} does not divide into at most {_WGS} parts for registers"
     return mosaic.empty(x=x, **{f"w{i}": w for i, w in enumerate(weights)})
-
-
-def _packed_why_not(x, weights, norm: bool) -> str | None:
-    if x.dtype != jnp.bfloat16:
-        return f"x is {x.dtype}, not bfloat16"
-    kind = lambda w: (w.format, w.bits, w.group, w.offsets is None)
-    if len({kind(w) for w in weights}) > 1:
-        return "the weights have several formats"
-    return gemv.why_no_norm(x.shape[-1], weights[0]) if norm else None
 
 
 def _packed(weights) -> bool:

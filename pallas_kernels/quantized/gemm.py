@@ -128,7 +128,7 @@ def linear(x, weight: QuantizedWeight, *, back: bool = False):
     # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
     width = max(_WGS, mosaic.cdiv(columns, _N)) * _N
     out = jax.ShapeDtypeStruct((mosaic.cdiv(p.m, 8) * 8, width), jnp.bfloat16)
-    return _product(x, weight.words, weight.scales, weight.offsets, out, p)[: p.m, :columns]
+    return _product(x, weight, out, p)[: p.m, :columns]
 
 
 def has_gradient(weight: QuantizedWeight) -> bool:
@@ -141,11 +141,11 @@ def sums(x, weight: QuantizedWeight):
     p = plan(x.shape[0], weight)
     shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(p.m, p.rows) * p.rows
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return _product(x, weight.words, weight.scales, weight.offsets, out, p)
+    return _product(x, weight, out, p)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _product(x, words, scales, offsets, out, p: ManyPlan):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
     x = mosaic.pad_axis(unpack.right_operand(x, p.format), 0, 8)
     return mosaic.kernel(
         functools.partial(_body, p),
@@ -166,7 +166,7 @@ def _product(x, words, scales, offsets, out, p: ManyPlan):
         **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
         num_threads=_WGS,
         thread_name="wg",
-    )(*unpack.by_tile(words, scales, offsets), x)
+    )(*unpack.by_tile(weight), x)
 
 
 def _body(p: ManyPlan, words, scales, offsets, x, out, **smem):
