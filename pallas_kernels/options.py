@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -134,18 +134,10 @@ def _fields(kind, convert, name: str, x):
     return x._replace(**fields)
 
 
-class _Scalar(NamedTuple):
-    """A kind of option that is a number: its name, what it must be, and whether a number is."""
-
-    what: str
-    must: str
-    fits: Callable[[Any], bool]
-
-
-_SCALARS = {
-    float: _Scalar("number", "a finite number", math.isfinite),
-    int: _Scalar("integer", "a whole number of 32 bits", lambda x: abs(x) < 2**31 and x == int(x)),
-    bool: _Scalar("bool", "True or False", lambda x: x in (0, 1)),
+_SCALARS = {  # what an option is, what it must be, and whether a number is that
+    float: ("number", "a finite number", math.isfinite),
+    int: ("integer", "a whole number of 32 bits", lambda x: abs(x) < 2**31 and x == int(x)),
+    bool: ("bool", "True or False", lambda x: x in (0, 1)),
 }
 
 

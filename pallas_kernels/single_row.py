@@ -32,7 +32,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.activations.elementwise import activate
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemv
@@ -83,20 +82,9 @@ def row_linear(
     """
     weights, biases = tuple(weights), tuple(biases or [None] * len(weights))
     _check(x, weights, biases, norm_weight, norm_bias, activation, residual)
-    return dispatch.run(
-        "row_linear",
-        FORMS,
-        implementation,
-        x,
-        weights,
-        biases,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_eps=norm_eps,
-        centered=centered,
-        activation=activation,
-        residual=residual,
-    )
+    options = dict(norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps)
+    options |= dict(centered=centered, activation=activation, residual=residual)
+    return dispatch.run("row_linear", FORMS, implementation, x, weights, biases, **options)
 
 
 def row_linear_reference(x, weights, biases=None, **options) -> tuple:
@@ -121,7 +109,11 @@ def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | No
     """Why the kernel does not support this call, or None."""
     k, norm = x.shape[-1], norm_weight is not None
     if _packed(weights):
-        return _packed_why_not(x, weights, norm)
+        if x.dtype != jnp.bfloat16:
+            return f"x is {x.dtype}, not bfloat16"
+        if len({(w.format, w.bits, w.group, w.offsets is None) for w in weights}) > 1:
+            return "the weights have several formats"
+        return gemv.why_no_norm(k, weights[0]) if norm else None
     for name, a in (("x", x), *((f"weights[{i}]", w) for i, w in enumerate(weights))):
         if reason := mosaic.unsupported_dtype(**{name: a}):
             return reason
@@ -137,15 +129,6 @@ def why_not(x, weights, biases=None, *, norm_weight=None, **options) -> str | No
     if not _warpgroups(k, weights[0].dtype):
         return f"K={k} does not divide into at most {_WGS} parts for registers"
     return mosaic.empty(x=x, **{f"w{i}": w for i, w in enumerate(weights)})
-
-
-def _packed_why_not(x, weights, norm: bool) -> str | None:
-    if x.dtype != jnp.bfloat16:
-        return f"x is {x.dtype}, not bfloat16"
-    kind = lambda w: (w.format, w.bits, w.group, w.offsets is None)
-    if len({kind(w) for w in weights}) > 1:
-        return "the weights have several formats"
-    return gemv.why_no_norm(x.shape[-1], weights[0]) if norm else None
 
 
 def _packed(weights) -> bool:
@@ -343,7 +326,7 @@ def _part(p: SingleRowPlan, x_ref, weights, biases, norm, residual, out, n, **sm
 
     def finish(sums):
         for rows, ys, residual, *biases in zip(at, sums, *others, strict=True):
-            mosaic.store(out.at[rows], _finish(p, ys, biases, residual))
+            mosaic.store(out.at[rows], gemv.finished(p.activation, ys, biases, residual))
 
     if p.wgs == 1:
         finish(sums)
@@ -380,15 +363,6 @@ def _normed(p: SingleRowPlan, x_ref, norm, columns):
     weight, bias = norm
     x = x * mosaic.along(scale, x.shape, 0) * own(weight)
     return x if bias is None else x + own(bias)
-
-
-def _finish(p: SingleRowPlan, ys, biases, residual):
-    """Adds the biases of each matrix, applies the activation and adds the residual."""
-    ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
-    y = activate(ys[0], p.activation)
-    if p.activation == "swiglu":
-        y = y * ys[1]
-    return y if residual is None else y + residual
 
 
 FORMS = (

@@ -23,9 +23,9 @@ def public_names(root: Path) -> dict[str, Path]:
     }
 
 
-def to_follow(op: str, root: Path) -> set[Path]:
-    """The op's file and what it imports from its folder, at any depth; not the general form."""
-    found, left = set(), [public_names(root)[op]]
+def to_follow(start: Path) -> set[Path]:
+    """A file and what it imports from its folder, at any depth; not the general form."""
+    found, left = set(), [start]
     while left:
         path = left.pop()
         if path in found or not path.is_file() or path.name.startswith("general"):
@@ -55,14 +55,19 @@ def counts(root: Path = ROOT) -> dict[str, int]:
         for path in (root / "pallas_kernels").rglob("*.py")
         if path.parent.name not in ("bench", "torch") and path.name != "explain.py"
     ]
+    names = public_names(root)
+    quantized = names["quantized_linear"]
     return {
         "lines of pallas_kernels without bench, explain and torch": lines(kernels),
         "lines of pallas_kernels/torch": lines((root / "pallas_kernels" / "torch").rglob("*.py")),
         "lines of jaxllm": lines((root / "jaxllm").rglob("*.py")),
-        "public names of pallas_kernels": len(public_names(root)),
+        "public names of pallas_kernels": len(names),
         "class names that pallas_kernels has twice": len(shared_class_names(root)),
-        "files to follow rms_norm": len(to_follow("rms_norm", root)),
-        "files to follow attention on Hopper": len(to_follow("attention", root)),
+        "files to follow rms_norm": len(to_follow(names["rms_norm"])),
+        "files to follow attention on Hopper": len(to_follow(names["attention"])),
+        "files to follow a kernel of quantized_linear, at most": max(
+            len({quantized} | to_follow(path)) for path in to_follow(quantized) - {quantized}
+        ),
     }
 
 

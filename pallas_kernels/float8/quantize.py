@@ -56,12 +56,6 @@ class Cast(NamedTuple):
     inverse: Any  # 1 / s, float32
 
 
-def _cast_to(x, dtype, largest):
-    scale, inverse = _scale(largest, dtype)
-    values = saturated(x.astype(jnp.float32) * scale, dtype)
-    return Cast(values, jnp.moveaxis(values, -1, 0), inverse)
-
-
 def saturated(x, dtype):
     """x in fp8: numbers beyond the limit become the limit, infinities NaN; also inside a kernel.
 
@@ -82,8 +76,10 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
         largest = named(_largest(_maxima(x) if kernel else x))
     if kernel:
         return cast_results(lambda x: (x,), [x], [largest], dtype)[0][0]
+    scale, inverse = _scale(largest, dtype)
+    values = saturated(x.astype(jnp.float32) * scale, dtype)
     # Without the barrier XLA on a GPU may remove a cast to and fro, and with it the rounding.
-    return lax.optimization_barrier(_cast_to(x, dtype, largest))
+    return lax.optimization_barrier(Cast(values, jnp.moveaxis(values, -1, 0), inverse))
 
 
 def cast_and_sum(x, dtype, kernel: bool) -> tuple[Cast, Float[Array, " K"]]:

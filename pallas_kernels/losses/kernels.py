@@ -153,20 +153,9 @@ def capped(u, softcap):
 
 
 def _body(
-    cut: _Cut,
-    real,
-    write,
-    z_ref,
-    labels_ref,
-    scale_ref,
-    valid_ref,
-    given_refs,
-    *out_refs,
-    tops_smem=None,
-    totals_smem=None,
-    meet_bar=None,
-    written_bar=None,
-):
+    cut: _Cut, real, write, z_ref, labels_ref, scale_ref, valid_ref, given_refs, *out_refs,
+    written_bar=None, **meeting,
+):  # fmt: skip
     """A block computes the statistics of its row, unless given, and the gradient, if requested."""
     index, group = lax.axis_index("row"), lax.axis_index("group")
     label = labels_ref[index]
@@ -180,7 +169,7 @@ def _body(
 
     at_label = jnp.maximum(label, 0)
     picked = row.z[at_label // cut.part, at_label % cut.part].astype(jnp.float32)
-    top, total = _meet(group, *_statistics(cut, row), tops_smem, totals_smem, meet_bar)
+    top, total = _meet(group, *_statistics(cut, row), **meeting)
 
     @pl.when(group == 0)
     def _():
@@ -236,11 +225,11 @@ def _statistics(cut: _Cut, row: _Row):
     return top, total
 
 
-def _meet(group, top, total, tops_smem, totals_smem, bar):
+def _meet(group, top, total, tops_smem, totals_smem, meet_bar):
     """Reduces the warps' statistics to the row's, in every thread."""
     mosaic.store(tops_smem.at[group], top)
     mosaic.store(totals_smem.at[group], total)
-    _wait_for_all(bar)
+    _wait_for_all(meet_bar)
     warps = [(g, w) for g in range(_GROUPS) for w in range(4)]
     top = functools.reduce(jnp.maximum, (tops_smem[i] for i in warps))
     return top, sum(totals_smem[i] * jnp.exp(tops_smem[i] - top) for i in warps)

@@ -165,20 +165,9 @@ def _check(x, weight, labels, vocab_size, transposed, vocab_axis, softcap, scale
 
 
 def linear_cross_entropy_reference(
-    x,
-    weight,
-    labels,
-    *,
-    vocab_size=None,
-    ignore_index=-100,
-    softcap=None,
-    transposed=False,
-    reduction="mean",
-    scale=1.0,
-    vocab_axis=None,
-    fp8=False,
-    chunk=None,
-):
+    x, weight, labels, *, vocab_size=None, ignore_index=-100, softcap=None, transposed=False,
+    reduction="mean", scale=1.0, vocab_axis=None, fp8=False, chunk=None,
+):  # fmt: skip
     """The formula in jnp, with all logits at once, rounded to x's dtype as a matmul rounds them."""
     if fp8:
         z = fp8_linear.fp8_linear_reference(x, weight if transposed else weight.T)

@@ -60,11 +60,6 @@ _FINISH = 4000  # of the kernel that adds the sums of splits
 _BYTES = 1500  # a clock, of these sums
 
 
-def _tiles(back: bool) -> int:
-    """Tiles of 16 n in a slot."""
-    return _TURN // COLUMNS if back else _TILES
-
-
 class ManyPlan(NamedTuple):
     """How a product is split; see the picture."""
 
@@ -82,12 +77,9 @@ class ManyPlan(NamedTuple):
     slots: int
     stages: int
     splits: int
+    tiles: int  # of 16 n in a slot
     back: bool = False  # dx, not y
     group: int = 1  # k in a group, if `back` and `grouped`
-
-    @property
-    def tiles(self) -> int:
-        return _tiles(self.back)
 
 
 def plan(
@@ -105,13 +97,14 @@ def plan(
     splits = range(1, min(most_splits, turns) + 1)
     choices = [(rows, n) for rows in (256, 192, 128) for n in splits]
     rows, splits = min(choices, key=lambda choice: _clocks(m, sets, turns, *choice))
-    tiles = _tiles(back)
+    tiles = _TURN // COLUMNS if back else _TILES
     slot = _WGS * tiles * (LANES * WORDS * 4 * parts + 2 * COLUMNS * groups * (1 + asymmetric))
     stages = 8 if rows == 128 else 4  # powers of two: a remainder is one instruction
     slots = min(_MOST_SLOTS, (_SMEM - stages * 2 * _BLOCK * rows) // slot)
     return ManyPlan(
         m, rows, sets, turns, parts, groups, weight.group is not None, max(weight.step, _BLOCK),
-        weight.bits, weight.format, asymmetric, slots, stages, splits, back, weight.group or 1,
+        weight.bits, weight.format, asymmetric, slots, stages, splits, tiles, back,
+        weight.group or 1,
     )  # fmt: skip
 
 
@@ -135,7 +128,7 @@ def linear(x, weight: QuantizedWeight, *, back: bool = False):
     # but with a single one Mosaic (0.12) drops its coordinate, and the copy would land on it.
     width = max(_WGS, mosaic.cdiv(columns, _N)) * _N
     out = jax.ShapeDtypeStruct((mosaic.cdiv(p.m, 8) * 8, width), jnp.bfloat16)
-    return _product(x, weight.words, weight.scales, weight.offsets, out, p)[: p.m, :columns]
+    return _product(x, weight, out, p)[: p.m, :columns]
 
 
 def has_gradient(weight: QuantizedWeight) -> bool:
@@ -148,11 +141,11 @@ def sums(x, weight: QuantizedWeight):
     p = plan(x.shape[0], weight)
     shape = p.splits, p.sets * _WGS * _N, mosaic.cdiv(p.m, p.rows) * p.rows
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return _product(x, weight.words, weight.scales, weight.offsets, out, p)
+    return _product(x, weight, out, p)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _product(x, words, scales, offsets, out, p: ManyPlan):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _product(x, weight: QuantizedWeight, out, p: ManyPlan):
     x = mosaic.pad_axis(unpack.right_operand(x, p.format), 0, 8)
     return mosaic.kernel(
         functools.partial(_body, p),
@@ -173,7 +166,7 @@ def _product(x, words, scales, offsets, out, p: ManyPlan):
         **mosaic.grid(split=p.splits, n=p.sets, m=mosaic.cdiv(p.m, p.rows)),
         num_threads=_WGS,
         thread_name="wg",
-    )(*unpack.by_tile(words, scales, offsets), x)
+    )(*unpack.by_tile(weight), x)
 
 
 def _body(p: ManyPlan, words, scales, offsets, x, out, **smem):

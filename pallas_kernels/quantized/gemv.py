@@ -139,17 +139,9 @@ def why_no_norm(k: int, weight: QuantizedWeight) -> str | None:
 
 
 def products(
-    x,
-    weights: tuple[QuantizedWeight, ...],
-    biases,
-    dtypes,
-    *,
-    norm=None,
-    eps: float = 0.0,
-    centered: bool = False,
-    activation=None,
-    residual=None,
-) -> list:
+    x, weights: tuple[QuantizedWeight, ...], biases, dtypes, *,
+    norm=None, eps=0.0, centered=False, activation=None, residual=None,
+) -> list:  # fmt: skip
     """activation(norm(x) w' + bias) + residual for each weight, (N,) in its dtype of `dtypes`.
 
     x: (K,) bfloat16.  norm: its weight and its bias or None, (K,).  activation: None, "gelu" or
@@ -368,8 +360,13 @@ def _finish(p: RowPlan, refs: _RowRefs, here, biases, residual):
         k = p.turns * TURN * p.step
         scale = lax.rsqrt(functools.reduce(jnp.add, parts) * (1 / k) + p.eps)
         ys = [y * scale for y in ys]
+    mosaic.store(refs.out.at[here], finished(p.activation, ys, biases, residual))
+
+
+def finished(activation, ys, biases, residual):
+    """Adds the biases, applies the activation and adds the residual, of some rows of a result."""
     ys = [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
-    y = activate(ys[0], p.activation)
-    if p.activation == "swiglu":
+    y = activate(ys[0], activation)
+    if activation == "swiglu":
         y = y * ys[1]
-    mosaic.store(refs.out.at[here], y if residual is None else y + residual)
+    return y if residual is None else y + residual

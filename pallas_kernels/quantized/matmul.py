@@ -99,12 +99,11 @@ def plan(m: int, weight: QuantizedWeight) -> FewPlan:
 
 def product(x, weight: QuantizedWeight):
     """x w' as float32 parts (splits, N, rows), to be added, for x (M, K) bfloat16."""
-    p = plan(x.shape[0], weight)
-    return _product(x, weight.words, weight.scales, weight.offsets, p)
+    return _product(x, weight, plan(x.shape[0], weight))
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _product(x, words, scales, offsets, p: FewPlan):
+@functools.partial(jax.jit, static_argnums=2)
+def _product(x, weight: QuantizedWeight, p: FewPlan):
     x = unpack.right_operand(x, p.format)
     if p.m > 8:
         x = mosaic.pad_axis(x, 0, 8)
@@ -123,7 +122,7 @@ def _product(x, words, scales, offsets, p: FewPlan):
         **mosaic.grid(split=p.splits, n=p.sets),
         num_threads=p.wgs,
         thread_name="wg",
-    )(*unpack.by_tile(words, scales, offsets), x)
+    )(*unpack.by_tile(weight), x)
 
 
 def _body(p: FewPlan, words, scales, offsets, x, out, **smem):

@@ -119,20 +119,16 @@ def _linear(x, weight, bias, dtype, kernel: bool):
     bare = bias is None and dtype == x.dtype
     if kernel and bare and _many(x) and gemm.plan(x.shape[0], weight).splits == 1:
         return gemm.linear(x, weight)
-    y = _sums(x, weight, dtype, kernel)
-    return (y if bias is None else y + bias.astype(y.dtype)).astype(dtype)
-
-
-def _sums(x, weight, dtype, kernel: bool):
-    """x w' in float32 (float64 for float64); dtype: the result's."""
     wide = mosaic.stat_dtype(x.dtype)
     if isinstance(weight, PlainWeight):
-        return _plain_sums(x, weight, dtype)
-    if not kernel:
-        return jnp.matmul(x, _dense(weight, x), preferred_element_type=wide)
-    parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
-    y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
-    return y[: weight.shape[1], : x.shape[0]].T
+        y = _plain_sums(x, weight, dtype)
+    elif not kernel:
+        y = jnp.matmul(x, _dense(weight, x), preferred_element_type=wide)
+    else:
+        parts = gemm.sums(x, weight) if _many(x) else matmul.product(x, weight)
+        y = functools.reduce(jnp.add, parts)  # in order, which jnp.sum does not promise
+        y = y[: weight.shape[1], : x.shape[0]].T
+    return (y if bias is None else y + bias.astype(y.dtype)).astype(dtype)
 
 
 def _plain_sums(x, weight: PlainWeight, dtype):
@@ -195,11 +191,8 @@ def _dense(weight, x):
 
 _linear.defvjp(_forward, _backward)
 
-ONE_ROW = (
-    Form("general", _rows, "sm_80", why_not),
-    Form("xla", quantized_linear_reference),
-)
 FORMS = (
     Form("hopper", _rows, "sm_90a", why_not),
     Form("xla", quantized_linear_reference),
 )
+ONE_ROW = (Form("general", _rows, "sm_80", why_not), FORMS[1])

@@ -29,7 +29,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.ampere import constant, i32
 from pallas_kernels.mosaic import ROW, WGMMA, warp_rows
 from pallas_kernels.pipeline import Ring
-from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format
+from pallas_kernels.quantized.formats import COLUMNS, LANES, TURN, WORDS, Format, QuantizedWeight
 
 PLANES = 4  # planes of a block: 64 of k, 128 bytes of bfloat16, one swizzle
 _HALVES = 0x00010001  # of a register
@@ -104,10 +104,10 @@ def read(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def by_tile(words, scales, offsets) -> tuple:
+def by_tile(weight: QuantizedWeight) -> list:
     """The arrays of a weight for the kernels of several rows: (tiles, parts or groups, numbers)."""
-    by = lambda a, n: None if a is None else a.reshape(len(a), -1, n)
-    return by(words, LANES * WORDS), by(scales, COLUMNS), by(offsets, COLUMNS)
+    arrays = (weight.words, LANES * WORDS), (weight.scales, COLUMNS), (weight.offsets, COLUMNS)
+    return [None if a is None else a.reshape(len(a), -1, n) for a, n in arrays]
 
 
 def buffers(slots: int, tiles: int, parts: int, groups: int, asymmetric: bool) -> dict:
@@ -125,10 +125,10 @@ def send(ring: Ring, i, refs, tiles, parts, groups) -> None:
         ring.send(i, refs.offsets.at[tiles, groups], refs.offsets_smem)
 
 
-def read_scales(refs, layout, *places) -> tuple[list, ...]:
+def read_scales(refs, layout, *places) -> tuple[list, list]:
     """Scales and offsets of these places in shared memory; no offsets for symmetric weights."""
-    arrays = (refs.scales_smem, refs.offsets_smem)
-    return tuple([] if a is None else [read(a.at[at], layout) for at in places] for a in arrays)
+    of = lambda a: [] if a is None else [read(a.at[at], layout) for at in places]
+    return of(refs.scales_smem), of(refs.offsets_smem)
 
 
 def right_operand(x, format: Format):
