@@ -67,10 +67,10 @@ class Program(NamedTuple):
 
     inputs: int
     constants: dict[int, np.ndarray]
-    steps: tuple[Step, ...]
-    outputs: tuple[int, ...]
-    arrays: tuple[Array, ...]  # by number
-    roots: tuple[int, ...]  # by number: the array that a reshaped one is, or the array itself
+    steps: Sequence[Step]
+    outputs: Sequence[int]
+    arrays: Sequence[Array]  # by number
+    roots: Sequence[int]  # by number: the array that a reshaped one is, or the array itself
 
 
 class Entry(NamedTuple):
@@ -201,8 +201,7 @@ def build(jaxpr) -> Program:
         w.steps.append(step)
         made.update(step.outs)
     constants = {i: x for i, x in w.constants.items() if i in used}
-    every = tuple(w.steps), tuple(outputs), tuple(w.arrays), tuple(w.roots)
-    return Program(len(inputs), constants, *every)
+    return Program(len(inputs), constants, w.steps, outputs, w.arrays, w.roots)
 
 
 def _array(aval) -> Array:
