@@ -32,11 +32,12 @@ class Plan(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def _launches(program: Program, steps: list[Step], native: bool) -> list[Step | glue.Glue]:
+def _launches(program: Program, native: bool) -> list[Step | glue.Glue]:
     """Steps in order, and before each the glue that it waits for, as much at once as can be.
 
     XLA's barriers say which arrays lie in memory, too.
     """
+    steps = program.steps
     made = {i: step for step in steps for i in step.outs}
     stored = {*range(program.inputs), *program.constants}
     joins = [glue.fits(step, program.arrays) for step in steps]
@@ -77,7 +78,6 @@ def plan(program: Program, native: bool = True) -> Plan:
             same |= dict(zip(reversed(step.outs), reversed(written), strict=False))
             steps[n] = step._replace(params=programs.kernel(step.params))
 
-    shaped = program.outputs
     # Outputs are neither inputs, nor constants, nor each other.
     arrays, roots, outputs = list(program.arrays), list(program.roots), []
     for number in program.outputs:
@@ -88,59 +88,47 @@ def plan(program: Program, native: bool = True) -> Plan:
             roots.append(root)
             steps.append(Step("copy", {}, (number,), (root,)))
         outputs.append(root)
-    program = program._replace(arrays=tuple(arrays), roots=tuple(roots), outputs=tuple(outputs))
 
     def owner(number: int) -> int:
-        root = program.roots[number]
+        root = roots[number]
         return owner(same[root]) if root in same else root
 
-    done = _launches(program, steps, native)
+    whole = program._replace(steps=steps, outputs=outputs, arrays=arrays, roots=roots)
+    done = _launches(whole, native)
     operators = [isinstance(x, Step) and not isinstance(x.params, Kernel) for x in done]
     used = [  # the arrays in memory of each
         [owner(i) for i in (x.arrays if isinstance(x, glue.Glue) else (*x.ins, *x.outs))]
         for x in done
     ]
-    every = [root for each in used for root in each]
-    constants = [root for root in dict.fromkeys(every) if root in program.constants]
+    every = dict.fromkeys((*range(program.inputs), *itertools.chain(*used)))
+    constants = [root for root in every if root in program.constants]
     given = [*range(program.inputs), *constants]
     number = {root: n for n, root in enumerate(dict.fromkeys((*given, *every)))}
-    outputs = [owner(i) for i in program.outputs]
-    slots = [program.arrays[root] for root in number]
-    for n, root in zip(shaped, outputs, strict=True):
-        slots[number[root]] = program.arrays[n]
-    last = {root: n for n, each in enumerate(used) for root in each}
-    first = {root: n for n, each in reversed([*enumerate(used)]) for root in each}
+    slots = [arrays[root] for root in number]
+    for shaped, root in zip(program.outputs, outputs, strict=True):
+        slots[number[owner(root)]] = arrays[shaped]
+    results = [owner(root) for root in outputs]
     # Tensors: what operators read or make, and the outputs.  The rest shares one allocation.
-    tensors = {*outputs}.union(*itertools.compress(used, operators)).difference(given)
-    rest = {root: (first[root], last[root]) for root in first.keys() - tensors - {*given}}
-    shared, size = _share(rest, program.arrays)
-    units = []
+    tensors = {*results}.union(*itertools.compress(used, operators)).difference(given)
+    shared, size = {}, 0
+    for root, slot in number.items():
+        if root not in tensors and root not in given:
+            shared[slot] = size
+            space = math.prod(arrays[root].shape) * np.dtype(arrays[root].dtype).itemsize
+            size += -(-space // 256) * 256
+    last = {root: n for n, each in enumerate(used) for root in each}
+    units, new = [], set(tensors)
     for n, x in enumerate(done):
-        made = tensors.intersection(used[n])
-        dead = tuple(number[r] for r in made if last[r] == n and r not in outputs)
-        made = tuple(number[r] for r in made if first[r] == n)
+        own = tensors.intersection(used[n])
+        made = tuple(number[root] for root in own & new)
+        dead = tuple(number[root] for root in own.difference(results) if last[root] == n)
+        new -= own
         if operators[n]:
-            reads = tuple((number[owner(i)], program.arrays[i].shape) for i in x.ins)
+            reads = tuple((number[owner(i)], arrays[i].shape) for i in x.ins)
             units.append(Unit(x, tuple(number[i] for i in x.outs), reads, (), dead))
         else:
             what = x if isinstance(x, glue.Glue) else x.params
-            units.append(Unit(what, tuple(number[r] for r in used[n]), (), made, dead))
-    return Plan(
-        tuple(program.constants[r] for r in constants), tuple(units), tuple(slots),
-        {number[r]: at for r, at in shared.items()}, size, tuple(number[r] for r in outputs),
-    )  # fmt: skip
-
-
-def _share(lives: dict[int, tuple[int, int]], arrays) -> tuple[dict[int, int], int]:
-    """Places arrays with these first and last uses in one allocation: bytes by array, the size."""
-    placed: list[tuple[int, int, int]] = []  # byte, end, array
-    space = lambda r: (
-        -(-math.prod(arrays[r].shape) * np.dtype(arrays[r].dtype).itemsize // 256) * 256
-    )
-    for root in sorted(lives, key=lambda r: (-space(r), r)):
-        at, (first, last) = 0, lives[root]
-        for begin, end, other in sorted(placed):
-            if lives[other][0] <= last and first <= lives[other][1] and begin < at + space(root):
-                at = max(at, end)
-        placed.append((at, at + space(root), root))
-    return {root: at for at, _, root in placed}, max((end for _, end, _ in placed), default=0)
+            units.append(Unit(what, tuple(number[root] for root in used[n]), (), made, dead))
+    kept = tuple(program.constants[root] for root in constants)
+    final = tuple(number[root] for root in results)
+    return Plan(kept, tuple(units), tuple(slots), shared, size, final)

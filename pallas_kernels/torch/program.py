@@ -24,7 +24,15 @@ from jax.extend import core
 # What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
 _CALLS = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | {"custom_vmap_call": "call"}
 _CALLS |= dict.fromkeys(("closed_call", "custom_vjp_call", "custom_jvp_call"), "call_jaxpr")
-_SAME = {"name", "kernel_guard", "stop_gradient", "optimization_barrier", "copy", "copy_p"}
+_SAME = {
+    "name",
+    "kernel_guard",
+    "stop_gradient",
+    "optimization_barrier",
+    "copy",
+    "copy_p",
+    "new_ref",
+}
 _VIEWS = {"reshape", "squeeze", "expand_dims"}
 
 
@@ -59,10 +67,10 @@ class Program(NamedTuple):
 
     inputs: int
     constants: dict[int, np.ndarray]
-    steps: tuple[Step, ...]
-    outputs: tuple[int, ...]
-    arrays: tuple[Array, ...]  # by number
-    roots: tuple[int, ...]  # by number: the array that a reshaped one is, or the array itself
+    steps: Sequence[Step]
+    outputs: Sequence[int]
+    arrays: Sequence[Array]  # by number
+    roots: Sequence[int]  # by number: the array that a reshaped one is, or the array itself
 
 
 class Entry(NamedTuple):
@@ -84,28 +92,26 @@ class _Walk:
         self.constants: dict[int, np.ndarray] = {}
         self.steps: list[Step] = []
         self.made: dict[int, Step] = {}  # by array
-        self.held: dict[int, int] = {}  # of each ref: the array that it holds now
+        self.held: dict[int, int] = {}  # what a ref holds that began as this array
 
     def new(self, aval, root: int | None = None) -> int:
         self.arrays.append(_array(aval))
         self.roots.append(len(self.roots) if root is None else root)
         return len(self.arrays) - 1
 
-    def constant(self, x, aval) -> int:
-        self.constants[len(self.arrays)] = np.asarray(x, _array(aval).dtype)
-        return self.new(aval)
+    def constant(self, x) -> int:
+        self.constants[len(self.arrays)] = np.asarray(x)
+        return self.new(x)
 
     def walk(self, jaxpr, args: Sequence[int]) -> list[int]:
         """The numbers of the jaxpr's results, given the numbers of its arguments."""
-        consts = getattr(jaxpr, "consts", ())
+        args = (*map(self.constant, getattr(jaxpr, "consts", ())), *args)
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        numbers = dict(zip(jaxpr.invars, args, strict=True))
-        numbers |= {
-            v: self.constant(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)
-        }
+        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
         def number(v) -> int:
-            return self.constant(v.val, v.aval) if isinstance(v, core.Literal) else numbers[v]
+            literal = isinstance(v, core.Literal)
+            return self.constant(np.asarray(v.val, v.aval.dtype)) if literal else numbers[v]
 
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, tuple(map(number, eqn.invars)))
@@ -122,28 +128,25 @@ class _Walk:
             return ins
         if name in _VIEWS:
             return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
-        if name in ("new_ref", "run_state"):
-            refs = [self.new(v.aval) for v in eqn.invars]
-            held.update(zip(refs, ins, strict=True))
-            if name == "new_ref":
-                return refs
-            self.walk(eqn.params["jaxpr"], refs)
-            return [held[n] for n in refs]
-        if name == "freeze" or name == "get" and len(ins) == 1:
-            return [held[ins[0]]]
+        if name in ("freeze", "run_state"):
+            if name == "run_state":
+                self.walk(eqn.params["jaxpr"], ins)
+            return [held.pop(n, n) for n in ins]
+        if name == "get" and len(ins) == 1:
+            return [held.get(ins[0], ins[0])]
         if name == "swap" and len(ins) == 2:
-            outs, held[ins[0]] = [held[ins[0]]], ins[1]
-            return outs
-        outs = [self.new(v.aval) for v in eqn.outvars]
+            before, held[ins[0]] = held.get(ins[0], ins[0]), ins[1]
+            return [before]
+        outs = tuple(self.new(v.aval) for v in eqn.outvars)
         if name != "mpmd_map":
-            self.steps.append(self.turned(Step(name, _plain(eqn), ins, tuple(outs))))
+            self.steps.append(self.turned(Step(name, _plain(eqn), ins, outs)))
             self.made.update(dict.fromkeys(outs, self.steps[-1]))
             return outs
-        refs = [ins[i] for i in refs_of(eqn)]
-        written = [self.new(self.arrays[n]) for n in refs]
-        now = tuple(held.get(n, n) for n in ins)
+        refs = refs_of(eqn)
+        written = tuple(self.new(self.arrays[ins[i]]) for i in refs)
+        now = tuple(held.get(n, n) if i in refs else n for i, n in enumerate(ins))
         self.steps.append(Step("kernel", eqn, now, (*outs, *written)))
-        held.update(zip(refs, written, strict=True))
+        held.update(zip((ins[i] for i in refs), written, strict=True))
         return outs
 
     def copy(self, number: int) -> int:
@@ -198,8 +201,7 @@ def build(jaxpr) -> Program:
         w.steps.append(step)
         made.update(step.outs)
     constants = {i: x for i, x in w.constants.items() if i in used}
-    every = tuple(w.steps), tuple(outputs), tuple(w.arrays), tuple(w.roots)
-    return Program(len(inputs), constants, *every)
+    return Program(len(inputs), constants, w.steps, outputs, w.arrays, w.roots)
 
 
 def _array(aval) -> Array:
