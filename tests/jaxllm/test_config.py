@@ -48,6 +48,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
     [
         ({"model.n_head": "3"}, "unknown key model.n_head; did you mean model.n_heads?"),
         ({"modle.n_heads": "3"}, "unknown key modle.n_heads; did you mean model.n_heads?"),
+        ({"optimizer.lr": "3"}, "optimizer.lr; did you mean optimizer.learning_rate?"),
         ({"train.steps": "many"}, "train.steps='many': must be a whole number"),
         ({"train.steps": "0"}, "train.steps=0: must be at least 1"),
         ({"train.steps": "1.5"}, "train.steps='1.5': must be a whole number"),
@@ -118,6 +119,18 @@ def test_bad_files_give_one_line(text, message, tmp_path):
         config.load(str(path))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_anchors_are_merged_and_what_stands_beside_them_counts(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(SMALL + "train: &a {steps: 3, log_every: 2}\nsample: {<<: {seed: 4}, seed: 5}")
+    assert config.load(str(path)).sample.seed == 5
+    path.write_text(SMALL + "train: {<<: &a {steps: 3, log_every: 2}, steps: 9}")
+    train = config.load(str(path)).train
+    assert (train.steps, train.log_every) == (9, 2)
+    path.write_text(SMALL + "train: {<<: {steps: 3}, steps: 9, steps: 4}")
+    with pytest.raises(InputError, match="key steps is given twice"):
+        config.load(str(path))
 
 
 @pytest.mark.parametrize("text", ["1e5", "1_0", "010", "12", "1.5", "no", ".inf", "1:30", "~"])
