@@ -122,13 +122,16 @@ def test_bad_files_give_one_line(text, message, tmp_path):
 
 
 def test_anchors_are_merged_and_what_stands_beside_them_counts(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text(SMALL + "train: &a {steps: 3, log_every: 2}\nsample: {<<: {seed: 4}, seed: 5}")
-    assert config.load(str(path)).sample.seed == 5
-    path.write_text(SMALL + "train: {<<: &a {steps: 3, log_every: 2}, steps: 9}")
-    train = config.load(str(path)).train
-    assert (train.steps, train.log_every) == (9, 2)
-    path.write_text(SMALL + "train: {<<: {steps: 3}, steps: 9, steps: 4}")
+    path, rate = (
+        tmp_path / "a.yaml",
+        "optimizer: {learning_rate: &rate 1e-4, final_fraction: *rate}",
+    )
+    given = SMALL + rate + "\ntrain: {<<: {batch_size: 1, seq_len: 8, steps: 3}, steps: 9"
+    path.write_text(given + "}")
+    loaded = config.load(str(path))
+    assert (loaded.train.batch_size, loaded.train.steps) == (1, 9)
+    assert loaded.optimizer.final_fraction == 1e-4
+    path.write_text(given + ", steps: 4}")
     with pytest.raises(InputError, match="key steps is given twice"):
         config.load(str(path))
 
