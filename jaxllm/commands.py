@@ -116,8 +116,7 @@ def _lack():
 def _unknown_flag():
     """The first flag in XLA_FLAGS that is not among jaxlib's, at which XLA would abort, or None."""
     flags = re.findall(r"(?:^|\s)--(xla\w*)", os.environ.get("XLA_FLAGS", ""))
-    folder = os.path.dirname(importlib.util.find_spec("jaxlib").origin)
-    library = os.path.join(folder, "libjax_common.so")
+    library = os.path.join(importlib.import_module("jaxlib").__path__[0], "libjax_common.so")
     if not flags or not os.path.exists(library):
         return None
     with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as names:

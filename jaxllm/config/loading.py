@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -97,7 +98,8 @@ def _check_known(key: str, known: dict, where: str, model_type: str) -> None:
                 f"{key}{where} is a key of model.type={' and '.join(others)}, not of {model_type};"
                 " remove it"
             )
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+        meant = re.sub(r"\blr\b", "learning_rate", key)
+        near = difflib.get_close_matches(meant, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"unknown key {key}{where}{hint}")
 

@@ -25,6 +25,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag.endswith(":merge"):  # <<: *anchor, whose keys others may override
+                continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.YAMLError(f"key {key!r} is not a name{key_node.start_mark}")

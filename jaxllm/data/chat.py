@@ -51,8 +51,10 @@ def conversation(values: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
             f"is in no known form (it has {', '.join(given) or 'nothing'}): a conversation is"
             " messages, conversations, prompt and completion, or instruction and output"
         )
-    system = given.get("system")
-    if isinstance(system, str) and messages and messages[0]["role"] != "system":
+    system = given.get("system", "")
+    if not isinstance(system, str):
+        raise InputError(f"system={system!r:.50} must be text")
+    if "system" in given and messages and messages[0]["role"] != "system":
         messages, asked = [{"role": "system", "content": system}, *messages], asked + (asked > 0)
     return messages, asked
 
@@ -61,9 +63,19 @@ def _said(key: str, value: Any, role: str | None = None) -> list[dict[str, Any]]
     """A list of messages, or text as one message of `role`."""
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
+    return [_message(key, message) for message in _list(key, value, " or text" * bool(role))]
+
+
+def _list(key: str, value: Any, more: str = "") -> list[Any]:
+    """A list, or one in JSON, as parquet often has it; more: what else the key takes."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{key} are not JSON: {error}") from error
     if not isinstance(value, list):
-        raise InputError(f"{key} must be a list of messages{' or text' * bool(role)}")
-    return [_message(key, message) for message in value]
+        raise InputError(f"{key}={value!r:.50} must be a list{more}")
+    return value
 
 
 def _message(key: str, message: Any) -> dict[str, Any]:
@@ -84,12 +96,9 @@ def render(tokenizer: Tokenizer, values: dict[str, Any], loss: str) -> tuple[str
     Raises InputError for a wrong form, Refused for a conversation that has no such spans.
     """
     messages, asked = conversation(values)
-    tools = values.get("tools") or None
-    if isinstance(tools, str):  # as parquet often has them
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise InputError(f"tools are not JSON: {error}") from error
+    if not messages:
+        raise Refused("no message")
+    tools = _list("tools", values.get("tools") or []) or None
 
     def show(count: int, answer: bool = False) -> tuple[str, list]:
         options = dict(tools=tools, answer=answer, strftime_now=_DATE.strftime)

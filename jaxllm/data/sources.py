@@ -210,7 +210,8 @@ def _object(line: bytes, where: str, column: str | None) -> dict:
             json.loads(content, object_pairs_hook=partial(_check_unique, column))
     except json.JSONDecodeError as error:  # its own text counts lines from here
         raise InputError(
-            f"{where} is not JSON: {error.msg} at character {error.pos + 1}"
+            f"{where} is not JSON: {error.msg} at character {error.pos + 1}; every line must be one"
+            " object (jq -c . writes them)"
         ) from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {error}") from error

@@ -147,7 +147,8 @@ class LowBits:
     def matrix(self, dtype=None) -> Float[Array, "in out"]:
         return dequantize(self.row, dtype or jnp.float32)
 
-    operands = Transposed.operands
+    def operands(self, dtype=None) -> tuple[Float[Array, "in out"], None]:
+        return self.matrix(dtype), None
 
     def times(self, x: Float[Array, "... in"], bias: Bias = None, dtype=None, norm=None):
         """x W + bias by a kernel that unpacks words in registers."""

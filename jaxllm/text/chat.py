@@ -62,11 +62,15 @@ def render(
     Raises InputError with what the template complains about.
     """
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    parts = [str(x) for x in (m.get("content") for m in messages) if x and isinstance(x, list)]
     try:
         page = {"documents": None} | variables | {"messages": messages}
         marked = _compiled(template).render(page)
+        if any(part in marked for part in parts):  # as Python prints a list
+            raise ValueError("it takes content as text")
     except Exception as error:  # whatever the template does
-        raise InputError(f"the chat template refuses the conversation: {error}") from error
+        fix = "; content is a list of parts: join their texts" * bool(parts)
+        raise InputError(f"the chat template refuses the conversation: {error}{fix}") from error
     # A lone surrogate (legal in JSON, not in UTF-8) would stop the tokenizer.
     marked, text, spans = marked.encode("utf-8", "replace").decode(), "", []
     for part in re.split(f"({_START}[^{_STOP}]*{_STOP})", marked):

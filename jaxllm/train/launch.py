@@ -244,10 +244,7 @@ def compile_autotuned(lowered: jax.stages.Lowered, timings: Path | None) -> jax.
         # Another name each time: a program in the cache would write nothing.
         partial = timings.with_name(f"partial-{uuid.uuid4().hex}.txt")  # .txt: as text
         lowered.compile(
-            {
-                "xla_gpu_deterministic_ops": False,
-                "xla_gpu_dump_autotune_results_to": str(partial),
-            }
+            {"xla_gpu_deterministic_ops": False, "xla_gpu_dump_autotune_results_to": str(partial)}
         )
         if not partial.exists():  # there was nothing to choose
             return compile_kept(lowered)

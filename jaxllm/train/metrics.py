@@ -85,13 +85,7 @@ class RunLog:
             self.bar.start()
 
     def train(
-        self,
-        step: int,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        seconds: float,
-        skips: int = 0,
+        self, step: int, loss: float, lr: float, grad_norm: float, seconds: float, skips: int = 0
     ) -> None:
         """Logs a step that took `seconds`; skips: updates skipped in a row."""
         self.seconds.append(seconds)

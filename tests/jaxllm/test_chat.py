@@ -12,6 +12,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from tiny_models import tiny
 
+from jaxllm.errors import InputError
 from jaxllm.infer import chat, decode, generate
 from jaxllm.text import Tokenizer
 from jaxllm.text.chat import render
@@ -111,6 +112,16 @@ def test_bad_conversations_give_one_line(model, capsys, tmp_path, line, named):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert named in err
+
+
+def test_a_list_of_parts_is_never_printed_as_python_prints_it():
+    """transformers' text of Llama 3.1's template has "[{'type': 'text', ..." in it."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    template = (FOLDER.parent / "chat/llama3.1.jinja").read_text()
+    for text in (template, "{{ '' + messages[0].content }}"):
+        with pytest.raises(InputError, match="content is a list of parts: join their texts"):
+            render(text, parts, {"bos_token": ""})
+    assert render("{{ messages[0].content[0].text }}", parts, {})[0] == "Hi"  # it takes them
 
 
 def test_a_chat_remembers_what_was_said(model, capsys, monkeypatch, tmp_path):

@@ -71,7 +71,8 @@ def test_files_of_all_kinds_in_a_folder_are_read(config, tmp_path):
     folder.mkdir()
     write(folder / "a.jsonl", lines[:4])
     with gzip.open(folder / "b.jsonl.gz", "wt") as file:
-        file.write("\n".join(map(json.dumps, lines[4:8])))
+        text = [{key: json.dumps(x) for key, x in line.items()} for line in lines[4:8]]
+        file.write("\n".join(map(json.dumps, text)))  # a list may be given as JSON text
     table = pyarrow.Table.from_pylist([*lines[8:], {"messages": None}][:4])
     pyarrow.parquet.write_table(table, folder / "c.parquet")
     (folder / "notes.txt").write_text("left out")
@@ -260,10 +261,14 @@ LONG = [{"messages": pair("Q" * 99 + name, "A")} for name in "abc"]
         (["{}", '{"messages": '], {}, r"a\.jsonl:1: is in no known form \(it has nothing\)"),
         ([talks(1)[0], '{"a": '], {}, r"a\.jsonl:2 is not JSON: Expecting value at character"),
         ([{"text": "x"}], {}, r"a\.jsonl:1: is in no known form \(it has text\): a conversation"),
-        ([{"messages": "x"}], {}, r"a\.jsonl:1: messages must be a list of messages$"),
+        ([{"messages": "x"}], {}, r"a\.jsonl:1: messages are not JSON: Expecting value"),
+        ([{"messages": {"a": 1}}], {}, r"a\.jsonl:1: messages={'a': 1} must be a list$"),
+        ([{"messages": pair("Q", "A"), "system": ["x"]}], {}, r"system=\['x'\] must be text$"),
+        ([{"messages": pair("Q", "A"), "tools": {"a": 1}}], {}, r"tools={'a': 1} must be a list$"),
+        ([{"messages": []}], {"loss": "all"}, r"1 refused, no message \(a\.jsonl:1\)"),
         ([{"messages": [3]}], {}, r"a\.jsonl:1: messages must hold messages with role and"),
         ([{"conversations": [{"from": "ai", "value": ""}]}], {}, r"from='ai' must be one of hum"),
-        ([{"prompt": 3, "completion": ""}], {}, "prompt must be a list of messages or text"),
+        ([{"prompt": 3, "completion": ""}], {}, "prompt=3 must be a list or text"),
         (
             [{"messages": [USER]}] * 5,
             {},

@@ -48,6 +48,7 @@ def test_overrides_are_parsed_by_the_type_of_their_key(key, text, value):
     [
         ({"model.n_head": "3"}, "unknown key model.n_head; did you mean model.n_heads?"),
         ({"modle.n_heads": "3"}, "unknown key modle.n_heads; did you mean model.n_heads?"),
+        ({"optimizer.lr": "3"}, "optimizer.lr; did you mean optimizer.learning_rate?"),
         ({"train.steps": "many"}, "train.steps='many': must be a whole number"),
         ({"train.steps": "0"}, "train.steps=0: must be at least 1"),
         ({"train.steps": "1.5"}, "train.steps='1.5': must be a whole number"),
@@ -118,6 +119,21 @@ def test_bad_files_give_one_line(text, message, tmp_path):
         config.load(str(path))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_anchors_are_merged_and_what_stands_beside_them_counts(tmp_path):
+    path, rate = (
+        tmp_path / "a.yaml",
+        "optimizer: {learning_rate: &rate 1e-4, final_fraction: *rate}",
+    )
+    given = SMALL + rate + "\ntrain: {<<: {batch_size: 1, seq_len: 8, steps: 3}, steps: 9"
+    path.write_text(given + "}")
+    loaded = config.load(str(path))
+    assert (loaded.train.batch_size, loaded.train.steps) == (1, 9)
+    assert loaded.optimizer.final_fraction == 1e-4
+    path.write_text(given + ", steps: 4}")
+    with pytest.raises(InputError, match="key steps is given twice"):
+        config.load(str(path))
 
 
 @pytest.mark.parametrize("text", ["1e5", "1_0", "010", "12", "1.5", "no", ".inf", "1:30", "~"])

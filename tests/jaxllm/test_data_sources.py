@@ -329,7 +329,10 @@ def test_json_lines(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', r"a\.jsonl:3 is not JSON: Expecting ',' delimiter at character 14$"),
+        (
+            b'{"text": "a"',
+            r"a\.jsonl:3 is not JSON: Expecting ',' delimiter at character 14; every",
+        ),
         (b'{"text": "\xff"}', r"a\.jsonl:3 is not JSON"),
         (b'{"body": "a", "n": 1}', r"a\.jsonl:3 has no text .*\(its columns of text: body\)"),
         (b'{"text": 5}', r"a\.jsonl:3 has no text under 'text' \(it has a value of type int\)"),
