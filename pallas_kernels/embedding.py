@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
 # The best of the sweep in docs/performance.md: 32x1024 Zipf ids of GPT-2 take 32 us forward and
@@ -409,7 +409,7 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(custom_vjp, nondiff_argnums=(4, 5))
 def _encoder(tokens, wte, wpe, total, dtype, tied):
     y = _forward(tokens, wte, wpe, dtype)
     return (y, wte if total is None else total) if tied else y

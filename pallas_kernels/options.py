@@ -30,6 +30,13 @@ def promotions() -> Iterator[None]:
         yield
 
 
+class custom_vjp(jax.custom_vjp):
+    """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned."""
+
+    def defvjp(self, fwd, bwd, *given, **options):
+        super().defvjp(promotions()(fwd), promotions()(bwd), *given, **options)
+
+
 def checked[Op: Callable](op: Op) -> Op:
     """Converts the options of `op` to the types of their annotations.
 

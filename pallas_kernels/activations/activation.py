@@ -30,7 +30,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations import elementwise as kernel
 from pallas_kernels.activations.elementwise import elementwise, fast_sigmoid, sigmoid
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 # From x = 100 on the sigmoid is 0 or 1, whatever x^2 is; the overflow of x^2, or of x^3, times the
@@ -146,7 +146,7 @@ def swiglu_derivative_tile(gate, up):
 # ---- both passes -------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
+@custom_vjp
 def _swiglu(gate, up):
     return elementwise(swiglu_forward_tile, gate, up, name="swiglu_forward")[0]
 
@@ -159,7 +159,7 @@ _swiglu.defvjp(
 )
 
 
-@jax.custom_vjp
+@custom_vjp
 def _gelu(x, bias):
     return _gelu_forward(x, bias)[0]
 

@@ -49,7 +49,7 @@ from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms, not_a_multiple
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
@@ -209,7 +209,7 @@ def _fp8_whole(x, up, down, gate, bias, *, row_norm, totals, **options):
 # ---- GELU ---------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
+@custom_vjp
 def _gelu_layer(x, up, bias, down):
     return _gelu_layer_forward(x, up, bias, down)[0]
 
@@ -234,7 +234,7 @@ _gelu_layer.defvjp(_gelu_layer_forward, _gelu_layer_backward)
 # ---- SwiGLU -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(custom_vjp, nondiff_argnums=(4,))
 def _swiglu_layer(x, gate, up, down, joint):
     """joint: the gradients of both products lie side by side."""
     return _swiglu_layer_forward(x, gate, up, down, joint)[0]
@@ -282,7 +282,7 @@ def _cast_gradient(dy, down_norm):
 # ---- SwiGLU, fp8 --------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
+@custom_vjp
 def _swiglu_fp8(x, up, gate, down, row_norm, totals):
     return _swiglu_fp8_forward(x, up, gate, down, row_norm, totals)[0]
 
@@ -346,7 +346,7 @@ def _maxima_of_block(g_ref, u_ref, largest_ref):
 # ---- GELU, fp8 ----------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
+@custom_vjp
 def _gelu_fp8(x, up, bias, down, row_norm, totals):
     return _gelu_fp8_forward(x, up, bias, down, row_norm, totals)[0]
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 
 # Loads of 8 elements that a thread has in flight.  4 reach 0.92 to 1.04 of a copy's bandwidth on an
 # H100; 2 or 8 are up to 4% slower (docs/performance.md).
@@ -256,7 +256,7 @@ def _backward_row(
     pl.loop(0, mosaic.cdiv(c.v - c.done, c.tile))(last)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def _cross_entropy(logits, labels, vocab_size, ignore_index):
     return _forward(logits, labels, vocab_size, ignore_index)[0]
 

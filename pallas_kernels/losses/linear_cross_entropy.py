@@ -19,7 +19,6 @@ for its matmuls.  With `fp8` x, W and dz are rounded to 8 bits (fp8_head.py).
 import functools
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -31,7 +30,7 @@ from pallas_kernels.float8.quantize import TILE, cast
 from pallas_kernels.losses import fp8_head
 from pallas_kernels.losses.cross_entropy import cross_entropy_reference, mask_by_label
 from pallas_kernels.losses.kernels import logits_kernel
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
@@ -331,7 +330,7 @@ def _loss(top, total, picked, o: _Options):
     return jnp.log(total) - (picked - top)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(custom_vjp, nondiff_argnums=(5,))
 def _linear_cross_entropy(x, weight, labels, scale, total, o):
     return (_run_fp8 if o.fp8 else _run)(x, weight, labels, scale, None, o, False)[0]
 

@@ -16,6 +16,7 @@ from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.intra_chunk import chunk_outputs
 from pallas_kernels.mlstm.walk import states
+from pallas_kernels.options import custom_vjp
 
 
 class CellForm(NamedTuple):
@@ -98,7 +99,7 @@ def chunkwise(
     return h, (c * scale[..., None, None], n * scale[..., None], m_last)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(custom_vjp, nondiff_argnums=(6,))
 def cell(arrays, i, lf, first, m, starts, call):
     """(h, last).  first: the initial (C, n), None for zero; last: the final one, if requested.
 

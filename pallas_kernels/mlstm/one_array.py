@@ -18,6 +18,7 @@ from pallas_kernels.mlstm import chunkwise, reference
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms.norm import FORMS as NORM_FORMS
 from pallas_kernels.norms.norm import LAYER
+from pallas_kernels.options import custom_vjp
 from pallas_kernels.packed import Packed
 
 
@@ -63,7 +64,7 @@ def _in_one_array(packed, i, f, weight, *, gate, normalize, segment_ids, form, n
     return _gated_cell(packed.array, i, lf, m, starts, weight, call, norm_eps)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(custom_vjp, nondiff_argnums=(6, 7))
 def _gated_cell(x, i, lf, m, starts, weight, call, eps):
     return _gated_forward(x, i, lf, m, starts, weight, call, eps)[0]
 

@@ -33,7 +33,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms import tiles
 from pallas_kernels.norms.kernels import Norm, backward, forward
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 Rows = Float[Array, "... C"]
@@ -216,7 +216,7 @@ def _check(x, weight, bias, residual, x_bias, gate):
         raise ValueError("a gate excludes bias and residual")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def _norm(kind, eps, x, residual, weight, bias, x_bias, gate):
     """(y, s); s is None without a residual."""
     return _save(kind, eps, x, residual, weight, bias, x_bias, gate)[0]
