@@ -111,6 +111,7 @@ def layer_norm(
         to x first, rounded to x's dtype; the backward pass sums its gradient in float32.
     gate: multiplies y by sigmoid(gate); without bias and residual.  The kernel needs x and gate in
         one dtype and C up to 1024.
+    Beyond 1e16 squares leave the range of float32: gradients lose digits, then rows become 0.
     Raises ValueError for shapes and options that do not fit, NotImplementedError under
     implementation="mosaic" for a call that the kernels do not support.
     """
@@ -175,7 +176,8 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
     z = s.astype(mosaic.stat_dtype(s.dtype))
     if kind is LAYER:
         z = z - jnp.mean(z, axis=-1, keepdims=True)
-    y = z * lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
+    # The gradient of rsqrt takes r^3, which float32 does not hold beyond x of 1e13.
+    y = z * (1 / jnp.sqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps))
     y = y if weight is None else y * weight.astype(y.dtype)
     y = y if bias is None else y + bias.astype(y.dtype)
     y = y if gate is None else y * jax.nn.sigmoid(gate.astype(y.dtype))

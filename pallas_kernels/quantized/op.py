@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.activations.activation import gelu_reference
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.quantized import gemm, gemv, matmul, plain
@@ -40,7 +41,7 @@ Activation = Literal["gelu", "silu"]
 MOST_ROWS = 4096
 _ACTIVATIONS = {
     None: lambda y: y,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": gelu_reference,
     "silu": jax.nn.silu,
 }
 
