@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 
 _TILE = 32  # places of one token that one block sums: 64 took 4% longer (docs/performance.md)
 _IN_FLIGHT = 4  # rows of a run that are loaded together; with 8 fewer blocks fit an SM
@@ -274,7 +274,7 @@ def _pad(x: jax.Array) -> jax.Array:
     return mosaic.pad_axis(x, x.ndim - 1, 128) if x.shape[-1] < 128 else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(custom_vjp, nondiff_argnums=(3,))
 def _encoder(tokens, wte, wpe, dtype):
     return _forward(tokens, wte, wpe, dtype)
 

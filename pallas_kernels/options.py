@@ -35,8 +35,15 @@ def promotions() -> Iterator[None]:
         yield
 
 
+class custom_vjp(jax.custom_vjp):
+    """`jax.custom_vjp` whose rules run under `promotions`: JAX calls them after the op returned."""
+
+    def defvjp(self, fwd, bwd, *given, **options):
+        super().defvjp(promotions()(fwd), promotions()(bwd), *given, **options)
+
+
 def checked[Op: Callable](op: Op) -> Op:
-    """Converts the options of `op` to the types of their annotations.
+    """Converts the options of `op` to the types of their annotations, and NumPy's floats to JAX's.
 
     Raises ValueError, in one line, for an option of another type, a traced one included, and for
     what is no array where one is due.  The op runs under `promotions`.
@@ -49,11 +56,19 @@ def checked[Op: Callable](op: Op) -> Op:
     def run(*given, **options):
         converted = [to(name, x) for name, x in zip(names, given, strict=False)]
         options = {name: to(name, x) for name, x in options.items()}
+        given = *converted, *given[len(names) :]
+        given, options = jax.tree.map(_of_jax, (given, options))
         with promotions():
-            return op(*converted, *given[len(names) :], **options)
+            return op(*given, **options)
 
     # pyrefly: ignore[bad-return]
     return run
+
+
+def _of_jax(x):
+    """x as JAX's array, which promotes and indexes by JAX's rules; integers stay: see ids.py."""
+    numpy = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(x) if numpy else x
 
 
 def _converters(of: Callable) -> dict[str, Callable[[str, Any], Any]]:

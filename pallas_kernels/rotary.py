@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.packed import Packed
 
 Layout = Literal["half", "interleaved"]
@@ -276,7 +276,7 @@ def _rotate_heads(tile: _PairTile, x_ref, y_ref, rows, columns, cos, sin, head, 
             mosaic.store(half(y_ref, i, j), value)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rope(theta, scaling, in_place, arrays, positions):
     return _rotate(theta, scaling, in_place, arrays, positions)
 

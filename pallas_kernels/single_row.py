@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
+from pallas_kernels.activations.activation import gelu_reference
 from pallas_kernels.dispatch import Form
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemv
@@ -196,7 +197,7 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
     if norm is not None:
         if centered:
             x = x - x.mean()
-        x = x * lax.rsqrt(jnp.square(x).mean() + eps) * norm[0].astype(dtype)
+        x = x * (1 / jnp.sqrt(jnp.square(x).mean() + eps)) * norm[0].astype(dtype)  # as in norm.py
         x = x if norm[1] is None else x + norm[1].astype(dtype)
     if _packed(weights):
         x = _rounded(x, given.dtype)
@@ -205,7 +206,7 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
         ys = [(w.astype(dtype) * x).sum(-1) for w in weights]
     ys = [y if b is None else y + b.astype(dtype) for y, b in zip(ys, biases, strict=True)]
     if activation == "gelu":
-        ys = [jax.nn.gelu(y, approximate=True) for y in ys]
+        ys = [gelu_reference(y) for y in ys]
     elif activation == "swiglu":
         ys = [jax.nn.silu(ys[0]) * ys[1]]
     if residual is not None:

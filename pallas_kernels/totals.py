@@ -13,6 +13,8 @@ import functools
 
 import jax
 
+from pallas_kernels.options import custom_vjp
+
 
 def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax.Array:
     """The weight for any operation, whose gradient goes to `total`; None: the weight as it is.
@@ -23,7 +25,7 @@ def summed(weight: jax.Array, total: jax.Array | None, adds: bool = True) -> jax
     return weight if total is None else _summed(weight, total, adds)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _summed(weight, total, adds):
     return weight
 

@@ -25,7 +25,7 @@ def encoder(r: Draw):
 def _norm(r: Draw):
     c = r.size(64, 128, 256, *r.one((), (), (1024,), (2048, 4096)))
     heads = r.one((), (), (3,))
-    x = r.floats(*r.rows(4, 8, 33), *heads, c, huge=1e12, special=(math.inf, math.nan))
+    x = r.floats(*r.rows(4, 8, 33), *heads, c, huge=1e16, special=(math.inf, math.nan))
     kind = r.weight_dtype()
     weight = lambda share: r.maybe(A((*heads, c), kind, "normal", (0.2, 1.0)), share)
     return x, weight, dict(eps=r.one(1e-5, 1e-6, 1e-3))

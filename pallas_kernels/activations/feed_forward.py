@@ -45,7 +45,7 @@ from pallas_kernels.activations.matmul_epilogue import matmul_with_epilogue
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear
 from pallas_kernels.float8.quantize import TILE, cast, cast_results, named, norms, not_a_multiple
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
 _ROUNDING = 1.25  # operands in e4m3 and e5m2: (1 + 2^-4) (1 + 2^-3), the product in bf16, and sums
@@ -167,7 +167,7 @@ def why_not(x, up, down, gate, bias, **options) -> str | None:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _activated(gated, inputs, down):
     """h down for h = swiglu(gate, up) if `gated`, else gelu(x + bias)."""
     return _activated_forward(gated, inputs, down)[0]
@@ -231,7 +231,7 @@ def _cast_gradient(dy, down_norm):
 # ---- SwiGLU, fp8 --------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
+@custom_vjp
 def _swiglu_fp8(x, up, gate, down, row_norm, totals):
     return _swiglu_fp8_forward(x, up, gate, down, row_norm, totals)[0]
 
@@ -295,7 +295,7 @@ def _maxima_of_block(g_ref, u_ref, largest_ref):
 # ---- GELU, fp8 ----------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
+@custom_vjp
 def _gelu_fp8(x, up, bias, down, row_norm, totals):
     return _gelu_fp8_forward(x, up, bias, down, row_norm, totals)[0]
 

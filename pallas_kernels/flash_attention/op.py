@@ -36,7 +36,7 @@ from pallas_kernels.flash_attention.forward import forward
 from pallas_kernels.flash_attention.masks import some_rows_see_nothing
 from pallas_kernels.flash_attention.schedule import Call, Heads, pad_segments
 from pallas_kernels.mosaic import ROWS
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.packed import Packed
 
 WIDTHS = (64, 96, 128, 256)  # head dimensions that the kernels support without padding
@@ -269,7 +269,7 @@ def _in_jnp(operands, segment_ids, **options):
     return attention_reference(*_split(operands), segment_ids=segment_ids, **options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(custom_vjp, nondiff_argnums=(4, 5))
 def masked_reference(q, k, v, mask, scale, softcap):
     """(out, lse) for any mask that broadcasts to (B, K, H/K, T, S)."""
     return _reference_forward(q, k, v, mask, scale, softcap)[0]
@@ -354,7 +354,7 @@ def _kernels(operands, segment_ids, *, causal, scale, window, softcap, return_ls
     return (out, lse[:, :, :t]) if return_lse else out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3, 4))
 def _attention(arrays, segments, call, heads, with_lse):
     """(O, lse).  arrays: (q, k, v), or with `heads` the only array, which holds all three."""
     return _attention_forward(arrays, segments, call, heads, with_lse)[0]

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.float8.quantize import TILE, Cast, cast, cast_and_sum, not_a_multiple
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -135,7 +135,7 @@ def _as_rounded(a, dtype):
     return rounded.values.astype(jnp.float32) * rounded.inverse
 
 
-@jax.custom_vjp
+@custom_vjp
 def _round_gradient(y):
     return y
 
@@ -149,7 +149,7 @@ def _rounded_gradient(_, dy):
 _round_gradient.defvjp(lambda y: (y, None), _rounded_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(custom_vjp, nondiff_argnums=(5,))
 def _linear(x, weight, bias, row_norm, total, kernel):
     return _linear_forward(x, weight, bias, row_norm, total, kernel)[0]
 

@@ -12,7 +12,6 @@ pass saves top and total, not their log-sum-exp, which for logits near 1000 has 
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Integer
 from pallas_kernels import dispatch, ids, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.losses.kernels import COLUMNS, logits_kernel
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 
 
 @checked
@@ -115,7 +114,7 @@ def mask_by_label(value, labels, vocab_size, ignore_index):
 # ---- kernel ----------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def _cross_entropy(logits, labels, vocab_size, ignore_index):
     return _forward(logits, labels, vocab_size, ignore_index)[0]
 

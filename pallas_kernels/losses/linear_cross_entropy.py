@@ -27,7 +27,6 @@ more pass over the logits.
 import functools
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -39,7 +38,7 @@ from pallas_kernels.float8 import quantize
 from pallas_kernels.float8.quantize import TILE, Cast, cast
 from pallas_kernels.losses.cross_entropy import losses, mask_by_label
 from pallas_kernels.losses.kernels import capped, logits_kernel
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
 
 # Every chunk reads and writes all of dW, so chunks are as large as memory allows.  4096 and more
@@ -344,7 +343,7 @@ def _loss(top, total, picked, o: _Options):
     return jnp.log(total) - (picked - top)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(custom_vjp, nondiff_argnums=(5,))
 def _linear_cross_entropy(x, weight, labels, scale, total, o):
     return _run(x, weight, labels, scale, None, o, False)[0]
 

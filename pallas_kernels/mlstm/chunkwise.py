@@ -22,6 +22,7 @@ from pallas_kernels.mlstm import (
 from pallas_kernels.mlstm.gates import forget_gradient, gates
 from pallas_kernels.mlstm.heads import Heads
 from pallas_kernels.mlstm.walk import states
+from pallas_kernels.options import custom_vjp
 from pallas_kernels.packed import Packed
 
 
@@ -129,7 +130,7 @@ def arguments(
     return arrays, i, lf, first, m, starts, call
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(custom_vjp, nondiff_argnums=(6,))
 def cell(arrays, i, lf, first, m, starts, call):
     """(h, last).  first: the initial (C, n), None for zero; last: the final one, if requested.
 

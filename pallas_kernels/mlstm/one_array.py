@@ -16,6 +16,7 @@ from pallas_kernels.mlstm import chunkwise
 from pallas_kernels.norms import kernels as norms
 from pallas_kernels.norms.norm import FORMS as NORM_FORMS
 from pallas_kernels.norms.norm import LAYER
+from pallas_kernels.options import custom_vjp
 from pallas_kernels.packed import Packed
 
 
@@ -49,7 +50,7 @@ def gated_cell(packed, i, f, weight, *, norm_eps, **options):
     return _gated_cell(x, i, lf, m, starts, weight, call, norm_eps)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(custom_vjp, nondiff_argnums=(6, 7))
 def _gated_cell(x, i, lf, m, starts, weight, call, eps):
     return _gated_forward(x, i, lf, m, starts, weight, call, eps)[0]
 

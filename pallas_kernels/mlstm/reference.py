@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import mosaic
+from pallas_kernels.options import custom_vjp
 
 CLOSED = -1e30  # logarithm of a closed gate or of an empty state; inf - inf cannot occur with it
 
@@ -314,7 +315,7 @@ def _round(x, dtype):
     return x.astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _matmul(dtype, x, y):
     """x @ y with operands rounded to `dtype`, summed and returned in the statistics' dtype.
 

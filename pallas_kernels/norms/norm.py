@@ -33,7 +33,7 @@ from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
 from pallas_kernels.norms import tiles
 from pallas_kernels.norms.kernels import Norm, backward, forward
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 
 Weight = Float[Array, "C"] | Float[Array, "H C"] | None
 Rows = Float[Array, "... C"]
@@ -111,6 +111,7 @@ def layer_norm(
         to x first, rounded to x's dtype; the backward pass sums its gradient in float32.
     gate: multiplies y by sigmoid(gate); without bias and residual.  The kernel needs x and gate in
         one dtype and C up to 1024.
+    Beyond 1e16 squares leave the range of float32: gradients lose digits, then rows become 0.
     Raises ValueError for shapes and options that do not fit, NotImplementedError under
     implementation="mosaic" for a call that the kernels do not support.
     """
@@ -175,7 +176,8 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
     z = s.astype(mosaic.stat_dtype(s.dtype))
     if kind is LAYER:
         z = z - jnp.mean(z, axis=-1, keepdims=True)
-    y = z * lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
+    # The gradient of rsqrt takes r^3, which float32 does not hold beyond x of 1e13.
+    y = z * (1 / jnp.sqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps))
     y = y if weight is None else y * weight.astype(y.dtype)
     y = y if bias is None else y + bias.astype(y.dtype)
     y = y if gate is None else y * jax.nn.sigmoid(gate.astype(y.dtype))
@@ -216,7 +218,7 @@ def _check(x, weight, bias, residual, x_bias, gate):
         raise ValueError("a gate excludes bias and residual")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def _norm(kind, eps, x, residual, weight, bias, x_bias, gate):
     """(y, s); s is None without a residual."""
     return _save(kind, eps, x, residual, weight, bias, x_bias, gate)[0]

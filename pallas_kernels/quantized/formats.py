@@ -50,7 +50,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, promotions
 
 Format = Literal["int", "fp8", "2:4"]
 COLUMNS, LANES, WORDS = 16, 32, 4  # n and lanes of a tile, and words of a lane
@@ -95,6 +95,7 @@ class QuantizedWeight:
         arrays = (self.words, self.scales, self.offsets)
         return sum(a.size * a.dtype.itemsize for a in arrays if a is not None)
 
+    @promotions()
     def plain(self) -> "PlainWeight":
         """The weight for products in which x is quantised, too; each call unpacks it anew.
 

@@ -27,14 +27,13 @@ Micikevicius et al. 2022, "FP8 formats for deep learning".
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.dispatch import Form
-from pallas_kernels.options import checked
+from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.quantized import gemm, gemv, matmul
 from pallas_kernels.quantized.formats import (
     E4M3_MAX,
@@ -111,7 +110,7 @@ def _check(x, weight, bias):
         raise ValueError(f"bias has shape {bias.shape}, but the weight needs ({n},)")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(custom_vjp, nondiff_argnums=(3, 4))
 def _linear(x, weight, bias, dtype, kernel: bool):
     """The op for x (M, K), by the kernels or XLA."""
     if kernel and x.shape[0] == 1:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernel_checks import NO_KERNEL
+from kernel_checks import NO_KERNEL, normal
+from small_calls import CASES
 
 import pallas_kernels as ops
 
@@ -133,3 +134,15 @@ def test_every_op_checks_its_options(name):
         given = dict.fromkeys(required, 1) | {option: [1]}
         with pytest.raises(ValueError, match=rf"^{option}=\[1\] is not "):
             op(**given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_of_numpy_are_as_those_of_jax(name):
+    """Traced ids once indexed NumPy's tables, and float64 was asked for where JAX has none."""
+    op, shapes, whole, *dtype = CASES[name]
+    arrays = [normal(i, shape[1:], *dtype) for i, shape in enumerate(shapes)]
+    whole = [jnp.asarray(x[0], jnp.int32) for x in whole]
+    wide = lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype)
+    run = lambda arrays: lambda whole: op(*arrays, *whole, implementation="xla")
+    expected, found = (jax.eval_shape(run(a), whole) for a in (arrays, list(map(wide, arrays))))
+    assert expected == found

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 from cases import slow
 from kernel_checks import normal
-from small_calls import CASES
+from small_calls import BF16, CASES
+
+import pallas_kernels as ops
 
 SETTINGS = {
     "jax_enable_x64": True,
@@ -62,3 +64,65 @@ def test_the_xla_form_runs(settings, name):
 def test_the_kernels_lower(settings, name):
     run, arguments = with_gradients(name, "mosaic")
     jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+# Calls whose gradients promote ranks or dtypes, which no case of small_calls does.
+IDS = jnp.arange(64) // 9
+F32 = jnp.float32
+PROMOTED = {  # op(*arrays, implementation=), the arrays' shapes and dtypes
+    "layer_norm": (
+        lambda x, w, b, residual, **o: ops.layer_norm(x, w, b, residual=residual, **o),
+        [((3, 64), BF16), ((64,), F32), ((64,), F32), ((3, 64), F32)],
+    ),
+    "mlp": (
+        lambda x, up, down, bias, **o: ops.mlp(x, up, down, bias=bias, **o),
+        [((128, 64), BF16), ((64, 128), BF16), ((128, 64), BF16), ((128,), F32)],
+    ),
+    "attention": (
+        lambda q, k, **o: ops.attention(q, k, k, segment_ids=IDS[None], return_lse=True, **o),
+        [((1, 64, 2, 64), BF16), ((1, 64, 1, 64), BF16)],
+    ),
+    "linear_cross_entropy": (
+        lambda x, w, **o: ops.linear_cross_entropy(x, w, IDS, softcap=30.0, **o),
+        [((64, 64), BF16), ((8, 64), F32)],
+    ),
+    "linear_cross_entropy, fp8": (
+        lambda x, w, **o: ops.linear_cross_entropy(x, w, IDS, fp8=True, **o),
+        [((64, 64), BF16), ((8, 64), BF16)],
+    ),
+    "quantized_linear": (
+        lambda x, bias, **o: ops.quantized_linear(
+            x, ops.quantize(normal(9, (128, 64))), bias, activation="gelu", **o
+        ),
+        [((3, 128), BF16), ((64,), F32)],
+    ),
+    "quantized_linear, plain": (
+        lambda x, bias, **o: ops.quantized_linear(
+            x, ops.quantize(normal(9, (128, 64)), bits=8, group=None).plain(), bias
+        ),
+        [((3, 128), BF16), ((64,), F32)],
+    ),
+    "vlstm": (
+        lambda q, i, *state, **o: ops.vlstm(
+            q, q, q, i, i, segment_ids=IDS[None], initial_state=state, return_state=True, **o
+        ),
+        [((1, 64, 2, 64), BF16), ((1, 64, 2), F32)]
+        + [((1, 2, 64, 64), F32), ((1, 2, 64), F32), ((1, 2), F32)],
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", [OF_TRACING[1:]], ids=["all"], indirect=True)
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("name", PROMOTED)
+def test_gradients_promote_as_the_op_does(settings, name, implementation):
+    op, arrays = PROMOTED[name]
+    arrays = [jax.ShapeDtypeStruct(*a) for a in arrays]
+
+    def run(wrap, *arrays):
+        y, pull = jax.vjp(wrap(lambda *a: op(*a, implementation=implementation)), *arrays)
+        return pull(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), y))
+
+    for wrap in (lambda f: f, jax.jit):  # JAX differentiates what is jitted after the op returned
+        gradients = jax.eval_shape(lambda *a, wrap=wrap: run(wrap, *a), *arrays)
+        assert [x.dtype for x in gradients] == [x.dtype for x in arrays]

@@ -1,0 +1,43 @@
+"""Calls that random ones do not draw, against float64 formulas: results that were wrong once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_checks import normal
+
+import pallas_kernels as ops
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e13, 1e15, 1e16])
+@pytest.mark.parametrize("op", [ops.layer_norm, ops.rms_norm, ops.row_linear])
+def test_gradients_of_a_norm_of_large_rows(op, scale):
+    """r^3, which the gradient of rsqrt takes, left float32's range: a part of dx was lost."""
+    x, w, dy = (normal(i, (1, 64), scale=s) for i, s in enumerate((scale, 1, 1)))
+    options = dict(implementation="xla")
+    if op is ops.row_linear:
+        run = lambda x: op(x, [jnp.eye(64)], norm_weight=w[0], centered=False, **options)[0]
+    else:
+        run = lambda x: op(x, w[0], **options)
+    (dx,) = jax.vjp(run, x)[1](dy)
+    mean = lambda x: x.mean(-1, keepdims=True)
+    z, g, centred = wide(x), wide(w) * wide(dy), op is ops.layer_norm
+    z = z - mean(z) if centred else z
+    r = 1 / np.sqrt(mean(z * z) + 1e-5)
+    true = r * (g - centred * mean(g) - z * r * mean(g * z * r))
+    np.testing.assert_allclose(wide(dx) / r, true / r, atol=1e-5)
+
+
+@pytest.mark.parametrize("x", [1e12, 1e14, 1e30, -1e30])
+def test_gradients_of_a_gelu_after_a_matmul(x):
+    """x^3 was infinite, and infinity times the slope 0 of tanh was NaN."""
+    weight = ops.quantize(jnp.ones((32, 1)), bits=8, group=None)
+    quantized = lambda x: ops.quantized_linear(x, weight, activation="gelu", implementation="xla")
+    row = lambda x: ops.row_linear(x, [jnp.ones((1, 32))], activation="gelu", implementation="xla")
+    for op in (quantized, lambda x: row(x)[0]):
+        dx = jax.grad(lambda x, op=op: op(x).sum())(jnp.full((1, 32), x))
+        np.testing.assert_allclose(dx, float(x > 0), rtol=1e-2)
