@@ -11,6 +11,7 @@ tiles every row sees whole: they go without a mask.  Queries 192 to 255, window 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
@@ -52,12 +53,16 @@ class Visits(NamedTuple):
         return window and row + offset - window + 1, row + offset + 1 if causal else None
 
     def seen(self, first, end, low, high):
-        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none."""
+        """Of the tiles low ... high - 1 those that rows first ... end - 1 see; never none.
+
+        Rows: integers of a kernel, or numpy arrays.
+        """
+        clip = np.clip if isinstance(first, np.ndarray) else jnp.clip
         start, stop = self.columns(first)[0], self.columns(end - 1)[1]
         if start is not None:
-            low = jnp.clip(start // self.size, low, high - 1)
+            low = clip(start // self.size, low, high - 1)
         if stop is not None:
-            high = jnp.clip((stop + self.size - 1) // self.size, low + 1, high)
+            high = clip((stop + self.size - 1) // self.size, low + 1, high)
         return low, high
 
     def whole(self, first, end, low, high):
