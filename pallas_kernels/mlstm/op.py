@@ -52,8 +52,8 @@ def vlstm(
     """Returns h for every position, in q's dtype, and with return_state the final state.
 
     q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
-        and DV in multiples of 64, on Hopper T in multiples of 8, and without states; otherwise it
-        is split in copies.
+        and DV in multiples of 64 and on Hopper T in multiples of 8; otherwise it is split in
+        copies.
     i, f: pre-activations of the input gate and the forget gate; finite, but i may be -inf, which
         closes the input gate.
     gate: whether the input gate is exp(i) or sigmoid(i).
