@@ -67,7 +67,7 @@ class CellCall(NamedTuple):
 def tile_size(dqk: int, dv: int, form: CellForm = HOPPER) -> int:
     """Positions of a chunk and edge of all tiles, for widths padded to multiples of 64."""
     even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
-    return min(128, form.largest) if even else 64
+    return form.largest if even else 64
 
 
 def in_place(packed: Packed, form: CellForm) -> bool:
