@@ -1,6 +1,7 @@
 """jnp twins of the vLSTM's two kernels: the same formulas, rounded to the data's dtype where the
-kernels round.  In float64 nothing is rounded, so a cell built on them is exact.  And the arguments
-with which both forms of the kernels are tested, and how two ops are compared bit for bit."""
+kernels round.  In float64 nothing is rounded, so a cell built on them is exact.  The cell's
+recurrent and parallel forms, to which the chunkwise ones are held.  The arguments with which both
+forms of the kernels are tested, and how two ops are compared bit for bit."""
 
 import functools
 
@@ -10,6 +11,7 @@ import numpy as np
 from kernel_checks import kernels_run_here, normal
 
 from pallas_kernels import mosaic
+from pallas_kernels.mlstm import reference
 from pallas_kernels.mlstm.heads import Heads
 
 FOUR = np.repeat([[4, 1, 2, 1], [0, 1, 2, 3]], [20, 50, 4, 6], axis=1)  # documents of 80 positions
@@ -64,6 +66,39 @@ def assert_same_bits(op, other, arrays, dy, **options):
         e = functools.reduce(lambda tree, key: tree[key.idx], path, expected)
         assert np.asarray(e, np.float32).any()
         np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
+
+
+def recurrent(
+    q, k, v, i, f, *, segment_ids=None, initial_state=None, return_state=False, **options
+):  # fmt: skip
+    """The cell's definition, position by position, in float32 (float64 for float64)."""
+    starts = reference._starts(segment_ids, i.shape[:2])
+
+    def position(state, x):
+        q, k, v, i, f, start = x
+        reset = lambda s: jnp.where(start.reshape(-1, *[1] * (s.ndim - 1)), 0, s)
+        h, state = reference.step(q, k, v, i, f, tuple(map(reset, state)), **options)
+        return state, h
+
+    sequence = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, i, f, starts))
+    state, h = jax.lax.scan(position, reference._state(initial_state, q, v), sequence)
+    h = jnp.moveaxis(h, 0, 1)
+    return (h, state) if return_state else h
+
+
+def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps=0.0):
+    """Computes all positions at once from a T x T matrix, like attention, without states."""
+    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
+    q, k, v = (jnp.swapaxes(x, 1, 2).astype(stat) for x in (q, k, v))  # (B,H,T,D)
+    i, lf = (jnp.swapaxes(x, 1, 2) for x in reference._log_gates(i, f, gate, stat))  # (B,H,T)
+    document = jnp.cumsum(reference._starts(segment_ids, (i.shape[0], i.shape[2])), 1)
+    seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
+    log_d = jnp.where(seen, reference._sums_between(lf) + i[..., None, :], -jnp.inf)
+    m = jnp.max(log_d, -1)
+    matmul = functools.partial(reference._matmul, dtype)
+    p = max(q.shape[-1], 1) ** -0.5 * matmul(q, k.mT) * jnp.exp(log_d - m[..., None])
+    scale = reference._row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
+    return reference._round(jnp.swapaxes(matmul(scale[..., None] * p, v), 1, 2), dtype)
 
 
 def states(

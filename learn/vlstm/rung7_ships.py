@@ -1,7 +1,7 @@
 """Rung 7: the kernel that ships, pallas_kernels/mlstm.
 
 Its two kernels are rung 6's: `states` (inter_chunk.py) walks, `chunk_outputs`
-(intra_chunk.py) makes h of all chunks.  It is faster by four ideas:
+(intra.py, intra_chunk.py) makes h of all chunks.  It is faster by four ideas:
 
     spans       the walk of a long sequence is split into spans.  A first walk starts all of them
                 at once, from zero, and finds what each adds; `join_spans` adds these up; a second

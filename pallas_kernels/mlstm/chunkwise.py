@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class CellCall(NamedTuple):
 def tile_size(dqk: int, dv: int, form: CellForm = HOPPER) -> int:
     """Positions of a chunk and edge of all tiles, for widths padded to multiples of 64."""
     even = all(mosaic.cdiv(width, 64) % 2 == 0 for width in (dqk, dv))
-    return min(128, form.largest) if even else 64
+    return form.largest if even else 64
 
 
 def in_place(packed: Packed, form: CellForm) -> bool:
@@ -105,9 +105,9 @@ def arguments(
     form: CellForm = HOPPER,
 ):  # fmt: skip
     """The arguments of `cell`.  A Packed may have further parts if it is read in place."""
-    one = isinstance(operands, Packed) and in_place(operands, form)
+    packed = operands if isinstance(operands, Packed) and in_place(operands, form) else None
     if isinstance(operands, Packed):
-        operands, array = operands.shapes() if one else operands.split(), operands.array
+        operands = operands.split() if packed is None else operands.shapes()
     q, k, v, *_ = operands
     dqk, dv, wide = q.shape[-1], v.shape[-1], mosaic.stat_dtype(q.dtype)
     starts = None if segment_ids is None else reference._starts(segment_ids, i.shape[:2])
@@ -121,7 +121,7 @@ def arguments(
         first = c * scale[..., None, None], mosaic.pad_axis(n, 2, 64) * scale[..., None]
     # Tiles are multiples of 64 columns.  Other lengths and widths are padded in copies.
     pad = lambda x: mosaic.pad_axis(mosaic.pad_axis(x, 1, form.rows), 3, 64)
-    arrays = (array,) if one else tuple(map(pad, (q, k, v)))
+    arrays = tuple(map(pad, (q, k, v))) if packed is None else (packed.array,)
     size = tile_size(dqk, dv, form)
     call = CellCall(
         q.shape[1], dqk, dv, size, normalize, starts is not None, first is not None, return_state,
@@ -170,7 +170,7 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
     return (h, last), (arrays, g, c, n, norm, sign)
 
 
-def _gradient(call: CellCall, mode, into, *operands):
+def _gradient(call: CellCall, mode, into, *operands) -> tuple[Any, Any]:
     """(the gradient that the mode computes, further results); into: the array for it, or None."""
     options = dict(mode=mode, packed=call.packed, sms=call.sms)
     run = lambda into, *operands: call.form.chunk_outputs(*operands, into, **options)

@@ -158,4 +158,4 @@ def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: GeneralScratch):
     ampere.wait()  # the zeros past the last square may still be under way
 
 
-FORM = intra.Form("general_", prepared, scratch, body)
+FORM = intra.ChunkForm("general_", prepared, scratch, body)

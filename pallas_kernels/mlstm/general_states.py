@@ -126,4 +126,4 @@ def _store_state(w: Walker, n, state, sums):
     w.store_before(n, sums)
 
 
-FORM = WalkForm("general_", _prepared, _scratch, _body)
+FORM = WalkForm("general_", _scratch, _body, _prepared)

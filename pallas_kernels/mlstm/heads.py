@@ -1,6 +1,6 @@
 """Where the heads of q, k, v, h and of their gradients stand, for all kernels of the mLSTM cell."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
@@ -25,12 +25,6 @@ class Heads:
         x: (B,T,NH,D) or (B,T,P); it is not copied.
         """
         return cls(x.reshape(*x.shape[:2], -1, size), width // size, start // size)
-
-    def cut(self, parts: int) -> Self:
-        """The same heads in tiles of L / parts columns."""
-        b, t, tiles, size = self.array.shape
-        array = self.array.reshape(b, t, tiles * parts, size // parts)
-        return replace(self, array=array, tiles=self.tiles * parts, first=self.first * parts)
 
     def tile(self, head, n):
         """The array's tile that is the n-th of a head."""

@@ -40,10 +40,6 @@ class WalkScratch(NamedTuple):
     other_full: Any  # for each warpgroup
 
 
-def _prepared(s: Walk, inputs: WalkInputs, out_types):
-    return inputs._replace(x=inputs.x.cut(s.wgs)), out_types
-
-
 def _scratch(s: Walk, with_other: bool) -> WalkScratch:
     buffer = lambda *shape: plgpu.SMEM(
         shape, s.dtype, transforms=mosaic.wgmma_tiles(shape[-1], s.dtype)
@@ -88,8 +84,8 @@ def _load_x(w: Walker, n):
 
     @pl.when(n < w.steps)
     def _():
-        rows, part = pl.ds(w.chunk(n) * size, size), w.x_tile * w.schedule.wgs + w.wg
-        w.ring.send(n, w.inputs.x.at(w.b, rows, w.h, part), w.smem.x, w.wg)
+        x = w.inputs.x.at(w.b, pl.ds(w.chunk(n) * size, size), w.h, w.x_tile)
+        w.ring.send(n, x.at[:, pl.ds(w.wg * ROWS, ROWS)], w.smem.x, w.wg)
 
 
 def _load_common(w: Walker, n):
@@ -174,4 +170,4 @@ def _sum_columns(w: Walker, stage):
     return jnp.sum(x * mosaic.along(vector, x.shape, 1), axis=1)
 
 
-FORM = WalkForm("", _prepared, _scratch, _body)
+FORM = WalkForm("", _scratch, _body)

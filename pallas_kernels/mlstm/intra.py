@@ -184,7 +184,7 @@ class Worker:
         raise NotImplementedError
 
 
-class Form(NamedTuple):
+class ChunkForm(NamedTuple):
     """A form of the kernel."""
 
     prefix: str  # of the kernel's name
@@ -358,7 +358,7 @@ def one_chunk(w: Worker, n):
 @functools.partial(jax.jit, static_argnames=("form", "mode", "normalize", "packed", "sms"))
 def chunk_outputs(
     a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
-    joint=None, *, form: Form, mode: Mode, normalize=True, packed=False, sms: int,
+    joint=None, *, form: ChunkForm, mode: Mode, normalize=True, packed=False, sms: int,
 ):  # fmt: skip
     """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,L),
 

@@ -272,4 +272,4 @@ def body(s: Schedule, inputs: Inputs, out, stat_refs, smem: Scratch):
     plgpu.wait_smem_to_gmem(0)
 
 
-FORM = intra.Form("", prepared, scratch, body)
+FORM = intra.ChunkForm("", prepared, scratch, body)

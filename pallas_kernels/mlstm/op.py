@@ -52,8 +52,8 @@ def vlstm(
     """Returns h for every position, in q's dtype, and with return_state the final state.
 
     q: or a `Packed` of q, k and v, with k=None and v=None.  The kernels read it in place for DQK
-        and DV in multiples of 64, on Hopper T in multiples of 8, and without states; otherwise it
-        is split in copies.
+        and DV in multiples of 64 and on Hopper T in multiples of 8; otherwise it is split in
+        copies.
     i, f: pre-activations of the input gate and the forget gate; finite, but i may be -inf, which
         closes the input gate.
     gate: whether the input gate is exp(i) or sigmoid(i).
@@ -91,24 +91,13 @@ def vlstm(
     check(of_q, of_k, of_v, i, f, initial_state, segment_ids, chunk_size)
     if norm_weight is not None:
         _check_norm(norm_weight, of_v, *of_o)
-    return dispatch.run(
-        "vlstm",
-        FORMS,
-        implementation,
-        operands,
-        i,
-        f,
-        norm_weight,
-        gate=gate,
-        normalize=normalize,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        return_state=return_state,
-        norm_eps=norm_eps,
-        eps=eps,
-        chunk_size=chunk_size,
+    options = dict(
+        gate=gate, normalize=normalize, segment_ids=segment_ids, initial_state=initial_state,
+        return_state=return_state, norm_eps=norm_eps, eps=eps, chunk_size=chunk_size,
         implementation=implementation,  # of the norm, where it is an op by itself
-    )
+    )  # fmt: skip
+    arrays = operands, i, f, norm_weight
+    return dispatch.run("vlstm", FORMS, implementation, *arrays, **options)
 
 
 def _shapes(operands):

@@ -1,7 +1,7 @@
-"""The mLSTM cell in jnp: recurrent (its definition), parallel (quadratic), chunkwise (training).
+"""The mLSTM cell in jnp: position by position (its definition) and chunkwise (training).
 
-All three compute the same function of q, k, v and the gates; docs/vlstm.md derives them.  The gates
-are kept as logarithms, and `m` is subtracted from every exponent so that none overflows: a state
+Both compute the same function of q, k, v and the gates; docs/vlstm.md derives it.  The gates are
+kept as logarithms, and `m` is subtracted from every exponent so that none overflows: a state
 (C, n, m) represents the true state (C e^m, n e^m).  At eps = 0 neither h nor the true state depends
 on m.  The chunkwise form therefore does not differentiate the m of the states, which is exact and
 cheaper.  It does differentiate the m of a row: where l divides h, the gradients of a row's
@@ -30,36 +30,6 @@ def floor(stat) -> float:
     return 0.9 * math.log(jnp.finfo(stat).tiny)
 
 
-def recurrent(
-    q,
-    k,
-    v,
-    i,
-    f,
-    *,
-    gate="exp",
-    normalize=True,
-    segment_ids=None,
-    initial_state=None,
-    return_state=False,
-    eps=0.0,
-):
-    """Computes position by position, in float32 (float64 for float64): the cell's definition."""
-    options = dict(gate=gate, normalize=normalize, eps=eps)
-    starts = _starts(segment_ids, i.shape[:2])
-
-    def position(state, x):
-        q, k, v, i, f, start = x
-        state = tuple(jnp.where(_as_rank(start, s.ndim), 0, s) for s in state)
-        h, state = step(q, k, v, i, f, state, **options)
-        return state, h
-
-    sequence = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, i, f, starts))
-    state, h = lax.scan(position, _state(initial_state, q, v), sequence)
-    h = jnp.moveaxis(h, 0, 1)
-    return (h, state) if return_state else h
-
-
 def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     """One position: q, k (B,H,K), v (B,H,V), i, f (B,H), state (C, n, m) -> (h (B,H,V), state)."""
     dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
@@ -76,40 +46,16 @@ def step(q, k, v, i, f, state, *, gate="exp", normalize=True, eps=0.0):
     return _round(h, dtype), (c, n, m)
 
 
-def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps=0.0):
-    """Computes all positions at once from a T x T matrix, like attention, without states."""
-    dtype, stat = q.dtype, mosaic.stat_dtype(q.dtype)
-    q, k, v = (jnp.swapaxes(x, 1, 2).astype(stat) for x in (q, k, v))  # (B,H,T,D)
-    i, lf = (jnp.swapaxes(x, 1, 2) for x in _log_gates(i, f, gate, stat))  # (B,H,T)
-    document = jnp.cumsum(_starts(segment_ids, (i.shape[0], i.shape[2])), 1)
-    seen = jnp.tril(document[:, :, None] == document[:, None, :])[:, None]  # (B,1,T,T)
-    log_d = jnp.where(seen, _sums_between(lf) + i[..., None, :], -jnp.inf)
-    m = jnp.max(log_d, -1)
-    p = max(q.shape[-1], 1) ** -0.5 * _matmul(dtype, q, k.mT) * jnp.exp(log_d - m[..., None])
-    scale = _row_scale(jnp.sum(p, -1), m, gate, normalize, eps)
-    return _round(jnp.swapaxes(_matmul(dtype, scale[..., None] * p, v), 1, 2), dtype)
-
-
 @functools.partial(
     jax.jit,  # traced and lowered once for all layers
     static_argnames=("gate", "normalize", "return_state", "eps", "chunk_size"),
 )
 def chunkwise(
-    q,
-    k,
-    v,
-    i,
-    f,
-    *,
-    gate="exp",
-    normalize=True,
-    segment_ids=None,
-    initial_state=None,
-    return_state=False,
-    eps=0.0,
+    q, k, v, i, f, *,
+    gate="exp", normalize=True, segment_ids=None, initial_state=None, return_state=False, eps=0.0,
     chunk_size=None,
-):
-    """Uses the parallel form in chunks of L positions and the recurrent form between chunks.
+):  # fmt: skip
+    """Computes chunks of L positions from L x L matrices, like attention, and steps between chunks.
 
     Matmuls take operands of q's dtype and sum in float32; gates, m, states and sums are float32
     (all float64 for float64).  Time and memory are linear in T.  Only the arguments are saved; the
@@ -302,10 +248,6 @@ def _starts(segment_ids, shape):
     if segment_ids is None:
         return jnp.zeros(shape, bool)
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-
-
-def _as_rank(x, rank):
-    return x.reshape(x.shape + (1,) * (rank - x.ndim))
 
 
 def _round(x, dtype):

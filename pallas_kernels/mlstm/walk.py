@@ -84,9 +84,9 @@ class WalkForm(NamedTuple):
     """A form of the kernel."""
 
     prefix: str  # of the kernel's name
-    prepared: Callable  # (walk, inputs, out_types) -> (inputs, out_types)
     scratch: Callable  # (walk, with other) -> shared memory
     body: Callable  # (walk, inputs, outputs, shared memory)
+    prepared: Callable = lambda s, inputs, out_types: (inputs, out_types)
 
 
 class Walker(NamedTuple):

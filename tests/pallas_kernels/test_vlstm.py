@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import vlstm_twins
 from cases import slow
 from kernel_checks import assert_error_ratio, normal
 
@@ -87,21 +88,21 @@ def test_the_recurrent_form_is_the_cell_of_the_paper(gate, normalize):
     with jax.enable_x64(True):
         args, state = inputs(2, 23, 2, 4, 6, jnp.float64), a_state(2, 2, 4, 6, jnp.float64)
         options = dict(gate=gate, normalize=normalize)
-        h = reference.recurrent(*args, initial_state=state, **options)
+        h = vlstm_twins.recurrent(*args, initial_state=state, **options)
         assert_equal_to(1e-12, h, numpy_loop(*args, state, **options))
 
 
 @pytest.mark.parametrize(("gate", "normalize"), [("exp", True), ("sigmoid", False)])
 def test_three_forms_agree_in_float32(gate, normalize):
     args, options = inputs(2, 512, 2, 16, 24), dict(gate=gate, normalize=normalize)
-    h = reference.recurrent(*args, **options)
+    h = vlstm_twins.recurrent(*args, **options)
     assert_equal_to(1e-4, vlstm(*args, **options), h)
-    assert_equal_to(1e-4, jax.jit(functools.partial(reference.parallel, **options))(*args), h)
+    assert_equal_to(1e-4, jax.jit(functools.partial(vlstm_twins.parallel, **options))(*args), h)
 
 
 def test_forms_agree_over_8192_positions():
     args = inputs(1, 8192, 1, 8, 16)
-    assert_equal_to(1e-4, vlstm(*args), reference.recurrent(*args))
+    assert_equal_to(1e-4, vlstm(*args), vlstm_twins.recurrent(*args))
 
 
 @pytest.mark.parametrize(("length", "chunk_size"), [(1, None), (17, 16), (100, None)])
@@ -110,7 +111,7 @@ def test_any_length(length, chunk_size):
         args, state = inputs(2, length, 3, 8, 4, jnp.float64), a_state(2, 3, 8, 4, jnp.float64)
         options = dict(initial_state=state, return_state=True)
         y = vlstm(*args, chunk_size=chunk_size, **options)
-        assert_equal_to(1e-11, y, reference.recurrent(*args, **options))
+        assert_equal_to(1e-11, y, vlstm_twins.recurrent(*args, **options))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_gradients_are_those_of_the_recurrent_form(gate, normalize, eps, packed)
         run = lambda form, **o: with_gradients(
             lambda *a: form(*a[:5], initial_state=a[5], **options, **o), *args, state
         )
-        assert_equal_to(1e-9, run(reference.chunkwise, chunk_size=8), run(reference.recurrent))
+        assert_equal_to(1e-9, run(reference.chunkwise, chunk_size=8), run(vlstm_twins.recurrent))
 
 
 def test_gradients_of_the_parallel_form():
@@ -141,7 +142,7 @@ def test_gradients_of_the_parallel_form():
         args = inputs(2, 29, 2, 6, 5, jnp.float64)
         ids = jnp.arange(29)[None] // jnp.array([[8], [11]])
         run = lambda form: with_gradients(form, *args, segment_ids=ids)
-        assert_equal_to(1e-9, run(reference.parallel), run(reference.recurrent))
+        assert_equal_to(1e-9, run(vlstm_twins.parallel), run(vlstm_twins.recurrent))
 
 
 def test_gradients_are_finite_differences():
@@ -182,7 +183,7 @@ def narrow_inputs(dtype, extreme, mean):
 def true_results(args, dh):
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), (args, dh))
-        return [np.asarray(x) for x in pull_back(reference.recurrent, *wide)]
+        return [np.asarray(x) for x in pull_back(vlstm_twins.recurrent, *wide)]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,8 @@ def true_results(args, dh):
 def test_error_ratio(dtype, extreme):
     """Compares with float64, relative to the parallel form, which rounds p and dS but no states."""
     args, dh = narrow_inputs(dtype, extreme, mean=1)  # the mean keeps |l| away from 0
-    actual, expected = (pull_back(x, args, dh) for x in (reference.chunkwise, reference.parallel))
+    forms = reference.chunkwise, vlstm_twins.parallel
+    actual, expected = (pull_back(form, args, dh) for form in forms)
     results = actual, expected, true_results(args, dh)
     for name, a, e, t in zip(("h", *ARRAYS), *results, strict=True):
         assert_error_ratio(a, e, t, name)
@@ -245,9 +247,9 @@ def test_segments_are_separate_sequences():
             return (x[:, cuts[number] : cuts[number + 1]] for x in args)
 
         h, last_state = vlstm(*args, initial_state=state, segment_ids=ids, **options)
-        first = reference.recurrent(*segment(0), initial_state=state)
-        middle = reference.recurrent(*segment(1))
-        last, expected_state = reference.recurrent(*segment(2), return_state=True)
+        first = vlstm_twins.recurrent(*segment(0), initial_state=state)
+        middle = vlstm_twins.recurrent(*segment(1))
+        last, expected_state = vlstm_twins.recurrent(*segment(2), return_state=True)
         assert_equal_to(1e-10, h, jnp.concatenate([first, middle, last], 1))
         assert_equal_to(1e-10, last_state, expected_state)
 
@@ -256,7 +258,7 @@ def test_segments_are_separate_sequences():
             return h[:, cuts[2] :], after
 
         _, (*inside, of_state) = with_gradients(last_of_packed, *args, state)
-        alone = functools.partial(reference.recurrent, return_state=True)
+        alone = functools.partial(vlstm_twins.recurrent, return_state=True)
         assert_equal_to(
             1e-10, [x[:, cuts[2] :] for x in inside], with_gradients(alone, *segment(2))[1]
         )
@@ -268,7 +270,7 @@ def test_a_closed_gate_in_one_segment_does_not_blur_the_next():
     q, k, v, i, f = inputs(1, 24, 1, 8, 8)
     ids = jnp.arange(24)[None] // 12
     h = vlstm(q, k, v, i, f.at[:, :12].set(-1e5), segment_ids=ids)[:, 12:]
-    assert_equal_to(1e-5, h, reference.recurrent(*(x[:, 12:] for x in (q, k, v, i, f))))
+    assert_equal_to(1e-5, h, vlstm_twins.recurrent(*(x[:, 12:] for x in (q, k, v, i, f))))
 
 
 @pytest.mark.parametrize("chunk_size", [64, slow(256)])

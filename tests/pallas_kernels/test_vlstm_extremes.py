@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import vlstm_twins
 from kernel_checks import kernels_run_here, normal
 
 from pallas_kernels import vlstm, vlstm_step
-from pallas_kernels.mlstm import reference
 
 EMPTY = (0.0, -jnp.inf)  # a factor of C and n, and the stabiliser
 
@@ -62,7 +62,7 @@ def test_extremes_of_the_chunkwise_form(i, f, q_scale, state):
     actual = with_gradients(vlstm, args, state, chunk_size=16)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (args, state))
-        expected = with_gradients(reference.recurrent, *wide)
+        expected = with_gradients(vlstm_twins.recurrent, *wide)
     assert_close(actual, expected, 1e-3)
 
 
