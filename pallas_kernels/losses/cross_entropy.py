@@ -60,10 +60,10 @@ def cross_entropy_reference(logits, labels, *, vocab_size=None, ignore_index=-10
     v = logits.shape[-1]
     vocab_size = v if vocab_size is None else vocab_size
     z = logits.astype(mosaic.stat_dtype(logits.dtype))
-    return mask_by_label(losses(z, labels, vocab_size), labels, vocab_size, ignore_index)
+    return mask_by_label(losses_of(z, labels, vocab_size), labels, vocab_size, ignore_index)
 
 
-def losses(z, labels, valid, axis: str | None = None):
+def losses_of(z, labels, valid, axis: str | None = None):
     """The losses of rows of logits, of which the first `valid` columns are not padding.
 
     labels: columns of z, or none.  axis: the mesh axis that splits the vocabulary, or None.

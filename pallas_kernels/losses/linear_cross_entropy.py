@@ -36,7 +36,7 @@ from pallas_kernels.dispatch import Form
 from pallas_kernels.float8 import linear as fp8_linear
 from pallas_kernels.float8 import quantize
 from pallas_kernels.float8.quantize import TILE, Cast, cast
-from pallas_kernels.losses.cross_entropy import losses, mask_by_label
+from pallas_kernels.losses.cross_entropy import losses_of, mask_by_label
 from pallas_kernels.losses.kernels import capped, logits_kernel
 from pallas_kernels.options import checked, custom_vjp
 from pallas_kernels.totals import summed
@@ -176,7 +176,7 @@ def linear_cross_entropy_reference(
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
     vocab_size = z.shape[-1] if vocab_size is None else vocab_size
-    loss = losses(z, *_local(labels, z.shape[-1], vocab_size, vocab_axis), vocab_axis)
+    loss = losses_of(z, *_local(labels, z.shape[-1], vocab_size, vocab_axis), vocab_axis)
     loss = mask_by_label(loss, labels, vocab_size, ignore_index)
     scale = lax.stop_gradient(jnp.asarray(scale, loss.dtype))
     return _reduce(loss.sum(), labels, ignore_index, reduction) * scale
@@ -226,11 +226,10 @@ def _run(
         w = w if o.transposed else w._replace(values=w.transposed, transposed=w.values)
     local, valid = _local(labels, v, o.vocab_size, o.vocab_axis)
     # fp8: 1, so that dz = -1 is exact; the products are multiplied by `scale`.
-    factor = mask_by_label(1.0 if o.fp8 else scale, labels, o.vocab_size, o.ignore_index)
+    factor = jnp.float32(1) if o.fp8 else scale
+    factor = mask_by_label(factor, labels, o.vocab_size, o.ignore_index)
     loss, dx, dw = jnp.float32(0), [], None if dw is None else _padded(dw, o)
-    chunk = functools.partial(
-        _fp8_chunk if o.fp8 else _chunk, w, scale, valid, o, differentiate, frozen
-    )
+    chunk = functools.partial(_fp8_chunk, scale) if o.fp8 else functools.partial(_chunk, w)
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
         now = of(x), w
@@ -238,7 +237,7 @@ def _run(
             # Without dx, XLA postpones its matmuls on a mesh, to overlap them with the sum of dw
             # over the devices, and keeps all logits until then.
             *now, dw, dx[-1] = lax.optimization_barrier((*now, dw, dx[-1]))
-        some, more_dx, more = chunk(*now, of(local), of(factor))
+        some, more_dx, more = chunk(*now, of(local), of(factor), valid, o, differentiate, frozen)
         loss += jnp.where(of(labels) == o.ignore_index, 0, some).sum()
         if differentiate:
             dx.append(more_dx)
@@ -252,8 +251,8 @@ def _run(
     return loss, (dx, dw)
 
 
-def _chunk(w, _, valid, o: _Options, differentiate, frozen, x, w_now, local, scale):
-    """The losses of some tokens, their dx and their dW."""
+def _chunk(w, x, w_now, local, scale, valid, o: _Options, differentiate, frozen):
+    """The losses of some tokens times `scale`, their dx and their dW; w_now is w for the logits."""
     losses, dz = _losses(_logits(x, w_now, o.transposed), local, scale, valid, o, differentiate)
     if dz is None:
         return losses, None, None
@@ -264,7 +263,7 @@ def _chunk(w, _, valid, o: _Options, differentiate, frozen, x, w_now, local, sca
     return losses, dx, jnp.matmul(pair[0].T, pair[1], preferred_element_type=jnp.float32)
 
 
-def _fp8_chunk(_, scale, valid, o: _Options, differentiate, frozen, x, w, local, known):
+def _fp8_chunk(scale, x, w, local, known, valid, o: _Options, differentiate, frozen):
     """The same with fp8 operands; known: 0 where a label is ignored, NaN where it is wrong."""
     x8 = cast(x, fp8_linear.FORWARD, True)
     z = fp8_linear.times(x8, w, x.dtype)
