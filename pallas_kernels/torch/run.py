@@ -141,15 +141,9 @@ class Runner:
         slots, what = self.plan.arrays, unit.what
         if isinstance(what, Step):
             return operator(what, slots[unit.slots[0]]), (), None, unit
-        made = [
-            (
-                torch.zeros if s in self.zeros else torch.empty,
-                s,
-                slots[s].shape,
-                dtype(slots[s].dtype),
-            )
-            for s in unit.made
-        ]
+        fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
+        kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
+        made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
         start = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
         return start(what, device.index), made, addresses, unit
