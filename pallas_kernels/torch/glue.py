@@ -65,14 +65,14 @@ _FORMULAS = {
     "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "shift_left": "{0} << {1}",
     "shift_right_arithmetic": "{0} >> {1}", "reduce_precision": "float({rounded}({0}))",
-    "shift_right_logical": "(unsigned {plain})({0}) >> {1}",
-    "bitcast_convert_type": "as<{memory}>(({bits})({0}))",
+    "shift_right_logical": "(unsigned {plain})({0}) >> {1}", "not": "({type})({0} ^ ({type})-1)",
+    "convert_element_type": "({type})({0})", "bitcast_convert_type": "as<{memory}>(({bits})({0}))",
 }  # fmt: skip
 _FUNCTIONS = "exp exp2 log log1p log2 expm1 tanh sqrt sin cos erf floor ceil".split()
 _FORMULAS |= {name: name + "({0})" for name in _FUNCTIONS}
 _MOVES = {
     "pad", "slice", "transpose", "broadcast_in_dim", "concatenate", "split", "stack", "unstack",
-    "rev", "iota", "convert_element_type", "not", "integer_pow",
+    "rev", "iota",
 }  # fmt: skip
 
 
@@ -145,7 +145,10 @@ class _Group:
         kind, memory = _TYPES[dtype]
         constant = self.program.constants.get(root)
         if constant is not None and constant.size == 1:
-            return self.let(kind, _literal(constant, kind))
+            x = constant.item()
+            if kind != "float":
+                return self.let(kind, f"({kind})({int(x)}ll)")
+            return self.let(kind, f"as<float>({np.float32(x).view(np.uint32)}u)")
         if root in self.stored:
             where = f"AT(const {memory}, {self.parameter(root)}), {self.flat(at, shape)}"
             return self.let(kind, f"load({where}, {math.prod(shape)})")
@@ -188,36 +191,20 @@ class _Group:
             return get(0, (*before, index(f"{here[0]} + {sum(p['sizes'][:part])}"), *after))
         if name == "unstack":
             return get(0, (*before, str(part), *here, *after))
-        if name == "stack":
-            parts = [get(i, (*before, *after)) for i in range(len(shapes))]
-            return "".join(f"{here[0]} == {i} ? {x} : " for i, x in enumerate(parts)) + parts[-1]
-        if name == "concatenate":
+        if name in ("concatenate", "stack"):
             text, end = "", 0
             for i, shape in enumerate(shapes):
-                x = get(i, (*before, index(f"{here[0]} - {end}"), *after))
-                end += shape[axis]
+                own = (index(f"{here[0]} - {end}"),) if name == "concatenate" else ()
+                x = get(i, (*before, *own, *after))
+                end += shape[axis] if own else 1
                 text += f"{here[0]} < {end} ? {x} : "
             return text + x
         x = [get(i, at if shape else ()) for i, shape in enumerate(shapes)]
-        if name == "convert_element_type":
-            return f"{x[0]} != 0" if kind == "bool" else f"({kind})({x[0]})"
-        if name == "not":
-            return f"!{x[0]}" if kind == "bool" else f"~{x[0]}"
-        if name == "integer_pow":
-            power = " * ".join(x * abs(p["y"])) or f"({kind})(1)"
-            return f"1 / ({power})" if p["y"] < 0 else power
         return _FORMULAS[name].format(
             *x, type=kind, plain=kind.replace("unsigned", ""), memory=memory,
             bits=_TYPES[self.program.arrays[step.ins[0]].dtype][1],
             rounded="bf16" if p.get("exponent_bits") == 8 else "f16",
         )  # fmt: skip
-
-
-def _literal(x: np.ndarray, kind: str) -> str:
-    x = x.reshape(())
-    if kind == "float":
-        return f"as<float>({x.astype(np.float32).view(np.uint32)}u)"
-    return f"({kind})({int(x)}ll)"
 
 
 def write(program: Program, steps: dict[int, Step], stored, roots: Sequence[int]) -> Glue:

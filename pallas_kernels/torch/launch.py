@@ -69,16 +69,16 @@ def glue_launcher(glue: Glue, device: int) -> Callable:
     driver, module, function = ctypes.CDLL("libcuda.so.1"), _P(), _P()
     error = driver.cuModuleLoadData(ctypes.byref(module), glue.binary)
     error = error or driver.cuModuleGetFunction(ctypes.byref(function), module, b"glue")
-    if error:
-        raise RuntimeError(f"glue does not load on cuda:{device}: CUDA error {error}")
-    call = driver.cuLaunchKernel
+    call, handle, blocks = driver.cuLaunchKernel, function.value, glue.blocks
     call.argtypes = [_P, *[ctypes.c_uint] * 7, _P, _P, _P]
-    handle, blocks = function.value, glue.blocks
+
+    def checked(error):
+        if error:
+            raise RuntimeError(f"glue on cuda:{device}: CUDA error {error}")
 
     def launch(pointers, count, stream):
         # The one argument is a struct of all addresses; where it lies is told behind it.
-        failed = call(handle, blocks, 1, 1, 256, 1, 1, 0, stream, pointers + 8 * count, None)
-        if failed:
-            raise RuntimeError(f"a launch of glue failed: CUDA error {failed}")
+        checked(call(handle, blocks, 1, 1, 256, 1, 1, 0, stream, pointers + 8 * count, None))
 
+    checked(error)
     return launch if blocks else lambda *_: None

@@ -134,9 +134,6 @@ class _Walk:
             return [held.pop(n, n) for n in ins]
         if name == "get" and len(ins) == 1:
             return [held.get(ins[0], ins[0])]
-        if name == "swap" and len(ins) == 2:
-            before, held[ins[0]] = held.get(ins[0], ins[0]), ins[1]
-            return [before]
         outs = tuple(self.new(v.aval) for v in eqn.outvars)
         if name != "mpmd_map":
             self.steps.append(self.turned(Step(name, _plain(eqn), ins, outs)))
@@ -149,32 +146,23 @@ class _Walk:
         held.update(zip((ins[i] for i in refs), written, strict=True))
         return outs
 
-    def copy(self, number: int) -> int:
-        made = self.new(self.arrays[number])
-        self.steps.append(Step("copy", {}, (number,), (made,)))
-        return made
-
     def turned(self, step: Step) -> Step:
         """Products read transposed operands where they lie, and are transposed by their order."""
         before = [self.made.get(i, step) for i in step.ins]
         if step.primitive == "transpose" and before[0].primitive == "dot_general":
-            (left, right), batch = before[0].params["dimension_numbers"]
-            free = len(self.arrays[before[0].ins[0]].shape) - len(left)  # left axes of the result
+            (left, right), ins = before[0].params["sums"], before[0].ins
+            free = len(self.arrays[ins[0]].shape) - len(left)  # left axes of the result
             order = tuple(step.params["permutation"])
-            if not batch[0] and order == (*range(free, len(order)), *range(free)):
-                turned = {"dimension_numbers": ((right, left), batch)}
-                return Step("dot_general", turned, before[0].ins[::-1], step.outs)
+            if order == (*range(free, len(order)), *range(free)):
+                return Step("dot_general", {"sums": (right, left)}, ins[::-1], step.outs)
         if step.primitive == "dot_general":
-            (*sums,), batch = step.params["dimension_numbers"]
-            ins = list(step.ins)
+            ins, sums = list(step.ins), list(step.params["sums"])
             for n, x in enumerate(before):
                 order = x.params.get("permutation", ())
                 free = [axis for i, axis in enumerate(order) if i not in sums[n]]
-                if order and not batch[n] and free == sorted(free):
+                if order and free == sorted(free):
                     ins[n], sums[n] = x.ins[0], tuple(order[i] for i in sums[n])
-            step = Step(
-                "dot_general", {"dimension_numbers": (tuple(sums), batch)}, tuple(ins), step.outs
-            )
+            return Step("dot_general", {"sums": tuple(sums)}, tuple(ins), step.outs)
         return step
 
 
@@ -196,7 +184,8 @@ def build(jaxpr) -> Program:
             ins = list(step.ins)
             for i in refs_of(step.params):
                 if used[w.roots[ins[i]]] > 1 or w.roots[ins[i]] not in made:
-                    ins[i] = w.copy(ins[i])
+                    source, ins[i] = ins[i], w.new(w.arrays[ins[i]])
+                    w.steps.append(Step("copy", {}, (source,), (ins[i],)))
             step = step._replace(ins=tuple(ins))
         w.steps.append(step)
         made.update(step.outs)
@@ -212,8 +201,8 @@ def _array(aval) -> Array:
 def _plain(eqn) -> dict[str, Any]:
     """The parameters of an equation that say what it computes, as plain values."""
     params, numbers = eqn.params, eqn.params.get("dimension_numbers")
-    if eqn.primitive.name == "dot_general":
-        return {"dimension_numbers": tuple(tuple(map(tuple, pair)) for pair in numbers)}
+    if eqn.primitive.name == "dot_general" and not numbers[1][0]:
+        return {"sums": tuple(map(tuple, numbers[0]))}  # no batches
     if eqn.primitive.name == "scatter":
         return {k: tuple(getattr(numbers, k)) for k in numbers._fields if "dims" in k}
     drop = ("sharding", "accuracy", "mode", "out_sharding", "new_dtype", "dtype")
@@ -272,11 +261,10 @@ def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[i
         return jax.vjp(part, *(arrays[i] for i in wrt)) if wrt else (op(*arrays), ())
 
     def backward(vjp, *given):
-        left = iter(given)
-        return vjp(tree.unflatten(
-            next(left) if yes else np.zeros(x.shape, jax.dtypes.float0)
-            for x, yes in zip(leaves, floats, strict=True)
-        ))  # fmt: skip
+        cts = [np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
+        for n, x in zip(itertools.compress(range(len(leaves)), floats), given, strict=True):
+            cts[n] = x
+        return vjp(tree.unflatten(cts))
 
     jaxpr, (out, vjp) = jax.make_jaxpr(forward, return_shape=True)(*structs)
     leaves, tree = jax.tree.flatten(out)

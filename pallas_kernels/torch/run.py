@@ -34,10 +34,8 @@ def tensor(x, device) -> torch.Tensor:
 # ---- primitives that are no glue -----------------------------------------------------------------
 
 
-def _dot_general(x, y, out, *, dimension_numbers):
-    (lc, rc), (lb, rb) = dimension_numbers
-    if lb:
-        raise NotImplementedError("products of batches have no form in PyTorch")
+def _dot_general(x, y, out, *, sums):
+    lc, rc = sums
     left = [i for i in range(x.dim()) if i not in lc]
     right = [i for i in range(y.dim()) if i not in rc]
     k = math.prod(x.shape[i] for i in lc)
@@ -89,7 +87,7 @@ _OPERATORS = {
 def operator(step: Step, out: Array) -> Callable:
     """A step as a function of tensors: one result, or a list of them."""
     kind = dtype(out.dtype)
-    if step.primitive == "dot_general":
+    if "sums" in step.params:
         return lambda x, y: _dot_general(x, y, kind, **step.params)
     if step.primitive == "convert_element_type":  # of types that glue lacks, such as float8_e4m3fn
         return lambda x: x.to(kind)
@@ -133,30 +131,19 @@ class Runner:
         # In a new thread: these outlive this call, and may come neither from a CUDA graph's pool of
         # memory nor be inference tensors, both of which belong to a thread.
         with ThreadPoolExecutor(1) as thread:
-            self.constants = thread.submit(self._constants, device).result()
-        self.addresses = [x.data_ptr() for x in self.constants]
-        self.units = [self._unit(unit, device) for unit in self.plan.units]
-        return self.units
-
-    def _constants(self, device) -> list[torch.Tensor]:
-        made = [tensor(x, device) for x in self.plan.constants]
+            self.constants = list(thread.map(lambda x: tensor(x, device), self.plan.constants))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams read them, too
-        return made
+        self.units = [self._unit(unit, device) for unit in self.plan.units]
+        return self.units
 
     def _unit(self, unit: Unit, device) -> tuple:
         slots, what = self.plan.arrays, unit.what
         if isinstance(what, Step):
             return operator(what, slots[unit.slots[0]]), (), None, unit
-        made = [
-            (
-                torch.zeros if s in self.zeros else torch.empty,
-                s,
-                slots[s].shape,
-                dtype(slots[s].dtype),
-            )
-            for s in unit.made
-        ]
+        fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
+        kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
+        made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
         start = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
         return start(what, device.index), made, addresses, unit
@@ -174,7 +161,7 @@ class Runner:
         plan, units = self.plan, self.units or self._prepare(device)
         held: list[Any] = [*tensors, *self.constants]
         at: list[Any] = []
-        for i, x in enumerate(tensors):
+        for i, x in enumerate(held):
             place = x.data_ptr()
             if place % _ALIGNMENT or not x.is_contiguous():
                 x = held[i] = _copy(self.name, x)
@@ -182,7 +169,6 @@ class Runner:
             at.append(place)
         rest = [None] * (len(plan.arrays) - len(held))
         held += rest
-        at += self.addresses
         at += rest
         if plan.size:
             shared = torch.empty(plan.size, dtype=torch.uint8, device=device)
