@@ -1,10 +1,14 @@
-"""What tests of the data set and write: a configuration, and shards."""
+"""What tests of the data set, write and read: a configuration, files and shards."""
 
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
+from jaxllm.data.paths import find_files
 from jaxllm.data.shards import ShardWriter
+from jaxllm.data.sources import Source
 
 
 def settings(tmp_path):
@@ -31,4 +35,22 @@ def write_shard(path, tokens, vocab_size=1000):
     writer = ShardWriter(path, vocab_size)
     writer.append(np.asarray(tokens))
     writer.close()
+    return path
+
+
+def write(path, content):
+    """Writes text or bytes to a file, in a new folder if need be; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def read(kind, path, column="text"):
+    """The pieces of all documents in a path."""
+    return list(Source(kind, find_files(kind, str(path)).files, column).pieces())
+
+
+def parquet(path, **columns):
+    """Writes columns to a parquet file."""
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
     return path

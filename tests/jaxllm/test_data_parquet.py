@@ -1,0 +1,76 @@
+"""Documents in parquet files."""
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_settings import parquet, read
+
+from jaxllm.errors import InputError
+
+
+def test_parquet(tmp_path):
+    parquet(tmp_path / "a.parquet", body=["one", None, "", "two ☃"], n=[1, 2, 3, 4])
+    pieces = read("parquet", tmp_path / "a.parquet", "body")
+    assert [(p.document, p.text) for p in pieces] == [
+        ("a.parquet:1", "one"),
+        ("a.parquet:4", "two ☃"),
+    ]
+    assert pieces[-1].done == (tmp_path / "a.parquet").stat().st_size
+
+
+def test_parquet_of_categories(tmp_path):
+    column = pyarrow.array(["one", "two", "one"]).dictionary_encode()
+    pieces = read("parquet", parquet(tmp_path / "a.parquet", text=column))
+    assert [piece.text for piece in pieces] == ["one", "two", "one"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pyarrow.large_string(), pyarrow.string_view(), pyarrow.binary(), pyarrow.large_binary(),
+     pyarrow.binary_view(), pyarrow.json_()],
+    ids=str,
+)  # fmt: skip
+def test_every_text_type_of_arrow_is_read(tmp_path, kind):
+    storage = getattr(kind, "storage_type", kind)
+    column = pyarrow.array(["one", None, "zwölf"]).cast(storage)
+    if storage != kind:
+        column = pyarrow.ExtensionArray.from_storage(kind, column)
+    pieces = read("parquet", parquet(tmp_path / "a.parquet", text=column))
+    assert [piece.text for piece in pieces] == ["one", "zwölf"]
+
+
+def test_parquet_of_nulls_bytes_and_dotted_names(tmp_path):
+    assert read("parquet", parquet(tmp_path / "a.parquet", text=pyarrow.nulls(3))) == []
+    parquet(tmp_path / "a.parquet", text=pyarrow.array([b"a", b"\xff"]))
+    with pytest.raises(InputError, match=r"a\.parquet: row 2 is not UTF-8 text"):
+        read("parquet", tmp_path / "a.parquet")
+    parquet(tmp_path / "a.parquet", **{"a": [{"b": "nested"}], "a.b": ["top"]})
+    assert [p.text for p in read("parquet", tmp_path / "a.parquet", "a.b")] == ["top"]
+
+
+def test_ambiguous_and_nested_columns_are_refused(tmp_path):
+    names = ["text", "text", "body", "n", "meta"]
+    columns = [["a"], ["b"], ["c"], [1], [{"text": "d"}]]
+    table = pyarrow.table(list(map(pyarrow.array, columns)), names=names)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"has 2 columns 'text' \(its .*: text, body\)"):
+        read("parquet", tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"column 'meta' is struct<text: string>, not text"):
+        read("parquet", tmp_path / "a.parquet", "meta")
+
+
+def test_parquet_without_the_column_or_without_text_in_it(tmp_path):
+    parquet(tmp_path / "a.parquet", body=["x"], n=[1])
+    with pytest.raises(InputError, match=r"no column 'text' \(its columns of text: body\)"):
+        read("parquet", tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="column 'n' is int64, not text"):
+        read("parquet", tmp_path / "a.parquet", "n")
+
+
+def test_damaged_parquet_is_reported(tmp_path):
+    path = parquet(tmp_path / "a.parquet", text=[f"document {i}" for i in range(5000)])
+    content = path.read_bytes()
+    for damaged in (b"no parquet", b"", content[:-20], content[:4] + b"\xff" * 99 + content[103:]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"a\.parquet is not a readable parquet file"):
+            read("parquet", path)

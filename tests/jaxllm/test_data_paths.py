@@ -1,0 +1,144 @@
+"""Which files a path names, and what it leaves out."""
+
+import os
+import sysconfig
+
+import pytest
+from data_settings import write
+
+from jaxllm.data.paths import find_files, stdlib_files
+from jaxllm.data.sources import is_held_out
+from jaxllm.errors import InputError
+
+
+def test_files_of_a_folder_are_sorted_and_not_hidden(tmp_path):
+    for name in ("b.txt", "a/z.md", ".hidden", ".git/x", "a/.x/y"):
+        write(tmp_path / name, "x")
+    assert [name for name, _ in find_files("text", str(tmp_path)).files] == ["a/z.md", "b.txt"]
+
+
+def test_names_do_not_depend_on_the_location_of_the_corpus(tmp_path):
+    for root in ("one", "two/three"):
+        write(tmp_path / root / "a/1.txt", "x")
+        write(tmp_path / root / "b/2.txt", "y")
+    names = [
+        [name for name, _ in find_files("text", str(tmp_path / root)).files]
+        for root in ("one", "two/three", "one/**/*.txt", "two/three/*/*.txt")
+    ]
+    assert names == [["a/1.txt", "b/2.txt"]] * 4
+
+
+def test_only_files_of_the_kind(tmp_path):
+    for name in ("a.jsonl", "b.parquet", "c.bin", "d.txt"):
+        write(tmp_path / name, "x")
+    for kind, name in (("jsonl", "a.jsonl"), ("parquet", "b.parquet"), ("shards", "c.bin")):
+        assert [n for n, _ in find_files(kind, str(tmp_path)).files] == [name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "message"),
+    [
+        ("text", None, "data.path is missing: a source of text needs"),
+        ("text", "{}/none", "data.path={}/none does not exist"),
+        ("text", "{}", "is a folder without files"),
+        ("jsonl", "{}", r"is a folder without \*.jsonl or"),
+        ("shards", "{}/*.bin", "matches no file"),
+    ],
+)
+def test_a_path_without_files_is_refused(tmp_path, kind, path, message):
+    path = path and path.format(tmp_path)
+    with pytest.raises(InputError, match=message.replace("{}", str(tmp_path))):
+        find_files(kind, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.symlink_to("gone"), "is a symbolic link to gone, which does not exist"),
+        (lambda path: os.mkfifo(path), "is neither a file nor a folder"),
+        (lambda path: path.symlink_to(path.name), "x is a symbolic link to x"),
+    ],
+)
+def test_a_path_that_is_no_file_is_refused(tmp_path, make, message):
+    make(tmp_path / "x")
+    with pytest.raises(InputError, match=message):
+        find_files("text", str(tmp_path / "x"))
+
+
+def test_a_name_that_is_too_long_is_refused():
+    with pytest.raises(InputError, match="cannot be read: File name too long"):
+        find_files("text", 300 * "x")
+
+
+def test_what_a_folder_leaves_out_is_said(tmp_path, monkeypatch):
+    for name in ("a.jsonl", "B.JSONL", "b.jsonl.gz", "c.txt", "d.txt", "e.jsonl.bz2", ".x/f", "g"):
+        write(tmp_path / name, "12345")
+    (tmp_path / "h.jsonl").symlink_to("nowhere")
+    (tmp_path / "i.jsonl").symlink_to("a.jsonl")
+    os.link(tmp_path / "b.jsonl.gz", tmp_path / "j.jsonl.gz")
+    write(tmp_path / "locked.jsonl", "12345")
+    access = os.access  # the administrator may read anything
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path))
+    found = find_files("jsonl", str(tmp_path))
+    monkeypatch.setattr(os, "access", access)
+    assert [name for name, _ in found.files] == ["B.JSONL", "a.jsonl", "b.jsonl.gz"]
+    assert found.describe() + found.left_out == (
+        "3 files (1 gzip, decompressed); left out 9 files (40 bytes):"
+        " 2 *.txt (c.txt, ...), 2 a second name of a file (i.jsonl, ...), 1 hidden (.x/f),"
+        " 1 *.bz2 (e.jsonl.bz2), 1 without a suffix (g), 2 more kinds"
+    )
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(InputError, match=r"is a folder without .*\*\.bin files; left out 11 files"):
+        find_files("shards", str(tmp_path))
+
+
+def test_the_files_of_a_folder_that_a_pattern_matches_are_said_to_be_left_out(tmp_path):
+    for name in ("a.txt", "sub/b.txt", "sub/c.txt"):
+        write(tmp_path / name, "x")
+    assert (
+        "left out 2 files (2 bytes): 2 in folders" in find_files("text", f"{tmp_path}/*").left_out
+    )
+    found = find_files("text", f"{tmp_path}/**/*")
+    assert ([name for name, _ in found.files], found.left_out) == (
+        ["a.txt", "sub/b.txt", "sub/c.txt"],
+        "",
+    )
+
+
+def test_linked_folders_are_read_once_and_loops_end(tmp_path):
+    write(tmp_path / "other/b.txt", "x")
+    write(tmp_path / "corpus/a.txt", "x")
+    for name in ("link", "link2"):
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / "other")
+    (tmp_path / "corpus/loop").symlink_to(tmp_path / "corpus")
+    found = find_files("text", str(tmp_path / "corpus"))
+    assert [name for name, _ in found.files] == ["a.txt", "link/b.txt"]
+
+
+def test_the_standard_library_without_its_tests():
+    files = stdlib_files().files
+    names = [name for name, _ in files]
+    assert names == sorted(set(names))
+    assert {"os.py", "json/decoder.py", "asyncio/base_events.py"} < set(names)
+    for name in names:
+        folders = name.split("/")[:-1]
+        assert not {"test", "tests", "idle_test", "site-packages"} & set(folders), name
+    assert sum(path.stat().st_size for _, path in files) > 5e6
+    held_out = sum(path.stat().st_size for name, path in files if is_held_out(name, 0.05))
+    assert 0.02 < held_out / sum(path.stat().st_size for _, path in files) < 0.08
+
+
+def test_what_is_left_out_of_the_standard_library(tmp_path, monkeypatch):
+    kept = ["os.py", "json/__init__.py", "unittest/mock.py"]
+    left_out = ["test/a.py", "json/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py",
+                "__pycache__/e.py", "config-3.12/f.py", "_sysconfigdata_x.py", "g.txt"]  # fmt: skip
+    for name in kept + left_out:
+        write(tmp_path / name, "x = 1\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert [name for name, _ in stdlib_files().files] == sorted(kept)
+
+
+def test_a_python_without_sources_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(InputError, match="no source files"):
+        stdlib_files()
