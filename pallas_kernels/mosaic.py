@@ -19,21 +19,12 @@ ROWS = 64  # rows of one wgmma, and so of one computing warpgroup
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
 
 
-def warp_rows(vec: int, rows: int = 1) -> plgpu.Layout:
-    """Register layout of a (4 rows k, 32 / rows vec n) array in which each row lives in one warp.
+def warp_rows(vec: int) -> plgpu.Layout:
+    """Register layout of a (4 k, 32 vec n) array in which each row lives in one warp.
 
-    A warp holds `rows` rows (a power of 2) side by side, and a lane `vec` consecutive elements of
-    every 32 / rows vec of one of them.  A reduction over axis 1 then takes five shuffles, or four
-    for two rows, and no shared memory.
+    A lane holds `vec` consecutive elements of every 32 vec.  A reduction over axis 1 then takes
+    five shuffles and no shared memory.
     """
-    if rows > 1:
-        # pyrefly: ignore[bad-return]
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((4 * rows, 32 // rows * vec), (rows, vec))),
-            warp_dims=(-4,),
-            lane_dims=(-2, -3),
-            vector_dim=-1,
-        )
     # pyrefly: ignore[bad-return]
     return plgpu.Layout.TILED(
         plgpu.Tiling(((4, 32 * vec), (vec,))),

@@ -86,8 +86,8 @@ def one_block(monkeypatch):
     from pallas_kernels import mosaic
     from pallas_kernels.norms import tiles
 
-    one = {d: [(*t[:3], min(t[3], 1), *t[4:]) for t in rows] for d, rows in tiles._TILES.items()}
-    monkeypatch.setattr(tiles, "_TILES", one)
+    monkeypatch.setattr(tiles, "_BLOCKS", 1)
+    monkeypatch.setattr(tiles, "_WIDE", [(*w[:2], 1) for w in tiles._WIDE])
     monkeypatch.setattr(mosaic, "sm_count", lambda: 1)
 
 

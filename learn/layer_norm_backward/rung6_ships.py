@@ -1,12 +1,10 @@
 """Rung 6: the kernel that ships, pallas_kernels/norms/kernels.py.
 
-`_backward_tiles` there is rung 4.  Beyond it: rows of more than 256 columns are shared by four
-warps, and of more than 2048 columns by two or four warpgroups, as in rung 6 of layer norm; there
-the two means of all rows of a tile are added through shared memory in one go (`row_means`), and n
-and g stay in registers between the passes.  Where rows are wide, the next tile comes to registers
-while this one is computed.  The sums over the programs are added by a kernel of ours, in a fixed
-order (`_sum_programs`).  The same code sums the gradient of a bias that was added before the norm,
-and adds the gradient of a residual.
+`_backward_tiles` there is rung 4.  Beyond it: rows of more than 1024 columns are shared by four
+warps, as in rung 6 of layer norm; there the two means of all rows of a tile are added through
+shared memory in one go (`row_means`), and n and g stay in registers between the passes.  XLA adds
+the sums over the programs, in a fixed order.  The same code sums the gradient of a bias that was
+added before the norm, and adds the gradient of a residual.
 
 Counted: 3 x 50 MB and small sums, 51 us.
 

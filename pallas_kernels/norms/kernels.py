@@ -6,8 +6,7 @@ global memory (tiling: tiles.py):
 
     forward    a new block for each tile       x (, residual, gate)  ->  statistics  ->  y (, s)
     backward   persistent blocks share an SM   x, dy (, ds, gate)  ->  n, g  ->  means of g, g n
-               ->  dx (, dgate);  sums over the rows in registers.  Where rows are wide, the next
-               tile is loaded ahead.
+               ->  dx (, dgate);  sums over the rows in registers, which XLA adds up
 
 Weights have one row (C,) for all heads or one for each of H heads; a program handles one head.
 
@@ -28,8 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ampere, mosaic
 from pallas_kernels.activations.elementwise import sigmoid
 from pallas_kernels.norms.tiles import LINES, Tiling, choose_tiling
-
-_SUM_COLS = 32  # columns of a block that sums over the programs
 
 
 class Norm(NamedTuple):
@@ -70,13 +67,13 @@ def forward(kind, eps, x, residual, weight, bias, gate, x_bias=None):
     x, residual, gate, weight, bias, _ = flatten(x, params, (x, residual, gate))
     t = choose_tiling("forward", x.shape, x.dtype)
     like = lambda a: jax.ShapeDtypeStruct(t.view_shape, a.dtype)
-    stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, t.height), jnp.float32)
+    stat = jax.ShapeDtypeStruct((t.heads, t.tiles * t.groups, LINES), jnp.float32)
     y, s, stats = launch(
         functools.partial(_normalise, kind, eps, t),
         name,
         t,
         [like(x), None if residual is None else like(residual), (stat,) * kind.count],
-        dict(means_smem=means_type(t, 2 * t.groups * kind.most)),
+        dict(means_smem=_means_type(2 * t.groups * kind.most)),
         gate,
     )(*jax.tree.map(t.view, (x, residual, gate, weight, bias)))
     y, s = jax.tree.map(lambda a: t.unview(a).reshape(shape), (y, s))
@@ -136,26 +133,22 @@ def _normalise(
 # ---- both directions ---------------------------------------------------------------------------
 
 
-def means_type(t: Tiling, count: int):
+def _means_type(count: int):
     """Steps take turns, so that a warp that is a step ahead overwrites nothing."""
-    return plgpu.SMEM((2, count, t.parts, LINES), jnp.float32)
+    return plgpu.SMEM((2, count, LINES), jnp.float32)
 
 
-def row_means(t: Tiling, arrays, means_smem, means_bar: Any = None):
+def row_means(t: Tiling, arrays, means_smem):
     """The row means of register arrays; the warps of a wide row synchronise once for all of them.
 
-    means_smem: (number of arrays or more, parts, LINES).
+    means_smem: (number of arrays or more, LINES).
     """
     sums = [jnp.sum(x, axis=1) for x in arrays]
     if t.wide:
         for i, x in enumerate(sums):
-            mosaic.store(means_smem.at[i, lax.axis_index("part")], x)
+            mosaic.store(means_smem.at[i], x)
         ampere.meet()
-        if t.parts > 1:
-            plgpu.barrier_arrive(means_bar)
-            plgpu.barrier_wait(means_bar)
-        warps = [(part, warp) for part in range(t.parts) for warp in range(LINES)]
-        sums = [t.every_line(sum(means_smem[i, *at] for at in warps)) for i in range(len(sums))]
+        sums = [t.every_line(sum(means_smem[i, w] for w in range(LINES))) for i in range(len(sums))]
     return [x / t.cols for x in sums]
 
 
@@ -166,8 +159,6 @@ def launch(body, name, t: Tiling, out_type, scratch_types, gate=None):
         out_type=out_type,
         scratch_types=scratch_types,
         **mosaic.grid(program=t.programs, head=t.heads),
-        num_threads=t.parts,
-        thread_name="part",
         # A barrier at every load and store is too slow; the reductions synchronise the warps.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
@@ -202,7 +193,7 @@ def given(**arrays):
 
 @functools.partial(jax.jit, static_argnums=0)
 def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
-    """Gradients of `forward` in one pass over memory and a small one over the programs' sums.
+    """Gradients of `forward` in one pass over memory; XLA adds up the programs' sums.
 
     With a residual, x is s and ds is the gradient of s; the gradient of x_bias is the sum of
     dx + ds over the rows, which would cost XLA another pass over memory.
@@ -217,8 +208,7 @@ def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
     weight, bias, x_bias = params
     summed = given(weight=weight, bias=bias, x_bias=x_bias)
     t = choose_tiling("backward", x.shape, x.dtype)
-    stats = tuple(_as_tiled(t, a) for a in stats)
-    sums = (t.heads, t.programs + -t.programs % LINES, t.parts * t.blocks, t.block)
+    sums = jax.ShapeDtypeStruct((t.heads, t.programs, t.blocks, t.block), jnp.float32)
     n_means = t.groups * len(kind.averaged(1.0, 1.0))
     x, dy, ds, gate, weight = jax.tree.map(t.view, (x, dy, ds, gate, weight))
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
@@ -226,19 +216,14 @@ def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
         functools.partial(_backward_tiles, kind, t, tuple(summed)),
         name,
         t,
-        [
-            like(x),
-            like(gate),
-            (jax.ShapeDtypeStruct(sums, jnp.float32),) * len(summed),
-        ],
-        dict(
-            lines_smem=plgpu.SMEM(t.shape, jnp.float32),
-            means_smem=means_type(t, n_means),
-            means_bar=plgpu.Barrier(num_arrivals=t.parts),
-        ),
+        [like(x), like(gate), (sums,) * len(summed)],
+        dict(lines_smem=plgpu.SMEM(t.shape, jnp.float32), means_smem=_means_type(n_means)),
         gate,
     )(x, dy, ds, gate, weight, tuple(stats))
-    dweights = dict(zip(summed, _sum_programs(name, t, summed, sums), strict=True))
+    dweights = {
+        k: a.sum(1).reshape(t.heads, -1)[:, : t.cols].astype(original[k].dtype)
+        for k, a in zip(summed, sums, strict=True)
+    }
     dweights = {k: a.reshape(original[k].shape) for k, a in dweights.items()}
     unview = lambda a, shape: None if a is None else t.unview(a).reshape(shape)
     dx, dgate = map(unview, (dx, dgate), shapes)
@@ -247,62 +232,30 @@ def backward(kind, x, stats, dy, ds, weight, bias, x_bias, gate):
 
 def _backward_tiles(
     kind, t: Tiling, summed, x_ref, dy_ref, ds_ref, gate_ref, weight_ref, stat_refs,
-    dx_ref, dgate_ref, sum_refs, *, lines_smem, means_smem, means_bar,
+    dx_ref, dgate_ref, sum_refs, *, lines_smem, means_smem,
 ):  # fmt: skip
     """A persistent block computes dx of its tiles, and the sums over their rows in `summed`."""
-    program, head, part = (lax.axis_index(axis) for axis in ("program", "head", "part"))
-    blocks = pl.ds(part * t.blocks, t.blocks) if t.parts > 1 else slice(None)
-    weight = None if weight_ref is None else weight_ref.at[head, blocks]
-    window = lambda ref, tile: ref.at[*t.place(ref, tile), blocks]
+    program, head = lax.axis_index("program"), lax.axis_index("head")
+    weight = None if weight_ref is None else weight_ref.at[head]
+    window = lambda ref, tile: ref.at[t.place(ref, tile)]
 
-    def fetch(tile):
+    def step(i, totals):
+        tile = program + i * t.programs
         rows = {
             k: [[t.raw(window(ref, tile), g, c) for c in t.chunks] for g in range(t.groups)]
             for k, ref in given(x=x_ref, dy=dy_ref, ds=ds_ref, gate=gate_ref).items()
         }
-        return rows, _load_stats(t, stat_refs, tile)
-
-    def step(i, carry):
-        tile = program + i * t.programs
-        if t.ahead:
-            (rows, stats), totals = carry
-            ahead = fetch(jnp.minimum(tile + t.programs, t.tiles - 1))
-        else:
-            ahead, totals = carry
-            rows, stats = fetch(tile)
+        load = lambda ref, g: mosaic.load(ref.at[head, tile * t.groups + g], t.layout.reduce(1))
+        stats = [[load(ref, g) for ref in stat_refs] for g in range(t.groups)]
         dx, dgate = jax.tree.map(lambda ref: window(ref, tile), (dx_ref, dgate_ref))
         now = _Tile(kind, t, rows, dx, dgate, weight, stats)
-        _differentiate(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))], means_bar)
-        return ahead, totals
+        _differentiate(now, totals, means_smem.at[lax.rem(i, jnp.int32(2))])
+        return totals
 
     steps = lax.div(t.tiles - 1 - program, jnp.int32(t.programs)) + 1
-    first = fetch(program) if t.ahead else ()
-    _, totals = lax.fori_loop(0, steps, step, (first, {k: t.zeros() for k in summed}))
+    totals = lax.fori_loop(0, steps, step, {k: t.zeros() for k in summed})
     for k, ref in zip(summed, sum_refs, strict=True):
         _store_sums(t, totals[k], lines_smem, ref.at[head, program])
-
-
-def _as_tiled(t: Tiling, stat):
-    """A statistic of the forward pass in sets of rows of this tiling."""
-    stat = stat.reshape(t.heads, -1)
-    # If these tiles are larger than the forward pass's, the rows past the last have no statistics.
-    # Zeros keep n finite there.
-    need = t.tiles * t.tile * (LINES if t.wide and not t.narrow_forward else 1)
-    stat = jnp.pad(stat, ((0, 0), (0, max(need - stat.shape[1], 0))))
-    return mosaic.pad_axis(stat, 1, t.height).reshape(t.heads, -1, t.height)
-
-
-def _load_stats(t: Tiling, refs, tile):
-    """The statistics of each set of rows of a tile."""
-    head = lax.axis_index("head")
-
-    def load(ref, group):
-        i = tile * t.groups + group
-        if t.wide and t.narrow_forward:
-            return t.every_line(ref[head, i // LINES, i % LINES])
-        return mosaic.load(ref.at[head, i], t.layout.reduce(1))
-
-    return [[load(ref, g) for ref in refs] for g in range(t.groups)]
 
 
 class _Tile(NamedTuple):
@@ -338,10 +291,10 @@ class _Tile(NamedTuple):
         return n, g, dy
 
 
-def _differentiate(now: _Tile, totals, means_smem, means_bar):
+def _differentiate(now: _Tile, totals, means_smem):
     """Writes dx of a tile and adds its rows to the sums."""
     kept, averaged = _first_pass(now, totals)
-    means = iter(row_means(now.t, [x for g in averaged for x in g], means_smem, means_bar))
+    means = iter(row_means(now.t, [x for g in averaged for x in g], means_smem))
     means = [[next(means) for _ in group] for group in averaged]
     _second_pass(now, kept, means, totals)
 
@@ -393,41 +346,10 @@ def _store_sums(t: Tiling, total, lines_smem, ref):
     """Writes the sums over this program's rows to ref (blocks, block)."""
     for c in t.chunks:
         if t.wide:
-            first = lax.axis_index("part") * t.blocks + t.first_block(c)
-            mosaic.store(ref.at[pl.ds(first, LINES)], total[c])
+            mosaic.store(ref.at[pl.ds(t.first_block(c), LINES)], total[c])
             continue
         mosaic.store(lines_smem, total[c])  # the lines are different rows
         ampere.meet()
-        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(t.height))
+        value = sum(mosaic.load(lines_smem.at[i], t.layout.reduce(0)) for i in range(LINES))
         ampere.meet()
         mosaic.store(ref.at[c], value)
-
-
-def _sum_programs(name, t: Tiling, summed, sums):
-    """Sums (heads, programs, blocks, block) over the programs, always in the same order."""
-    if not sums:
-        return []
-    n, cols = sums[0].shape[1], t.parts * t.blocks * t.block
-    out = mosaic.kernel(
-        functools.partial(_sum_columns, t),
-        name=f"{name}_sum",
-        out_type=[tuple(jax.ShapeDtypeStruct((t.heads, cols), w.dtype) for w in summed.values())],
-        **mosaic.grid(column=cols // _SUM_COLS, head=t.heads, which=len(sums)),
-    )([a.reshape(t.heads, n, cols) for a in sums])
-    return [a[:, : t.cols] for a in out[0]]
-
-
-def _sum_columns(t: Tiling, sources, targets):
-    """A block sums some columns of one array over the programs."""
-    shape, layout = (sources[0].shape[1], _SUM_COLS), mosaic.warp_rows(1)
-    which, head = lax.axis_index("which"), lax.axis_index("head")
-    columns = pl.ds(lax.axis_index("column") * _SUM_COLS, _SUM_COLS)
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-
-        @pl.when(which == i)
-        def _(source=source, target=target):
-            # All loads are in flight at once, because only latency matters here.
-            values = mosaic.load(source.at[head, :, columns], layout)
-            values = jnp.where(row < t.programs, values, 0.0)  # the other rows were never written
-            mosaic.store(target.at[head, columns], jnp.sum(values, axis=0))

@@ -9,10 +9,7 @@ each warp:
               line 3 | row r + 3, block c |              line 3 | row r, block 4 c + 3 |
 
 The mean of a *narrow* row takes five shuffles; for a *wide* row four warps reduce through shared
-memory.  A warp holds several rows of one short block side by side (bfloat16: two of 128 columns,
-four of 64), so that each lane loads 16 bytes; an array has as many times four lines.  Two or four
-warpgroups share the widest rows, and each takes a *part* of the columns.  All other code is the
-same.
+memory.  All other code is the same.
 """
 
 from typing import NamedTuple
@@ -28,24 +25,14 @@ LINES = 4  # lines of a register array: the warps of a warpgroup
 MAX_COLS = 8192
 MAX_GATED_COLS = 1024
 
-# Tiles by direction and width: the first line that fits is used.  Columns, wide, rows, blocks on an
-# SM (backward), warpgroups, whether the next rows are loaded ahead.  The comments give shares of a
-# copy's bandwidth in the same run, for layer norm of bfloat16 rows on an H100.
-# docs/performance.md has the alternatives.
-_TILES = {
-    "forward": [
-        (1024, False, 4, 0, 1, False),  # 32768x768: 1.01
-        (MAX_COLS, True, 1, 0, 1, False),  # 16384x4096: 1.01, 8192x8192: 0.98, 4096x1600: 0.78
-    ],
-    "backward": [
-        (256, False, 4, 3, 1, False),
-        (1024, True, 2, 4, 1, False),  # 32768x768: 0.80
-        (2048, True, 2, 3, 1, False),  # 4096x1600: 0.72
-        (4096, True, 1, 2, 2, True),  # 16384x4096: 0.95
-        (4096, True, 1, 2, 1, True),  # for widths that two parts cannot share
-        (MAX_COLS, True, 1, 1, 4, True),  # 8192x8192: 0.95
-    ],
-}
+# Up to this width a warp takes a row: shares of a copy's bandwidth for layer norm of 32768x768
+# bfloat16 rows on an H100 are then 1.01 forward and 0.86 backward, with four warps 0.88 and 0.80 to
+# 0.85.  docs/performance.md has the alternatives.
+_NARROW = 1024
+# Backward, wide rows: columns, rows of a tile, blocks on an SM.  Shares: 4096x1600 0.72 (in L2),
+# 16384x4096 0.88.  Nobody has timed the last line.
+_WIDE = (2048, 2, 3), (2048, 1, 3), (4096, 1, 2), (MAX_COLS, 1, 1)
+_BLOCKS = 3  # on an SM, backward, narrow rows
 _SHORT = 2048  # narrow tiles of short rows grow up to this number of elements
 _KEPT = 4096  # n and g stay in registers for up to this number of elements of a tile's part
 
@@ -58,19 +45,10 @@ class Tiling(NamedTuple):
     cols: int  # columns without padding
     width: int  # columns of the arrays that the kernel gets
     block: int  # columns of a line
-    blocks: int  # of a row's part
+    blocks: int  # of a row
     wide: bool
     tile: int  # rows
     programs: int  # for each head; backward they are persistent
-    parts: int  # warpgroups of a program; they share the columns of every row
-    ahead: bool  # whether the next tile is loaded ahead, to registers
-    narrow_forward: bool  # backward: whether the forward pass has written narrow rows' statistics
-    side_by_side: int = 1  # short rows that a warp holds at once
-
-    @property
-    def height(self) -> int:
-        """Lines of a register array."""
-        return LINES * self.side_by_side
 
     @property
     def tiles(self) -> int:
@@ -79,7 +57,7 @@ class Tiling(NamedTuple):
     @property
     def groups(self) -> int:
         """Sets of rows in a tile that are computed together: one wide row or four narrow rows."""
-        return self.tile if self.wide else self.tile // self.height
+        return self.tile if self.wide else self.tile // LINES
 
     @property
     def chunks(self) -> range:
@@ -96,11 +74,11 @@ class Tiling(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (self.height, self.block)
+        return (LINES, self.block)
 
     @property
     def layout(self) -> plgpu.Layout:
-        return mosaic.warp_rows(self.block * self.side_by_side // 32, self.side_by_side)
+        return mosaic.warp_rows(self.block // 32)
 
     @property
     def view_shape(self) -> tuple[int, ...]:
@@ -132,7 +110,7 @@ class Tiling(NamedTuple):
     def lines(self, ref, group, chunk):
         if self.wide:
             return ref.at[group, pl.ds(self.first_block(chunk), LINES)]
-        return ref.at[pl.ds(group * self.height, self.height), chunk]
+        return ref.at[pl.ds(group * LINES, LINES), chunk]
 
     def raw(self, ref, group, chunk):
         """A chunk in registers, in its own dtype."""
@@ -163,16 +141,11 @@ class Tiling(NamedTuple):
     def zero_padding(self, x, chunk):
         """Sets the padding columns of the last blocks to zero."""
         start = self.first_block(chunk) if self.wide else chunk
-        blocks = (self.parts - 1) * self.blocks + start + (LINES if self.wide else 1)
-        if blocks * self.block <= self.cols:
-            return x  # no part has padding in this chunk
-        column = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
-        if self.wide:
-            line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
-            first = lax.axis_index("part") * self.blocks + start
-            column = column + (line + first) * self.block
-        else:
-            column = column + chunk * self.block
+        if (start + (LINES if self.wide else 1)) * self.block <= self.cols:
+            return x  # no padding in this chunk
+        iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
+        block = iota(0) + start if self.wide else start
+        column = iota(1) + block * self.block
         return jnp.where(column < self.cols, x, 0.0)
 
     def zeros(self):
@@ -207,53 +180,30 @@ def why_slower(x, *arrays, **options) -> str | None:
     C = 3 to 8191 (H100, JAX 0.11.2).
     """
     c = x.shape[-1]
-    if c % (multiple := _multiple(c)):
-        return f"the kernel would pad C={c} to a multiple of {multiple}"
-    return None
-
-
-def _multiple(cols: int) -> int:
-    """The multiple to which the kernels need the columns padded."""
-    return 64 if cols <= 4096 else 1024  # 64 in each line of four parts
+    return f"the kernel would pad C={c} to a multiple of 64" if c % 64 else None
 
 
 def choose_tiling(direction, shape, dtype) -> Tiling:
-    """The tiling for arrays (rows, heads, cols); dtype: of x."""
+    """The tiling for arrays (rows, heads, cols); dtype: of x.
+
+    Statistics of both directions have one order: a row is narrow in both or in none.
+    """
     rows, heads, cols = shape
-    width = cols + -cols % _multiple(cols)
+    width = cols + -cols % 64
     # Rows are padded only if they are too short for four warps.
-    fits = lambda t: (
-        (t[4] == 1 or width % (64 * LINES * t[4]) == 0)
-        and (rows % t[2] == 0 or width < 64 * LINES)
-        and t[0] >= cols
-    )
-    _, wide, tile, per_sm, parts, ahead = next(t for t in _TILES[direction] if fits(t))
-    tile = _grow(tile, wide, width, rows)
+    wide = cols > _NARROW or (rows % LINES > 0 and width >= 64 * LINES)
+    tile, per_sm = LINES, _BLOCKS
+    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
+        tile *= 2
+    if wide:
+        _, tile, per_sm = next(w for w in _WIDE if cols <= w[0] and rows % w[1] == 0)
+        tile = tile if direction == "backward" else 1
     widest = 512 // dtype.itemsize  # each lane loads a vector of 16 bytes
-    lines = LINES * parts if wide else 1
+    lines = LINES if wide else 1
     fitting = [b for b in (256, 128, 64) if width % b == 0 and b <= widest]
     # The widest of the blocks with which the last chunk repeats the least.
     block = min(fitting, key=lambda b: mosaic.cdiv(width, b * lines) * b * lines)
-    blocks = width // (block * parts)
-    tiles = programs = mosaic.cdiv(rows, tile)
-    if per_sm:
-        programs = min(tiles, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
-    narrow = direction == "backward" and not choose_tiling("forward", shape, dtype).wide
-    t = Tiling(rows, heads, cols, width, block, blocks, wide, tile, programs, parts, ahead, narrow)
-    return _side_by_side(t, dtype)
-
-
-def _grow(tile: int, wide: bool, width: int, rows: int) -> int:
-    """Doubles a tile of narrow rows while it is short and divides the rows."""
-    while not wide and 2 * tile * width <= _SHORT and rows % (2 * tile) == 0:
-        tile *= 2
-    return tile
-
-
-def _side_by_side(t: Tiling, dtype) -> Tiling:
-    """Puts short rows side by side in a warp until each lane loads a vector of 16 bytes."""
-    n = 1
-    if t.blocks == 1 and not t.wide:
-        while 2 * n * t.block * dtype.itemsize <= 512 and t.tile % (2 * n * LINES) == 0:
-            n *= 2
-    return t._replace(side_by_side=n)
+    programs = mosaic.cdiv(rows, tile)
+    if direction == "backward":
+        programs = min(programs, mosaic.cdiv(per_sm * mosaic.sm_count(), heads))
+    return Tiling(rows, heads, cols, width, block, width // block, wide, tile, programs)

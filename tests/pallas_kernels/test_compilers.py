@@ -70,7 +70,8 @@ VLSTM = (
         # 256, 512: dq keeps A states in all registers; one of JAX 0.11.2 spills (docs/vlstm.md).
         *(slow("vlstm:1:1", gpu, 4, VLSTM) for gpu in ("sm_80", "sm_100", "sm_120")),
         ("linear_cross_entropy:0:0", "sm_80", 0, ("linear_cross_entropy_statistics_and_gradient",)),
-        slow("layer_norm:1:2", "sm_120", 0, ("add_layer_norm_backward",)),
+        # 8192 columns; with the sums of layer norm's bias they spill 240 bytes.
+        slow("rms_norm:1:2", "sm_120", 0, ("add_rms_norm_backward",)),
     ],
 )
 def test_kernels_for_other_gpus_hardly_spill(spec, gpu, bytes_, kernels):

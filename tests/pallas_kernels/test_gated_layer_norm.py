@@ -9,7 +9,7 @@ from kernel_checks import check_op, normal
 
 from pallas_kernels.norms.norm import layer_norm, layer_norm_reference
 
-KERNELS = [f"gated_layer_norm_{name}" for name in ("forward", "backward", "backward_sum")]
+KERNELS = [f"gated_layer_norm_{name}" for name in ("forward", "backward")]
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 
@@ -38,7 +38,7 @@ check = functools.partial(check_op, gated_layer_norm, gated_layer_norm_reference
         ((12, 2, 256), f32),
         slow((3, 1, 512), bf16),
         slow((8, 2, 512), f16),
-        slow((40, 1, 128), f32),  # tiles forward are smaller than those of the backward pass
+        slow((40, 1, 128), f32),
         slow((4, 1000), bf16),
         slow((8, 1024), f32),
     ],

@@ -12,7 +12,7 @@ from vlstm_twins import COPIES, with_gradients
 from pallas_kernels import Packed, vlstm
 
 CELL = {"vlstm_states", "vlstm_forward", *(f"vlstm_backward_{x}" for x in ("dq", "dk", "dv"))}
-NORM = {f"gated_layer_norm_{x}" for x in ("forward", "backward", "backward_sum")}
+NORM = {f"gated_layer_norm_{x}" for x in ("forward", "backward")}
 
 
 def on_one(array, i, f, *weight):

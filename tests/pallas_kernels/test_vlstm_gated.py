@@ -15,7 +15,7 @@ from pallas_kernels import Packed, dispatch, layer_norm, vlstm
 from pallas_kernels.mlstm import chunkwise
 from pallas_kernels.norms.norm import layer_norm_reference
 
-NORM = tuple(f"gated_layer_norm_{x}" for x in ("forward", "backward", "backward_sum"))
+NORM = tuple(f"gated_layer_norm_{x}" for x in ("forward", "backward"))
 CELL = ("vlstm_states", "vlstm_forward", "vlstm_backward_dq")
 KERNELS = (*CELL, "vlstm_backward_dk", "vlstm_backward_dv", *NORM)
 GENERAL = (*(f"general_{x}" for x in KERNELS[:5]), *NORM)
