@@ -54,3 +54,13 @@ def test_a_power_of_two_changes_no_code(power, options):
     w = normal(0, (128, 16))
     one, other = (dequantize(ops.quantize(w * 2.0**p, **options)) for p in (0, power))
     np.testing.assert_array_equal(wide(one) * 2.0**power, wide(other))
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize("name", ["gate", "bias"])
+def test_mlp_has_the_dtype_of_x_beside_wider_weights(name, precision):
+    """It was float32: jnp.matmul promotes."""
+    x, weights = jnp.ones((16, 32), jnp.bfloat16), (jnp.ones((32, 16)), jnp.ones((16, 32)))
+    last = {"gate": jnp.ones((32, 16)), "bias": jnp.ones(16)}[name]
+    run = lambda x: ops.mlp(x, *weights, precision=precision, **{name: last})
+    assert jax.eval_shape(run, x).dtype == x.dtype
