@@ -182,6 +182,8 @@ def _check(x, weights, biases, norm_weight, norm_bias, activation, residual):
     if len({isinstance(w, QuantizedWeight) for w in weights}) > 1:
         raise ValueError("some weights are packed and some are not")
     k, packed = x.shape[-1], _packed(weights)
+    for a in jax.tree.leaves((() if packed else weights, residual)):
+        mosaic.stat_dtype(a.dtype)  # refuses integers, to which results would be rounded
     for i, w in enumerate(weights):
         if packed:
             w.check()
