@@ -83,7 +83,7 @@ def mlp(
     implementation="mosaic" for a call that no kernel supports.
     """
     _check(x, up, down, gate, bias)
-    return dispatch.run(
+    y = dispatch.run(
         "mlp",
         FORMS if precision is None else FP8,
         implementation,
@@ -93,6 +93,7 @@ def mlp(
         totals=totals,
         implementation=implementation,
     )
+    return y.astype(x.dtype)
 
 
 def _summed(up, down, gate, totals):
@@ -121,8 +122,9 @@ def mlp_reference(x, up, down, *, gate=None, bias=None, precision=None):
     """The formula in jnp; with fp8, of the rounded operands of fp8_linear_reference."""
     times = jnp.matmul if precision is None else linear.fp8_linear_reference
     if gate is None:
-        return times(activation.gelu_reference(times(x, up), bias), down)
-    return times(activation.swiglu_reference(times(x, gate), times(x, up)), down)
+        return times(activation.gelu_reference(times(x, up), bias), down).astype(x.dtype)
+    h = activation.swiglu_reference(times(x, gate), times(x, up))
+    return times(h, down).astype(x.dtype)
 
 
 def _in_parts(x, up, down, gate, bias, *, precision, row_norm, totals, implementation, fused=False):

@@ -136,6 +136,8 @@ def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
     (batch, _, kv, _), have = k.shape, k.dtype
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {lengths.shape}, not (B,) = ({batch},)")
+    if have != FP8:
+        mosaic.stat_dtype(have)  # refuses integers, to which `new` would be rounded
     if v.dtype != have:
         raise ValueError(f"k is {have} and v {v.dtype}: they must be equal")
     if new is not None and q.shape[1] != 1:

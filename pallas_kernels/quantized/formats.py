@@ -306,9 +306,12 @@ def _scales(w, kept, bits, symmetric, format):
             return s, None
         return s, (middle - s.astype(jnp.float32) * (low + high) / 2).astype(jnp.bfloat16)
 
+    unit = lax.reduce_precision(reach, 8, 0)[:, None]  # a power of 2: no square leaves float32
+
     def error(clip):
         s, offset = at(clip)
         off = _decode(_encode(w, s, offset, bits, format), s, offset, bits, format) - w
+        off = off / jnp.where(unit == 0, 1, unit)
         return jnp.sum(jnp.square(off if kept is None else jnp.where(kept, off, 0)), 1)
 
     clips = jnp.asarray(_CLIPS, jnp.float32)

@@ -7,6 +7,7 @@ import pytest
 from kernel_checks import normal
 
 import pallas_kernels as ops
+from pallas_kernels.quantized.formats import dequantize
 
 
 def wide(x):
@@ -41,3 +42,25 @@ def test_gradients_of_a_gelu_after_a_matmul(x):
     for op in (quantized, lambda x: row(x)[0]):
         dx = jax.grad(lambda x, op=op: op(x).sum())(jnp.full((1, 32), x))
         np.testing.assert_allclose(dx, float(x > 0), rtol=1e-2)
+
+
+@pytest.mark.parametrize("power", [-70, 70])
+@pytest.mark.parametrize(
+    "options",
+    [dict(bits=8), dict(bits=4, symmetric=False), dict(bits=2), dict(bits=4, format="2:4")],
+)
+def test_a_power_of_two_changes_no_code(power, options):
+    """Squared errors left float32's range, so all clips were equal, and the first one won."""
+    w = normal(0, (128, 16))
+    one, other = (dequantize(ops.quantize(w * 2.0**p, **options)) for p in (0, power))
+    np.testing.assert_array_equal(wide(one) * 2.0**power, wide(other))
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+@pytest.mark.parametrize("name", ["gate", "bias"])
+def test_mlp_has_the_dtype_of_x_beside_wider_weights(name, precision):
+    """It was float32: jnp.matmul promotes."""
+    x, weights = jnp.ones((16, 32), jnp.bfloat16), (jnp.ones((32, 16)), jnp.ones((16, 32)))
+    last = {"gate": jnp.ones((32, 16)), "bias": jnp.ones(16)}[name]
+    run = lambda x: ops.mlp(x, *weights, precision=precision, **{name: last})
+    assert jax.eval_shape(run, x).dtype == x.dtype

@@ -15,7 +15,7 @@ from pallas_kernels.flash_attention.decode import decode_attention_reference
 from pallas_kernels.flash_attention.decode_kernels import splits_of
 
 KERNELS = ("decode_attention",)
-BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
+BF16, FP8, E5M2 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def arrays(b, t, h, kv, s, d, lengths, dtype=BF16, cache=None):
@@ -226,6 +226,8 @@ def test_rows_of_a_batch_are_always_split():
         (dict(lengths=jnp.ones(3, jnp.int32)), "lengths has shape (3,), not (B,) = (2,)"),
         (dict(lengths=jnp.ones(2)), "lengths is float32: cast it to an integer dtype"),
         (dict(v=jnp.ones((2, 64, 2, 64))), "k is bfloat16 and v float32: they must be equal"),
+        ({name: jnp.ones((2, 64, 2, 64), jnp.int8) for name in "kv"}, "an array is int8: cast it"),
+        ({name: jnp.ones((2, 64, 2, 64), E5M2) for name in "kv"}, "an array is float8_e5m2: cast"),
         (dict(k_scale=jnp.ones(2)), "k_scale has shape (2,), not (B, K) = (2, 2)"),
         (dict(q=jnp.ones((2, 65, 4, 64), BF16)), "T=65 is more than S=64 keys"),
         (dict(new=(jnp.ones((2, 1, 2, 9)),) * 2), "new has shape (2, 1, 2, 9), not (2, 1, 2, 64)"),

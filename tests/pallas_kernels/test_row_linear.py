@@ -166,13 +166,14 @@ def test_the_kernel_names_what_it_does_not_support_and_xla_runs(k, sizes, option
     assert jax.eval_shape(call(row_linear), *inputs)[0].shape == (1, *sizes)
 
 
-def test_integers_are_refused():
-    inputs = jax.eval_shape(lambda: arrays(256, [8], dtype=jnp.int8))
-    mosaic = lambda *a: call(row_linear)(*a, implementation="mosaic")
-    with pytest.raises(NotImplementedError, match="x is int8, not float32, bfloat16 or float16"):
-        jax.eval_shape(mosaic, *inputs)
-    with pytest.raises(ValueError, match="an array is int8: cast it"):
-        jax.eval_shape(call(row_linear), *inputs)
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+@pytest.mark.parametrize("integer", ["weights", "residual"])
+def test_integers_are_refused(integer, implementation):
+    """The result, which has the weight's or the residual's dtype, was rounded to them."""
+    given = dict(weights=[jnp.ones((8, 256))], residual=jnp.ones((1, 8)))
+    given[integer] = jax.tree.map(lambda a: a.astype(jnp.int8), given[integer])
+    with pytest.raises(ValueError, match="^an array is int8: cast it"):
+        row_linear(jnp.ones((1, 256)), **given, implementation=implementation)
 
 
 def test_only_xla_has_a_gradient():
