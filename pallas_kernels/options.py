@@ -109,7 +109,8 @@ def _arrays(kinds, name: str, x):
         raise ValueError(f"{name} is None, not an array")
     elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
         if not hasattr(x, "__jax_array__"):
-            what = f"a {type(x).__name__}, not an array"
+            kind = type(x).__name__
+            what = f"a{'n' * (kind[0] in 'aeiou')} {kind}, not an array"
             raise ValueError(f"{name} is {what}: pass jnp.asarray({name})")
     return x
 

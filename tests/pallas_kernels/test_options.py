@@ -116,7 +116,7 @@ def test_fields_are_converted():
 
 @pytest.mark.parametrize("name", sorted(set(ops.__all__) - NO_KERNEL | {"quantize"}))
 def test_every_op_checks_its_options(name):
-    """An op with such an option refuses a wrong value before it looks at its arrays."""
+    """An op with such an option refuses a wrong value before it looks at shapes."""
     op = getattr(ops, name)
     signature = inspect.signature(op)
     options = [
@@ -131,7 +131,7 @@ def test_every_op_checks_its_options(name):
         p.name for p in signature.parameters.values() if p.default is inspect.Parameter.empty
     ]
     for option in options:
-        given = dict.fromkeys(required, 1) | {option: [1]}
+        given = dict.fromkeys(required, jnp.ones(2)) | {option: [1]}
         with pytest.raises(ValueError, match=rf"^{option}=\[1\] is not "):
             op(**given)
 
