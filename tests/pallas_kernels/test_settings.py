@@ -92,7 +92,7 @@ PROMOTED = {  # op(*arrays, implementation=), the arrays' shapes and dtypes
     ),
     "quantized_linear": (
         lambda x, bias, **o: ops.quantized_linear(
-            x, ops.quantize(normal(9, (128, 64))), bias, activation="gelu", **o
+            x, ops.quantize(normal(9, (128, 64))), bias, **o
         ),
         [((3, 128), BF16), ((64,), F32)],
     ),
