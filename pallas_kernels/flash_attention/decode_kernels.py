@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ampere, mosaic
-from pallas_kernels.flash_attention.masks import LOWEST, logits, online_softmax
+from pallas_kernels.flash_attention import masks
 from pallas_kernels.flash_attention.schedule import width_of
-from pallas_kernels.mosaic import COL, LOG2E, ROW, ROWS, WGMMA, along
+from pallas_kernels.mosaic import COL, ROW, ROWS, WGMMA, along
 from pallas_kernels.pipeline import Ring
 
 FP8 = jnp.float8_e4m3fn
@@ -115,22 +115,15 @@ def block_of(p: DecodePlan, refs, smem) -> DecodeBlock:
     return DecodeBlock(p, refs, smem, batch, split, head, length, end(split), end(split + 1))
 
 
-def capped(p: DecodePlan, x):
-    """(logits, factor) of x = q k^T: the logits in base 2 are their product."""
-    if p.softcap is None:
-        return x, p.scale * LOG2E
-    return logits(x, p.scale, p.softcap)[0], 1.0
-
-
-def weights_of(b: DecodeBlock, x, tile, m):
+def weights_of(b: DecodeBlock, x, tile, m, l):
     """`online_softmax` of a tile x = q k^T."""
-    p, (x, factor) = b.p, capped(b.p, x)
+    p, (x, factor) = b.p, masks.capped(x, b.p.scale, b.p.softcap)
     last = b.length - 1 + p.appends  # the last position; the first one is T - 1 before
     crosses = tile * KEYS + KEYS - 1 > last - (p.t - 1) - p.appends
     if p.window is not None:
         crosses |= tile * KEYS <= last - p.window
     x = lax.cond(crosses, lambda x: mask(b, x, tile), lambda x: x, x)
-    return online_softmax(x, factor, m)
+    return masks.online_softmax(x, factor, m, l)
 
 
 def mask(b: DecodeBlock, x, tile):
@@ -142,20 +135,6 @@ def mask(b: DecodeBlock, x, tile):
     key = along(tile * KEYS + iota(COL, KEYS), x.shape, 1)
     x = jnp.where(key <= place - appends, x, -jnp.inf)
     return x if p.window is None else jnp.where(place - key < p.window, x, -jnp.inf)
-
-
-def row(value):
-    """A number of each row, in registers."""
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
-
-
-def divided(o, l):
-    """O over the sums of its rows; zeros for rows without keys."""
-    return o * along(jnp.where(l > 0, 1 / l, 0), o.shape, 0)
-
-
-def store_lse(b: DecodeBlock, m, l):
-    mosaic.store(b.refs.lse.at[b.batch, b.split, b.head], m * (1 / LOG2E) + jnp.log(l))
 
 
 def whole(p: DecodePlan, like, o, lse):
@@ -173,7 +152,7 @@ def merge(o, lse):
     lse = lse[..., None] + o * 0
     o, lse = (list(jnp.unstack(x, axis=1)) for x in (o, lse))
     # Sums in order, which jnp.sum does not promise.  The largest is finite for a row without keys.
-    largest = functools.reduce(jnp.maximum, lse, jnp.float32(LOWEST))
+    largest = functools.reduce(jnp.maximum, lse, jnp.float32(masks.LOWEST))
     weights = [jnp.exp(x - largest) for x in lse]
     total = functools.reduce(jnp.add, weights)
     y = functools.reduce(jnp.add, [w * x for w, x in zip(weights, o, strict=True)])
@@ -211,15 +190,15 @@ def general(q, k, v, lengths, _new, _table, scale, window, softcap):
 
 
 def _general_body(p: DecodePlan, rows, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
-    refs = SimpleNamespace(k=k_ref, v=v_ref, lengths=lengths_ref, lse=lse_ref)
+    refs = SimpleNamespace(k=k_ref, v=v_ref, lengths=lengths_ref)
     b = block_of(p, refs, SimpleNamespace(**smem))
     ampere.load_rows(q_ref, b.smem.q, b.batch, b.head, 0, rows)
     pl.when(b.low < b.high)(lambda: _load(b, "k", b.low))
-    nothing = mosaic.zeros((ROWS, b.smem.q.shape[1]), WGMMA), row(LOWEST), row(0)
+    nothing = mosaic.zeros((ROWS, b.smem.q.shape[1]), WGMMA), *masks.no_keys(ROWS)
     o, m, l = lax.fori_loop(b.low, b.high, functools.partial(_general_step, b), nothing)
     ampere.wait()  # for Q, which nobody has waited for if there are no keys
-    mosaic.store(o_ref.at[b.batch, b.split, b.head], divided(o, l))
-    store_lse(b, m, l)
+    for ref, x in zip((o_ref, lse_ref), masks.finish(o, m, l, blind=True), strict=True):
+        mosaic.store(ref.at[b.batch, b.split, b.head], x)
 
 
 def _load(b: DecodeBlock, name: str, tile):
@@ -236,9 +215,8 @@ def _general_step(b: DecodeBlock, tile, carry):
     x = ampere.rows_times_rows(b.smem.q, b.smem.k)
     ampere.wait()  # for V
     pl.when(tile + 1 < b.high)(lambda: _load(b, "k", tile + 1))
-    e, m_new, alpha = weights_of(b, x, tile, m)
-    o = ampere.times_rows(o * along(alpha, o.shape, 0), e, b.smem.v)
-    return o, m_new, l * alpha + jnp.sum(e, axis=1)
+    e, m, l, alpha = weights_of(b, x, tile, m, l)
+    return ampere.times_rows(o * along(alpha, o.shape, 0), e, b.smem.v), m, l
 
 
 # ---- Hopper ----------------------------------------------------------------------------------
@@ -289,7 +267,7 @@ def hopper(q, k, v, lengths, new, table, scale, window, softcap):
 
 def _body(p: DecodePlan, cache_refs, q_ref, lengths_ref, new, table, o_ref, lse_ref, **smem):
     k_ref, v_ref = cache_refs
-    refs = SimpleNamespace(k=k_ref, v=v_ref, lengths=lengths_ref, new=new, table=table, lse=lse_ref)
+    refs = SimpleNamespace(k=k_ref, v=v_ref, lengths=lengths_ref, new=new, table=table)
     b = block_of(p, refs, SimpleNamespace(**smem))
     q_smem, o_smem = b.smem.q, b.smem.o
     # The first row is a variable because JAX 0.12 rejects slices that are statically too wide.
@@ -305,11 +283,12 @@ def _body(p: DecodePlan, cache_refs, q_ref, lengths_ref, new, table, o_ref, lse_
         q_smem[0] = _rotated(b, q.astype(jnp.float32)).astype(p.dtype)
         plgpu.commit_smem()
     o, m, l = pl.run_scoped(functools.partial(_attend, b), plgpu.ACC((ROWS, p.width), jnp.float32))
-    o_smem[0] = divided(o, l).astype(o_smem.dtype)
+    o, lse = masks.finish(o, m, l, blind=True)
+    o_smem[0] = o.astype(o_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o_smem.at[0], o_ref.at[b.batch, b.split, b.head, rows])
     if lse_ref is not None:
-        store_lse(b, m, l)
+        mosaic.store(lse_ref.at[b.batch, b.split, b.head], lse)
     if p.appends:
         pl.when(b.split == p.splits - 1)(lambda: _write_new(b))
     plgpu.wait_smem_to_gmem(0)
@@ -373,21 +352,21 @@ def _leave(b: DecodeBlock, name: str, tile):
 
 def _attend(b: DecodeBlock, o_acc):
     """-> O before its division, the largest logit and the sum of each row."""
-    m, l = row(LOWEST), row(0)
+    m, l = masks.no_keys(ROWS)
     if b.p.appends:
         last = b.split == b.p.splits - 1
-        m, l = lax.cond(last, lambda: _start(b, o_acc), lambda: (m, l))
+        m, l = lax.cond(last, lambda: (_start(b, o_acc), l + 1), lambda: (m, l))
     m, l = lax.fori_loop(b.low, b.high, functools.partial(_step, b, o_acc), (m, l))
     return o_acc[...], m, l
 
 
 def _start(b: DecodeBlock, o_acc):
-    """The softmax over the newest position alone: O, and the largest logit and the sum of rows."""
+    """The softmax over the newest position alone: O; returns the logit of each row."""
     q = plgpu.load(b.smem.q.at[0], layout=WGMMA).astype(jnp.float32)
     x = jnp.sum(q * along(_new(b, 0), q.shape, 1), axis=1)
-    x, factor = capped(b.p, x)
+    x, factor = masks.capped(x, b.p.scale, b.p.softcap)
     o_acc[...] = along(_new(b, 1), q.shape, 1)
-    return x * factor, row(1)
+    return x * factor
 
 
 def _step(b: DecodeBlock, o_acc, tile, carry):
@@ -402,10 +381,10 @@ def _step(b: DecodeBlock, o_acc, tile, carry):
     x = pl.run_scoped(scores, plgpu.ACC((ROWS, KEYS), jnp.float32))
     if not p.fp8:
         _leave(b, "k", tile)
-    e, m_new, alpha = weights_of(b, x, tile, m)
+    e, m, l, alpha = weights_of(b, x, tile, m, l)
     o_acc[...] = o_acc[...] * along(alpha, o_acc.shape, 0)
     plgpu.wgmma(o_acc, e.astype(p.dtype), _receive(b, "v", tile))
     plgpu.wgmma_wait(0)
     if not p.fp8:
         _leave(b, "v", tile)
-    return m_new, l * alpha + jnp.sum(e, axis=1)
+    return m, l

@@ -38,7 +38,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.flash_attention import masks, queries, schedule
 from pallas_kernels.flash_attention.queries import Item, Keys, Stream
 from pallas_kernels.flash_attention.schedule import Call, Heads, Schedule, Tiles, Worker
-from pallas_kernels.mosaic import LOG2E, ROW, ROWS, along
+from pallas_kernels.mosaic import ROW, ROWS, along
 from pallas_kernels.pipeline import Ring
 
 
@@ -194,10 +194,9 @@ def mask(w: Worker, i: Item, x, n):
 
 
 def scores(w: Worker, i: Item, x, n, masked):
-    """Scores of step n in base 2 before the factor, from Q K^T; the tile of keys is free then."""
+    """`masks.capped` of step n's Q K^T, with -inf where masked; the tile of keys is free then."""
     s = w.schedule
-    if s.softcap is not None:
-        x = masks.logits(x, s.scale, s.softcap)[0]
+    x, factor = masks.capped(x, s.scale, s.softcap)
     if not s.packed:
         keys_of(w).ring.release(n)
     if masked is True:
@@ -206,14 +205,7 @@ def scores(w: Worker, i: Item, x, n, masked):
         x = lax.cond(masked, lambda x: mask(w, i, x, n), lambda x: x, x)
     if s.packed:
         keys_of(w).ring.release(n)
-    return x
-
-
-def softmax(s: Schedule, x, m, l):
-    """Scores, the row's largest and its sum so far -> P, both with these scores, O's rescale."""
-    factor = s.scale * LOG2E if s.softcap is None else 1.0
-    p, m_new, alpha = masks.online_softmax(x, factor, m)
-    return p.astype(s.dtype), m_new, l * alpha + jnp.sum(p, axis=1), alpha
+    return x, factor
 
 
 def first_step(w: Worker, i: Item):
@@ -227,9 +219,9 @@ def first_step(w: Worker, i: Item):
         return s_acc[...]
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
-    row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
     masked = s.visits.causal or s.ragged or s.packed
-    return softmax(s, scores(w, i, x, i.first, masked), row(masks.LOWEST), row(0))[:3]
+    p, m, l, _ = masks.online_softmax(*scores(w, i, x, i.first, masked), *masks.no_keys(ROWS))
+    return p.astype(s.dtype), m, l
 
 
 def step(w: Worker, i: Item, o_acc, n, carry):
@@ -253,7 +245,8 @@ def step(w: Worker, i: Item, o_acc, n, carry):
 
     x = pl.run_scoped(issue, plgpu.ACC((ROWS, s.columns), jnp.float32))
     # Compute the softmax under O += P V.
-    p, m, l, alpha = softmax(s, scores(w, i, x, n, masked), m, l)
+    p, m, l, alpha = masks.online_softmax(*scores(w, i, x, n, masked), m, l)
+    p = p.astype(s.dtype)
     # Rescale O.
     o = o_acc[...]  # waits for O += P V
     values_of(w).ring.release(n - 1)
@@ -287,16 +280,14 @@ def accumulate(w: Worker, i: Item, o_acc):
 
 def store(w: Worker, i: Item, o, m, l):
     s, smem, (o_ref, lse_ref) = w.schedule, w.smem, w.results
-    inverse = 1 / l
-    if masks.some_rows_see_nothing(s.visits.window, s.packed):  # zeros; lse = m + log 0 = -inf
-        inverse = jnp.where(l > 0, inverse, 0)
+    o, lse = masks.finish(o, m, l, blind=masks.some_rows_see_nothing(s.visits.window, s.packed))
     # O leaves through its queries' buffer: another buffer would not fit beside the next queries'
     # at D = 128, and at D = 64 it gains less than 1%.
     plgpu.commit_smem()  # all warps have multiplied with the queries
-    smem.qo[i.at] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
+    smem.qo[i.at] = o.astype(s.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.qo.at[i.at], o_ref.at[i.batch, i.rows, i.head])
-    mosaic.store(lse_ref.at[i.batch, i.head, i.rows], m * (1 / LOG2E) + jnp.log(l))
+    mosaic.store(lse_ref.at[i.batch, i.head, i.rows], lse)
 
 
 def attend(w: Worker, item, following, side, n0):

@@ -185,31 +185,25 @@ def forward_step(b: Block, n, carry):
     x = ampere.rows_times_rows(smem.q, smem.k)
     ampere.wait()  # for V
     pl.when(tile > b.low)(lambda: load_keys(b, "k", tile - 1))
-    factor = s.scale * LOG2E
-    if s.softcap is not None:
-        x, factor = masks.logits(x, s.scale, s.softcap)[0], 1.0
-    p, m_new, alpha = masks.online_softmax(mask(b, tile, x), factor, m)
-    l = l * alpha + jnp.sum(p, axis=1)
-    o = ampere.times_rows(o * along(alpha, o.shape, 0), p, smem.v)
-    return o, m_new, l
+    x, factor = masks.capped(x, s.scale, s.softcap)
+    p, m, l, alpha = masks.online_softmax(mask(b, tile, x), factor, m, l)
+    return ampere.times_rows(o * along(alpha, o.shape, 0), p, smem.v), m, l
 
 
 def forward_body(w: Worker):
     s, smem, (o_ref, lse_ref), b = w.schedule, w.smem, w.results, block_of(w)
     load(b, "q", b.head, b.row)
     load_keys(b, "k", b.high - 1)
-    row = lambda value: plgpu.layout_cast(jnp.full((s.block,), value, jnp.float32), ROW)
-    nothing = mosaic.zeros((s.block, s.width), WGMMA), row(masks.LOWEST), row(0)
+    nothing = mosaic.zeros((s.block, s.width), WGMMA), *masks.no_keys(s.block)
     o, m, l = lax.fori_loop(0, b.high - b.low, functools.partial(forward_step, b), nothing)
     # Divide O by the sums, and store it and the log-sum-exp.
-    inverse = 1 / l
-    if masks.some_rows_see_nothing(s.visits.window, s.packed, s.block):
-        inverse = jnp.where(l > 0, inverse, 0)  # zeros; lse = m + log 0 = -inf
+    blind = masks.some_rows_see_nothing(s.visits.window, s.packed, s.block)
+    o, lse = masks.finish(o, m, l, blind=blind)
     ampere.meet()  # all have multiplied with Q, whose place O takes
-    smem.q[...] = (o * along(inverse, o.shape, 0)).astype(s.dtype)
+    smem.q[...] = o.astype(s.dtype)
     ampere.meet()
     ampere.store_rows(smem.q, o_ref, b.batch, b.head, b.row, s.visits.lengths[0])
-    mosaic.store(lse_ref.at[b.batch, b.head, b.rows], m * (1 / LOG2E) + jnp.log(l))
+    mosaic.store(lse_ref.at[b.batch, b.head, b.rows], lse)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "heads"))

@@ -1,4 +1,4 @@
-"""What a query sees, for all three kernels: the tiles that a block visits, the mask inside a tile.
+"""What a query sees: the tiles that a block visits, the mask inside a tile, the softmax over both.
 
 A block owns rows (of queries; in the dK/dV kernel of keys) and tiles of columns stream past it.
 It visits one range of them and never loads the others.  Inside that range lies another one whose
@@ -132,20 +132,41 @@ def logits(s, scale, softcap):
     return tanh * (softcap * LOG2E), 1 - tanh * tanh
 
 
+def capped(x, scale, softcap):
+    """(logits, factor) of scores x: the logits in base 2 are their product."""
+    return (x, scale * LOG2E) if softcap is None else (logits(x, scale, softcap)[0], 1.0)
+
+
 def d_scores(p, dp, slope, dtype):
     """dS = P dP, of dP less delta; slope: of `logits`."""
     ds = p * dp
     return (ds if slope is None else ds * slope).astype(dtype)
 
 
-def online_softmax(x, factor, m):
-    """(weights, m', alpha) of logits factor x in base 2: one multiply-add and one exp2 an element.
+def no_keys(rows: int):
+    """The largest logit and the sum of each row before any key."""
+    row = lambda value: plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
+    return row(LOWEST), row(0)
 
-    m, m': the largest logit of each row before x and with it.  alpha: rescales the sums so far.
+
+def online_softmax(x, factor, m, l):
+    """(weights, m', l', alpha) of logits factor x in base 2: one multiply-add and exp2 an element.
+
+    m, l, m', l': the largest logit and the sum of each row before x and with it.  alpha: rescales
+    what has been summed so far.
     """
     m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
     alpha = jnp.exp2(m - m_new)
-    return jnp.exp2(x * factor - mosaic.along(m_new, x.shape, 0)), m_new, alpha
+    p = jnp.exp2(x * factor - mosaic.along(m_new, x.shape, 0))
+    return p, m_new, l * alpha + jnp.sum(p, axis=1), alpha
+
+
+def finish(o, m, l, *, blind: bool):
+    """(O over the sums, log-sum-exp).  blind: rows may have seen no key, which get 0 and -inf."""
+    inverse = 1 / l
+    if blind:
+        inverse = jnp.where(l > 0, inverse, 0)
+    return o * mosaic.along(inverse, o.shape, 0), m * (1 / LOG2E) + jnp.log(l)
 
 
 def visible(s, q0, k0, *, causal, window=None, keys=None, transposed=False):
