@@ -106,12 +106,11 @@ def _arrays(kinds, name: str, x):
         for i, y in enumerate(x):
             _arrays(kinds, f"{name}[{i}]", y)
     elif x is None and NoneType not in kinds:
-        raise ValueError(f"{name} is None, not an array")
+        raise ValueError(f"{name} must be an array, not None")
     elif not isinstance(x, (jax.Array, np.ndarray, np.generic, *classes)):
         if not hasattr(x, "__jax_array__"):
-            kind = type(x).__name__
-            what = f"a{'n' * (kind[0] in 'aeiou')} {kind}, not an array"
-            raise ValueError(f"{name} is {what}: pass jnp.asarray({name})")
+            what = f"an array, not {type(x).__name__}"
+            raise ValueError(f"{name} must be {what}: pass jnp.asarray({name})")
     return x
 
 

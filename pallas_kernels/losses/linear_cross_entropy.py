@@ -232,12 +232,14 @@ def _run(
     chunk = functools.partial(_fp8_chunk, scale) if o.fp8 else functools.partial(_chunk, w)
     for start in range(0, x.shape[0], o.chunk):
         of = lambda a, start=start: a[start : start + o.chunk]
-        now = of(x), w
+        x_now, w_now = of(x), w
         if dx:  # delays the next logits until the last dz can be freed
             # Without dx, XLA postpones its matmuls on a mesh, to overlap them with the sum of dw
             # over the devices, and keeps all logits until then.
-            *now, dw, dx[-1] = lax.optimization_barrier((*now, dw, dx[-1]))
-        some, more_dx, more = chunk(*now, of(local), of(factor), valid, o, differentiate, frozen)
+            x_now, w_now, dw, dx[-1] = lax.optimization_barrier((x_now, w, dw, dx[-1]))
+        some, more_dx, more = chunk(
+            x_now, w_now, of(local), of(factor), valid, o, differentiate, frozen
+        )
         loss += jnp.where(of(labels) == o.ignore_index, 0, some).sum()
         if differentiate:
             dx.append(more_dx)
