@@ -74,8 +74,8 @@ def plan(program: Program, native: bool = True) -> Plan:
     steps, same = list(program.steps), {}  # arrays written into another's memory
     for n, step in enumerate(steps):
         if step.primitive == "kernel" and native:
-            written = [step.ins[i] for i in programs.refs_of(step.params)]
-            same |= dict(zip(reversed(step.outs), reversed(written), strict=False))
+            aliases = step.params.params["input_output_aliases"].items()
+            same |= {step.outs[result]: step.ins[i] for i, result in aliases}
             steps[n] = step._replace(params=programs.kernel(step.params))
 
     # Outputs are neither inputs, nor constants, nor each other.
