@@ -59,12 +59,12 @@ def _sort(key, *rest, dimension, num_keys, **_):
 
 def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand_dims, **_):
     """x[index] = update for scalars, or one slice along one axis; what is outside is dropped."""
-    if len(scatter_dims_to_operand_dims) != 1 or not update_window_dims and x.dim() != 1:
+    axes = scatter_dims_to_operand_dims or (0,)
+    if len(axes) > 1 or not update_window_dims and x.dim() > 1:
         raise NotImplementedError("this scatter has no form in PyTorch")
-    (axis,), index = scatter_dims_to_operand_dims, indices.long().reshape(-1)
-    count = x.shape[axis]
+    axis, count, index = axes[0], x.shape[axes[0]], indices.long().reshape(-1)
     if update_window_dims:
-        index = index + torch.arange(updates.shape[axis], device=x.device)
+        index = index.sum() + torch.arange(updates.shape[axis], device=x.device)
     index = torch.where((index >= 0) & (index < count), index, count)
     wide = torch.cat([x, x.narrow(axis, 0, 1)], axis)  # one more place for what is dropped
     updates = updates if update_window_dims else updates.reshape(-1)
