@@ -8,7 +8,6 @@ Nothing here touches a GPU or imports PyTorch: JAX traces shapes, and lowers eac
 import functools
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,8 +108,9 @@ class _Walk:
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
         def number(v) -> int:
-            literal = isinstance(v, core.Literal)
-            return self.constant(np.asarray(v.val, v.aval.dtype)) if literal else numbers[v]
+            if isinstance(v, core.Literal):
+                return self.constant(np.asarray(v.val, _array(v.aval).dtype))
+            return numbers[v]
 
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, tuple(map(number, eqn.invars)))
@@ -162,26 +162,15 @@ def build(jaxpr) -> Program:
     w = _Walk()
     inputs = [w.new(v.aval) for v in jaxpr.jaxpr.invars]
     outputs = w.walk(discharge_state(jaxpr), inputs)  # without references
-    used, steps, made = Counter(w.roots[i] for i in outputs), [], set()
+    used, steps = {w.roots[i] for i in outputs}, []
     for step in reversed(w.steps):  # without what nobody reads
         if step.primitive == "optimization_barrier":
             steps.append(step._replace(ins=tuple(i for i in step.ins if w.roots[i] in used)))
-        elif not used.keys().isdisjoint(step.outs):
+        elif not used.isdisjoint(step.outs):
             used.update(w.roots[i] for i in step.ins)
             steps.append(step)
-    w.steps = []
-    for step in reversed(steps):
-        if step.primitive == "kernel":  # it may overwrite what nobody else reads
-            ins = list(step.ins)
-            for i in step.params.params["input_output_aliases"]:
-                if used[w.roots[ins[i]]] > 1 or w.roots[ins[i]] not in made:
-                    source, ins[i] = ins[i], w.new(w.arrays[ins[i]])
-                    w.steps.append(Step("copy", {}, (source,), (ins[i],)))
-            step = step._replace(ins=tuple(ins))
-        w.steps.append(step)
-        made.update(step.outs)
     constants = {i: x for i, x in w.constants.items() if i in used}
-    return Program(len(inputs), constants, w.steps, outputs, w.arrays, w.roots)
+    return Program(len(inputs), constants, steps[::-1], outputs, w.arrays, w.roots)
 
 
 def _array(aval) -> Array:

@@ -99,7 +99,7 @@ def operator(step: Step, out: Array) -> Callable:
 # ---- a plan --------------------------------------------------------------------------------------
 
 
-_bound = threading.local()  # its variables are the devices whose CUDA context this thread has
+_bound = threading.local()  # devices: those whose CUDA context this thread has
 
 
 def _bind(device: int) -> None:
@@ -110,7 +110,7 @@ def _bind(device: int) -> None:
     PyTorch's cache.
     """
     torch.cuda.mem_get_info(device)
-    vars(_bound)[device] = True
+    _bound.devices = {device, *getattr(_bound, "devices", ())}
 
 
 class Runner:
@@ -144,7 +144,7 @@ class Runner:
         fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
         kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
         made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
-        start = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
+        start: Any = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
         return start(what, device.index), made, addresses, unit
 
@@ -155,7 +155,7 @@ class Runner:
             if index != torch._C._cuda_getDevice():
                 with torch.cuda.device(index):
                     return self(tensors)
-            if index not in vars(_bound):
+            if index not in getattr(_bound, "devices", ()):
                 _bind(index)
             stream = torch._C._cuda_getCurrentRawStream(index)
         plan, units = self.plan, self.units or self._prepare(device)
