@@ -184,15 +184,14 @@ class _Group:
                 places.append(index(f"{x} / {gap + 1}"))
                 inside.append(f"{x} >= 0 && {x} % {gap + 1} == 0 && {places[-1]} < {n}")
             return f"{self.let('bool', ' && '.join(inside))} ? {get(0, places)} : {get(1, ())}"
-        if name in ("split", "unstack", "concatenate", "stack"):
-            axis = p["axis"] if "axis" in p else p["dimension"]
-            before, here, after = at[:axis], at[axis : axis + 1], at[axis + 1 :]
+        axis = p.get("axis", p.get("dimension", 0))
+        before, here, after = at[:axis], at[axis : axis + 1], at[axis + 1 :]
         if name == "split":
             return get(0, (*before, index(f"{here[0]} + {sum(p['sizes'][:part])}"), *after))
         if name == "unstack":
             return get(0, (*before, str(part), *here, *after))
         if name in ("concatenate", "stack"):
-            text, end = "", 0
+            text, x, end = "", "", 0
             for i, shape in enumerate(shapes):
                 own = (index(f"{here[0]} - {end}"),) if name == "concatenate" else ()
                 x = get(i, (*before, *own, *after))

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from typing import NamedTuple
+from collections import Counter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Plan(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def _launches(program: Program, native: bool) -> list[Step | glue.Glue]:
+def _launches(program: Program, native: bool) -> list[Any]:
     """Steps in order, and before each the glue that it waits for, as much at once as can be.
 
     XLA's barriers say which arrays lie in memory, too.
@@ -46,7 +47,7 @@ def _launches(program: Program, native: bool) -> list[Step | glue.Glue]:
         for step, joined in zip(steps, joins, strict=True)
     ]
     wanted = {program.roots[i] for i in program.outputs}.union(*reads)
-    done: list[Step | glue.Glue] = []
+    done: list[Any] = []  # steps and glue
     waiting: list[int] = []
 
     def flush(now: list[int]) -> None:
@@ -69,32 +70,50 @@ def _launches(program: Program, native: bool) -> list[Step | glue.Glue]:
     return done
 
 
+def _lowered(program: Program, native: bool) -> tuple[Program, dict[int, int]]:
+    """The program with lowered kernels, and the arrays that they write into another's memory.
+
+    What others read is copied before.
+    """
+    steps, arrays, roots = [], list(program.arrays), list(program.roots)
+    every = (step.ins for step in program.steps if step.outs)  # all but barriers
+    reads = Counter(roots[i] for each in (*every, program.outputs) for i in each)
+    outputs, made, same = [], set(), {}
+
+    def copy(number: int) -> int:
+        arrays.append(arrays[number])
+        roots.append(len(roots))
+        steps.append(Step("copy", {}, (number,), (roots[-1],)))
+        return roots[-1]
+
+    for step in program.steps:
+        if step.primitive == "kernel" and native:
+            aliases = step.params.params["input_output_aliases"]
+            own = [reads[roots[n]] == 1 and roots[n] in made for n in step.ins]
+            ins = tuple(
+                copy(n) if i in aliases and not own[i] else n for i, n in enumerate(step.ins)
+            )
+            same |= {step.outs[result]: ins[i] for i, result in aliases.items()}
+            step = Step("kernel", programs.kernel(step.params), ins, step.outs)
+        steps.append(step)
+        made.update(step.outs)
+    for number in program.outputs:  # neither inputs, nor constants, nor each other
+        fresh = roots[number] in made and roots[number] not in outputs
+        outputs.append(roots[number] if fresh else copy(number))
+    return Program(program.inputs, program.constants, steps, outputs, arrays, roots), same
+
+
 def plan(program: Program, native: bool = True) -> Plan:
     """native: kernels are launched; otherwise they are functions of tensors, as operators are."""
-    steps, same = list(program.steps), {}  # arrays written into another's memory
-    for n, step in enumerate(steps):
-        if step.primitive == "kernel" and native:
-            written = [step.ins[i] for i in programs.refs_of(step.params)]
-            same |= dict(zip(reversed(step.outs), reversed(written), strict=False))
-            steps[n] = step._replace(params=programs.kernel(step.params))
-
-    # Outputs are neither inputs, nor constants, nor each other.
-    arrays, roots, outputs = list(program.arrays), list(program.roots), []
-    for number in program.outputs:
-        root = roots[number]
-        if root < program.inputs or root in (*program.constants, *outputs):
-            root = len(roots)
-            arrays.append(arrays[number])
-            roots.append(root)
-            steps.append(Step("copy", {}, (number,), (root,)))
-        outputs.append(root)
+    shapes = [program.arrays[i] for i in program.outputs]
+    program, same = _lowered(program, native)
+    arrays, roots, outputs = program.arrays, program.roots, program.outputs
 
     def owner(number: int) -> int:
         root = roots[number]
         return owner(same[root]) if root in same else root
 
-    whole = program._replace(steps=steps, outputs=outputs, arrays=arrays, roots=roots)
-    done = _launches(whole, native)
+    done = _launches(program, native)
     operators = [isinstance(x, Step) and not isinstance(x.params, Kernel) for x in done]
     used = [  # the arrays in memory of each
         [owner(i) for i in (x.arrays if isinstance(x, glue.Glue) else (*x.ins, *x.outs))]
@@ -105,9 +124,9 @@ def plan(program: Program, native: bool = True) -> Plan:
     given = [*range(program.inputs), *constants]
     number = {root: n for n, root in enumerate(dict.fromkeys((*given, *every)))}
     slots = [arrays[root] for root in number]
-    for shaped, root in zip(program.outputs, outputs, strict=True):
-        slots[number[owner(root)]] = arrays[shaped]
     results = [owner(root) for root in outputs]
+    for root, array in zip(results, shapes, strict=True):
+        slots[number[root]] = array
     # Tensors: what operators read or make, and the outputs.  The rest shares one allocation.
     tensors = {*results}.union(*itertools.compress(used, operators)).difference(given)
     shared, size = {}, 0

@@ -8,8 +8,6 @@ Nothing here touches a GPU or imports PyTorch: JAX traces shapes, and lowers eac
 import functools
 import hashlib
 import itertools
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import passmanager
+from jax._src.state.discharge import discharge_state
 from jax.extend import core
 
 # What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
@@ -92,7 +91,6 @@ class _Walk:
         self.constants: dict[int, np.ndarray] = {}
         self.steps: list[Step] = []
         self.made: dict[int, Step] = {}  # by array
-        self.held: dict[int, int] = {}  # what a ref holds that began as this array
 
     def new(self, aval, root: int | None = None) -> int:
         self.arrays.append(_array(aval))
@@ -110,8 +108,9 @@ class _Walk:
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
         def number(v) -> int:
-            literal = isinstance(v, core.Literal)
-            return self.constant(np.asarray(v.val, v.aval.dtype)) if literal else numbers[v]
+            if isinstance(v, core.Literal):
+                return self.constant(np.asarray(v.val, _array(v.aval).dtype))
+            return numbers[v]
 
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, tuple(map(number, eqn.invars)))
@@ -119,31 +118,23 @@ class _Walk:
         return list(map(number, jaxpr.outvars))
 
     def equation(self, eqn, ins: tuple[int, ...]) -> Sequence[int]:
-        name, held = eqn.primitive.name, self.held
+        name = eqn.primitive.name
         if name in _CALLS:
             return self.walk(eqn.params[_CALLS[name]], ins)
+        if name == "run_state":
+            return self.walk(discharge_state(core.ClosedJaxpr(eqn.params["jaxpr"], ())), ins)
         if name in _SAME or name.startswith("reduce_") and not eqn.params.get("axes", True):
             if name == "optimization_barrier":
                 self.steps.append(Step(name, {}, ins, ()))
             return ins
         if name in _VIEWS:
             return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
-        if name in ("freeze", "run_state"):
-            if name == "run_state":
-                self.walk(eqn.params["jaxpr"], ins)
-            return [held.pop(n, n) for n in ins]
-        if name == "get" and len(ins) == 1:
-            return [held.get(ins[0], ins[0])]
         outs = tuple(self.new(v.aval) for v in eqn.outvars)
-        if name != "mpmd_map":
+        if name == "mpmd_map":
+            self.steps.append(Step("kernel", eqn, ins, outs))
+        else:
             self.steps.append(self.turned(Step(name, _plain(eqn), ins, outs)))
             self.made.update(dict.fromkeys(outs, self.steps[-1]))
-            return outs
-        refs = refs_of(eqn)
-        written = tuple(self.new(self.arrays[ins[i]]) for i in refs)
-        now = tuple(held.get(n, n) if i in refs else n for i, n in enumerate(ins))
-        self.steps.append(Step("kernel", eqn, now, (*outs, *written)))
-        held.update(zip((ins[i] for i in refs), written, strict=True))
         return outs
 
     def turned(self, step: Step) -> Step:
@@ -170,31 +161,19 @@ def build(jaxpr) -> Program:
     """The program of a jaxpr; its kernels are still equations, which `kernel` lowers."""
     w = _Walk()
     inputs = [w.new(v.aval) for v in jaxpr.jaxpr.invars]
-    outputs = w.walk(jaxpr, inputs)
-    used, steps, made = Counter(w.roots[i] for i in outputs), [], set()
+    outputs = w.walk(discharge_state(jaxpr), inputs)  # without references
+    used, steps = {w.roots[i] for i in outputs}, []
     for step in reversed(w.steps):  # without what nobody reads
         if step.primitive == "optimization_barrier":
             steps.append(step._replace(ins=tuple(i for i in step.ins if w.roots[i] in used)))
-        elif not used.keys().isdisjoint(step.outs):
+        elif not used.isdisjoint(step.outs):
             used.update(w.roots[i] for i in step.ins)
             steps.append(step)
-    w.steps = []
-    for step in reversed(steps):
-        if step.primitive == "kernel":  # it may overwrite what nobody else reads
-            ins = list(step.ins)
-            for i in refs_of(step.params):
-                if used[w.roots[ins[i]]] > 1 or w.roots[ins[i]] not in made:
-                    source, ins[i] = ins[i], w.new(w.arrays[ins[i]])
-                    w.steps.append(Step("copy", {}, (source,), (ins[i],)))
-            step = step._replace(ins=tuple(ins))
-        w.steps.append(step)
-        made.update(step.outs)
     constants = {i: x for i, x in w.constants.items() if i in used}
-    return Program(len(inputs), constants, w.steps, outputs, w.arrays, w.roots)
+    return Program(len(inputs), constants, steps[::-1], outputs, w.arrays, w.roots)
 
 
 def _array(aval) -> Array:
-    aval = getattr(aval, "inner_aval", aval)
     return Array(tuple(map(int, aval.shape)), np.dtype(aval.dtype).name)
 
 
@@ -209,22 +188,9 @@ def _plain(eqn) -> dict[str, Any]:
     return {k: v for k, v in params.items() if k not in drop}
 
 
-def refs_of(eqn) -> list[int]:
-    """Which operands of a kernel it writes: its last results, each in the operand's memory."""
-    return [i for i, v in enumerate(eqn.invars) if hasattr(v.aval, "inner_aval")]
-
-
 def call_of(eqn, **override) -> Callable:
-    """The equation of a kernel as a function of arrays; refs that it writes are results, too."""
-    refs = refs_of(eqn)
-
-    def call(*args):
-        made = {i: jax.new_ref(args[i]) for i in refs}
-        args = [made.get(i, x) for i, x in enumerate(args)]
-        outs = eqn.primitive.bind(*args, **eqn.params | override)
-        return (*outs, *(jax.freeze(made[i]) for i in refs))
-
-    return call
+    """The equation of a kernel as a function of arrays."""
+    return lambda *args: eqn.primitive.bind(*args, **eqn.params | override)
 
 
 def kernel(eqn) -> Kernel:
@@ -239,15 +205,10 @@ def kernel(eqn) -> Kernel:
         inline.run(module.operation)
         (main,) = (f for f in module.body.operations if f.attributes["sym_name"].value == "main")
         arguments, (launch, *end) = main.body.blocks[0].arguments, main.body.blocks[0].operations
-        name, refs = str(eqn.params["name"]), refs_of(eqn)
+        name = str(eqn.params["name"])
         plain = list(launch.operands) == list(arguments) and len(end) == 1
         if not plain or list(end[0].operands) != list(launch.results):
             raise NotImplementedError(f"{name} needs more than one kernel: {main}")
-        pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
-        found = re.findall(pattern, str(launch.attributes["output_operand_aliases"]))
-        aliases = [(int(result or 0), int(operand)) for result, operand in found]
-        if aliases != [*enumerate(refs, len(eqn.outvars))]:
-            raise NotImplementedError(f"{name} writes its operands {aliases}, not {refs}")
         return Kernel(name, launch.attributes["mhlo.backend_config"]["module"].value_bytes)
 
 

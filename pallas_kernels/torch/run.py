@@ -59,12 +59,12 @@ def _sort(key, *rest, dimension, num_keys, **_):
 
 def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand_dims, **_):
     """x[index] = update for scalars, or one slice along one axis; what is outside is dropped."""
-    if len(scatter_dims_to_operand_dims) != 1 or not update_window_dims and x.dim() != 1:
+    axes = scatter_dims_to_operand_dims or (0,)
+    if len(axes) > 1 or not update_window_dims and x.dim() > 1:
         raise NotImplementedError("this scatter has no form in PyTorch")
-    (axis,), index = scatter_dims_to_operand_dims, indices.long().reshape(-1)
-    count = x.shape[axis]
+    axis, count, index = axes[0], x.shape[axes[0]], indices.long().reshape(-1)
     if update_window_dims:
-        index = index + torch.arange(updates.shape[axis], device=x.device)
+        index = index.sum() + torch.arange(updates.shape[axis], device=x.device)
     index = torch.where((index >= 0) & (index < count), index, count)
     wide = torch.cat([x, x.narrow(axis, 0, 1)], axis)  # one more place for what is dropped
     updates = updates if update_window_dims else updates.reshape(-1)
@@ -99,7 +99,7 @@ def operator(step: Step, out: Array) -> Callable:
 # ---- a plan --------------------------------------------------------------------------------------
 
 
-_bound = threading.local()  # its variables are the devices whose CUDA context this thread has
+_bound = threading.local()  # devices: those whose CUDA context this thread has
 
 
 def _bind(device: int) -> None:
@@ -110,7 +110,7 @@ def _bind(device: int) -> None:
     PyTorch's cache.
     """
     torch.cuda.mem_get_info(device)
-    vars(_bound)[device] = True
+    _bound.devices = {device, *getattr(_bound, "devices", ())}
 
 
 class Runner:
@@ -144,7 +144,7 @@ class Runner:
         fills = [torch.zeros if s in self.zeros else torch.empty for s in unit.made]
         kinds = [(s, slots[s].shape, dtype(slots[s].dtype)) for s in unit.made]
         made = [(fill, *kind) for fill, kind in zip(fills, kinds, strict=True)]
-        start = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
+        start: Any = launch.glue_launcher if isinstance(what, Glue) else launch.launcher
         addresses = itemgetter(*unit.slots, unit.slots[0])  # and room for one more
         return start(what, device.index), made, addresses, unit
 
@@ -155,7 +155,7 @@ class Runner:
             if index != torch._C._cuda_getDevice():
                 with torch.cuda.device(index):
                     return self(tensors)
-            if index not in vars(_bound):
+            if index not in getattr(_bound, "devices", ()):
                 _bind(index)
             stream = torch._C._cuda_getCurrentRawStream(index)
         plan, units = self.plan, self.units or self._prepare(device)
