@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
-from jaxllm.layers.cache import Cache
+from jaxllm.layers.cache import Cache, no_segments
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import (
     ROWS,
@@ -112,6 +112,7 @@ class Attention(Layer):
         positions: not read for one further token per row: its slot in the cache is its position.
         segment_ids: not supported with a cache.
         """
+        no_segments(cache, segment_ids)
         B, T, _ = x.shape
         if positions is None:
             positions = jnp.arange(T)

@@ -85,7 +85,7 @@ class Embedding(Layer):
                 # not.
                 wpe, rows = None, self._look_up(positions, wpe, None, jnp.float32)
             elif positions is not None:
-                wpe = wpe[positions]
+                wpe = jnp.take(wpe, positions, axis=0, mode="clip")  # as the lookup does
         dtype = self.dtype if rows is None else jnp.float32  # rounded once, after the sum
         y = self._look_up(tokens, wte, wpe, dtype)
         return y if rows is None else (y + rows).astype(self.dtype)

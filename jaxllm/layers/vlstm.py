@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.config.model import divides
-from jaxllm.layers.cache import Cache
+from jaxllm.layers.cache import Cache, no_segments
 from jaxllm.layers.layer import Layer
 from jaxllm.layers.linear import (
     ROWS,
@@ -98,6 +98,7 @@ class VLSTMLayer(Layer):
 
         segment_ids: not supported with a cache.
         """
+        no_segments(cache, segment_ids)
         if cache is not None:
             layers = self.q, self.k, self.v, self.o
             q, k, v, o = (w(x, norm=norm).reshape(*x.shape[:2], self.n_heads, -1) for w in layers)

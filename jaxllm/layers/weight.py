@@ -164,7 +164,7 @@ Weight = Dense | Transposed | LowBits
 
 
 class DropoutKey(nnx.Variable):
-    """The random key of an adapter's dropout, (2,) uint32; the train step sets it."""
+    """The random key of an adapter's dropout, uint32; the train step sets it."""
 
 
 class Adapter(nnx.Module):
@@ -178,7 +178,8 @@ class Adapter(nnx.Module):
         self.a = nnx.LoRAParam(draw(rngs.params(), (shape[0], lora.rank)), axes=(axes[0], None))
         self.b = nnx.LoRAParam(jnp.zeros((lora.rank, shape[1])), axes=(None, axes[1]))
         self.scale, self.dropout = lora.scale, lora.dropout
-        self.key = DropoutKey(jnp.zeros(2, jnp.uint32)) if lora.dropout else None
+        key = jax.random.key_data(jax.random.key(0))  # its size depends on jax_default_prng_impl
+        self.key = DropoutKey(key) if lora.dropout else None
 
     def narrow(self, x: Float[Array, "... in"]) -> Float[Array, "... rank"]:
         """x A, of inputs that dropout left."""

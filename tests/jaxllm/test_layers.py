@@ -20,6 +20,7 @@ from jaxllm.layers import (
     RMSNorm,
     VLSTMLayer,
 )
+from jaxllm.layers.cache import Cache
 from jaxllm.layers.linear import ROWS, fan_out
 from jaxllm.sharding import P, spec_of
 
@@ -116,6 +117,15 @@ def test_embedding_adds_given_or_default_positions():
     close(layer.logits(y.astype(jnp.float32)), y.astype(jnp.float32) @ layer.wte[...].T)
 
 
+@pytest.mark.parametrize("positions", [[-3, -1, 0], [5, 6, 7]])
+def test_embedding_clips_positions_of_all_rows_and_of_each_row(positions):
+    layer = Embedding(10, 8, max_seq_len=7, rngs=nnx.Rngs(0))
+    tokens, positions = jnp.ones((1, 3), jnp.int32), jnp.array(positions)
+    expected = layer.wte[...][tokens] + layer.wpe[...][jnp.clip(positions, 0, 6)]
+    close(layer(tokens, positions), expected)
+    close(layer(tokens, positions[None]), expected)
+
+
 def test_embedding_refuses_a_text_longer_than_its_positions():
     layer = Embedding(10, 8, max_seq_len=7, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="T=8 exceeds max_seq_len=7"):
@@ -187,6 +197,15 @@ def test_segments_do_not_see_each_other(kind):
     alone = jnp.concatenate([run(x[:, :5], None), run(x[:, 5:], None)], axis=1)
     close(packed, alone, 1e-4)
     assert np.abs(packed - run(x, None))[:, 5:].max() > 1e-3
+
+
+@pytest.mark.parametrize("layer", [Attention, VLSTMLayer])
+def test_segments_with_a_cache_are_refused(layer):
+    """They were ignored: the segments of a row saw each other."""
+    layer, x = layer(16, 2, rngs=nnx.Rngs(0)), normal(1, 1, 4, 16)
+    cache, positions = Cache(jnp.array([4]), 8), [None] * (type(layer) is Attention)
+    with pytest.raises(ValueError, match="segment_ids do not go with a cache"):
+        layer.with_cache(x, *positions, jnp.array([[0, 0, 1, 1]]), cache)
 
 
 def test_positions_of_attention_are_relative_but_not_ignored():

@@ -120,12 +120,23 @@ def test_dropout_is_anew_each_step_and_the_same_in_recomputation():
     assert loss != next_loss
     again, recomputed = gradients(trainer_of(lora, remat="block"), state, batch)
     np.testing.assert_allclose(loss, again, rtol=1e-6)
-    for name, g in found.items():
-        np.testing.assert_allclose(g, recomputed[name], rtol=1e-4, atol=1e-6)
+    for name, g in found.items():  # sums round relative to their largest terms, not to themselves
+        atol = 2e-5 * np.abs(g).max()
+        np.testing.assert_allclose(g, recomputed[name], rtol=1e-4, atol=atol, err_msg=name)
     whole = trainer.whole(state.params, state.base)
     total, count = trainer.eval_step()(whole, trainer.put_batch(batch))
     plain, _ = gradients(trainer_of(dict(rank=4)), state, batch)
     np.testing.assert_allclose(total / count, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_dropout_takes_the_keys_of_every_generator(kind):
+    with jax.default_prng_impl(kind):
+        trainer = trainer_of(dict(rank=4, dropout=0.5))
+        shapes = [x.shape for x in jax.tree.leaves(trainer.abstract_keys)]
+        drawn = jax.eval_shape(trainer.dropout_keys, jnp.int32(0), 0)
+        assert shapes == [x.shape for x in jax.tree.leaves(drawn)]
+        gradients(trainer, state_of(trainer), batch_of())
 
 
 def test_dropout_keeps_the_mean():
