@@ -55,7 +55,7 @@ class _Tiles(NamedTuple):
     stages: int  # buffers for steps
     blocks: int
 
-    def place(self, tile):
+    def place(self, tile) -> tuple[Any, Any]:
         """(row, column) of a tile.  Tiles that run together share rows of a and b in L2."""
         above = lax.div(tile, jnp.int32(_GROUP * self.columns)) * _GROUP
         height = jnp.minimum(_GROUP, self.rows - above)  # the last group may have fewer rows
@@ -131,7 +131,7 @@ class _Block(NamedTuple):
     block: Any
     count: Any  # of tiles
 
-    def place(self, i):
+    def place(self, i) -> tuple[Any, Any]:
         """(row, column) of the block's i-th tile, or of its last tile if i is too large."""
         return self.t.place(self.block + jnp.minimum(i, self.count - 1) * self.t.blocks)
 
