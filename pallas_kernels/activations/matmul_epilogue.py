@@ -55,7 +55,7 @@ class _Tiles(NamedTuple):
     stages: int  # buffers for steps
     blocks: int
 
-    def place(self, tile) -> tuple[Any, Any]:
+    def place(self, tile):
         """(row, column) of a tile.  Tiles that run together share rows of a and b in L2."""
         above = lax.div(tile, jnp.int32(_GROUP * self.columns)) * _GROUP
         height = jnp.minimum(_GROUP, self.rows - above)  # the last group may have fewer rows
@@ -131,7 +131,7 @@ class _Block(NamedTuple):
     block: Any
     count: Any  # of tiles
 
-    def place(self, i) -> tuple[Any, Any]:
+    def place(self, i):
         """(row, column) of the block's i-th tile, or of its last tile if i is too large."""
         return self.t.place(self.block + jnp.minimum(i, self.count - 1) * self.t.blocks)
 
@@ -195,8 +195,8 @@ def _multiply(mine: _Block, i, after, acc):
     def refill(step):  # loads the step that comes `stages` steps later into this step's buffer
         step += stages
         over = lax.convert_element_type(step >= steps, jnp.int32)  # 1: in the next tile
-        at = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
-        copy = functools.partial(mine.copy_step, i + over, *at, step - over * steps)
+        row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
+        copy = functools.partial(mine.copy_step, i + over, row, column, step - over * steps)
         pl.when(i + over < mine.count)(copy)
 
     multiply_step(0)
@@ -217,7 +217,8 @@ def _epilogue(mine: _Block, tile, i, here, after, product):
 
     def refill(c, in_flight):  # its buffers, once <= in_flight stores are pending
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-        pl.when(i + 1 < mine.count)(lambda: mine.copy_chunk(i + 1, *after, c))
+        row, column = after
+        pl.when(i + 1 < mine.count)(lambda: mine.copy_chunk(i + 1, row, column, c))
 
     for c in range(_CHUNKS):
         plgpu.barrier_wait(mine.chunk_bars.at[mine.wg * _CHUNKS + c])
