@@ -86,26 +86,36 @@ def decode_attention_reference(
 ):
     """The formulas in jnp, rounded where the kernel rounds."""
     options = dict(scale=None, window=None, softcap=None, theta=None, scaling=None) | options
-    return _in_form(q, k, v, lengths, new, k_scale, v_scale, form=_in_jnp, **options)
+    return _decode(q, k, v, lengths, new, k_scale, v_scale, form=_in_jnp, **options)
 
 
-def _in_form(
+def _decode(
     q, k, v, lengths, new, k_scale, v_scale, *, form, scale, window, softcap, theta, scaling
 ):
     """The op; form: what attends to the cache."""
-    table = None
-    if theta is not None and form is decode_kernels.hopper and k.dtype != FP8:
+    group, dtype, table, cache = q.shape[2] // k.shape[2], q.dtype, None, []
+    # Whether it turns q and the new key, and writes the new position.
+    whole = form is decode_kernels.hopper and k.dtype != FP8
+    if theta is not None and whole:
         table = cos_sin(lengths - 1, q.shape[3], theta, scaling)
     elif theta is not None:
-        q, new = _turned(q, new, lengths, theta, scaling)
+        places = (lengths - 1)[:, None]
+        q, key = rope_reference(q, new[0], places, theta=theta, scaling=scaling)
+        new = key, new[1]
+    by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
+    inner = jnp.float16 if k.dtype == FP8 and dtype.itemsize == 2 else dtype
     options = scale_of(scale, q), window, softcap
-    return _decode(form, *options, q, k, v, lengths, new, table, k_scale, v_scale)
-
-
-def _turned(q, new, lengths, theta, scaling):
-    """q and `new` with RoPE."""
-    q, key = rope_reference(q, new[0], (lengths - 1)[:, None], theta=theta, scaling=scaling)
-    return q, (key, new[1])
+    q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
+    if new is not None:
+        scales = (k_scale, v_scale)
+        new = tuple(_stored(x[:, 0], s, k.dtype) for x, s in zip(new, scales, strict=True))
+        if not whole:
+            k, v = cache = _append(k, v, new, lengths)
+            new = None
+    y, *written = form(q, k, v, lengths, new, table, *options)
+    cache = cache or written
+    y = (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
+    return (y, *cache) if cache else y
 
 
 def why_not(q, k, v, *arrays, scale=None, softcap=None, general=False, **options) -> str | None:
@@ -150,24 +160,6 @@ def _check(q, k, v, lengths, new, k_scale, v_scale, window, softcap):
             raise ValueError(f"{name} has shape {x.shape}, not (B, K) = ({batch}, {kv})")
 
 
-def _decode(form, scale, window, softcap, q, k, v, lengths, new, table, k_scale, v_scale):
-    group, dtype = q.shape[2] // k.shape[2], q.dtype
-    by_head = lambda x: jnp.repeat(x, group, axis=1)[:, None, :, None]
-    inner = jnp.float16 if k.dtype == FP8 and dtype.itemsize == 2 else dtype
-    q = (q if k_scale is None else q * by_head(k_scale)).astype(inner)
-    cache = []
-    if new is not None:
-        scales = (k_scale, v_scale)
-        new = tuple(_stored(x[:, 0], s, k.dtype) for x, s in zip(new, scales, strict=True))
-    if new is not None and (form is not decode_kernels.hopper or k.dtype == FP8):
-        k, v = cache = _append(k, v, new, lengths)
-        new = None
-    y, *written = form(q, k, v, lengths, new, table, scale, window, softcap)
-    cache = cache or written  # by Hopper's kernel
-    y = (y if v_scale is None else y * by_head(v_scale)).astype(dtype)
-    return (y, *cache) if cache else y
-
-
 def _stored(x, scale, dtype):
     """x (B, K, D) as a cache of this dtype holds it; scale: (B, K) or None."""
     if dtype != FP8:
@@ -202,12 +194,12 @@ def _in_jnp(q, k, v, lengths, _new, _table, scale, window, softcap):
 
 
 FORMS = (
-    Form("hopper", functools.partial(_in_form, form=decode_kernels.hopper), "sm_90a", why_not),
+    Form("hopper", functools.partial(_decode, form=decode_kernels.hopper), "sm_90a", why_not),
     Form(
         "general",
-        functools.partial(_in_form, form=decode_kernels.general),
+        functools.partial(_decode, form=decode_kernels.general),
         "sm_80",
         functools.partial(why_not, general=True),
     ),
-    Form("xla", functools.partial(_in_form, form=_in_jnp)),
+    Form("xla", functools.partial(_decode, form=_in_jnp)),
 )

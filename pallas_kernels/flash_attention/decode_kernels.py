@@ -62,6 +62,11 @@ class DecodePlan(NamedTuple):
     splits: int
     appends: bool  # the newest position is not in the cache yet
 
+    @property
+    def rows(self) -> int:
+        """Queries of a kv head, at most 64."""
+        return self.t * self.group
+
 
 def splits_of(tiles: int, pairs: int, blocks: int, least: int) -> int:
     """Over how many blocks a pair (row, kv head) is split: the number that should take least time.
@@ -103,7 +108,8 @@ class DecodeBlock(NamedTuple):
     high: Any
 
 
-def block_of(p: DecodePlan, refs, smem) -> DecodeBlock:
+def block_of(p: DecodePlan, refs: dict, smem: dict) -> DecodeBlock:
+    refs, smem = SimpleNamespace(**refs), SimpleNamespace(**smem)
     batch, split, head = (lax.axis_index(name) for name in ("batch", "split", "head"))
     length = jnp.minimum(refs.lengths[batch], p.keys)
     first = jnp.int32(0)
@@ -137,11 +143,33 @@ def mask(b: DecodeBlock, x, tile):
     return x if p.window is None else jnp.where(place - key < p.window, x, -jnp.inf)
 
 
+def prepare(p: DecodePlan, name: str, body, batch: int, heads: int, result, scratch, **parameters):
+    """body(block, refs to O and lse) as a kernel of [k, v] and the other inputs by name.
+
+    result: rows, columns and dtype of a block's o.  parameters: further CompilerParams.
+    """
+    (*tile, dtype), parts = result, (batch, p.splits, heads)
+
+    def run(cache, inputs, o_ref, lse_ref, **smem):
+        body(block_of(p, dict(zip("kv", cache, strict=True)) | inputs, smem), o_ref, lse_ref)
+
+    lse = jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32) if p.splits > 1 else None
+    return mosaic.kernel(
+        run,
+        name=name,
+        out_type=(jax.ShapeDtypeStruct((*parts, *tile), dtype), lse),
+        scratch_types=scratch,
+        **mosaic.grid(batch=batch, split=p.splits, head=heads),
+        # A row is in one warp, so its maximum and sum need no shared memory.
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, **parameters),
+    )
+
+
 def whole(p: DecodePlan, like, o, lse):
     """The result (B, T, H, D) from the splits (B, splits, K, rows, D or more)."""
-    (b, t, h, d), rows = like.shape, p.t * p.group
-    o = o[:, :, :, :rows, :d]
-    y = o[:, 0] if p.splits == 1 else merge(o, lse[:, :, :, :rows])
+    b, t, h, d = like.shape
+    o = o[:, :, :, : p.rows, :d]
+    y = o[:, 0] if p.splits == 1 else merge(o, lse[:, :, :, : p.rows])
     return y.reshape(b, h // p.group, t, p.group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 
@@ -166,39 +194,26 @@ def merge(o, lse):
 def general(q, k, v, lengths, _new, _table, scale, window, softcap):
     """([B, T, H, D] in q's dtype,), of caches (B, S, K, D) in it; D: a multiple of 8."""
     p = plan(q, k, scale, window, softcap)
-    (b, t, _, d), kv = q.shape, k.shape[2]
-    rows, width = t * p.group, width_of(d)
-    x = q.reshape(b, t, kv, p.group, d).swapaxes(2, 3).reshape(b, rows, kv, d)
-    parts = (b, p.splits, kv, ROWS)
-    dtype = jnp.float32 if p.splits > 1 else p.dtype
-    tile = lambda n: ampere.tile(n, width, p.dtype)
-    results = mosaic.kernel(
-        functools.partial(_general_body, p, rows),
-        name="general_decode_attention",
-        out_type=(
-            jax.ShapeDtypeStruct((*parts, width), dtype),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-        ),
-        scratch_types=dict(q=tile(ROWS), k=tile(KEYS), v=tile(KEYS)),
-        **mosaic.grid(batch=b, split=p.splits, head=kv),
-        # A row is in one warp, and ampere.wait is where threads meet.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-    )(x, k, v, lengths)
-    return (whole(p, q, *results),)
+    (b, t, _, d), kv, width = q.shape, k.shape[2], width_of(q.shape[3])
+    x = q.reshape(b, t, kv, p.group, d).swapaxes(2, 3).reshape(b, p.rows, kv, d)
+    tile, dtype = ampere.tile(ROWS, width, p.dtype), jnp.float32 if p.splits > 1 else p.dtype
+    kernel = prepare(
+        p, "general_decode_attention", _general_body, b, kv, (ROWS, width, dtype),
+        dict.fromkeys("qkv", tile),
+        approx_math=True, unsafe_no_auto_barriers=True,  # ampere.wait is where threads meet
+    )  # fmt: skip
+    return (whole(p, q, *kernel([k, v], dict(q=x, lengths=lengths))),)
 
 
-def _general_body(p: DecodePlan, rows, q_ref, k_ref, v_ref, lengths_ref, o_ref, lse_ref, **smem):
-    refs = SimpleNamespace(k=k_ref, v=v_ref, lengths=lengths_ref)
-    b = block_of(p, refs, SimpleNamespace(**smem))
-    ampere.load_rows(q_ref, b.smem.q, b.batch, b.head, 0, rows)
+def _general_body(b: DecodeBlock, o_ref, lse_ref):
+    ampere.load_rows(b.refs.q, b.smem.q, b.batch, b.head, 0, b.p.rows)
     pl.when(b.low < b.high)(lambda: _load(b, "k", b.low))
     nothing = mosaic.zeros((ROWS, b.smem.q.shape[1]), WGMMA), *masks.no_keys(ROWS)
     o, m, l = lax.fori_loop(b.low, b.high, functools.partial(_general_step, b), nothing)
     ampere.wait()  # for Q, which nobody has waited for if there are no keys
     for ref, x in zip((o_ref, lse_ref), masks.finish(o, m, l, blind=True), strict=True):
-        mosaic.store(ref.at[b.batch, b.split, b.head], x)
+        if ref is not None:
+            mosaic.store(ref.at[b.batch, b.split, b.head], x)
 
 
 def _load(b: DecodeBlock, name: str, tile):
@@ -227,58 +242,45 @@ def hopper(q, k, v, lengths, new, table, scale, window, softcap):
     """(result, and with `new` the cache k and v).  table: (cos, sin) of RoPE, or None."""
     p = plan(q, k, scale, window, softcap, new is not None)
     (b, t, _, d), kv = q.shape, k.shape[2]
-    rows = t * p.group
-    x = q.reshape(b, t, kv, p.group, d).swapaxes(1, 2).reshape(b, kv, rows, d)
-    if rows > 8:  # TMA moves groups of 8 rows
+    x = q.reshape(b, t, kv, p.group, d).swapaxes(1, 2).reshape(b, kv, p.rows, d)
+    if p.rows > 8:  # TMA moves groups of 8 rows
         x = mosaic.pad_axis(x, 2, 8)
     tile = lambda n, rows, dtype: plgpu.SMEM(
         (n, rows, d), dtype, transforms=mosaic.wgmma_tiles(d, dtype)
     )
     ring, bars = tile(p.stages, KEYS, k.dtype), plgpu.Barrier(num_barriers=p.stages)
-    parts = (b, p.splits, kv)
-    lse = jax.ShapeDtypeStruct((*parts, ROWS), jnp.float32) if p.splits > 1 else None
     # float8's result still needs v_scale.
     dtype = jnp.float32 if p.splits > 1 or p.fp8 else p.dtype
-    kernel = mosaic.kernel(
-        functools.partial(_body, p),
-        name="decode_attention",
-        out_type=(jax.ShapeDtypeStruct((*parts, x.shape[2], d), dtype), lse),
-        scratch_types=dict(
-            q=tile(1, ROWS, p.dtype),
-            k=ring,
-            v=ring,
-            wide=tile(2, KEYS, p.dtype) if p.fp8 else None,
-            o=tile(1, ROWS, dtype),
-            q_bar=plgpu.Barrier(),
-            k_bars=bars,
-            v_bars=bars,
-        ),
-        **mosaic.grid(batch=b, split=p.splits, head=kv),
-        # A row is in one warp, so its maximum and sum need no shared memory.
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+    scratch = dict(
+        q=tile(1, ROWS, p.dtype),
+        k=ring,
+        v=ring,
+        wide=tile(2, KEYS, p.dtype) if p.fp8 else None,
+        o=tile(1, ROWS, dtype),
+        q_bar=plgpu.Barrier(),
+        k_bars=bars,
+        v_bars=bars,
     )
-    arrays, cache = (x, lengths, new, table), []
+    kernel = prepare(p, "decode_attention", _body, b, kv, (x.shape[2], d, dtype), scratch)
+    inputs, cache = dict(q=x, lengths=lengths, new=new, table=table), []
     if new is None:
-        results = kernel([k, v], *arrays)
+        results = kernel([k, v], inputs)
     else:
-        cache, results = mosaic.in_place_with_results(kernel, [k, v], *arrays)
+        cache, results = mosaic.in_place_with_results(kernel, [k, v], inputs)
     return whole(p, q, *results), *cache
 
 
-def _body(p: DecodePlan, cache_refs, q_ref, lengths_ref, new, table, o_ref, lse_ref, **smem):
-    k_ref, v_ref = cache_refs
-    refs = SimpleNamespace(k=k_ref, v=v_ref, lengths=lengths_ref, new=new, table=table)
-    b = block_of(p, refs, SimpleNamespace(**smem))
-    q_smem, o_smem = b.smem.q, b.smem.o
+def _body(b: DecodeBlock, o_ref, lse_ref):
+    p, q_smem, o_smem = b.p, b.smem.q, b.smem.o
     # The first row is a variable because JAX 0.12 rejects slices that are statically too wide.
     zero = lax.rem(b.low, jnp.int32(1))
     rows = pl.ds(zero * 8, ROWS)
-    plgpu.copy_gmem_to_smem(q_ref.at[b.batch, b.head, rows], q_smem.at[0], b.smem.q_bar)
+    plgpu.copy_gmem_to_smem(b.refs.q.at[b.batch, b.head, rows], q_smem.at[0], b.smem.q_bar)
     for i in range(p.stages):
         for name in "kv":
             _send(b, name, b.low + i)
     plgpu.barrier_wait(b.smem.q_bar)
-    if table is not None:
+    if b.refs.table is not None:
         q = plgpu.load(q_smem.at[0], layout=WGMMA)
         q_smem[0] = _rotated(b, q.astype(jnp.float32)).astype(p.dtype)
         plgpu.commit_smem()
