@@ -16,7 +16,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
 
 import gpu_worker  # noqa: E402
 
-from pallas_kernels.bench import run  # noqa: E402
+from pallas_kernels.bench import compiling  # noqa: E402
 
 TIMES = HERE / "gpu" / "h100-80gb-hbm3_jax0.12.0.1.json"
 COPY, MATMUL = 2.95e12, 800e12  # bytes/s and FLOP/s that docs/benchmarks.md measures there
@@ -27,8 +27,8 @@ def points(ms: dict[str, float]) -> dict[str, list[tuple[str, float, float]]]:
     """{op: (direction, operations a byte, FLOP/s)} of the cases whose operations are counted."""
     found = {}
     for name, (case, sizes) in gpu_worker.ops().items():
-        moved = run.bytes_moved(case, sizes)
-        for direction, count in run.counted_flops(case, sizes).items():
+        moved = compiling.bytes_moved(case, sizes)
+        for direction, count in compiling.counted_flops(case, sizes).items():
             time = ms.get(f"{name} {direction}")
             if time and count:
                 speed = count / time * 1e3

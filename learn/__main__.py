@@ -149,7 +149,7 @@ def measure(ladder, rungs, ceilings: dict, turns: int = 3) -> dict:
     """Microseconds of every rung and of XLA at every size, in turns; checks them first."""
     import jax
 
-    from pallas_kernels.bench.run import gpu_ms
+    from pallas_kernels.bench.timing import gpu_ms
 
     native = lambda function, arguments: jax.block_until_ready(jax.jit(function)(*arguments))
     for rung in rungs:
@@ -200,7 +200,7 @@ def able(ladder) -> list:
 
 def time_on_gpu(chosen, numbers: list[int], out: Path) -> None:
     """Times ladders and writes results.json and the stairs under `out`."""
-    from pallas_kernels.bench.run import ceilings
+    from pallas_kernels.bench.timing import ceilings
 
     tops = ceilings()
     results = json.loads(RESULTS.read_text())

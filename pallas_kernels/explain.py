@@ -32,7 +32,7 @@ from jax.extend.core import jaxprs_in_params
 
 import pallas_kernels
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.bench import run
+from pallas_kernels.bench import compiling, operands, timing
 from pallas_kernels.bench.case import A, Case
 from pallas_kernels.bench.cases import CASES
 
@@ -146,7 +146,7 @@ class CallPlan(NamedTuple):
         few = dict.fromkeys(k.name for k in part.kernels if k.blocks < self.sms)
         if few:
             yield f"fewer blocks than the {self.sms} SMs: {', '.join(few)}"
-        if part.bytes < run._L2:
+        if part.bytes < timing.L2:
             yield "a repeated call may find a part of its arrays in the L2 cache and beat the floor"
 
     def picture(self) -> str:
@@ -181,15 +181,15 @@ def plan(case: Case, sizes: dict[str, int], measure: bool = False) -> CallPlan:
     on_gpu = jax.default_backend() == "gpu"
     if measure and not on_gpu:
         raise ValueError(f"measure=True needs a GPU, and the platform is {jax.default_backend()}")
-    op, structs = run.public(case), run.structs(case, sizes)
+    op, structs = compiling.public(case), operands.structs(case, sizes)
     with dispatch.rehearsal():
         names = {"forward": (op, *structs)}
         if not case.forward_only:
             dy = jax.eval_shape(op, *structs)
-            names["forward and backward"] = functools.partial(run.both, op), dy, *structs
-        decision = run.decided(case, sizes)
+            names["forward and backward"] = functools.partial(compiling.both, op), dy, *structs
+        decision = compiling.decided(case, sizes)
         kernels = {name: _kernels(jax.make_jaxpr(f)(*a).jaxpr) for name, (f, *a) in names.items()}
-        moved, flops = run.bytes_moved(case, sizes), _counted(case, sizes)
+        moved, flops = compiling.bytes_moved(case, sizes), _counted(case, sizes)
         taken, tops = _measured(case, op, sizes) if measure else ({}, H100)
     tops = tops | {"matmul_TFLOP_per_s": case.rate * tops["matmul_TFLOP_per_s"]}
     moved["forward and backward"] = moved["forward+backward"]
@@ -262,7 +262,7 @@ def _sizes(case: Case, arrays: dict[str, Any]) -> dict[str, int]:
 
 def _counted(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
     """The operations of both parts: the benchmark's count, or XLA's of the jnp form."""
-    flops = run.counted_flops(case, sizes)
+    flops = compiling.counted_flops(case, sizes)
     if "forward+backward" in flops:
         both = flops["forward+backward"]
     else:
@@ -343,15 +343,15 @@ def _size(aval) -> int:
 
 def _measured(case: Case, op, sizes) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds of both parts, and the ceilings."""
-    inputs = run.arrays(case, sizes)
-    programs = {"op": run.compile_op(case, op, inputs, keep=True)}
-    ms, failed = run.time_ops(programs, run.cotangents(op, inputs), inputs)
+    inputs = operands.arrays(case, sizes)
+    programs = {"op": compiling.compile_op(case, op, inputs, keep=True)}
+    ms, failed = timing.time_ops(programs, operands.cotangents(op, inputs), inputs)
     if failed:
         raise RuntimeError(f"{case.op} was not timed: {failed['op']}")
     taken = ms["op"]
     both = taken.get("forward+backward", taken["forward"] + taken.get("backward", 0))
     us = {"forward": taken["forward"] * 1e3, "forward and backward": both * 1e3}
-    return us, run.ceilings()
+    return us, timing.ceilings()
 
 
 def _amount(n: float, units: dict[float, str]) -> str:

@@ -249,17 +249,17 @@ def program(spec: str):
 
         own = ladder.find(op[6:])
         return ladder.whole(own, int(size)), jax.eval_shape(lambda: own.inputs(own.sizes[int(nth)]))
-    from pallas_kernels.bench import run
+    from pallas_kernels.bench import compiling, operands
     from pallas_kernels.bench.cases import CASES
 
     case = [case for case in CASES if case.op == op][int(nth)]
     kernel, inputs = (
-        run.public(case, implementation="mosaic"),
-        run.structs(case, case.sizes[int(size)]),
+        compiling.public(case, implementation="mosaic"),
+        operands.structs(case, case.sizes[int(size)]),
     )
 
     def both(dy, *inputs):
-        return run.both(kernel, dy, *inputs)
+        return compiling.both(kernel, dy, *inputs)
 
     return both, (jax.eval_shape(kernel, *inputs), *inputs)
 

@@ -76,7 +76,7 @@ def ours(args) -> None:
     from jaxllm.config import MeshConfig, SampleConfig
     from jaxllm.infer import decode
     from jaxllm.sharding import make_mesh
-    from pallas_kernels.bench import run
+    from pallas_kernels.bench import timing
 
     model = configs.load(args.config).model
     longest, most = args.prompt + args.tokens + 1, decode.most_tokens(model)
@@ -89,7 +89,7 @@ def ours(args) -> None:
             f"error: --tokens={args.tokens} is less than {2 * decode.block_size()}, two blocks"
         )
     on_gpu = jax.default_backend() == "gpu"
-    bandwidth = 1e12 * run.ceilings()["copy_TB_per_s"] if on_gpu else None
+    bandwidth = 1e12 * timing.ceilings()["copy_TB_per_s"] if on_gpu else None
     head = f", head {args.head}" if args.head else ""
     print(f"{args.config}, {args.quantize or model.compute_dtype}{head}, on {jax.devices()[0]}")
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):

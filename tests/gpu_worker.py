@@ -44,26 +44,26 @@ def prepare_op(name: str, dry: bool) -> Callable[[], Figures]:
     """Compiles an op and makes its arrays on the host; returns a function that times kernels."""
     import jax
 
-    from pallas_kernels.bench import run
+    from pallas_kernels.bench import compiling, operands, timing
 
     case, sizes = ops()[name]
-    op = run.public(case, implementation=None if dry else "mosaic")
+    op = compiling.public(case, implementation=None if dry else "mosaic")
     if dry:
-        sizes = run.small(case, sizes)
-        run.gpu_ms = lambda f, *args: [run.wall_ms(f, *args, calls=1)]
-    elif not (decided := run.decided(case, sizes)).supported:
+        sizes = operands.small(case, sizes)
+        timing.gpu_ms = lambda f, *args: [timing.wall_ms(f, *args, calls=1)]
+    elif not (decided := compiling.decided(case, sizes)).supported:
         raise NotImplementedError(decided.why)
-    compiled = lambda: run.compile_op(case, op, run.structs(case, sizes), keep=True)
+    compiled = lambda: compiling.compile_op(case, op, operands.structs(case, sizes), keep=True)
     programs = None if case.op in COMPILED_ALONE else compiled()
     with jax.default_device(jax.devices("cpu")[0]):
-        inputs = run.arrays(case, sizes)
-        dy = run.cotangents(run.on_xla(case), inputs)
+        inputs = operands.arrays(case, sizes)
+        dy = operands.cotangents(compiling.on_xla(case), inputs)
 
     def measure():
         nonlocal programs
         programs = programs or compiled()
         on_device = jax.device_put((dy, inputs), jax.devices()[0])
-        times, failed = run.time_ops({"ours": programs}, *on_device)
+        times, failed = timing.time_ops({"ours": programs}, *on_device)
         if failed:
             raise RuntimeError(failed["ours"])
         return {"ms": {f"{name} {direction}": ms for direction, ms in times["ours"].items()}}
@@ -93,7 +93,7 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
     from jaxllm.train.metrics import peak_memory
     from jaxllm.train.process import no_long_pauses
     from jaxllm.train.step import Trainer
-    from pallas_kernels.bench import run
+    from pallas_kernels.bench import operands
     from pallas_kernels.bench.case import A
 
     config, batch = steps()[name]
@@ -109,7 +109,7 @@ def prepare_step(name: str, dry: bool, more: dict[str, str] | None = None) -> Ca
     lowered = trainer.trace_train_step().lower()
     sizes = {"B": train.batch_size, "T": train.seq_len + 1, "V": vocab}
     with jax.default_device(jax.devices("cpu")[0]):
-        tokens = [np.asarray(run.array(A("B T", "int32", "zipf V"), sizes, i)) for i in (0, 1)]
+        tokens = [np.asarray(operands.array(A("B T", "int32", "zipf V"), sizes, i)) for i in (0, 1)]
     program = state = None
 
     def measure():

@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 
-from pallas_kernels.bench import cases, run
+from pallas_kernels.bench import cases, compiling, operands, timing
 from pallas_kernels.bench.report import text
 
 CELLS = (("limit", 64), ("xl", 128))  # of mlstm_kernels, with their chunks
@@ -77,21 +77,21 @@ def attention() -> None:
     for case, sizes in ((c, sizes) for c in chosen for sizes in c.sizes):
         print(f"attention {case.variant} {text(sizes)}, ms")
         causal = case.options["causal"]
-        inputs = run.arrays(case, sizes)
-        dy = run.cotangents(run.on_xla(case), inputs)
-        ops = {"jaxllm": run.public(case, implementation="mosaic")}
+        inputs = operands.arrays(case, sizes)
+        dy = operands.cotangents(compiling.on_xla(case), inputs)
+        ops = {"jaxllm": compiling.public(case, implementation="mosaic")}
         ops["JAX cuDNN"] = functools.partial(case.cudnn, **case.options)
         ops["FlashAttention-3"] = functools.partial(fa3, causal=causal)
         for kind in ("mosaic", "triton"):
             ops[f"tokamax {kind}"] = functools.partial(tokamax, causal=causal, implementation=kind)
         if case.xla:
-            ops["JAX XLA"] = run.on_xla(case)
-        compiled = functools.partial(run.compile_op, case, inputs=inputs, keep=False)
-        programs, failed = run.attempt(compiled, ops)
-        ms, not_timed = run.time_ops(programs, dy, inputs)
+            ops["JAX XLA"] = compiling.on_xla(case)
+        compiled = functools.partial(compiling.compile_op, case, inputs=inputs, keep=False)
+        programs, failed = timing.attempt(compiled, ops)
+        ms, not_timed = timing.time_ops(programs, dy, inputs)
         rows(ms, failed | not_timed)
         timed = functools.partial(torch_attention, sizes=sizes, causal=causal)
-        rows(*run.attempt(timed, {f"PyTorch {kind}": kind for kind in ("CUDNN", "FLASH")}))
+        rows(*timing.attempt(timed, {f"PyTorch {kind}": kind for kind in ("CUDNN", "FLASH")}))
 
 
 def torch_attention(kind: str, sizes: dict[str, int], causal: bool) -> dict[str, float]:
@@ -124,21 +124,21 @@ def vlstm() -> None:
         case = dataclasses.replace(case, flops=lambda n: 0.0)  # forward + backward in one program
         for sizes in case.sizes:
             print(f"vlstm {text(sizes)}, ms")
-            q, k, v, i, f = run.arrays(case, sizes)
+            q, k, v, i, f = operands.arrays(case, sizes)
             inputs = [q, k, v, i - 2, f + 4]  # gates like those at the start of training
-            op = run.public(case, implementation="mosaic")
+            op = compiling.public(case, implementation="mosaic")
             dy = jax.random.normal(jax.random.key(0), v.shape, jnp.bfloat16)
-            programs = run.compile_op(case, op, inputs, keep=False)
+            programs = compiling.compile_op(case, op, inputs, keep=False)
             for name, args in (("forward", inputs), ("forward+backward", (dy, *inputs))):
-                kernels = statistics.median(run.gpu_ms(programs[name], *args))
-                clock = run.wall_ms(programs[name], *args, calls=10)
+                kernels = statistics.median(timing.gpu_ms(programs[name], *args))
+                clock = timing.wall_ms(programs[name], *args, calls=10)
                 show(f"jaxllm {name}", clock=clock, kernels=kernels)
             timed = functools.partial(mlstm, sizes=sizes)
             theirs.append((f"vlstm {text(sizes)}, ms", timed))
     # PyTorch's profiler keeps CUPTI, so JAX's rows come first.
     for title, timed in theirs:
         print(title)
-        rows(*run.attempt(timed, {f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in CELLS}))
+        rows(*timing.attempt(timed, {f"mlstm_kernels {k}_chunk {n}": (k, n) for k, n in CELLS}))
 
 
 def mlstm(variant: tuple[str, int], sizes: dict[str, int]) -> dict[str, float]:
@@ -184,7 +184,7 @@ def quantized_linear() -> None:
                 print(title)
                 timed = functools.partial(packed_linear, case, {"M": m, "K": k, "N": n})
                 forms = {"jaxllm": None} | ({"jaxllm XLA": "xla"} if m > 64 else {})
-                rows(*run.attempt(timed, forms))
+                rows(*timing.attempt(timed, forms))
                 timed = functools.partial(gemlite, m=m, k=k, n=n, bits=bits, group=group)
                 theirs.append((title, timed, {"gemlite": True, "PyTorch bfloat16": False}))
     for k, n in ((4096, 14336), (14336, 4096)):
@@ -192,25 +192,27 @@ def quantized_linear() -> None:
             title = f"x and weight in 8 bits {m} x {k} x {n}, us"
             print(title)
             timed = functools.partial(plain_linear, m=m, k=k, n=n)
-            rows(*run.attempt(timed, {f"jaxllm {kind}": kind for kind in ("int", "fp8", "bf16")}))
+            rows(
+                *timing.attempt(timed, {f"jaxllm {kind}": kind for kind in ("int", "fp8", "bf16")})
+            )
             timed = functools.partial(torch_8_bits, m=m, k=k, n=n)
             kinds = {f"PyTorch {kind}": kind for kind in ("int", "fp8", "bf16")}
             theirs.append((title, timed, kinds))
     for title, timed, kinds in theirs:  # after JAX's, as in `vlstm`
         print(title)
-        rows(*run.attempt(timed, kinds))
+        rows(*timing.attempt(timed, kinds))
 
 
 def packed_linear(case, sizes: dict[str, int], implementation: str | None) -> dict[str, float]:
     """quantized_linear of packed weights, 250 MB of them in turn."""
     import jax
 
-    x, words, scales = run.arrays(case, sizes)
+    x, words, scales = operands.arrays(case, sizes)
     count = math.ceil(250e6 / words.nbytes)
     weights = [(words + i, scales + 0) for i in range(count)]
-    op = run.public(case, implementation=implementation)
+    op = compiling.public(case, implementation=implementation)
     program = jax.jit(lambda x, weights: [op(x, *some) for some in weights])
-    return {"kernels": statistics.median(run.gpu_ms(program, x, weights)) / count * 1e3}
+    return {"kernels": statistics.median(timing.gpu_ms(program, x, weights)) / count * 1e3}
 
 
 def plain_linear(kind: str, *, m: int, k: int, n: int) -> dict[str, float | str]:
@@ -223,12 +225,12 @@ def plain_linear(kind: str, *, m: int, k: int, n: int) -> dict[str, float | str]
     x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((m, k), (k, n))))
     x = x.astype(jnp.bfloat16)
     if kind == "bf16":
-        return {"kernels": statistics.median(run.gpu_ms(jnp.matmul, x, w.astype(x.dtype))) * 1e3}
+        return {"kernels": statistics.median(timing.gpu_ms(jnp.matmul, x, w.astype(x.dtype))) * 1e3}
     weight = quantize(w, bits=8, group=None, format=kind).plain()
     program = jax.jit(quantized_linear).lower(x, weight).compile()
     hlo = program.as_text()
     by = "cuBLASLt" if "__cublas$lt" in hlo else "Triton" if "__triton" in hlo else "loops"
-    return {"kernels": statistics.median(run.gpu_ms(program, x, weight)) * 1e3, "by": by}
+    return {"kernels": statistics.median(timing.gpu_ms(program, x, weight)) * 1e3, "by": by}
 
 
 def torch_8_bits(kind: str, *, m: int, k: int, n: int) -> dict[str, float | str]:
@@ -381,7 +383,7 @@ def main() -> int:
         if load(a.config).model.type == "vlstm":
             cells = {f"{row} {kind} {chunk}": (kind, chunk) for kind, chunk in CELLS}
         timed = functools.partial(train, name=a.config, batch=a.batch, seq_len=a.seq_len, fp8=a.fp8)
-        rows(*run.attempt(timed, cells or {row: None}))
+        rows(*timing.attempt(timed, cells or {row: None}))
         return 0
     import jax
 

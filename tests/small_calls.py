@@ -6,7 +6,7 @@ import numpy as np
 from kernel_checks import normal
 
 import pallas_kernels as ops
-from pallas_kernels.bench import run
+from pallas_kernels.bench import compiling, operands
 from pallas_kernels.bench.cases import CASES as BENCHMARKS
 
 BF16 = jnp.bfloat16
@@ -135,10 +135,10 @@ CASES = {  # op(*arrays, integers, implementation=), the arrays' shapes, integer
 
 def _of_benchmark(case):
     """The first case of an op that has no call above, at its small sizes; floats come first."""
-    found = run.arrays(case, run.small(case, case.sizes[0]))
+    found = operands.arrays(case, operands.small(case, case.sizes[0]))
     floats = [x for x in found if jnp.issubdtype(x.dtype, jnp.floating)]
     whole = [np.stack([x, x]) for x in found[len(floats) :]]
-    op = lambda *a, **o: run.public(case, **o)(*a)
+    op = lambda *a, **o: compiling.public(case, **o)(*a)
     return op, [(2, *x.shape) for x in floats], whole, floats[0].dtype
 
 

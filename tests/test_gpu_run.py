@@ -9,7 +9,7 @@ import pytest
 from kernel_checks import kernels_run_here
 
 from pallas_kernels import dispatch
-from pallas_kernels.bench import run
+from pallas_kernels.bench import timing
 from pallas_kernels.bench.case import A, Case
 
 ABOUT = {"device": "NVIDIA H100 PCIe", "versions": {"JAX": "1.2"}, "date": "today", "tests": None}
@@ -151,7 +151,7 @@ def test_an_op_is_timed_in_both_directions(monkeypatch):
     case = Case("gelu", {"x": A("N C")}, ({"N": 65, "C": 1024},), {}, reads=("x",))
     monkeypatch.setattr(gpu_worker, "ops", lambda: {"gelu N65": (case, case.sizes[0])})
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)  # as if there were a GPU
-    monkeypatch.setattr(run, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
+    monkeypatch.setattr(timing, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
     with kernels_run_here():
         measure = gpu_worker.prepare_op("gelu N65", dry=False)
         assert measure() == {"ms": {"gelu N65 forward": 2.0, "gelu N65 backward": 2.0}}

@@ -122,7 +122,7 @@ def test_a_gpu_run_fills_the_stairs(monkeypatch, tmp_path):
     rungs, seen = ladders.rungs(ladder), []
     monkeypatch.setattr(ladders, "check", lambda ladder, rung, run: seen.append(rung))
     monkeypatch.setattr(command, "compiled", lambda function, arguments: function)
-    monkeypatch.setattr("pallas_kernels.bench.run.gpu_ms", lambda f, *args: [0.25, 0.5, 0.75])
+    monkeypatch.setattr("pallas_kernels.bench.timing.gpu_ms", lambda f, *args: [0.25, 0.5, 0.75])
     tops = {"copy_TB_per_s": 2.0, "matmul_TFLOP_per_s": 700.0}
     results = command.measure(ladder, rungs, tops)
     assert seen == rungs

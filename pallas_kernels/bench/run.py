@@ -20,7 +20,6 @@ import functools
 import json
 import platform
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,222 +27,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import profiler
 from rich.console import Console
 from rich.progress import Progress
 
-import pallas_kernels
 from pallas_kernels import dispatch
-from pallas_kernels.bench.case import A, Case
+from pallas_kernels.bench.case import Case
 from pallas_kernels.bench.cases import CASES
+from pallas_kernels.bench.compiling import (
+    both,
+    bytes_moved,
+    compile_op,
+    counted_flops,
+    decided,
+    has_kernel,
+    on_xla,
+    public,
+)
+from pallas_kernels.bench.operands import arrays, cotangents, small
 from pallas_kernels.bench.report import draw, table, text
 from pallas_kernels.bench.share import share
+from pallas_kernels.bench.timing import L2, attempt, ceilings, time_ops
 from pallas_kernels.bench.untuned import UNTUNED
-
-_CALLS, _TURNS = 4, 3
-_L2 = 100e6  # bytes; below this an H100's L2 cache (50 MB) serves part of a repeated call
-
-
-def array(spec: A, sizes: dict[str, int], seed: int) -> jax.Array:
-    """The array that `spec` describes; normal values repeat after a million."""
-    shape = tuple(sizes[axis] for axis in spec.axes.split())
-    rng = np.random.default_rng(seed)
-    kind, _, below = spec.fill.partition(" ")
-    if kind == "normal":
-        return jnp.asarray(np.resize(rng.standard_normal(2**20).astype(spec.dtype), shape))
-    if kind == "arange":
-        return jnp.asarray(np.resize(np.arange(shape[-1], dtype=spec.dtype), shape))
-    if kind == "documents":
-        return jnp.broadcast_to(jnp.arange(shape[-1], dtype=spec.dtype) // sizes[below], shape)
-    # Zipf's law with exponent 1: the share of id r is about 1 / (r log V), as in real text.
-    u = rng.random(shape)
-    ids = sizes[below] * u if kind == "uniform" else sizes[below] ** u - 1
-    return jnp.asarray(np.clip(ids.astype(spec.dtype), 0, sizes[below] - 1))
-
-
-def arrays(case: Case, sizes: dict[str, int]) -> list[jax.Array]:
-    axes = case.axes(sizes)
-    return [array(spec, axes, i) for i, spec in enumerate(case.arrays.values())]
-
-
-def structs(case: Case, sizes: dict[str, int]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of the case's arrays."""
-    axes = case.axes(sizes)
-    return [
-        jax.ShapeDtypeStruct([axes[axis] for axis in spec.axes.split()], spec.dtype)
-        for spec in case.arrays.values()
-    ]
-
-
-def _floating(case: Case) -> list[str]:
-    """The names of the arrays that have a gradient."""
-    return [n for n, a in case.arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)]
-
-
-def _writes(case: Case) -> Sequence[str]:
-    """The names of the arrays whose gradients the backward pass must write."""
-    return _floating(case) if case.writes is None else case.writes
-
-
-def small(case: Case, sizes: dict[str, int]) -> dict[str, int]:
-    return sizes | {axis: min(n, sizes[axis]) for axis, n in case.small.items()}
-
-
-def cotangents(op: Callable, inputs) -> list[jax.Array]:
-    """Random arrays like the outputs of `op`."""
-    leaves, tree = jax.tree.flatten(jax.eval_shape(op, *inputs))
-    sizes = [{str(i): n for i, n in enumerate(y.shape)} for y in leaves]
-    specs = [A(" ".join(n), y.dtype.name) for n, y in zip(sizes, leaves, strict=True)]
-    return tree.unflatten(map(array, specs, sizes, range(100, 100 + len(leaves))))
-
-
-def pull(op: Callable, *inputs):
-    """The outputs and the function from their cotangents to the gradients of floating inputs."""
-    floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.floating)]
-
-    def of(*some):
-        full = list(inputs)
-        for i, a in zip(floating, some, strict=True):
-            full[i] = a
-        return op(*full)
-
-    return jax.vjp(of, *(inputs[i] for i in floating))
-
-
-def both(op: Callable, dy, *inputs):
-    """The outputs and the gradients."""
-    y, back = pull(op, *inputs)
-    return y, back(dy)
-
-
-def gpu_ms(f: Callable, *args) -> list[float]:
-    """GPU milliseconds of the kernels, for each of a few calls of a jitted or compiled function."""
-    jax.block_until_ready(f(*args))
-    _, times = profiler.measure(f, iterations=_CALLS)(*args)
-    if times is None:
-        raise RuntimeError("CUPTI saw no kernel")
-    return times
-
-
-def wall_ms(f: Callable, *args, calls: int) -> float:
-    """Wall milliseconds for each of `calls` calls in a row, including launches and gaps."""
-    result = jax.block_until_ready(f(*args))
-    start = time.perf_counter()
-    for _ in range(calls):
-        result = f(*args)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls * 1e3
-
-
-def compile_op(case: Case, op: Callable, inputs, keep: bool) -> dict[str, jax.stages.Compiled]:
-    """Compiles a program for each direction; with keep, backward gets what "saved" returns."""
-    # Without it XLA does not find the matmuls of fp8 (float8/linear.py).
-    options = {"xla_gpu_enable_triton_gemm": False} if case.gpu == "sm_89" else None
-    compiled = lambda f, *args: jax.jit(f).lower(*args).compile(options)
-    dy = jax.eval_shape(op, *inputs)
-
-    def written(gradients):  # without shared gradients, which XLA would copy
-        named = zip(_floating(case), gradients, strict=True)
-        return [g for name, g in named if name in _writes(case)]
-
-    programs = {"forward": compiled(op, *inputs)}
-    if case.forward_only:
-        return programs
-    if case.flops:
-        programs["forward+backward"] = compiled(functools.partial(both, op), dy, *inputs)
-    elif keep:
-        saved = jax.jit(lambda *a: pull(op, *a)[1]).trace(*inputs)
-        programs["saved"] = saved.lower().compile()
-        programs["backward"] = compiled(lambda saved, dy: written(saved(dy)), saved.out_info, dy)
-    else:
-        programs["backward"] = compiled(lambda *a: written(both(op, *a)[1]), dy, *inputs)
-    return programs
-
-
-def time_ops(programs: dict[str, dict], dy, inputs) -> tuple[dict[str, dict], dict[str, str]]:
-    """GPU milliseconds of each op's directions, in turns, and why an op has none."""
-    calls, failed = attempt(lambda own: _arguments(own, dy, inputs), programs)
-    times = {name: {direction: [] for direction in own} for name, own in calls.items()}
-    for name in [*times] * _TURNS:
-        if name in failed:
-            continue
-        try:
-            for direction, args in calls[name].items():
-                times[name][direction] += gpu_ms(programs[name][direction], *args)
-        except Exception as e:  # e.g. out of memory: the other ops still run
-            failed[name] = _line(e)
-            del times[name]
-    return {n: {d: statistics.median(ms) for d, ms in t.items()} for n, t in times.items()}, failed
-
-
-def _arguments(programs: dict, dy, inputs) -> dict[str, tuple]:
-    """The arguments of each direction of an op."""
-    args = {d: inputs if d == "forward" else (dy, *inputs) for d in programs if d != "saved"}
-    if "saved" in programs:
-        args["backward"] = programs["saved"](*inputs), dy
-    return args
-
-
-def ceilings() -> dict[str, float]:
-    """Copy bandwidth in TB/s (read plus written) and bfloat16 matmul rate in TFLOP/s."""
-    spec, sizes = A("N N"), {"N": 2**15}
-    x = array(spec, sizes, 0)
-    median_ms = lambda f, *args: statistics.median(gpu_ms(jax.jit(f), *args))
-    # A copy is not always a kernel, so it needs the wall time.
-    ms = min(wall_ms(jax.jit(jnp.copy), x, calls=_CALLS * _TURNS), median_ms(jnp.negative, x))
-    a = x[:8192, :8192] + 0
-    return {
-        "copy_TB_per_s": 2 * x.nbytes / ms / 1e9,
-        "matmul_TFLOP_per_s": 2 * 8192**3 / median_ms(jnp.matmul, a, a) / 1e9,
-    }
-
-
-def bytes_moved(case: Case, sizes: dict[str, int]) -> dict[str, int]:
-    """The bytes that each direction must move: each input and each output once."""
-    inputs = dict(zip(case.arrays, structs(case, sizes), strict=True))
-    size = {name: a.size * a.dtype.itemsize for name, a in inputs.items()}
-    y = jax.eval_shape(on_xla(case), *inputs.values())
-    outputs = sum(o.size * o.dtype.itemsize for o in jax.tree.leaves(y))
-    read = dict(size)
-    if case.op == "encoder":  # reads only the table's rows that occur
-        rows = np.unique(np.asarray(array(case.arrays["tokens"], sizes, 0))).size
-        read["wte"] = read["wte"] // sizes["V"] * rows
-    backward = sum(size[n] for n in case.reads) + outputs + sum(size[n] for n in _writes(case))
-    forward = sum(read.values()) + outputs
-    return {"forward": forward, "backward": backward, "forward+backward": forward + backward}
-
-
-def counted_flops(case: Case, sizes: dict[str, int]) -> dict[str, float | None]:
-    """Operations by direction: the case's own count, or XLA's of the jnp form."""
-    if case.flops:
-        forward = case.flops(sizes)
-        return {"forward": forward, "forward+backward": (1 + case.backward) * forward}
-    inputs, op = structs(case, sizes), on_xla(case)
-    dy = jax.eval_shape(op, *inputs)
-    try:
-        with jax.default_device("cpu"):  # XLA does not count operations for a GPU
-            lowered = {
-                "forward": jax.jit(op).lower(*inputs),
-                "backward": jax.jit(lambda *a: both(op, *a)[1]).lower(dy, *inputs),
-            }
-    except RuntimeError:  # JAX_PLATFORMS=cuda has no CPU, so the op is not in the plot
-        return {"forward": None, "backward": None}
-    return {name: (low.cost_analysis() or {}).get("flops") for name, low in lowered.items()}
-
-
-def public(case: Case, **options) -> Callable:
-    """The public op as a function of the case's arrays, in their order."""
-    op = getattr(pallas_kernels, case.op)
-    options = {**case.options, **options}
-    if case.forward_only:  # and so with zeros as gradients, for an op that has none
-        return lambda *inputs: op(**case.arguments(jax.lax.stop_gradient(inputs)), **options)
-    return lambda *inputs: op(**case.arguments(inputs), **options)
-
-
-def on_xla(case: Case, **options) -> Callable:
-    return public(case, **options, implementation="xla")
 
 
 class Truth:
@@ -276,41 +81,6 @@ class Truth:
 def _relative(actual, truth) -> float:
     actual, truth = (np.asarray(a).astype(np.float64) for a in (actual, truth))
     return float(np.linalg.norm(actual - truth) / (np.linalg.norm(truth) or 1))
-
-
-def decided(case: Case, sizes: dict[str, int]) -> dispatch.Decision:
-    """The decision about how the op runs on this device."""
-    dispatch.reset()
-    jax.eval_shape(public(case), *structs(case, sizes))
-    return next(d for d in dispatch.decisions() if d.op == case.op)
-
-
-def has_kernel(case: Case, sizes: dict[str, int]) -> bool:
-    """Whether a kernel of ours runs on this GPU, even if something else does by default."""
-    if dispatch.device_lacks("sm_80"):
-        return False
-    with dispatch.rehearsal():
-        try:
-            jax.eval_shape(public(case, implementation="mosaic"), *structs(case, sizes))
-        except NotImplementedError:
-            return False
-    return True
-
-
-def _line(e: Exception) -> str:
-    first = str(e).partition("\n")[0]
-    return f"{type(e).__name__}: {first[:200]}"
-
-
-def attempt(f: Callable, rivals: dict[str, Any]) -> tuple[dict, dict[str, str]]:
-    """Applies f to each rival; returns the results and why others failed (shape, memory)."""
-    results, failed = {}, {}
-    for name, rival in rivals.items():
-        try:
-            results[name] = f(rival)
-        except Exception as e:
-            failed[name] = _line(e)
-    return results, failed
 
 
 def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, known) -> list[dict]:
@@ -361,7 +131,7 @@ def measure(case: Case, sizes: dict[str, int], tops: dict[str, float] | None, kn
                 "why": decision.why,
                 "bytes": moved[direction],
                 "flops": flops[direction],
-                "in_cache": moved[direction] < _L2,
+                "in_cache": moved[direction] < L2,
                 "ms": times,
                 "unit": unit,
                 "rate": rate,

@@ -7,7 +7,7 @@ from jaxtyping import TypeCheckError, jaxtyped
 
 import pallas_kernels
 from pallas_kernels.bench.cases import CASES
-from pallas_kernels.bench.run import arrays, small
+from pallas_kernels.bench.operands import arrays, small
 
 
 def call(case, inputs):

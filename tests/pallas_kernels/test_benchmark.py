@@ -12,7 +12,7 @@ from kernel_checks import NO_KERNEL, ON_GPU, kernels_run_here
 import pallas_kernels
 from pallas_kernels import dispatch
 from pallas_kernels.activations import activation
-from pallas_kernels.bench import cases, run
+from pallas_kernels.bench import cases, compiling, operands, run, timing
 from pallas_kernels.bench.case import A, Case
 from pallas_kernels.bench.cases import CASES
 from pallas_kernels.bench.report import text
@@ -35,7 +35,7 @@ def times(monkeypatch):
     monkeypatch.setattr(dispatch, "device_lacks", lambda gpu: None)
     kernel, xla = activation.GELU
     monkeypatch.setattr(activation, "GELU", (kernel._replace(why_slower=lambda *_: None), xla))
-    monkeypatch.setattr(run, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
+    monkeypatch.setattr(timing, "gpu_ms", lambda f, *args: [f(*args), 2.0][1:])
 
 
 def measured(case, tops):
@@ -47,13 +47,13 @@ def measured(case, tops):
 def test_every_case_fits_its_op(case):
     for sizes in case.sizes:
         floating = sum(a.dtype != "int32" for a in case.arrays.values())
-        inputs = run.structs(case, sizes)
-        op = run.on_xla(case)
+        inputs = operands.structs(case, sizes)
+        op = compiling.on_xla(case)
         y, gradients = jax.eval_shape(
-            lambda *a, op=op: run.both(op, jax.tree.map(jnp.ones_like, op(*a)), *a), *inputs
+            lambda *a, op=op: compiling.both(op, jax.tree.map(jnp.ones_like, op(*a)), *a), *inputs
         )
         assert len(gradients) == floating
-        found = run.decided(case, sizes)
+        found = compiling.decided(case, sizes)
         assert found.supported == ON_GPU
         assert set(case.reads) | set(case.writes or ()) <= set(case.arrays)
         assert set(case.small) <= set(sizes)
@@ -62,10 +62,12 @@ def test_every_case_fits_its_op(case):
 def test_quantized_linear_is_labelled_by_its_format_and_shape_and_has_no_backward_pass():
     case = next(case for case in CASES if case.op == "quantized_linear")
     assert f"{case.variant} {text(case.sizes[0])}" == "int4 group 32 M1 K4096 N14336"
-    x, words, _ = run.structs(case, case.sizes[0])
+    x, words, _ = operands.structs(case, case.sizes[0])
     assert (x.shape, words.size * 8) == ((1, 4096), 4096 * 14336)
-    inputs = run.structs(case, run.small(case, case.sizes[0]))
-    assert set(run.compile_op(case, run.on_xla(case), inputs, keep=False)) == {"forward"}
+    inputs = operands.structs(case, operands.small(case, case.sizes[0]))
+    assert set(compiling.compile_op(case, compiling.on_xla(case), inputs, keep=False)) == {
+        "forward"
+    }
     assert [r["direction"] for r in run.measure(case, case.sizes[0], None, {})] == ["forward"]
 
 
@@ -77,7 +79,7 @@ def test_bytes_count_each_input_and_output_once():
     def moved(op, variant=""):
         case = next(c for c in CASES if (c.op, c.variant) == (op, variant))
         sizes = case.sizes[0]
-        return sizes, run.bytes_moved(case, sizes)
+        return sizes, compiling.bytes_moved(case, sizes)
 
     _, gelu = moved("gelu")
     assert gelu["forward"] == 2 * 2 * 8192 * 14336
@@ -94,7 +96,7 @@ def test_bytes_count_each_input_and_output_once():
 
 
 def test_zipf_ids_fall_like_one_over_the_rank():
-    ids = np.asarray(run.array(A("N", "int32", "zipf V"), {"N": 200_000, "V": 50304}, 0))
+    ids = np.asarray(operands.array(A("N", "int32", "zipf V"), {"N": 200_000, "V": 50304}, 0))
     counts = np.bincount(ids, minlength=50304)
     assert ids.min() == 0
     assert ids.max() < 50304
@@ -103,7 +105,7 @@ def test_zipf_ids_fall_like_one_over_the_rank():
 
 
 def test_documents_are_packed_one_after_the_other():
-    ids = run.array(A("B T", "int32", "documents L"), {"B": 2, "T": 7, "L": 3}, 0)
+    ids = operands.array(A("B T", "int32", "documents L"), {"B": 2, "T": 7, "L": 3}, 0)
     np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 1, 2]] * 2)
 
 
@@ -151,7 +153,7 @@ def test_a_rival_that_fails_is_named_and_the_others_are_measured(times):
     tops = {"copy_TB_per_s": 1.0, "matmul_TFLOP_per_s": 1.0}
     forward, _ = measured(case, tops)
     assert forward["failed"] == {"cudnn": "ValueError: no such shape"}
-    assert run._line(MemoryError()) == "MemoryError: "  # Python raises it without a message
+    assert timing._line(MemoryError()) == "MemoryError: "  # Python raises it without a message
     assert set(forward["ms"]) == {"mosaic", "xla"}
 
 
@@ -203,9 +205,9 @@ def test_peers_that_are_not_there_say_so_beside_ours(times, capsys, monkeypatch)
     tiny = dict(zip("BTHKD", (1, 64, 2, 1, 64), strict=True))
     monkeypatch.setattr(cases, "CASES", [dataclasses.replace(case, sizes=(tiny,))])
     if not ON_GPU:  # the kernels, interpreted, would take 20 s
-        public = run.public
+        public = compiling.public
         on_xla = lambda case, **options: public(case, **options | {"implementation": "xla"})
-        monkeypatch.setattr(run, "public", on_xla)
+        monkeypatch.setattr(compiling, "public", on_xla)
     peers.attention()
     rows = {line[2:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}
     assert "forward 2  forward+backward 2" in rows["jaxllm"]

@@ -20,7 +20,7 @@ from pallas_kernels import (
     swiglu,
     vlstm,
 )
-from pallas_kernels.bench import run
+from pallas_kernels.bench import compiling, operands
 from pallas_kernels.bench.cases import CASES
 from pallas_kernels.flash_attention import op as attention_op
 
@@ -76,7 +76,7 @@ def test_every_case_names_the_gpu_that_its_op_needs(monkeypatch):
     monkeypatch.setattr(dispatch, "choose", record_form)
     for case in CASES:
         asked.clear()
-        jax.eval_shape(run.public(case), *run.structs(case, case.sizes[0]))
+        jax.eval_shape(compiling.public(case), *operands.structs(case, case.sizes[0]))
         assert asked[0] == case.gpu, case.op  # an op may then call another
 
 
@@ -85,7 +85,7 @@ SIZES = [(case, sizes) for case in CASES for sizes in case.sizes]
 
 @pytest.mark.parametrize(("case", "sizes"), SIZES, ids=lambda x: getattr(x, "op", None))
 def test_the_sizes_of_models_run_on_their_kernels(capable, case, sizes):
-    jax.eval_shape(run.public(case), *run.structs(case, sizes))
+    jax.eval_shape(compiling.public(case), *operands.structs(case, sizes))
     kernels = [d for d in dispatch.decisions() if d.runs not in ("cudnn", "xla")]
     assert {d.why for d in kernels} <= {"supported"}
     others = {d.why for d in dispatch.decisions() if d not in kernels}

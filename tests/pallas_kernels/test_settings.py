@@ -91,9 +91,7 @@ PROMOTED = {  # op(*arrays, implementation=), the arrays' shapes and dtypes
         [((64, 64), BF16), ((8, 64), BF16)],
     ),
     "quantized_linear": (
-        lambda x, bias, **o: ops.quantized_linear(
-            x, ops.quantize(normal(9, (128, 64))), bias, **o
-        ),
+        lambda x, bias, **o: ops.quantized_linear(x, ops.quantize(normal(9, (128, 64))), bias, **o),
         [((3, 128), BF16), ((64,), F32)],
     ),
     "quantized_linear, plain": (
