@@ -135,27 +135,26 @@ class _Block(NamedTuple):
         """(row, column) of the block's i-th tile, or of its last tile if i is too large."""
         return self.t.place(self.block + jnp.minimum(i, self.count - 1) * self.t.blocks)
 
-    def rows(self, row):
-        return pl.ds(row * _ROWS, _ROWS)
-
-    def chunk(self, row, column, c):
-        return self.rows(row), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
+    def chunk(self, place, c):
+        row, column = place
+        return pl.ds(row * _ROWS, _ROWS), pl.ds(column * _COLUMNS + c * _CHUNK, _CHUNK)
 
     def ring(self, i) -> Ring:
         """The ring of steps, with the barriers of the warpgroup that computes the i-th tile."""
         return Ring(self.t.stages, self.step_bars, first=lax.rem(i, jnp.int32(2)) * self.t.stages)
 
-    def copy_step(self, i, row, column, step):
+    def copy_step(self, i, place, step):
         """Starts the copies of a step of the i-th tile."""
+        row, column = place
         ring, n, at = self.ring(i), i * self.t.steps + step, pl.ds(step * _STEP, _STEP)
-        ring.send(n, self.a.at[self.rows(row), at], self.a_smem)
+        ring.send(n, self.a.at[pl.ds(row * _ROWS, _ROWS), at], self.a_smem)
         ring.send(n, self.b.at[pl.ds(column * _COLUMNS, _COLUMNS), at], self.b_smem)
 
-    def copy_chunk(self, i, row, column, c):
+    def copy_chunk(self, i, place, c):
         """Starts the copies of a chunk of the i-th tile's inputs."""
         bar = self.chunk_bars.at[lax.rem(i, jnp.int32(2)) * _CHUNKS + c]
         for source, smem in zip(self.inputs, self.chunk_smems, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[self.chunk(row, column, c)], smem.at[c], bar)
+            plgpu.copy_gmem_to_smem(source.at[self.chunk(place, c)], smem.at[c], bar)
 
 
 def _body(t: _Tiles, tile, a, b, inputs, outputs, **scratch):
@@ -167,25 +166,24 @@ def _body(t: _Tiles, tile, a, b, inputs, outputs, **scratch):
     @pl.when(wg == 0)
     def _():
         first = mine.place(0)
-        pl.loop(0, t.stages)(lambda step: mine.copy_step(0, *first, step))
+        pl.loop(0, t.stages)(lambda step: mine.copy_step(0, first, step))
         for c in range(_CHUNKS):
-            mine.copy_chunk(0, *first, c)
+            mine.copy_chunk(0, first, c)
 
     @pl.loop(0, lax.div(count + 1 - wg, jnp.int32(2)))
     def _(j):
         i = 2 * j + wg
         here, after = mine.place(i), mine.place(i + 1)
-        run = functools.partial(_multiply, mine, i, after)
+        run = functools.partial(_multiply, mine, i, here, after)
         product = pl.run_scoped(run, plgpu.ACC((_COLUMNS, _ROWS), jnp.float32))
         _epilogue(mine, tile, i, here, after, product)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _multiply(mine: _Block, i, after, acc):
+def _multiply(mine: _Block, i, here, after, acc):
     """b a^T of the i-th tile; refills each stage once its wgmma has read it."""
     steps, stages = mine.t.steps, mine.t.stages
-    here = mine.place(i)
 
     def multiply_step(step):
         ring = Ring(stages, mine.step_bars, first=mine.wg * stages)
@@ -195,8 +193,8 @@ def _multiply(mine: _Block, i, after, acc):
     def refill(step):  # loads the step that comes `stages` steps later into this step's buffer
         step += stages
         over = lax.convert_element_type(step >= steps, jnp.int32)  # 1: in the next tile
-        row, column = (jnp.where(over, y, x) for x, y in zip(here, after, strict=True))
-        copy = functools.partial(mine.copy_step, i + over, row, column, step - over * steps)
+        at = [jnp.where(over, y, x) for x, y in zip(here, after, strict=True)]
+        copy = functools.partial(mine.copy_step, i + over, at, step - over * steps)
         pl.when(i + over < mine.count)(copy)
 
     multiply_step(0)
@@ -217,8 +215,7 @@ def _epilogue(mine: _Block, tile, i, here, after, product):
 
     def refill(c, in_flight):  # its buffers, once <= in_flight stores are pending
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-        row, column = after
-        pl.when(i + 1 < mine.count)(lambda: mine.copy_chunk(i + 1, row, column, c))
+        pl.when(i + 1 < mine.count)(lambda: mine.copy_chunk(i + 1, after, c))
 
     for c in range(_CHUNKS):
         plgpu.barrier_wait(mine.chunk_bars.at[mine.wg * _CHUNKS + c])
@@ -226,7 +223,7 @@ def _epilogue(mine: _Block, tile, i, here, after, product):
         _compute(tile, smems, product[c * _CHUNK : (c + 1) * _CHUNK])
         plgpu.commit_smem()
         for smem, target in zip(smems, mine.outputs, strict=True):
-            plgpu.copy_smem_to_gmem(smem, target.at[mine.chunk(*here, c)])
+            plgpu.copy_smem_to_gmem(smem, target.at[mine.chunk(here, c)])
         if c:
             refill(c - 1, len(smems))
     refill(_CHUNKS - 1, 0)
