@@ -108,8 +108,8 @@ class DecodeBlock(NamedTuple):
     high: Any
 
 
-def block_of(p: DecodePlan, refs: dict, smem: dict) -> DecodeBlock:
-    refs, smem = SimpleNamespace(**refs), SimpleNamespace(**smem)
+def block_of(p: DecodePlan, inputs: dict, scratch: dict) -> DecodeBlock:
+    refs, smem = SimpleNamespace(**inputs), SimpleNamespace(**scratch)
     batch, split, head = (lax.axis_index(name) for name in ("batch", "split", "head"))
     length = jnp.minimum(refs.lengths[batch], p.keys)
     first = jnp.int32(0)
