@@ -103,7 +103,7 @@ def parallel(q, k, v, i, f, *, gate="exp", normalize=True, segment_ids=None, eps
 
 def states(
     x, y, weight, vector, decay, first=None, other=None, *,
-    reverse=False, saturate=True, last=True, sms=0,
+    reverse=False, last=True, sms=0,
 ):  # fmt: skip
     (heads, count, size) = weight.shape[1:]
     x, y = (_chunks(_apart(z, heads), count, size) for z in (x, y))
@@ -126,7 +126,7 @@ def states(
 
 def chunk_outputs(
     a, b, x, chunk_states, vectors, along=None, like=None, joint=None, *, mode,
-    normalize=True, packed=False, sms=0,
+    normalize=True, sms=0,
 ):  # fmt: skip
     assert joint is None
     of = vectors
@@ -136,7 +136,7 @@ def chunk_outputs(
     seeing, seen = (column, row) if mode in ("dk", "dv") else (row, column)
     position = jnp.arange(size)
     visible = seen(position) <= seeing(position)
-    if packed:
+    if of["start"] is not None:
         visible &= seen(position) >= seeing(of["start"])
     d = jnp.exp2(jnp.where(visible, seeing(of["row"]) + seen(of["col"]), -jnp.inf))
     w = _einsum("bhnld,bhnmd->bhnlm", a, b) * d

@@ -58,7 +58,6 @@ class CellCall(NamedTuple):
     dv: int  # the same of DV
     size: int  # positions of a chunk
     normalize: bool
-    packed: bool  # several documents in a sequence
     first: bool  # an initial state is given
     last: bool  # the final state is returned
     sms: int
@@ -124,8 +123,8 @@ def arguments(
     arrays = tuple(map(pad, (q, k, v))) if packed is None else (packed.array,)
     size = tile_size(dqk, dv, form)
     call = CellCall(
-        q.shape[1], dqk, dv, size, normalize, starts is not None, first is not None, return_state,
-        mosaic.sm_count(), form,
+        q.shape[1], dqk, dv, size, normalize, first is not None, return_state, mosaic.sm_count(),
+        form,
     )  # fmt: skip
     return arrays, i, lf, first, m, starts, call
 
@@ -161,7 +160,7 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
     g = g._replace(m=g.m_last, row=g.row + math.log2(s), carried=g.carried * s)
     h, norm, sign = outputs(
         q, k, v, c, dict(row=g.row, col=g.col, scale=g.carried, one=one, start=g.start), n,
-        mode="forward", normalize=call.normalize, packed=call.packed, sms=call.sms,
+        mode="forward", normalize=call.normalize, sms=call.sms,
     )  # fmt: skip
     h = h.reshape(*arrays[0].shape[:2], i.shape[2], -1)
     # A jax.checkpoint policy can save these by name.  The backward pass then recomputes only the
@@ -172,7 +171,7 @@ def cell_forward(arrays, i, lf, first, m, starts, call):
 
 def _gradient(call: CellCall, mode, into, *operands) -> tuple[Any, Any]:
     """(the gradient that the mode computes, further results); into: the array for it, or None."""
-    options = dict(mode=mode, packed=call.packed, sms=call.sms)
+    options = dict(mode=mode, sms=call.sms)
     run = lambda into, *operands: call.form.chunk_outputs(*operands, into, **options)
     if into is None:
         gradient, *results = run(None, *operands)
@@ -205,7 +204,7 @@ def cell_backward(call, saved, cotangents, joint=None):
     shift = sign * dot
     dc, dn, d_first, c_dc = call.form.states(
         q, dh, carried, carried * shift, g.decay, d_last, c,
-        reverse=True, saturate=False, last=call.first, sms=call.sms,
+        reverse=True, last=call.first, sms=call.sms,
     )  # fmt: skip
     seen |= dict(scale=g.admit, shift=shift)
     one = len(arrays) == 1  # then the kernels of dk and dv write to the array of dq

@@ -119,7 +119,7 @@ def _columns(ref):
 
 def _store_state(w: Walker, n, state, sums):
     s, out, outputs = w.schedule, w.smem.out, w.outputs
-    out[...] = narrow(state, s.dtype, s.saturate)
+    out[...] = narrow(state, s.dtype, not s.reverse)
     ampere.meet()
     row, end = w.x_tile * SIZE, s.x_tiles * SIZE
     ampere.store_rows(out, outputs.before, _item(w, n), w.y_tile, row, end)

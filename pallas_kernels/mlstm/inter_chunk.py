@@ -149,7 +149,7 @@ def _step(w: Walker, acc, n, carry):
 def _store_state(w: Walker, n, state, sums):
     out = w.smem.out
     plgpu.wait_smem_to_gmem(0)  # the copy of the state before must have read the buffer
-    out[w.wg] = narrow(state, w.schedule.dtype, w.schedule.saturate)
+    out[w.wg] = narrow(state, w.schedule.dtype, not w.schedule.reverse)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out.at[w.wg], w.outputs.before.at[w.b, w.h, w.chunk(n), *w.here])
     w.store_before(n, sums)

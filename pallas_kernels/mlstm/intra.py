@@ -355,10 +355,10 @@ def one_chunk(w: Worker, n):
     MODES[s.mode](w, w.a_times(n, True), n + s.parts)
 
 
-@functools.partial(jax.jit, static_argnames=("form", "mode", "normalize", "packed", "sms"))
+@functools.partial(jax.jit, static_argnames=("form", "mode", "normalize", "sms"))
 def chunk_outputs(
     a: Heads, b: Heads, x: Heads, chunk_states, vectors, along=None, like: Heads | None = None,
-    joint=None, *, form: ChunkForm, mode: Mode, normalize=True, packed=False, sms: int,
+    joint=None, *, form: ChunkForm, mode: Mode, normalize=True, sms: int,
 ):  # fmt: skip
     """Computes one line of the table above: out, then by mode, in float32 of (B,H,N,L),
 
@@ -366,7 +366,8 @@ def chunk_outputs(
     dq       dh . h of each row
     dk       k . dk of each row: the part from the chunk; the part from the state
 
-    vectors: name -> (B,H,N,L) float32, the names of OF_ROWS and OF_COLUMNS, and "start" if packed.
+    vectors: name -> (B,H,N,L) float32, the names of OF_ROWS and OF_COLUMNS, and "start", or None if
+        every sequence is one document.
     along: (B,H,N,DX) float32, n or dn.
     like: q for dq (which reads it as Y), k for dk (too), v for dv.  The result is shaped like its
         array and stands where it stands; the array's other columns are undefined.
@@ -375,8 +376,8 @@ def chunk_outputs(
     (batch, heads, chunks, size), length = vectors["row"].shape, a.array.shape[1]
     items = batch * heads * chunks
     s = Schedule(
-        mode, normalize, packed, a.array.dtype, length, heads, chunks, items, size, a.tiles,
-        x.tiles, blocks=items, slots=3,
+        mode, normalize, vectors["start"] is not None, a.array.dtype, length, heads, chunks, items,
+        size, a.tiles, x.tiles, blocks=items, slots=3,
     )  # fmt: skip
     # JAX would sort the keys of a plain dict.
     given = collections.OrderedDict((name, vectors[name]) for name in (*s.of_rows, *s.of_columns))

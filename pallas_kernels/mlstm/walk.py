@@ -45,7 +45,6 @@ class Walk(NamedTuple):
     ends: int  # the last spans of this walk whose final states are stored
     keep: bool  # whether the states before the chunks are stored
     reverse: bool
-    saturate: bool
 
     @property
     def wgs(self) -> int:
@@ -184,10 +183,10 @@ def spans(blocks: int, chunks: int, at_once: int) -> int:
     return mosaic.cdiv(chunks, mosaic.cdiv(chunks, most)) if most > 2 else 1
 
 
-@functools.partial(jax.jit, static_argnames=("form", "reverse", "saturate", "last", "sms"))
+@functools.partial(jax.jit, static_argnames=("form", "reverse", "last", "sms"))
 def states(
     x: Heads, y: Heads, weight, vector, decay, first=None, other=None, *,
-    form: WalkForm, reverse=False, saturate=True, last=True, sms: int,
+    form: WalkForm, reverse=False, last=True, sms: int,
 ):  # fmt: skip
     """Returns the states (S before, s before, (S, s) after the last chunk, dots).
 
@@ -197,7 +196,8 @@ def states(
     float32, None if not `last`.
     other: shaped like the states before.  dots are then (B,H,N,tiles,DX) float32, and their sums
     over the last two axes are the inner products of the unrounded S with `other`; else None.
-    reverse: walks from the last chunk to the first; "before" and "last" refer to that order.
+    reverse: walks from the last chunk to the first; "before" and "last" refer to that order.  These
+        are gradients, which do not saturate in float16: loss scaling relies on infinities.
     """
     (batch, heads, chunks, size), dtype = weight.shape, x.array.dtype
     at_once = sms * (2 if size == ROWS else 1)  # blocks that fit by registers and shared memory
@@ -208,7 +208,7 @@ def states(
         s = Walk(
             dtype, x.array.shape[1], heads, chunks, size, x.tiles, y.tiles, parts,
             walked=parts if keep else ends, span=mosaic.cdiv(chunks, parts), ends=ends,
-            keep=keep, reverse=reverse, saturate=saturate,
+            keep=keep, reverse=reverse,
         )  # fmt: skip
         return _kernel(s, WalkInputs(x, y, weight, vector, decay, first, other), form)
 

@@ -151,7 +151,7 @@ def test_the_largest_call_fits_the_smallest_gpus(mode):
 
 
 def test_two_walks_fit_an_a100():
-    s = walk.Walk(BF16, 64, 1, 1, 64, 8, 8, 1, 1, 1, 1, True, False, False)
+    s = walk.Walk(BF16, 64, 1, 1, 64, 8, 8, 1, 1, 1, 1, True, False)
     assert _bytes(general_states._scratch(s, True)) <= 163 * 1024 // 2 - 1024
 
 
