@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 B, F, I = "bfloat16", "float32", "int32"
 CASES = {
     "attention": ([((1, 128, 2, 64), B)] * 3, {}),
+    "attention+": ([((1, 128, 2, 64), B)] * 3 + [("segment_ids", (1, 128), I, 2)], {}),
     "rms_norm": ([((2, 65, 256), B), ((256,), F)], {}),
     "rms_norm+": ([((2, 65, 256), B), ((256,), F), ("residual", (2, 65, 256), B)], {}),
     "layer_norm": ([((2, 65, 256), B), ((256,), F), ((256,), F)], {}),
@@ -31,6 +32,7 @@ CASES = {
     "swiglu": ([((64, 128), B)] * 2, {}),
     "swiglu+": ([((64, 100), B)] * 2, {}),
     "mlp": ([((64, 64), B), ((64, 128), B), ((128, 64), B), ("gate", (64, 128), B)], {}),
+    "mlp++": ([((2, 16, 64), B), ((64, 128), B), ((128, 64), B)], {}),
     "mlp+": ([((64, 64), B), ((64, 128), B), ((128, 64), B), ("bias", (128,), B)], {}),
     "encoder": ([((2, 16), I, 50), ((50, 128), F), ((16, 128), F)], {}),
     "cross_entropy": ([((16, 512), B), ((16,), I, 512)], {}),
@@ -353,7 +355,8 @@ def test_an_operator_has_no_undefined_results(launches):
 
 # Launches and PyTorch operators of a call: forward without gradients, forward, backward.
 MOST_UNITS = {
-    "attention": (1, 1, 2), "rms_norm": (1, 1, 3), "rms_norm+": (1, 1, 3),
+    "attention": (1, 1, 2), "attention+": (24, 24, 48), "rms_norm": (1, 1, 3),
+    "rms_norm+": (1, 1, 3), "mlp++": (3, 3, 5),
     "layer_norm": (1, 1, 3), "rope": (1, 1, 1), "swiglu": (1, 1, 1), "swiglu+": (4, 4, 6),
     "mlp": (4, 4, 8), "mlp+": (3, 4, 8), "encoder": (1, 1, 7), "cross_entropy": (3, 3, 2),
     "linear_cross_entropy": (8, 10, 1), "vlstm": (7, 7, 10),
@@ -385,6 +388,11 @@ def test_errors_are_one_line():
         pk.attention(q, q, q, window=-3)
     with pytest.raises(ValueError, match="shape"):
         pk.attention(q, q[:, :, :, :32], q)
+
+
+def test_64_bits_are_refused():
+    with pytest.raises(TypeError, match="encoder: int64 among the tensors' dtypes"):
+        pk.encoder(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(50, 128), torch.zeros(8, 128))
 
 
 def test_jax_takes_no_gpu():
