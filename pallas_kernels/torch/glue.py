@@ -57,8 +57,7 @@ struct Arrays { void* at[COUNT]; };
 _FORMULAS = {
     "neg": "-{0}", "max": "({0} > {1} || {0} != {0} ? {0} : {1})", "square": "{0} * {0}",
     "min": "({0} < {1} || {0} != {0} ? {0} : {1})", "abs": "({0} < 0 ? -{0} : {0})",
-    "sign": "({0} != {0} ? {0} : ({type})(({0} > 0) - ({0} < 0)))", "rsqrt": "1 / sqrt({0})",
-    "logistic": "1 / (1 + exp(-{0}))", "copy": "{0}", "is_finite": "isfinite({0})",
+    "logistic": "1 / (1 + exp(-{0}))", "copy": "{0}", "rsqrt": "1 / sqrt({0})",
     "clamp": "({1} < {0} ? {0} : {1} > {2} ? {2} : {1})", "select_n": "{0} ? {2} : {1}",
     "pow": "pow({0}, {1})", "add": "{0} + {1}", "add_any": "{0} + {1}", "sub": "{0} - {1}",
     "mul": "{0} * {1}", "div": "{0} / {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
@@ -70,25 +69,21 @@ _FORMULAS = {
 }  # fmt: skip
 _FUNCTIONS = "exp exp2 log log1p log2 expm1 tanh sqrt sin cos erf floor ceil".split()
 _FORMULAS |= {name: name + "({0})" for name in _FUNCTIONS}
-_MOVES = {
-    "pad", "slice", "transpose", "broadcast_in_dim", "concatenate", "split", "stack", "unstack",
-    "rev", "iota",
-}  # fmt: skip
+_MOVES = set("pad slice transpose broadcast_in_dim concatenate split stack unstack iota".split())
 
 
 class Glue(NamedTuple):
     """A function of `arrays`, numbers of a program's arrays, some of which it writes."""
 
+    head: str
     body: str
-    index: str  # type of a position
     arrays: tuple[int, ...]
     blocks: int
     binary: bytes = b""
 
     def source(self, target: str = _CUDA) -> str:
         """The text for a target, which defines how memory is reached and who computes what."""
-        head = f"typedef {self.index} Index;\n#define COUNT {len(self.arrays)}\n"
-        return head + target + _PRELUDE + self.body
+        return self.head + target + _PRELUDE + self.body
 
 
 def fits(step: Step, arrays: Sequence[Array]) -> bool:
@@ -171,10 +166,6 @@ class _Group:
         if name == "slice":
             moved = zip(at, p["strides"] or (1,) * len(at), p["start_indices"], strict=True)
             return get(0, (index(f"{x} * {step} + {begin}") for x, step, begin in moved))
-        if name == "rev":
-            ends = [n - 1 if axis in p["dimensions"] else 0 for axis, n in enumerate(shapes[0])]
-            pairs = zip(at, ends, strict=True)
-            return get(0, (index(f"{end} - {x}") if end else x for x, end in pairs))
         if name == "iota":
             return f"({kind})({at[p['dimension']]})"
         if name == "pad":
@@ -223,5 +214,5 @@ def write(program: Program, steps: dict[int, Step], stored, roots: Sequence[int]
         body += [f"EACH({blocks}, {own}, {size}) {{", *group.lines, "}"]
         blocks += own
     large = max(math.prod(a.shape) for a in program.arrays) + _THREADS >= 2**31
-    text = "\n".join(("FUNCTION {", *body, "}\n"))
-    return Glue(text, "long long" if large else "int", tuple(slots), blocks)
+    head = f"typedef {'long long' if large else 'int'} Index;\n#define COUNT {len(slots)}\n"
+    return Glue(head, "\n".join(("FUNCTION {", *body, "}\n")), tuple(slots), blocks)

@@ -16,14 +16,9 @@ _P = ctypes.c_void_p
 _lock = threading.Lock()
 
 
+@functools.cache
 def launcher(kernel: Kernel, device: int) -> Callable:
     """The launch of a kernel compiled for this device; compiles it once a process."""
-    with _lock:
-        return _compile(kernel.name, kernel.module, device)
-
-
-@functools.cache
-def _compile(name: str, module: bytes, device: int) -> Callable:
     import jax.experimental.mosaic.gpu  # noqa: F401  (tells Mosaic where CUDA lies)
     from jax._src.lib import version
 
@@ -33,12 +28,11 @@ def _compile(name: str, module: bytes, device: int) -> Callable:
         raise RuntimeError("no jax_plugins.xla_cuda13: pip install 'jaxllm[torch]'") from None
     compile_ = ctypes.CDLL(str(plugin._get_library_path())).MosaicGpuCompile
     compile_.argtypes, compile_.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.POINTER(_P)
-    made = compile_(module, len(module))
+    with _lock:
+        made = compile_(kernel.module, len(kernel.module))
     if not made:
-        raise RuntimeError(
-            f"{name} does not compile for cuda:{device}: is ptxas on PATH? The environment's"
-            " TF_CPP_MIN_LOG_LEVEL=0 shows Mosaic's reason"
-        )
+        why = "is ptxas on PATH?  TF_CPP_MIN_LOG_LEVEL=0 in the environment shows Mosaic's reason"
+        raise RuntimeError(f"{kernel.name} does not compile for cuda:{device}: {why}")
     function = made[0]
     if version < (0, 12, 0):
         call = ctypes.CFUNCTYPE(None, _P, _P, _P)(made[1])

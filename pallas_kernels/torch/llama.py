@@ -29,15 +29,17 @@ def patch(model):
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act={config.hidden_act!r}: our kernel has 'silu'")
     rope = _rope(config)
+    ours = {
+        "LlamaRMSNorm": lambda self, x: pk.rms_norm(x, self.weight, eps=self.variance_epsilon),
+        "LlamaMLP": lambda self, x: self.down_proj(pk.swiglu(self.gate_proj(x), self.up_proj(x))),
+        "LlamaForCausalLM": _model(model.forward),
+    }
     for module in model.modules():
         kind = type(module).__name__
-        if kind == "LlamaRMSNorm":
-            module.forward = types.MethodType(_norm, module)
-        elif kind == "LlamaMLP":
-            module.forward = types.MethodType(_mlp, module)
-        elif kind == "LlamaAttention":
+        if kind == "LlamaAttention":
             module.forward = types.MethodType(_attention(module.forward, rope), module)
-    model.forward = types.MethodType(_model(model.forward), model)
+        elif kind in ours:
+            module.forward = types.MethodType(ours[kind], module)
     return model
 
 
@@ -50,18 +52,8 @@ def _rope(config) -> dict[str, Any]:
         return {"theta": float(theta)}
     if kind != "llama3":
         raise ValueError(f"rope of type {kind!r}: our kernel has 'default' and 'llama3'")
-    return {
-        "theta": float(theta),
-        "scaling": RopeScaling(**{name: given[name] for name in RopeScaling._fields}),
-    }
-
-
-def _norm(self, x):
-    return pk.rms_norm(x, self.weight, eps=self.variance_epsilon)
-
-
-def _mlp(self, x):
-    return self.down_proj(pk.swiglu(self.gate_proj(x), self.up_proj(x)))
+    scaling = RopeScaling(**{name: given[name] for name in RopeScaling._fields})
+    return {"theta": float(theta), "scaling": scaling}
 
 
 def _attention(own, rope):
@@ -72,9 +64,8 @@ def _attention(own, rope):
             known = {"attention_mask": attention_mask, "position_ids": position_ids}
             return own(hidden_states, *args, **known, **kwargs)
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            linear(hidden_states).view(heads) for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        linears = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (linear(hidden_states).view(heads) for linear in linears)
         positions = position_ids.int().expand(q.shape[:2]).contiguous()
         q, k = pk.rope(q, k, positions, **rope)
         if cache is not None:

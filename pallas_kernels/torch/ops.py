@@ -34,6 +34,7 @@ if not xla_bridge.backends_are_initialized():
 _TENSOR = type("Tensor", (), {"__repr__": lambda _: "*"})()  # stands for each among the arguments
 _calls: dict[str, "Call"] = {}  # by key
 _known: dict[tuple, "Call"] = {}  # by arguments
+_WITH_DATA = {torch.Tensor, torch.nn.Parameter}
 _library = torch.library.Library("pallas_kernels", "FRAGMENT")
 
 
@@ -54,10 +55,8 @@ class Call:
         kinds = [str(x.dtype).removeprefix("torch.") for x in arrays]
         if wide := {"int64", "uint64", "float64"}.intersection(kinds):
             raise TypeError(f"{name}: {wide.pop()} among the tensors' dtypes: cast to 32 bits")
-        structs = [
-            jax.ShapeDtypeStruct(tuple(map(int, x.shape)), kind)
-            for x, kind in zip(arrays, kinds, strict=True)
-        ]
+        shapes = [tuple(map(int, x.shape)) for x in arrays]
+        structs = list(map(jax.ShapeDtypeStruct, shapes, kinds))
         what = leaves, structure, wrt, structs, os.environ.get("JAXLLM_KERNELS"), source_hash()
         self.key = f"{name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}"
         _calls[self.key] = self
@@ -108,29 +107,18 @@ def _check(name: str, devices: set[torch.device]) -> None:
     (device,) = devices
     if device.type != "cuda":
         raise ValueError(f"{name}: tensors on {device}, but its kernels need cuda: move them there")
-    if (torch.version.cuda or "").split(".")[0] < "13":
-        raise RuntimeError(
-            f"{name}: JAX's kernels need PyTorch for CUDA 13, not {torch.version.cuda}"
-        )
+    cuda = torch.version.cuda or "0"
+    if int(cuda.split(".")[0]) < 13:
+        raise RuntimeError(f"{name}: PyTorch for CUDA {cuda}, but JAX's kernels need 13")
     found = torch.cuda.get_device_capability(device)
     if found != (9, 0):
         raise NotImplementedError(f"{name}: compute capability {found}, not (9, 0) (H100, H200)")
-
-
-# ---- the two passes ------------------------------------------------------------------------------
-
-
-def _execute(arrays: list[torch.Tensor], key: str, backward: bool) -> list[torch.Tensor]:
-    return _calls[key].runner(arrays, backward, True)(arrays)
 
 
 def _fake(arrays, key: str, backward: bool) -> list[torch.Tensor]:
     made = _calls[key].entry.passes[backward]
     results = (made.arrays[i] for i in made.outputs)
     return [arrays[0].new_empty(x.shape, dtype=run.dtype(x.dtype)) for x in results]
-
-
-_WITH_DATA = {torch.Tensor, torch.nn.Parameter}
 
 
 def _run(call: Call, arrays, backward: bool = False):
@@ -151,21 +139,15 @@ class _Function(torch.autograd.Function):
         out, entry = _run(call, arrays), call.entry
         ctx.call = call
         ctx.save_for_backward(*[(arrays if where == "in" else out)[i] for where, i in entry.saved])
-        out = out[: len(entry.floats)]
-        if not all(entry.floats):
-            ctx.mark_non_differentiable(*[x for x in out if not x.is_floating_point()])
-        return tuple(out)
+        return tuple(out[: entry.tree.num_leaves])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         call = ctx.call
-        given = [g for g, yes in zip(gradients, call.entry.floats, strict=True) if yes]
-        made = _run(call, [*ctx.saved_tensors, *given], True)
-        out: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for i, place in zip(call.wrt, call.entry.gradients, strict=True):
-            out[i + 1] = made[place]
-        return tuple(out)
+        made = _run(call, [*ctx.saved_tensors, *gradients], True)
+        out = {i + 1: made[n] for i, n in zip(call.wrt, call.entry.gradients, strict=True)}
+        return tuple(map(out.get, range(len(ctx.needs_input_grad))))
 
 
 def register(name: str, op: Callable, autocast: bool = False) -> Callable:
@@ -174,7 +156,8 @@ def register(name: str, op: Callable, autocast: bool = False) -> Callable:
     autocast: whether floating point tensors take autocast's dtype.
     """
     _library.define(f"{name}(Tensor[] arrays, str call, bool backward) -> Tensor[]")
-    _library.impl(name, _execute, "CompositeExplicitAutograd")
+    execute = lambda arrays, key, backward: _calls[key].runner(arrays, backward, True)(arrays)
+    _library.impl(name, execute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pallas_kernels::{name}", _fake, lib=_library)
 
     @functools.wraps(op)

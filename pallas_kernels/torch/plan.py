@@ -38,15 +38,11 @@ def _launches(program: Program, native: bool) -> list[Any]:
 
     XLA's barriers say which arrays lie in memory, too.
     """
-    steps = program.steps
+    steps, arrays, roots = program.steps, program.arrays, program.roots
     made = {i: step for step in steps for i in step.outs}
     stored = {*range(program.inputs), *program.constants}
-    joins = [glue.fits(step, program.arrays) for step in steps]
-    reads = [
-        set() if joined else {program.roots[i] for i in step.ins}
-        for step, joined in zip(steps, joins, strict=True)
-    ]
-    wanted = {program.roots[i] for i in program.outputs}.union(*reads)
+    reads = [None if glue.fits(s, arrays) else {roots[i] for i in s.ins} for s in steps]
+    wanted = {roots[i] for i in program.outputs}.union(*filter(None, reads))
     done: list[Any] = []  # steps and glue
     waiting: list[int] = []
 
@@ -57,8 +53,8 @@ def _launches(program: Program, native: bool) -> list[Any]:
             stored.update(now)
             waiting[:] = [root for root in waiting if root not in stored]
 
-    for step, joined, ins in zip(steps, joins, reads, strict=True):
-        if joined:
+    for step, ins in zip(steps, reads, strict=True):
+        if ins is None:
             waiting += [root for root in step.outs if root in wanted]
             continue
         if not ins.isdisjoint(waiting):
@@ -89,10 +85,9 @@ def _lowered(program: Program, native: bool) -> tuple[Program, dict[int, int]]:
     for step in program.steps:
         if step.primitive == "kernel" and native:
             aliases = step.params.params["input_output_aliases"]
-            own = [reads[roots[n]] == 1 and roots[n] in made for n in step.ins]
-            ins = tuple(
-                copy(n) if i in aliases and not own[i] else n for i, n in enumerate(step.ins)
-            )
+            roots_of = [roots[n] for n in step.ins]
+            shared = [i for i in aliases if reads[roots_of[i]] > 1 or roots_of[i] not in made]
+            ins = tuple(copy(n) if i in shared else n for i, n in enumerate(step.ins))
             same |= {step.outs[result]: ins[i] for i, result in aliases.items()}
             step = Step("kernel", programs.kernel(step.params), ins, step.outs)
         steps.append(step)
@@ -115,10 +110,8 @@ def plan(program: Program, native: bool = True) -> Plan:
 
     done = _launches(program, native)
     operators = [isinstance(x, Step) and not isinstance(x.params, Kernel) for x in done]
-    used = [  # the arrays in memory of each
-        [owner(i) for i in (x.arrays if isinstance(x, glue.Glue) else (*x.ins, *x.outs))]
-        for x in done
-    ]
+    touched = lambda x: x.arrays if isinstance(x, glue.Glue) else (*x.ins, *x.outs)
+    used = [[owner(i) for i in touched(x)] for x in done]  # the arrays in memory of each
     every = dict.fromkeys((*range(program.inputs), *itertools.chain(*used)))
     constants = [root for root in every if root in program.constants]
     given = [*range(program.inputs), *constants]

@@ -7,14 +7,12 @@ Nothing here touches a GPU or imports PyTorch: JAX traces shapes, and lowers eac
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
-import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import passmanager
 from jax._src.state.discharge import discharge_state
@@ -23,15 +21,7 @@ from jax.extend import core
 # What wraps an inner jaxpr without changing its meaning, and the parameter that holds it.
 _CALLS = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | {"custom_vmap_call": "call"}
 _CALLS |= dict.fromkeys(("closed_call", "custom_vjp_call", "custom_jvp_call"), "call_jaxpr")
-_SAME = {
-    "name",
-    "kernel_guard",
-    "stop_gradient",
-    "optimization_barrier",
-    "copy",
-    "copy_p",
-    "new_ref",
-}
+_SAME = set("copy copy_p kernel_guard name optimization_barrier stop_gradient".split())
 _VIEWS = {"reshape", "squeeze", "expand_dims"}
 
 
@@ -77,7 +67,6 @@ class Entry(NamedTuple):
 
     passes: tuple[Any, ...]  # the programs, or plans, of the op and of its backward pass
     tree: Any  # of the op's outputs
-    floats: tuple[bool, ...] = ()  # of these, whether they have gradients
     saved: tuple[tuple[str, int], ...] = ()  # for the backward pass: inputs and outputs
     gradients: tuple[int, ...] = ()  # places among the results of the backward pass
 
@@ -195,21 +184,20 @@ def call_of(eqn, **override) -> Callable:
 
 def kernel(eqn) -> Kernel:
     """Lowers the equation of one kernel for CUDA, as JAX does for its own custom call."""
-    call = call_of(eqn)
     structs = [jax.ShapeDtypeStruct(*_array(v.aval)) for v in eqn.invars]
-    lowered = jax.jit(call, keep_unused=True).trace(*structs).lower(lowering_platforms=("cuda",))
-    module: Any = lowered.compiler_ir()
+    traced = jax.jit(call_of(eqn), keep_unused=True).trace(*structs)
+    module: Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)
         inline = passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})")
         inline.run(module.operation)
         (main,) = (f for f in module.body.operations if f.attributes["sym_name"].value == "main")
         arguments, (launch, *end) = main.body.blocks[0].arguments, main.body.blocks[0].operations
-        name = str(eqn.params["name"])
         plain = list(launch.operands) == list(arguments) and len(end) == 1
         if not plain or list(end[0].operands) != list(launch.results):
-            raise NotImplementedError(f"{name} needs more than one kernel: {main}")
-        return Kernel(name, launch.attributes["mhlo.backend_config"]["module"].value_bytes)
+            raise NotImplementedError(f"{eqn.params['name']} needs more than one kernel: {main}")
+        code = launch.attributes["mhlo.backend_config"]["module"].value_bytes
+        return Kernel(str(eqn.params["name"]), code)
 
 
 def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[int] = ()) -> Entry:
@@ -221,24 +209,15 @@ def trace(op: Callable, structs: Sequence[jax.ShapeDtypeStruct], wrt: Sequence[i
 
         return jax.vjp(part, *(arrays[i] for i in wrt)) if wrt else (op(*arrays), ())
 
-    def backward(vjp, *given):
-        cts = [np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
-        for n, x in zip(itertools.compress(range(len(leaves)), floats), given, strict=True):
-            cts[n] = x
-        return vjp(tree.unflatten(cts))
-
     jaxpr, (out, vjp) = jax.make_jaxpr(forward, return_shape=True)(*structs)
     leaves, tree = jax.tree.flatten(out)
     program, saved = _split(build(jaxpr), len(leaves))
     if not wrt:
         return Entry((program,), tree)
-    floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
-    given = itertools.compress(leaves, floats)
-    back = build(jax.make_jaxpr(backward)(vjp, *given))
+    back = build(jax.make_jaxpr(lambda vjp, *given: vjp(tree.unflatten(given)))(vjp, *leaves))
     distinct = tuple(dict.fromkeys(back.outputs))
-    places = tuple(map(distinct.index, back.outputs))
-    passes = program, back._replace(outputs=distinct)
-    return Entry(passes, tree, floats, saved, places)
+    gradients = tuple(map(distinct.index, back.outputs))
+    return Entry((program, back._replace(outputs=distinct)), tree, saved, gradients)
 
 
 def _split(program: Program, n: int) -> tuple[Program, tuple[tuple[str, int], ...]]:

@@ -1,5 +1,6 @@
 """Runs a plan with PyTorch: its memory, its current stream, its operators for what is no launch."""
 
+import functools
 import logging
 import math
 import threading
@@ -19,6 +20,8 @@ from pallas_kernels.torch.program import Array, Step
 
 log = logging.getLogger("pallas_kernels")
 _ALIGNMENT = 16  # bytes; TMA needs it, as do the vector loads
+_bound = threading.local()  # devices: those whose CUDA context this thread has
+_said: set[str] = set()  # the ops of whose copies the user knows
 
 
 def dtype(name: str) -> torch.dtype:
@@ -31,10 +34,7 @@ def tensor(x, device) -> torch.Tensor:
     return torch.from_numpy(plain).to(device, dtype(x.dtype.name))
 
 
-# ---- primitives that are no glue -----------------------------------------------------------------
-
-
-def _dot_general(x, y, out, *, sums):
+def _dot_general(x, y, *, out, sums):
     lc, rc = sums
     left = [i for i in range(x.dim()) if i not in lc]
     right = [i for i in range(y.dim()) if i not in rc]
@@ -71,43 +71,34 @@ def _scatter(x, indices, updates, *, update_window_dims, scatter_dims_to_operand
     return wide.index_copy_(axis, index, updates).narrow(axis, 0, count)
 
 
-_OPERATORS = {
-    "sort": _sort, "scatter": _scatter,
+_OPERATORS = {  # for primitives that are no glue
+    "dot_general": _dot_general, "sort": _sort, "scatter": _scatter,
     # XLA adds bf16 in fp32 and rounds once, as PyTorch does.
     "reduce_sum": lambda x, *, axes, **_: torch.sum(x, axes, dtype=x.dtype),
     "reduce_max": lambda x, *, axes, **_: torch.amax(x, axes),
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
     "reduce_and": lambda x, *, axes, **_: torch.all(x, axes),
     "reduce_or": lambda x, *, axes, **_: torch.any(x, axes),
+    "rev": lambda x, *, dimensions, **_: x.flip(dimensions),
     "argmax": lambda x, *, axes, **_: torch.argmax(x.float(), axes[0]).int(),
+    # Of types that glue lacks, such as float8_e4m3fn.
+    "convert_element_type": lambda x, *, out, **_: x.to(out),
     "cumsum": lambda x, *, axis, **_: torch.cumsum(x, axis, dtype=x.dtype),
 }  # fmt: skip
 
 
 def operator(step: Step, out: Array) -> Callable:
     """A step as a function of tensors: one result, or a list of them."""
-    kind = dtype(out.dtype)
-    if "sums" in step.params:
-        return lambda x, y: _dot_general(x, y, kind, **step.params)
-    if step.primitive == "convert_element_type":  # of types that glue lacks, such as float8_e4m3fn
-        return lambda x: x.to(kind)
     if step.primitive not in _OPERATORS:
         raise NotImplementedError(f"{step.primitive} has no form in PyTorch")
-    return lambda *x: _OPERATORS[step.primitive](*x, **step.params)
-
-
-# ---- a plan --------------------------------------------------------------------------------------
-
-
-_bound = threading.local()  # devices: those whose CUDA context this thread has
+    return functools.partial(_OPERATORS[step.primitive], out=dtype(out.dtype), **step.params)
 
 
 def _bind(device: int) -> None:
     """Makes the device's CUDA context current in this thread.
 
-    Mosaic calls the driver, which takes the current context.  A new thread, such as autograd's, has
-    none until the CUDA runtime needs one: torch.cuda.device(0) does not, nor does memory from
-    PyTorch's cache.
+    Mosaic takes the driver's current context.  A new thread, such as autograd's, has none until the
+    CUDA runtime needs one: neither torch.cuda.device(0) nor memory from PyTorch's cache does.
     """
     torch.cuda.mem_get_info(device)
     _bound.devices = {device, *getattr(_bound, "devices", ())}
@@ -202,15 +193,10 @@ class Runner:
             at[slot] = x.data_ptr()
 
 
-_said: set[str] = set()
-
-
 def _copy(name: str, x: torch.Tensor) -> torch.Tensor:
     """A contiguous copy of an input; the first one of this op is said."""
     if name not in _said:
         _said.add(name)
-        shape, strides = tuple(x.shape), x.stride()
-        log.warning(
-            "%s copies an input %s with strides %s: make it contiguous", name, shape, strides
-        )
+        what = f"an input {tuple(x.shape)} with strides {x.stride()}"
+        log.warning("%s copies %s: make it contiguous", name, what)
     return x.clone(memory_format=torch.contiguous_format)
