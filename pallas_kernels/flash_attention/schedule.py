@@ -186,7 +186,10 @@ def launch(
     inputs: arrays by name.  segments: ids of the queries and of the keys, or None.  scratch: shared
     memory and barriers by name.  parameters: further CompilerParams.
     """
-    inputs = inputs | {"plan": s.table, "segments": with_spans(s, segments)}
+    if segments is not None:
+        rows, columns = reversed(segments) if s.visits.by_keys else segments
+        segments = Segments(*segments, segment_spans(rows, columns, s.visits, s.block, s.lead))
+    inputs = inputs | {"plan": s.table, "segments": segments}
 
     def run(arrays, *results, **smem):
         refs = SimpleNamespace(**dict(zip(inputs, arrays, strict=True)))
@@ -230,15 +233,6 @@ def pad_segments(segments, lengths):
         mosaic.pad_axis(ids[:, :n], 1, stat_rows(1))
         for ids, n in zip(segments, lengths, strict=True)
     )
-
-
-def with_spans(s: Schedule, ids) -> Segments | None:
-    """What a kernel reads of segments; ids: of the queries and of the keys, or None."""
-    if ids is None:
-        return None
-    q_ids, k_ids = ids
-    rows, columns = (k_ids, q_ids) if s.visits.by_keys else (q_ids, k_ids)
-    return Segments(q_ids, k_ids, segment_spans(rows, columns, s.visits, s.block, s.lead))
 
 
 def order(item, levels: int, pairs: int, section: int):
