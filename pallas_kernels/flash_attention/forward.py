@@ -92,14 +92,6 @@ def values_of(w: Worker) -> Keys:
     return Keys(ring, w.inputs.v, s.v_first, smem.v, int(s.width <= 64), 1)
 
 
-def mixes_masks(s: Schedule) -> bool:
-    """Whether steps after the first one may need the mask.
-
-    The diagonal may cross two tiles, segments may begin and end anywhere, and so may the window.
-    """
-    return s.diagonal_crosses_tiles or s.visits.window is not None or s.packed
-
-
 # Load: the rows of Q, and the tiles of K and V.
 
 
@@ -228,7 +220,9 @@ def step(w: Worker, i: Item, o_acc, n, carry):
     """Adds the values of the step before to O under the scores and softmax of step n."""
     s = w.schedule
     p, m, l = carry
-    masked = ((n < i.unmasked) | (n >= i.edge)) if mixes_masks(s) else False
+    # The diagonal may cross two tiles, and segments and the window may begin anywhere.
+    crosses = s.diagonal_crosses_tiles or s.visits.window is not None or s.packed
+    masked = ((n < i.unmasked) | (n >= i.edge)) if crosses else False
     slot, before = keys_of(w).ring.slot(n), values_of(w).ring.slot(n - 1)
     # Issue both matmuls.
     keys_of(w).ring.wait(n)

@@ -135,7 +135,7 @@ def scores(b: Block, tile, x):
 
 def mask(b: Block, tile, x):
     """Scores of a tile, with -inf where a query may not see a key; rows are as the Schedule's."""
-    s, visits = b.w.schedule, b.w.schedule.visits
+    s, visits, segments = b.w.schedule, b.w.schedule.visits, b.w.inputs.segments
     ragged = s.ragged and not visits.by_keys  # keys past the last one are columns
     if not (visits.causal or ragged or s.packed):
         return x
@@ -146,7 +146,11 @@ def mask(b: Block, tile, x):
     def masked(x):
         column = tile * s.columns
         if s.packed:
-            x = in_segment(b, column, x)
+            ids = segments.q_ids, segments.k_ids
+            rows, columns = reversed(ids) if visits.by_keys else ids
+            mine = stat(rows.at[b.batch, b.rows], ROW)
+            others = stat(columns.at[b.batch, pl.ds(column, s.columns)], COL)
+            x = masks.same_segment(x, mine, others)
         if visits.by_keys:
             q0, k0 = column + visits.offset, b.row
         else:
@@ -158,14 +162,6 @@ def mask(b: Block, tile, x):
         )  # fmt: skip
 
     return lax.cond(crosses, masked, lambda x: x, x)
-
-
-def in_segment(b: Block, column, x):
-    s, segments = b.w.schedule, b.w.inputs.segments
-    ids = segments.q_ids, segments.k_ids
-    rows, columns = reversed(ids) if s.visits.by_keys else ids
-    mine = stat(rows.at[b.batch, b.rows], ROW)
-    return masks.same_segment(x, mine, stat(columns.at[b.batch, pl.ds(column, s.columns)], COL))
 
 
 def stat(ref, layout):

@@ -83,12 +83,11 @@ def attention(
         raise ValueError("k and v are missing: pass them, or q as Packed")
     operands = q if isinstance(q, Packed) else (q, k, v)
     of_q, of_k, of_v = _shapes(operands)
-    check(of_q, of_k, of_v, causal, window, softcap, segment_ids)
+    check(of_q, of_k, of_v, causal, window, softcap)
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
     if segment_ids is not None:
-        q_ids, k_ids = ids.segments(*_pair(segment_ids, of_q.shape[1], of_k.shape[1]))
-        segment_ids = q_ids, k_ids
+        segment_ids = tuple(ids.segments(*_pair(segment_ids, of_q, of_k)))
     return dispatch.run(
         "attention",
         FORMS,
@@ -183,7 +182,7 @@ def _cudnn(q, k, v, *, causal, scale, window):
     )  # fmt: skip
 
 
-def check(q, k, v, causal, window, softcap, segment_ids=None):
+def check(q, k, v, causal, window, softcap):
     """Raises ValueError for shapes or options that contradict each other."""
     mosaic.check_axes("B T H D", q=q)
     mosaic.check_axes("B S K D", k=k, v=v)
@@ -200,18 +199,6 @@ def check(q, k, v, causal, window, softcap, segment_ids=None):
         raise ValueError(f"window={window} needs causal=True and at least 1 key")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
-    if segment_ids is not None:
-        _check_segments(segment_ids, b, t, s)
-
-
-def _check_segments(segment_ids, b, t, s):
-    need = ((b, t), (b, s))
-    if not isinstance(segment_ids, tuple):
-        if t > s:
-            raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
-        segment_ids, need = (segment_ids,), ((b, s),)
-    if (have := tuple(x.shape for x in segment_ids)) != need:
-        raise ValueError(f"segment_ids have shapes {have}, not {need}")
 
 
 def scale_of(scale, q) -> float:
@@ -222,10 +209,15 @@ def scale_of(scale, q) -> float:
     return scale
 
 
-def _pair(segment_ids, t, s):
-    """Returns (ids of the queries, ids of the keys)."""
-    pair = isinstance(segment_ids, tuple)
-    return segment_ids if pair else (segment_ids[:, s - t :], segment_ids)
+def _pair(segment_ids, q, k):
+    """Returns (ids of the queries, ids of the keys); raises ValueError for other shapes."""
+    (b, t), s, joint = q.shape[:2], k.shape[1], not isinstance(segment_ids, tuple)
+    if joint and t > s:
+        raise ValueError(f"T={t} is more than S={s} keys: pass segment_ids of both")
+    given, need = (segment_ids,) if joint else segment_ids, ((b, t), (b, s))[joint:]
+    if (have := tuple(x.shape for x in given)) != need:
+        raise ValueError(f"segment_ids have shapes {have}, not {need}")
+    return (segment_ids[:, s - t :], segment_ids) if joint else segment_ids
 
 
 def _pad(x, general: bool):
@@ -259,7 +251,7 @@ def attention_reference(
     if window is not None:
         mask &= q_ids - k_ids < window
     if segment_ids is not None:
-        q_seg, k_seg = _pair(segment_ids, t, s)
+        q_seg, k_seg = _pair(segment_ids, q, k)
         mask &= q_seg[:, :, None] == k_seg[:, None, :]
     out, lse = masked_reference(q, k, v, mask[:, None, None], scale_of(scale, q), softcap)
     return (out, lse) if return_lse else out

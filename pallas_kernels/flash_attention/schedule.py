@@ -145,14 +145,19 @@ def schedule_of(
         owners, pair_bytes = h, 4 * s * d // group  # a head's share of K and V
     pairs = b * owners
     fit = max(1, (tile.section << 20) // max(1, pair_bytes))  # pairs of a section, at most
-    section, table = mosaic.cdiv(pairs, mosaic.cdiv(pairs, fit)), None  # all about as long
+    sections, table = mosaic.cdiv(pairs, fit), None
     if tile.persistent and worth_planning(levels, levels * pairs, call.sms, packed):
         costs = block_costs(visits, first_row(np.arange(levels)), block)
-        table = plan(costs, pairs, section, call.sms)
+        table = plan(costs, pairs, mosaic.cdiv(pairs, sections), call.sms)
+    # All sections are equal.  To divide by the width of a narrower last one ptxas would call a
+    # function, and serialize every wgmma of a kernel with a call (C7509, compiled relocatably).
+    while pairs % sections:
+        sections += 1
 
     def where(item):
         planned = table is not None
-        level, pair = mosaic.divide(item, pairs) if planned else order(item, levels, pairs, section)
+        split = mosaic.divide(item, pairs) if planned else order(item, levels, pairs // sections)
+        level, pair = split
         return first_row(level), mosaic.divide(pair, owners)
 
     grid = levels * pairs if table is None else call.sms
@@ -186,7 +191,10 @@ def launch(
     inputs: arrays by name.  segments: ids of the queries and of the keys, or None.  scratch: shared
     memory and barriers by name.  parameters: further CompilerParams.
     """
-    inputs = inputs | {"plan": s.table, "segments": with_spans(s, segments)}
+    if segments is not None:
+        rows, columns = reversed(segments) if s.visits.by_keys else segments
+        segments = Segments(*segments, segment_spans(rows, columns, s.visits, s.block, s.lead))
+    inputs = inputs | {"plan": s.table, "segments": segments}
 
     def run(arrays, *results, **smem):
         refs = SimpleNamespace(**dict(zip(inputs, arrays, strict=True)))
@@ -232,25 +240,15 @@ def pad_segments(segments, lengths):
     )
 
 
-def with_spans(s: Schedule, ids) -> Segments | None:
-    """What a kernel reads of segments; ids: of the queries and of the keys, or None."""
-    if ids is None:
-        return None
-    q_ids, k_ids = ids
-    rows, columns = (k_ids, q_ids) if s.visits.by_keys else (q_ids, k_ids)
-    return Segments(q_ids, k_ids, segment_spans(rows, columns, s.visits, s.block, s.lead))
-
-
-def order(item, levels: int, pairs: int, section: int):
+def order(item, levels: int, section: int):
     """The (level, pair) of an item: which block of rows (0: the longest) of which (batch, head).
 
     Longest first, so that the short blocks fill the gaps at the end; but one section of the pairs
     after the other, so that what the running blocks stream stays in the L2 cache (50 MB).
     """
-    start = item // (section * levels) * section  # the first pair of the section
-    width = jnp.minimum(section, pairs - start)  # the last section may be a narrow one
-    rest = item - start * levels
-    return rest // width, start + rest % width
+    number, rest = mosaic.divide(item, section * levels)
+    level, pair = mosaic.divide(rest, section)
+    return level, number * section + pair
 
 
 def worth_planning(blocks: int, items: int, sms: int, packed: bool) -> bool:

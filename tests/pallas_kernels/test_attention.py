@@ -200,6 +200,18 @@ def test_every_item_is_planned_once_and_blocks_are_done_together(section):
     assert (np.diff(section_of) >= 0).all()  # sections in order
 
 
+@pytest.mark.parametrize(("pairs", "section"), [(128, 16), (24, 12), (13, 13), (58, 2)])
+def test_sections_are_equal_and_each_block_is_worked_on_once(pairs, section):
+    q = jax.ShapeDtypeStruct((1, 2048, pairs, 96), BF16)  # 0.75 MiB of K and V for each head
+    call = schedule.Call((2048, 2048), True, 1.0, 132, None, None)
+    tiles = schedule.Tiles(2, 128, 3, False, 16)
+    s = schedule.schedule_of(q, q, tiles, call, None, block=128, packed=False)
+    row, (_, head) = jax.vmap(s.where)(jnp.arange(s.grid))
+    assert len(set(zip(row.tolist(), head.tolist(), strict=True))) == s.grid == 16 * pairs
+    np.testing.assert_array_equal(row[: 2 * section], np.repeat([15 * 128, 14 * 128], section))
+    np.testing.assert_array_equal(head[:: 16 * section], np.arange(0, pairs, section))
+
+
 def test_cost_of_a_block_is_what_it_visits():
     visits = Visits((300, 300), True, None, 64)
     rows = np.array([192, 64, -64])
