@@ -34,6 +34,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.activations.activation import gelu_reference
 from pallas_kernels.dispatch import Form
+from pallas_kernels.norms.norm import rsqrt
 from pallas_kernels.options import checked
 from pallas_kernels.quantized import gemv
 from pallas_kernels.quantized.formats import QuantizedWeight, dequantize
@@ -199,7 +200,7 @@ def _in_jnp(eps, centered, activation, x, weights, biases, norm, residual):
     if norm is not None:
         if centered:
             x = x - x.mean()
-        x = x * (1 / jnp.sqrt(jnp.square(x).mean() + eps)) * norm[0].astype(dtype)  # as in norm.py
+        x = x * rsqrt(jnp.square(x).mean() + eps) * norm[0].astype(dtype)
         x = x if norm[1] is None else x + norm[1].astype(dtype)
     if _packed(weights):
         x = _rounded(x, given.dtype)

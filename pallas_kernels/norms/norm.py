@@ -166,6 +166,18 @@ def rms_norm_reference(x, weight=None, *, residual=None, x_bias=None, eps=1e-5):
     return y if residual is None else (y, s)
 
 
+@jax.custom_jvp
+def rsqrt(x):
+    """1 / sqrt(x), whose gradient takes no r^3: float32 does not hold it for rows beyond 1e13."""
+    return lax.rsqrt(x)
+
+
+@rsqrt.defjvp
+def _rsqrt_jvp(primals, tangents):
+    r = rsqrt(*primals)
+    return r, -0.5 * (r * (r * (r * tangents[0])))
+
+
 def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
     s, dtype = x, x.dtype
     if x_bias is not None:
@@ -176,8 +188,7 @@ def _reference(x, weight, bias, residual, x_bias, gate, *, kind, eps):
     z = s.astype(mosaic.stat_dtype(s.dtype))
     if kind is LAYER:
         z = z - jnp.mean(z, axis=-1, keepdims=True)
-    # The gradient of rsqrt takes r^3, which float32 does not hold beyond x of 1e13.
-    y = z * (1 / jnp.sqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps))
+    y = z * rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)
     y = y if weight is None else y * weight.astype(y.dtype)
     y = y if bias is None else y + bias.astype(y.dtype)
     y = y if gate is None else y * jax.nn.sigmoid(gate.astype(y.dtype))
