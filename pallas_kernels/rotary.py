@@ -226,14 +226,15 @@ def _rotate(theta, scaling, in_place, arrays, positions, *, backward=False):
     # Kernels do not check bounds, so arrays that do not fill the tiles are copied.
     pad = lambda x: mosaic.pad_axis(x, 0, tile.rows)
     flat = [pad(x.reshape(n, x.shape[2], 2, d // 2)) for x in arrays]
-    positions = pad(jnp.broadcast_to(positions, (b, t)).reshape(n))
+    if positions.ndim == 2 or t % tile.rows:  # else all batch rows share the positions
+        positions = pad(jnp.broadcast_to(positions, (b, t)).reshape(n))
     heads = [in_place or x.shape[1] for x in flat]
     body = functools.partial(_body, tile, heads, backward)
     call = lambda body, out_type: mosaic.kernel(
         body,
         name="rope_backward" if backward else "rope_forward",
         out_type=out_type,
-        **mosaic.grid(row=len(positions) // tile.rows, column=d // 2 // tile.pairs),
+        **mosaic.grid(row=len(flat[0]) // tile.rows, column=d // 2 // tile.pairs),
     )
     given = frequencies(d, theta, scaling), positions
     if in_place:
@@ -249,10 +250,12 @@ def _rotate(theta, scaling, in_place, arrays, positions, *, backward=False):
 def _body(tile: _PairTile, heads, backward, freq_ref, positions_ref, sources, targets):
     """A block rotates all heads at one tile of positions."""
     # Compute the sines and cosines of the angles.
-    rows = pl.ds(lax.axis_index("row") * tile.rows, tile.rows)
+    row = lax.axis_index("row") * tile.rows
+    rows = pl.ds(row, tile.rows)
     columns = pl.ds(lax.axis_index("column") * tile.pairs, tile.pairs)
     shape = tile.rows, tile.pairs
-    position = mosaic.load(positions_ref.at[rows], tile.layout.reduce(1))
+    at = pl.ds(lax.rem(row, jnp.int32(positions_ref.shape[0])), tile.rows)
+    position = mosaic.load(positions_ref.at[at], tile.layout.reduce(1))
     freq = mosaic.load(freq_ref.at[columns], tile.layout.reduce(0))
     angle = mosaic.along(position, shape, 0) * mosaic.along(freq, shape, 1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -129,6 +129,8 @@ class _Walk:
     def turned(self, step: Step) -> Step:
         """Products read transposed operands where they lie, and are transposed by their order."""
         before = [self.made.get(i, step) for i in step.ins]
+        if step.params.get("batch") or before and before[0].params.get("batch"):
+            return step
         if step.primitive == "transpose" and before[0].primitive == "dot_general":
             (left, right), ins = before[0].params["sums"], before[0].ins
             free = len(self.arrays[ins[0]].shape) - len(left)  # left axes of the result
@@ -169,8 +171,9 @@ def _array(aval) -> Array:
 def _plain(eqn) -> dict[str, Any]:
     """The parameters of an equation that say what it computes, as plain values."""
     params, numbers = eqn.params, eqn.params.get("dimension_numbers")
-    if eqn.primitive.name == "dot_general" and not numbers[1][0]:
-        return {"sums": tuple(map(tuple, numbers[0]))}  # no batches
+    if eqn.primitive.name == "dot_general":
+        sums, batch = (tuple(map(tuple, pair)) for pair in numbers)
+        return {"sums": sums} | ({"batch": batch} if batch[0] else {})
     if eqn.primitive.name == "scatter":
         return {k: tuple(getattr(numbers, k)) for k in numbers._fields if "dims" in k}
     drop = ("sharding", "accuracy", "mode", "out_sharding", "new_dtype", "dtype")

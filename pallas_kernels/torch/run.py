@@ -34,17 +34,19 @@ def tensor(x, device) -> torch.Tensor:
     return torch.from_numpy(plain).to(device, dtype(x.dtype.name))
 
 
-def _dot_general(x, y, *, out, sums):
-    lc, rc = sums
-    left = [i for i in range(x.dim()) if i not in lc]
-    right = [i for i in range(y.dim()) if i not in rc]
-    k = math.prod(x.shape[i] for i in lc)
-    a, b = x.permute(*left, *lc).reshape(-1, k), y.permute(*rc, *right).reshape(k, -1)
-    if x.is_cuda and x.dtype == y.dtype != out == torch.float32:
+def _dot_general(x, y, *, out, sums, batch=((), ())):
+    (lc, rc), (lb, rb) = sums, batch
+    left = [i for i in range(x.dim()) if i not in (*lb, *lc)]
+    right = [i for i in range(y.dim()) if i not in (*rb, *rc)]
+    k, members = math.prod(x.shape[i] for i in lc), [x.shape[i] for i in lb]
+    a = x.permute(*lb, *left, *lc).reshape(*members, -1, k)
+    b = y.permute(*rb, *rc, *right).reshape(*members, k, -1)
+    if x.is_cuda and x.dtype == y.dtype != out == torch.float32 and not batch[0]:
         product = torch.mm(a, b, out_dtype=out)
     else:
-        product = torch.mm(a.to(out), b.to(out))
-    return product.reshape(*(x.shape[i] for i in left), *(y.shape[i] for i in right))
+        product = torch.matmul(a.to(out), b.to(out))
+    free = [*(x.shape[i] for i in left), *(y.shape[i] for i in right)]
+    return product.reshape(*members, *free)
 
 
 def _sort(key, *rest, dimension, num_keys, **_):
