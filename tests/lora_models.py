@@ -15,6 +15,7 @@ from jaxllm.weights.places import named_params
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized.formats import dequantize
 
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPE = dict(n_heads=4, n_kv_heads=2, d_model=32, d_ff=96, d_head=16)
 
 

@@ -325,7 +325,9 @@ def check_exists(folder: Path, name: str = "", other: str = "a Hugging Face fold
     Commands call it before they import JAX, which takes seconds.
     """
     if not os.path.exists(folder.expanduser()):
-        raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}")
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists()
+        fix = f"; the Hub's tool fetches one: hf download {folder} --local-dir DIR" if hub else ""
+        raise InputError(f"{name}{folder} does not exist: name a run's directory or {other}{fix}")
 
 
 def _resumed_config(args: argparse.Namespace, overrides: dict[str, str]) -> configs.Config:

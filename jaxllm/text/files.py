@@ -121,6 +121,9 @@ def open_library(path: Path, pages: Pages) -> tokenizers.Tokenizer:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exceptions
             raise InputError(f"{path} is not a tokenizer.json: {error}") from error
+        first, before = pages.tokenizer.get("add_prefix_space"), library.pre_tokenizer
+        if isinstance(first, bool) and isinstance(before, pre_tokenizers.ByteLevel):
+            before.add_prefix_space = first  # of a GPT2Tokenizer, whatever the file holds
     library.no_truncation()  # the file may store one, which would cut documents short
     library.no_padding()
     try:

@@ -153,14 +153,22 @@ def open_weights(directory: str | Path, step: int | None = None) -> Weights:
     if any((directory / name).is_file() for name in ("config.json", "params.json")):
         return HuggingFaceWeights(directory)
     check_exists(directory)
-    for run in list(directory.absolute().parents)[:2]:
-        inside = directory.absolute().is_relative_to(run / "checkpoints")
-        if inside and (run / "config.yaml").is_file():
-            raise InputError(f"{directory} is inside a run's directory; name that: {run}")
     raise InputError(
         f"{directory} is neither a Hugging Face folder (config.json, safetensors) nor a run's"
-        f" directory (config.yaml, checkpoints){pickle_in(directory)}"
+        f" directory (config.yaml, checkpoints){_near(directory) or pickle_in(directory)}"
     )
+
+
+def _near(directory: Path) -> str:
+    """The end of an error that names a folder of weights around or inside a path, or ""."""
+    path = directory.absolute()
+    runs = [x for x in list(path.parents)[:3] if path.is_relative_to(x / "checkpoints")]
+    inside = [*sorted(path.glob("*")), *sorted(path.glob("snapshots/*"))]  # the Hub's cache
+    pages = (PAGE, adapters.PAGE, "config.json", "params.json", "config.yaml")
+    for folder in (*runs, path.parent, *inside):
+        if any((folder / name).is_file() for name in pages):
+            return f"; name {folder}"
+    return ""
 
 
 def check_weights(weights: Weights, config: Config) -> None:

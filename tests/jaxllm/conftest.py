@@ -1,5 +1,6 @@
 import os
 
+import jax
 import pytest
 from training_runs import write_tiny
 
@@ -23,3 +24,10 @@ def compiled(tmp_path_factory):
 def same_environment(monkeypatch):
     """Restores XLA_FLAGS, which train.main sets, after the test."""
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+
+
+@pytest.fixture
+def no_tf32():
+    """A GPU multiplies float32 exactly."""
+    with jax.default_matmul_precision("highest"):
+        yield

@@ -205,7 +205,7 @@ def test_a_prompt_that_is_too_long_is_refused(runs, capsys):
         ("--checkpoint {run} --data.source text --data.path nowhere.txt", "nowhere.txt"),
         ("--checkpoint {run} --batch_size 0", "--batch_size=0"),
         ("--checkpoint {run} --tasks a,,b", "--tasks='a,,b' has an empty name"),
-        ("--checkpoint {run}/checkpoints/0", "checkpoints/0 is inside a run's directory; name"),
+        ("--checkpoint {run}/checkpoints/0", "directory (config.yaml, checkpoints); name /"),
         ("--checkpoint {run} --hellaswag {run}/config.yaml", "line 1 is not a question"),
         ("--checkpoint {run} --hellaswag {run}/config.yaml", "; it needs ctx, or ctx_a and ctx_b"),
         ("--checkpoint {run} --limit 3", "--limit applies to --hellaswag and --tasks, not"),

@@ -246,6 +246,28 @@ def test_which_files_count(tmp_path, capsys):
         open_weights(pointer)
 
 
+def test_a_path_around_or_inside_a_folder_of_weights_is_told_from_it(tmp_path):
+    folder = folder_of(tmp_path / "models--a--b/snapshots/0f", "llama3")
+    run = tmp_path / "run"
+    (run / "checkpoints/6/state").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (tmp_path / "none").mkdir()
+    for path, meant in (
+        (folder / "model.safetensors", folder),
+        (tmp_path / "models--a--b", folder),  # the Hub's cache
+        (folder.parent, folder),
+        (run / "checkpoints/6/state", run),
+        (tmp_path / "none", None),
+    ):
+        with pytest.raises(InputError, match="is neither a Hugging Face folder") as caught:
+            open_weights(path)
+        assert str(caught.value).endswith(f"; name {meant}" if meant else "checkpoints)")
+    with pytest.raises(InputError, match="hf download org/name --local-dir DIR$"):
+        open_weights("org/name")
+    with pytest.raises(InputError, match="a Hugging Face folder$"):
+        open_weights(tmp_path / "nowhere")
+
+
 def test_harmless_tensors_and_missing_prefixes(tmp_path, capsys):
     buffer = np.ones(4, np.float32)
     names = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")

@@ -338,3 +338,15 @@ def test_an_id_that_the_tokenizer_lacks_neither_begins_nor_ends_a_text(tmp_path)
     assert (tokenizer.bos, tokenizer.eos) == (right["bos"], right["eos"])
     assert tokenizer.ends == {right["eos"]}
     assert tokenizer.begin == [right["eos"]]
+
+
+def test_a_space_before_the_first_word_is_the_settings(tmp_path):
+    """As by transformers 5.24, whose GPT2Tokenizer has it from tokenizer_config.json."""
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "a")
+    plain = Tokenizer(folder)
+    page = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(page | {"add_prefix_space": True}))
+    spaced = Tokenizer(folder)
+    for text in ("the quick", " the quick"):
+        assert spaced.encode(text) == plain.encode(" the quick")
+    assert spaced.digest != plain.digest

@@ -90,14 +90,14 @@ def test_a_loop_launches_its_kernels_many_times():
 
 
 def test_measured_times_stand_beside_the_floor(monkeypatch):
-    monkeypatch.setattr(module.run, "compile_op", lambda *args, keep: {})
+    monkeypatch.setattr(module.compiling, "compile_op", lambda *args, keep: {})
     ms = {"op": {"forward": 0.02, "backward": 0.03}}
-    monkeypatch.setattr(module.run, "time_ops", lambda *args: (ms, {}))
+    monkeypatch.setattr(module.timing, "time_ops", lambda *args: (ms, {}))
     tops = {"copy_TB_per_s": 2.0, "matmul_TFLOP_per_s": 700.0}
-    monkeypatch.setattr(module.run, "ceilings", lambda: tops)
+    monkeypatch.setattr(module.timing, "ceilings", lambda: tops)
     found = explain("layer_norm", *NORM)
     case, sizes = module._case("layer_norm", dict(zip(("x", "weight", "bias"), NORM, strict=True)))
-    us, measured_tops = module._measured(case, module.run.public(case), sizes)
+    us, measured_tops = module._measured(case, module.compiling.public(case), sizes)
     assert us == {"forward": 20.0, "forward and backward": 50.0}
     parts = [part._replace(microseconds=us[part.name]) for part in found.parts]
     found = found._replace(parts=parts, tops=measured_tops)
