@@ -86,14 +86,15 @@ def attention(
     check(of_q, of_k, of_v, causal, window, softcap)
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
+    pair = None
     if segment_ids is not None:
-        segment_ids = tuple(ids.segments(*_pair(segment_ids, of_q, of_k)))
+        pair = tuple(ids.segments(*_pair(segment_ids, of_q, of_k)))
     return dispatch.run(
         "attention",
         FORMS,
         implementation,
         operands,
-        segment_ids,
+        pair,
         causal=causal,
         scale=scale,
         window=window,
