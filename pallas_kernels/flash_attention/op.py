@@ -87,7 +87,8 @@ def attention(
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
     if segment_ids is not None:
-        segment_ids = tuple(ids.segments(*_pair(segment_ids, of_q, of_k)))
+        q_ids, k_ids = ids.segments(*_pair(segment_ids, of_q, of_k))
+        segment_ids = q_ids, k_ids
     return dispatch.run(
         "attention",
         FORMS,

@@ -192,8 +192,10 @@ def launch(
     memory and barriers by name.  parameters: further CompilerParams.
     """
     if segments is not None:
-        rows, columns = reversed(segments) if s.visits.by_keys else segments
-        segments = Segments(*segments, segment_spans(rows, columns, s.visits, s.block, s.lead))
+        q_ids, k_ids = segments
+        rows, columns = (k_ids, q_ids) if s.visits.by_keys else (q_ids, k_ids)
+        spans = segment_spans(rows, columns, s.visits, s.block, s.lead)
+        segments = Segments(q_ids, k_ids, spans)
     inputs = inputs | {"plan": s.table, "segments": segments}
 
     def run(arrays, *results, **smem):
