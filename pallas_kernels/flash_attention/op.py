@@ -86,15 +86,15 @@ def attention(
     check(of_q, of_k, of_v, causal, window, softcap)
     if window is not None and window >= of_k.shape[1]:
         window = None  # the window holds every key
-    pair = None
     if segment_ids is not None:
-        pair = tuple(ids.segments(*_pair(segment_ids, of_q, of_k)))
+        q_ids, k_ids = ids.segments(*_pair(segment_ids, of_q, of_k))
+        segment_ids = q_ids, k_ids
     return dispatch.run(
         "attention",
         FORMS,
         implementation,
         operands,
-        pair,
+        segment_ids,
         causal=causal,
         scale=scale,
         window=window,

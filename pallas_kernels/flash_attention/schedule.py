@@ -194,7 +194,8 @@ def launch(
     if segments is not None:
         q_ids, k_ids = segments
         rows, columns = (k_ids, q_ids) if s.visits.by_keys else (q_ids, k_ids)
-        segments = Segments(q_ids, k_ids, segment_spans(rows, columns, s.visits, s.block, s.lead))
+        spans = segment_spans(rows, columns, s.visits, s.block, s.lead)
+        segments = Segments(q_ids, k_ids, spans)
     inputs = inputs | {"plan": s.table, "segments": segments}
 
     def run(arrays, *results, **smem):
