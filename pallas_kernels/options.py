@@ -43,7 +43,8 @@ class custom_vjp(jax.custom_vjp):
 
 
 def checked[Op: Callable](op: Op) -> Op:
-    """Converts the options of `op` to the types of their annotations, and NumPy's floats to JAX's.
+    """Converts the options of `op` to the types of their annotations, NumPy's floats to JAX's, and
+    weak types, which one form might round to another array's dtype, to strong ones.
 
     Raises ValueError, in one line, for an option of another type, a traced one included, and for
     what is no array where one is due.  The op runs under `promotions`.
@@ -67,6 +68,8 @@ def checked[Op: Callable](op: Op) -> Op:
 
 def _of_jax(x):
     """x as JAX's array, which promotes and indexes by JAX's rules; integers stay: see ids.py."""
+    if isinstance(x, jax.Array) and jax.typeof(x).weak_type:
+        return jax.lax.convert_element_type(x, x.dtype)
     numpy = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     return jnp.asarray(x) if numpy else x
 
@@ -167,4 +170,6 @@ def _scalar(kind, name: str, x):
         raise ValueError(f"{name}={x!r} is not a Python {what}")
     if not fits(x) or (isinstance(x, bool) and kind is not bool):
         raise ValueError(f"{name}={x} is not {must}")
+    if name.endswith("eps") and x < 0:
+        raise ValueError(f"{name}={x} is negative")
     return kind(x)

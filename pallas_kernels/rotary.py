@@ -95,6 +95,8 @@ def frequencies(d: int, theta: float = 10000.0, scaling: RopeScaling | None = No
     freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
     if scaling is not None:
         factor, low, high, original = scaling
+        if not factor > 0:
+            raise ValueError(f"factor={factor} is not positive")
         if not low < high:
             raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
         keep = (original * freq / (2 * math.pi) - low) / (high - low)  # 1: unchanged, 0: scaled

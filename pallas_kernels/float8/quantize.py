@@ -74,6 +74,8 @@ def cast(x, dtype, kernel: bool, largest=None) -> Cast:
     """
     if largest is None:
         largest = named(_largest(_maxima(x) if kernel else x))
+    if largest.ndim:
+        raise ValueError(f"row_norm has shape {largest.shape}, but must be one number")
     if kernel:
         return cast_results(lambda x: (x,), [x], [largest], dtype)[0][0]
     scale, inverse = _scale(largest, dtype)

@@ -62,3 +62,30 @@ def test_mlp_has_the_dtype_of_x_beside_wider_weights(name, precision):
     last = {"gate": jnp.ones((32, 16)), "bias": jnp.ones(16)}[name]
     run = lambda x: ops.mlp(x, *weights, precision=precision, **{name: last})
     assert jax.eval_shape(run, x).dtype == x.dtype
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_a_weakly_typed_residual_keeps_its_dtype(implementation):
+    """jnp's promotion rounded it, and with it the sum, to x's bfloat16 in the XLA form alone."""
+    x, residual = jnp.ones((8, 64), jnp.bfloat16), jnp.full((8, 64), 1.001)
+    assert residual.weak_type
+    run = lambda x, r: ops.rms_norm(x, residual=r, implementation=implementation)
+    assert [y.dtype for y in jax.eval_shape(run, x, residual)] == [x.dtype, residual.dtype]
+
+
+X = jnp.ones((16, 16))
+ROTARY = jnp.ones((1, 2, 1, 8)), jnp.ones((1, 2, 1, 8)), jnp.arange(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.layer_norm(X, eps=-1.0), "eps=-1.0 is negative"),
+        (lambda: ops.row_linear(X[:1], [X], norm_weight=X[0], norm_eps=-1.0), "norm_eps=-1.0 is"),
+        (lambda: ops.rope(*ROTARY, scaling=ops.RopeScaling(0.0)), "factor=0.0 is not positive"),
+        (lambda: ops.fp8_linear(X, X, row_norm=X[0]), r"row_norm has shape \(16,\), but must be"),
+    ],
+)
+def test_what_gave_nan_or_wrong_numbers_is_refused(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
