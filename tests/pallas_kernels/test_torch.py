@@ -358,7 +358,7 @@ MOST_UNITS = {
     "attention": (1, 1, 2), "attention+": (24, 24, 48), "rms_norm": (1, 1, 3),
     "rms_norm+": (1, 1, 3), "mlp++": (3, 3, 5),
     "layer_norm": (1, 1, 3), "rope": (1, 1, 1), "swiglu": (1, 1, 1), "swiglu+": (3, 3, 3),
-    "mlp": (4, 4, 8), "mlp+": (3, 4, 8), "encoder": (1, 1, 7), "cross_entropy": (1, 1, 1),
+    "mlp": (4, 4, 8), "mlp+": (3, 4, 8), "encoder": (1, 1, 8), "cross_entropy": (3, 3, 2),
     "linear_cross_entropy": (8, 10, 1), "vlstm": (7, 7, 10),
 }  # fmt: skip
 
