@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     arrays: tuple[Array, ...]  # of the slots
     shared: dict[int, int]  # slot: its byte in an allocation that temporary arrays share
     size: int  # of it, in bytes
-    outputs: tuple[int, ...]
+    outputs: list[int]
 
 
 def _launches(program: Program, native: bool) -> list[Any]:
@@ -142,5 +142,4 @@ def plan(program: Program, native: bool = True) -> Plan:
             what = x if isinstance(x, glue.Glue) else x.params
             units.append(Unit(what, tuple(number[root] for root in used[n]), (), made, dead))
     kept = tuple(program.constants[root] for root in constants)
-    final = tuple(number[root] for root in results)
-    return Plan(kept, tuple(units), tuple(slots), shared, size, final)
+    return Plan(kept, tuple(units), tuple(slots), shared, size, [number[r] for r in results])

@@ -22,7 +22,7 @@ from jax.extend import core
 _CALLS = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | {"custom_vmap_call": "call"}
 _CALLS |= dict.fromkeys(("closed_call", "custom_vjp_call", "custom_jvp_call"), "call_jaxpr")
 _SAME = set("copy copy_p kernel_guard name optimization_barrier stop_gradient".split())
-_VIEWS = {"reshape", "squeeze", "expand_dims"}
+_VIEWS = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
 
 
 class Array(NamedTuple):
@@ -116,7 +116,8 @@ class _Walk:
             if name == "optimization_barrier":
                 self.steps.append(Step(name, {}, ins, ()))
             return ins
-        if name in _VIEWS:
+        wider = name == "broadcast_in_dim" and eqn.invars[0].aval.size < eqn.outvars[0].aval.size
+        if name in _VIEWS and not wider:
             return [self.new(eqn.outvars[0].aval, self.roots[ins[0]])]
         outs = tuple(self.new(v.aval) for v in eqn.outvars)
         if name == "mpmd_map":
