@@ -77,6 +77,7 @@ _OPERATORS = {  # for primitives that are no glue
     "dot_general": _dot_general, "sort": _sort, "scatter": _scatter,
     # XLA adds bf16 in fp32 and rounds once, as PyTorch does.
     "reduce_sum": lambda x, *, axes, **_: torch.sum(x, axes, dtype=x.dtype),
+    "reduce_prod": lambda x, *, axes, **_: functools.reduce(torch.prod, sorted(axes)[::-1], x),
     "reduce_max": lambda x, *, axes, **_: torch.amax(x, axes),
     "reduce_min": lambda x, *, axes, **_: torch.amin(x, axes),
     "reduce_and": lambda x, *, axes, **_: torch.all(x, axes),

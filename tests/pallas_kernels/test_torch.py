@@ -378,6 +378,33 @@ def test_a_call_has_few_launches(name):
     assert all(map(int.__le__, counts, MOST_UNITS[name])), counts
 
 
+def test_every_step_of_few_long_sequences_has_a_form():
+    """The vLSTM splits them into spans, and joins the spans' states."""
+    of = lambda *width, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((4, 2048, 8, *width), dtype)
+    gate = of(dtype=jnp.float32)
+    arrays = of(64), of(64), of(128), gate, gate
+    op = functools.partial(jk.vlstm, implementation="mosaic")
+    for x in program.trace(op, arrays, range(5)).passes:
+        steps = [unit.what for unit in plan.plan(x, native=False).units]
+        names = {step.primitive for step in steps if isinstance(step, program.Step)} - {"kernel"}
+        assert "reduce_prod" in names or "dot_general" in names
+        assert names <= set(run._OPERATORS)
+
+
+def test_products_of_batches_and_over_axes():
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 5, 2), (2, 5, 3, 6)))
+    numbers = (((2,), (1,)), ((0, 3), (2, 0)))
+    want = jax.lax.dot_general(x, y, numbers, precision="highest")
+    got = run._dot_general(
+        torch.from_numpy(x), torch.from_numpy(y), out=torch.float32, sums=numbers[0],
+        batch=numbers[1],
+    )  # fmt: skip
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    product = run._OPERATORS["reduce_prod"](torch.from_numpy(x), axes=(1, 3))
+    np.testing.assert_allclose(product, x.prod((1, 3)), rtol=1e-5)
+
+
 def test_errors_are_one_line():
     q = torch.randn(1, 128, 2, 64).bfloat16()
     with pytest.raises(ValueError, match="attention: tensors on cpu, but its kernels need cuda"):
